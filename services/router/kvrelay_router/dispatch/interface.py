@@ -1,0 +1,116 @@
+"""What the HTTP layer asks of dispatch, and what it gets back."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kvrelay.protocol.messages import SequenceUsage
+from kvrelay.protocol.sampling import FinishReason, Sampling, TokenLogprobs
+
+
+class NoWorkerReady(Exception):
+    """No placement for a request at this moment: HTTP 503 with Retry-After."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class RequestFailed(Exception):
+    """A request that was accepted could not be finished, after all retries. `timed_out`: its deadline passed."""
+
+    def __init__(self, message: str, *, timed_out: bool = False) -> None:
+        super().__init__(message)
+        self.timed_out = timed_out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """A validated, tokenized request. Sequence i of `num_sequences` draws with (sampling.seed, i, position)."""
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: Sampling
+    num_sequences: int = 1
+    cache_salt: str = ""
+    priority: int = 0
+    timeout_s: float = 600.0
+    trace: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceDelta:
+    """New tokens of one sequence, in order, none twice. `logprobs` has one entry a token when asked for.
+
+    `prompt_logprobs` (for prompt tokens 1, 2, ...) and `cached_tokens` come with a sequence's first delta.
+    With `finish` STOP_TOKEN the last token is the end-of-sequence or stop token. With max_tokens 0 one delta comes,
+    with no token, finish LENGTH and the prompt's logprobs.
+    """
+
+    sequence: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cached_tokens: int | None = None
+    finish: FinishReason | None = None
+    usage: SequenceUsage | None = None
+
+
+@dataclass(slots=True)
+class ServedBy:
+    """Which workers a request went to; None where no worker of that role took part."""
+
+    prefill: str | None = None
+    decode: str | None = None
+
+
+class RequestHandle(Protocol):
+    """One running request."""
+
+    served_by: ServedBy
+
+    def deltas(self) -> AsyncIterator[list[SequenceDelta]]:
+        """Batches of deltas, one per wake-up, until every sequence has finished. Raises RequestFailed."""
+        ...
+
+    def stop(self, sequence: int) -> None:
+        """Ends a sequence whose text matched a stop string; its later tokens are dropped."""
+        ...
+
+    def cancel(self) -> None:
+        """Frees everything of this request on all workers. Idempotent; harmless after the end."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What the ready workers can take. `max_model_len` counts prompt and output tokens of a sequence."""
+
+    max_model_len: int
+    vocab_size: int
+
+
+class Dispatcher(Protocol):
+    """The way from the HTTP layer to the workers."""
+
+    def limits(self) -> ModelLimits | None:
+        """None while no worker is known."""
+        ...
+
+    def ready(self) -> bool:
+        """Whether a request could be placed right now."""
+        ...
+
+    def submit(self, request: GenerateRequest) -> RequestHandle:
+        """Starts a request. Raises NoWorkerReady; never blocks."""
+        ...
+
+    async def fleet(self) -> dict[str, Any]:
+        """All workers with role, state, queues and blocks by owner, asked live; JSON-ready."""
+        ...
+
+    def recent_request(self, request_id: str) -> dict[str, Any] | None:
+        """Attempts, workers and block counters of a running or lately finished request; JSON-ready."""
+        ...

@@ -1,0 +1,114 @@
+"""The second of three stages: what one forward pass needs, and what it gives back.
+
+A schedule batch (requests, policy) becomes a `WorkerBatch` (plain numbers), which a runner turns into a forward batch
+(tensors). The scheduler knows no tensor, the runner knows no policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrelay.protocol.sampling import Sampling, TokenLogprobs
+
+SequenceKey = tuple[str, int, int]
+"""(request id, attempt, sequence index)."""
+
+Int32Array = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRow:
+    """One sequence's part in a step: `len(token_ids)` tokens from `position` on.
+
+    `block_ids` is the sequence's block table, long enough for position + len(token_ids) tokens; the K/V of the earlier
+    `position` tokens lie in it already. With `sample`, one token is drawn from the logits after the last token.
+    With `prompt_logprobs_from`, log-probabilities are also returned for the prompt tokens at positions
+    max(prompt_logprobs_from, position + 1) up to position + len(token_ids) (the last one only if the prompt has it).
+    """
+
+    key: SequenceKey
+    token_ids: Int32Array
+    position: int
+    block_ids: Int32Array
+    sample: bool
+    is_prefill: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerBatch:
+    """The rows of one step, prefill chunks first."""
+
+    step: int
+    rows: Sequence[WorkerRow]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in this step."""
+        return sum(len(row.token_ids) for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """What the forward gave for one row. `token_id` is None where nothing was sampled."""
+
+    token_id: int | None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Results in the order of the batch's rows, and the seconds the forward took."""
+
+    step: int
+    rows: Sequence[RowResult]
+    forward_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """What the services need to know about a loaded model, without a tensor."""
+
+    name: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    num_blocks: int
+    block_bytes: int  # of one block of all layers
+    dtype: str
+    fingerprint: str  # hash over weights, dtype, KV layout, block size and tokenizer
+
+
+class ModelRunner(Protocol):
+    """Runs the model over a paged pool. Calls come from one thread at a time; `execute` may take long."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def pool_bytes(self) -> NDArray[np.uint8]:
+        """The pool's memory as `[num_blocks, block_bytes]` bytes, shared, not copied (CPU pools)."""
+        ...
+
+    def add_sequence(self, key: SequenceKey, sampling: Sampling, token_ids: Sequence[int], num_prompt: int) -> None:
+        """Makes a sequence known to the sampler. `token_ids` beyond `num_prompt` are output already (resumed, or the
+        first token of a handoff): they count for penalties, min_tokens and max_tokens. Idempotent per key."""
+        ...
+
+    def drop_sequence(self, key: SequenceKey) -> None:
+        """Forgets a sequence's sampler state; unknown keys are ignored."""
+        ...
+
+    def execute(self, batch: WorkerBatch) -> StepResult:
+        """Runs one step: writes K/V of every row's tokens into its blocks, attends, samples. Thread-safe against
+        `add_sequence` and `drop_sequence` from another thread. A sampled token joins the sampler's history."""
+        ...

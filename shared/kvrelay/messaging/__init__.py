@@ -1,0 +1,1 @@
+"""The thin shell that carries links over ZMQ sockets."""

@@ -1,0 +1,1 @@
+"""Messages between router, prefill and decode, their codec, and the reliable link under them."""

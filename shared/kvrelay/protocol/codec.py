@@ -1,0 +1,78 @@
+"""Bytes to messages and back: two msgpack frames, the header first.
+
+The header is decoded on its own, so that a peer of another protocol version or model is refused with a clear reason
+before its body, whose shape may have changed, is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from kvrelay.protocol.messages import PROTOCOL_VERSION, AnyBody, Header, RejectCode
+
+Frame = bytes | memoryview
+MAX_FRAME_BYTES = 64 * 1024 * 1024
+
+
+class MalformedMessage(ValueError):
+    """The frames are no message of ours; the text says why."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_header_decoder = msgspec.msgpack.Decoder(Header)
+_body_decoder: msgspec.msgpack.Decoder[AnyBody] = msgspec.msgpack.Decoder(AnyBody)
+
+
+def encode(header: Header, body: AnyBody) -> list[bytes]:
+    """The two frames of a message."""
+    return [_encoder.encode(header), _encoder.encode(body)]
+
+
+def encode_body(body: AnyBody) -> bytes:
+    """The second frame alone, for a sender that keeps it for repeats."""
+    return _encoder.encode(body)
+
+
+def encode_header(header: Header) -> bytes:
+    """The first frame alone."""
+    return _encoder.encode(header)
+
+
+def decode_header(frames: Sequence[Frame]) -> Header:
+    """The header of a message. Raises MalformedMessage."""
+    if len(frames) != 2:
+        raise MalformedMessage(f"a message has 2 frames, this one {len(frames)}")
+    if max(len(frame) for frame in frames) > MAX_FRAME_BYTES:
+        raise MalformedMessage(f"a frame is larger than {MAX_FRAME_BYTES} bytes")
+    try:
+        return _header_decoder.decode(frames[0])
+    except msgspec.MsgspecError as error:
+        raise MalformedMessage(f"header: {error}") from error
+
+
+def decode_body(frames: Sequence[Frame]) -> AnyBody:
+    """The body of a message whose header was accepted. Raises MalformedMessage."""
+    try:
+        return _body_decoder.decode(frames[1])
+    except msgspec.MsgspecError as error:
+        raise MalformedMessage(f"body: {error}") from error
+
+
+def refusal(header: Header, fingerprint: str) -> tuple[RejectCode, str] | None:
+    """Why a peer cannot be talked to, as (code, reason), or None.
+
+    Versions talk to their neighbours. Fingerprints are compared where both sides have one (a router has none).
+    """
+    if abs(header.version - PROTOCOL_VERSION) > 1:
+        return "version", (
+            f"{header.sender} speaks protocol version {header.version}, this side {PROTOCOL_VERSION}; "
+            f"only neighbouring versions talk to each other"
+        )
+    if header.fingerprint and fingerprint and header.fingerprint != fingerprint:
+        return "fingerprint", (
+            f"{header.sender} serves model fingerprint {header.fingerprint}, this side {fingerprint}: weights, dtype, "
+            f"KV layout, block size and tokenizer must be the same"
+        )
+    return None

@@ -1,0 +1,48 @@
+"""Sampling parameters and outputs as they travel between the services."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the tokens of one sequence are drawn. Values are validated by the router before they get here.
+
+    Random numbers are keyed by (seed, sequence index, position), so a draw depends on neither batch nor worker.
+    """
+
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0  # (0, 1]
+    top_k: int = 0  # 0 is off
+    min_p: float = 0.0  # [0, 1]; relative to the most likely token
+    presence_penalty: float = 0.0  # over output tokens
+    frequency_penalty: float = 0.0  # over output tokens
+    repetition_penalty: float = 1.0  # over prompt and output tokens
+    logit_bias: dict[int, float] = {}  # token id -> added to its logit
+    seed: int = 0  # the router draws a missing one
+    logprobs: int | None = None  # None: off; k: the token's own logprob and those of the k most likely tokens
+    prompt_logprobs: int | None = None  # the same, for every prompt token but the first
+    max_tokens: int = 16  # output tokens, counting those of earlier attempts; 0 scores the prompt only
+    min_tokens: int = 0  # no end-of-sequence or stop token before that many output tokens
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    STOP_TOKEN = "stop_token"  # an end-of-sequence or stop token; it is the last output token
+    STOP_STRING = "stop_string"  # matched by the router
+    LENGTH = "length"  # max_tokens, or the model's context is full
+    ABORT = "abort"  # cancelled, or failed; the cause stands beside it
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one position, of the model's own distribution (before temperature and penalties)."""
+
+    token_id: int  # the token that stands at this position
+    logprob: float
+    top_ids: list[int]  # most likely first
+    top_logprobs: list[float]

@@ -1,0 +1,1 @@
+"""Moving KV blocks from a prefill worker's pool into a decode worker's pool."""

@@ -1,0 +1,108 @@
+"""One small interface for moving KV blocks, a sender and a receiver, with several implementations.
+
+It is shaped for one-sided transports (registered memory, asynchronous pushes, completion by notification); a transport
+that copies on the receiving side fits it as well. Control messages do not pass here: they have their own link.
+
+All callbacks come on the event loop's thread. Methods never block on the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """One block of a push: index in the prompt, where it lies at the sender, where it goes at the receiver."""
+
+    index: int
+    source: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """At the receiver: these blocks (indices in the prompt) are completely in their slots."""
+
+    reservation: str
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """At the sender: these blocks have left; their memory is no longer read."""
+
+    reservation: str
+    blocks: tuple[int, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SenderDrained:
+    """At the sender, after `abort`: no write of this reservation is or will be in flight."""
+
+    reservation: str
+
+
+@dataclass(frozen=True, slots=True)
+class TransferFailed:
+    """At the sender: a push could not be made. The handoff may try another worker."""
+
+    reservation: str
+    cause: str
+
+
+SenderEvent = Pushed | SenderDrained | TransferFailed
+
+
+class TransferSender(Protocol):
+    """Pushes blocks out of a pool. One per process and transport."""
+
+    name: str
+
+    def start(self, on_event: Callable[[SenderEvent], None]) -> None:
+        """Must be called on the event loop's thread, which then gets the events."""
+        ...
+
+    def push(self, reservation: str, endpoint: dict[str, str], copies: Sequence[BlockCopy]) -> None:
+        """Queues a push. Neighbouring blocks are coalesced. The caller keeps the source blocks until `Pushed`."""
+        ...
+
+    def abort(self, reservation: str) -> None:
+        """Drops what is queued; `SenderDrained` follows, always, also for an unknown reservation."""
+        ...
+
+    def close(self) -> None:
+        """Stops threads and closes sockets. Idempotent."""
+        ...
+
+
+class TransferReceiver(Protocol):
+    """Takes blocks into a pool. One per process and transport."""
+
+    name: str
+    needs_quarantine: bool
+    """Whether writes may land after `release`, so that slots must wait for the sender's Drained."""
+
+    @property
+    def endpoint(self) -> dict[str, str]:
+        """What a sender needs to reach this pool; travels in Granted."""
+        ...
+
+    def start(self, on_landed: Callable[[Landed], None]) -> None:
+        """Must be called on the event loop's thread, which then gets the events."""
+        ...
+
+    def admit(self, reservation: str, first_block: int, slots: Sequence[int]) -> None:
+        """From now on block `first_block + i` of this reservation may land in `slots[i]`."""
+        ...
+
+    def release(self, reservation: str) -> None:
+        """Ends a reservation. Where `needs_quarantine` is false nothing of it lands after this returns."""
+        ...
+
+    def close(self) -> None:
+        """Stops threads and closes sockets. Idempotent."""
+        ...

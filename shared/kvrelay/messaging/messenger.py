@@ -14,13 +14,16 @@ from collections.abc import Callable
 
 import zmq
 
-from kvrelay.protocol.link import LinkEvent, Links, LinkSettings
+from kvrelay.protocol.codec import MAX_FRAME_BYTES
+from kvrelay.protocol.link import LinkEvent, Links, LinkSettings, PeerLost
 from kvrelay.protocol.messages import AnyBody, PeerRef
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.05
 MAX_MESSAGES_PER_WAKEUP = 256
+OUTBOX_LINGER_MS = 200
+"""How long the last messages to a peer that we are done with (a refusal, mostly) may take to leave."""
 
 
 def new_incarnation() -> str:
@@ -46,10 +49,15 @@ class Messenger:
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.set_hwm(0)
         self._inbox.linger = 0
-        if port:
-            self._inbox.bind(f"tcp://{host}:{port}")
-        else:
-            port = self._inbox.bind_to_random_port(f"tcp://{host}")
+        self._inbox.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        try:
+            if port:
+                self._inbox.bind(f"tcp://{host}:{port}")
+            else:
+                port = self._inbox.bind_to_random_port(f"tcp://{host}")
+        except zmq.ZMQError:
+            self._context.destroy(linger=0)
+            raise
         self.me = PeerRef(peer_id, new_incarnation(), f"tcp://{advertise_host or host}:{port}")
         self._inbox_fd = int(self._inbox.getsockopt(zmq.FD))
         self._links = Links(self.me, fingerprint, settings)
@@ -58,13 +66,15 @@ class Messenger:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tick: asyncio.TimerHandle | None = None
         self._flush_due = False
+        self._drain_due = False
+        self._is_closed = False
 
     def start(self) -> None:
         """Begins to receive. To be called on the event loop's thread."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._inbox_fd, self._drain_inbox)
         self._on_tick()
-        self._loop.call_soon(self._drain_inbox)  # the descriptor is edge-triggered: what came before start counts too
+        self._drain_soon()  # the descriptor is edge-triggered: what came before counts too
 
     def send(
         self,
@@ -76,10 +86,10 @@ class Messenger:
         sequence: int = 0,
         trace: str = "",
     ) -> None:
-        """Sends reliably, or reports the peer lost."""
-        self._links.send(
-            peer, body, time.monotonic(), request=request, attempt=attempt, sequence=sequence, trace=trace
-        )
+        """Sends reliably, or reports the peer lost. Raises MessageTooLarge. After `close` it does nothing."""
+        if self._is_closed:
+            return
+        self._links.send(peer, body, time.monotonic(), request=request, attempt=attempt, sequence=sequence, trace=trace)
         self._flush_soon()
 
     @property
@@ -88,7 +98,11 @@ class Messenger:
         return self._links.num_unacked
 
     def close(self, linger_s: float = 0.2) -> None:
-        """Closes all sockets; what was sent gets `linger_s` to leave."""
+        """Closes all sockets; what was sent gets `linger_s` to leave, for which this blocks. May be called twice."""
+        if self._is_closed:
+            return
+        self._send_out()
+        self._is_closed = True
         if self._tick is not None:
             self._tick.cancel()
         if self._loop is not None:
@@ -100,26 +114,33 @@ class Messenger:
         self._context.term()
 
     def _on_tick(self) -> None:
+        if self._is_closed:
+            return
         assert self._loop is not None
+        self._tick = self._loop.call_later(TICK_S, self._on_tick)
         self._links.tick(time.monotonic())
         self._flush()
         self._forget_addresses()
-        self._tick = self._loop.call_later(TICK_S, self._on_tick)
 
     def _drain_inbox(self) -> None:
-        assert self._loop is not None
+        self._drain_due = False
+        if self._is_closed:
+            return
         now = time.monotonic()
         for _ in range(MAX_MESSAGES_PER_WAKEUP):
             try:
                 frames = self._inbox.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            except zmq.ZMQError:
-                return
             self._links.receive(frames, now)
         else:
-            self._loop.call_soon(self._drain_inbox)
+            self._drain_soon()  # the descriptor is edge-triggered: nobody else says that there is more
         self._flush()
+
+    def _drain_soon(self) -> None:
+        if not self._drain_due and self._loop is not None:
+            self._drain_due = True
+            self._loop.call_soon(self._drain_inbox)
 
     def _flush_soon(self) -> None:
         if not self._flush_due and self._loop is not None:
@@ -127,19 +148,28 @@ class Messenger:
             self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
-        """Hands out events, then sends what they and others brought, until both are empty."""
+        """Sends, hands out events, and sends what they brought. Events that they brought wait for the next turn of the
+        event loop, so that a callback which answers each event with the next one stops nobody else."""
         self._flush_due = False
-        while True:
+        self._send_out()
+        events = self._links.take_events()
+        if any(isinstance(event, PeerLost) for event in events):
+            self._forget_addresses()  # before a callback sends there again, which would keep the old queue
+        for event in events:
+            if self._is_closed:
+                return
+            try:
+                self._on_event(event)
+            except Exception:
+                log.exception("handling %s failed", type(event).__name__)
+        self._send_out()
+        if self._links.has_events:
+            self._flush_soon()
+
+    def _send_out(self) -> None:
+        if not self._is_closed:
             for address, frames in self._links.take_outgoing():
                 self._transmit(address, frames)
-            events = self._links.take_events()
-            if not events:
-                return
-            for event in events:
-                try:
-                    self._on_event(event)
-                except Exception:
-                    log.exception("handling %s failed", type(event).__name__)
 
     def _transmit(self, address: str, frames: list[bytes]) -> None:
         outbox = self._outboxes.get(address)
@@ -162,8 +192,6 @@ class Messenger:
             log.warning("no room to send to %s; the link will repeat it", address)
 
     def _forget_addresses(self) -> None:
-        """Closes sockets to peers that were lost, and with them what is still queued there."""
-        if len(self._outboxes) == 0:
-            return
+        """Closes sockets to addresses where no peer of ours is (any more), and with them what is queued there."""
         for address in set(self._outboxes) - self._links.addresses():
-            self._outboxes.pop(address).close(linger=200)
+            self._outboxes.pop(address).close(linger=OUTBOX_LINGER_MS)

@@ -20,19 +20,29 @@ class MalformedMessage(ValueError):
     """The frames are no message of ours; the text says why."""
 
 
+class MessageTooLarge(ValueError):
+    """No peer would take this message."""
+
+
+_DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""All that msgspec raises on foreign bytes; the latter two do not pass as its own."""
+
 _encoder = msgspec.msgpack.Encoder()
 _header_decoder = msgspec.msgpack.Decoder(Header)
 _body_decoder: msgspec.msgpack.Decoder[AnyBody] = msgspec.msgpack.Decoder(AnyBody)
 
 
 def encode(header: Header, body: AnyBody) -> list[bytes]:
-    """The two frames of a message."""
-    return [_encoder.encode(header), _encoder.encode(body)]
+    """The two frames of a message. Raises MessageTooLarge."""
+    return [encode_header(header), encode_body(body)]
 
 
 def encode_body(body: AnyBody) -> bytes:
-    """The second frame alone, for a sender that keeps it for repeats."""
-    return _encoder.encode(body)
+    """The second frame alone, for a sender that keeps it for repeats. Raises MessageTooLarge."""
+    frame = _encoder.encode(body)
+    if len(frame) > MAX_FRAME_BYTES:
+        raise MessageTooLarge(f"{type(body).__name__} has {len(frame)} bytes, more than {MAX_FRAME_BYTES}")
+    return frame
 
 
 def encode_header(header: Header) -> bytes:
@@ -48,7 +58,7 @@ def decode_header(frames: Sequence[Frame]) -> Header:
         raise MalformedMessage(f"a frame is larger than {MAX_FRAME_BYTES} bytes")
     try:
         return _header_decoder.decode(frames[0])
-    except msgspec.MsgspecError as error:
+    except _DECODE_ERRORS as error:
         raise MalformedMessage(f"header: {error}") from error
 
 
@@ -56,7 +66,7 @@ def decode_body(frames: Sequence[Frame]) -> AnyBody:
     """The body of a message whose header was accepted. Raises MalformedMessage."""
     try:
         return _body_decoder.decode(frames[1])
-    except msgspec.MsgspecError as error:
+    except _DECODE_ERRORS as error:
         raise MalformedMessage(f"body: {error}") from error
 
 

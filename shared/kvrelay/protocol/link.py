@@ -6,12 +6,16 @@ peer is not reported lost, and starts afresh after it was.
 
 A link joins one incarnation of this process with one incarnation of a peer. Its states:
 
-1. OPEN     numbers run; `Alive` goes out every `alive_interval_s` and carries the acknowledgement.
+1. OPEN     numbers run; `Alive` goes out every `alive_interval_s` and carries the acknowledgement. The first message
+            that the peer addresses to this link, or to nobody in particular, pairs it with the peer's link number.
 2. LOST     the peer was silent for `peer_timeout_s`, came back under a newer incarnation, or says (by a new link
             number) that it lost us. Reported once; the link object is gone, its unsent and unacknowledged messages too.
 3. REFUSED  the peer, or we, found the other's protocol version or model unfit. Reported once with the reason.
 
-Incarnations sort by age (they start with the process's start time), so a message of an older one is dropped.
+Incarnations sort by age (they start with the process's start time), so a message of an older one is dropped. So do the
+link numbers of one incarnation: once paired, an older number is dropped, and a newer one means that the peer lost us.
+A message meant for an earlier incarnation or link of ours is void: it is answered with an `Alive`, whose numbers tell
+the peer so, at most once in `ack_within_s`.
 """
 
 from __future__ import annotations
@@ -85,12 +89,7 @@ class _Link:
     early: dict[int, tuple[Header, Sequence[codec.Frame]]] = field(default_factory=dict)
     unacked: deque[_Unacked] = field(default_factory=deque)
     last_sent: float = 0.0
-    ack_owed_since: float | None = None
-
-    @property
-    def is_fresh(self) -> bool:
-        """Nothing was received, nothing sent was acknowledged: a new link of the peer can join where the old was."""
-        return self.received == 0 and self.next_seq - 1 == len(self.unacked)
+    answer_owed_since: float | None = None  # an acknowledgement, or our numbers to a peer that has older ones
 
 
 class Links:
@@ -98,7 +97,12 @@ class Links:
     results."""
 
     MAX_EARLY = 4096
-    """Messages that may wait for a gap before them; more are dropped and come again."""
+    """How far ahead of a gap messages are kept; those beyond are dropped and come again."""
+    MAX_RESENT_PER_TICK = 64
+    MAX_RESENT_BYTES_PER_TICK = 256 * 1024
+    """To one peer; the oldest go first, and one goes in any case."""
+    MAX_REFUSALS_KEPT = 1024
+    """Peers without a link whose refusal is remembered, so that it is reported once."""
 
     def __init__(self, me: PeerRef, fingerprint: str = "", settings: LinkSettings | None = None) -> None:
         self.me = me
@@ -108,6 +112,7 @@ class Links:
         self._links: dict[str, _Link] = {}
         self._last_number = 0
         self._last_tick: float | None = None
+        self._refusals: set[tuple[str, str]] = set()  # (peer id, incarnation)
         self._outgoing: list[tuple[str, list[bytes]]] = []
         self._events: list[LinkEvent] = []
 
@@ -124,7 +129,11 @@ class Links:
         sequence: int = 0,
         trace: str = "",
     ) -> None:
-        """Queues a message. If the peer has been replaced by a newer incarnation, it is reported lost instead."""
+        """Queues a message. If the peer has been replaced by a newer incarnation, it is reported lost instead.
+
+        Raises MessageTooLarge.
+        """
+        encoded = codec.encode_body(body)
         link = self._links.get(peer.peer_id)
         if link is not None and link.peer.incarnation != peer.incarnation:
             if link.peer.incarnation > peer.incarnation:
@@ -150,7 +159,7 @@ class Links:
             trace=trace,
         )
         link.next_seq += 1
-        message = _Unacked(header.seq, header, codec.encode_body(body), now, self.settings.resend_after_s)
+        message = _Unacked(header.seq, header, encoded, now, self.settings.resend_after_s)
         link.unacked.append(message)
         self._transmit(link, header, message.body, now)
 
@@ -162,19 +171,22 @@ class Links:
     def tick(self, now: float) -> None:
         """To be called every few ten milliseconds: repeats, life signs, and the detection of silence."""
         settings = self.settings
-        if self._last_tick is not None and now - self._last_tick > settings.alive_interval_s * 2:
-            # This process itself stood still; the peers' silence in that time proves nothing.
-            stalled = now - self._last_tick
-            for link in self._links.values():
-                link.last_heard += stalled
+        if self._last_tick is not None:
+            # If this process itself stood still, the peers' silence in that time proves nothing: what exceeds two life
+            # signs does not count. Some of it must count, or a process that is always late would never notice a death.
+            stalled = now - self._last_tick - 2 * settings.alive_interval_s
+            if stalled > 0:
+                for link in self._links.values():
+                    link.last_heard = min(now, link.last_heard + stalled)
         self._last_tick = now
         for link in list(self._links.values()):
             if now - link.last_heard > settings.peer_timeout_s:
                 self._lose(link, f"silent for {settings.peer_timeout_s:g} s")
                 continue
             self._resend(link, now)
-            ack_due = link.ack_owed_since is not None and now - link.ack_owed_since >= settings.ack_within_s
-            if ack_due or now - link.last_sent >= settings.alive_interval_s:
+            owed_since = link.answer_owed_since
+            answer_due = owed_since is not None and now - owed_since >= settings.ack_within_s
+            if answer_due or now - link.last_sent >= settings.alive_interval_s:
                 self._send_alive(link, now)
 
     def take_outgoing(self) -> list[tuple[str, list[bytes]]]:
@@ -186,6 +198,11 @@ class Links:
         """What happened since the last call, in order."""
         events, self._events = self._events, []
         return events
+
+    @property
+    def has_events(self) -> bool:
+        """Whether `take_events` would return any."""
+        return bool(self._events)
 
     @property
     def num_unacked(self) -> int:
@@ -210,45 +227,39 @@ class Links:
             return
         refusal = codec.refusal(header, self.fingerprint)
         if refusal is not None:
-            self._reject(header, *refusal)
+            self._refuse(header, *refusal)
             return
         link = self._link_of(header, now)
         if link is None:
             return
+        if header.to_incarnation != self.me.incarnation or header.to_link not in (0, link.number):
+            self._owe_answer(link, now)
+            return
+        link.peer_number = header.link
         link.last_heard = now
         self._take_ack(link, header.ack)
         if header.seq == 0:
             return
-        if link.ack_owed_since is None:
-            link.ack_owed_since = now
-        if header.seq > link.received and len(link.early) < self.MAX_EARLY:
+        self._owe_answer(link, now)
+        if link.received < header.seq <= link.received + self.MAX_EARLY:
             link.early[header.seq] = (header, frames)
             self._deliver(link)
 
     def _link_of(self, header: Header, now: float) -> _Link | None:
-        """The link a message belongs to, opened or replaced where it must be; None if the message is void."""
-        peer = PeerRef(header.sender, header.incarnation, header.reply_to)
+        """Our link to the sender, opened or replaced where it must be; None if the sender's own is out of date."""
         link = self._links.get(header.sender)
-        if link is not None and header.incarnation < link.peer.incarnation:
-            return None
-        if link is not None and header.incarnation > link.peer.incarnation:
-            self._lose(link, "replaced by a newer incarnation")
-            link = None
-        if link is not None and link.peer_number and header.link != link.peer_number:
-            if header.link < link.peer_number:
+        if link is not None:
+            if header.incarnation < link.peer.incarnation:
                 return None
-            if header.to_link != link.number or not link.is_fresh:
+            if header.incarnation > link.peer.incarnation:
+                self._lose(link, "replaced by a newer incarnation")
+                link = None
+            elif link.peer_number and header.link < link.peer_number:
+                return None
+            elif link.peer_number and header.link > link.peer_number:
                 self._lose(link, "the peer lost its link to us")
                 link = None
-        if link is None:
-            link = self._open(peer, now)
-        link.peer_number = header.link
-        addressed_to_us = header.to_incarnation == self.me.incarnation and header.to_link in (0, link.number)
-        if not addressed_to_us:
-            # The peer means an earlier life of ours, or a link that we lost: our numbers tell it so.
-            self._send_alive(link, now)
-            return None
-        return link
+        return link or self._open(_sender_of(header), now)
 
     def _deliver(self, link: _Link) -> None:
         while (early := link.early.pop(link.received + 1, None)) is not None:
@@ -258,11 +269,13 @@ class Links:
                 body = codec.decode_body(frames)
             except codec.MalformedMessage as error:
                 self.num_malformed += 1
-                self._reject(header, "malformed", str(error))
-                self._drop(link)
-                self._events.append(PeerRefused(link.peer, f"sent a malformed message: {error}"))
+                self._refuse(header, "malformed", f"{header.sender} sent a malformed message: {error}")
                 return
             self._events.append(Delivered(link.peer, header, body))
+
+    def _owe_answer(self, link: _Link, now: float) -> None:
+        if link.answer_owed_since is None:
+            link.answer_owed_since = now
 
     def _take_ack(self, link: _Link, ack: int) -> None:
         while link.unacked and link.unacked[0].seq <= ack:
@@ -285,14 +298,37 @@ class Links:
         self._events.append(PeerLost(link.peer, reason))
 
     def _refused(self, header: Header, body: Reject) -> None:
+        """The peer refuses us."""
         link = self._links.get(header.sender)
-        if link is None or link.peer.incarnation != header.incarnation:
+        if link is None or header.to_incarnation != self.me.incarnation or header.to_link != link.number:
             return
-        self._drop(link)
-        self._events.append(PeerRefused(link.peer, body.reason))
+        if header.incarnation > link.peer.incarnation:
+            self._lose(link, f"replaced by a newer incarnation, which refuses us: {body.reason}")
+        elif header.incarnation == link.peer.incarnation:
+            self._drop(link)
+            self._report_refusal(link.peer, body.reason)
+
+    def _refuse(self, header: Header, code: RejectCode, reason: str) -> None:
+        """We refuse the peer. Its repeats are answered too, because the answer may get lost, but reported once."""
+        self._reject(header, code, reason)
+        peer = _sender_of(header)
+        link = self._links.get(header.sender)
+        if link is not None and header.incarnation >= link.peer.incarnation:
+            if header.incarnation > link.peer.incarnation:
+                self._lose(link, "replaced by a newer incarnation")
+            else:
+                self._drop(link)
+                self._refusals.discard((peer.peer_id, peer.incarnation))
+        if (peer.peer_id, peer.incarnation) not in self._refusals:
+            self._report_refusal(peer, reason)
+
+    def _report_refusal(self, peer: PeerRef, reason: str) -> None:
+        if len(self._refusals) >= self.MAX_REFUSALS_KEPT:
+            self._refusals.clear()
+        self._refusals.add((peer.peer_id, peer.incarnation))
+        self._events.append(PeerRefused(peer, reason))
 
     def _reject(self, header: Header, code: RejectCode, reason: str) -> None:
-        body = Reject(code=code, reason=reason)
         reply = Header(
             fingerprint=self.fingerprint,
             sender=self.me.peer_id,
@@ -300,18 +336,24 @@ class Links:
             reply_to=self.me.address,
             to_incarnation=header.incarnation,
             link=0,
+            to_link=header.link,
         )
-        self._outgoing.append((header.reply_to, codec.encode(reply, body)))
+        self._outgoing.append((header.reply_to, codec.encode(reply, Reject(code=code, reason=reason))))
 
     def _resend(self, link: _Link, now: float) -> None:
-        # Go-back-N: the oldest decides; what the peer got early it drops as known.
-        if not link.unacked or now - link.unacked[0].sent_at < link.unacked[0].wait_s:
-            return
+        """Repeats what is overdue, bounded, because a slow peer must not be buried in repeats."""
+        num_left, bytes_left = self.MAX_RESENT_PER_TICK, self.MAX_RESENT_BYTES_PER_TICK
         for message in link.unacked:
+            if now - message.sent_at < message.wait_s:
+                continue
             message.sent_at = now
             message.wait_s = min(message.wait_s * 2, self.settings.resend_at_most_s)
             header = msgspec.structs.replace(message.header, ack=link.received, to_link=link.peer_number)
             self._transmit(link, header, message.body, now)
+            num_left -= 1
+            bytes_left -= len(message.body)
+            if num_left <= 0 or bytes_left <= 0:
+                return
 
     def _send_alive(self, link: _Link, now: float) -> None:
         header = Header(
@@ -328,5 +370,9 @@ class Links:
 
     def _transmit(self, link: _Link, header: Header, body: bytes, now: float) -> None:
         link.last_sent = now
-        link.ack_owed_since = None
+        link.answer_owed_since = None
         self._outgoing.append((link.peer.address, [codec.encode_header(header), body]))
+
+
+def _sender_of(header: Header) -> PeerRef:
+    return PeerRef(header.sender, header.incarnation, header.reply_to)

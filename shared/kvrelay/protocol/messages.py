@@ -117,13 +117,9 @@ class Granted(Body, frozen=True, kw_only=True, tag="granted"):
 
 
 class Deferred(Body, frozen=True, kw_only=True, tag="deferred"):
-    """D>P: full for now. D remembers the wish, holds nothing, and sends AskAgain when there is room."""
+    """D>P: full for now. D remembers the wish, holds no block for it, and sends Granted when there is room."""
 
     reason: str
-
-
-class AskAgain(Body, frozen=True, kw_only=True, tag="ask_again"):
-    """D>P: a deferred wish may now be granted; ask."""
 
 
 class Refused(Body, frozen=True, kw_only=True, tag="refused"):
@@ -281,7 +277,6 @@ AnyBody = (
     | Reserve
     | Granted
     | Deferred
-    | AskAgain
     | Refused
     | NeedDecode
     | Reassign

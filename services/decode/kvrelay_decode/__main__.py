@@ -1,0 +1,21 @@
+"""`python -m kvrelay_decode`: one decode worker."""
+
+from __future__ import annotations
+
+from kvrelay.config.worker import WorkerConfig
+from kvrelay.transfer.zmq_transport import ZmqReceiver
+from kvrelay.worker.context import WorkerContext
+from kvrelay.worker.main import worker_main
+from kvrelay_decode.service import DecodeRole
+
+
+def make_role(context: WorkerContext, config: WorkerConfig) -> DecodeRole:
+    """The decode role with its transports."""
+    receiver = ZmqReceiver(
+        context.pool_bytes, host=config.host, port=config.transfer_port, advertise_host=config.reachable_host
+    )
+    return DecodeRole(context, {receiver.name: receiver})
+
+
+if __name__ == "__main__":
+    raise SystemExit(worker_main("decode", make_role))

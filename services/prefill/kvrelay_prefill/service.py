@@ -1,0 +1,383 @@
+"""The prefill service's role: takes prompts, computes them in chunks, hands their blocks over.
+
+The machines in `handoff.py` decide; this module feeds them events and carries out their instructions.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+
+from kvrelay.engine.batch import SequenceKey
+from kvrelay.kv.pool import Owner
+from kvrelay.kv.table import blocks_for
+from kvrelay.protocol.link import Delivered
+from kvrelay.protocol.messages import (
+    Abort,
+    AnyBody,
+    Cancel,
+    Committed,
+    Deferred,
+    Drained,
+    Failed,
+    FirstToken,
+    Granted,
+    Handoff,
+    Header,
+    NeedDecode,
+    PeerRef,
+    Prefill,
+    Prompt,
+    Reassign,
+    Refused,
+    Released,
+    Resend,
+    Reserve,
+    Stop,
+)
+from kvrelay.protocol.sampling import TokenLogprobs
+from kvrelay.scheduling.plan import SequenceOutput, StepPlan
+from kvrelay.scheduling.sequence import Sequence
+from kvrelay.transfer.base import Pushed, SenderDrained, SenderEvent, TransferFailed, TransferSender
+from kvrelay.worker.context import WorkerContext
+from kvrelay.worker.sequences import PromptRefused, make_sequence, sequence_key
+from kvrelay.worker.step_loop import StepCallbacks
+from kvrelay.worker.tombstones import Tombstones
+from kvrelay_prefill import handoff as machine
+
+log = logging.getLogger(__name__)
+
+DEADLINE_GRACE_S = 5.0
+"""The router ends a request at its deadline; a worker that heard nothing does so this much later."""
+
+
+@dataclass(slots=True, eq=False)
+class PrefillRequest:
+    """One sequence on this worker. `held`: blocks that the handoff itself holds, beside the scheduler."""
+
+    sequence: Sequence
+    prompt: Prompt
+    handoff: machine.SenderHandoff
+    deadline: float
+    held: set[int] = field(default_factory=set)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    started_at: float = 0.0
+    asked: set[PeerRef] = field(default_factory=set)
+
+
+class PrefillRole:
+    """See the module's text."""
+
+    name = "prefill"
+
+    def __init__(self, context: WorkerContext, senders: dict[str, TransferSender]) -> None:
+        self._context = context
+        self._senders = senders
+        self._requests: dict[SequenceKey, PrefillRequest] = {}
+        self._by_reservation: dict[str, SequenceKey] = {}
+        self._tombstones = Tombstones()
+        self._draining = False
+        self._totals: dict[str, float] = dict.fromkeys(
+            ("requests", "handed_over", "failed", "cancelled", "pushed_blocks", "pushed_bytes", "prompt_blocks"), 0
+        )
+
+    # -- the shell's side ---------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        for sender in self._senders.values():
+            sender.start(self._on_transfer)
+
+    def close(self) -> None:
+        for sender in self._senders.values():
+            sender.close()
+
+    def callbacks(self) -> StepCallbacks:
+        return StepCallbacks(self._planned, self._committed, self._failed, self._idle)
+
+    @property
+    def num_open(self) -> int:
+        return len(self._requests)
+
+    def queues(self) -> dict[str, int]:
+        queues = {state.value: 0 for state in machine.SenderState if state is not machine.SenderState.RELEASED}
+        queues |= {"awaiting_grant": 0, "deferred": 0, "awaiting_router": 0}
+        waiting = {
+            machine.Reservation.ASKED: "awaiting_grant",
+            machine.Reservation.DEFERRED: "deferred",
+            machine.Reservation.REFUSED: "awaiting_router",
+        }
+        for request in self._requests.values():
+            queues[request.handoff.state.value] += 1
+            if (name := waiting.get(request.handoff.reservation)) is not None:
+                queues[name] += 1
+        return queues | {
+            "queued_tokens": sum(sequence.num_tokens for sequence in self._context.scheduler.waiting),
+            "tombstones": len(self._tombstones),
+        }
+
+    def totals(self) -> dict[str, float]:
+        return dict(self._totals)
+
+    def begin_drain(self) -> None:
+        self._draining = True
+
+    def abandon(self, reason: str) -> None:
+        for key in list(self._requests):
+            self._fail(key, reason, retriable=True)
+
+    def on_tick(self, now: float) -> None:
+        for key, request in list(self._requests.items()):
+            if now > request.deadline:
+                self._fail(key, "the request's deadline passed on the prefill worker", retriable=False)
+
+    def on_peer_lost(self, peer: PeerRef, reason: str) -> None:
+        for key, request in list(self._requests.items()):
+            if request.sequence.router == peer:
+                self._cancel(key, f"the router is gone: {reason}")
+            elif request.handoff.decode == peer:
+                self._run(key, request.handoff.decode_lost(peer, f"{peer.peer_id}: {reason}"))
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def on_message(self, event: Delivered) -> None:
+        body, key = event.body, sequence_key(event.header)
+        if isinstance(body, Prefill):
+            self._start(event.header, event.peer, body)
+            return
+        if isinstance(body, Stop | Cancel):
+            self._cancel(key, body.reason if isinstance(body, Cancel) else "a stop string matched")
+            self._tombstones.bury(key, time.monotonic())
+            return
+        request = self._requests.get(key)
+        if request is None:
+            self._answer_for_unknown(event.header, event.peer, body)
+            return
+        self._run(key, self._to_machine(request.handoff, event.peer, body))
+
+    def _to_machine(
+        self, handoff: machine.SenderHandoff, peer: PeerRef, body: AnyBody
+    ) -> list[machine.Instruction]:
+        match body:
+            case Granted():
+                return handoff.granted(peer, body)
+            case Deferred():
+                return handoff.deferred(peer)
+            case Refused():
+                return handoff.refused(peer, body.reason)
+            case Released():
+                return handoff.released(peer, body.reservation, body.reason)
+            case Committed():
+                self._totals["handed_over"] += 1
+                return handoff.committed(body.reservation)
+            case Resend():
+                return handoff.resend(body.reservation, body.blocks)
+            case Reassign():
+                return handoff.reassigned(body.decode)
+            case _:
+                log.warning("%s sent %s, which is not for a prefill worker", peer.peer_id, type(body).__name__)
+                return []
+
+    def _answer_for_unknown(self, header: Header, peer: PeerRef, body: AnyBody) -> None:
+        """About a request that ended here: the other side must not wait for it."""
+        key = sequence_key(header)
+        match body:
+            case Granted():
+                self._send(peer, key, Abort(reservation=body.reservation, reason="the request ended on prefill"))
+                self._send(peer, key, Drained(reservation=body.reservation))
+            case Released():
+                self._send(peer, key, Drained(reservation=body.reservation))
+            case Reassign():
+                self._send(peer, key, Failed(cause="the request is no longer held here", retriable=True))
+            case _:
+                pass
+
+    def _start(self, header: Header, router: PeerRef, body: Prefill) -> None:
+        key = sequence_key(header)
+        if key in self._tombstones or key in self._requests:
+            return
+        if self._draining:
+            self._send(router, key, Failed(cause="the prefill worker is draining", retriable=True))
+            return
+        self._supersede(key)
+        try:
+            sequence = make_sequence(header, body.prompt, router, self._context.spec)
+        except PromptRefused as error:
+            self._send(router, key, Failed(cause=str(error), retriable=False))
+            return
+        sequence.prefill_only = True
+        now = time.monotonic()
+        deadline = now + body.prompt.timeout_s + DEADLINE_GRACE_S
+        handoff = machine.SenderHandoff(body.decode)
+        self._requests[key] = PrefillRequest(sequence, body.prompt, handoff, deadline, started_at=now)
+        self._totals["requests"] += 1
+        self._totals["prompt_blocks"] += blocks_for(sequence.num_tokens, self._context.spec.block_size)
+        self._context.steps.add(sequence)
+
+    def _supersede(self, key: SequenceKey) -> None:
+        """A newer attempt of the same sequence ends the older ones."""
+        for other in [k for k in self._requests if k[0] == key[0] and k[2] == key[2] and k[1] < key[1]]:
+            self._cancel(other, "a newer attempt took over")
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def _planned(self, plan: StepPlan) -> None:
+        """Decode is asked as soon as the first chunk is scheduled; a cached prefix can leave before any forward."""
+        for sequence in plan.admitted:
+            request = self._requests[sequence.key]
+            self._run(sequence.key, request.handoff.scheduled(sequence.table.ids.tolist()))
+            self._tell_computed(request)
+
+    def _committed(self, outputs: list[SequenceOutput]) -> None:
+        done = {output.sequence.key for output in outputs if output.prefilled}
+        for output in outputs:
+            request = self._requests.get(output.sequence.key)
+            if request is not None:
+                request.prompt_logprobs += output.prompt_logprobs
+                if output.prefilled:
+                    self._prefilled(request, output)
+        for key in list(self._context.scheduler.running):
+            if key not in done and (request := self._requests.get(key)) is not None:
+                self._tell_computed(request)
+
+    def _tell_computed(self, request: PrefillRequest) -> None:
+        if request.handoff.state is machine.SenderState.COMPUTING:
+            num_complete = request.sequence.num_computed // self._context.spec.block_size
+            self._run(request.sequence.key, request.handoff.computed(num_complete))
+
+    def _prefilled(self, request: PrefillRequest, output: SequenceOutput) -> None:
+        sequence = request.sequence
+        message = FirstToken(
+            index=output.index,
+            token_id=output.token_id,
+            logprobs=output.logprobs,
+            prompt_logprobs=request.prompt_logprobs,
+            cached_tokens=sequence.num_cached_tokens,
+            finish=output.finish,
+        )
+        self._send(sequence.router, sequence.key, message)
+        if output.finish is None:
+            self._hold(request, request.handoff.blocks)
+            self._context.scheduler.abort(sequence.key)  # its blocks are the handoff's from here on
+        self._context.steps.forget(sequence.key)
+        self._run(sequence.key, request.handoff.prefilled(message))
+
+    def _failed(self, sequences: list[Sequence], cause: str) -> None:
+        for sequence in sequences:
+            self._fail(sequence.key, cause, retriable=True)
+
+    def _idle(self) -> None:
+        self._context.pool.check_integrity()
+
+    # -- the transport ------------------------------------------------------------------------------------------------
+
+    def _on_transfer(self, event: SenderEvent) -> None:
+        key = self._by_reservation.get(event.reservation)
+        if isinstance(event, Pushed):
+            self._totals["pushed_blocks"] += len(event.blocks)
+            self._totals["pushed_bytes"] += event.num_bytes
+        if isinstance(event, SenderDrained):
+            self._by_reservation.pop(event.reservation, None)
+        request = self._requests.get(key) if key is not None else None
+        if key is None or request is None:
+            return
+        match event:
+            case Pushed():
+                self._run(key, request.handoff.pushed(event.reservation, event.blocks))
+            case SenderDrained():
+                self._run(key, request.handoff.drained(event.reservation))
+            case TransferFailed():
+                self._run(key, request.handoff.transfer_failed(event.reservation, event.cause))
+
+    # -- instructions -------------------------------------------------------------------------------------------------
+
+    def _run(self, key: SequenceKey, instructions: list[machine.Instruction]) -> None:
+        request = self._requests[key]
+        for instruction in instructions:
+            self._carry_out(request, instruction)
+
+    def _carry_out(self, request: PrefillRequest, instruction: machine.Instruction) -> None:
+        key, router = request.sequence.key, request.sequence.router
+        match instruction:
+            case machine.AskDecode(decode):
+                request.asked.add(decode)
+                self._send(decode, key, self._reserve(request))
+            case machine.AskRouter(reason, excluded):
+                self._send(router, key, NeedDecode(reason=reason, excluded=list(excluded)))
+            case machine.PushBlocks(reservation, transport, endpoint, copies):
+                self._by_reservation[reservation] = key
+                self._hold(request, [copy.source for copy in copies])
+                self._senders[transport].push(reservation, endpoint, copies)
+            case machine.SendHandoff(decode, reservation, num_blocks):
+                self._send(decode, key, self._handoff_message(request, reservation, num_blocks))
+            case machine.AbortTransfer(reservation, transport):
+                self._by_reservation[reservation] = key
+                self._senders[transport].abort(reservation)
+            case machine.SendAbort(decode, reservation, reason):
+                self._send(decode, key, Abort(reservation=reservation, reason=reason))
+            case machine.SendDrained(decode, reservation):
+                self._send(decode, key, Drained(reservation=reservation))
+            case machine.FailRequest(cause):
+                self._totals["failed"] += 1
+                self._send(router, key, Failed(cause=cause, retriable=True))
+            case machine.ReleaseBlocks():
+                self._release(request)
+
+    def _reserve(self, request: PrefillRequest) -> Reserve:
+        return Reserve(
+            prompt=request.prompt,
+            router=request.sequence.router,
+            transports=list(self._senders),
+            num_blocks=len(request.handoff.blocks),
+        )
+
+    def _handoff_message(self, request: PrefillRequest, reservation: str, num_blocks: int) -> Handoff:
+        first = request.handoff.first_token
+        assert first is not None and first.token_id is not None
+        return Handoff(
+            reservation=reservation,
+            index=first.index,
+            token_id=first.token_id,
+            num_tokens=len(request.prompt.tokens) // 4,
+            num_blocks=num_blocks,
+            logprobs=first.logprobs,
+            cached_tokens=first.cached_tokens,
+        )
+
+    def _hold(self, request: PrefillRequest, blocks: list[int]) -> None:
+        """The handoff's own hold on blocks that are read by the transport or kept for another decode worker."""
+        new = [block for block in blocks if block not in request.held]
+        self._context.pool.hold(new, Owner.IN_FLIGHT)
+        request.held.update(new)
+
+    def _release(self, request: PrefillRequest) -> None:
+        self._context.pool.release(list(request.held), Owner.IN_FLIGHT)
+        request.held.clear()
+        self._requests.pop(request.sequence.key, None)
+        for reservation in [r for r, key in self._by_reservation.items() if key == request.sequence.key]:
+            del self._by_reservation[reservation]
+        self._context.steps.wake()
+
+    # -- ends ---------------------------------------------------------------------------------------------------------
+
+    def _cancel(self, key: SequenceKey, reason: str) -> None:
+        request = self._requests.get(key)
+        if request is None:
+            return
+        self._totals["cancelled"] += 1
+        self._context.steps.abort(key)
+        self._run(key, request.handoff.cancel(reason))
+
+    def _fail(self, key: SequenceKey, cause: str, *, retriable: bool) -> None:
+        request = self._requests.get(key)
+        if request is None or request.handoff.state is machine.SenderState.DRAINING:
+            return
+        self._totals["failed"] += 1
+        self._send(request.sequence.router, key, Failed(cause=cause, retriable=retriable))
+        self._context.steps.abort(key)
+        self._run(key, request.handoff.cancel(cause))
+
+    def _send(self, peer: PeerRef, key: SequenceKey, body: AnyBody) -> None:
+        request = self._requests.get(key)
+        trace = request.sequence.trace if request is not None else ""
+        self._context.messenger.send(peer, body, request=key[0], attempt=key[1], sequence=key[2], trace=trace)

@@ -1,0 +1,134 @@
+"""Holds a parsed request against the model and its limits, and makes of it what dispatch takes."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+
+from kvrelay.protocol.sampling import Sampling
+from kvrelay_router.api.errors import ApiError, context_length_exceeded, model_not_found, no_worker_ready
+from kvrelay_router.api.front import RequestNames
+from kvrelay_router.api.schema.generation import GenerationFields
+from kvrelay_router.api.settings import ApiSettings
+from kvrelay_router.dispatch.interface import Dispatcher, GenerateRequest, ModelLimits
+
+SEED_BITS = 63
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputLimits:
+    """How much is to be generated. `asked` None: `default`, cut to what the context leaves (None: all of that)."""
+
+    asked: int | None
+    default: int | None
+    param: str = "max_tokens"
+
+
+def check_model(settings: ApiSettings, model: str) -> None:
+    """Raises 404 for a model that is not served here."""
+    if model not in settings.model_names:
+        raise model_not_found(model)
+
+
+def known_limits(dispatcher: Dispatcher) -> ModelLimits:
+    """Raises 503 while no worker is known."""
+    limits = dispatcher.limits()
+    if limits is None:
+        raise no_worker_ready("No worker is ready", 1.0)
+    return limits
+
+
+def check_token_ids(token_ids: list[int], limits: ModelLimits, param: str) -> None:
+    """Raises 400 for ids outside the vocabulary."""
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= limits.vocab_size):
+        bad = next(each for each in token_ids if not 0 <= each < limits.vocab_size)
+        raise ApiError(
+            f"Token id {bad} is out of range; the vocabulary has {limits.vocab_size} tokens",
+            param=param,
+            code="invalid_value",
+        )
+
+
+def check_vocabulary(fields: GenerationFields, limits: ModelLimits) -> None:
+    """Raises 400 for tokens that the model does not have."""
+    check_token_ids(list(fields.logit_bias), limits, "logit_bias")
+    check_token_ids(fields.stop_token_ids, limits, "stop_token_ids")
+
+
+def allowed_output(num_prompt_tokens: int, output: OutputLimits, limits: ModelLimits, param: str) -> int:
+    """The number of tokens to generate after a prompt of this length. Raises 400 if the context cannot hold it."""
+    context = limits.max_model_len
+    room = context - num_prompt_tokens
+    if room < 0 or (room == 0 and output.asked != 0):
+        raise context_length_exceeded(
+            f"This model's maximum context length is {context} tokens, but the prompt has {num_prompt_tokens} tokens"
+            + (", which leaves no room for output" if room == 0 else ""),
+            param,
+        )
+    if output.asked is None:
+        return room if output.default is None else min(room, output.default)
+    if output.asked > room:
+        raise context_length_exceeded(
+            f"This model's maximum context length is {context} tokens, but {num_prompt_tokens + output.asked} tokens "
+            f"were asked for ({num_prompt_tokens} in the prompt, {output.asked} in '{output.param}')",
+            output.param,
+        )
+    return output.asked
+
+
+def make_sampling(
+    fields: GenerationFields, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None, seed: int
+) -> Sampling:
+    """The sampling parameters as workers take them. Raises 400."""
+    if fields.min_tokens > max_tokens:
+        raise ApiError(
+            f"Invalid value for 'min_tokens': {fields.min_tokens} is more than the {max_tokens} tokens to generate",
+            param="min_tokens",
+        )
+    return Sampling(
+        temperature=fields.temperature,
+        top_p=fields.top_p,
+        top_k=fields.top_k,
+        min_p=fields.min_p,
+        presence_penalty=fields.presence_penalty,
+        frequency_penalty=fields.frequency_penalty,
+        repetition_penalty=fields.repetition_penalty,
+        logit_bias=fields.logit_bias,
+        seed=seed,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        max_tokens=max_tokens,
+        min_tokens=fields.min_tokens,
+        stop_token_ids=tuple(dict.fromkeys(fields.stop_token_ids)),
+        ignore_eos=fields.ignore_eos,
+    )
+
+
+def make_seed(asked: int | None) -> int:
+    """The client's seed as an unsigned number of 63 bits, or a drawn one."""
+    return secrets.randbits(SEED_BITS) if asked is None else asked & (2**SEED_BITS - 1)
+
+
+def make_requests(
+    names: RequestNames,
+    settings: ApiSettings,
+    fields: GenerationFields,
+    prompts: list[list[int]],
+    samplings: list[Sampling],
+    num_sequences: int,
+) -> list[GenerateRequest]:
+    """One request a prompt; those of several prompts are numbered."""
+    many = len(prompts) > 1
+    return [
+        GenerateRequest(
+            request_id=f"{names.unique}-{index}" if many else names.unique,
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            num_sequences=num_sequences,
+            cache_salt=fields.cache_salt,
+            priority=fields.priority,
+            timeout_s=settings.request_timeout_s,
+            trace=names.trace,
+        )
+        for index, (prompt_ids, sampling) in enumerate(zip(prompts, samplings, strict=True))
+    ]

@@ -1,0 +1,117 @@
+"""One choice of an answer as it grows: tokens in, text and token records out.
+
+A token's text may be withheld (bytes of an unfinished character, a possible stop string), and its record then waits
+with it, so that streaming and plain answers are made of the same pieces.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvrelay.protocol.sampling import FinishReason, TokenLogprobs
+from kvrelay_router.dispatch.interface import RequestFailed, SequenceDelta
+from kvrelay_router.text.detokenizer import Detokenizer
+from kvrelay_router.text.stop_strings import StopMatcher
+
+
+@dataclass(frozen=True, slots=True)
+class StopRules:
+    """What ends a choice beside its length."""
+
+    strings: list[str]
+    token_ids: frozenset[int]
+    min_tokens: int
+    include_in_output: bool
+
+
+@dataclass(slots=True)
+class Piece:
+    """What a delta added to a choice. `offsets` are where in the text the tokens of `logprobs` start."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+class Choice:
+    """The text of one sequence. `index` is its place in the answer."""
+
+    def __init__(self, index: int, detokenizer: Detokenizer, stop: StopRules, *, text_offset: int = 0) -> None:
+        self.index = index
+        self.finish_reason: str | None = None
+        self.num_tokens = 0
+        self.started = False  # whether a piece of it went out
+        self.logprob_sum = 0.0
+        self._detokenizer = detokenizer
+        self._stop = stop
+        self._matcher = StopMatcher(stop.strings, include_in_output=stop.include_in_output) if stop.strings else None
+        self._num_chars = text_offset
+        self._waiting = Piece()
+
+    def feed(self, delta: SequenceDelta) -> Piece:
+        """Takes a delta in. The piece has all that can go out now; a matched stop string finishes it."""
+        if delta.finish is FinishReason.ABORT:
+            raise RequestFailed("the request was aborted")
+        visible = self._visible(delta)
+        if self._matcher is None and not delta.logprobs:
+            self._waiting.token_ids += delta.token_ids
+            self._waiting.text += self._detokenizer.feed(visible)
+            self.num_tokens += len(delta.token_ids)
+        else:
+            self._feed_each(delta, len(visible))
+        if delta.finish is not None and self.finish_reason is None:
+            self._finish(delta.finish, delta.token_ids)
+        return self._take()
+
+    def _visible(self, delta: SequenceDelta) -> list[int]:
+        """Tokens whose text counts: a token that stopped the sequence has none, unless stops are to be shown."""
+        hidden = delta.finish is FinishReason.STOP_TOKEN and not self._stop.include_in_output
+        return delta.token_ids[:-1] if hidden else delta.token_ids
+
+    def _feed_each(self, delta: SequenceDelta, num_visible: int) -> None:
+        """Token by token, so that neither offsets nor matches depend on how tokens were batched."""
+        waiting = self._waiting
+        for position, token_id in enumerate(delta.token_ids):
+            waiting.token_ids.append(token_id)
+            self.num_tokens += 1
+            if delta.logprobs:
+                entry = delta.logprobs[position]
+                waiting.logprobs.append(entry)
+                waiting.offsets.append(self._num_chars)
+                self.logprob_sum += entry.logprob
+            if position < num_visible:
+                self._grow(self._detokenizer.feed([token_id]))
+            if self.finish_reason is not None:
+                return
+
+    def _grow(self, text: str) -> None:
+        """Text that the detokenizer released; the matcher may withhold it, or end the choice."""
+        self._num_chars += len(text)
+        if self._matcher is None or self.num_tokens < self._stop.min_tokens:
+            self._waiting.text += text
+            return
+        match = self._matcher.feed(text)
+        self._waiting.text += match.text
+        if match.matched is not None:
+            self.finish_reason = self._waiting.finish_reason = "stop"
+            self._waiting.stop_reason = match.matched
+
+    def _finish(self, finish: FinishReason, token_ids: list[int]) -> None:
+        self._grow(self._detokenizer.flush())
+        if self.finish_reason is not None:
+            return
+        if self._matcher is not None:
+            self._waiting.text += self._matcher.flush()
+        self.finish_reason = self._waiting.finish_reason = "length" if finish is FinishReason.LENGTH else "stop"
+        if finish is FinishReason.STOP_TOKEN and token_ids and token_ids[-1] in self._stop.token_ids:
+            self._waiting.stop_reason = token_ids[-1]
+
+    def _take(self) -> Piece:
+        """Without new text nothing goes out yet, unless this is the end."""
+        if not self._waiting.text and self.finish_reason is None:
+            return Piece()
+        piece, self._waiting = self._waiting, Piece()
+        return piece

@@ -1,0 +1,104 @@
+"""The outermost layer of the app: names the request, checks the key, and lets no exception out."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+from dataclasses import dataclass
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvrelay_router.api.errors import ApiError, as_api_error
+
+OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
+"""Probes, which need no key."""
+
+SANE_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+
+TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestNames:
+    """What a request is called.
+
+    `public` is the client's own id, if it sent a sane one, and goes into `x-request-id`. Clients repeat their ids
+    (retries do), so dispatch and workers see `unique`. `trace` is a W3C traceparent.
+    """
+
+    public: str
+    unique: str
+    trace: str
+
+
+def name_request(headers: Headers) -> RequestNames:
+    """Takes the client's names over where they are sane, and makes the others."""
+    own = headers.get("x-request-id", "")
+    generated = secrets.token_hex(16)
+    trace = headers.get("traceparent", "")
+    if not TRACEPARENT.fullmatch(trace):
+        trace = f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"
+    if SANE_REQUEST_ID.fullmatch(own):
+        return RequestNames(own, f"{own}-{generated[:12]}", trace)
+    return RequestNames(generated, generated, trace)
+
+
+class KeyRing:
+    """The accepted API keys. Digests are compared, so neither content nor length of a key shows in the time."""
+
+    def __init__(self, keys: tuple[str, ...]) -> None:
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    def check(self, headers: Headers) -> None:
+        """Raises 401 unless the request carries one of the keys, or none are set."""
+        if not self._digests:
+            return
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            raise _unauthorized("You didn't provide an API key (Authorization: Bearer KEY)", None)
+        digest = hashlib.sha256(key.strip().encode()).digest()
+        accepted = [hmac.compare_digest(digest, known) for known in self._digests]
+        if not any(accepted):
+            raise _unauthorized("Incorrect API key provided", "invalid_api_key")
+
+
+def _unauthorized(message: str, code: str | None) -> ApiError:
+    return ApiError(message, status=401, code=code, headers={"www-authenticate": "Bearer"})
+
+
+class Front:
+    """ASGI middleware. Puts `RequestNames` into the request's state as `names`."""
+
+    def __init__(self, app: ASGIApp, *, api_keys: tuple[str, ...]) -> None:
+        self._app = app
+        self._keys = KeyRing(api_keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        names = name_request(headers)
+        scope.setdefault("state", {})["names"] = names
+        started = False
+
+        async def send_named(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", names.public.encode())]
+            await send(message)
+
+        try:
+            if scope["path"] not in OPEN_PATHS:
+                self._keys.check(headers)
+            await self._app(scope, receive, send_named)
+        except Exception as error:
+            api_error = as_api_error(error)
+            if started:
+                raise
+            await api_error.response()(scope, receive, send_named)

@@ -1,0 +1,1 @@
+"""The request bodies that the API takes, and their validation."""

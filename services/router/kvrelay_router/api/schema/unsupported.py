@@ -1,0 +1,74 @@
+"""Fields of OpenAI's and of neighbouring servers' APIs that would change the answer and are not supported.
+
+They are refused by name, unless their value asks for nothing. Fields that are not listed here and not known are
+ignored, as other servers do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvrelay_router.api.errors import ApiError
+
+NOTHING: tuple[Any, ...] = (None, False, [], {}, "")
+
+COMMON: dict[str, tuple[Any, ...]] = {
+    "response_format": (None, {"type": "text"}),
+    "structured_outputs": NOTHING,
+    "guided_json": NOTHING,
+    "guided_regex": NOTHING,
+    "guided_choice": NOTHING,
+    "guided_grammar": NOTHING,
+    "use_beam_search": NOTHING,
+    "length_penalty": (None, 1, 1.0),
+    "logits_processors": NOTHING,
+    "logit_processors": NOTHING,
+    "bad_words": NOTHING,
+    "allowed_token_ids": NOTHING,
+    "prompt_logprobs": (None,),
+    "truncate_prompt_tokens": (None,),
+    "prompt_embeds": NOTHING,
+    "kv_transfer_params": NOTHING,
+}
+
+COMPLETION: dict[str, tuple[Any, ...]] = {**COMMON, "suffix": (None, "")}
+
+CHAT: dict[str, tuple[Any, ...]] = {
+    **COMMON,
+    "tool_choice": (None, "none", "auto"),
+    "functions": NOTHING,
+    "function_call": (None, "none"),
+    "modalities": (None, ["text"]),
+    "audio": NOTHING,
+    "web_search_options": (None,),
+    "documents": NOTHING,
+    "chat_template": NOTHING,
+    "echo": NOTHING,
+    "best_of": (None, 1),
+}
+
+
+def refuse_unsupported(content: dict[str, Any], table: dict[str, tuple[Any, ...]]) -> None:
+    """Raises ApiError for the first field whose value asks for something that is not supported."""
+    for name, value in content.items():
+        if name in table and not _asks_for_nothing(value, table[name]):
+            raise ApiError(
+                f"The parameter '{name}' with this value is not supported",
+                param=name,
+                code="unsupported_parameter",
+            )
+
+
+def refuse_tools(content: dict[str, Any]) -> None:
+    """Tools are only harmless while they are not to be used."""
+    if content.get("tools") and content.get("tool_choice") != "none":
+        raise ApiError(
+            "Tool calls are not supported; leave 'tools' out or set 'tool_choice' to \"none\"",
+            param="tools",
+            code="unsupported_parameter",
+        )
+
+
+def _asks_for_nothing(value: Any, harmless: tuple[Any, ...]) -> bool:
+    """Equality that tells false from 0 and true from 1."""
+    return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in harmless)

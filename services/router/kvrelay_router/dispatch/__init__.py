@@ -1,0 +1,1 @@
+"""Runs requests on the workers: attempts, cancellation, deadlines and retries."""

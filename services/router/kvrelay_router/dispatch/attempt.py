@@ -1,0 +1,456 @@
+"""One sequence of a request over all its attempts, as the router sees it: events in, instructions out, no I/O, no clock.
+
+States of the current attempt:
+
+1. WAITING     numbered, but not placed: the shell is asked for workers, and may have to wait until there are some.
+2. PREFILLING  its messages are out. P computes (or D does, alone); the first token may have come, D has not committed.
+3. STREAMING   D's own tokens came, so D has committed, or works alone: P's fate does not matter any more.
+4. DONE        all tokens came, or a stop string matched, or the client left.
+5. FAILED      no attempt is left, or the failure would only repeat itself.
+
+An attempt that fails is cancelled on both its workers, and the next one starts at 1 with the tokens already delivered.
+
+Tokens are taken by (attempt, output index) alone: what was delivered before is dropped, what comes too early is held.
+D's first entry repeats P's first token, so whichever of the two comes first is delivered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kvrelay.protocol.messages import (
+    AnyBody,
+    Cancel,
+    FirstToken,
+    Generate,
+    PeerRef,
+    Prefill,
+    Prompt,
+    Reassign,
+    SequenceUsage,
+    Stop,
+    TokenEntry,
+    pack_tokens,
+)
+from kvrelay.protocol.sampling import FinishReason, Sampling, TokenLogprobs
+from kvrelay_router.dispatch.events import (
+    AttemptFailed,
+    Cancelled,
+    DecodeChosen,
+    DecodeNeeded,
+    Deliver,
+    Ended,
+    Event,
+    FindDecode,
+    FindPlacement,
+    FirstTokenCame,
+    Instruction,
+    NotPlaced,
+    Placed,
+    Send,
+    StopMatched,
+    TokensCame,
+    WorkerLost,
+)
+from kvrelay_router.dispatch.interface import SequenceDelta
+
+
+class AttemptState(StrEnum):
+    """See the module's text."""
+
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    STREAMING = "streaming"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class IllegalEvent(Exception):
+    """An event that cannot happen in this state. Nothing was changed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceSpec:
+    """What does not change over the attempts. `prompt` is packed once for all sequences of a request."""
+
+    sequence: int
+    prompt: bytes
+    num_prompt_tokens: int
+    sampling: Sampling
+    cache_salt: str = ""
+    priority: int = 0
+    max_attempts: int = 3
+
+
+@dataclass(slots=True)
+class _Legs:
+    """The workers of the current attempt."""
+
+    prefill: PeerRef | None = None
+    decode: PeerRef | None = None
+    former: list[PeerRef] = field(default_factory=list)  # decode workers that were replaced within this attempt
+    excluded: set[str] = field(default_factory=set)  # worker ids that cannot decode this attempt
+    decode_wanted: bool = False  # FindDecode is out
+    gave_up: bool = False  # P was told that there is no decode worker, and will answer Failed
+
+
+class SequenceAttempts:
+    """The machine. It begins WAITING for its first `Placed`. Feed every event to `handle`, do what it returns, in order."""
+
+    def __init__(self, spec: SequenceSpec) -> None:
+        self.spec = spec
+        self.state = AttemptState.WAITING
+        self.attempt = 1
+        self.output: list[int] = []  # tokens delivered, over all attempts
+        self._num_resumed = 0  # of them, those of earlier attempts
+        self._legs = _Legs()
+        self._avoid: set[str] = set()  # workers on which earlier attempts failed
+        self._held: dict[int, FirstToken | TokenEntry] = {}  # came before the tokens in front of them
+        self._cached_tokens: int | None = None  # to go with the next delta
+        self._cached_tokens_told = False
+        self._usage: SequenceUsage | None = None  # to go with the next delta
+        self._prompt_logprobs_due = spec.sampling.prompt_logprobs is not None and spec.num_prompt_tokens > 1
+
+    # -- for the shell ------------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """Raises IllegalEvent, and changes nothing, where the table has no entry or the event contradicts the past."""
+        transition = _TRANSITIONS.get((self.state, type(event)))
+        if transition is None:
+            raise IllegalEvent(f"{type(event).__name__} in {self.state}")
+        return transition(self, event)
+
+    @property
+    def prefill(self) -> PeerRef | None:
+        """P of the current attempt."""
+        return self._legs.prefill
+
+    @property
+    def decode(self) -> PeerRef | None:
+        """D of the current attempt."""
+        return self._legs.decode
+
+    @property
+    def is_over(self) -> bool:
+        """No event changes anything any more."""
+        return self.state in (AttemptState.DONE, AttemptState.FAILED)
+
+    @property
+    def prefill_is_busy(self) -> bool:
+        """P still has the prompt, or a part of it, to compute."""
+        waits = self.state is AttemptState.PREFILLING and len(self.output) == self._num_resumed
+        return waits and self._legs.prefill is not None
+
+    @property
+    def needs_decode(self) -> bool:
+        """More than one token is to come, so prefill alone is not enough."""
+        return self.spec.sampling.max_tokens - len(self.output) > 1
+
+    def involves(self, worker: PeerRef) -> bool:
+        """Whether the current attempt rests on this incarnation of a worker."""
+        return _same(worker, self._legs.prefill) or _same(worker, self._legs.decode)
+
+    # -- placement ----------------------------------------------------------------------------------------------------
+
+    def _placed(self, event: Placed) -> list[Instruction]:
+        if event.prefill is None and event.decode is None:
+            raise IllegalEvent("a placement names at least one worker")
+        if event.decode is None and self.needs_decode:
+            raise IllegalEvent("a placement without decode can give one token only")
+        self._legs = _Legs(event.prefill, event.decode)
+        self.state = AttemptState.PREFILLING
+        prompt = Prompt(
+            tokens=self.spec.prompt + pack_tokens(self.output),
+            num_output=len(self.output),
+            sampling=self.spec.sampling,
+            cache_salt=self.spec.cache_salt,
+            priority=self.spec.priority,
+            timeout_s=event.timeout_s,
+        )
+        if event.prefill is not None:
+            return [self._send(event.prefill, Prefill(prompt=prompt, decode=event.decode))]
+        assert event.decode is not None
+        return [self._send(event.decode, Generate(prompt=prompt))]
+
+    def _not_placed(self, event: NotPlaced) -> list[Instruction]:
+        self.state = AttemptState.FAILED
+        return [Ended(event.reason)]
+
+    def _decode_needed(self, event: DecodeNeeded) -> list[Instruction]:
+        if self._is_stale(event.attempt):
+            return []
+        legs = self._legs
+        if not _same(event.worker, legs.prefill):
+            raise IllegalEvent(f"{event.worker.peer_id} does not prefill this attempt")
+        if legs.gave_up:
+            return []
+        if legs.decode is None:
+            raise IllegalEvent("no decode worker was named for this attempt")
+        if legs.decode.peer_id not in event.excluded:
+            return [self._send(event.worker, Reassign(decode=legs.decode))]
+        legs.excluded |= event.excluded
+        return self._leave_decode(legs.decode, event.reason)
+
+    def _decode_needed_late(self, event: DecodeNeeded) -> list[Instruction]:
+        """P does not know that D has committed: it may let go."""
+        if self._is_stale(event.attempt) or not _same(event.worker, self._legs.prefill):
+            return []
+        if self._legs.decode is None or self._legs.decode.peer_id not in event.excluded:
+            return []
+        return [self._send(event.worker, Reassign(decode=None))]
+
+    def _leave_decode(self, decode: PeerRef, cause: str) -> list[Instruction]:
+        """P keeps the K/V; only the decode worker changes. The old one is told, in case it lives."""
+        self._legs.excluded.add(decode.peer_id)
+        self._legs.former.append(decode)
+        self._legs.decode_wanted = True
+        return [
+            self._send(decode, Cancel(reason=f"reassigned: {cause}")),
+            FindDecode(cause, frozenset(self._legs.excluded)),
+        ]
+
+    def _decode_chosen(self, event: DecodeChosen) -> list[Instruction]:
+        legs = self._legs
+        if not legs.decode_wanted or legs.prefill is None:
+            raise IllegalEvent("no decode worker was asked for")
+        if event.decode is not None and event.decode.peer_id in legs.excluded:
+            raise IllegalEvent(f"{event.decode.peer_id} is excluded")
+        legs.decode_wanted = False
+        legs.decode = event.decode
+        legs.gave_up = event.decode is None
+        return [self._send(legs.prefill, Reassign(decode=event.decode))]
+
+    # -- tokens -------------------------------------------------------------------------------------------------------
+
+    def _first_token(self, event: FirstTokenCame) -> list[Instruction]:
+        if self._is_stale(event.attempt):
+            return []
+        if not _same(event.worker, self._legs.prefill):
+            raise IllegalEvent(f"{event.worker.peer_id} does not prefill this attempt")
+        self._check_arrival(event.body, has_prompt=True)
+        return self._take(event.body)
+
+    def _tokens(self, event: TokensCame) -> list[Instruction]:
+        entry = event.entry
+        if self._is_stale(entry.attempt):
+            return []
+        if not _same(event.worker, self._legs.decode):
+            if self._is_former(event.worker):
+                return []
+            raise IllegalEvent(f"{event.worker.peer_id} does not decode this attempt")
+        self._check_arrival(entry, has_prompt=self._legs.prefill is None)
+        self.state = AttemptState.STREAMING
+        if entry.usage is not None:
+            self._usage = entry.usage
+        instructions = self._take(entry)
+        if entry.finish is FinishReason.ABORT and not self.is_over:
+            instructions += self._retry(f"{event.worker.peer_id} gave the sequence up", event.worker)
+        return instructions
+
+    def _check_arrival(self, arrival: FirstToken | TokenEntry, *, has_prompt: bool) -> None:
+        """Raises IllegalEvent. `has_prompt`: the sender computed the prompt, so it has the prompt's logprobs."""
+        if arrival.index < self._num_resumed:
+            raise IllegalEvent(f"output index {arrival.index} is older than the attempt, {self._num_resumed}")
+        if has_prompt and self._lacks_prompt_logprobs(arrival) and arrival.index == self._num_resumed:
+            raise IllegalEvent("the prompt's logprobs were asked for and did not come")
+
+    def _take(self, arrival: FirstToken | TokenEntry) -> list[Instruction]:
+        """Delivers an arrival and all that was held for it, or holds it."""
+        if self._is_early(arrival):
+            held = self._held.get(arrival.index)
+            if held is None or len(_tokens_of(held)[0]) <= len(_tokens_of(arrival)[0]):
+                self._held[arrival.index] = arrival
+            return []
+        instructions = self._deliver(arrival)
+        while self._held and not self.is_over:
+            index = min(self._held)
+            if self._is_early(self._held[index]):
+                break
+            instructions += self._deliver(self._held.pop(index))
+        return instructions
+
+    def _is_early(self, arrival: FirstToken | TokenEntry) -> bool:
+        """Tokens before it are missing, or the prompt's logprobs, which only P has and which belong in front."""
+        return arrival.index > len(self.output) or self._lacks_prompt_logprobs(arrival)
+
+    def _lacks_prompt_logprobs(self, arrival: FirstToken | TokenEntry) -> bool:
+        return self._prompt_logprobs_due and not arrival.prompt_logprobs
+
+    def _deliver(self, arrival: FirstToken | TokenEntry) -> list[Instruction]:
+        token_ids, logprobs = _tokens_of(arrival)
+        num_known = len(self.output) - arrival.index
+        finish = arrival.finish if arrival.finish is not FinishReason.ABORT else None
+        if num_known > len(token_ids):
+            finish = None  # of a past that another worker has gone beyond
+        if num_known:
+            token_ids, logprobs = token_ids[num_known:], logprobs[num_known:]
+        if arrival.cached_tokens is not None and not self._cached_tokens_told:
+            self._cached_tokens, self._cached_tokens_told = arrival.cached_tokens, True
+        if not token_ids and finish is None:
+            return []
+        self.output.extend(token_ids)
+        delta = SequenceDelta(
+            self.spec.sequence,
+            token_ids,
+            logprobs,
+            arrival.prompt_logprobs if self._prompt_logprobs_due else [],
+            self._cached_tokens,
+            finish,
+            self._usage,
+        )
+        self._prompt_logprobs_due = False
+        self._cached_tokens = self._usage = None
+        if finish is None:
+            return [Deliver(delta)]
+        self.state = AttemptState.DONE
+        return [Deliver(delta), Ended(None)]
+
+    # -- ends and new beginnings --------------------------------------------------------------------------------------
+
+    def _worker_lost(self, event: WorkerLost) -> list[Instruction]:
+        legs = self._legs
+        cause = f"{event.worker.peer_id} is lost: {event.reason}"
+        if _same(event.worker, legs.prefill):
+            return self._retry(cause, event.worker)
+        if legs.decode is None or not _same(event.worker, legs.decode):
+            return []
+        if legs.prefill is None:
+            return self._retry(cause, event.worker)
+        return self._leave_decode(legs.decode, cause)
+
+    def _worker_lost_late(self, event: WorkerLost) -> list[Instruction]:
+        is_prefill = _same(event.worker, self._legs.prefill)
+        if _same(event.worker, self._legs.decode) or (is_prefill and self._prompt_logprobs_due):
+            return self._retry(f"{event.worker.peer_id} is lost: {event.reason}", event.worker)
+        return []
+
+    def _attempt_failed(self, event: AttemptFailed) -> list[Instruction]:
+        if self._is_stale(event.attempt) or self._is_former(event.worker):
+            return []
+        if not self.involves(event.worker):
+            raise IllegalEvent(f"{event.worker.peer_id} has no part in this attempt")
+        if event.retriable or self._legs.gave_up:
+            return self._retry(event.cause, event.worker)
+        return self._fail(event.cause)
+
+    def _attempt_failed_late(self, event: AttemptFailed) -> list[Instruction]:
+        is_prefill = _same(event.worker, self._legs.prefill)
+        if is_prefill and not self._is_stale(event.attempt) and not self._prompt_logprobs_due:
+            return []
+        return self._attempt_failed(event)
+
+    def _retry(self, cause: str, worker: PeerRef) -> list[Instruction]:
+        if 0 < self.spec.sampling.max_tokens <= len(self.output):
+            self.state = AttemptState.DONE
+            delta = SequenceDelta(self.spec.sequence, [], finish=FinishReason.LENGTH)
+            return [*self._tell_legs(Cancel(reason=cause)), Deliver(delta), Ended(None)]
+        if self.attempt >= self.spec.max_attempts:
+            return self._fail(f"{cause} (attempt {self.attempt}, the last)")
+        instructions = self._tell_legs(Cancel(reason=cause))
+        self._avoid |= self._legs.excluded if self._legs.gave_up else {worker.peer_id}
+        self._legs = _Legs()
+        self._held.clear()
+        self._num_resumed = len(self.output)
+        self.attempt += 1
+        self.state = AttemptState.WAITING
+        return [*instructions, FindPlacement(self.attempt, cause, frozenset(self._avoid))]
+
+    def _fail(self, cause: str) -> list[Instruction]:
+        self.state = AttemptState.FAILED
+        return [*self._tell_legs(Cancel(reason=cause)), Ended(cause)]
+
+    def _stop_matched(self, event: StopMatched) -> list[Instruction]:
+        self.state = AttemptState.DONE
+        return [*self._tell_legs(Stop()), Ended(None)]
+
+    def _cancelled(self, event: Cancelled) -> list[Instruction]:
+        self.state = AttemptState.DONE
+        return [*self._tell_legs(Cancel(reason=event.reason)), Ended(None)]
+
+    def _ignore(self, event: Event) -> list[Instruction]:
+        return []
+
+    def _ignore_stale(self, event: FirstTokenCame | TokensCame | DecodeNeeded | AttemptFailed) -> list[Instruction]:
+        attempt = event.entry.attempt if isinstance(event, TokensCame) else event.attempt
+        if not self._is_stale(attempt):
+            raise IllegalEvent(f"{type(event).__name__} for attempt {attempt}, which is not placed yet")
+        return []
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _is_stale(self, attempt: int) -> bool:
+        if attempt > self.attempt:
+            raise IllegalEvent(f"attempt {attempt} has not begun, this is attempt {self.attempt}")
+        return attempt < self.attempt
+
+    def _is_former(self, worker: PeerRef) -> bool:
+        return any(_same(worker, former) for former in self._legs.former)
+
+    def _send(self, worker: PeerRef, body: AnyBody) -> Send:
+        return Send(worker, self.attempt, body)
+
+    def _tell_legs(self, body: AnyBody) -> list[Instruction]:
+        """To both, always: a worker that does not know the request yet remembers it."""
+        return [self._send(leg, body) for leg in (self._legs.prefill, self._legs.decode) if leg is not None]
+
+
+def _same(worker: PeerRef, leg: PeerRef | None) -> bool:
+    return leg is not None and worker.peer_id == leg.peer_id and worker.incarnation == leg.incarnation
+
+
+def _tokens_of(arrival: FirstToken | TokenEntry) -> tuple[list[int], list[TokenLogprobs]]:
+    if isinstance(arrival, TokenEntry):
+        return arrival.token_ids, arrival.logprobs
+    token_ids = [] if arrival.token_id is None else [arrival.token_id]
+    return token_ids, [] if arrival.logprobs is None else [arrival.logprobs]
+
+
+_Transition = Callable[..., list[Instruction]]
+_M = SequenceAttempts
+_UNPLACED: dict[type[object], _Transition] = {
+    Placed: _M._placed,
+    NotPlaced: _M._not_placed,
+    FirstTokenCame: _M._ignore_stale,
+    TokensCame: _M._ignore_stale,
+    DecodeNeeded: _M._ignore_stale,
+    AttemptFailed: _M._ignore_stale,
+    WorkerLost: _M._ignore,
+    StopMatched: _M._stop_matched,
+    Cancelled: _M._cancelled,
+}
+_BEFORE_COMMIT: dict[type[object], _Transition] = {
+    DecodeChosen: _M._decode_chosen,
+    FirstTokenCame: _M._first_token,
+    TokensCame: _M._tokens,
+    DecodeNeeded: _M._decode_needed,
+    AttemptFailed: _M._attempt_failed,
+    WorkerLost: _M._worker_lost,
+    StopMatched: _M._stop_matched,
+    Cancelled: _M._cancelled,
+}
+_AFTER_COMMIT: dict[type[object], _Transition] = {
+    FirstTokenCame: _M._first_token,
+    TokensCame: _M._tokens,
+    DecodeNeeded: _M._decode_needed_late,
+    AttemptFailed: _M._attempt_failed_late,
+    WorkerLost: _M._worker_lost_late,
+    StopMatched: _M._stop_matched,
+    Cancelled: _M._cancelled,
+}
+_AFTER_END: dict[type[object], _Transition] = dict.fromkeys(
+    (FirstTokenCame, TokensCame, DecodeNeeded, AttemptFailed, WorkerLost, StopMatched, Cancelled), _M._ignore
+)
+_TRANSITIONS: dict[tuple[AttemptState, type[object]], _Transition] = {
+    (state, event): transition
+    for state, row in {
+        AttemptState.WAITING: _UNPLACED,
+        AttemptState.PREFILLING: _BEFORE_COMMIT,
+        AttemptState.STREAMING: _AFTER_COMMIT,
+        AttemptState.DONE: _AFTER_END,
+        AttemptState.FAILED: _AFTER_END,
+    }.items()
+    for event, transition in row.items()
+}
+"""(state, event) to what happens. What is not here is illegal."""

@@ -1,0 +1,102 @@
+"""The HTTP layer's end of a running request: what was delivered waits here until it is taken."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+from kvrelay_router.dispatch.interface import GenerateRequest, RequestFailed, SequenceDelta, ServedBy
+
+
+class RunningRequest:
+    """A `RequestHandle`. `on_stop` and `on_cancel` lead back to the dispatcher."""
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        on_stop: Callable[[RunningRequest, int], None],
+        on_cancel: Callable[[RunningRequest, str], None],
+    ) -> None:
+        self.request = request
+        self.served_by = ServedBy()
+        self._on_stop = on_stop
+        self._on_cancel = on_cancel
+        self._fresh: dict[int, list[SequenceDelta]] = {}
+        self._unfinished = set(range(request.num_sequences))
+        self._error: RequestFailed | None = None
+        self._wake = asyncio.Event()
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing more will be delivered."""
+        return not self._unfinished or self._error is not None
+
+    # -- for the HTTP layer -------------------------------------------------------------------------------------------
+
+    async def deltas(self) -> AsyncIterator[list[SequenceDelta]]:
+        """See `RequestHandle`. Whoever leaves it early cancels the request."""
+        try:
+            while True:
+                if self._fresh:
+                    yield self._take()
+                elif self._error is not None:
+                    raise self._error
+                elif not self._unfinished:
+                    return
+                else:
+                    self._wake.clear()
+                    await self._wake.wait()
+        finally:
+            self.cancel()
+
+    def stop(self, sequence: int) -> None:
+        """See `RequestHandle`."""
+        self._fresh.pop(sequence, None)
+        if sequence in self._unfinished and self._error is None:
+            self._on_stop(self, sequence)
+
+    def cancel(self) -> None:
+        """See `RequestHandle`."""
+        if not self.is_over:
+            self._on_cancel(self, "the client is gone")
+
+    # -- for the dispatcher -------------------------------------------------------------------------------------------
+
+    def deliver(self, delta: SequenceDelta) -> None:
+        """Queues a delta; constant work, whatever waits already."""
+        waiting = self._fresh.get(delta.sequence)
+        if waiting is None:
+            self._fresh[delta.sequence] = [delta]
+        else:
+            waiting.append(delta)
+        self._wake.set()
+
+    def finish(self, sequence: int) -> None:
+        """Nothing more comes of this sequence."""
+        self._unfinished.discard(sequence)
+        self._wake.set()
+
+    def fail(self, error: RequestFailed) -> None:
+        """Nothing more comes at all; what was delivered can still be taken."""
+        if not self.is_over:
+            self._error = error
+            self._wake.set()
+
+    def _take(self) -> list[SequenceDelta]:
+        fresh, self._fresh = self._fresh, {}
+        return [deltas[0] if len(deltas) == 1 else _merge(deltas) for deltas in fresh.values()]
+
+
+def _merge(deltas: list[SequenceDelta]) -> SequenceDelta:
+    """Several deltas of one sequence as one."""
+    cached = [delta.cached_tokens for delta in deltas if delta.cached_tokens is not None]
+    usages = [delta.usage for delta in deltas if delta.usage is not None]
+    return SequenceDelta(
+        deltas[0].sequence,
+        [token for delta in deltas for token in delta.token_ids],
+        [logprobs for delta in deltas for logprobs in delta.logprobs],
+        [logprobs for delta in deltas for logprobs in delta.prompt_logprobs],
+        cached[0] if cached else None,
+        deltas[-1].finish,
+        usages[-1] if usages else None,
+    )

@@ -1,0 +1,141 @@
+"""What became of each request: attempts, workers, reasons, times and block counters, for the lately finished ones too."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from kvrelay.protocol.messages import PeerRef, SequenceUsage
+from kvrelay_router.dispatch.interface import GenerateRequest
+from kvrelay_router.routing.candidates import Decision
+
+
+@dataclass(slots=True)
+class AttemptRecord:
+    """One attempt: where it went, why there, and why it was needed."""
+
+    attempt: int
+    prefill: str | None
+    decode: str | None
+    policy: str
+    reasons: tuple[str, ...]
+    cause: str  # the end of the attempt before it
+    placed_ms: float
+    reassigned: list[dict[str, Any]] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "attempt": self.attempt,
+            "prefill": self.prefill,
+            "decode": self.decode,
+            "policy": self.policy,
+            "reasons": list(self.reasons),
+            "cause": self.cause,
+            "placed_ms": self.placed_ms,
+            "reassigned": self.reassigned,
+        }
+
+
+@dataclass(slots=True)
+class SequenceRecord:
+    """One sequence. Times in milliseconds since the request was submitted."""
+
+    attempts: list[AttemptRecord] = field(default_factory=list)
+    num_output_tokens: int = 0
+    cached_tokens: int | None = None
+    usage: SequenceUsage | None = None
+    finish: str | None = None
+    error: str | None = None
+    first_token_ms: float | None = None
+    finished_ms: float | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "attempts": [attempt.as_json() for attempt in self.attempts],
+            "num_output_tokens": self.num_output_tokens,
+            "cached_tokens": self.cached_tokens,
+            "usage": _usage_as_json(self.usage),
+            "finish": self.finish,
+            "error": self.error,
+            "first_token_ms": self.first_token_ms,
+            "finished_ms": self.finished_ms,
+        }
+
+
+class RequestRecord:
+    """One request and its sequences."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.request_id = request.request_id
+        self.num_prompt_tokens = len(request.prompt_ids)
+        self.sequences = [SequenceRecord() for _ in range(request.num_sequences)]
+        self.submitted_unix_s = time.time()
+        self.state = "running"
+        self.error: str | None = None
+        self._submitted = time.monotonic()
+
+    def elapsed_ms(self) -> float:
+        """Since the request was submitted."""
+        return round((time.monotonic() - self._submitted) * 1000, 3)
+
+    def placed(self, sequence: int, attempt: int, decision: Decision, cause: str) -> None:
+        """An attempt was sent to its workers."""
+        prefill = decision.prefill.worker_id if decision.prefill is not None else None
+        decode = decision.decode.worker_id if decision.decode is not None else None
+        record = AttemptRecord(attempt, prefill, decode, decision.policy, decision.reasons, cause, self.elapsed_ms())
+        self.sequences[sequence].attempts.append(record)
+
+    def reassigned(self, sequence: int, decode: PeerRef | None, cause: str) -> None:
+        """The current attempt got another decode worker."""
+        attempt = self.sequences[sequence].attempts[-1]
+        attempt.decode = decode.peer_id if decode is not None else None
+        attempt.reassigned.append({"decode": attempt.decode, "cause": cause, "at_ms": self.elapsed_ms()})
+
+    def as_json(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "request_id": self.request_id,
+            "state": self.state,
+            "error": self.error,
+            "submitted_unix_s": self.submitted_unix_s,
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "num_attempts": max((len(sequence.attempts) for sequence in self.sequences), default=0),
+            "sequences": [sequence.as_json() for sequence in self.sequences],
+        }
+
+
+class RequestRecords:
+    """The records of the latest `capacity` requests."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._records: OrderedDict[str, RequestRecord] = OrderedDict()
+
+    def add(self, record: RequestRecord) -> None:
+        """Forgets the oldest where there are too many."""
+        self._records[record.request_id] = record
+        self._records.move_to_end(record.request_id)
+        while len(self._records) > self._capacity:
+            self._records.popitem(last=False)
+
+    def get(self, request_id: str) -> RequestRecord | None:
+        """None where it is unknown or forgotten."""
+        return self._records.get(request_id)
+
+    def usage_came_late(self, request_id: str, sequence: int, usage: SequenceUsage) -> None:
+        """Block counters of a sequence that the router ended itself, by a stop string."""
+        record = self._records.get(request_id)
+        if record is not None and sequence < len(record.sequences):
+            record.sequences[sequence].usage = usage
+
+
+def _usage_as_json(usage: SequenceUsage | None) -> dict[str, int] | None:
+    if usage is None:
+        return None
+    return msgspec.structs.asdict(usage)

@@ -1,0 +1,193 @@
+"""The fleet as this router sees it: the registry's records, merged with what the workers themselves answer. No I/O.
+
+States of a worker:
+
+1. JOINING       registered, but it has not answered yet.
+2. READY         takes new requests.
+3. DRAINING      finishes what it has: it said so, or left the registry longer than the grace time ago.
+4. LOST          the link to it is gone; it is READY again as soon as it answers, or a newer incarnation takes its place.
+5. INCOMPATIBLE  it and this router refuse each other; only a newer incarnation changes that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from kvrelay.fleet import WorkerRecord
+from kvrelay.protocol.messages import PeerRef, Status
+from kvrelay_router.dispatch.interface import ModelLimits
+from kvrelay_router.dispatch.load import OutstandingLoad, WorkerLoad, worker_key
+from kvrelay_router.routing.candidates import Candidate, Candidates
+
+REGISTRY_GRACE_S = 10.0
+"""A record may be missing for so long (Redis came back empty, say) before its worker counts as draining."""
+
+
+class WorkerState(StrEnum):
+    """See the module's text."""
+
+    JOINING = "joining"
+    READY = "ready"
+    DRAINING = "draining"
+    LOST = "lost"
+    INCOMPATIBLE = "incompatible"
+
+
+@dataclass(slots=True)
+class KnownWorker:
+    """One start of a worker. Times are monotonic seconds."""
+
+    record: WorkerRecord
+    peer: PeerRef
+    heard_at: float | None = None
+    status: Status | None = None
+    lost: str = ""  # the reason
+    refused: str = ""  # the reason
+    missing_since: float | None = None  # not in the registry
+    foreign: WorkerLoad | None = None  # what it reported beyond this router's own share at that moment
+
+    def state(self, now: float) -> WorkerState:
+        """See the module's text."""
+        if self.refused:
+            return WorkerState.INCOMPATIBLE
+        if self.lost:
+            return WorkerState.LOST
+        if self.heard_at is None:
+            return WorkerState.JOINING
+        has_left = self.missing_since is not None and now - self.missing_since > REGISTRY_GRACE_S
+        if has_left or self.record.draining or (self.status is not None and self.status.draining):
+            return WorkerState.DRAINING
+        return WorkerState.READY
+
+
+class FleetView:
+    """All workers of one model. `on_state` hears of every change of a worker's state that an event brought."""
+
+    def __init__(self, load: OutstandingLoad, on_state: Callable[[KnownWorker, str], None] | None = None) -> None:
+        self._load = load
+        self._on_state = on_state
+        self._workers: dict[str, KnownWorker] = {}
+
+    # -- events -------------------------------------------------------------------------------------------------------
+
+    def registered(self, records: Iterable[WorkerRecord], now: float) -> None:
+        """The registry's present list. Who is not on it any more is forgotten once it is lost too."""
+        present = set()
+        for record in records:
+            present.add(record.worker_id)
+            known = self._workers.get(record.worker_id)
+            if known is None or record.incarnation > known.record.incarnation:
+                peer = PeerRef(record.worker_id, record.incarnation, record.address)
+                self._workers[record.worker_id] = KnownWorker(record, peer)
+            elif record.incarnation == known.record.incarnation:
+                known.record, known.missing_since = record, None
+        for worker_id, known in list(self._workers.items()):
+            if worker_id in present:
+                continue
+            if known.lost or known.refused:
+                del self._workers[worker_id]
+            elif known.missing_since is None:
+                known.missing_since = now
+
+    def answered(self, peer: PeerRef, status: Status, now: float) -> None:
+        """A worker's own report, which is also its life sign."""
+        known = self._find(peer)
+        if known is None:
+            return
+        was = known.state(now)
+        own = self._load.of(worker_key(peer))
+        num_tokens = status.queues.get("waiting_tokens", 0) - own.num_tokens
+        num_sequences = status.queues.get("waiting", 0) + status.queues.get("running", 0) - own.num_sequences
+        known.foreign = WorkerLoad(max(0, num_tokens), max(0, num_sequences))
+        known.status, known.heard_at, known.lost, known.refused = status, now, "", ""
+        self._tell(known, was, "it answers", now)
+
+    def lost(self, peer: PeerRef, reason: str, now: float) -> None:
+        """The link to a worker is gone."""
+        known = self._find(peer)
+        if known is not None and not known.lost:
+            was, known.lost = known.state(now), reason
+            self._tell(known, was, reason, now)
+
+    def refused(self, peer: PeerRef, reason: str, now: float) -> None:
+        """A worker and this router cannot work together."""
+        known = self._find(peer)
+        if known is not None and not known.refused:
+            was, known.refused = known.state(now), reason
+            self._tell(known, was, reason, now)
+
+    # -- questions ----------------------------------------------------------------------------------------------------
+
+    def peers(self) -> list[PeerRef]:
+        """All workers that are worth asking."""
+        return [known.peer for known in self._workers.values() if not known.refused]
+
+    def candidates(self, now: float) -> Candidates:
+        """The workers that take new requests, with their load."""
+        ready = (known for known in self._workers.values() if known.state(now) is WorkerState.READY)
+        return Candidates.of(self._candidate(known) for known in ready)
+
+    def limits(self, now: float) -> ModelLimits | None:
+        """The least that a ready worker can take; of all workers while none is ready."""
+        records = [known.record for known in self._workers.values() if known.state(now) is WorkerState.READY]
+        records = records or [known.record for known in self._workers.values() if not known.refused]
+        if not records:
+            return None
+        return ModelLimits(
+            min(record.max_model_len for record in records), min(record.vocab_size for record in records)
+        )
+
+    def describe(self, live: frozenset[str], now: float) -> list[dict[str, Any]]:
+        """JSON-ready. `live`: the ids of the workers whose last report is an answer to this question."""
+        ordered = sorted(self._workers.items(), key=lambda item: (item[1].record.role != "prefill", item[0]))
+        return [_describe(known, self._load.of(worker_key(known.peer)), worker_id in live, now) for worker_id, known in ordered]
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _find(self, peer: PeerRef) -> KnownWorker | None:
+        known = self._workers.get(peer.peer_id)
+        return known if known is not None and known.peer.incarnation == peer.incarnation else None
+
+    def _candidate(self, known: KnownWorker) -> Candidate:
+        own = self._load.of(worker_key(known.peer))
+        foreign = known.foreign or WorkerLoad()
+        blocks = known.status.blocks if known.status is not None else {}
+        return Candidate(
+            peer=known.peer,
+            role=known.record.role,
+            fingerprint=known.record.fingerprint,
+            queued_tokens=own.num_tokens + foreign.num_tokens,
+            num_sequences=own.num_sequences + foreign.num_sequences,
+            num_free_blocks=blocks.get("free", 0) + blocks.get("cached", 0),
+        )
+
+    def _tell(self, known: KnownWorker, was: WorkerState, reason: str, now: float) -> None:
+        if self._on_state is not None and known.state(now) is not was:
+            self._on_state(known, reason)
+
+
+def _describe(known: KnownWorker, own: WorkerLoad, is_live: bool, now: float) -> dict[str, Any]:
+    record, status = known.record, known.status
+    return {
+        "worker_id": record.worker_id,
+        "role": record.role,
+        "state": str(known.state(now)),
+        "reason": known.refused or known.lost,
+        "registered": known.missing_since is None,
+        "incarnation": record.incarnation,
+        "address": record.address,
+        "model": record.model,
+        "fingerprint": record.fingerprint,
+        "max_model_len": record.max_model_len,
+        "block_size": record.block_size,
+        "in_flight_requests": own.num_sequences,
+        "in_flight_prompt_tokens": own.num_tokens,
+        "queues": dict(status.queues) if status is not None else {},
+        "blocks": dict(status.blocks) if status is not None else {},
+        "totals": dict(status.totals) if status is not None else {},
+        "live": is_live,
+        "age_s": round(now - known.heard_at, 3) if known.heard_at is not None else None,
+    }

@@ -1,0 +1,125 @@
+"""Keeps the fleet view fresh: looks into the registry, and asks every worker for its status."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from kvrelay.fleet import RegistryError, WorkerRecord
+from kvrelay.protocol.messages import PeerRef, Status, StatusQuery
+from kvrelay_router.fleet_view import FleetView
+
+log = logging.getLogger(__name__)
+
+ListWorkers = Callable[[], Awaitable[list[WorkerRecord]]]
+
+
+class FleetWatch:
+    """`on_change` is called after everything that may have made a worker ready."""
+
+    def __init__(
+        self,
+        view: FleetView,
+        list_workers: ListWorkers,
+        send: Callable[[PeerRef, StatusQuery], None],
+        on_change: Callable[[], None],
+        *,
+        registry_interval_s: float = 0.5,
+        status_interval_s: float = 1.0,
+    ) -> None:
+        self.registry_is_away = ""  # the reason
+        self._view = view
+        self._list_workers = list_workers
+        self._send = send
+        self._on_change = on_change
+        self._registry_interval_s = registry_interval_s
+        self._status_interval_s = status_interval_s
+        self._last_query = 0
+        self._asked: dict[str, str] = {}  # worker id to the incarnation that was asked at least once
+        self._questions: dict[int, tuple[set[str], set[str], asyncio.Event]] = {}  # awaited, answered, all are there
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """To be called on the event loop."""
+        self._tasks = [asyncio.create_task(self._watch_registry()), asyncio.create_task(self._ask_regularly())]
+
+    async def close(self) -> None:
+        """Stops looking and asking."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def on_status(self, peer: PeerRef, status: Status) -> None:
+        """A worker answered."""
+        self._view.answered(peer, status, time.monotonic())
+        question = self._questions.get(status.query)
+        if question is not None:
+            awaited, answered, complete = question
+            answered.add(peer.peer_id)
+            if awaited <= answered:
+                complete.set()
+        self._on_change()
+
+    async def ask_all(self, timeout_s: float) -> frozenset[str]:
+        """Asks every worker now; the ids of those that answered in time."""
+        peers = self._view.peers()
+        if not peers:
+            return frozenset()
+        query = self._next_query()
+        answered: set[str] = set()
+        complete = asyncio.Event()
+        self._questions[query] = ({peer.peer_id for peer in peers}, answered, complete)
+        try:
+            for peer in peers:
+                self._send(peer, StatusQuery(query=query))
+            await asyncio.wait_for(complete.wait(), timeout_s)
+        except TimeoutError:
+            pass
+        finally:
+            del self._questions[query]
+        return frozenset(answered)
+
+    async def look(self) -> None:
+        """Looks into the registry once. Without it the fleet last known is what there is."""
+        try:
+            records = await self._list_workers()
+        except (RegistryError, OSError) as error:
+            if not self.registry_is_away:
+                log.warning("the registry is away, going on with the workers last known: %s", error)
+            self.registry_is_away = str(error) or type(error).__name__
+            return
+        if self.registry_is_away:
+            log.info("the registry is back")
+            self.registry_is_away = ""
+        self._view.registered(records, time.monotonic())
+        self._ask_the_new()
+        self._on_change()
+
+    def _ask_the_new(self) -> None:
+        """A worker is ready once it has answered, so it is asked as soon as it is seen."""
+        peers = self._view.peers()
+        for peer in peers:
+            if self._asked.get(peer.peer_id) != peer.incarnation:
+                self._send(peer, StatusQuery(query=self._next_query()))
+        self._asked = {peer.peer_id: peer.incarnation for peer in peers}
+
+    async def _watch_registry(self) -> None:
+        while True:
+            try:
+                await self.look()
+            except Exception:
+                log.exception("looking into the registry failed")
+            await asyncio.sleep(self._registry_interval_s)
+
+    async def _ask_regularly(self) -> None:
+        while True:
+            await asyncio.sleep(self._status_interval_s)
+            query = self._next_query()
+            for peer in self._view.peers():
+                self._send(peer, StatusQuery(query=query))
+
+    def _next_query(self) -> int:
+        self._last_query += 1
+        return self._last_query

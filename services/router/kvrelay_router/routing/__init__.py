@@ -1,0 +1,1 @@
+"""Who does what: pure functions from a request and the fleet as it is to a decision with its reasons."""

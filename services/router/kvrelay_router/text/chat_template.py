@@ -1,0 +1,151 @@
+"""A model's chat template: messages to prompt text, in a sandbox, as transformers renders it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import CallBlock, Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+Message = dict[str, Any]
+
+RESERVED_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
+"""Template variables that a request's `chat_template_kwargs` cannot set."""
+
+CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Marks where the final message's text ends in the rendered prompt; the prompt is cut there."""
+
+PROBE = "kvrelay role probe"
+
+PROBE_CHATS: dict[str, list[str]] = {
+    "system": ["system", "user"],
+    "user": ["user"],
+    "assistant": ["user", "assistant", "user"],
+    "tool": ["user", "assistant", "tool"],
+}
+"""A role is tried out in the shortest conversation that it would normally stand in."""
+
+
+class ChatTemplateError(Exception):
+    """The template refuses these messages, or cannot render them."""
+
+
+class _GenerationBlocks(Extension):
+    """Lets `{% generation %}` blocks (they mark text for training) pass as what they contain."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> Node:
+        """A block that renders its body."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: Any) -> str:
+        text: str = caller()
+        return text
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without the HTML escapes of jinja's own filter."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _strftime_now(format_string: str) -> str:
+    return datetime.now().strftime(format_string)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class ChatTemplate:
+    """A compiled template. Rendering is pure Python: call it off the event loop."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ChatTemplateError(f"the model's chat template does not compile: {error}") from error
+        self._special_tokens = dict(special_tokens)
+        self._knows_developer = "developer" in source
+        self._dropped_roles = frozenset(role for role in PROBE_CHATS if self._drops(role))
+
+    def render(
+        self,
+        messages: list[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt's text, special tokens included. Raises ChatTemplateError."""
+        prepared = [self._prepare(message) for message in messages]
+        final_text = self._tag_final(prepared) if continue_final_message else None
+        text = self._render(prepared, add_generation_prompt=add_generation_prompt, **(template_kwargs or {}))
+        return text if final_text is None else _cut_at_tag(text, final_text)
+
+    def _prepare(self, message: Message) -> Message:
+        """A copy without empty fields; `developer` becomes `system` where the template does not know it."""
+        prepared = {key: value for key, value in message.items() if value is not None}
+        if prepared["role"] == "developer" and not self._knows_developer:
+            prepared["role"] = "system"
+        if prepared["role"] in self._dropped_roles:
+            raise ChatTemplateError(f"the model's chat template has no place for the role '{message['role']}'")
+        return prepared
+
+    def _tag_final(self, messages: list[Message]) -> str:
+        final_text = messages[-1].get("content")
+        if not isinstance(final_text, str):
+            raise ChatTemplateError("the final message has no text to continue")
+        messages[-1]["content"] = final_text + CONTINUE_TAG
+        return final_text
+
+    def _render(self, messages: list[Message], **variables: Any) -> str:
+        try:
+            return self._template.render(
+                **{"messages": messages, "tools": None, "documents": None, **self._special_tokens, **variables}
+            )
+        except jinja2.TemplateError as error:
+            raise ChatTemplateError(str(error)) from error
+        except Exception as error:
+            raise ChatTemplateError(f"{type(error).__name__}: {error}") from error
+
+    def _drops(self, role: str) -> bool:
+        """Whether messages of this role vanish silently. A template that raises says so itself, when it is used."""
+        chat = [{"role": each, "content": PROBE if each == role else "x"} for each in PROBE_CHATS[role]]
+        try:
+            return PROBE not in self._render(chat, add_generation_prompt=True)
+        except ChatTemplateError:
+            return False
+
+
+def _cut_at_tag(text: str, final_text: str) -> str:
+    """The rendered prompt up to the end of the final message's text; some templates trim that text."""
+    position = text.rfind(CONTINUE_TAG.strip())
+    if position < 0 or final_text.strip() not in text:
+        raise ChatTemplateError("the chat template does not keep the final message's text, so it cannot be continued")
+    kept_spaces = text.startswith(CONTINUE_TAG, position)
+    return text[:position] if kept_spaces else text[:position].rstrip()

@@ -1,0 +1,104 @@
+"""Tokens to text, one token at a time, withholding characters whose bytes are not complete yet.
+
+Two ways, after what the tokenizer's decoder does:
+- Byte-level BPE: tokens are bytes, so an incremental UTF-8 decoder gives the text exactly, at the cost of its bytes.
+- Any other decoder sees its neighbours (leading spaces, runs of byte tokens), so a short window of tokens is decoded
+  with and without the new token, and the difference is the new text (the algorithm of text-generation-inference).
+
+Both take tokens one by one, so the text does not depend on how the tokens were cut into deltas.
+"""
+
+from __future__ import annotations
+
+import codecs
+from typing import Protocol
+
+from kvrelay_router.text.tokenizer import Tokenizer
+
+CONTEXT_TOKENS = 6
+"""Prompt tokens that the windowed way keeps in view, so that the first token knows its left neighbours."""
+
+MAX_WITHHELD_TOKENS = 8
+"""A character has at most four bytes; whatever is incomplete after twice that many tokens is not going to be one."""
+
+MAX_SILENT_TOKENS = 32
+"""How far back the window reaches over tokens without text, such as skipped special tokens."""
+
+REPLACEMENT = "\ufffd"
+
+
+class Detokenizer(Protocol):
+    """The text of one sequence as it grows."""
+
+    def feed(self, token_ids: list[int]) -> str:
+        """Text that became certain with these tokens."""
+        ...
+
+    def flush(self) -> str:
+        """What was withheld; incomplete bytes as U+FFFD. Call once, at the end."""
+        ...
+
+
+class ByteLevelDetokenizer:
+    """For byte-level BPE: exact, and linear in the number of bytes."""
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+        self._bytes_of = tokenizer.token_bytes
+        self._skipped: frozenset[int] = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token_ids: list[int]) -> str:
+        """Text that became certain with these tokens."""
+        skipped, bytes_of = self._skipped, self._bytes_of
+        return self._utf8.decode(b"".join([bytes_of(token) for token in token_ids if token not in skipped]))
+
+    def flush(self) -> str:
+        """What was withheld; incomplete bytes as U+FFFD."""
+        return self._utf8.decode(b"", final=True)
+
+
+class WindowedDetokenizer:
+    """For every other decoder: decodes a window that moves on with each piece of complete text."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: list[int], *, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._window = prompt_ids[-CONTEXT_TOKENS:]
+        self._num_read = len(self._window)  # tokens of the window whose text is out
+        self._read_text = self._decode(self._window)
+
+    def feed(self, token_ids: list[int]) -> str:
+        """Text that became certain with these tokens."""
+        return "".join([self._feed_one(token_id) for token_id in token_ids])
+
+    def _feed_one(self, token_id: int) -> str:
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        withheld = len(self._window) - self._num_read
+        if text.endswith(REPLACEMENT) and withheld < MAX_WITHHELD_TOKENS:
+            return ""
+        return self._move_on(text)
+
+    def flush(self) -> str:
+        """What was withheld; incomplete bytes as U+FFFD."""
+        if len(self._window) == self._num_read:
+            return ""
+        return self._move_on(self._decode(self._window))
+
+    def _move_on(self, text: str) -> str:
+        """The window now starts at the tokens that this text came from."""
+        new_text = text[len(self._read_text) :]
+        self._window = self._window[self._num_read :] if new_text else self._window[-MAX_SILENT_TOKENS:]
+        self._num_read = len(self._window)
+        self._read_text = self._decode(self._window)
+        return new_text
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+
+
+def make_detokenizer(tokenizer: Tokenizer, prompt_ids: list[int], *, skip_special_tokens: bool) -> Detokenizer:
+    """The detokenizer for a sequence that follows this prompt."""
+    if tokenizer.byte_level:
+        return ByteLevelDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+    return WindowedDetokenizer(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)

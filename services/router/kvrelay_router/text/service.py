@@ -1,0 +1,116 @@
+"""Tokenizing and templating off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import tokenizers
+
+from kvrelay_router.text.chat_template import ChatTemplate, ChatTemplateError, Message
+from kvrelay_router.text.detokenizer import Detokenizer, make_detokenizer
+from kvrelay_router.text.sources import load_source
+from kvrelay_router.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+LONG_TEXT_CHARS = 16_384
+"""Longer texts go to threads of their own, so that short ones never wait behind them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """How messages become a prompt."""
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedPrompt:
+    """A prompt's text, and the offset in it at which each token starts."""
+
+    text: str
+    offsets: list[int]
+
+
+class TextService:
+    """The text side of one model. `load` once; the async methods run in threads, the others are cheap."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, *, num_threads: int = 2) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        self._short = ThreadPoolExecutor(num_threads, thread_name_prefix="text-short")
+        self._long = ThreadPoolExecutor(num_threads, thread_name_prefix="text-long")
+
+    @classmethod
+    def load(cls, model: str, *, num_threads: int = 2) -> TextService:
+        """Reads a model directory or hub name. Blocks. Raises TokenizerNotFound, ChatTemplateError."""
+        source = load_source(model)
+        tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(source.tokenizer_json))
+        template = None
+        if source.chat_template is not None:
+            template = ChatTemplate(source.chat_template, source.special_tokens)
+        return cls(tokenizer, template, num_threads=num_threads)
+
+    def close(self) -> None:
+        """Ends the threads; whatever they still do is dropped."""
+        for pool in (self._short, self._long):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text."""
+        return await self._run(len(text), lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    async def encode_chat(self, messages: list[Message], options: ChatOptions) -> list[int]:
+        """Token ids of a conversation; the template writes the special tokens. Raises ChatTemplateError."""
+        template = self.template
+        if template is None:
+            raise ChatTemplateError("this model has no chat template; use /v1/completions")
+
+        def render_and_encode() -> list[int]:
+            text = template.render(
+                messages,
+                add_generation_prompt=options.add_generation_prompt,
+                continue_final_message=options.continue_final_message,
+                template_kwargs=options.template_kwargs,
+            )
+            return self.tokenizer.encode(text, add_special_tokens=options.add_special_tokens)
+
+        num_chars = sum(len(message.get("content") or "") for message in messages)
+        return await self._run(num_chars, render_and_encode)
+
+    async def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        """The text of token ids."""
+        return await self._run(
+            len(token_ids), lambda: self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        )
+
+    async def decode_prompt(self, token_ids: list[int], *, skip_special_tokens: bool) -> DecodedPrompt:
+        """The text of a prompt with its token offsets."""
+        return await self._run(len(token_ids), lambda: self._decode_prompt(token_ids, skip_special_tokens))
+
+    def _decode_prompt(self, token_ids: list[int], skip_special_tokens: bool) -> DecodedPrompt:
+        detokenizer = make_detokenizer(self.tokenizer, [], skip_special_tokens=skip_special_tokens)
+        pieces: list[str] = []
+        offsets: list[int] = []
+        num_chars = 0
+        for token_id in token_ids:
+            offsets.append(num_chars)
+            pieces.append(detokenizer.feed([token_id]))
+            num_chars += len(pieces[-1])
+        pieces.append(detokenizer.flush())
+        return DecodedPrompt("".join(pieces), offsets)
+
+    def detokenizer(self, prompt_ids: list[int], *, skip_special_tokens: bool) -> Detokenizer:
+        """The incremental detokenizer of a sequence that follows this prompt."""
+        return make_detokenizer(self.tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
+
+    async def _run(self, num_units: int, work: Callable[[], T]) -> T:
+        pool = self._long if num_units > LONG_TEXT_CHARS else self._short
+        return await asyncio.get_running_loop().run_in_executor(pool, work)

@@ -1,0 +1,122 @@
+"""Finds a model's tokenizer files, in a directory or on the hub, without importing torch."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+TOKENIZER_PATTERNS = [
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "config.json",
+]
+"""What is fetched of a model on the hub: everything a tokenizer may need, and no weights."""
+
+SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+CONVERT = (
+    "import sys; from transformers import AutoTokenizer; "
+    "AutoTokenizer.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[2])"
+)
+
+
+class TokenizerNotFound(Exception):
+    """No tokenizer could be made from what the model's directory holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerSource:
+    """What the files of a model say about its text side."""
+
+    tokenizer_json: str
+    chat_template: str | None
+    special_tokens: dict[str, str]
+
+
+def load_source(model: str) -> TokenizerSource:
+    """Reads the tokenizer of a directory or a hub name. Blocks; may download. Raises TokenizerNotFound."""
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        folder = _download(model)
+    if (folder / "tokenizer.json").is_file():
+        return _read(folder)
+    with tempfile.TemporaryDirectory(prefix="kvrelay-tokenizer-") as converted:
+        _convert(folder, Path(converted))
+        return _read(Path(converted), fallback=folder)
+
+
+def _download(model: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=TOKENIZER_PATTERNS))
+    except Exception as error:
+        raise TokenizerNotFound(f"{model!r} is no directory, and the hub did not give it: {error}") from error
+
+
+def _convert(folder: Path, target: Path) -> None:
+    """Lets transformers make a tokenizer.json, in a process of its own, because it imports torch."""
+    logger.info("converting the tokenizer of %s, which has no tokenizer.json", folder)
+    done = subprocess.run(
+        [sys.executable, "-c", CONVERT, str(folder), str(target)], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0 or not (target / "tokenizer.json").is_file():
+        reason = done.stderr.strip().splitlines()[-1:] or ["it has no fast form"]
+        raise TokenizerNotFound(f"no tokenizer.json in {folder}, and converting its tokenizer failed: {reason[0]}")
+
+
+def _read(folder: Path, fallback: Path | None = None) -> TokenizerSource:
+    config = _read_json(folder / "tokenizer_config.json")
+    template = _chat_template(folder, config)
+    if template is None and fallback is not None:
+        template = _chat_template(fallback, config)
+    return TokenizerSource(
+        tokenizer_json=(folder / "tokenizer.json").read_text(encoding="utf-8"),
+        chat_template=template,
+        special_tokens=_special_tokens(_read_json(folder / "special_tokens_map.json") | config),
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """Names to texts; a token stands there as a string or as an object with its content."""
+    tokens = {}
+    for name in SPECIAL_TOKEN_NAMES:
+        value = config.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            tokens[name] = value
+    return tokens
+
+
+def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
+    """The default template: its own file, then the processor's form of it, then the tokenizer's config."""
+    own_file = folder / "chat_template.jinja"
+    if own_file.is_file():
+        return own_file.read_text(encoding="utf-8")
+    template = _read_json(folder / "chat_template.json").get("chat_template", config.get("chat_template"))
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default")
+    return template if isinstance(template, str) else None

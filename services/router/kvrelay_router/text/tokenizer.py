@@ -1,0 +1,71 @@
+"""A tokenizer with what serving needs of it: plain encoding, decoding, and the bytes of each token."""
+
+from __future__ import annotations
+
+import re
+
+import tokenizers
+
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+"""How byte-fallback vocabularies spell a single byte."""
+
+SENTENCE_SPACE = "\u2581"
+
+
+def byte_level_alphabet() -> dict[str, int]:
+    """The printable character that byte-level BPE writes for each byte (GPT-2's table), inverted."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet.update({chr(256 + index): byte for index, byte in enumerate(others)})
+    return alphabet
+
+
+BYTE_OF_CHAR = byte_level_alphabet()
+
+
+class Tokenizer:
+    """Wraps a `tokenizers.Tokenizer`. Encoding and decoding release the GIL; safe to call from several threads."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        self._bytes: dict[int, bytes] = {}
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text."""
+        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        """The text of token ids; ids beyond the vocabulary give nothing."""
+        text: str = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_string(self, token_id: int) -> str:
+        """The token as its vocabulary spells it; empty for an id beyond the vocabulary."""
+        return self.backend.id_to_token(token_id) or ""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for; empty for an id beyond the vocabulary."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._bytes_of(token_id)
+        return known
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        token = self.token_string(token_id)
+        if self.byte_level:
+            spelled = [BYTE_OF_CHAR.get(char) for char in token]
+            return token.encode() if None in spelled else bytes(byte for byte in spelled if byte is not None)
+        if token_id in self._added:
+            return token.encode()
+        if match := BYTE_TOKEN.fullmatch(token):
+            return bytes.fromhex(match[1])
+        return token.replace(SENTENCE_SPACE, " ").encode()

@@ -1,0 +1,111 @@
+"""The one interface between a model and its paged KV: allocate a pool, plan a step, attend in each layer.
+
+A backend is chosen once per process. `plan` does everything about a step that does not depend on the layer, so that the
+layers only write, attend, and go on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Int32Array = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """The shape of a block: `[num_layers, 2, block_size, num_kv_heads, head_dim]`, keys before values."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+
+    @property
+    def block_shape(self) -> tuple[int, int, int, int, int]:
+        """The shape of one block of all layers."""
+        return (self.num_layers, 2, self.block_size, self.num_kv_heads, self.head_dim)
+
+    @property
+    def block_bytes(self) -> int:
+        """The bytes of one block of all layers, one contiguous run."""
+        elements = self.num_layers * 2 * self.block_size * self.num_kv_heads * self.head_dim
+        return elements * self.dtype.itemsize
+
+
+def allocate_pool(layout: KVLayout, num_blocks: int, device: torch.device) -> torch.Tensor:
+    """A pool of zeros, `[num_blocks, *layout.block_shape]`. On a CPU, pages take memory only once written."""
+    return torch.zeros((num_blocks, *layout.block_shape), dtype=layout.dtype, device=device)
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """How the rows of a step lie in the packed batch and in the pool; row r's tokens follow those of row r - 1."""
+
+    query_lens: Int32Array  # [rows], tokens of each row in this step, at least 1
+    positions: Int32Array  # [rows], the position in its sequence of each row's first token
+    block_tables: Int32Array  # [rows, longest table], padded with any valid block
+
+    @cached_property
+    def query_starts(self) -> Int32Array:
+        """`[rows + 1]`: row r holds the packed tokens from `query_starts[r]` up to `query_starts[r + 1]`."""
+        starts = np.zeros(len(self.query_lens) + 1, np.int32)
+        np.cumsum(self.query_lens, out=starts[1:])
+        return starts
+
+    @cached_property
+    def token_rows(self) -> Int32Array:
+        """`[tokens]`: the row of each packed token."""
+        return np.repeat(np.arange(len(self.query_lens), dtype=np.int32), self.query_lens)
+
+    @cached_property
+    def token_positions(self) -> Int32Array:
+        """`[tokens]`: the position of each packed token in its sequence."""
+        offsets = np.arange(self.query_starts[-1], dtype=np.int32)
+        return offsets + np.repeat(self.positions - self.query_starts[:-1], self.query_lens)
+
+    def token_blocks(self, block_size: int) -> Int32Array:
+        """`[tokens]`: the block that takes each packed token's K/V (at `token_positions % block_size`)."""
+        blocks: Int32Array = self.block_tables[self.token_rows, self.token_positions // block_size]
+        return blocks
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionParams:
+    """What one layer asks of its attention beside q, k and v."""
+
+    scaling: float  # multiplies q . k
+    sliding_window: int | None = None  # keys at position - window and before are out of sight
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap)
+    sinks: torch.Tensor | None = None  # [num_heads], one more logit per head that takes weight and gives no value
+
+
+class StepAttention(Protocol):
+    """One step's plan over one pool."""
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        """Writes this step's K/V into the pool's blocks of `layer`, then attends causally over the block tables.
+
+        `query` is `[tokens, num_heads, head_dim]`, `key` and `value` are `[tokens, num_kv_heads, head_dim]`, any strides
+        but the last. The result is contiguous, shaped as `query`.
+        """
+        ...
+
+
+class AttentionBackend(Protocol):
+    """Attention over a paged pool on one kind of device."""
+
+    @property
+    def name(self) -> str: ...
+
+    def plan(self, pool: torch.Tensor, rows: PackedRows) -> StepAttention:
+        """Prepares a step over `pool`; the plan is good for all layers of this step, and for no other step."""
+        ...

@@ -1,0 +1,137 @@
+"""What every process of the system has to know: where Redis is, where to listen, how to log, which model."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import socket
+from pathlib import Path
+from typing import Any, Literal, Self
+from urllib.parse import urlsplit, urlunsplit
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from kvrelay.config.demo import DEMO_MODEL_NAME, demo_model_path
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
+
+MASK = "**********"
+
+
+def mask_password(url: str) -> str:
+    """The URL with its password replaced, fit for a log."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    user_info, _, host = parts.netloc.rpartition("@")
+    user = user_info.partition(":")[0]
+    return urlunsplit(parts._replace(netloc=f"{user}:{MASK}@{host}"))
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether binding to `host` means every interface, so that peers need another name for it."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:
+        return host == "*"
+
+
+def default_model() -> str:
+    """The demo model's directory. Raises ValueError where it is not installed."""
+    path = demo_model_path()
+    if path is None:
+        raise ValueError("the demo model is not installed here, so a model must be named")
+    return str(path)
+
+
+def default_served_name(data: dict[str, Any]) -> str:
+    """`kvrelay-demo` for the demo model, a directory's own name, a hub name as it is."""
+    model = str(data.get("model", ""))
+    demo = demo_model_path()
+    if demo is not None and Path(model).resolve() == demo:
+        return DEMO_MODEL_NAME
+    return Path(model).resolve().name if Path(model).is_dir() else model
+
+
+class CommonConfig(BaseModel):
+    """Shared by router and workers. Times in seconds.
+
+    Built directly, it takes only the values it is given; `load_config` adds the file and the environment.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, protected_namespaces=())
+
+    model: str = Field(
+        default_factory=default_model,
+        min_length=1,
+        description="directory or hub name of a decoder that transformers can load (default: the demo model)",
+    )
+    served_model_name: str = Field(
+        default_factory=default_served_name,
+        min_length=1,
+        max_length=200,
+        description="the name that clients use (default: the last part of a directory, or the hub name)",
+    )
+    redis_url: str = Field(
+        default="redis://127.0.0.1:6379/0",
+        description="registry of workers; redis://, rediss:// or unix://",
+        json_schema_extra={"flags": ["--redis"]},
+    )
+    redis_prefix: str = Field(
+        default="kvrelay",
+        pattern=r"^[A-Za-z0-9_.:-]{1,64}$",
+        description="start of every key in Redis; fleets with different prefixes do not see each other",
+    )
+    host: str = Field(default="127.0.0.1", min_length=1, description="address to listen on")
+    advertise_host: str | None = Field(
+        default=None,
+        description="address under which others reach this process (default: host, or the machine's name where "
+        "host is a wildcard)",
+    )
+    peer_timeout_s: float = Field(
+        default=5.0, ge=0.5, le=600, description="silence after which a peer counts as gone, in seconds"
+    )
+    peer_interval_s: float = Field(
+        default=0.5, ge=0.05, le=60, description="time between life signs to a peer, in seconds"
+    )
+    log_level: LogLevel = Field(default="info", description="least severe level that is logged")
+    log_format: LogFormat = Field(default="text", description="text for people, json for machines")
+
+    @field_validator("redis_url")
+    @classmethod
+    def _redis_scheme(cls, url: str) -> str:
+        if urlsplit(url).scheme not in ("redis", "rediss", "unix"):
+            raise ValueError("must start with redis://, rediss:// or unix://")
+        return url
+
+    @field_validator("advertise_host", mode="before")
+    @classmethod
+    def _empty_means_default(cls, host: object) -> object:
+        return host or None
+
+    @model_validator(mode="after")
+    def _peer_times(self) -> Self:
+        if self.peer_interval_s * 2 > self.peer_timeout_s:
+            raise ValueError(
+                f"peer_interval_s ({self.peer_interval_s:g}) must be at most half of peer_timeout_s "
+                f"({self.peer_timeout_s:g}), or one lost life sign ends the connection"
+            )
+        return self
+
+    @property
+    def reachable_host(self) -> str:
+        """The address to give to others."""
+        if self.advertise_host:
+            return self.advertise_host
+        return socket.gethostname() if is_wildcard(self.host) else self.host
+
+    def printable(self) -> dict[str, Any]:
+        """All values, JSON-ready, with secrets masked."""
+        values = self.model_dump(mode="json")
+        values["redis_url"] = mask_password(self.redis_url)
+        return values
+
+    def log_values(self, log: logging.Logger) -> None:
+        """Says once, at start, what this process runs with."""
+        log.info("configuration: %s", " ".join(f"{name}={value}" for name, value in self.printable().items()))

@@ -1,0 +1,90 @@
+"""Configuration of the router."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import Any
+
+from pydantic import ByteSize, Field, SecretStr, field_validator, model_validator
+
+from kvrelay.config.common import CommonConfig
+
+
+class RouterConfig(CommonConfig):
+    """One router. Times in seconds."""
+
+    router_id: str = Field(
+        default_factory=lambda: f"router-{secrets.token_hex(4)}",
+        pattern=r"^[A-Za-z0-9_.-]{1,64}$",
+        description="name of this router, unique in the fleet (default: router and random digits)",
+    )
+    port: int = Field(default=8000, ge=0, le=65535, description="port of the HTTP endpoint; 0: any free one")
+    message_host: str | None = Field(
+        default=None, description="address to listen on for workers' messages (default: host)"
+    )
+    message_port: int = Field(
+        default=0, ge=0, le=65535, description="port of the inbox for workers' messages; 0: any free one"
+    )
+
+    api_keys: tuple[SecretStr, ...] = Field(
+        default=(),
+        description="keys that clients may present; none: no key is asked for",
+        json_schema_extra={"flags": None, "list": True},
+    )
+    api_keys_file: Path | None = Field(
+        default=None, description="file with one key a line; blank lines and lines that start with # do not count"
+    )
+    max_body_bytes: ByteSize = Field(
+        default=ByteSize(8 << 20), ge=1024, le=1 << 30, description="largest request body, as in 8MiB"
+    )
+    request_timeout_s: float = Field(
+        default=600.0, gt=0, le=86400, description="time a request may take from its arrival, in seconds"
+    )
+    max_attempts: int = Field(default=3, ge=1, le=100, description="workers to try before a request fails")
+    max_queued_requests: int = Field(
+        default=1024, ge=1, le=1 << 20, description="requests in progress beyond which new ones get 429"
+    )
+    workers: tuple[str, ...] = Field(
+        default=(),
+        description="workers to use while Redis is away at start, as role@tcp://host:port, separated by commas",
+        json_schema_extra={"list": True},
+    )
+    fleet_interval_s: float = Field(
+        default=0.5, ge=0.05, le=60, description="time between looks into the registry, in seconds"
+    )
+    drain_timeout_s: float = Field(
+        default=30.0, ge=0, le=3600, description="time for open requests to finish after SIGTERM, in seconds"
+    )
+
+    @field_validator("workers")
+    @classmethod
+    def _worker_addresses(cls, workers: tuple[str, ...]) -> tuple[str, ...]:
+        for worker in workers:
+            role, _, address = worker.partition("@")
+            if role not in ("prefill", "decode") or not address.startswith("tcp://"):
+                raise ValueError(f"{worker!r} is not of the form prefill@tcp://host:port or decode@tcp://host:port")
+        return workers
+
+    @field_validator("api_keys")
+    @classmethod
+    def _no_empty_key(cls, keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+        if any(not key.get_secret_value().strip() for key in keys):
+            raise ValueError("an empty key would let everybody in")
+        return keys
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_keys(cls, values: Any) -> Any:
+        """Adds the file's keys, so that the frozen object holds them all."""
+        if not isinstance(values, dict) or not values.get("api_keys_file"):
+            return values
+        path = Path(values["api_keys_file"])
+        try:
+            lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        except OSError as error:
+            raise ValueError(f"api_keys_file: cannot read {path}: {error.strerror}") from error
+        keys = [SecretStr(line) for line in lines if line and not line.startswith("#")]
+        if not keys:
+            raise ValueError(f"api_keys_file: {path} holds no key")
+        return {**values, "api_keys": (*values.get("api_keys", ()), *keys)}

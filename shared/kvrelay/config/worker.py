@@ -1,0 +1,96 @@
+"""Configuration of a worker: prefill and decode have the same."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any, Literal, Self
+
+from pydantic import ByteSize, Field, field_validator, model_validator
+
+from kvrelay.config.common import CommonConfig
+
+Role = Literal["prefill", "decode"]
+MIB = 1 << 20
+
+
+def default_worker_id(data: dict[str, Any]) -> str:
+    """Role and eight random hex digits."""
+    return f"{data.get('role', 'worker')}-{secrets.token_hex(4)}"
+
+
+class WorkerConfig(CommonConfig):
+    """One worker. Sizes in tokens, blocks or bytes as named; times in seconds."""
+
+    role: Role = Field(description="set by the service itself", json_schema_extra={"flags": None})
+    worker_id: str = Field(
+        default_factory=default_worker_id,
+        pattern=r"^[A-Za-z0-9_.-]{1,64}$",
+        description="name of this worker, unique in the fleet (default: role and random digits)",
+    )
+    port: int = Field(
+        default=0, ge=0, le=65535, description="port of the inbox for control messages; 0: any free one"
+    )
+    transfer_port: int = Field(default=0, ge=0, le=65535, description="port for incoming KV blocks; 0: any free one")
+    transfer: Literal["zmq"] = Field(default="zmq", description="how KV blocks travel")
+
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto", description="type of weights and KV; auto: float32 on a CPU, the model's own elsewhere"
+    )
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")
+    threads: int | None = Field(
+        default=None, ge=1, le=1024, description="CPU threads of the forward pass (default: one per core)"
+    )
+
+    block_size: int = Field(default=16, ge=8, le=128, description="tokens in a block; a power of two")
+    num_blocks: int | None = Field(
+        default=None, ge=2, description="blocks in the pool (default: as many as the KV memory holds)"
+    )
+    kv_memory_bytes: ByteSize | None = Field(
+        default=None,
+        ge=MIB,
+        description="memory of the pool when num_blocks is not given, as in 512MiB or 4GiB (default: 1GiB on a CPU, "
+        "what memory_utilization allows on a GPU)",
+    )
+    memory_utilization: float = Field(
+        default=0.9, gt=0, le=1, description="share of a GPU's memory for weights and KV together"
+    )
+    max_model_len: int | None = Field(
+        default=None, ge=2, description="longest sequence in tokens, prompt and output (default: the model's own)"
+    )
+    prefix_cache: bool = Field(default=True, description="keep the blocks of finished prompts for prompts like them")
+
+    token_budget: int = Field(default=512, ge=1, le=1 << 20, description="tokens that one step may hold")
+    max_running: int = Field(
+        default=256, ge=1, le=1 << 16, description="sequences that hold blocks at a time; at most token_budget"
+    )
+
+    lease_ttl_s: float = Field(
+        default=5.0, ge=0.5, le=600, description="time after which a silent worker leaves the registry, in seconds"
+    )
+    lease_interval_s: float = Field(
+        default=1.0, ge=0.05, le=60, description="time between renewals of the lease, in seconds"
+    )
+    drain_timeout_s: float = Field(
+        default=30.0, ge=0, le=3600, description="time for running requests to finish after SIGTERM, in seconds"
+    )
+
+    @field_validator("block_size")
+    @classmethod
+    def _power_of_two(cls, size: int) -> int:
+        if size & (size - 1):
+            raise ValueError("must be a power of two: 8, 16, 32, 64 or 128")
+        return size
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.max_running > self.token_budget:
+            raise ValueError(
+                f"max_running ({self.max_running}) must be at most token_budget ({self.token_budget}): each running "
+                f"decode takes one token of every step"
+            )
+        if self.lease_interval_s * 2 > self.lease_ttl_s:
+            raise ValueError(
+                f"lease_interval_s ({self.lease_interval_s:g}) must be at most half of lease_ttl_s "
+                f"({self.lease_ttl_s:g}), or one late renewal loses the lease"
+            )
+        return self

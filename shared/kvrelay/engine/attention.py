@@ -1,0 +1,137 @@
+"""Puts paged attention in the place of transformers' own, through its attention and mask registries.
+
+The step's plan travels in a context variable: not every model passes unknown keyword arguments down to its attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from kvrelay.backends.base import AttentionParams, StepAttention
+
+ATTENTION_NAME = "kvrelay_paged"
+"""The `attn_implementation` under which models find this module."""
+
+_MEANT = frozenset({"scaling", "sliding_window", "softcap", "s_aux"})
+# Passed by some model, and without influence here: what they say is fixed for a causal decoder in inference, or is told
+# to kernels of another kind.
+_WITHOUT_EFFECT = frozenset(
+    {"dropout", "position_ids", "cache_position", "output_attentions", "output_hidden_states", "output_router_logits"}
+    | {"use_cache", "return_dict", "position_embeddings", "past_key_values", "logits_to_keep", "deterministic"}
+    | {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "layer_idx", "num_items_in_batch"}
+)
+
+
+class UnsupportedModel(Exception):
+    """The model asks for something that the engine or the KV layout cannot do; the message names it."""
+
+
+class LayerAttention(Protocol):
+    """What stands behind the registered attention function during a forward."""
+
+    def __call__(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: object,
+        params: AttentionParams,
+    ) -> torch.Tensor:
+        """Attention of one layer over packed tokens, `[tokens, heads, head_dim]` in and out."""
+        ...
+
+
+MaskFunction = Callable[..., Any]
+_attention: ContextVar[LayerAttention] = ContextVar("kvrelay_attention")
+_keep_masks: ContextVar[bool] = ContextVar("kvrelay_keep_masks", default=False)
+
+
+def register() -> None:
+    """Makes `attn_implementation="kvrelay_paged"` known to transformers. Idempotent."""
+    AttentionInterface.register(ATTENTION_NAME, _paged_attention_forward)
+    AttentionMaskInterface.register(ATTENTION_NAME, _null_mask)
+
+
+@contextmanager
+def attending(step: StepAttention) -> Iterator[None]:
+    """Forwards in this context attend through `step`."""
+
+    def attend(
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: object,
+        params: AttentionParams,
+    ) -> torch.Tensor:
+        return step.attend(layer, query, key, value, params)
+
+    token = _attention.set(attend)
+    try:
+        yield
+    finally:
+        _attention.reset(token)
+
+
+@contextmanager
+def observing(attention: LayerAttention) -> Iterator[None]:
+    """Forwards in this context attend through `attention`, which gets the model's mask function as `mask`."""
+    attention_token, masks_token = _attention.set(attention), _keep_masks.set(True)
+    try:
+        yield
+    finally:
+        _attention.reset(attention_token)
+        _keep_masks.reset(masks_token)
+
+
+def _null_mask(*, mask_function: MaskFunction | None = None, **_: Any) -> MaskFunction | None:
+    """No mask: blocks tables, positions and the window say the same in less than tokens squared."""
+    return mask_function if _keep_masks.get() else None
+
+
+def _paged_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: object,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention signature: q, k, v are `[1, heads, tokens, head_dim]`, the result `[1, tokens, heads, ..]`.
+
+    Raises:
+        UnsupportedModel: the model passes an argument whose meaning is unknown here.
+    """
+    params = AttentionParams(
+        scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        sliding_window=kwargs.get("sliding_window"),
+        softcap=kwargs.get("softcap"),
+        sinks=kwargs.get("s_aux"),
+    )
+    _refuse_unknown(module, kwargs)
+    layer = getattr(module, "layer_idx", None)
+    if layer is None:
+        raise UnsupportedModel(f"attention of {type(module).__name__} does not say its layer")
+    if query.shape[0] != 1:
+        raise UnsupportedModel(f"{type(module).__name__} attends over a batch of {query.shape[0]}, not over packed tokens")
+    out = _attention.get()(
+        layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), attention_mask, params
+    )
+    return out[None], None
+
+
+def _refuse_unknown(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
+    for name, value in kwargs.items():
+        if name in _MEANT or name in _WITHOUT_EFFECT or value is None:
+            continue
+        if name == "is_causal" and value:
+            continue
+        raise UnsupportedModel(f"{type(module).__name__} passes the unknown attention argument {name}={value!r}")

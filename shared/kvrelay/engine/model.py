@@ -1,0 +1,174 @@
+"""Loads a causal language model of transformers with paged attention, and runs its two halves.
+
+The backbone gives hidden states of a packed batch; the head turns chosen ones into logits. They are called apart so that
+the head can run in slices: logits of a whole chunk are vocabulary times tokens.
+"""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from kvrelay.backends.base import AttentionBackend, KVLayout, StepAttention
+from kvrelay.engine.attention import ATTENTION_NAME, UnsupportedModel, attending, register
+from kvrelay.engine.probe import check_paged_forward, observe_layers
+from kvrelay.engine.support import check_config, resolve_max_model_len
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_NATIVE_FLAGS = {
+    torch.bfloat16: frozenset({"avx512_bf16", "amx_bf16", "bf16"}),
+    torch.float16: frozenset({"avx512_fp16", "amx_fp16", "asimdhp"}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """What to load: a directory or a hub name, with the config already read and checked."""
+
+    name: str
+    config: PreTrainedConfig
+    dtype: torch.dtype
+    device: torch.device
+    max_model_len: int
+
+
+class CausalModel:
+    """A loaded model. `layout` is its KV layout; forwards attend through the step's plan."""
+
+    def __init__(self, source: ModelSource, model: PreTrainedModel, layout: KVLayout, vocab_size: int) -> None:
+        self.source = source
+        self.layout = layout
+        self.vocab_size = vocab_size
+        self.eos_token_ids = _eos_token_ids(model)
+        self._model = model
+        self._backbone, self._head = _split_head(model)
+
+    @torch.inference_mode()
+    def hidden_states(self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepAttention) -> torch.Tensor:
+        """Runs the backbone over packed tokens `[tokens]`; returns `[tokens, hidden]` and writes the step's K/V."""
+        with attending(step):
+            output = self._backbone(
+                input_ids=token_ids[None], position_ids=positions[None], use_cache=False, return_dict=True
+            )
+        return output.last_hidden_state[0]  # type: ignore[no-any-return]
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The head's logits `[tokens, vocab]` of hidden states `[tokens, hidden]`, in the model's own dtype."""
+        self._head.set(hidden[None])
+        return self._model(inputs_embeds=hidden[None], use_cache=False).logits[0]  # type: ignore[no-any-return]
+
+
+def open_source(
+    name: str, dtype: str = "auto", device: str | torch.device = "cpu", max_model_len: int | None = None
+) -> ModelSource:
+    """Reads and checks the config, and resolves `auto`.
+
+    Raises:
+        UnsupportedModel: the layout cannot hold the model.
+        ValueError: an unknown dtype, or no length.
+        OSError: there is no such model.
+    """
+    config = AutoConfig.from_pretrained(name)
+    length = resolve_max_model_len(config, max_model_len)
+    check_config(config, length)
+    target = torch.device(device)
+    return ModelSource(name, config, resolve_dtype(dtype, config, target), target, length)
+
+
+def resolve_dtype(requested: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
+    """The dtype to compute in; `auto` is the checkpoint's, but float32 on CPUs that lack it.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if requested != "auto":
+        if requested not in DTYPES:
+            raise ValueError(f"dtype {requested!r} is none of auto, {', '.join(DTYPES)}")
+        return DTYPES[requested]
+    stored = getattr(config.get_text_config(decoder=True), "dtype", None) or getattr(config, "dtype", None)
+    if isinstance(stored, str):
+        stored = DTYPES.get(stored)
+    if stored not in DTYPES.values():
+        return torch.float32
+    if device.type == "cpu" and stored in _NATIVE_FLAGS and not _NATIVE_FLAGS[stored] & _cpu_flags():
+        return torch.float32
+    return stored
+
+
+def load_model(source: ModelSource, backend: AttentionBackend, block_size: int) -> CausalModel:
+    """Loads the weights, learns the KV layout from a tiny forward, and checks paged attention against the model's own.
+
+    Raises:
+        UnsupportedModel: with the reason.
+    """
+    register()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            source.name, config=source.config, dtype=source.dtype, attn_implementation=ATTENTION_NAME
+        )
+    except ValueError as error:
+        if "attn_implementation" in str(error):
+            raise UnsupportedModel(f"{source.config.model_type}: attention cannot be replaced") from error
+        raise
+    model = model.to(source.device).eval()
+    text = source.config.get_text_config(decoder=True)
+    observed = observe_layers(model, text.num_hidden_layers, source.max_model_len)
+    layout = KVLayout(
+        observed.num_layers, observed.num_kv_heads, observed.head_dim, block_size, observed.dtype
+    )
+    check_paged_forward(model, layout, backend, source.max_model_len)
+    return CausalModel(source, model, layout, observed.vocab_size)
+
+
+class _GivenHiddenStates(torch.nn.Module):
+    """Stands where the backbone stood, and returns hidden states computed before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._output = BaseModelOutputWithPast()
+
+    def set(self, hidden: torch.Tensor) -> None:
+        """The next forward returns `hidden`, `[1, tokens, hidden]`."""
+        self._output = BaseModelOutputWithPast(last_hidden_state=hidden)  # type: ignore[arg-type]
+
+    def forward(self, *_: Any, **__: Any) -> BaseModelOutputWithPast:
+        """The hidden states that were set, whatever the input."""
+        return self._output
+
+
+def _split_head(model: PreTrainedModel) -> tuple[torch.nn.Module, _GivenHiddenStates]:
+    """Takes the backbone out of `model`, whose forward is then its head's part alone (with its caps and scales)."""
+    prefix = model.base_model_prefix
+    backbone = getattr(model, prefix, None)
+    if not isinstance(backbone, torch.nn.Module):
+        raise UnsupportedModel(f"{type(model).__name__} has no backbone under {prefix!r}")
+    head = _GivenHiddenStates()
+    setattr(model, prefix, head)
+    return backbone, head
+
+
+def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    generation = getattr(model, "generation_config", None)
+    ids = getattr(generation, "eos_token_id", None)
+    if ids is None:
+        ids = getattr(model.config.get_text_config(decoder=True), "eos_token_id", None)
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
+
+
+def _cpu_flags() -> frozenset[str]:
+    """The CPU's feature names as Linux lists them; none elsewhere, except what every Apple arm64 has."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.lower().startswith(("flags", "features")):
+                return frozenset(line.split(":", 1)[1].split())
+    return frozenset({"asimdhp"}) if platform.machine() == "arm64" else frozenset()

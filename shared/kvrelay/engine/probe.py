@@ -1,0 +1,175 @@
+"""What a model's attention looks like, and whether paged attention computes the same: found by running it.
+
+Configs name only part of it. So a tiny forward records what every layer asks for, and a second one, chunked and
+mixed over scattered blocks, is held against the model's own eager attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from kvrelay.backends.base import AttentionBackend, AttentionParams, KVLayout, PackedRows, allocate_pool
+from kvrelay.engine.attention import ATTENTION_NAME, UnsupportedModel, attending, observing
+
+_PROBE_LENGTHS = (29, 11)
+# Mean over positions of |paged - own| / |own|. A wrong mask, scale or position gives 0.1 and more; rounding of 16-bit
+# weights gives up to a few hundredths.
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 2e-2}
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedLayers:
+    """What all attention layers of a model have in common."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    vocab_size: int
+
+
+class _LayerRecorder:
+    """Stands in for attention: notes shapes, refuses what a block cannot hold, and returns zeros."""
+
+    def __init__(self, max_model_len: int) -> None:
+        self.shapes: dict[int, tuple[int, int, torch.dtype]] = {}
+        self._max_model_len = max_model_len
+
+    def __call__(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: object,
+        params: AttentionParams,
+    ) -> torch.Tensor:
+        if key.shape != value.shape:
+            raise UnsupportedModel(f"layer {layer}: K {tuple(key.shape[1:])} and V {tuple(value.shape[1:])} are unequal")
+        if key.shape[0] != query.shape[0] or key.shape[2] != query.shape[2]:
+            raise UnsupportedModel(f"layer {layer}: queries {tuple(query.shape)} do not fit keys {tuple(key.shape)}")
+        if layer in self.shapes:
+            raise UnsupportedModel(f"layer {layer} attends twice")
+        self.shapes[layer] = (key.shape[1], key.shape[2], key.dtype)
+        if mask is not None:
+            _check_mask(layer, mask, params.sliding_window, self._max_model_len)
+        return torch.zeros_like(query, memory_format=torch.contiguous_format)
+
+
+@torch.inference_mode()
+def observe_layers(model: PreTrainedModel, num_layers: int, max_model_len: int) -> ObservedLayers:
+    """Runs a few tokens and returns the shapes that every layer shares.
+
+    Raises:
+        UnsupportedModel: layers without attention, of unequal shapes, or with a mask that is not causal or a window.
+    """
+    recorder = _LayerRecorder(max_model_len)
+    length = min(4, max_model_len)
+    token_ids = torch.arange(length, device=model.device)[None]
+    with observing(recorder):
+        output = model(input_ids=token_ids, position_ids=token_ids, use_cache=False)
+    if not recorder.shapes:
+        raise UnsupportedModel(f"{type(model).__name__}: no layer attends through transformers' attention interface")
+    if sorted(recorder.shapes) != list(range(num_layers)):
+        raise UnsupportedModel(f"{type(model).__name__}: {len(recorder.shapes)} of {num_layers} layers keep KV")
+    if len(set(recorder.shapes.values())) != 1:
+        raise UnsupportedModel(f"{type(model).__name__}: KV head shapes differ between layers")
+    num_kv_heads, head_dim, dtype = recorder.shapes[0]
+    return ObservedLayers(num_layers, num_kv_heads, head_dim, dtype, output.logits.shape[-1])
+
+
+def _check_mask(layer: int, mask: object, window: int | None, max_model_len: int) -> None:
+    """Asks the mask function about pairs near the edges and far apart; it must be causal, within the window."""
+    if not callable(mask):
+        raise UnsupportedModel(f"layer {layer}: the model builds an attention mask of its own")
+    edges = {0, 1, max_model_len - 1, *(int(x) for x in np.linspace(0, max_model_len - 1, 64))}
+    if window is not None:
+        edges |= {window - 1, window, window + 1, 2 * window}
+    queries = sorted(edge for edge in edges if 0 <= edge < max_model_len)
+    offsets = {0, 1, *((window - 1, window) if window is not None else ())}
+    pairs = [(q, k) for q in queries for k in {*queries, *(q - o for o in offsets), q + 1} if k >= 0]
+    q_index, k_index = torch.tensor(pairs).unbind(1)
+    zeros = torch.zeros_like(q_index)
+    given = torch.as_tensor(mask(zeros, zeros, q_index, k_index))
+    expected = k_index <= q_index
+    if window is not None:
+        expected &= q_index - k_index < window
+    if not torch.equal(given.expand_as(expected), expected):
+        raise UnsupportedModel(f"layer {layer}: its mask is neither causal nor a sliding window of {window}")
+
+
+@torch.inference_mode()
+def check_paged_forward(
+    model: PreTrainedModel, layout: KVLayout, backend: AttentionBackend, max_model_len: int
+) -> None:
+    """Holds chunked, mixed, paged forwards against the model's own eager attention on two random prompts.
+
+    Raises:
+        UnsupportedModel: they differ by more than the dtype's rounding.
+    """
+    generator = torch.Generator().manual_seed(0)
+    vocab_size = model.get_input_embeddings().num_embeddings
+    prompts = [
+        torch.randint(vocab_size, (min(length, max_model_len),), generator=generator).to(model.device)
+        for length in _PROBE_LENGTHS
+    ]
+    paged = _paged_logits(model, prompts, layout, backend)
+    own = _own_logits(model, prompts)
+    for ours, theirs in zip(paged, own, strict=True):
+        error = ((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).mean().item()
+        if not error <= _TOLERANCE[layout.dtype]:
+            raise UnsupportedModel(
+                f"{type(model).__name__}: paged attention is off by {error:.2g} (relative) from the model's own"
+            )
+
+
+def _own_logits(model: PreTrainedModel, prompts: list[torch.Tensor]) -> list[torch.Tensor]:
+    model.set_attn_implementation("eager")
+    try:
+        return [model(input_ids=prompt[None], use_cache=False).logits[0].float() for prompt in prompts]
+    finally:
+        model.set_attn_implementation(ATTENTION_NAME)
+
+
+def _paged_logits(
+    model: PreTrainedModel, prompts: list[torch.Tensor], layout: KVLayout, backend: AttentionBackend
+) -> list[torch.Tensor]:
+    """Steps of uneven chunks of both prompts, ending with a single token each, over blocks in falling order."""
+    tables = _scattered_tables([len(prompt) for prompt in prompts], layout.block_size)
+    pool = allocate_pool(layout, int(tables.max()) + 1, model.device)
+    logits: list[list[torch.Tensor]] = [[] for _ in prompts]
+    for step in _probe_steps([len(prompt) for prompt in prompts]):
+        rows = PackedRows(
+            query_lens=np.array([end - start for _, start, end in step], np.int32),
+            positions=np.array([start for _, start, _ in step], np.int32),
+            block_tables=tables[[row for row, _, _ in step]],
+        )
+        token_ids = torch.cat([prompts[row][start:end] for row, start, end in step])
+        positions = torch.from_numpy(rows.token_positions.astype(np.int64)).to(model.device)
+        with attending(backend.plan(pool, rows)):
+            output = model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False).logits[0].float()
+        for (row, _, _), part in zip(step, output.split(rows.query_lens.tolist()), strict=True):
+            logits[row].append(part)
+    return [torch.cat(parts) for parts in logits]
+
+
+def _probe_steps(lengths: list[int]) -> list[list[tuple[int, int, int]]]:
+    """`(row, start, end)` of the chunks of each step."""
+    cuts = [sorted({0, length // 2, length - 1, length}) for length in lengths]
+    parts = [list(zip(cut[:-1], cut[1:], strict=True)) for cut in cuts]
+    chunk_of: Callable[[int, int], Any] = lambda row, i: (row, *parts[row][i])  # noqa: E731
+    longest = max(len(part) for part in parts)
+    return [[chunk_of(row, i) for row in range(len(parts)) if i < len(parts[row])] for i in range(longest)]
+
+
+def _scattered_tables(lengths: list[int], block_size: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
+    """Block tables in which the rows' blocks alternate, from the pool's end to its start."""
+    num_blocks = max(-(-length // block_size) for length in lengths)
+    grid = np.arange(num_blocks * len(lengths), dtype=np.int32).reshape(num_blocks, len(lengths)).T
+    return np.ascontiguousarray(grid[:, ::-1])

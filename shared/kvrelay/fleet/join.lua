@@ -1,0 +1,34 @@
+-- Takes the smallest free slot for a worker.
+--
+-- KEYS[1]  leases: slot -> "<expiry in ms> <incarnation> <worker id>"
+-- KEYS[2]  records: slot -> msgpack
+-- ARGV     worker id, incarnation, record, ttl in ms, number of slots
+-- returns  the slot, or -1 when all are taken
+--
+-- An earlier start of the same worker loses its slot here, so that a worker is never listed twice.
+local worker, incarnation, record = ARGV[1], ARGV[2], ARGV[3]
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+
+local taken = {}
+local leases = redis.call('HGETALL', KEYS[1])
+for i = 1, #leases, 2 do
+  local expiry, holder, owner = string.match(leases[i + 1], '^(%d+) (%S+) (.*)$')
+  if tonumber(expiry) <= now or owner == worker then
+    redis.call('HDEL', KEYS[1], leases[i])
+    redis.call('HDEL', KEYS[2], leases[i])
+  else
+    taken[leases[i]] = true
+  end
+end
+
+for slot = 0, tonumber(ARGV[5]) - 1 do
+  local name = tostring(slot)
+  if not taken[name] then
+    local expiry = string.format('%d', now + tonumber(ARGV[4]))
+    redis.call('HSET', KEYS[1], name, expiry .. ' ' .. incarnation .. ' ' .. worker)
+    redis.call('HSET', KEYS[2], name, record)
+    return slot
+  end
+end
+return -1

@@ -1,0 +1,51 @@
+"""What a worker tells the fleet about itself."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+NO_SLOT = -1
+"""The slot of a record that has not joined."""
+
+
+class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One start of one worker. `block_size` and `max_model_len` in tokens.
+
+    Derive a changed one with `msgspec.structs.replace`. Unknown fields of a newer version are ignored.
+    """
+
+    worker_id: str
+    role: Literal["prefill", "decode"]
+    incarnation: str
+    address: str
+    """The inbox for control messages, `tcp://host:port`."""
+    transfer: dict[str, str] = {}
+    """Address of each transport on which KV blocks can be taken in."""
+    model: str
+    """The name that clients use."""
+    fingerprint: str
+    """Of weights, dtype, KV layout, block size and tokenizer: only workers with equal ones hand over to each other."""
+    protocol_version: int
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    vocab_size: int
+    slot: int = NO_SLOT
+    draining: bool = False
+    load: dict[str, float] = {}
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(WorkerRecord)
+
+
+def encode_record(record: WorkerRecord) -> bytes:
+    """As msgpack."""
+    return _encoder.encode(record)
+
+
+def decode_record(data: bytes) -> WorkerRecord:
+    """Raises msgspec.DecodeError or ValidationError for what is no record."""
+    return _decoder.decode(data)

@@ -1,0 +1,1 @@
+"""Block bookkeeping: pool, block tables, prefix cache and block hashes. Pure: no I/O, no clock, no tensors."""

@@ -1,0 +1,223 @@
+"""Caches that do less than the radix tree, for measuring what each part of it is worth.
+
+Neither reports events: with them on, the fleet's index stays empty and routing goes by load alone.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvrelay.kv.cache import CacheEvent
+from kvrelay.kv.errors import IntegrityError
+from kvrelay.kv.hashing import BlockHash
+from kvrelay.kv.pool import BlockPool
+
+
+class NullCache:
+    """No caching at all: every prompt is computed anew."""
+
+    num_cached = 0
+    num_evictable = 0
+
+    def match(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """Nothing."""
+        return []
+
+    def peek(self, hashes: Sequence[BlockHash]) -> int:
+        """0."""
+        return 0
+
+    def insert(self, hashes: Sequence[BlockHash], blocks: Sequence[int]) -> list[int]:
+        """The caller's blocks; nothing is kept."""
+        return list(blocks)
+
+    def extend(self, parent_hash: BlockHash | None, hashes: Sequence[BlockHash], blocks: Sequence[int]) -> list[int]:
+        """The caller's blocks; nothing is kept."""
+        return list(blocks)
+
+    def evict(self, num_blocks: int) -> list[int]:
+        """Nothing."""
+        return []
+
+    def remove(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """Nothing."""
+        return []
+
+    def clear(self) -> list[int]:
+        """Nothing."""
+        return []
+
+    def drain_events(self) -> list[CacheEvent]:
+        """Nothing."""
+        return []
+
+    def check_integrity(self) -> None:
+        """Nothing to recount."""
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A whole sequence in the table. Its key is its last hash; it is evictable while `num_pins` is 0."""
+
+    hashes: list[BlockHash]
+    blocks: list[int]
+    num_pins: int = 0  # of its blocks, those that are held
+
+
+class TableCache:
+    """Whole sequences in a flat table: what a cache is worth that shares no partial prefixes (no tree).
+
+    A sequence is found only where all of it is a prefix of what is asked for, as a conversation's next turn does.
+    Two sequences with a common beginning keep a copy of it each. Evicts whole sequences, least recently used first, so
+    `evict` may free more than asked. A block belongs to one entry.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._entries: OrderedDict[BlockHash, _Entry] = OrderedDict()  # by last use, oldest first
+        self._entry_of: dict[int, _Entry] = {}
+        self._num_evictable = 0
+        pool.attach(self)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks of all entries."""
+        return len(self._entry_of)
+
+    @property
+    def num_evictable(self) -> int:
+        """Blocks of the entries of which nothing is held."""
+        return self._num_evictable
+
+    def match(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """The blocks of the longest entry that is a prefix of the hashes; it counts as used now."""
+        length = self.peek(hashes)
+        if not length:
+            return []
+        self._entries.move_to_end(hashes[length - 1])
+        return list(self._entries[hashes[length - 1]].blocks)
+
+    def peek(self, hashes: Sequence[BlockHash]) -> int:
+        """That entry's length in blocks, or 0."""
+        for length in range(len(hashes), 0, -1):
+            if hashes[length - 1] in self._entries:
+                return length
+        return 0
+
+    def insert(self, hashes: Sequence[BlockHash], blocks: Sequence[int]) -> list[int]:
+        """Adds a sequence, or lengthens the entry that its first blocks belong to. See `Cache.insert`."""
+        self._check(hashes, blocks)
+        if not hashes:
+            return []
+        if known := self._entries.get(hashes[-1]):
+            self._entries.move_to_end(hashes[-1])
+            return list(known.blocks)
+        num_known = self.peek(hashes)
+        entry = self._entry_of.get(blocks[0])
+        if num_known and entry is not None and entry.hashes[-1] == hashes[num_known - 1]:
+            self._lengthen(entry, hashes[num_known:], blocks[num_known:])
+        else:
+            self._lengthen(_Entry([], []), hashes, blocks)
+        return list(blocks)
+
+    def extend(self, parent_hash: BlockHash | None, hashes: Sequence[BlockHash], blocks: Sequence[int]) -> list[int]:
+        """Lengthens the entry that ends in `parent_hash`, or starts one at None. See `Cache.extend`."""
+        if parent_hash is None:
+            return self.insert(hashes, blocks)
+        self._check(hashes, blocks)
+        entry = self._entries.get(parent_hash)
+        if entry is not None and hashes and hashes[-1] not in self._entries:
+            self._lengthen(entry, hashes, blocks)
+        return list(blocks)
+
+    def evict(self, num_blocks: int) -> list[int]:
+        """Frees the least recently used entries of which nothing is held, until `num_blocks` blocks are free.
+
+        O(entries): it passes over those in use. Good enough for an ablation.
+        """
+        evicted: list[int] = []
+        for entry in list(self._entries.values()):
+            if len(evicted) >= num_blocks:
+                break
+            if not entry.num_pins:
+                evicted += self._withdraw(entry)
+        return evicted
+
+    def remove(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """Withdraws every entry with one of these in it. O(cached)."""
+        doomed = set(hashes)
+        entries = [entry for entry in self._entries.values() if not doomed.isdisjoint(entry.hashes)]
+        return [block for entry in entries for block in self._withdraw(entry)]
+
+    def clear(self) -> list[int]:
+        """Withdraws everything."""
+        return [block for entry in list(self._entries.values()) for block in self._withdraw(entry)]
+
+    def drain_events(self) -> list[CacheEvent]:
+        """Nothing: two entries may hold the same hash, and an index could not tell."""
+        return []
+
+    def pin(self, blocks: Sequence[int]) -> None:
+        """For the pool: these blocks got their first hold."""
+        for block in blocks:
+            entry = self._entry_of[block]
+            if not entry.num_pins:
+                self._num_evictable -= len(entry.blocks)
+            entry.num_pins += 1
+
+    def unpin(self, blocks: Sequence[int]) -> None:
+        """For the pool: these blocks lost their last hold. An entry counts as used when nothing of it is held."""
+        for block in blocks:
+            entry = self._entry_of[block]
+            entry.num_pins -= 1
+            if not entry.num_pins:
+                self._num_evictable += len(entry.blocks)
+                self._entries.move_to_end(entry.hashes[-1])
+
+    def check_integrity(self) -> None:
+        """Recounts the entries. O(pool). Raises IntegrityError."""
+        pool = self._pool
+        num_evictable = 0
+        for key, entry in self._entries.items():
+            num_held = sum(pool.num_holds(block) > 0 for block in entry.blocks)
+            if key != entry.hashes[-1] or len(entry.hashes) != len(entry.blocks) or num_held != entry.num_pins:
+                raise IntegrityError(f"the entry of blocks {entry.blocks} contradicts itself or the pool")
+            if any(self._entry_of.get(block) is not entry for block in entry.blocks):
+                raise IntegrityError(f"blocks {entry.blocks} do not all lead to their entry")
+            num_evictable += 0 if num_held else len(entry.blocks)
+        if num_evictable != self._num_evictable:
+            raise IntegrityError(f"{num_evictable} blocks are evictable, counted as {self._num_evictable}")
+        cached = {block for block in range(pool.num_blocks) if pool.is_cached(block)}
+        if cached != self._entry_of.keys() or len(cached) != sum(len(e.blocks) for e in self._entries.values()):
+            raise IntegrityError("pool and table differ on which blocks are cached")
+
+    def _check(self, hashes: Sequence[BlockHash], blocks: Sequence[int]) -> None:
+        if len(hashes) != len(blocks):
+            raise ValueError(f"{len(hashes)} hashes for {len(blocks)} blocks")
+        self._pool.check_all_held(blocks)
+
+    def _lengthen(self, entry: _Entry, hashes: Sequence[BlockHash], blocks: Sequence[int]) -> None:
+        """Adds held blocks to an entry's end; nothing where one of them belongs to an entry already."""
+        if any(block in self._entry_of for block in blocks):
+            return
+        if entry.hashes:
+            del self._entries[entry.hashes[-1]]
+            if not entry.num_pins:
+                self._num_evictable -= len(entry.blocks)
+        entry.hashes += hashes
+        entry.blocks += blocks
+        entry.num_pins += len(blocks)
+        self._entries[hashes[-1]] = entry
+        self._entry_of.update(dict.fromkeys(blocks, entry))
+        self._pool.cache(blocks)
+
+    def _withdraw(self, entry: _Entry) -> list[int]:
+        del self._entries[entry.hashes[-1]]
+        for block in entry.blocks:
+            del self._entry_of[block]
+        if not entry.num_pins:
+            self._num_evictable -= len(entry.blocks)
+        self._pool.uncache(entry.blocks)
+        return entry.blocks

@@ -1,0 +1,20 @@
+"""What block bookkeeping raises. Whatever raises has changed nothing."""
+
+from __future__ import annotations
+
+
+class BlockError(Exception):
+    """An operation that the state of its blocks does not allow: holding a free one, releasing what isn't held."""
+
+
+class OutOfBlocks(BlockError):
+    """An allocation asked for more than the free and the evictable blocks together."""
+
+    def __init__(self, needed: int, available: int) -> None:
+        super().__init__(f"{needed} blocks needed, {available} available")
+        self.needed = needed
+        self.available = available
+
+
+class IntegrityError(AssertionError):
+    """The bookkeeping contradicts itself: a defect in this package, never in its caller."""

@@ -1,0 +1,298 @@
+"""The block pool: who holds which of a worker's blocks (Kwon et al., PagedAttention, SOSP 2023, section 4).
+
+A block may be held by several holders at once (prefixes are shared), and for several reasons (a running sequence's block
+may also be in flight). Its *label* is one: the strongest of its holds, else `cached`, else `free`; labels add up to the
+number of blocks. Cached and held blocks share the pool: nothing is set aside for either, and the cache yields when an
+allocation needs room (Zheng et al., SGLang, NeurIPS 2024, section 3).
+
+Every operation checks all its blocks before it changes any; what raises has changed nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrelay.kv.errors import BlockError, IntegrityError, OutOfBlocks
+from kvrelay.kv.free_runs import FreeRuns
+
+BlockIds = Sequence[int] | NDArray[np.int32]
+"""Block ids, each at most once."""
+
+
+class Owner(StrEnum):
+    """A block's label, from weakest to strongest. The last five are kinds of hold."""
+
+    FREE = "free"  # neither held nor cached
+    CACHED = "cached"  # in the prefix cache and held by nobody
+    RUNNING = "running"  # a sequence reads it, or writes its next tokens into it
+    COMPUTING = "computing"  # a prompt is being computed into it
+    RESERVED = "reserved"  # granted to a handoff; the peer may write into it
+    IN_FLIGHT = "in_flight"  # a transfer reads it or writes into it
+    QUARANTINED = "quarantined"  # its handoff is over, but a write may still land
+
+
+_LABELS = tuple(Owner)
+_FREE, _CACHED, _FIRST_HELD = 0, 1, 2
+
+# A block's holds are one integer with a field per kind, the strongest kind highest: its bit length tells the label.
+_FIELD_BITS = 32
+_FIELD_MASK = (1 << _FIELD_BITS) - 1
+_SHIFTS = {owner: _FIELD_BITS * index for index, owner in enumerate(_LABELS[_FIRST_HELD:])}
+_LABEL_BY_BIT_LENGTH = (
+    _FREE,
+    *(_FIRST_HELD + bit // _FIELD_BITS for bit in range(_FIELD_BITS * len(_SHIFTS))),
+)
+
+
+class CacheHooks(Protocol):
+    """What the pool asks of the cache that shares its blocks. Called in the middle of an operation: never calls back,
+    except `BlockPool.uncache` from `evict`."""
+
+    @property
+    def num_evictable(self) -> int:
+        """Cached blocks that `evict` can free, one after the other."""
+        ...
+
+    def evict(self, num_blocks: int) -> list[int]:
+        """Frees up to `num_blocks` blocks (a cache that evicts in larger units may free more)."""
+        ...
+
+    def pin(self, blocks: Sequence[int]) -> None:
+        """These cached blocks have just got their first hold."""
+        ...
+
+    def unpin(self, blocks: Sequence[int]) -> None:
+        """These cached blocks have just lost their last hold."""
+        ...
+
+    def check_integrity(self) -> None:
+        """Recounts the cache. Raises IntegrityError."""
+        ...
+
+
+class BlockPool:
+    """`num_blocks` blocks of `block_size` tokens, all free at first."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        if num_blocks < 0 or block_size < 1:
+            raise ValueError(f"no pool of {num_blocks} blocks of {block_size} tokens")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._holds = [0] * num_blocks
+        self._cached = bytearray(num_blocks)  # 1: the attached cache has it
+        self._label_counts = [num_blocks] + [0] * (len(_LABELS) - 1)
+        self._free_runs = FreeRuns(num_blocks)
+        self._cache: CacheHooks | None = None
+
+    def attach(self, cache: CacheHooks) -> None:
+        """Lets a cache share the blocks. Raises ValueError when there is one already."""
+        if self._cache is not None:
+            raise ValueError("the pool has a cache already")
+        self._cache = cache
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that are neither held nor cached."""
+        return self._free_runs.num_free
+
+    @property
+    def num_evictable(self) -> int:
+        """Cached blocks that an allocation can take."""
+        return self._cache.num_evictable if self._cache is not None else 0
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that an allocation can have: free and evictable ones."""
+        return self.num_free + self.num_evictable
+
+    def counts(self) -> dict[Owner, int]:
+        """Blocks by label. All labels are there, and they add up to `num_blocks`. O(1)."""
+        return dict(zip(_LABELS, self._label_counts, strict=True))
+
+    def owner_of(self, block: int) -> Owner:
+        """The block's label."""
+        self._check_ids((block,))
+        if holds := self._holds[block]:
+            return _LABELS[_LABEL_BY_BIT_LENGTH[holds.bit_length()]]
+        return Owner.CACHED if self._cached[block] else Owner.FREE
+
+    def num_holds(self, block: int, owner: Owner | None = None) -> int:
+        """How often the block is held, for any reason or as `owner`."""
+        self._check_ids((block,))
+        holds = self._holds[block]
+        if owner is not None:
+            return holds >> _shift(owner) & _FIELD_MASK
+        return sum(holds >> shift & _FIELD_MASK for shift in _SHIFTS.values())
+
+    def is_shared(self, block: int) -> bool:
+        """Whether somebody besides one holder relies on the block's content: another holder, or the cache."""
+        return bool(self._cached[block]) or self.num_holds(block) > 1
+
+    def allocate(self, num_blocks: int, owner: Owner, *, after: int | None = None) -> list[int]:
+        """Takes free blocks, in runs of neighbours where there are any, and evicts from the cache what is missing.
+
+        With `after` (a block that is not free, say a sequence's last) its free neighbours are taken first.
+        Raises OutOfBlocks.
+        """
+        shift = _shift(owner)
+        if num_blocks < 0:
+            raise ValueError(f"cannot allocate {num_blocks} blocks")
+        free = self._free_runs
+        if num_blocks > free.num_free:
+            if num_blocks > self.num_available:
+                raise OutOfBlocks(num_blocks, self.num_available)
+            assert self._cache is not None
+            self._cache.evict(num_blocks - free.num_free)
+        blocks: list[int] = []
+        if after is not None and self._is_used(after):
+            blocks = free.take_at(after + 1, num_blocks)
+        blocks += free.take(num_blocks - len(blocks))
+        one = 1 << shift
+        holds = self._holds
+        for block in blocks:
+            holds[block] = one
+        self._label_counts[_FREE] -= num_blocks
+        self._label_counts[_LABEL_BY_BIT_LENGTH[shift + 1]] += num_blocks
+        return blocks
+
+    def hold(self, blocks: BlockIds, owner: Owner) -> None:
+        """Adds a hold to blocks that are held or cached. Raises BlockError for a free one."""
+        one = 1 << _shift(owner)
+        ids = self._check_ids(blocks)
+        holds, cached = self._holds, self._cached
+        for block in ids:
+            if not holds[block] and not cached[block]:
+                raise BlockError(f"block {block} is free and cannot be held as {owner}")
+        pinned: list[int] = []
+        counts, labels = self._label_counts, _LABEL_BY_BIT_LENGTH
+        for block in ids:
+            before = holds[block]
+            after = holds[block] = before + one
+            if before:
+                counts[labels[before.bit_length()]] -= 1
+            else:
+                counts[_CACHED] -= 1
+                pinned.append(block)
+            counts[labels[after.bit_length()]] += 1
+        if pinned and self._cache is not None:
+            self._cache.pin(pinned)
+
+    def fork(self, blocks: BlockIds, owner: Owner) -> None:
+        """Another sequence takes over the same blocks as its prefix; `copy_on_write` parts them again."""
+        self.hold(blocks, owner)
+
+    def release(self, blocks: BlockIds, owner: Owner) -> None:
+        """Drops one hold of each block; the last one leaves it cached if the cache has it, else free.
+
+        Raises BlockError for a block that is not held as `owner`.
+        """
+        one = 1 << _shift(owner)
+        ids = self._check_held(blocks, owner)
+        holds, cached = self._holds, self._cached
+        counts, labels = self._label_counts, _LABEL_BY_BIT_LENGTH
+        freed: list[int] = []
+        unpinned: list[int] = []
+        for block in ids:
+            before = holds[block]
+            after = holds[block] = before - one
+            counts[labels[before.bit_length()]] -= 1
+            if after:
+                counts[labels[after.bit_length()]] += 1
+            elif cached[block]:
+                unpinned.append(block)
+            else:
+                freed.append(block)
+        counts[_CACHED] += len(unpinned)
+        counts[_FREE] += len(freed)
+        self._free_runs.give_back(freed)
+        if unpinned and self._cache is not None:
+            self._cache.unpin(unpinned)
+
+    def move(self, blocks: BlockIds, from_owner: Owner, to_owner: Owner) -> None:
+        """Turns one hold of each block into another kind. Raises BlockError for a block not held as `from_owner`."""
+        change = (1 << _shift(to_owner)) - (1 << _shift(from_owner))
+        ids = self._check_held(blocks, from_owner)
+        holds = self._holds
+        counts, labels = self._label_counts, _LABEL_BY_BIT_LENGTH
+        for block in ids:
+            before = holds[block]
+            after = holds[block] = before + change
+            counts[labels[before.bit_length()]] -= 1
+            counts[labels[after.bit_length()]] += 1
+
+    def check_all_held(self, blocks: BlockIds) -> None:
+        """Raises BlockError unless each block is held by somebody."""
+        holds = self._holds
+        for block in self._check_ids(blocks):
+            if not holds[block]:
+                raise BlockError(f"block {block} is held by nobody")
+
+    def cache(self, blocks: Sequence[int]) -> None:
+        """For caches: these held blocks are in the cache from now on."""
+        for block in blocks:
+            self._cached[block] = 1
+
+    def uncache(self, blocks: Sequence[int]) -> None:
+        """For caches: these blocks are in the cache no longer; those held by nobody become free."""
+        holds, cached = self._holds, self._cached
+        for block in blocks:
+            cached[block] = 0
+        freed = [block for block in blocks if not holds[block]]
+        self._label_counts[_CACHED] -= len(freed)
+        self._label_counts[_FREE] += len(freed)
+        self._free_runs.give_back(freed)
+
+    def is_cached(self, block: int) -> bool:
+        """Whether the cache has the block, held or not."""
+        return bool(self._cached[block])
+
+    def check_integrity(self) -> None:
+        """Recounts everything from the holds, the cache and the free runs. O(num_blocks). Raises IntegrityError."""
+        counts = [0] * len(_LABELS)
+        free = self._free_runs.check_integrity()
+        for block, holds in enumerate(self._holds):
+            if holds < 0 or holds.bit_length() >= len(_LABEL_BY_BIT_LENGTH):
+                raise IntegrityError(f"block {block}: impossible holds {holds:#x}")
+            label = _LABEL_BY_BIT_LENGTH[holds.bit_length()] or (_CACHED if self._cached[block] else _FREE)
+            counts[label] += 1
+            if (label == _FREE) != (block in free):
+                raise IntegrityError(f"block {block} counts as {_LABELS[label]}, the free runs say otherwise")
+        if counts != self._label_counts:
+            raise IntegrityError(f"labels recounted as {counts}, kept as {self._label_counts}")
+        if self._cache is not None:
+            self._cache.check_integrity()
+        elif any(self._cached):
+            raise IntegrityError("blocks are cached, but there is no cache")
+
+    def _is_used(self, block: int) -> bool:
+        return 0 <= block < self.num_blocks and bool(self._holds[block] or self._cached[block])
+
+    def _check_ids(self, blocks: BlockIds) -> Sequence[int]:
+        ids: Sequence[int] = blocks.tolist() if isinstance(blocks, np.ndarray) else blocks
+        if ids:
+            if min(ids) < 0 or max(ids) >= self.num_blocks:
+                raise BlockError(f"block ids from {min(ids)} to {max(ids)}, but the pool has {self.num_blocks}")
+            if len(set(ids)) != len(ids):
+                raise BlockError("a block is named twice in one operation")
+        return ids
+
+    def _check_held(self, blocks: BlockIds, owner: Owner) -> Sequence[int]:
+        ids = self._check_ids(blocks)
+        shift = _shift(owner)
+        holds = self._holds
+        for block in ids:
+            if not holds[block] >> shift & _FIELD_MASK:
+                raise BlockError(f"block {block} is not held as {owner}")
+        return ids
+
+
+def _shift(owner: Owner) -> int:
+    """Where the owner's field starts. Raises ValueError for `free` and `cached`, which are not holds."""
+    if owner not in _SHIFTS:
+        raise ValueError(f"{owner} is not a kind of hold")
+    return _SHIFTS[owner]

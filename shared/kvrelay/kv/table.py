@@ -1,0 +1,112 @@
+"""A sequence's block table, and copy-on-write of a shared block (Kwon et al., SOSP 2023, sections 4.3 and 4.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrelay.kv.pool import BlockPool, Owner
+
+_MIN_CAPACITY = 8
+
+
+def blocks_for(num_tokens: int, block_size: int) -> int:
+    """Blocks that hold `num_tokens` tokens; the last may be part full."""
+    return -(-num_tokens // block_size)
+
+
+class BlockTable:
+    """A sequence's blocks in order. Holds nothing in the pool: that is its sequence's business.
+
+    A view taken from `ids` never changes: appending writes behind it, everything else copies. So views may sit in a
+    batch that is being computed.
+    """
+
+    def __init__(self, block_size: int, blocks: Sequence[int] = ()) -> None:
+        self.block_size = block_size
+        self._storage = np.empty(0, np.int32)
+        self._num_blocks = 0
+        self.append(blocks)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the table."""
+        return self._num_blocks
+
+    @property
+    def ids(self) -> NDArray[np.int32]:
+        """The block ids, `[num_blocks]`: a read-only view, not a copy."""
+        view = self._storage[: self._num_blocks]
+        view.flags.writeable = False
+        return view
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that the blocks have room for."""
+        return self._num_blocks * self.block_size
+
+    def append(self, blocks: Sequence[int] | NDArray[np.int32]) -> None:
+        """Adds blocks at the end. Amortised O(1) a block."""
+        needed = self._num_blocks + len(blocks)
+        if needed > len(self._storage):
+            self._copy_storage(max(needed, 2 * self._num_blocks, _MIN_CAPACITY))
+        self._storage[self._num_blocks : needed] = blocks
+        self._num_blocks = needed
+
+    def replace(self, index: int, block: int) -> None:
+        """Puts another block in the place of the one at `index`. O(num_blocks). Raises IndexError."""
+        if not 0 <= index < self._num_blocks:
+            raise IndexError(f"no block {index} in a table of {self._num_blocks}")
+        self._copy_storage(len(self._storage))
+        self._storage[index] = block
+
+    def truncate(self, num_blocks: int) -> list[int]:
+        """Keeps the first `num_blocks` and returns the rest, which the caller releases."""
+        if not 0 <= num_blocks <= self._num_blocks:
+            raise IndexError(f"cannot keep {num_blocks} blocks of a table of {self._num_blocks}")
+        dropped: list[int] = self._storage[num_blocks : self._num_blocks].tolist()
+        self._num_blocks = num_blocks
+        self._copy_storage(num_blocks)
+        return dropped
+
+    def clear(self) -> list[int]:
+        """Empties the table and returns what it held."""
+        return self.truncate(0)
+
+    def _copy_storage(self, capacity: int) -> None:
+        storage = np.empty(capacity, np.int32)
+        storage[: self._num_blocks] = self._storage[: self._num_blocks]
+        self._storage = storage
+
+
+@dataclass(frozen=True, slots=True)
+class CopyInstruction:
+    """Copy the K/V of block `source` into `target` before the sequence writes. Both are held as `owner` until then."""
+
+    source: int
+    target: int
+    owner: Owner
+
+
+def copy_on_write(
+    pool: BlockPool, table: BlockTable, index: int, owner: Owner = Owner.RUNNING
+) -> CopyInstruction | None:
+    """Makes the block at `index` the table's own, before a write into it; None when it is already.
+
+    The sequence's hold on the source lasts until `finish_copy`: otherwise the other holders could let go of it, and
+    whoever gets it next overwrite it, before the copy is made. Raises OutOfBlocks.
+    """
+    source = int(table.ids[index])
+    if not pool.is_shared(source):
+        return None
+    (target,) = pool.allocate(1, owner)
+    table.replace(index, target)
+    return CopyInstruction(source, target, owner)
+
+
+def finish_copy(pool: BlockPool, copy: CopyInstruction) -> None:
+    """The copy is made: the source is no longer needed."""
+    pool.release([copy.source], copy.owner)

@@ -1,0 +1,1 @@
+"""What runs in a step: sequences, their blocks, and the policy. Pure: no I/O, no clock, no tensor."""

@@ -1,0 +1,115 @@
+"""One sequence as a worker sees it: its tokens, how far their K/V is computed, and its block table.
+
+1. WAITING    queued; holds nothing. A preempted sequence is here again, with its output as part of what to compute.
+2. RUNNING    holds blocks; `num_computed` of its tokens have K/V. Prefilling until all but the newest token have it.
+3. FINISHED   left the scheduler, holds nothing there. Terminal.
+
+Committed and planned lengths are kept apart: `num_computed` moves only when a step's result is committed, `num_planned`
+says how many tokens a step in flight is computing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrelay.engine.batch import SequenceKey
+from kvrelay.kv.hashing import BlockHash, hash_blocks
+from kvrelay.kv.pool import Owner
+from kvrelay.kv.table import BlockTable
+from kvrelay.protocol.messages import PeerRef
+from kvrelay.protocol.sampling import Sampling
+
+
+class SequenceState(StrEnum):
+    """See the module's text."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class TokenBuffer:
+    """A growing array of token ids whose slices are views."""
+
+    def __init__(self, token_ids: NDArray[np.int32]) -> None:
+        self._data = np.array(token_ids, dtype=np.int32)
+        self._length = len(self._data)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def append(self, token_id: int) -> None:
+        """Adds one token at the end; amortised O(1)."""
+        if self._length == len(self._data):
+            grown = np.empty(max(16, 2 * self._length), dtype=np.int32)
+            grown[: self._length] = self._data
+            self._data = grown
+        self._data[self._length] = token_id
+        self._length += 1
+
+    def view(self, start: int, stop: int) -> NDArray[np.int32]:
+        """Tokens [start, stop), not copied."""
+        return self._data[start : min(stop, self._length)]
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Bookkeeping of one sequence; see the module's text for its states."""
+
+    key: SequenceKey
+    tokens: TokenBuffer
+    num_prompt: int  # the client's prompt; tokens beyond it are output
+    sampling: Sampling
+    root: BlockHash
+    table: BlockTable
+    router: PeerRef
+    trace: str = ""
+    priority: int = 0
+    prefill_only: bool = False  # leaves the scheduler when its first token is sampled
+    state: SequenceState = SequenceState.WAITING
+    owner: Owner = Owner.COMPUTING  # what its blocks count as
+    num_computed: int = 0
+    num_planned: int = 0
+    num_cached_tokens: int = 0  # of the prompt, found in this worker's cache at first admission
+    num_published: int = 0  # blocks offered to the cache
+    hashes: list[BlockHash] = field(default_factory=list)
+    abort_requested: bool = False  # while a step in flight computes it
+    num_preemptions: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens."""
+        return len(self.tokens)
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens, those of earlier attempts included."""
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens without K/V; 1 for a decoding sequence."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def is_decoding(self) -> bool:
+        """Only the newest token lacks K/V, and that token is output."""
+        return self.num_remaining == 1 and self.num_computed > 0 and self.num_output > 0
+
+    @property
+    def wants_token(self) -> bool:
+        """Whether a token is to be drawn once all K/V is there; a prompt that is only scored wants none."""
+        return self.sampling.max_tokens > self.num_output
+
+    def block_hashes(self, num_blocks: int) -> list[BlockHash]:
+        """The hashes of the first `num_blocks` full blocks; each is computed once."""
+        have = len(self.hashes)
+        if have < num_blocks:
+            size = self.table.block_size
+            parent = self.hashes[-1] if self.hashes else self.root
+            self.hashes += hash_blocks(parent, self.tokens.view(have * size, num_blocks * size), size)
+        return self.hashes[:num_blocks]

@@ -1,0 +1,112 @@
+"""Which blocks of which reservation may be written, and where: the receiver's book. Pure, and not thread-safe.
+
+A slot is claimed from `admit` until its block has landed or the reservation is released. A block that landed is not
+written again, so a repeated push can do nothing to a slot that decode reads already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrelay.transfer.wire import BlocksHeader, Indices
+
+DropCause = Literal[
+    "malformed",
+    "unknown_reservation",
+    "block_bytes",
+    "size",
+    "index",
+    "slot",
+    "repeated_index",
+    "duplicate",
+    "checksum",
+]
+
+
+class Dropped(Exception):
+    """A message that must not be written; `cause` is for the counters."""
+
+    def __init__(self, cause: DropCause) -> None:
+        super().__init__(cause)
+        self.cause: DropCause = cause
+
+
+@dataclass(slots=True, eq=False)
+class _Admitted:
+    first_block: int
+    slots: Indices
+    landed: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Writes:
+    """Rows of a data frame and the slots they go to, int64 of equal shape [num_blocks]; blocks by prompt index."""
+
+    rows: Indices
+    slots: Indices
+    blocks: tuple[int, ...]
+
+
+class AdmissionBook:
+    """Slots of one pool of `num_blocks` blocks of `block_bytes` bytes."""
+
+    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+        self._num_blocks = num_blocks
+        self._block_bytes = block_bytes
+        self._admitted: dict[str, _Admitted] = {}
+        self._claimed = np.zeros(num_blocks, np.bool_)
+
+    def __len__(self) -> int:
+        return len(self._admitted)
+
+    def admit(self, reservation: str, first_block: int, slots: Sequence[int]) -> None:
+        """Raises ValueError, and changes nothing, for a reservation or slot that is in use and for a slot of no pool."""
+        wanted = np.array(slots, np.int64)
+        if reservation in self._admitted:
+            raise ValueError(f"reservation {reservation} is admitted already")
+        if wanted.size and (wanted.min() < 0 or wanted.max() >= self._num_blocks):
+            raise ValueError(f"slots {wanted.min()}..{wanted.max()} in a pool of {self._num_blocks} blocks")
+        if np.unique(wanted).size != wanted.size or self._claimed[wanted].any():
+            raise ValueError(f"a slot of reservation {reservation} is named twice, or another reservation's")
+        self._claimed[wanted] = True
+        self._admitted[reservation] = _Admitted(first_block, wanted, np.zeros(wanted.size, np.bool_))
+
+    def release(self, reservation: str) -> None:
+        """Forgets a reservation; an unknown one is no error."""
+        admitted = self._admitted.pop(reservation, None)
+        if admitted is not None:
+            self._claimed[admitted.slots[~admitted.landed]] = False
+
+    def check(self, header: BlocksHeader, data_bytes: int) -> Writes:
+        """What of this message is to be written. Changes nothing; raises Dropped."""
+        admitted = self._admitted.get(header.reservation)
+        if admitted is None:
+            raise Dropped("unknown_reservation")
+        if header.block_bytes != self._block_bytes:
+            raise Dropped("block_bytes")
+        if data_bytes != header.indices.size * self._block_bytes:
+            raise Dropped("size")
+        offsets = header.indices - admitted.first_block
+        if offsets.min() < 0 or offsets.max() >= admitted.slots.size:
+            raise Dropped("index")
+        if np.unique(offsets).size != offsets.size:
+            raise Dropped("repeated_index")
+        slots = admitted.slots[offsets]
+        if not np.array_equal(slots, header.slots):
+            raise Dropped("slot")
+        rows = np.flatnonzero(~admitted.landed[offsets])
+        if not rows.size:
+            raise Dropped("duplicate")
+        return Writes(rows, slots[rows], tuple(header.indices[rows].tolist()))
+
+    def land(self, reservation: str, blocks: Sequence[int]) -> None:
+        """These blocks, from `check`, are in their slots."""
+        admitted = self._admitted[reservation]
+        offsets = np.array(blocks, np.int64) - admitted.first_block
+        admitted.landed[offsets] = True
+        self._claimed[admitted.slots[offsets]] = False

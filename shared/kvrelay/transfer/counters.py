@@ -1,0 +1,36 @@
+"""What the two ends count, for metrics to read at scrape. Each is written by one thread and may be read by any."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from kvrelay.transfer.admission import DropCause
+
+
+@dataclass(slots=True)
+class SenderCounters:
+    """Totals since start. A repeated frame counts again in all but `gather_s`."""
+
+    num_messages: int = 0
+    num_blocks: int = 0
+    num_bytes: int = 0
+    num_direct_bytes: int = 0
+    """Of `num_bytes`, those read by ZMQ from the pool itself."""
+    gather_s: float = 0.0
+    num_resets: int = 0
+    """Connections closed because an abort did not drain in time."""
+
+
+@dataclass(slots=True)
+class ReceiverCounters:
+    """Totals since start; `num_blocks` and `num_bytes` are those written, without what was dropped."""
+
+    num_messages: int = 0
+    num_blocks: int = 0
+    num_bytes: int = 0
+    copy_s: float = 0.0
+    dropped: Counter[DropCause] = field(default_factory=Counter)
+    """Messages by cause."""
+    num_duplicate_blocks: int = 0
+    """Blocks of accepted messages that had landed before, and were skipped."""

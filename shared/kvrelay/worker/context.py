@@ -1,0 +1,82 @@
+"""What a role (prefill or decode) gets to work with, and what the shell asks of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrelay.engine.batch import ModelSpec
+from kvrelay.kv.pool import BlockPool
+from kvrelay.messaging.messenger import Messenger
+from kvrelay.protocol.link import Delivered
+from kvrelay.protocol.messages import PeerRef
+from kvrelay.scheduling.blocks import BlockManager
+from kvrelay.scheduling.sarathi import SarathiScheduler
+from kvrelay.worker.step_loop import StepCallbacks, StepLoop
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerContext:
+    """The parts of a worker, composed by the shell."""
+
+    spec: ModelSpec
+    pool: BlockPool
+    pool_bytes: NDArray[np.uint8]
+    blocks: BlockManager
+    scheduler: SarathiScheduler
+    steps: StepLoop
+    messenger: Messenger
+
+
+class Role(Protocol):
+    """A prefill or decode service's own part. All methods run on the event loop's thread."""
+
+    name: str
+
+    def start(self) -> None:
+        """The event loop runs: transports may start."""
+        ...
+
+    def callbacks(self) -> StepCallbacks:
+        """What to do around a step."""
+        ...
+
+    def on_message(self, event: Delivered) -> None:
+        """A message from a router or a worker."""
+        ...
+
+    def on_peer_lost(self, peer: PeerRef, reason: str) -> None:
+        """A peer's process is gone, silent, or of another kind."""
+        ...
+
+    def on_tick(self, now: float) -> None:
+        """Several times a second: deadlines. `now` is monotonic."""
+        ...
+
+    def begin_drain(self) -> None:
+        """No new requests from now on."""
+        ...
+
+    def abandon(self, reason: str) -> None:
+        """The time to drain is over: what is left is given back to the routers."""
+        ...
+
+    @property
+    def num_open(self) -> int:
+        """Requests that still hold anything here."""
+        ...
+
+    def queues(self) -> dict[str, int]:
+        """Requests by waiting state."""
+        ...
+
+    def totals(self) -> dict[str, float]:
+        """Sums since the start."""
+        ...
+
+    def close(self) -> None:
+        """Stops transports."""
+        ...

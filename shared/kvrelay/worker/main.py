@@ -1,0 +1,47 @@
+"""The entry of a worker process: configuration, logging, model, shell."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from kvrelay.config import ConfigError, WorkerConfig, load_config
+from kvrelay.config.worker import Role as RoleName
+from kvrelay.engine.batch import ModelRunner
+from kvrelay.telemetry.logs import setup_logging
+from kvrelay.worker.shell import RoleFactory, run_worker
+
+log = logging.getLogger(__name__)
+
+
+def worker_main(role: RoleName, make_role: RoleFactory) -> int:
+    """Runs a worker until it is told to stop; returns the exit status."""
+    try:
+        config = load_config(WorkerConfig, prog=f"kvrelay {role}", description=f"One {role} worker.", role=role)
+    except ConfigError as error:
+        print(f"kvrelay {role}: {error}", file=sys.stderr)
+        return 2
+    setup_logging(config.log_level, config.log_format, worker_id=config.worker_id)
+    config.log_values(log)
+    try:
+        run_worker(config, make_role, load_runner)
+    except Exception as error:
+        log.exception("the %s worker ends: %s", role, error)
+        return 1
+    return 0
+
+
+def load_runner(config: WorkerConfig) -> ModelRunner:
+    """The model, loaded, with its pool. Imports torch, which takes seconds, only here."""
+    from kvrelay.engine.runner import make_runner
+
+    return make_runner(
+        config.model,
+        dtype=config.dtype,
+        device=config.device,
+        block_size=config.block_size,
+        num_blocks=config.num_blocks,
+        memory_bytes=config.kv_memory_bytes,
+        max_model_len=config.max_model_len,
+        num_threads=config.threads,
+    )

@@ -1,0 +1,93 @@
+"""A worker's place in the registry: join, renew, leave. Redis may be away; the worker serves on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from kvrelay.fleet.records import NO_SLOT, WorkerRecord
+from kvrelay.fleet.registry import LeaseLost, Registry, RegistryError, RegistryMisconfigured, RegistryUnavailable
+
+log = logging.getLogger(__name__)
+
+
+class Membership:
+    """Keeps a worker's record alive. `load` is asked before each renewal."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        record: WorkerRecord,
+        load: Callable[[], dict[str, float]],
+        *,
+        ttl_s: float,
+        interval_s: float,
+    ) -> None:
+        self._registry = registry
+        self._record = record
+        self._load = load
+        self._ttl_s = ttl_s
+        self._interval_s = interval_s
+        self._joined = asyncio.Event()
+        self._changed = asyncio.Event()
+
+    @property
+    def joined(self) -> asyncio.Event:
+        """Set once the worker has joined for the first time."""
+        return self._joined
+
+    async def run(self) -> None:
+        """Joins and renews until cancelled. Raises RegistryMisconfigured, which no waiting mends."""
+        available = True
+        while True:
+            try:
+                await self._once()
+                if not available:
+                    log.info("the registry is back")
+                available = True
+            except RegistryMisconfigured:
+                raise
+            except LeaseLost as error:
+                log.warning("%s; joining again", error)
+                self._record = msgspec.structs.replace(self._record, slot=NO_SLOT)
+                continue
+            except RegistryUnavailable as error:
+                if available:
+                    log.warning("the registry is away, serving goes on: %s", error)
+                available = False
+            except RegistryError as error:
+                log.warning("%s", error)
+            await self._pause()
+
+    async def announce(self, *, draining: bool) -> None:
+        """Tells the fleet at once whether this worker drains."""
+        self._record = msgspec.structs.replace(self._record, draining=draining)
+        self._changed.set()
+
+    async def leave(self) -> None:
+        """Takes the record out, if Redis answers."""
+        try:
+            await self._registry.leave(self._record)
+        except RegistryError as error:
+            log.warning("could not leave the registry: %s", error)
+        await self._registry.close()
+
+    async def _once(self) -> None:
+        self._record = msgspec.structs.replace(self._record, load=self._load())
+        if self._record.slot < 0:
+            await self._registry.check_server()
+            self._record = await self._registry.join(self._record, self._ttl_s)
+            log.info("joined the fleet of %s in slot %d", self._record.model, self._record.slot)
+            self._joined.set()
+        else:
+            await self._registry.renew(self._record, self._ttl_s)
+
+    async def _pause(self) -> None:
+        try:
+            await asyncio.wait_for(self._changed.wait(), self._interval_s)
+        except TimeoutError:
+            pass
+        self._changed.clear()

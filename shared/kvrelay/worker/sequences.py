@@ -1,0 +1,47 @@
+"""From a prompt on the wire to a sequence, with the checks that a worker makes on its own."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvrelay.engine.batch import ModelSpec
+from kvrelay.kv.hashing import root_hash
+from kvrelay.kv.table import BlockTable, blocks_for
+from kvrelay.protocol.messages import Header, PeerRef, Prompt
+from kvrelay.scheduling.sequence import Sequence, TokenBuffer
+
+
+class PromptRefused(ValueError):
+    """A prompt that this worker can never run. The router should have refused it at the door."""
+
+
+def sequence_key(header: Header) -> tuple[str, int, int]:
+    """The key of the sequence that a message is about."""
+    return header.request, header.attempt, header.sequence
+
+
+def make_sequence(header: Header, prompt: Prompt, router: PeerRef, spec: ModelSpec) -> Sequence:
+    """A waiting sequence. Raises PromptRefused."""
+    tokens = np.frombuffer(prompt.tokens, dtype="<i4").astype(np.int32)
+    if not 0 < len(tokens) or not 0 <= prompt.num_output < len(tokens):
+        raise PromptRefused(f"a prompt of {len(tokens)} tokens of which {prompt.num_output} are output")
+    if int(tokens.min()) < 0 or int(tokens.max()) >= spec.vocab_size:
+        raise PromptRefused(f"a token id outside [0, {spec.vocab_size})")
+    num_fed = len(tokens) + (1 if prompt.sampling.max_tokens > prompt.num_output else 0)
+    if num_fed > spec.max_model_len:
+        raise PromptRefused(f"{len(tokens)} tokens do not fit max_model_len {spec.max_model_len}")
+    longest = min(len(tokens) - prompt.num_output + prompt.sampling.max_tokens, spec.max_model_len)
+    num_blocks = blocks_for(max(longest, len(tokens)), spec.block_size)
+    if num_blocks > spec.num_blocks:
+        raise PromptRefused(f"it may grow to {num_blocks} blocks, the pool has {spec.num_blocks}")
+    return Sequence(
+        key=sequence_key(header),
+        tokens=TokenBuffer(tokens),
+        num_prompt=len(tokens) - prompt.num_output,
+        sampling=prompt.sampling,
+        root=root_hash(model=spec.fingerprint, cache_salt=prompt.cache_salt),
+        table=BlockTable(spec.block_size),
+        router=router,
+        trace=header.trace,
+        priority=prompt.priority,
+    )

@@ -1,0 +1,229 @@
+"""The process around a role: model, pool, sockets, registry, signals. Prefill and decode start, run and drain alike."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import Callable
+
+from kvrelay.config.worker import WorkerConfig
+from kvrelay.engine.batch import ModelRunner
+from kvrelay.fleet.records import WorkerRecord
+from kvrelay.fleet.registry import Registry
+from kvrelay.kv.ablations import NullCache
+from kvrelay.kv.cache import Cache, PrefixCache
+from kvrelay.kv.pool import BlockPool
+from kvrelay.messaging.messenger import Messenger
+from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings
+from kvrelay.protocol.messages import PROTOCOL_VERSION, PeerRef, Status, StatusQuery
+from kvrelay.scheduling.blocks import BlockManager
+from kvrelay.scheduling.sarathi import SarathiScheduler, SchedulerLimits
+from kvrelay.worker.context import Role, WorkerContext
+from kvrelay.worker.membership import Membership
+from kvrelay.worker.step_loop import StepLoop
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.1
+DRAIN_POLL_S = 0.05
+CLOSE_LINGER_S = 1.0
+"""Time for the last messages of a drained worker to be acknowledged."""
+
+RoleFactory = Callable[[WorkerContext, WorkerConfig], Role]
+RunnerFactory = Callable[[WorkerConfig], ModelRunner]
+
+
+class WorkerShell:
+    """One worker process: `startup`, `main_loop`, `shutdown`."""
+
+    def __init__(self, config: WorkerConfig, make_role: RoleFactory, make_runner: RunnerFactory) -> None:
+        self.config = config
+        self._make_role = make_role
+        self._make_runner = make_runner
+        self._draining = False
+        self._stop = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def serve(self) -> None:
+        """Runs until SIGTERM or SIGINT, then drains. A second signal ends it at once."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        await self.startup()
+        try:
+            await self.main_loop()
+        finally:
+            await self.shutdown()
+
+    async def startup(self) -> None:
+        """Loads the model, opens sockets, joins the fleet."""
+        config = self.config
+        started = time.monotonic()
+        runner = await asyncio.to_thread(self._make_runner, config)
+        spec = runner.spec
+        log.info(
+            "model %s loaded in %.1f s: %s, %d blocks of %d tokens (%.0f MiB), up to %d tokens a sequence",
+            spec.name,
+            time.monotonic() - started,
+            spec.dtype,
+            spec.num_blocks,
+            spec.block_size,
+            spec.num_blocks * spec.block_bytes / 2**20,
+            spec.max_model_len,
+        )
+        self.pool = BlockPool(spec.num_blocks, spec.block_size)
+        cache: Cache = PrefixCache(self.pool) if config.prefix_cache else NullCache()
+        blocks = BlockManager(self.pool, cache)
+        limits = SchedulerLimits(
+            config.token_budget, config.max_running, spec.max_model_len, frozenset(spec.eos_token_ids)
+        )
+        self.scheduler = SarathiScheduler(limits, blocks)
+        self.messenger = Messenger(
+            config.worker_id,
+            self._on_event,
+            host=config.host,
+            port=config.port,
+            advertise_host=config.reachable_host,
+            fingerprint=spec.fingerprint,
+            settings=LinkSettings(alive_interval_s=config.peer_interval_s, peer_timeout_s=config.peer_timeout_s),
+        )
+        self.steps = StepLoop(runner, self.scheduler)
+        context = WorkerContext(
+            spec=spec,
+            pool=self.pool,
+            pool_bytes=runner.pool_bytes,
+            blocks=blocks,
+            scheduler=self.scheduler,
+            steps=self.steps,
+            messenger=self.messenger,
+        )
+        self.role = self._make_role(context, config)
+        self.role.start()
+        self.messenger.start()
+        self.membership = Membership(
+            Registry(config.redis_url, config.redis_prefix),
+            self._record(context),
+            self._load,
+            ttl_s=config.lease_ttl_s,
+            interval_s=config.lease_interval_s,
+        )
+
+    async def main_loop(self) -> None:
+        """Steps, ticks and renewals until a signal comes, then the drain."""
+        self._tasks = [
+            asyncio.create_task(self.steps.run(self.role.callbacks()), name="steps"),
+            asyncio.create_task(self._tick(), name="tick"),
+            asyncio.create_task(self.membership.run(), name="membership"),
+        ]
+        stop = asyncio.create_task(self._stop.wait(), name="stop")
+        done, _ = await asyncio.wait([*self._tasks, stop], return_when=asyncio.FIRST_COMPLETED)
+        if stop not in done:
+            stop.cancel()
+            for task in done:
+                await task  # raises what ended it
+        await self._drain()
+
+    async def shutdown(self) -> None:
+        """Leaves the fleet and closes everything. Safe after a failed start."""
+        if not hasattr(self, "membership"):
+            return
+        self.steps.stop()
+        for task in self._tasks:
+            if task.get_name() != "steps":
+                task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.membership.leave()
+        self.role.close()
+        self.messenger.close()
+
+    def _on_signal(self) -> None:
+        if self._stop.is_set():
+            log.warning("second signal: leaving without waiting for running requests")
+            self._drain_deadline = time.monotonic()
+        self._stop.set()
+
+    async def _drain(self) -> None:
+        """No new requests; the running ones finish, within the time allowed for it."""
+        self._draining = True
+        self._drain_deadline = time.monotonic() + self.config.drain_timeout_s
+        self.role.begin_drain()
+        await self.membership.announce(draining=True)
+        log.info("draining: %d requests are open", self.role.num_open)
+        while self.role.num_open and time.monotonic() < self._drain_deadline:
+            await asyncio.sleep(DRAIN_POLL_S)
+        if self.role.num_open:
+            log.warning("%d requests did not finish in time and go back to their routers", self.role.num_open)
+            self.role.abandon("the worker shut down")
+        last_words = time.monotonic() + CLOSE_LINGER_S
+        while self.messenger.num_unacked and time.monotonic() < last_words:
+            await asyncio.sleep(DRAIN_POLL_S)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.role.on_tick(time.monotonic())
+
+    def _on_event(self, event: LinkEvent) -> None:
+        if not isinstance(event, Delivered):
+            log.warning("%s: %s", event.peer.peer_id, event.reason)
+            self.role.on_peer_lost(event.peer, event.reason)
+        elif isinstance(event.body, StatusQuery):
+            self.messenger.send(event.peer, self._status(event.body.query))
+        else:
+            self.role.on_message(event)
+
+    def _status(self, query: int) -> Status:
+        totals = self.steps.totals
+        return Status(
+            query=query,
+            draining=self._draining,
+            queues=self.role.queues(),
+            blocks=self._blocks(),
+            totals=self.role.totals()
+            | {
+                "steps": totals.num_steps,
+                "failed_steps": totals.num_failed_steps,
+                "prefill_tokens": totals.num_prefill_tokens,
+                "decode_tokens": totals.num_decode_tokens,
+                "schedule_s": totals.schedule_s,
+                "forward_s": totals.forward_s,
+                "commit_s": totals.commit_s,
+            },
+        )
+
+    def _blocks(self) -> dict[str, int]:
+        blocks = {owner.value: count for owner, count in self.pool.counts().items()}
+        return blocks | {"total": self.pool.num_blocks}
+
+    def _load(self) -> dict[str, float]:
+        load: dict[str, float] = {"open": self.role.num_open, "queued_tokens": self.role.queues()["queued_tokens"]}
+        return load | self._blocks()
+
+    def _record(self, context: WorkerContext) -> WorkerRecord:
+        me: PeerRef = self.messenger.me
+        return WorkerRecord(
+            worker_id=me.peer_id,
+            role=self.config.role,
+            incarnation=me.incarnation,
+            address=me.address,
+            model=self.config.served_model_name,
+            fingerprint=context.spec.fingerprint,
+            protocol_version=PROTOCOL_VERSION,
+            block_size=context.spec.block_size,
+            num_blocks=context.spec.num_blocks,
+            max_model_len=context.spec.max_model_len,
+            vocab_size=context.spec.vocab_size,
+        )
+
+
+def run_worker(config: WorkerConfig, make_role: RoleFactory, make_runner: RunnerFactory) -> None:
+    """The whole life of a worker process."""
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_serve(config, make_role, make_runner))
+
+
+async def _serve(config: WorkerConfig, make_role: RoleFactory, make_runner: RunnerFactory) -> None:
+    await WorkerShell(config, make_role, make_runner).serve()

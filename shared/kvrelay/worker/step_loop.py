@@ -1,0 +1,163 @@
+"""Schedule, run, commit, publish; again. Policy and bookkeeping stay on the event loop's thread, the forward does not.
+
+While a forward runs on its thread, the event loop goes on with messages, cancels and transfers. State of the scheduler
+is touched on the event loop's thread only, so there is nothing to lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from kvrelay.engine.batch import ModelRunner, SequenceKey, StepResult, WorkerBatch, WorkerRow
+from kvrelay.scheduling.plan import SequenceOutput, StepPlan
+from kvrelay.scheduling.sarathi import SarathiScheduler
+from kvrelay.scheduling.sequence import Sequence
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class StepTotals:
+    """Sums since the start; seconds are of the wall clock."""
+
+    num_steps: int = 0
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+    num_failed_steps: int = 0
+    schedule_s: float = 0.0
+    forward_s: float = 0.0
+    commit_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepCallbacks:
+    """What the service does around a step, all on the event loop's thread."""
+
+    planned: Callable[[StepPlan], None]
+    committed: Callable[[list[SequenceOutput]], None]
+    failed: Callable[[list[Sequence], str], None]
+    idle: Callable[[], None]
+
+
+def worker_batch(plan: StepPlan) -> WorkerBatch:
+    """The second stage: only what a forward needs, as views of the sequences' arrays."""
+    rows = [
+        WorkerRow(
+            key=row.sequence.key,
+            token_ids=row.sequence.tokens.view(row.position, row.position + row.num_tokens),
+            position=row.position,
+            block_ids=row.sequence.table.ids,
+            sample=row.sample,
+            is_prefill=row.is_prefill,
+        )
+        for row in plan.rows
+    ]
+    return WorkerBatch(plan.step, rows)
+
+
+class StepLoop:
+    """Drives a scheduler and a runner until stopped; sleeps on an event while there is nothing to do."""
+
+    def __init__(self, runner: ModelRunner, scheduler: SarathiScheduler) -> None:
+        self.runner = runner
+        self.scheduler = scheduler
+        self.totals = StepTotals()
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="step")
+        self._wake = asyncio.Event()
+        self._in_flight = False
+        self._stopping = False
+        self._forget: list[SequenceKey] = []
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence. Raises ValueError when its key is known."""
+        self.scheduler.add(sequence)
+        self._introduce(sequence)
+
+    def adopt(self, sequence: Sequence) -> None:
+        """Takes over a sequence whose prompt is computed."""
+        self.scheduler.adopt(sequence)
+        self._introduce(sequence)
+
+    def abort(self, key: SequenceKey) -> None:
+        """Ends a sequence; it is in no step after the one in flight."""
+        self.scheduler.abort(key)
+        self.forget(key)
+        self.wake()
+
+    def forget(self, key: SequenceKey) -> None:
+        """Drops the sampler's state of a sequence that left, once no step in flight uses it."""
+        if self._in_flight:
+            self._forget.append(key)
+        else:
+            self.runner.drop_sequence(key)
+
+    def wake(self) -> None:
+        """Something changed that may allow a step."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        """Ends `run` after the step in flight."""
+        self._stopping = True
+        self.wake()
+
+    async def run(self, callbacks: StepCallbacks) -> None:
+        """The loop itself."""
+        loop = asyncio.get_running_loop()
+        while not self._stopping:
+            self._wake.clear()
+            started = time.perf_counter()
+            plan = self.scheduler.schedule()
+            batch = worker_batch(plan)
+            self.totals.schedule_s += time.perf_counter() - started
+            callbacks.planned(plan)
+            if not plan.rows:
+                callbacks.idle()
+                await self._wake.wait()
+                continue
+            self._in_flight = True
+            try:
+                result = await loop.run_in_executor(self._executor, self.runner.execute, batch)
+            except Exception as error:
+                log.exception("step %d failed", plan.step)
+                callbacks.failed(self._fail(plan), f"{type(error).__name__}: {error}")
+            else:
+                callbacks.committed(self._commit(plan, result))
+        self._executor.shutdown(wait=True)
+
+    def _introduce(self, sequence: Sequence) -> None:
+        tokens = sequence.tokens.view(0, sequence.num_tokens)
+        self.runner.add_sequence(sequence.key, sequence.sampling, tokens.tolist(), sequence.num_prompt)
+        self.wake()
+
+    def _commit(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
+        started = time.perf_counter()
+        outputs = self.scheduler.commit(plan, result)
+        self._landed()
+        self.totals.num_steps += 1
+        self.totals.num_prefill_tokens += plan.num_prefill_tokens
+        self.totals.num_decode_tokens += plan.num_decode_tokens
+        self.totals.forward_s += result.forward_s
+        for output in outputs:
+            if output.finish is not None:
+                self.forget(output.sequence.key)
+        self.totals.commit_s += time.perf_counter() - started
+        return outputs
+
+    def _fail(self, plan: StepPlan) -> list[Sequence]:
+        failed = self.scheduler.fail_step(plan)
+        self._landed()
+        self.totals.num_failed_steps += 1
+        for sequence in failed:
+            self.forget(sequence.key)
+        return failed
+
+    def _landed(self) -> None:
+        self._in_flight = False
+        for key in self._forget:
+            self.runner.drop_sequence(key)
+        self._forget.clear()

@@ -1,0 +1,112 @@
+"""A model whose next token is a hash of everything its K/V cache says came before.
+
+It writes each token id and its position into the pool where K/V would go, and reads them back through the block table
+to draw the next token. So a wrong block, a missing block, a block of another prompt, or a block overwritten too early
+gives other tokens than `expected_tokens`, in microseconds and without torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrelay.engine.batch import ModelSpec, RowResult, SequenceKey, StepResult, WorkerBatch, WorkerRow
+from kvrelay.protocol.sampling import Sampling, TokenLogprobs
+
+VOCAB_SIZE = 1000
+EOS_TOKEN_ID = 0
+
+
+class CorruptCache(AssertionError):
+    """The pool does not hold what this sequence's K/V should be."""
+
+
+def next_token(tokens: NDArray[np.int32], sampling: Sampling, sequence: int) -> int:
+    """Deterministic; depends on all tokens, and on seed and sequence index unless greedy. EOS is one token in 50."""
+    salt = b"" if sampling.temperature == 0 else f"{sampling.seed}/{sequence}".encode()
+    digest = hashlib.blake2b(np.ascontiguousarray(tokens, "<i4").tobytes(), digest_size=8, key=salt).digest()
+    number = int.from_bytes(digest, "little")
+    if number % 50 == 0 and not sampling.ignore_eos:
+        return EOS_TOKEN_ID
+    return 1 + number // 50 % (VOCAB_SIZE - 1)
+
+
+def expected_tokens(prompt: Sequence[int], sampling: Sampling, max_model_len: int, sequence: int = 0) -> list[int]:
+    """The output that an undisturbed run gives."""
+    tokens = list(prompt)
+    while len(tokens) - len(prompt) < sampling.max_tokens and len(tokens) < max_model_len:
+        tokens.append(next_token(np.array(tokens, np.int32), sampling, sequence))
+        if tokens[-1] in sampling.stop_token_ids or (tokens[-1] == EOS_TOKEN_ID and not sampling.ignore_eos):
+            break
+    return tokens[len(prompt) :]
+
+
+class HashRunner:
+    """Implements `ModelRunner`. `step_s` is how long a step takes."""
+
+    def __init__(
+        self,
+        num_blocks: int = 64,
+        block_size: int = 16,
+        max_model_len: int = 512,
+        step_s: float = 0.0,
+        block_padding_bytes: int = 0,
+        fingerprint: str = "hash-model",
+    ) -> None:
+        entries_bytes = block_size * 8
+        self.spec = ModelSpec(
+            name="hash-model",
+            vocab_size=VOCAB_SIZE,
+            max_model_len=min(max_model_len, num_blocks * block_size),
+            eos_token_ids=(EOS_TOKEN_ID,),
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=1,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            block_bytes=entries_bytes + block_padding_bytes,
+            dtype="int32",
+            fingerprint=fingerprint,
+        )
+        self.pool_bytes = np.zeros((num_blocks, self.spec.block_bytes), np.uint8)
+        self._entries = self.pool_bytes[:, :entries_bytes].view(np.int32).reshape(num_blocks, block_size, 2)
+        self._sequences: dict[SequenceKey, Sampling] = {}
+        self.step_s = step_s
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences whose sampler state is kept."""
+        return len(self._sequences)
+
+    def add_sequence(self, key: SequenceKey, sampling: Sampling, token_ids: Sequence[int], num_prompt: int) -> None:
+        self._sequences[key] = sampling
+
+    def drop_sequence(self, key: SequenceKey) -> None:
+        self._sequences.pop(key, None)
+
+    def execute(self, batch: WorkerBatch) -> StepResult:
+        started = time.perf_counter()
+        if self.step_s:
+            time.sleep(self.step_s)
+        rows = [self._run(row) for row in batch.rows]
+        return StepResult(batch.step, rows, time.perf_counter() - started)
+
+    def _run(self, row: WorkerRow) -> RowResult:
+        size = self.spec.block_size
+        end = row.position + len(row.token_ids)
+        positions = np.arange(row.position, end)
+        self._entries[row.block_ids[positions // size], positions % size, 0] = row.token_ids
+        self._entries[row.block_ids[positions // size], positions % size, 1] = positions
+        read = self._entries[row.block_ids[: (end + size - 1) // size]].reshape(-1, 2)[:end]
+        if not np.array_equal(read[:, 1], np.arange(end)):
+            raise CorruptCache(f"{row.key}: positions in the pool are {read[:, 1].tolist()}")
+        if not row.sample:
+            return RowResult(None)
+        sampling = self._sequences[row.key]
+        token_id = next_token(read[:, 0], sampling, row.key[2])
+        logprobs = TokenLogprobs(token_id, -1.0, [], []) if sampling.logprobs is not None else None
+        return RowResult(token_id, logprobs)

@@ -66,7 +66,9 @@ class KnownWorker:
 class FleetView:
     """All workers of one model. `on_state` hears of every change of a worker's state that an event brought."""
 
-    def __init__(self, load: OutstandingLoad, on_state: Callable[[KnownWorker, str], None] | None = None) -> None:
+    def __init__(
+        self, load: OutstandingLoad, on_state: Callable[[KnownWorker, WorkerState, str], None] | None = None
+    ) -> None:
         self._load = load
         self._on_state = on_state
         self._workers: dict[str, KnownWorker] = {}
@@ -99,7 +101,7 @@ class FleetView:
             return
         was = known.state(now)
         own = self._load.of(worker_key(peer))
-        num_tokens = status.queues.get("waiting_tokens", 0) - own.num_tokens
+        num_tokens = status.queues.get("queued_tokens", 0) - own.num_tokens
         num_sequences = status.queues.get("waiting", 0) + status.queues.get("running", 0) - own.num_sequences
         known.foreign = WorkerLoad(max(0, num_tokens), max(0, num_sequences))
         known.status, known.heard_at, known.lost, known.refused = status, now, "", ""
@@ -143,7 +145,10 @@ class FleetView:
     def describe(self, live: frozenset[str], now: float) -> list[dict[str, Any]]:
         """JSON-ready. `live`: the ids of the workers whose last report is an answer to this question."""
         ordered = sorted(self._workers.items(), key=lambda item: (item[1].record.role != "prefill", item[0]))
-        return [_describe(known, self._load.of(worker_key(known.peer)), worker_id in live, now) for worker_id, known in ordered]
+        return [
+            _describe(known, self._load.of(worker_key(known.peer)), worker_id in live, now)
+            for worker_id, known in ordered
+        ]
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -165,8 +170,9 @@ class FleetView:
         )
 
     def _tell(self, known: KnownWorker, was: WorkerState, reason: str, now: float) -> None:
-        if self._on_state is not None and known.state(now) is not was:
-            self._on_state(known, reason)
+        state = known.state(now)
+        if self._on_state is not None and state is not was:
+            self._on_state(known, state, reason)
 
 
 def _describe(known: KnownWorker, own: WorkerLoad, is_live: bool, now: float) -> dict[str, Any]:

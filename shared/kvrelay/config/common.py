@@ -105,6 +105,16 @@ class CommonConfig(BaseModel):
             raise ValueError("must start with redis://, rediss:// or unix://")
         return url
 
+    @field_validator("model")
+    @classmethod
+    def _directory_is_there(cls, model: str) -> str:
+        if not model.startswith(("/", "./", "../", "~")):
+            return model
+        path = Path(model).expanduser()
+        if not (path / "config.json").is_file():
+            raise ValueError(f"{path} is no model directory: it has no config.json")
+        return str(path)
+
     @field_validator("advertise_host", mode="before")
     @classmethod
     def _empty_means_default(cls, host: object) -> object:

@@ -2,8 +2,8 @@
 
 Flags, their help and the error messages are generated from the fields, so that a field is described in one place.
 
-The file's top level holds for every process that has the field; the tables `[worker]`, `[prefill]`, `[decode]` and
-`[router]` hold for that kind of process alone and win over the top level.
+The file's top level holds for every process that has the field; the tables `[up]`, `[router]`, `[worker]`,
+`[prefill]` and `[decode]` hold for that kind of process alone and win over the top level.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from kvrelay.config.common import CommonConfig
 from kvrelay.config.router import RouterConfig
+from kvrelay.config.up import UpConfig
 from kvrelay.config.worker import WorkerConfig
 
 ENV_PREFIX = "KVRELAY_"
-TABLES: dict[str, type[CommonConfig]] = {
+TABLES: dict[str, type[BaseModel]] = {
+    "up": UpConfig,
     "worker": WorkerConfig,
     "prefill": WorkerConfig,
     "decode": WorkerConfig,
     "router": RouterConfig,
 }
 
-ConfigT = TypeVar("ConfigT", bound=CommonConfig)
+ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
 
 class ConfigError(ValueError):
@@ -63,7 +64,9 @@ def resolve(
     config_class: type[ConfigT], flags: Mapping[str, Any], environ: Mapping[str, str], **fixed: Any
 ) -> ConfigT:
     """`load_config` after the flags were parsed: `flags` has those that were given, and `config` for the file."""
-    tables = ["worker", str(fixed["role"])] if "role" in fixed else ["router"]
+    tables = [name for name, table in TABLES.items() if table is config_class]
+    if "role" in fixed:
+        tables = ["worker", str(fixed["role"])]
     path = flags.get("config") or environ.get(f"{ENV_PREFIX}CONFIG")
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -96,7 +99,7 @@ def add_config_flag(parser: argparse.ArgumentParser) -> None:
 
 def add_flags(
     parser: argparse.ArgumentParser | argparse._ArgumentGroup,
-    config_class: type[CommonConfig],
+    config_class: type[BaseModel],
     skip: frozenset[str] = frozenset(),
 ) -> None:
     """One flag a field; a flag that is not given leaves no attribute behind."""
@@ -189,12 +192,12 @@ def _default(field: FieldInfo) -> str:
 # -- sources ----------------------------------------------------------------------------------------------------------
 
 
-def _read_environment(config_class: type[CommonConfig], environ: Mapping[str, str]) -> dict[str, str]:
+def _read_environment(config_class: type[BaseModel], environ: Mapping[str, str]) -> dict[str, str]:
     names = {f"{ENV_PREFIX}{name.upper()}": name for name in config_class.model_fields}
     return {names[key]: value for key, value in environ.items() if key in names and value != ""}
 
 
-def _read_file(path: Path, config_class: type[CommonConfig], tables: Sequence[str]) -> dict[str, Any]:
+def _read_file(path: Path, config_class: type[BaseModel], tables: Sequence[str]) -> dict[str, Any]:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -228,12 +231,12 @@ def _split(value: object) -> object:
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
-def _explain(config_class: type[CommonConfig], error: ValidationError, sources: Mapping[str, str]) -> str:
+def _explain(config_class: type[BaseModel], error: ValidationError, sources: Mapping[str, str]) -> str:
     return "; ".join(dict.fromkeys(_explanations(config_class, error, sources)))
 
 
 def _explanations(
-    config_class: type[CommonConfig], error: ValidationError, sources: Mapping[str, str]
+    config_class: type[BaseModel], error: ValidationError, sources: Mapping[str, str]
 ) -> Iterator[str]:
     for detail in error.errors(include_url=False):
         if detail["type"] == "default_factory_not_called":

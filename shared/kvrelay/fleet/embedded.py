@@ -48,17 +48,24 @@ class EmbeddedRedis:
         self._executable = redis_executable()
         self._directory = tempfile.TemporaryDirectory(prefix="kvrelay-redis-")
         self._password = secrets.token_hex(16)
-        self.port = port
-        for attempt in range(1 if port else ATTEMPTS):
-            self.port = port or _free_port()
-            self._process = self._spawn()
-            reason = self._wait_until_ready()
-            if not reason:
+        self._log = Path(self._directory.name) / "redis.log"
+        self.port = port or _free_port()
+        for last in [True] if port else [False] * (ATTEMPTS - 1) + [True]:
+            try:
+                self.restart()
                 return
-            if attempt == (1 if port else ATTEMPTS) - 1 or "Address already in use" not in reason:
-                break
-        self._directory.cleanup()
-        raise EmbeddedRedisError(f"redis-server did not start: {reason}")
+            except EmbeddedRedisError as error:
+                if last or "Address already in use" not in str(error):
+                    self._directory.cleanup()
+                    raise
+            self.port = _free_port()  # another process was faster
+
+    def restart(self) -> None:
+        """Starts a server, empty, on the same port after the last one ended. Raises EmbeddedRedisError."""
+        self._process = self._spawn()
+        reason = self._wait_until_ready()
+        if reason:
+            raise EmbeddedRedisError(f"redis-server did not start: {reason}")
 
     @property
     def url(self) -> str:
@@ -115,10 +122,6 @@ class EmbeddedRedis:
         process.stdin.close()
         return process
 
-    @property
-    def _log(self) -> Path:
-        return Path(self._directory.name) / "redis.log"
-
     def _wait_until_ready(self) -> str:
         """Empty, or why the server is not ready."""
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -128,7 +131,8 @@ class EmbeddedRedis:
             if self._answers():
                 return ""
             time.sleep(POLL_S)
-        self.stop()
+        self._process.kill()
+        self._process.wait()
         return f"no answer within {START_TIMEOUT_S:g} s"
 
     def _answers(self) -> bool:

@@ -1,12 +1,12 @@
--- Takes the smallest free slot for a worker.
+-- Takes the smallest free slot for a worker, which is listed from its first renewal on.
 --
 -- KEYS[1]  leases: slot -> "<expiry in ms> <incarnation> <worker id>"
 -- KEYS[2]  records: slot -> msgpack
--- ARGV     worker id, incarnation, record, ttl in ms, number of slots
+-- ARGV     worker id, incarnation, ttl in ms, number of slots
 -- returns  the slot, or -1 when all are taken
 --
 -- An earlier start of the same worker loses its slot here, so that a worker is never listed twice.
-local worker, incarnation, record = ARGV[1], ARGV[2], ARGV[3]
+local worker, incarnation = ARGV[1], ARGV[2]
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
@@ -22,12 +22,11 @@ for i = 1, #leases, 2 do
   end
 end
 
-for slot = 0, tonumber(ARGV[5]) - 1 do
+for slot = 0, tonumber(ARGV[4]) - 1 do
   local name = tostring(slot)
   if not taken[name] then
-    local expiry = string.format('%d', now + tonumber(ARGV[4]))
+    local expiry = string.format('%d', now + tonumber(ARGV[3]))
     redis.call('HSET', KEYS[1], name, expiry .. ' ' .. incarnation .. ' ' .. worker)
-    redis.call('HSET', KEYS[2], name, record)
     return slot
   end
 end

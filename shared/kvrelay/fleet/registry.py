@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable
 from importlib import resources
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -87,9 +87,9 @@ class Registry:
     async def join(self, record: WorkerRecord, ttl_s: float) -> WorkerRecord:
         """Takes the smallest free slot for `ttl_s` seconds; returns the record with it.
 
-        An earlier start of the same worker loses its lease. Raises FleetFull, RegistryUnavailable.
+        An earlier start of the same worker loses its lease. Raises FleetFull, LeaseLost, RegistryUnavailable.
         """
-        arguments = [record.worker_id, record.incarnation, encode_record(record), int(ttl_s * 1000), MAX_SLOTS]
+        arguments = [record.worker_id, record.incarnation, int(ttl_s * 1000), MAX_SLOTS]
         slot = int(await self._call(self._join(keys=self._keys(record.model), args=arguments)))
         if slot < 0:
             raise FleetFull(f"all {MAX_SLOTS} slots of model {record.model} are taken")

@@ -76,7 +76,8 @@ class TableCache:
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._entries: OrderedDict[BlockHash, _Entry] = OrderedDict()  # by last use, oldest first
+        self._entries: dict[BlockHash, _Entry] = {}
+        self._idle: OrderedDict[BlockHash, _Entry] = OrderedDict()  # nothing held; by last use, oldest first
         self._entry_of: dict[int, _Entry] = {}
         self._num_evictable = 0
         pool.attach(self)
@@ -96,8 +97,7 @@ class TableCache:
         length = self.peek(hashes)
         if not length:
             return []
-        self._entries.move_to_end(hashes[length - 1])
-        return list(self._entries[hashes[length - 1]].blocks)
+        return list(self._use(hashes[length - 1]).blocks)
 
     def peek(self, hashes: Sequence[BlockHash]) -> int:
         """That entry's length in blocks, or 0."""
@@ -111,9 +111,8 @@ class TableCache:
         self._check(hashes, blocks)
         if not hashes:
             return []
-        if known := self._entries.get(hashes[-1]):
-            self._entries.move_to_end(hashes[-1])
-            return list(known.blocks)
+        if hashes[-1] in self._entries:
+            return list(self._use(hashes[-1]).blocks)
         num_known = self.peek(hashes)
         entry = self._entry_of.get(blocks[0])
         if num_known and entry is not None and entry.hashes[-1] == hashes[num_known - 1]:
@@ -128,21 +127,18 @@ class TableCache:
             return self.insert(hashes, blocks)
         self._check(hashes, blocks)
         entry = self._entries.get(parent_hash)
-        if entry is not None and hashes and hashes[-1] not in self._entries:
-            self._lengthen(entry, hashes, blocks)
+        if entry is None or not hashes:
+            return list(blocks)
+        if hashes[-1] in self._entries:
+            return self._entries[hashes[-1]].blocks[-len(blocks) :]
+        self._lengthen(entry, hashes, blocks)
         return list(blocks)
 
     def evict(self, num_blocks: int) -> list[int]:
-        """Frees the least recently used entries of which nothing is held, until `num_blocks` blocks are free.
-
-        O(entries): it passes over those in use. Good enough for an ablation.
-        """
+        """Frees the least recently used entries of which nothing is held, until `num_blocks` blocks are free."""
         evicted: list[int] = []
-        for entry in list(self._entries.values()):
-            if len(evicted) >= num_blocks:
-                break
-            if not entry.num_pins:
-                evicted += self._withdraw(entry)
+        while self._idle and len(evicted) < num_blocks:
+            evicted += self._withdraw(next(iter(self._idle.values())))
         return evicted
 
     def remove(self, hashes: Sequence[BlockHash]) -> list[int]:
@@ -163,8 +159,7 @@ class TableCache:
         """For the pool: these blocks got their first hold."""
         for block in blocks:
             entry = self._entry_of[block]
-            if not entry.num_pins:
-                self._num_evictable -= len(entry.blocks)
+            self._not_idle(entry)
             entry.num_pins += 1
 
     def unpin(self, blocks: Sequence[int]) -> None:
@@ -174,7 +169,7 @@ class TableCache:
             entry.num_pins -= 1
             if not entry.num_pins:
                 self._num_evictable += len(entry.blocks)
-                self._entries.move_to_end(entry.hashes[-1])
+                self._idle[entry.hashes[-1]] = entry
 
     def check_integrity(self) -> None:
         """Recounts the entries. O(pool). Raises IntegrityError."""
@@ -186,6 +181,8 @@ class TableCache:
                 raise IntegrityError(f"the entry of blocks {entry.blocks} contradicts itself or the pool")
             if any(self._entry_of.get(block) is not entry for block in entry.blocks):
                 raise IntegrityError(f"blocks {entry.blocks} do not all lead to their entry")
+            if (self._idle.get(key) is entry) != (num_held == 0):
+                raise IntegrityError(f"the entry of blocks {entry.blocks} is idle or not, against its holds")
             num_evictable += 0 if num_held else len(entry.blocks)
         if num_evictable != self._num_evictable:
             raise IntegrityError(f"{num_evictable} blocks are evictable, counted as {self._num_evictable}")
@@ -203,9 +200,8 @@ class TableCache:
         if any(block in self._entry_of for block in blocks):
             return
         if entry.hashes:
+            self._not_idle(entry)
             del self._entries[entry.hashes[-1]]
-            if not entry.num_pins:
-                self._num_evictable -= len(entry.blocks)
         entry.hashes += hashes
         entry.blocks += blocks
         entry.num_pins += len(blocks)
@@ -214,10 +210,20 @@ class TableCache:
         self._pool.cache(blocks)
 
     def _withdraw(self, entry: _Entry) -> list[int]:
+        self._not_idle(entry)
         del self._entries[entry.hashes[-1]]
         for block in entry.blocks:
             del self._entry_of[block]
-        if not entry.num_pins:
-            self._num_evictable -= len(entry.blocks)
         self._pool.uncache(entry.blocks)
         return entry.blocks
+
+    def _use(self, key: BlockHash) -> _Entry:
+        """The entry, which counts as used now."""
+        if key in self._idle:
+            self._idle.move_to_end(key)
+        return self._entries[key]
+
+    def _not_idle(self, entry: _Entry) -> None:
+        """Takes an entry off the evictable ones, if it is there."""
+        if self._idle.pop(entry.hashes[-1], None) is not None:
+            self._num_evictable -= len(entry.blocks)

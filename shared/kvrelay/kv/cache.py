@@ -278,7 +278,7 @@ class PrefixCache:
             raise IntegrityError("the list by last use lacks evictable blocks")
 
     def _publish(self, parent_hash: BlockHash | None, hashes: Sequence[BlockHash], blocks: Sequence[int]) -> list[int]:
-        """Puts what is new of a chain under the cached `parent_hash`; the new blocks are held, so all of it is pinned."""
+        """Puts what is new of a chain under the cached `parent_hash`; its blocks are held, so the chain is pinned."""
         num_known = self._check_chain(parent_hash, hashes, blocks)
         stored = [self._block_of[block_hash] for block_hash in hashes[:num_known]]
         if num_known == len(hashes):

@@ -1,7 +1,7 @@
 """Free blocks as runs of neighbours: neighbouring blocks coalesce into one descriptor of a transfer.
 
-Boundary tags (Knuth, The Art of Computer Programming 1, 2.5) find a freed block's free neighbours; runs are binned by the
-bit length of their length. Taking a run and giving back a block are O(1), and cost no object per block.
+Boundary tags (Knuth, The Art of Computer Programming 1, 2.5) find a freed block's free neighbours; runs are binned by
+the bit length of their length. Taking a run and giving back a block are O(1), and cost no object per block.
 """
 
 from __future__ import annotations

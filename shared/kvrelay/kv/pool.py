@@ -1,9 +1,9 @@
 """The block pool: who holds which of a worker's blocks (Kwon et al., PagedAttention, SOSP 2023, section 4).
 
-A block may be held by several holders at once (prefixes are shared), and for several reasons (a running sequence's block
-may also be in flight). Its *label* is one: the strongest of its holds, else `cached`, else `free`; labels add up to the
-number of blocks. Cached and held blocks share the pool: nothing is set aside for either, and the cache yields when an
-allocation needs room (Zheng et al., SGLang, NeurIPS 2024, section 3).
+A block may be held by several holders at once (prefixes are shared), and for several reasons (a running sequence's
+block may also be in flight). Its *label* is one: the strongest of its holds, else `cached`, else `free`; labels add up
+to the number of blocks. Cached and held blocks share the pool: nothing is set aside for either, and the cache yields
+when an allocation needs room (Zheng et al., SGLang, NeurIPS 2024, section 3).
 
 Every operation checks all its blocks before it changes any; what raises has changed nothing.
 """

@@ -125,7 +125,7 @@ class ZmqReceiver:
                     port.emit(landed)
         except zmq.ContextTerminated:
             pass
-        except Exception as error:  # noqa: BLE001 - whatever ended the thread must be seen
+        except Exception as error:
             port.report_crash("kv-receiver", error)
         finally:
             self._socket.close(linger=0)

@@ -36,7 +36,8 @@ RECONNECT_AT_MOST_MS = 1000
 class SenderSettings:
     """`window` frames per receiver may be with ZMQ at once. An abort that has not drained after `drain_timeout_s`
     closes the connection; one that nobody used for `idle_close_s` is closed too. `checksum` adds a CRC-32 per frame,
-    which costs about as much as another copy."""
+    which costs about as much as another copy.
+    """
 
     sizes: FrameSizes = field(default_factory=FrameSizes)
     window: int = 8
@@ -120,7 +121,7 @@ class ZmqSender:
         courier = _Courier(self._pool, self._settings, self._commands, self.counters, self._machine)
         try:
             courier.run(port.emit)
-        except Exception as error:  # noqa: BLE001 - whatever ended the thread must be seen
+        except Exception as error:
             port.report_crash("kv-sender", error)
         finally:
             courier.close()

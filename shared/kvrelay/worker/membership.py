@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 
@@ -33,6 +34,7 @@ class Membership:
         self._interval_s = interval_s
         self._joined = asyncio.Event()
         self._changed = asyncio.Event()
+        self._stopped = False
 
     @property
     def joined(self) -> asyncio.Event:
@@ -40,9 +42,9 @@ class Membership:
         return self._joined
 
     async def run(self) -> None:
-        """Joins and renews until cancelled. Raises RegistryMisconfigured, which no waiting mends."""
+        """Joins and renews until `stop`. Raises RegistryMisconfigured, which no waiting mends."""
         available = True
-        while True:
+        while not self._stopped:
             try:
                 await self._once()
                 if not available:
@@ -61,6 +63,11 @@ class Membership:
             except RegistryError as error:
                 log.warning("%s", error)
             await self._pause()
+
+    def stop(self) -> None:
+        """Ends `run`. A flag and no cancellation, which a library in between might swallow."""
+        self._stopped = True
+        self._changed.set()
 
     async def announce(self, *, draining: bool) -> None:
         """Tells the fleet at once whether this worker drains."""
@@ -86,8 +93,7 @@ class Membership:
             await self._registry.renew(self._record, self._ttl_s)
 
     async def _pause(self) -> None:
-        try:
-            await asyncio.wait_for(self._changed.wait(), self._interval_s)
-        except TimeoutError:
-            pass
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._interval_s):
+                await self._changed.wait()
         self._changed.clear()

@@ -131,8 +131,9 @@ class WorkerShell:
         if not hasattr(self, "membership"):
             return
         self.steps.stop()
+        self.membership.stop()
         for task in self._tasks:
-            if task.get_name() != "steps":
+            if task.get_name() == "tick":
                 task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.membership.leave()

@@ -197,19 +197,17 @@ def test_a_process_that_was_stopped_blames_nobody_for_its_own_silence(network: N
     assert not a.lost() and not b.lost()
 
 
-def test_a_long_stop_does_not_delay_the_detection_of_a_later_death(network: Network) -> None:
+def test_a_stop_does_not_delay_the_detection_of_a_later_death(network: Network) -> None:
     a, b = network.start("a"), network.start("b")
     network.send(a, b.me, "hello")
     network.run(1.0)
     network.stop("b")
-    network.run(600.0)
+    network.run(PEER_TIMEOUT_S - 1)
     network.resume("b")
-    network.run(2.0)
-    network.send(a, b.me, "hello again")
-    network.run(1.0)
+    network.run(0.1)
     network.kill("a")
-    network.run(PEER_TIMEOUT_S + 0.6)
-    assert not b.links.is_open(a.me)
+    network.run(PEER_TIMEOUT_S + 0.2)
+    assert len(b.lost()) == 1
 
 
 def test_a_process_that_always_ticks_late_still_notices_a_death() -> None:
@@ -241,14 +239,13 @@ def test_a_forgotten_link_is_made_known_by_its_new_number(network: Network) -> N
 
 def test_messages_kept_from_a_lost_link_never_fill_a_gap_in_the_next(network: Network) -> None:
     a, b = network.start("a"), network.start("b")
-    network.send(b, a.me, "pairs us")
-    network.run(1.0)
     network.loss = 1.0
     network.send(a, b.me, "first")
     network.loss = 0.0
     network.send(a, b.me, "second")
-    network.run(0.1)
+    network.run(0.2)
     a.links._lose(next(iter(a.links._links.values())), "for this test")  # noqa: SLF001
+    network.run(2.0)
     network.send(a, b.me, "one")
     network.run(1.0)
     network.send(a, b.me, "two")

@@ -69,7 +69,9 @@ async def read_json_object(request: Request, limit_bytes: int) -> dict[str, Any]
         async with asyncio.timeout(BODY_TIMEOUT_S):
             body = await read_body(request, limit_bytes)
     except TimeoutError as error:
-        raise ApiError("The request body took too long to arrive", status=408, headers={"connection": "close"}) from error
+        raise ApiError(
+            "The request body took too long to arrive", status=408, headers={"connection": "close"}
+        ) from error
     except ClientDisconnect as error:
         raise ApiError("The client went away before its request was complete") from error
     try:

@@ -67,6 +67,17 @@ def no_worker_ready(message: str, retry_after_s: float) -> ApiError:
     )
 
 
+def too_many_requests(limit: int) -> ApiError:
+    """429 while as many requests are in progress as this router takes."""
+    return ApiError(
+        f"{limit} requests are in progress, which is as many as this router takes; try again later",
+        status=429,
+        error_type="rate_limit_error",
+        code="rate_limit_exceeded",
+        headers={"retry-after": "1"},
+    )
+
+
 def as_api_error(error: BaseException) -> ApiError:
     """What the client is told about any exception. Unexpected ones are logged, and keep their details here."""
     if isinstance(error, ApiError):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from kvrelay.protocol.sampling import TokenLogprobs
@@ -76,7 +77,7 @@ class Generation:
         }
         return {name: value for name, value in headers.items() if value}
 
-    async def steps(self) -> AsyncIterator[list[Step]]:
+    async def steps(self) -> AsyncGenerator[list[Step], None]:
         """Batches of steps, one a wake-up. Raises RequestFailed, also for a sequence that ends without a reason."""
         if len(self.runs) == 1:
             async for deltas in self._handles[0].deltas():
@@ -84,8 +85,8 @@ class Generation:
                 if self._all_finished():
                     return
         else:
-            async with asyncio.timeout(None):
-                async for number, deltas in _merged([handle.deltas for handle in self._handles]):
+            async with aclosing(_merged([handle.deltas for handle in self._handles])) as merged:
+                async for number, deltas in merged:
                     yield self._take(number, deltas)
                     if self._all_finished():
                         return
@@ -100,7 +101,7 @@ class Generation:
             if choice.finish_reason is not None:
                 continue
             if delta.cached_tokens is not None:
-                run.cached_tokens = max(run.cached_tokens, delta.cached_tokens)
+                run.cached_tokens = min(max(run.cached_tokens, delta.cached_tokens), len(run.request.prompt_ids))
             if delta.prompt_logprobs:
                 run.prompt_logprobs = delta.prompt_logprobs
             piece = choice.feed(delta)
@@ -116,7 +117,7 @@ def _joined(names: list[str | None]) -> str:
 
 async def _merged(
     sources: list[Callable[[], AsyncIterator[list[SequenceDelta]]]],
-) -> AsyncIterator[tuple[int, list[SequenceDelta]]]:
+) -> AsyncGenerator[tuple[int, list[SequenceDelta]], None]:
     """Batches of all sources as they come; the first failure ends all."""
     queue: asyncio.Queue[tuple[int, list[SequenceDelta] | BaseException | None]] = asyncio.Queue()
 

@@ -97,7 +97,10 @@ class _Legs:
 
 
 class SequenceAttempts:
-    """The machine. It begins WAITING for its first `Placed`. Feed every event to `handle`, do what it returns, in order."""
+    """The machine. It begins WAITING for its first `Placed`.
+
+    Feed every event to `handle`, and do what it returns, in order.
+    """
 
     def __init__(self, spec: SequenceSpec) -> None:
         self.spec = spec

@@ -15,7 +15,7 @@ class RunningRequest:
         self,
         request: GenerateRequest,
         on_stop: Callable[[RunningRequest, int], None],
-        on_cancel: Callable[[RunningRequest, str], None],
+        on_cancel: Callable[[RunningRequest], None],
     ) -> None:
         self.request = request
         self.served_by = ServedBy()
@@ -58,7 +58,7 @@ class RunningRequest:
     def cancel(self) -> None:
         """See `RequestHandle`."""
         if not self.is_over:
-            self._on_cancel(self, "the client is gone")
+            self._on_cancel(self)
 
     # -- for the dispatcher -------------------------------------------------------------------------------------------
 

@@ -63,9 +63,7 @@ class Placement:
 
     def place_decode(self, request_id: str, fingerprint: str, excluded: frozenset[str]) -> PeerRef | None:
         """Chooses another decode worker for a handoff that is under way."""
-        demand = Demand(
-            request_id=request_id, num_prompt_tokens=0, needs_decode=True, ordinal=self._next_ordinal()
-        )
+        demand = Demand(request_id=request_id, num_prompt_tokens=0, needs_decode=True, ordinal=self._next_ordinal())
         candidates = self._view.candidates(time.monotonic())
         chosen = decide_decode(self._policy, demand, candidates, fingerprint, excluded)
         return chosen.peer if chosen is not None else None

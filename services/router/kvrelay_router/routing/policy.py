@@ -75,8 +75,7 @@ def _least_loaded(candidates: Sequence[Candidate], demand: Demand) -> tuple[Cand
         return chosen, f"{chosen.worker_id} has the fewest prompt tokens ahead, {chosen.queued_tokens}"
     chosen = min(in_turn, key=lambda candidate: (candidate.num_sequences, -candidate.num_free_blocks))
     return chosen, (
-        f"{chosen.worker_id} has the fewest sequences, {chosen.num_sequences}, "
-        f"and {chosen.num_free_blocks} free blocks"
+        f"{chosen.worker_id} has the fewest sequences, {chosen.num_sequences}, and {chosen.num_free_blocks} free blocks"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Any
+from typing import Any, ClassVar
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
@@ -39,7 +39,7 @@ class ChatTemplateError(Exception):
 class _GenerationBlocks(Extension):
     """Lets `{% generation %}` blocks (they mark text for training) pass as what they contain."""
 
-    tags = {"generation"}
+    tags: ClassVar[set[str]] = {"generation"}
 
     def parse(self, parser: Parser) -> Node:
         """A block that renders its body."""
@@ -91,6 +91,7 @@ class ChatTemplate:
             raise ChatTemplateError(f"the model's chat template does not compile: {error}") from error
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
+        self._takes_parts = self._try_parts()
         self._dropped_roles = frozenset(role for role in PROBE_CHATS if self._drops(role))
 
     def render(
@@ -114,13 +115,19 @@ class ChatTemplate:
             prepared["role"] = "system"
         if prepared["role"] in self._dropped_roles:
             raise ChatTemplateError(f"the model's chat template has no place for the role '{message['role']}'")
+        if isinstance(message.get("content"), list) and not self._takes_parts:
+            prepared["content"] = "\n".join([part["text"] for part in message["content"]])
         return prepared
 
     def _tag_final(self, messages: list[Message]) -> str:
-        final_text = messages[-1].get("content")
-        if not isinstance(final_text, str):
+        content = messages[-1].get("content")
+        if isinstance(content, str):
+            messages[-1]["content"] = content + CONTINUE_TAG
+            return content
+        if not content:
             raise ChatTemplateError("the final message has no text to continue")
-        messages[-1]["content"] = final_text + CONTINUE_TAG
+        final_text: str = content[-1]["text"]
+        messages[-1]["content"] = [*content[:-1], {**content[-1], "text": final_text + CONTINUE_TAG}]
         return final_text
 
     def _render(self, messages: list[Message], **variables: Any) -> str:
@@ -132,6 +139,15 @@ class ChatTemplate:
             raise ChatTemplateError(str(error)) from error
         except Exception as error:
             raise ChatTemplateError(f"{type(error).__name__}: {error}") from error
+
+    def _try_parts(self) -> bool:
+        """Whether the template itself goes through a content's parts; else they are joined by newlines for it."""
+        parts = [{"type": "text", "text": PROBE}, {"type": "text", "text": PROBE}]
+        try:
+            text = self._render([{"role": "user", "content": parts}], add_generation_prompt=True)
+        except ChatTemplateError:
+            return False
+        return text.count(PROBE) == 2 and str(parts) not in text and "'text'" not in text
 
     def _drops(self, role: str) -> bool:
         """Whether messages of this role vanish silently. A template that raises says so itself, when it is used."""

@@ -82,8 +82,7 @@ class TextService:
             )
             return self.tokenizer.encode(text, add_special_tokens=options.add_special_tokens)
 
-        num_chars = sum(len(message.get("content") or "") for message in messages)
-        return await self._run(num_chars, render_and_encode)
+        return await self._run(sum(map(_num_chars, messages)), render_and_encode)
 
     async def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         """The text of token ids."""
@@ -114,3 +113,8 @@ class TextService:
     async def _run(self, num_units: int, work: Callable[[], T]) -> T:
         pool = self._long if num_units > LONG_TEXT_CHARS else self._short
         return await asyncio.get_running_loop().run_in_executor(pool, work)
+
+
+def _num_chars(message: Message) -> int:
+    content = message.get("content") or ""
+    return len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)

@@ -27,7 +27,7 @@ PASSED_ON = ("name", "tool_call_id", "reasoning_content")
 
 
 def _messages(value: Any) -> list[Message]:
-    """Messages as templates take them: contents are strings."""
+    """Messages as templates take them: contents are strings or lists of text parts."""
     if not isinstance(value, list):
         raise wrong_type("it must be a list of messages")
     if not value:
@@ -52,8 +52,8 @@ def _message(value: Any, index: int) -> Message:
     return message
 
 
-def _content(message: dict[str, Any], role: str, index: int) -> str:
-    """A string, or text parts, which are joined by newlines."""
+def _content(message: dict[str, Any], role: str, index: int) -> str | list[dict[str, str]]:
+    """A string or text parts; an assistant's message may have tool calls instead."""
     content = message.get("content")
     if isinstance(content, str):
         return content
@@ -61,18 +61,17 @@ def _content(message: dict[str, Any], role: str, index: int) -> str:
         return ""
     if not isinstance(content, list) or not content:
         raise wrong_type(f"the content of message {index} must be a string or a list of text parts")
-    return "\n".join([_part_text(part, index) for part in content])
+    return [_text_part(part, index) for part in content]
 
 
-def _part_text(part: Any, index: int) -> str:
+def _text_part(part: Any, index: int) -> dict[str, str]:
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
         raise wrong_type(f"the content parts of message {index} must be objects with a type")
     if part["type"] != "text":
         raise invalid(f"message {index} has a content part of type {part['type']!r}; only 'text' is supported")
     if not isinstance(part.get("text"), str):
         raise wrong_type(f"a text part of message {index} has no text")
-    text: str = part["text"]
-    return text
+    return {"type": "text", "text": part["text"]}
 
 
 def _as_list(calls: Any, index: int) -> list[Any]:

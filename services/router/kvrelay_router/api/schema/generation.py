@@ -50,7 +50,7 @@ def _bias_map(value: Any) -> dict[int, float]:
 
 
 def _off_if_null(value: Any) -> Any:
-    return 0 if value is None or value == -1 and not isinstance(value, bool) else value
+    return 0 if value is None or (value == -1 and not isinstance(value, bool)) else value
 
 
 def or_default(default: Any) -> BeforeValidator:

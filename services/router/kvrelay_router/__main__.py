@@ -1,0 +1,33 @@
+"""`python -m kvrelay_router`: one router."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from kvrelay.config import ConfigError, RouterConfig, load_config
+from kvrelay.telemetry.logs import setup_logging
+from kvrelay_router.server import run_router
+
+log = logging.getLogger(__name__)
+
+
+def main() -> int:
+    """Runs a router until it is told to stop; returns the exit status."""
+    try:
+        config = load_config(RouterConfig, prog="kvrelay router", description="One router.")
+    except ConfigError as error:
+        print(f"kvrelay router: {error}", file=sys.stderr)
+        return 2
+    setup_logging(config.log_level, config.log_format, router_id=config.router_id)
+    config.log_values(log)
+    try:
+        run_router(config)
+    except Exception as error:
+        log.exception("the router ends: %s", error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

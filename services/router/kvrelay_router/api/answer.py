@@ -1,0 +1,72 @@
+"""What completions and chat completions have in common when they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kvrelay.protocol.sampling import TokenLogprobs
+from kvrelay_router.api.choice import Choice, Piece
+from kvrelay_router.api.generation import PromptRun, Step
+
+
+@dataclass(slots=True)
+class Collected:
+    """All pieces of one choice."""
+
+    run: PromptRun
+    choice: Choice
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    stop_reason: str | int | None = None
+
+    def add(self, piece: Piece) -> None:
+        """Takes the next piece."""
+        self.texts.append(piece.text)
+        self.token_ids += piece.token_ids
+        self.logprobs += piece.logprobs
+        self.offsets += piece.offsets
+        if piece.stop_reason is not None:
+            self.stop_reason = piece.stop_reason
+
+    def whole(self) -> Piece:
+        """All of it as one piece."""
+        return Piece(
+            "".join(self.texts),
+            self.token_ids,
+            self.logprobs,
+            self.offsets,
+            self.choice.finish_reason,
+            self.stop_reason,
+        )
+
+
+class AnswerFormat(Protocol):
+    """How one kind of answer is written, in whole or as a stream."""
+
+    def chunk(self, step: Step) -> bytes:
+        """The stream's events for a step; empty if nothing is to be said yet."""
+        ...
+
+    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
+        """The event that ends a stream with its usage."""
+        ...
+
+    def whole(self, choices: list[Collected], usage: dict[str, Any]) -> dict[str, Any]:
+        """The plain answer."""
+        ...
+
+
+def usage_of(runs: Sequence[PromptRun]) -> dict[str, Any]:
+    """Tokens of all prompts (each once) and of all sequences that were drawn."""
+    prompt_tokens = sum(len(run.request.prompt_ids) for run in runs)
+    completion_tokens = sum(choice.num_tokens for run in runs for choice in run.choices)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(run.cached_tokens for run in runs)},
+    }

@@ -1,0 +1,69 @@
+"""Puts the HTTP API together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from kvrelay_router.api.chat import ChatEndpoint
+from kvrelay_router.api.completions import CompletionsEndpoint
+from kvrelay_router.api.errors import ApiError, on_api_error, on_http_exception
+from kvrelay_router.api.front import Front
+from kvrelay_router.api.operations import OperationRoutes
+from kvrelay_router.api.schema.chat import ChatRequest
+from kvrelay_router.api.schema.completion import CompletionRequest
+from kvrelay_router.api.schema.parsing import RequestModel
+from kvrelay_router.api.service import ApiService, InProgress
+from kvrelay_router.api.settings import ApiSettings
+from kvrelay_router.api.tokens import DetokenizeTokens, TokenizeText, TokenRoutes
+from kvrelay_router.dispatch.interface import Dispatcher
+from kvrelay_router.text.service import TextService
+
+
+def create_app(settings: ApiSettings, dispatcher: Dispatcher, text: TextService) -> FastAPI:
+    """The ASGI application. It owns neither the dispatcher nor the text service: closing them is the caller's."""
+    service = ApiService(settings, dispatcher, text, InProgress(settings.max_requests))
+    app = FastAPI(title="kvrelay", redirect_slashes=False)
+    app.add_middleware(Front, api_keys=settings.api_keys)
+    app.add_exception_handler(ApiError, on_api_error)
+    app.add_exception_handler(HTTPException, on_http_exception)
+    app.add_exception_handler(RequestValidationError, on_http_exception)
+    _add_generation(app, service)
+    _add_operations(app, service)
+    return app
+
+
+def _add_generation(app: FastAPI, service: ApiService) -> None:
+    tokens = TokenRoutes(service)
+    routes: list[tuple[str, Any, type[RequestModel]]] = [
+        ("/v1/completions", CompletionsEndpoint(service).serve, CompletionRequest),
+        ("/v1/chat/completions", ChatEndpoint(service).serve, ChatRequest),
+        ("/tokenize", tokens.tokenize, TokenizeText),
+        ("/detokenize", tokens.detokenize, DetokenizeTokens),
+    ]
+    for path, endpoint, model in routes:
+        app.add_api_route(path, endpoint, methods=["POST"], response_model=None, openapi_extra=_body_schema(model))
+
+
+def _add_operations(app: FastAPI, service: ApiService) -> None:
+    operations = OperationRoutes(service)
+    routes: list[tuple[str, Any]] = [
+        ("/v1/models", operations.models),
+        ("/v1/models/{model_id:path}", operations.model),
+        ("/health", operations.health),
+        ("/ready", operations.ready),
+        ("/version", operations.version),
+        ("/fleet", operations.fleet),
+        ("/requests/{request_id:path}", operations.request),
+    ]
+    for path, endpoint in routes:
+        app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
+
+
+def _body_schema(model: type[RequestModel]) -> dict[str, Any]:
+    """Bodies are read by the routes themselves, so the documentation is told their schema."""
+    schema = model.model_json_schema()
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

@@ -1,0 +1,158 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvrelay_router.api.admission import (
+    OutputLimits,
+    allowed_output,
+    check_model,
+    check_vocabulary,
+    known_limits,
+    make_requests,
+    make_sampling,
+    make_seed,
+)
+from kvrelay_router.api.answer import Collected
+from kvrelay_router.api.body import read_json_object
+from kvrelay_router.api.choice import Choice, Piece, StopRules
+from kvrelay_router.api.delivery import GenerationResponse
+from kvrelay_router.api.generation import PromptRun, Step
+from kvrelay_router.api.logprobs import chat_logprobs
+from kvrelay_router.api.schema.chat import ChatRequest, parse_chat
+from kvrelay_router.api.service import ApiService
+from kvrelay_router.dispatch.interface import ModelLimits
+
+
+class ChatEndpoint:
+    """Serves chat completions."""
+
+    def __init__(self, service: ApiService) -> None:
+        self._service = service
+
+    async def serve(self, http: Request) -> Response:
+        """Validates everything, then hands over to the response."""
+        service = self._service
+        request = parse_chat(await read_json_object(http, service.settings.max_body_bytes))
+        check_model(service.settings, request.model)
+        options = request.options
+        limits = known_limits(service.dispatcher)
+        check_vocabulary(request, limits)
+        prompt_ids = await service.encode_chat(request.messages, options)
+        run = self._plan(http, request, prompt_ids, limits)
+        names = service.names(http)
+        return GenerationResponse(
+            service,
+            [run],
+            ChatFormat(service, f"chatcmpl-{names.unique}", request),
+            stream=request.stream,
+            include_usage=request.include_usage,
+        )
+
+    def _plan(self, http: Request, request: ChatRequest, prompt_ids: list[int], limits: ModelLimits) -> PromptRun:
+        service = self._service
+        param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+        output = OutputLimits(asked=request.wanted_tokens, default=None, param=param)
+        sampling = make_sampling(
+            request,
+            max_tokens=allowed_output(len(prompt_ids), output, limits, "messages"),
+            logprobs=request.top_logprobs if request.logprobs else None,
+            prompt_logprobs=None,
+            seed=make_seed(request.seed),
+        )
+        (generate,) = make_requests(service.names(http), service.settings, request, [prompt_ids], [sampling], request.n)
+        service.aliases.remember(service.names(http), [generate])
+        stop = StopRules(
+            request.stop, frozenset(request.stop_token_ids), request.min_tokens, request.include_stop_str_in_output
+        )
+        choices = [
+            Choice(
+                index,
+                service.text.detokenizer(prompt_ids, skip_special_tokens=request.skip_special_tokens),
+                stop,
+            )
+            for index in range(request.n)
+        ]
+        return PromptRun(generate, choices)
+
+
+class ChatFormat:
+    """Writes chat completions."""
+
+    def __init__(self, service: ApiService, answer_id: str, request: ChatRequest) -> None:
+        self._tokenizer = service.text.tokenizer
+        self._request = request
+        self._head = service.answer_head(answer_id, "chat.completion")
+        self._chunk_head = {**self._head, "object": "chat.completion.chunk"}
+        self._prefix = b"data: " + orjson.dumps(self._chunk_head)[:-1] + b',"choices":[{"index":'
+        self._suffix = b'}],"usage":null}\n\n' if request.include_usage else b"}]}\n\n"
+        self._plain = not request.logprobs and not request.return_token_ids
+
+    def chunk(self, step: Step) -> bytes:
+        """The role at first; then an event a piece, none while everything is withheld."""
+        piece, choice = step.piece, step.choice
+        opening = b""
+        if not choice.started:
+            choice.started = True
+            opening = self._opening(step)
+        if not piece.text and piece.finish_reason is None:
+            return opening
+        delta = b'{"content":' + orjson.dumps(piece.text) + b"}" if piece.text else b"{}"
+        if self._plain and piece.finish_reason is None:
+            return opening + self._event(choice.index, delta, b',"logprobs":null,"finish_reason":null')
+        rest: dict[str, Any] = {
+            "logprobs": self._logprobs(piece),
+            "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
+        }
+        if self._request.return_token_ids:
+            rest["token_ids"] = piece.token_ids
+        return opening + self._event(choice.index, delta, b"," + orjson.dumps(rest)[1:-1])
+
+    def _opening(self, step: Step) -> bytes:
+        delta = b'{"role":"assistant","content":""}'
+        event = self._event(step.choice.index, delta, b',"logprobs":null,"finish_reason":null')
+        if not self._request.return_token_ids:
+            return event
+        prompt = b',"prompt_token_ids":' + orjson.dumps(step.run.request.prompt_ids) + b"}\n\n"
+        return event[: -len(b"}\n\n")] + prompt
+
+    def _event(self, index: int, delta: bytes, rest: bytes) -> bytes:
+        return b'%b%d,"delta":%b%b%b' % (self._prefix, index, delta, rest, self._suffix)
+
+    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
+        """The last event: no choice, but the usage."""
+        return b"data: " + orjson.dumps({**self._chunk_head, "choices": [], "usage": usage}) + b"\n\n"
+
+    def whole(self, choices: list[Collected], usage: dict[str, Any]) -> dict[str, Any]:
+        """The plain answer."""
+        answer: dict[str, Any] = {
+            **self._head,
+            "choices": [self._choice(each.choice.index, each.whole()) for each in choices],
+            "usage": usage,
+        }
+        if self._request.return_token_ids:
+            answer["prompt_token_ids"] = choices[0].run.request.prompt_ids
+        return answer
+
+    def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
+        content: dict[str, Any] = {
+            "index": index,
+            "message": {"role": "assistant", "content": piece.text, "refusal": None},
+            "logprobs": self._logprobs(piece),
+            "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
+        }
+        if self._request.return_token_ids:
+            content["token_ids"] = piece.token_ids
+        return content
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+        if not self._request.logprobs:
+            return None
+        return chat_logprobs(self._tokenizer, piece.logprobs, self._request.top_logprobs)

@@ -1,0 +1,109 @@
+"""The HTTP answer of a generation: runs it, writes it, and ends it when the client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import aclosing
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from kvrelay_router.api.answer import AnswerFormat, Collected, usage_of
+from kvrelay_router.api.client_watch import ClientGone, ClientWatch
+from kvrelay_router.api.errors import ApiError, as_api_error
+from kvrelay_router.api.generation import Generation, PromptRun
+from kvrelay_router.api.service import ApiService
+
+TIMEOUT_GRACE_S = 5.0
+"""Dispatch keeps the deadline; this much later the HTTP layer gives up on its own, so that nothing ever hangs."""
+
+DONE = b"data: [DONE]\n\n"
+
+STREAM_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+
+
+class GenerationResponse(Response):
+    """Serves one validated generation. Nothing is submitted before it is called."""
+
+    def __init__(
+        self,
+        service: ApiService,
+        runs: Sequence[PromptRun],
+        answer: AnswerFormat,
+        *,
+        stream: bool,
+        include_usage: bool,
+    ) -> None:
+        self.background = None
+        self._service = service
+        self._runs = runs
+        self._answer = answer
+        self._stream = stream
+        self._include_usage = include_usage
+        self._timeout_s = service.settings.request_timeout_s + TIMEOUT_GRACE_S
+        self._stream_started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Runs the generation to its end, in one way or another."""
+        try:
+            async with ClientWatch(receive):
+                try:
+                    await self._run(scope, receive, send)
+                except Exception as error:
+                    await self._fail(as_api_error(error), scope, receive, send)
+        except ClientGone:
+            return
+        except asyncio.CancelledError:
+            stopping = ApiError("The server is stopping", status=503, error_type="server_error", code="stopping")
+            await self._fail(stopping, scope, receive, send)
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with asyncio.timeout(self._timeout_s):
+            with self._service.in_progress, Generation(self._service.dispatcher, self._runs) as generation:
+                if self._stream:
+                    await self._send_stream(generation, send)
+                    return
+                response = await self._whole(generation)
+        await response(scope, receive, send)
+
+    async def _whole(self, generation: Generation) -> Response:
+        collected = [Collected(run, choice) for run in self._runs for choice in run.choices]
+        by_choice = {id(each.choice): each for each in collected}
+        async with aclosing(generation.steps()) as batches:
+            async for steps in batches:
+                for step in steps:
+                    by_choice[id(step.choice)].add(step.piece)
+        content = self._answer.whole(collected, usage_of(self._runs))
+        return Response(orjson.dumps(content), headers=generation.served_by_headers(), media_type="application/json")
+
+    async def _send_stream(self, generation: Generation, send: Send) -> None:
+        """The answer starts with the first delta, so whatever fails before it still gets its status."""
+        chunk = self._answer.chunk
+        async with aclosing(generation.steps()) as batches:
+            async for steps in batches:
+                if not self._stream_started:
+                    await self._start_stream(generation, send)
+                if events := b"".join([chunk(step) for step in steps]):
+                    await send({"type": "http.response.body", "body": events, "more_body": True})
+        ending = self._answer.usage_chunk(usage_of(self._runs)) if self._include_usage else b""
+        await send({"type": "http.response.body", "body": ending + DONE})
+
+    async def _start_stream(self, generation: Generation, send: Send) -> None:
+        self._stream_started = True
+        headers = STREAM_HEADERS | generation.served_by_headers()
+        raw = [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": raw})
+
+    async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        """A status while nothing was sent; an event in a stream."""
+        if not self._stream_started:
+            await error.response()(scope, receive, send)
+            return
+        event = b"data: " + orjson.dumps(error.body()) + b"\n\n" + DONE
+        await send({"type": "http.response.body", "body": event})

@@ -1,0 +1,74 @@
+"""Models, health and the fleet."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+from kvrelay_router.api.errors import ApiError, model_not_found, no_worker_ready
+from kvrelay_router.api.service import ApiService
+
+ANSWER_PREFIXES = ("chatcmpl-", "cmpl-")
+
+
+class OperationRoutes:
+    """Everything that is read, not generated."""
+
+    def __init__(self, service: ApiService) -> None:
+        self._service = service
+        self._version = version("kvrelay")
+
+    async def models(self) -> dict[str, Any]:
+        """All names of the model."""
+        return {"object": "list", "data": [self._model(name) for name in self._service.settings.model_names]}
+
+    async def model(self, model_id: str) -> dict[str, Any]:
+        """One name of the model, or 404."""
+        if model_id not in self._service.settings.model_names:
+            raise model_not_found(model_id)
+        return self._model(model_id)
+
+    def _model(self, name: str) -> dict[str, Any]:
+        settings = self._service.settings
+        limits = self._service.dispatcher.limits()
+        return {
+            "id": name,
+            "object": "model",
+            "created": settings.created,
+            "owned_by": "kvrelay",
+            "root": settings.model_name,
+            "max_model_len": limits.max_model_len if limits else None,
+        }
+
+    async def health(self) -> dict[str, str]:
+        """The process is alive."""
+        return {"status": "ok"}
+
+    async def ready(self) -> dict[str, str]:
+        """A request could be placed now, or 503."""
+        if not self._service.dispatcher.ready():
+            raise no_worker_ready("No worker is ready", 1.0)
+        return {"status": "ready"}
+
+    async def version(self) -> dict[str, str]:
+        """The version of this router."""
+        return {"version": self._version}
+
+    async def fleet(self) -> dict[str, Any]:
+        """All workers, with their state, queues and blocks."""
+        return await self._service.dispatcher.fleet()
+
+    async def request(self, request_id: str) -> dict[str, Any]:
+        """What became of a request, or 404. Takes `x-request-id` and answer ids; several prompts give a list."""
+        names = self._service.aliases.resolve(_bare(request_id))
+        found = [each for each in map(self._service.dispatcher.recent_request, names) if each is not None]
+        if not found:
+            raise ApiError(f"No request '{request_id}' is known", status=404, code="request_not_found")
+        return found[0] if len(found) == 1 else {"requests": found}
+
+
+def _bare(request_id: str) -> str:
+    for prefix in ANSWER_PREFIXES:
+        if request_id.startswith(prefix):
+            return request_id.removeprefix(prefix)
+    return request_id

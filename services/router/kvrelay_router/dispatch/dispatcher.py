@@ -1,0 +1,305 @@
+"""The way from the HTTP layer to the workers and back: requests in, messages out, tokens back.
+
+Everything runs on one event loop, and every event is handled to its end before the next: no lock, no await within.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from kvrelay.messaging.messenger import Messenger
+from kvrelay.protocol.link import Delivered, LinkEvent, PeerLost, PeerRefused
+from kvrelay.protocol.messages import Failed, FirstToken, NeedDecode, PeerRef, Status, TokenBatch, pack_tokens
+from kvrelay_router.dispatch.attempt import SequenceAttempts, SequenceSpec
+from kvrelay_router.dispatch.events import (
+    AttemptFailed,
+    Cancelled,
+    DecodeNeeded,
+    Event,
+    FirstTokenCame,
+    StopMatched,
+    TokensCame,
+    WorkerLost,
+)
+from kvrelay_router.dispatch.handle import RunningRequest
+from kvrelay_router.dispatch.interface import GenerateRequest, ModelLimits, NoWorkerReady, RequestFailed
+from kvrelay_router.dispatch.load import OutstandingLoad
+from kvrelay_router.dispatch.placement import Placement
+from kvrelay_router.dispatch.records import RequestRecord, RequestRecords
+from kvrelay_router.dispatch.runner import SequenceRunner
+from kvrelay_router.dispatch.running import DispatchSettings, Running, RunningSequence
+from kvrelay_router.fleet_view import FleetView, KnownWorker, WorkerState
+from kvrelay_router.fleet_watch import FleetWatch, ListWorkers
+from kvrelay_router.routing.candidates import NoPlacement
+
+log = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 1.0
+OVERLOAD_RETRY_AFTER_S = 1.0
+OUTCOMES = ("submitted", "finished", "failed", "timed_out", "cancelled", "refused")
+
+
+class RouterDispatcher:
+    """A `Dispatcher`. `start` on the event loop, `drain` and `close` at the end."""
+
+    def __init__(
+        self,
+        open_messenger: Callable[[Callable[[LinkEvent], None]], Messenger],
+        list_workers: ListWorkers,
+        settings: DispatchSettings | None = None,
+    ) -> None:
+        self.settings = settings or DispatchSettings()
+        self.load = OutstandingLoad()
+        self.view = FleetView(self.load, _log_state)
+        self.messenger = open_messenger(self._on_event)
+        self._placement = Placement(self.view, self.settings.policy, self.settings.local_prefill_tokens)
+        self._runner = SequenceRunner(
+            self.messenger.send, self._placement, self.load, self._sequence_ended, self.settings.wait_for_worker_s
+        )
+        self.watch = FleetWatch(
+            self.view,
+            list_workers,
+            self.messenger.send,
+            self._runner.place_waiting,
+            registry_interval_s=self.settings.registry_interval_s,
+            status_interval_s=self.settings.status_interval_s,
+        )
+        self._records = RequestRecords(max(self.settings.num_recent_requests, 2 * self.settings.max_requests))
+        self._running: dict[RunningRequest, Running] = {}
+        self._sequences: dict[tuple[str, int], RunningSequence] = {}
+        self._counts: Counter[str] = Counter()
+        self._is_accepting = True
+        self._is_closed = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def num_running(self) -> int:
+        """Requests in progress."""
+        return len(self._running)
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begins to talk. To be called on the event loop."""
+        self.messenger.start()
+        self.watch.start()
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Takes no new requests and waits for the running ones; whether all finished in time."""
+        self._is_accepting = False
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Cancels what still runs, tells the workers, and closes the sockets. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_accepting, self._is_closed = False, True
+        for running in list(self._running.values()):
+            self._end(running, "failed", RequestFailed("the router is shutting down"))
+        await self.watch.close()
+        give_up_at = time.monotonic() + CLOSE_TIMEOUT_S
+        while self.messenger.num_unacked and time.monotonic() < give_up_at:
+            await asyncio.sleep(0.01)
+        self.messenger.close()
+
+    # -- for the HTTP layer -------------------------------------------------------------------------------------------
+
+    def limits(self) -> ModelLimits | None:
+        """See `Dispatcher`."""
+        return self.view.limits(time.monotonic())
+
+    def ready(self) -> bool:
+        """See `Dispatcher`."""
+        return self._is_accepting and self._placement.is_possible()
+
+    def submit(self, request: GenerateRequest) -> RunningRequest:
+        """See `Dispatcher`. Raises NoWorkerReady, also when too many requests are in progress."""
+        self._check_room(request)
+        decision = self._placement.place(
+            request.request_id,
+            num_prompt_tokens=len(request.prompt_ids),
+            needs_decode=request.sampling.max_tokens > 1,
+            num_sequences=request.num_sequences,
+        )
+        if isinstance(decision, NoPlacement):
+            self._counts["refused"] += 1
+            raise NoWorkerReady(decision.reason)
+        running = self._begin(request)
+        for sequence in list(running.sequences.values()):
+            self._runner.place(sequence, decision, "")
+        return running.handle
+
+    async def fleet(self) -> dict[str, Any]:
+        """See `Dispatcher`."""
+        live = await self.watch.ask_all(self.settings.live_timeout_s)
+        fallbacks = self._placement.fallbacks
+        me = self.messenger.me
+        return {
+            "router": {
+                "router_id": me.peer_id,
+                "incarnation": me.incarnation,
+                "address": me.address,
+                "accepting": self._is_accepting,
+                "registry": self.watch.registry_is_away or "ok",
+            },
+            "workers": self.view.describe(live, time.monotonic()),
+            "requests": {
+                "running": len(self._running),
+                "running_sequences": len(self._sequences),
+                "sequences_waiting_for_worker": self._runner.num_waiting,
+                "retries": self._runner.num_retries,
+                **{outcome: self._counts[outcome] for outcome in OUTCOMES},
+            },
+            "fallback": {
+                "decode_alone_requests": fallbacks.num_requests,
+                "active": fallbacks.is_active,
+                "reason": fallbacks.reason,
+            },
+        }
+
+    def recent_request(self, request_id: str) -> dict[str, Any] | None:
+        """See `Dispatcher`."""
+        record = self._records.get(request_id)
+        return record.as_json() if record is not None else None
+
+    # -- beginnings and ends ------------------------------------------------------------------------------------------
+
+    def _check_room(self, request: GenerateRequest) -> None:
+        if not self._is_accepting:
+            raise NoWorkerReady("the router is shutting down")
+        if len(self._running) >= self.settings.max_requests:
+            self._counts["refused"] += 1
+            limit = self.settings.max_requests
+            raise NoWorkerReady(f"overloaded: {limit} requests are in progress", OVERLOAD_RETRY_AFTER_S)
+        if self._records.get(request.request_id) is not None:
+            raise ValueError(f"request id {request.request_id} was used already")
+
+    def _begin(self, request: GenerateRequest) -> Running:
+        handle = RunningRequest(request, self._stop, self._cancel)
+        record = RequestRecord(request)
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(request.timeout_s, self._deadline_passed, handle)
+        running = Running(handle, record, time.monotonic() + request.timeout_s, timer)
+        prompt = pack_tokens(request.prompt_ids)
+        for index in range(request.num_sequences):
+            spec = SequenceSpec(
+                sequence=index,
+                prompt=prompt,
+                num_prompt_tokens=len(request.prompt_ids),
+                sampling=request.sampling,
+                cache_salt=request.cache_salt,
+                priority=request.priority,
+                max_attempts=self.settings.max_attempts,
+            )
+            sequence = RunningSequence(index, SequenceAttempts(spec), running, record.sequences[index])
+            running.sequences[index] = self._sequences[request.request_id, index] = sequence
+        self._running[handle] = running
+        self._records.add(record)
+        self._counts["submitted"] += 1
+        self._idle.clear()
+        return running
+
+    def _sequence_ended(self, sequence: RunningSequence, error: str | None) -> None:
+        running = sequence.running
+        del self._sequences[sequence.request_id, sequence.index]
+        del running.sequences[sequence.index]
+        sequence.record.finished_ms = running.record.elapsed_ms()
+        sequence.record.error = error
+        if error is None:
+            running.handle.finish(sequence.index)
+        else:
+            self._end(running, "failed", RequestFailed(error))
+        if not running.sequences and running.handle in self._running:
+            self._forget(running)
+
+    def _end(self, running: Running, outcome: str, error: RequestFailed) -> None:
+        """Cancels all unfinished sequences; the client, if it still listens, gets the error."""
+        if running.outcome == "finished":
+            running.outcome, running.record.error = outcome, str(error)
+        running.handle.fail(error)
+        for sequence in list(running.sequences.values()):
+            self._runner.feed(sequence, Cancelled(str(error)))
+
+    def _forget(self, running: Running) -> None:
+        del self._running[running.handle]
+        running.deadline_timer.cancel()
+        running.record.state = running.outcome
+        self._counts[running.outcome] += 1
+        if not self._running:
+            self._idle.set()
+
+    def _stop(self, handle: RunningRequest, sequence: int) -> None:
+        found = self._sequences.get((handle.request.request_id, sequence))
+        if found is not None:
+            found.record.finish = "stop_string"
+            self._runner.feed(found, StopMatched())
+
+    def _cancel(self, handle: RunningRequest) -> None:
+        running = self._running.get(handle)
+        if running is not None:
+            self._end(running, "cancelled", RequestFailed("the client cancelled the request"))
+
+    def _deadline_passed(self, handle: RunningRequest) -> None:
+        running = self._running.get(handle)
+        if running is not None:
+            timeout_s = handle.request.timeout_s
+            error = RequestFailed(f"the request did not finish within {timeout_s:g} s", timed_out=True)
+            self._end(running, "timed_out", error)
+
+    # -- from the workers ---------------------------------------------------------------------------------------------
+
+    def _on_event(self, event: LinkEvent) -> None:
+        match event:
+            case Delivered():
+                self._on_message(event)
+            case PeerLost(peer=peer, reason=reason):
+                self.view.lost(peer, reason, time.monotonic())
+                self._worker_gone(peer, reason)
+            case PeerRefused(peer=peer, reason=reason):
+                self.view.refused(peer, reason, time.monotonic())
+                self._worker_gone(peer, reason)
+
+    def _on_message(self, message: Delivered) -> None:
+        peer, header, body = message.peer, message.header, message.body
+        match body:
+            case TokenBatch(entries=entries):
+                for entry in entries:
+                    sequence = self._sequences.get((entry.request, entry.sequence))
+                    if sequence is not None:
+                        self._runner.feed(sequence, TokensCame(peer, entry))
+                    elif entry.usage is not None:
+                        self._records.usage_came_late(entry.request, entry.sequence, entry.usage)
+            case FirstToken():
+                self._tell(message, FirstTokenCame(peer, header.attempt, body))
+            case NeedDecode(reason=reason, excluded=excluded):
+                self._tell(message, DecodeNeeded(peer, header.attempt, reason, frozenset(excluded)))
+            case Failed(cause=cause, retriable=retriable):
+                self._tell(message, AttemptFailed(peer, header.attempt, cause, retriable))
+            case Status():
+                self.watch.on_status(peer, body)
+            case _:
+                log.warning("%s sent a %s, which is not for a router", peer.peer_id, type(body).__name__)
+
+    def _tell(self, message: Delivered, event: Event) -> None:
+        sequence = self._sequences.get((message.header.request, message.header.sequence))
+        if sequence is not None:
+            self._runner.feed(sequence, event)
+
+    def _worker_gone(self, peer: PeerRef, reason: str) -> None:
+        for sequence in list(self._sequences.values()):
+            if sequence.machine.involves(peer):
+                self._runner.feed(sequence, WorkerLost(peer, reason))
+
+
+def _log_state(worker: KnownWorker, state: WorkerState, reason: str) -> None:
+    log.info("worker %s is %s: %s", worker.record.worker_id, state, reason)

@@ -1,0 +1,193 @@
+"""Does what the attempts' machines say: sends, delivers, places, and waits for workers where there are none."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from kvrelay.protocol.messages import AnyBody, PeerRef
+from kvrelay_router.dispatch.attempt import IllegalEvent
+from kvrelay_router.dispatch.events import (
+    AttemptFailed,
+    DecodeChosen,
+    Deliver,
+    Ended,
+    Event,
+    FindDecode,
+    FindPlacement,
+    FirstTokenCame,
+    Instruction,
+    NotPlaced,
+    Placed,
+    Send,
+    TokensCame,
+)
+from kvrelay_router.dispatch.interface import SequenceDelta
+from kvrelay_router.dispatch.load import OutstandingLoad
+from kvrelay_router.dispatch.placement import Placement
+from kvrelay_router.dispatch.running import RunningSequence
+from kvrelay_router.routing.candidates import Decision
+
+log = logging.getLogger(__name__)
+
+
+class SendMessage(Protocol):
+    """`Messenger.send`."""
+
+    def __call__(
+        self, peer: PeerRef, body: AnyBody, *, request: str, attempt: int, sequence: int, trace: str
+    ) -> None: ...
+
+
+class SequenceRunner:
+    """Owns no sequence: `on_ended` tells their owner, once for each."""
+
+    def __init__(
+        self,
+        send: SendMessage,
+        placement: Placement,
+        load: OutstandingLoad,
+        on_ended: Callable[[RunningSequence, str | None], None],
+        wait_for_worker_s: float,
+    ) -> None:
+        self.num_illegal = 0
+        self.num_retries = 0
+        self._send = send
+        self._placement = placement
+        self._load = load
+        self._on_ended = on_ended
+        self._wait_for_worker_s = wait_for_worker_s
+        self._waiting: dict[RunningSequence, None] = {}  # in the order in which they came
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for a worker."""
+        return len(self._waiting)
+
+    def feed(self, sequence: RunningSequence, event: Event) -> None:
+        """Tells the machine, and follows it."""
+        try:
+            instructions = sequence.machine.handle(event)
+        except IllegalEvent as error:
+            self._contradicted(sequence, event, error)
+            return
+        for instruction in instructions:
+            self._follow(sequence, instruction)
+        is_plain = len(instructions) == 1 and type(instructions[0]) is Deliver
+        if sequence.held.prefill is not None or not is_plain:
+            self._move_load(sequence)
+
+    def place(self, sequence: RunningSequence, decision: Decision, cause: str) -> None:
+        """Sends an attempt to the workers chosen for it."""
+        prefill = decision.prefill.peer if decision.prefill is not None else None
+        decode = decision.decode.peer if decision.decode is not None else None
+        running = sequence.running
+        sequence.fingerprint = decision.fingerprint
+        running.record.placed(sequence.index, sequence.machine.attempt, decision, cause)
+        served_by = running.handle.served_by
+        served_by.prefill = prefill.peer_id if prefill is not None else None
+        served_by.decode = decode.peer_id if decode is not None else None
+        timeout_s = max(0.0, running.deadline - time.monotonic())
+        self.feed(sequence, Placed(prefill, decode, timeout_s))
+
+    def place_waiting(self) -> None:
+        """Tries again for those that wait for a worker."""
+        for sequence in list(self._waiting):
+            if sequence.waiting_for is not None:
+                self._find_placement(sequence, sequence.waiting_for)
+
+    # -- instructions -------------------------------------------------------------------------------------------------
+
+    def _follow(self, sequence: RunningSequence, instruction: Instruction) -> None:
+        match instruction:
+            case Deliver(delta=delta):
+                self._deliver(sequence, delta)
+            case Send(worker=worker, attempt=attempt, body=body):
+                trace = sequence.running.handle.request.trace
+                self._send(
+                    worker,
+                    body,
+                    request=sequence.request_id,
+                    attempt=attempt,
+                    sequence=sequence.index,
+                    trace=trace,
+                )
+            case FindPlacement():
+                self.num_retries += 1
+                log.warning(
+                    "request %s sequence %d: attempt %d, because %s",
+                    sequence.request_id,
+                    sequence.index,
+                    instruction.attempt,
+                    instruction.cause,
+                )
+                self._find_placement(sequence, instruction)
+            case FindDecode():
+                self._find_decode(sequence, instruction)
+            case Ended(error=error):
+                self._stop_waiting(sequence)
+                self._on_ended(sequence, error)
+
+    def _deliver(self, sequence: RunningSequence, delta: SequenceDelta) -> None:
+        record = sequence.record
+        if record.first_token_ms is None:
+            record.first_token_ms = sequence.running.record.elapsed_ms()
+        record.num_output_tokens += len(delta.token_ids)
+        if delta.cached_tokens is not None:
+            record.cached_tokens = delta.cached_tokens
+        if delta.usage is not None:
+            record.usage = delta.usage
+        if delta.finish is not None:
+            record.finish = str(delta.finish)
+        sequence.running.handle.deliver(delta)
+
+    def _find_placement(self, sequence: RunningSequence, wish: FindPlacement) -> None:
+        machine = sequence.machine
+        decision = self._placement.place(
+            sequence.request_id,
+            num_prompt_tokens=machine.spec.num_prompt_tokens + len(machine.output),
+            needs_decode=machine.needs_decode,
+            avoid=wish.avoid,
+        )
+        if isinstance(decision, Decision):
+            self._stop_waiting(sequence)
+            self.place(sequence, decision, wish.cause)
+        elif sequence.waiting_for is None:
+            sequence.waiting_for = wish
+            self._waiting[sequence] = None
+            loop = asyncio.get_running_loop()
+            reason = f"{wish.cause}; then {decision.reason}, for {self._wait_for_worker_s:g} s"
+            sequence.waiting_timer = loop.call_later(self._wait_for_worker_s, self.feed, sequence, NotPlaced(reason))
+
+    def _stop_waiting(self, sequence: RunningSequence) -> None:
+        if sequence.waiting_timer is not None:
+            sequence.waiting_timer.cancel()
+        sequence.waiting_for = sequence.waiting_timer = None
+        self._waiting.pop(sequence, None)
+
+    def _find_decode(self, sequence: RunningSequence, wish: FindDecode) -> None:
+        decode = self._placement.place_decode(sequence.request_id, sequence.fingerprint, wish.excluded)
+        sequence.running.record.reassigned(sequence.index, decode, wish.cause)
+        sequence.running.handle.served_by.decode = decode.peer_id if decode is not None else None
+        self.feed(sequence, DecodeChosen(decode))
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _move_load(self, sequence: RunningSequence) -> None:
+        machine = sequence.machine
+        if machine.is_over:
+            self._load.move(sequence.held, None, 0, None)
+            return
+        num_tokens = machine.spec.num_prompt_tokens + len(machine.output)
+        self._load.move(sequence.held, machine.prefill if machine.prefill_is_busy else None, num_tokens, machine.decode)
+
+    def _contradicted(self, sequence: RunningSequence, event: Event, error: IllegalEvent) -> None:
+        """A worker broke the protocol. Dropping its message alone could leave the client waiting: the attempt ends."""
+        self.num_illegal += 1
+        log.error("request %s sequence %d: %s", sequence.request_id, sequence.index, error)
+        if isinstance(event, FirstTokenCame | TokensCame) and sequence.machine.involves(event.worker):
+            cause = f"{event.worker.peer_id} broke the protocol: {error}"
+            self.feed(sequence, AttemptFailed(event.worker, sequence.machine.attempt, cause, retriable=True))

@@ -1,0 +1,59 @@
+"""Requests and sequences in progress: what the shell keeps beside their machines."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from kvrelay_router.dispatch.attempt import SequenceAttempts
+from kvrelay_router.dispatch.events import FindPlacement
+from kvrelay_router.dispatch.handle import RunningRequest
+from kvrelay_router.dispatch.load import Held
+from kvrelay_router.dispatch.records import RequestRecord, SequenceRecord
+from kvrelay_router.routing.policy import PolicyName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DispatchSettings:
+    """Times in seconds."""
+
+    policy: PolicyName = "least_loaded"
+    local_prefill_tokens: int = 0  # prompts not longer than this go to decode alone
+    max_attempts: int = 3
+    max_requests: int = 1024  # in progress; more are refused
+    wait_for_worker_s: float = 30.0  # a retry that finds no worker ready waits so long for one
+    num_recent_requests: int = 2000
+    registry_interval_s: float = 0.5
+    status_interval_s: float = 1.0
+    live_timeout_s: float = 0.5
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A request in progress. It is over when its last sequence is."""
+
+    handle: RunningRequest
+    record: RequestRecord
+    deadline: float  # monotonic
+    deadline_timer: asyncio.TimerHandle
+    sequences: dict[int, RunningSequence] = field(default_factory=dict)  # the unfinished ones
+    outcome: str = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class RunningSequence:
+    """A sequence in progress."""
+
+    index: int
+    machine: SequenceAttempts
+    running: Running
+    record: SequenceRecord
+    held: Held = field(default_factory=Held)
+    fingerprint: str = ""  # of the current attempt's workers
+    waiting_for: FindPlacement | None = None  # while no worker is ready
+    waiting_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def request_id(self) -> str:
+        """Of the request it belongs to."""
+        return self.running.handle.request.request_id

@@ -1,0 +1,165 @@
+"""The router process: text service, messenger, fleet, HTTP endpoint, signals. Starts, runs and drains as workers do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import Callable
+
+from kvrelay.config.common import is_wildcard
+from kvrelay.config.router import RouterConfig
+from kvrelay.fleet import Registry
+from kvrelay.messaging.messenger import Messenger
+from kvrelay.protocol.link import LinkEvent, LinkSettings
+from kvrelay_router.api.app import create_app
+from kvrelay_router.api.server import HttpServer, serve
+from kvrelay_router.api.settings import ApiSettings
+from kvrelay_router.dispatch.dispatcher import RouterDispatcher
+from kvrelay_router.dispatch.running import DispatchSettings
+from kvrelay_router.text.service import TextService
+
+log = logging.getLogger(__name__)
+
+HTTP_GRACE_S = 5.0
+"""After the drain, the last answers get so long to be written."""
+
+
+class RouterServer:
+    """One router: `startup`, `main_loop`, `shutdown`."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self.config = config
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._text: TextService | None = None
+        self._registry: Registry | None = None
+        self._dispatcher: RouterDispatcher | None = None
+        self._http: HttpServer | None = None
+
+    async def serve(self) -> None:
+        """Runs until SIGTERM or SIGINT, then drains. A second signal ends the drain at once."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        try:
+            await self.startup()
+            await self.main_loop()
+        finally:
+            await self.shutdown()
+
+    async def startup(self) -> None:
+        """Loads the tokenizer, joins the fleet's conversation, opens the HTTP endpoint."""
+        config = self.config
+        started = time.monotonic()
+        self._text = await asyncio.to_thread(TextService.load, config.model)
+        log.info("tokenizer of %s loaded in %.1f s", config.model, time.monotonic() - started)
+        self._registry = registry = Registry(config.redis_url, config.redis_prefix)
+        self._dispatcher = RouterDispatcher(
+            self._open_messenger, lambda: registry.list_workers(config.served_model_name), _dispatch_settings(config)
+        )
+        self._dispatcher.start()
+        app = create_app(_api_settings(config), self._dispatcher, self._text)
+        self._http = await serve(
+            app, config.host, config.port, graceful_timeout_s=config.drain_timeout_s + HTTP_GRACE_S
+        )
+        log.info("serving %s at http://%s:%d", config.served_model_name, config.reachable_host, self._http.port)
+
+    async def main_loop(self) -> None:
+        """Serves until a signal comes; then running requests finish, within the time allowed for it."""
+        assert self._http is not None and self._dispatcher is not None
+        stop = asyncio.create_task(self._stop.wait(), name="stop")
+        http = asyncio.create_task(self._http.wait(), name="http")
+        await asyncio.wait([stop, http], return_when=asyncio.FIRST_COMPLETED)
+        if http.done():
+            stop.cancel()
+            await http  # raises what ended it
+            return
+        http.cancel()
+        await self._drain(self._http, self._dispatcher)
+
+    async def shutdown(self) -> None:
+        """Closes everything, in the order of its use. Safe after a failed start."""
+        if self._dispatcher is not None:
+            await self._dispatcher.close()
+        if self._http is not None:
+            await self._http.stop()
+        if self._registry is not None:
+            await self._registry.close()
+        if self._text is not None:
+            self._text.close()
+
+    async def _drain(self, http: HttpServer, dispatcher: RouterDispatcher) -> None:
+        log.info("draining: %d requests are running", dispatcher.num_running)
+        closing = asyncio.create_task(http.stop(), name="http-stop")
+        draining = asyncio.create_task(dispatcher.drain(self.config.drain_timeout_s), name="drain")
+        hurry = asyncio.create_task(self._hurry.wait(), name="hurry")
+        await asyncio.wait([draining, hurry], return_when=asyncio.FIRST_COMPLETED)
+        for task in (draining, hurry):
+            task.cancel()
+        await asyncio.gather(draining, hurry, return_exceptions=True)
+        if dispatcher.num_running:
+            log.warning("%d requests did not finish in time and are cancelled", dispatcher.num_running)
+        await dispatcher.close()
+        await closing
+
+    def _on_signal(self) -> None:
+        if self._stop.is_set():
+            log.warning("second signal: leaving without waiting for running requests")
+            self._hurry.set()
+        self._stop.set()
+
+    def _open_messenger(self, on_event: Callable[[LinkEvent], None]) -> Messenger:
+        config = self.config
+        return Messenger(
+            config.router_id,
+            on_event,
+            host=config.message_host or config.host,
+            port=config.message_port,
+            advertise_host=_message_address(config),
+            settings=LinkSettings(alive_interval_s=config.peer_interval_s, peer_timeout_s=config.peer_timeout_s),
+        )
+
+
+def run_router(config: RouterConfig) -> None:
+    """The whole life of a router process."""
+    with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(_serve(config))
+
+
+async def _serve(config: RouterConfig) -> None:
+    await RouterServer(config).serve()
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's, where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+def _message_address(config: RouterConfig) -> str:
+    """Under which workers reach the inbox: what it is bound to, unless that is every interface."""
+    host = config.message_host
+    return host if host is not None and not is_wildcard(host) else config.reachable_host
+
+
+def _api_settings(config: RouterConfig) -> ApiSettings:
+    return ApiSettings(
+        model_names=(config.served_model_name,),
+        api_keys=tuple(key.get_secret_value() for key in config.api_keys),
+        max_body_bytes=int(config.max_body_bytes),
+        request_timeout_s=config.request_timeout_s,
+    )
+
+
+def _dispatch_settings(config: RouterConfig) -> DispatchSettings:
+    return DispatchSettings(
+        max_attempts=config.max_attempts,
+        max_requests=config.max_queued_requests,
+        registry_interval_s=config.fleet_interval_s,
+    )

@@ -1,0 +1,531 @@
+/* Attention over paged KV on a CPU, in plain C with GCC's vector extensions (GCC 9 or newer, or a recent clang).
+ *
+ * The pool is read where it lies. Work comes as items: some query tokens of one row, some KV heads, a range of keys. The
+ * queries of all heads that share a KV head are the rows of one small matrix, M of them:
+ *   few rows (decoding):  dot products straight from the pool, several keys at once; bound by memory.
+ *   many rows (prefill):  tiles of keys, converted to float and transposed once, then outer products in registers.
+ * Both keep a running maximum and sum ("online softmax": Milakov and Gimelshein, arXiv 1805.02867) in float. A long
+ * context of a decoding row is split at fixed positions, so that its result depends on neither batch nor threads
+ * ("flash decoding": Dao, Haziza, Massa and Sizov, 2023).
+ *
+ * Strides are in elements. Elements are float or bfloat16, the same for pool, q, k, v and output.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define LANES 16
+#else
+#define LANES 8
+#endif
+#define TILE 64                         /* keys looked at between two updates of the running maximum */
+#define DIRECT_ROWS 8                   /* up to so many rows, the keys are not worth transposing */
+#define ROWS (LANES == 16 ? 8 : 4)      /* rows of an outer product kept in registers */
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vfloat __attribute__((vector_size(LANES * 4)));
+typedef int32_t vint __attribute__((vector_size(LANES * 4)));
+typedef uint32_t vuint __attribute__((vector_size(LANES * 4)));
+typedef uint16_t vhalf __attribute__((vector_size(LANES * 2)));
+
+typedef struct {
+    int64_t block, key_to_value, token, head; /* of the pool */
+} PoolStrides;
+
+typedef struct {
+    int32_t row, head_begin, head_end, query_begin, query_end, key_begin, key_end;
+    int32_t partial; /* where its unfinished results go, in partials; -1: it has all keys and writes the output */
+} Item;
+
+typedef struct {
+    int32_t row, num_splits, partial; /* partials of a split are [kv head, query, head of the group] */
+} SplitRow;
+
+/* Fields are of 8 bytes each: the same struct is declared in cpu.py. */
+typedef struct {
+    const char *pool; /* the layer's keys of block 0 */
+    PoolStrides stride;
+    int64_t is_bfloat16, head_dim, block_size, num_kv_heads, group; /* group: query heads per KV head */
+    int64_t num_threads, num_items, num_split_rows, max_rows;       /* max_rows: the largest M of an item */
+    const Item *items;
+    const SplitRow *split_rows;
+    float *partials; /* each head_dim values, the maximum, the sum */
+    const int32_t *query_starts, *positions, *block_tables;
+    int64_t table_stride;
+    const char *query;
+    int64_t query_token, query_head; /* strides */
+    char *output;                    /* [tokens, heads, head_dim] */
+    const float *sinks;              /* [heads], or null */
+    int64_t window;                  /* 0: none */
+    double scaling, softcap;         /* softcap 0: none */
+} Attention;
+
+/* ---- vectors ---- */
+
+INLINE vfloat splat(float x) { return x - (vfloat){}; }
+
+INLINE vfloat choose(vint mask, vfloat yes, vfloat no) { return (vfloat)((mask & (vint)yes) | (~mask & (vint)no)); }
+
+INLINE vfloat larger(vfloat a, vfloat b) { return choose(a > b, a, b); }
+
+INLINE vfloat load(const char *base, int64_t index, const int bf16) {
+    if (bf16) {
+        vhalf raw;
+        memcpy(&raw, base + index * 2, sizeof raw);
+        return (vfloat)(__builtin_convertvector(raw, vuint) << 16);
+    }
+    vfloat x;
+    memcpy(&x, base + index * 4, sizeof x);
+    return x;
+}
+
+INLINE void store(char *base, int64_t index, vfloat x, const int bf16) {
+    if (bf16) {
+        vuint bits = (vuint)x;
+        vuint rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16; /* to nearest, ties to even */
+        vint is_nan = x != x;
+        vuint kept = ((vuint)is_nan & ((bits >> 16) | 0x40)) | (~(vuint)is_nan & rounded);
+        vhalf raw = __builtin_convertvector(kept, vhalf);
+        memcpy(base + index * 2, &raw, sizeof raw);
+    } else {
+        memcpy(base + index * 4, &x, sizeof x);
+    }
+}
+
+/* exp for x <= 88, about 1e-7 relative; below -87 it is 0. NaN stays NaN. */
+INLINE vfloat vexp(vfloat x) {
+    const vfloat magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
+    vint tiny = x < splat(-87.0f);
+    vfloat shifted = x * 1.44269504089f + magic;
+    vfloat n = shifted - magic;
+    vfloat r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    vfloat p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    vint exponent = ((vint)shifted - (vint)magic + 127) << 23;
+    return choose(tiny, splat(0.0f), p * (vfloat)exponent);
+}
+
+INLINE vfloat vtanh(vfloat x) {
+    x = choose(x > splat(15.0f), splat(15.0f), choose(x < splat(-15.0f), splat(-15.0f), x));
+    return 1.0f - 2.0f / (vexp(2.0f * x) + 1.0f);
+}
+
+INLINE float horizontal_sum(vfloat x) {
+    float sum = 0;
+    for (int i = 0; i < LANES; i++) sum += x[i];
+    return sum;
+}
+
+INLINE float horizontal_max(vfloat x) {
+    float max = x[0];
+    for (int i = 1; i < LANES; i++) max = x[i] > max ? x[i] : max;
+    return max;
+}
+
+/* Butterflies: of two vectors, the halves of each pair of runs of s lanes. LOW keeps lanes without bit s of both, HIGH
+ * those with it, so that lane e of LOW(a, b) and HIGH(a, b) comes from a where e lacks bit s, and from b elsewhere. */
+#define LOW_LANE(e, s) (((e) & (s)) ? LANES + (e) - (s) : (e))
+#define HIGH_LANE(e, s) (((e) & (s)) ? LANES + (e) : (e) + (s))
+#define EIGHT(lane, e, s) \
+    lane(e, s), lane(e + 1, s), lane(e + 2, s), lane(e + 3, s), lane(e + 4, s), lane(e + 5, s), lane(e + 6, s), lane(e + 7, s)
+#if LANES == 16
+#define ALL_LANES(lane, s) EIGHT(lane, 0, s), EIGHT(lane, 8, s)
+#else
+#define ALL_LANES(lane, s) EIGHT(lane, 0, s)
+#endif
+#if defined(__clang__)
+#define SHUFFLE(a, b, lane, s) __builtin_shufflevector(a, b, ALL_LANES(lane, s))
+#else
+#define SHUFFLE(a, b, lane, s) __builtin_shuffle(a, b, (vint){ALL_LANES(lane, s)})
+#endif
+
+#define FOLD(s)                        \
+    for (int i = 0; i < (s); i++)      \
+        v[i] = SHUFFLE(v[i], v[i + (s)], LOW_LANE, s) + SHUFFLE(v[i], v[i + (s)], HIGH_LANE, s);
+
+/* Lane e of the result is the sum of the lanes of v[e]; v is spoilt. */
+INLINE vfloat sum_each(vfloat v[LANES]) {
+#if LANES == 16
+    FOLD(8)
+#endif
+    FOLD(4) FOLD(2) FOLD(1)
+    return v[0];
+}
+
+#define SWAP(s)                                                  \
+    for (int i = 0; i < LANES; i++)                              \
+        if (!(i & (s))) {                                        \
+            vfloat low = SHUFFLE(v[i], v[i + (s)], LOW_LANE, s); \
+            v[i + (s)] = SHUFFLE(v[i], v[i + (s)], HIGH_LANE, s); \
+            v[i] = low;                                          \
+        }
+
+INLINE void transpose(vfloat v[LANES]) {
+#if LANES == 16
+    SWAP(8)
+#endif
+    SWAP(4) SWAP(2) SWAP(1)
+}
+
+/* ---- one item ---- */
+
+/* What a thread keeps while it works on an item; M rows padded to a multiple of ROWS and of 4. */
+typedef struct {
+    float *query;    /* [M, head_dim], scaled */
+    float *output;   /* [heads of the item, M, head_dim] */
+    float *weight;   /* [M, TILE] */
+    float *max, *sum; /* [heads of the item, M] */
+    float *keys;     /* [TILE / LANES, head_dim, LANES]: a tile, transposed in strips */
+    float *values;   /* [TILE, head_dim] */
+} Scratch;
+
+INLINE int64_t padded(int64_t rows) { return (rows + 7) / 8 * 8; }
+
+static float *take(float **free_space, int64_t count) {
+    float *start = *free_space;
+    *free_space += (count + 15) / 16 * 16;
+    return start;
+}
+
+static int64_t scratch_floats(const Attention *a) {
+    const int64_t rows = padded(a->max_rows), states = a->num_kv_heads * rows;
+    return rows * a->head_dim * (1 + a->num_kv_heads) + rows * TILE + 2 * states + 2 * TILE * a->head_dim + 8 * 16;
+}
+
+static Scratch lay_out(const Attention *a, float *space) {
+    const int64_t rows = padded(a->max_rows), heads = a->num_kv_heads;
+    Scratch s;
+    s.query = take(&space, rows * heads * a->head_dim);
+    s.output = take(&space, rows * heads * a->head_dim);
+    s.weight = take(&space, rows * TILE);
+    s.max = take(&space, heads * rows);
+    s.sum = take(&space, heads * rows);
+    s.keys = take(&space, TILE * a->head_dim);
+    s.values = take(&space, TILE * a->head_dim);
+    return s;
+}
+
+/* Offsets in the pool, in elements, of the keys of a tile; those past its end repeat the last one. */
+INLINE void find_keys(const Attention *a, int row, int64_t begin, int64_t count, int64_t *offsets) {
+    const int32_t *table = a->block_tables + row * a->table_stride;
+    int64_t block = begin / a->block_size, slot = begin % a->block_size;
+    for (int64_t i = 0; i < TILE; i++) {
+        offsets[i] = table[block] * a->stride.block + slot * a->stride.token;
+        if (i + 1 < count && ++slot == a->block_size) slot = 0, block++;
+    }
+}
+
+/* weight[m][0..TILE) = query[m] . key, M a multiple of `together`; keys straight from the pool. */
+INLINE void direct_scores(const Attention *a, const float *query, int64_t rows, const int64_t *offsets, int64_t head,
+                          float *weight, const int64_t dim, const int bf16, const int together) {
+    enum { MAX_KEYS = LANES };
+    const int keys = LANES / together;
+    for (int64_t m = 0; m < rows; m += together)
+        for (int first = 0; first < TILE; first += keys) {
+            vfloat sums[LANES] = {};
+            for (int64_t d = 0; d < dim; d += LANES) {
+                vfloat q[4];
+                for (int r = 0; r < together; r++) q[r] = load((const char *)(query + (m + r) * dim), d, 0);
+                for (int k = 0; k < keys; k++) {
+                    vfloat key = load(a->pool, offsets[first + k] + head * a->stride.head + d, bf16);
+                    for (int r = 0; r < together; r++) sums[r * keys + k] += q[r] * key;
+                }
+            }
+            vfloat dots = sum_each(sums);
+            for (int r = 0; r < together; r++)
+                memcpy(weight + (m + r) * TILE + first, (char *)&dots + r * keys * 4, keys * 4);
+        }
+}
+
+/* The tile's keys as floats, [strip, head_dim, LANES], and its values, [TILE, head_dim]. */
+INLINE void load_tile(const Attention *a, const Scratch *s, const int64_t *offsets, int64_t head, int64_t count,
+                      const int64_t dim, const int bf16) {
+    for (int64_t first = 0; first < TILE; first += LANES)
+        for (int64_t d = 0; d < dim; d += LANES) {
+            vfloat v[LANES];
+            for (int k = 0; k < LANES; k++) v[k] = load(a->pool, offsets[first + k] + head * a->stride.head + d, bf16);
+            transpose(v);
+            for (int k = 0; k < LANES; k++) memcpy(s->keys + first * dim + (d + k) * LANES, &v[k], sizeof v[k]);
+        }
+    const char *values = a->pool + a->stride.key_to_value * (bf16 ? 2 : 4);
+    for (int64_t k = 0; k < count; k++)
+        for (int64_t d = 0; d < dim; d += LANES) {
+            vfloat v = load(values, offsets[k] + head * a->stride.head + d, bf16);
+            memcpy(s->values + k * dim + d, &v, sizeof v);
+        }
+}
+
+/* weight[m][0..TILE) = query[m] . key from the transposed tile: ROWS rows by two strips in registers. */
+INLINE void tiled_scores(const Scratch *s, int64_t rows, const int64_t dim) {
+    for (int64_t first = 0; first < TILE; first += 2 * LANES) {
+        const float *strip = s->keys + first * dim;
+        for (int64_t m = 0; m < rows; m += ROWS) {
+            vfloat sums[ROWS][2] = {};
+            for (int64_t d = 0; d < dim; d++) {
+                vfloat left, right;
+                memcpy(&left, strip + d * LANES, sizeof left);
+                memcpy(&right, strip + (dim + d) * LANES, sizeof right);
+                for (int r = 0; r < ROWS; r++) {
+                    float q = s->query[(m + r) * dim + d];
+                    sums[r][0] += q * left;
+                    sums[r][1] += q * right;
+                }
+            }
+            for (int r = 0; r < ROWS; r++) memcpy(s->weight + (m + r) * TILE + first, sums[r], sizeof sums[r]);
+        }
+    }
+}
+
+/* Turns a row's scores into weights, exp(score - max), and returns by how much earlier results shrink. */
+INLINE float soften(const Attention *a, float *weight, int64_t visible_begin, int64_t visible_end, float *max, float *sum) {
+    vfloat w[TILE / LANES], best = splat(-INFINITY);
+    vint lane;
+    for (int i = 0; i < LANES; i++) lane[i] = i;
+    for (int i = 0; i < TILE / LANES; i++) {
+        memcpy(&w[i], weight + i * LANES, sizeof w[i]);
+        if (a->softcap != 0) w[i] = (float)a->softcap * vtanh(w[i] * (float)(1 / a->softcap));
+        if (visible_begin > 0 || visible_end < TILE) {
+            vint key = lane + i * LANES;
+            vint seen = (key >= (int32_t)visible_begin) & (key < (int32_t)visible_end);
+            w[i] = choose(seen, w[i], splat(-INFINITY));
+        }
+        best = larger(w[i], best);
+    }
+    float new_max = horizontal_max(best);
+    if (!(new_max > *max)) new_max = *max;
+    const float base = new_max == -INFINITY ? 0.0f : new_max; /* nothing seen yet: weights are exp(-inf) */
+    vfloat total = splat(0.0f);
+    for (int i = 0; i < TILE / LANES; i++) {
+        w[i] = vexp(w[i] - base);
+        total += w[i];
+        memcpy(weight + i * LANES, &w[i], sizeof w[i]);
+    }
+    const float shrink = expf(*max - base);
+    *sum = *sum * shrink + horizontal_sum(total);
+    *max = new_max;
+    return shrink;
+}
+
+/* output[m] += weight[m] . values for `together` rows and `wide` vectors of the head at a time. */
+INLINE void add_values(const char *values, const int64_t *offsets, int64_t count, const float *weight, float *output,
+                       int64_t d, const int64_t dim, const int bf16, const int together, const int wide) {
+    vfloat sums[ROWS][4];
+    for (int r = 0; r < together; r++)
+        for (int i = 0; i < wide; i++) sums[r][i] = load((const char *)(output + r * dim), d + i * LANES, 0);
+    for (int64_t k = 0; k < count; k++) {
+        vfloat value[4];
+        for (int i = 0; i < wide; i++) value[i] = load(values, offsets[k] + d + i * LANES, bf16);
+        for (int r = 0; r < together; r++)
+            for (int i = 0; i < wide; i++) sums[r][i] += weight[r * TILE + k] * value[i];
+    }
+    for (int r = 0; r < together; r++)
+        for (int i = 0; i < wide; i++) memcpy(output + r * dim + d + i * LANES, &sums[r][i], sizeof(vfloat));
+}
+
+INLINE void add_all_values(const char *values, const int64_t *offsets, int64_t count, const float *weight, float *output,
+                           int64_t rows, const int64_t dim, const int bf16, const int together, const int wide) {
+    for (int64_t m = 0; m < rows; m += together) {
+        int64_t d = 0;
+        for (; d + wide * LANES <= dim; d += wide * LANES)
+            add_values(values, offsets, count, weight + m * TILE, output + m * dim, d, dim, bf16, together, wide);
+        for (; d < dim; d += LANES)
+            add_values(values, offsets, count, weight + m * TILE, output + m * dim, d, dim, bf16, together, 1);
+    }
+}
+
+INLINE int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* One tile of keys for one KV head: scores, weights, values. */
+INLINE void do_tile(const Attention *a, const Scratch *s, const Item *item, int64_t head, int64_t begin, int64_t count,
+                    const int64_t *offsets, const int64_t dim, const int bf16, const int direct) {
+    const int64_t rows = (item->query_end - item->query_begin) * a->group, stored = padded(rows);
+    const int64_t local = head - item->head_begin;
+    const float *query = s->query + local * stored * dim;
+    float *output = s->output + local * stored * dim;
+    if (!direct) {
+        Scratch own = *s;
+        own.query = (float *)query;
+        load_tile(a, s, offsets, head, count, dim, bf16);
+        tiled_scores(&own, stored, dim);
+    } else if (rows == 1) {
+        direct_scores(a, query, 1, offsets, head, s->weight, dim, bf16, 1);
+    } else if (rows == 2) {
+        direct_scores(a, query, 2, offsets, head, s->weight, dim, bf16, 2);
+    } else {
+        direct_scores(a, query, (rows + 3) / 4 * 4, offsets, head, s->weight, dim, bf16, 4);
+    }
+    const int64_t first_position = a->positions[item->row] + item->query_begin;
+    for (int64_t m = 0; m < rows; m++) {
+        const int64_t position = first_position + m / a->group;
+        const int64_t end = at_most(count, position + 1 - begin);
+        const int64_t start = a->window ? at_least(0, position + 1 - a->window - begin) : 0;
+        const float shrink =
+            soften(a, s->weight + m * TILE, start, end, s->max + local * stored + m, s->sum + local * stored + m);
+        if (shrink != 1.0f)
+            for (int64_t d = 0; d < dim; d++) output[m * dim + d] *= shrink;
+    }
+    if (!direct) {
+        int64_t tile_offsets[TILE];
+        for (int64_t k = 0; k < TILE; k++) tile_offsets[k] = k * dim;
+        add_all_values((const char *)s->values, tile_offsets, count, s->weight, output, stored, dim, 0, ROWS, 2);
+        return;
+    }
+    const char *values = a->pool + (a->stride.key_to_value + head * a->stride.head) * (bf16 ? 2 : 4);
+    if (rows == 1)
+        add_all_values(values, offsets, count, s->weight, output, 1, dim, bf16, 1, 4);
+    else if (rows == 2)
+        add_all_values(values, offsets, count, s->weight, output, 2, dim, bf16, 2, 4);
+    else
+        add_all_values(values, offsets, count, s->weight, output, (rows + 3) / 4 * 4, dim, bf16, 4, 2);
+}
+
+INLINE void load_queries(const Attention *a, const Scratch *s, const Item *item, const int64_t dim, const int bf16) {
+    const int64_t rows = (item->query_end - item->query_begin) * a->group, stored = padded(rows);
+    const int64_t first_token = a->query_starts[item->row] + item->query_begin;
+    for (int64_t head = item->head_begin; head < item->head_end; head++) {
+        float *query = s->query + (head - item->head_begin) * stored * dim;
+        for (int64_t m = 0; m < stored; m++) {
+            const int64_t token = first_token + m / a->group, query_head = head * a->group + m % a->group;
+            for (int64_t d = 0; d < dim; d += LANES) {
+                vfloat q = splat(0.0f);
+                if (m < rows) q = load(a->query, token * a->query_token + query_head * a->query_head + d, bf16);
+                q *= (float)a->scaling;
+                memcpy(query + m * dim + d, &q, sizeof q);
+            }
+        }
+    }
+}
+
+/* Divides by the sum, counts the sink, and writes head_dim values of the output. */
+INLINE void finish(const Attention *a, const float *output, float max, float sum, int64_t token, int64_t query_head,
+                   const int64_t dim, const int bf16) {
+    float scale = 1.0f;
+    if (a->sinks) {
+        const float sink = a->sinks[query_head], top = sink > max ? sink : max;
+        scale = expf(max - top);
+        sum = sum * scale + expf(sink - top);
+    }
+    const int64_t at = (token * a->num_kv_heads * a->group + query_head) * dim;
+    for (int64_t d = 0; d < dim; d += LANES)
+        store(a->output, at + d, load((const char *)output, d, 0) * (scale / sum), bf16);
+}
+
+INLINE void write_results(const Attention *a, const Scratch *s, const Item *item, const int64_t dim, const int bf16) {
+    const int64_t rows = (item->query_end - item->query_begin) * a->group, stored = padded(rows);
+    const int64_t first_token = a->query_starts[item->row] + item->query_begin;
+    for (int64_t head = item->head_begin; head < item->head_end; head++)
+        for (int64_t m = 0; m < rows; m++) {
+            const int64_t state = (head - item->head_begin) * stored + m;
+            const float *output = s->output + state * dim;
+            if (item->partial < 0) {
+                finish(a, output, s->max[state], s->sum[state], first_token + m / a->group,
+                       head * a->group + m % a->group, dim, bf16);
+                continue;
+            }
+            float *partial = a->partials + (item->partial + (head - item->head_begin) * rows + m) * (dim + 2);
+            memcpy(partial, output, dim * sizeof *output);
+            partial[dim] = s->max[state];
+            partial[dim + 1] = s->sum[state];
+        }
+}
+
+INLINE void do_item(const Attention *a, const Scratch *s, const Item *item, const int64_t dim, const int bf16) {
+    const int64_t rows = (item->query_end - item->query_begin) * a->group, stored = padded(rows);
+    const int64_t states = (item->head_end - item->head_begin) * stored;
+    const int64_t first_position = a->positions[item->row] + item->query_begin;
+    const int64_t last_position = a->positions[item->row] + item->query_end - 1;
+    const int64_t end = at_most(item->key_end, last_position + 1);
+    int64_t begin = item->key_begin;
+    /* Tiles begin at multiples of TILE, wherever the window does: a row's sums do not depend on its neighbours. */
+    if (a->window) begin = at_least(begin, at_least(0, first_position + 1 - a->window) / TILE * TILE);
+    load_queries(a, s, item, dim, bf16);
+    memset(s->output, 0, states * dim * sizeof *s->output);
+    memset(s->weight, 0, stored * TILE * sizeof *s->weight);
+    for (int64_t i = 0; i < states; i++) s->max[i] = -INFINITY, s->sum[i] = 0.0f;
+    for (; begin < end; begin += TILE) {
+        int64_t offsets[TILE];
+        const int64_t count = at_most(TILE, end - begin);
+        find_keys(a, item->row, begin, count, offsets);
+        for (int64_t head = item->head_begin; head < item->head_end; head++)
+            if (rows <= DIRECT_ROWS)
+                do_tile(a, s, item, head, begin, count, offsets, dim, bf16, 1);
+            else
+                do_tile(a, s, item, head, begin, count, offsets, dim, bf16, 0);
+    }
+    write_results(a, s, item, dim, bf16);
+}
+
+/* Joins the splits of one decoding row's query head, in the order of the keys. */
+INLINE void join_splits(const Attention *a, const SplitRow *split, int64_t query_head, const int64_t dim, const int bf16) {
+    const int64_t heads = a->num_kv_heads * a->group;
+    const float *first = a->partials + (split->partial + query_head) * (dim + 2);
+    float joined[dim], max = -INFINITY, sum = 0.0f;
+    memset(joined, 0, sizeof joined);
+    for (int64_t i = 0; i < split->num_splits; i++) {
+        const float *partial = first + i * heads * (dim + 2);
+        if (partial[dim] > max) max = partial[dim];
+    }
+    for (int64_t i = 0; i < split->num_splits; i++) {
+        const float *partial = first + i * heads * (dim + 2);
+        if (partial[dim + 1] == 0.0f) continue; /* out of the window */
+        const float scale = expf(partial[dim] - max);
+        sum += partial[dim + 1] * scale;
+        for (int64_t d = 0; d < dim; d++) joined[d] += partial[d] * scale;
+    }
+    finish(a, joined, max, sum, a->query_starts[split->row], query_head, dim, bf16);
+}
+
+INLINE void attend(const Attention *a, const int64_t dim, const int bf16) {
+    const int64_t heads = a->num_kv_heads * a->group;
+#pragma omp parallel num_threads((int)a->num_threads)
+    {
+        void *space = NULL;
+        if (posix_memalign(&space, 64, scratch_floats(a) * sizeof(float))) abort();
+        const Scratch scratch = lay_out(a, space);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < a->num_items; i++) do_item(a, &scratch, &a->items[i], dim, bf16);
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < a->num_split_rows * heads; i++)
+            join_splits(a, &a->split_rows[i / heads], i % heads, dim, bf16);
+        free(space);
+    }
+}
+
+/* ---- what Python calls ---- */
+
+/* The widths in bytes that the caller checks its own declarations against. */
+int64_t kvrelay_struct_bytes(void) { return sizeof(Attention) * 10000 + sizeof(Item) * 100 + sizeof(SplitRow); }
+
+/* Head sizes that are common get code of their own; others share the general one. head_dim is a multiple of 16. */
+void kvrelay_attend(const Attention *a) {
+    if (a->is_bfloat16) {
+        if (a->head_dim == 128) attend(a, 128, 1);
+        else if (a->head_dim == 64) attend(a, 64, 1);
+        else attend(a, a->head_dim, 1);
+    } else {
+        if (a->head_dim == 128) attend(a, 128, 0);
+        else if (a->head_dim == 64) attend(a, 64, 0);
+        else attend(a, a->head_dim, 0);
+    }
+}
+
+/* Copies the K or V of new tokens to their blocks. `pool` is the layer's keys or values of block 0; `from_token` and
+ * `from_head` are the strides of `from`. */
+void kvrelay_write(char *pool, const PoolStrides *stride, const char *from, int64_t from_token, int64_t from_head,
+                   const int32_t *blocks, const int32_t *slots, int64_t num_tokens, int64_t num_kv_heads,
+                   int64_t head_bytes, int64_t element_bytes) {
+    for (int64_t token = 0; token < num_tokens; token++) {
+        char *to = pool + (blocks[token] * stride->block + slots[token] * stride->token) * element_bytes;
+        const char *source = from + token * from_token * element_bytes;
+        for (int64_t head = 0; head < num_kv_heads; head++)
+            memcpy(to + head * stride->head * element_bytes, source + head * from_head * element_bytes, head_bytes);
+    }
+}

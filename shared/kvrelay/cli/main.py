@@ -1,0 +1,45 @@
+"""`kvrelay COMMAND`: the whole system at once, or one service."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+
+SERVICES = {
+    "router": "the HTTP endpoint: takes requests and decides which workers serve them",
+    "prefill": "a prefill worker: computes prompts and hands them over",
+    "decode": "a decode worker: takes prompts over and continues them",
+}
+
+EPILOG = "Each command has its own --help. Flags, KVRELAY_* and a TOML file (--config) all take the same names."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; returns the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="kvrelay", description="LLM serving with prefill and decode taken apart.", epilog=EPILOG
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands.add_parser("up", add_help=False, help="start everything on this machine")
+    for service, text in SERVICES.items():
+        commands.add_parser(service, add_help=False, help=text)
+    commands.add_parser("version", help="print the version")
+    command = parser.parse_args(arguments[:1]).command
+    rest = arguments[1:]
+    if command in SERVICES:
+        # Services are run by name: this package knows of no service's code.
+        os.execv(sys.executable, [sys.executable, "-m", f"kvrelay_{command}", *rest])
+    if command == "up":
+        from kvrelay.cli.up import up
+
+        return up(rest)
+    print(f"kvrelay {metadata.version('kvrelay')}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

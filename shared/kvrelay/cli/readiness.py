@@ -1,0 +1,74 @@
+"""How `kvrelay up` learns that a service can be used."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from kvrelay.fleet import Registry, RegistryUnavailable
+
+HTTP_TIMEOUT_S = 2.0
+
+
+class ReadyCheck(Protocol):
+    """Asked again and again while a service starts."""
+
+    def restarted(self) -> None:
+        """The service starts anew: what it was before no longer counts."""
+        ...
+
+    async def is_ready(self) -> bool:
+        """Whether this start of the service is ready."""
+        ...
+
+
+class WorkerReady:
+    """A worker is ready when it is registered, under another incarnation than before its restart."""
+
+    def __init__(self, registry: Registry, model: str, worker_id: str) -> None:
+        self._registry = registry
+        self._model = model
+        self._worker_id = worker_id
+        self._incarnation = ""
+        self._stale = ""
+
+    def restarted(self) -> None:
+        """The lease of the start before may still stand."""
+        self._stale = self._incarnation
+
+    async def is_ready(self) -> bool:
+        """False also while Redis is away."""
+        try:
+            workers = await self._registry.list_workers(self._model)
+        except RegistryUnavailable:
+            return False
+        for worker in workers:
+            if worker.worker_id == self._worker_id and worker.incarnation != self._stale:
+                self._incarnation = worker.incarnation
+                return True
+        return False
+
+
+class HttpReady:
+    """A router is ready when GET /ready says 200."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._host = host
+        self._port = port
+
+    def restarted(self) -> None:
+        """Nothing to forget: a dead router does not answer."""
+
+    async def is_ready(self) -> bool:
+        """False also while nobody listens."""
+        try:
+            async with asyncio.timeout(HTTP_TIMEOUT_S):
+                reader, writer = await asyncio.open_connection(self._host, self._port)
+                try:
+                    writer.write(b"GET /ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+                    status_line = await reader.readline()
+                finally:
+                    writer.close()
+        except (OSError, TimeoutError):
+            return False
+        return status_line.split(b" ")[1:2] == [b"200"]

@@ -1,0 +1,198 @@
+"""Runs services as child processes: starts them, waits until they are ready, starts them again, stops them in order.
+
+A service's states: STARTING > READY > DIED > STARTING (after a pause) ..., and STOPPING > STOPPED from any. One that
+ends before it was ever ready has failed, and with it the whole start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvrelay.cli.display import DIED, READY, STARTING, STOPPED, STOPPING, Display
+from kvrelay.cli.readiness import ReadyCheck
+from kvrelay.process import die_with_parent
+
+READY_POLL_S = 0.1
+FIRST_BACKOFF_S = 0.5
+LAST_BACKOFF_S = 15.0
+HEALTHY_AFTER_S = 60.0
+"""A service that ran this long starts again without a pause to speak of."""
+KILL_GRACE_S = 5.0
+"""Beyond a service's own drain timeout."""
+TAIL_LINES = 30
+
+
+class StartFailed(Exception):
+    """A service ended before it was ready. The message has the last lines of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSpec:
+    """A process to run. `environ` goes on top of ours; without `log_path` its output goes where ours goes."""
+
+    name: str
+    argv: Sequence[str]
+    environ: Mapping[str, str]
+    log_path: Path | None
+    ready: ReadyCheck
+    drain_timeout_s: float
+
+
+class Service:
+    """One child process and its successors."""
+
+    def __init__(self, spec: ServiceSpec, display: Display) -> None:
+        self.spec = spec
+        self.ready = asyncio.Event()
+        self._display = display
+        self._process: asyncio.subprocess.Process | None = None
+        self._stopping = False
+        self._was_ready = False
+
+    async def run(self) -> None:
+        """Keeps the service running until `stop`. Raises StartFailed if it never becomes ready."""
+        backoff_s = FIRST_BACKOFF_S
+        while not self._stopping:
+            started = time.monotonic()
+            status = await self._run_once()
+            if self._stopping:
+                return
+            if not self._was_ready:
+                raise StartFailed(f"{self.spec.name} {describe_exit(status)} before it was ready{self._log_tail()}")
+            if time.monotonic() - started > HEALTHY_AFTER_S:
+                backoff_s = FIRST_BACKOFF_S
+            self._display.update(
+                self.spec.name, DIED, f"{describe_exit(status)}; starts again in {backoff_s:g} s {self._log_hint()}"
+            )
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(backoff_s * 2, LAST_BACKOFF_S)
+            self.spec.ready.restarted()
+
+    async def stop(self) -> None:
+        """Asks it to drain, waits, and kills it if it takes longer than it may."""
+        self._stopping = True
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        self._display.update(self.spec.name, STOPPING)
+        self._signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(process.wait(), self.spec.drain_timeout_s + KILL_GRACE_S)
+        except TimeoutError:
+            self.kill()
+            await process.wait()
+        self._display.update(self.spec.name, STOPPED)
+
+    def kill(self) -> None:
+        """Ends it at once."""
+        self._stopping = True
+        self._signal(signal.SIGKILL)
+
+    async def _run_once(self) -> int:
+        """From start to end; returns the exit status."""
+        self._display.update(self.spec.name, STARTING, self._log_hint())
+        started = time.monotonic()
+        process = await self._spawn()
+        self._process = process
+        if self._stopping:  # asked for while the process was being made
+            self.kill()
+        ended = asyncio.create_task(process.wait())
+        while not ended.done() and not await self.spec.ready.is_ready():
+            await asyncio.wait([ended], timeout=READY_POLL_S)
+        if not ended.done() and not self._stopping:
+            self._was_ready = True
+            self.ready.set()
+            self._display.update(self.spec.name, READY, f"after {time.monotonic() - started:.1f} s")
+        status = await ended
+        self.ready.clear()
+        return status
+
+    async def _spawn(self) -> asyncio.subprocess.Process:
+        log = open(self.spec.log_path, "ab") if self.spec.log_path else None
+        try:
+            return await asyncio.create_subprocess_exec(
+                *self.spec.argv,
+                env={**os.environ, **self.spec.environ},
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is ours to pass on, in order
+                preexec_fn=die_with_parent(),
+            )
+        finally:
+            if log is not None:
+                log.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is not None and self._process.returncode is None:
+            try:
+                os.killpg(self._process.pid, number)
+            except ProcessLookupError:
+                return
+
+    def _log_hint(self) -> str:
+        return f"(log: {self.spec.log_path})" if self.spec.log_path else ""
+
+    def _log_tail(self) -> str:
+        if self.spec.log_path is None:
+            return ""
+        lines = self.spec.log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
+        return "".join(f"\n  | {line}" for line in lines) + f"\nThe whole log: {self.spec.log_path}"
+
+
+def describe_exit(status: int) -> str:
+    """`exited with status 1`, `was killed by SIGKILL`."""
+    if status >= 0:
+        return f"exited with status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"
+
+
+class Supervisor:
+    """A set of services. `front` drains before the others: nothing new comes in while they finish."""
+
+    def __init__(self, front: Service, others: Sequence[Service]) -> None:
+        self._front = front
+        self._others = others
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Starts all at the same time."""
+        self._tasks = [asyncio.create_task(service.run()) for service in (*self._others, self._front)]
+
+    async def wait_ready(self) -> None:
+        """Until every service has been ready. Raises StartFailed."""
+        waiting = asyncio.create_task(self._all_ready())
+        running: list[asyncio.Task[None]] = [waiting, *self._tasks]
+        try:
+            await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in self._tasks:
+                if task.done():
+                    task.result()
+        finally:
+            waiting.cancel()
+
+    async def _all_ready(self) -> None:
+        for service in (*self._others, self._front):
+            await service.ready.wait()
+
+    async def stop(self) -> None:
+        """Drains the front, then the others together; returns when every process has ended."""
+        await self._front.stop()
+        await asyncio.gather(*(service.stop() for service in self._others))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def kill(self) -> None:
+        """Ends all processes at once."""
+        for service in (self._front, *self._others):
+            service.kill()

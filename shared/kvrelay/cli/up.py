@@ -1,0 +1,274 @@
+"""`kvrelay up`: the whole system on one machine, with a Redis of its own."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvrelay.cli.display import DIED, READY, STARTING, Display, make_display
+from kvrelay.cli.readiness import HttpReady, WorkerReady
+from kvrelay.cli.supervisor import Service, ServiceSpec, StartFailed, Supervisor, describe_exit
+from kvrelay.config.common import CommonConfig, is_wildcard
+from kvrelay.config.load import ConfigError, add_config_flag, add_flags, flag_names, resolve
+from kvrelay.config.router import RouterConfig
+from kvrelay.config.up import UpConfig
+from kvrelay.config.worker import WorkerConfig
+from kvrelay.fleet import Registry, RegistryError
+from kvrelay.fleet.embedded import EmbeddedRedis, EmbeddedRedisError
+
+LOOPBACK = "127.0.0.1"
+REDIS_POLL_S = 0.5
+DECIDED_HERE = frozenset({"worker_id", "router_id", "port", "host", "advertise_host", "redis_url"})
+"""Of the services' fields, those that `up` sets itself."""
+WORKER_PORTS = frozenset({"transfer_port"})
+ROUTER_PORTS = frozenset({"message_host", "message_port", "workers"})
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to start, checked before anything starts."""
+
+    up: UpConfig
+    router: RouterConfig
+    workers: Sequence[WorkerConfig]
+    router_flags: Sequence[str]
+    worker_flags: Sequence[str]
+
+    @property
+    def url(self) -> str:
+        """Where clients on this machine find it."""
+        host = LOOPBACK if is_wildcard(self.up.host) else self.up.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.up.port}"
+
+
+def up(argv: Sequence[str]) -> int:
+    """Runs until it is told to stop; returns the exit status."""
+    flags = vars(_parser().parse_args(argv))
+    try:
+        plan = make_plan(flags, os.environ)
+        check_port(plan.up.host, plan.up.port)
+        with ExitStack() as stack:
+            server = None if plan.up.redis_url else stack.enter_context(EmbeddedRedis())
+            display = stack.enter_context(make_display(sys.stdout, plain=plan.up.verbose))
+            return asyncio.run(_Run(plan, server, display).run())
+    except (ConfigError, EmbeddedRedisError, RegistryError, StartFailed) as error:
+        print(f"kvrelay up: {error}", file=sys.stderr)
+        return 1
+
+
+# -- the plan ---------------------------------------------------------------------------------------------------------
+
+
+def make_plan(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Plan:
+    """Resolves every process's configuration as the process itself will. Raises ConfigError."""
+    own = resolve(UpConfig, flags, environ)
+    own = own.model_copy(update={"port": own.port or free_port(own.host)})
+    # Two of these on one Redis must not share workers' names.
+    suffix = f"-{secrets.token_hex(2)}" if own.redis_url else ""
+    names = [("prefill", f"prefill-{i}{suffix}") for i in range(own.prefill)]
+    names += [("decode", f"decode-{i}{suffix}") for i in range(own.decode)]
+    threads = max(1, len(os.sched_getaffinity(0)) // len(names))
+    passed = {name: value for name, value in flags.items() if name not in UpConfig.model_fields}
+    decided = {"host": LOOPBACK, "advertise_host": LOOPBACK}
+    if own.redis_url:
+        decided["redis_url"] = own.redis_url
+    shared: dict[str, Any] = {**passed, **decided, "port": 0, "transfer_port": 0}
+    workers = []
+    for role, name in names:
+        config = resolve(WorkerConfig, {**shared, "worker_id": name}, environ, role=role)
+        workers.append(config if config.threads else config.model_copy(update={"threads": threads}))
+    router_values = {**passed, **decided, "host": own.host, "port": own.port, "router_id": f"router{suffix}"}
+    router_values |= {"message_host": LOOPBACK, "message_port": 0}
+    router = resolve(RouterConfig, router_values, environ)
+    return Plan(own, router, workers, to_argv(router_values, RouterConfig), to_argv(shared, WorkerConfig))
+
+
+def to_argv(values: Mapping[str, Any], config_class: type[CommonConfig]) -> list[str]:
+    """Flags that give a service these values; Redis' address goes through the environment, for its password."""
+    argv = [f"--config={values['config']}"] if "config" in values else []
+    for name, value in values.items():
+        if name not in config_class.model_fields or name == "redis_url":
+            continue
+        flag = flag_names(name)[0]
+        if isinstance(value, bool):
+            argv.append(flag if value else flag.replace("--", "--no-", 1))
+        else:
+            argv.append(f"{flag}={value}")
+    return argv
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises ConfigError where nobody could listen."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {host} port {port}: {os.strerror(error.errno or 0)}; "
+                f"stop what listens there, or name another with --port"
+            ) from None
+
+
+def free_port(host: str) -> int:
+    """A port on which nobody listens now."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvrelay up",
+        description="Starts Redis, prefill and decode workers and the router on this machine, and stops them together.",
+        allow_abbrev=False,
+    )
+    add_config_flag(parser)
+    add_flags(parser, UpConfig)
+    common = parser.add_argument_group("all services")
+    add_flags(common, CommonConfig, DECIDED_HERE)
+    common_fields = frozenset(CommonConfig.model_fields)
+    worker_fields = frozenset(WorkerConfig.model_fields)
+    workers = parser.add_argument_group("every worker")
+    add_flags(workers, WorkerConfig, DECIDED_HERE | WORKER_PORTS | common_fields)
+    router = parser.add_argument_group("the router")
+    add_flags(router, RouterConfig, DECIDED_HERE | ROUTER_PORTS | common_fields | worker_fields)
+    return parser
+
+
+# -- the run ----------------------------------------------------------------------------------------------------------
+
+
+class _Run:
+    """One `kvrelay up`, from the first process to the last."""
+
+    def __init__(self, plan: Plan, server: EmbeddedRedis | None, display: Display) -> None:
+        self._plan = plan
+        self._server = server
+        self._display = display
+        self._redis_url = server.url if server else str(plan.up.redis_url)
+        self._stop = asyncio.Event()
+        self._supervisor: Supervisor | None = None
+
+    async def run(self) -> int:
+        """Returns the exit status; raises StartFailed, RegistryError."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._on_signal)
+        registry = Registry(self._redis_url, self._plan.router.redis_prefix)
+        watch = None
+        try:
+            await registry.check_server()
+            if self._server:
+                self._display.update("redis", READY, f"on {LOOPBACK} port {self._server.port}")
+                watch = asyncio.create_task(self._watch_redis(self._server))
+            await self._serve(registry)
+        finally:
+            if watch:
+                watch.cancel()
+            await registry.close()
+        return 0
+
+    async def _serve(self, registry: Registry) -> None:
+        self._supervisor = self._make_supervisor(registry)
+        self._supervisor.start()
+        stop = asyncio.create_task(self._stop.wait())
+        ready = asyncio.create_task(self._supervisor.wait_ready())
+        try:
+            await asyncio.wait([stop, ready], return_when=asyncio.FIRST_COMPLETED)
+            if ready.done():
+                ready.result()
+                self._display.note(greeting(self._plan))
+                await stop
+        finally:
+            ready.cancel()
+            stop.cancel()
+            await self._supervisor.stop()
+
+    def _on_signal(self) -> None:
+        """The first time drains, the second time kills."""
+        if not self._stop.is_set():
+            self._stop.set()
+            self._display.note("Stopping: open requests may finish. Once more to stop at once.")
+        elif self._supervisor:
+            self._supervisor.kill()
+
+    async def _watch_redis(self, server: EmbeddedRedis) -> None:
+        """Redis is advisory: while it is gone requests go on; a new one takes its place."""
+        while True:
+            await asyncio.sleep(REDIS_POLL_S)
+            status = server.poll()
+            if status is not None:
+                self._display.update("redis", DIED, f"{describe_exit(status)}; starts again")
+                server.restart()
+                self._display.update("redis", READY)
+
+    def _make_supervisor(self, registry: Registry) -> Supervisor:
+        plan = self._plan
+        others = []
+        for worker in plan.workers:
+            argv = [*plan.worker_flags, f"--worker-id={worker.worker_id}", f"--threads={worker.threads}"]
+            check = WorkerReady(registry, worker.served_model_name, worker.worker_id)
+            environ = {"OMP_NUM_THREADS": str(worker.threads)}
+            spec = self._spec(worker.role, worker.worker_id, argv, environ, check, worker.drain_timeout_s)
+            others.append(Service(spec, self._display))
+        host = LOOPBACK if is_wildcard(plan.up.host) else plan.up.host
+        check_http = HttpReady(host, plan.up.port)
+        spec = self._spec("router", "router", plan.router_flags, {}, check_http, plan.router.drain_timeout_s)
+        return Supervisor(Service(spec, self._display), others)
+
+    def _spec(
+        self,
+        service: str,
+        name: str,
+        argv: Sequence[str],
+        environ: Mapping[str, str],
+        check: HttpReady | WorkerReady,
+        drain_timeout_s: float,
+    ) -> ServiceSpec:
+        return ServiceSpec(
+            name=name,
+            argv=[sys.executable, "-m", f"kvrelay_{service}", *argv],
+            environ={"KVRELAY_REDIS_URL": self._redis_url, **environ},
+            log_path=None if self._plan.up.verbose else self._log_path(name),
+            ready=check,
+            drain_timeout_s=drain_timeout_s,
+        )
+
+    def _log_path(self, name: str) -> Path:
+        """Each port has its directory, so that two of these in one place keep apart. A new start, a new log."""
+        directory = self._plan.up.state_dir / str(self._plan.up.port)
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / f"{name}.log"
+        path.write_bytes(b"")
+        return path
+
+
+def greeting(plan: Plan) -> str:
+    """The URL, and a request to paste."""
+    model = plan.router.served_model_name
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is an otter?"}]})
+    lines = [
+        "",
+        f"Serving {model} at {plan.url}/v1 (Ctrl-C stops it). Try:",
+        "",
+        f"  curl {plan.url}/v1/chat/completions \\",
+        "    -H 'Content-Type: application/json' \\",
+    ]
+    if plan.router.api_keys:
+        lines.append('    -H "Authorization: Bearer $KVRELAY_API_KEY" \\')
+    body = body.replace("'", "'\\''")
+    return "\n".join([*lines, f"    -d '{body}'", ""])

@@ -1,0 +1,28 @@
+"""Configuration of `kvrelay up`, beside what it passes on to the services."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class UpConfig(BaseModel):
+    """How many of what to start, and where."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    prefill: int = Field(
+        default=1, ge=0, le=64, description="prefill workers to start; with none, decode workers do both"
+    )
+    decode: int = Field(default=1, ge=1, le=64, description="decode workers to start")
+    port: int = Field(default=8000, ge=0, le=65535, description="port of the HTTP endpoint; 0: any free one")
+    host: str = Field(default="127.0.0.1", min_length=1, description="address of the HTTP endpoint")
+    redis_url: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Redis to use (default: one of its own, which ends with it)",
+        json_schema_extra={"flags": ["--redis"]},
+    )
+    state_dir: Path = Field(default=Path(".kvrelay"), description="directory for the services' logs")
+    verbose: bool = Field(default=False, description="show the services' logs here instead of writing them to files")

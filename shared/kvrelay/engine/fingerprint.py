@@ -1,0 +1,67 @@
+"""A model's identity: two workers may exchange KV only if theirs agree."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from transformers.utils import cached_file
+
+from kvrelay.backends.base import KVLayout
+
+_WHOLE_BYTES = 64 * 2**20  # weights up to here are hashed whole
+_NUM_SAMPLES = 256
+_SAMPLE_BYTES = 64 * 2**10
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+_TOKENIZER = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model", "*.jinja")
+
+
+def fingerprint(model_dir: Path, layout: KVLayout) -> str:
+    """32 hex digits over config, weights, tokenizer, dtype and KV layout.
+
+    Large weights are sampled: sizes, each file's first bytes (safetensors keep names, shapes and types there) and runs
+    spread evenly over it. So a difference in a few weights alone may go unseen; another training step does not.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(f"{layout.dtype} {layout.block_shape}".encode())
+    _add_whole(digest, _matching(model_dir, ("config.json", *_TOKENIZER)))
+    weights = _matching(model_dir, _WEIGHTS)
+    if sum(path.stat().st_size for path in weights) <= _WHOLE_BYTES:
+        _add_whole(digest, weights)
+    else:
+        for path in weights:
+            digest.update(f"{path.name} {path.stat().st_size}".encode())
+            for sample in _samples(path):
+                digest.update(sample)
+    return digest.hexdigest()
+
+
+def find_model_dir(name: str) -> Path:
+    """The directory of a loaded model: `name` itself, or the snapshot of the hub name in the local cache."""
+    if Path(name).is_dir():
+        return Path(name)
+    config = cached_file(name, "config.json", local_files_only=True)
+    assert config is not None  # cached_file raises where the file is missing
+    return Path(config).parent
+
+
+def _matching(directory: Path, patterns: Sequence[str]) -> list[Path]:
+    return sorted({path for pattern in patterns for path in directory.glob(pattern) if path.is_file()})
+
+
+def _add_whole(digest: hashlib.blake2b, paths: Sequence[Path]) -> None:
+    for path in paths:
+        digest.update(f"{path.name} {path.stat().st_size}".encode())
+        with path.open("rb") as file:
+            while part := file.read(2**20):
+                digest.update(part)
+
+
+def _samples(path: Path) -> Iterator[bytes]:
+    """Runs of the file at even distances, the first one at its start."""
+    last = max(0, path.stat().st_size - _SAMPLE_BYTES)
+    with path.open("rb") as file:
+        for index in range(_NUM_SAMPLES):
+            file.seek(last * index // (_NUM_SAMPLES - 1))
+            yield file.read(_SAMPLE_BYTES)

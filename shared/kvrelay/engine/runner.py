@@ -1,0 +1,203 @@
+"""The third of three stages: tensors. Turns a `WorkerBatch` into one packed forward and its logits into tokens."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvrelay.backends.base import AttentionBackend, PackedRows, allocate_pool
+from kvrelay.backends.select import select_backend
+from kvrelay.engine.batch import ModelSpec, RowResult, SequenceKey, StepResult, WorkerBatch, WorkerRow
+from kvrelay.engine.fingerprint import find_model_dir, fingerprint
+from kvrelay.engine.logprobs import token_logprobs
+from kvrelay.engine.model import CausalModel, load_model, open_source
+from kvrelay.engine.sampler import Sampler
+from kvrelay.protocol.sampling import Sampling, TokenLogprobs
+
+_PROMPT_SLICE = 512  # prompt positions whose logits exist at a time
+_DEFAULT_MEMORY_BYTES = 2 * 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class _ScoredPrompt:
+    """A prompt whose log-probabilities are asked for."""
+
+    token_ids: NDArray[np.int64]
+    num_top: int
+
+
+class TransformersRunner:
+    """A `ModelRunner` over a model of transformers and one pool."""
+
+    def __init__(self, model: CausalModel, backend: AttentionBackend, num_blocks: int, name: str | None = None) -> None:
+        """`name` is what the spec calls the model; its path or hub name if there is none."""
+        layout, source = model.layout, model.source
+        self._model = model
+        self._backend = backend
+        self._device = source.device
+        self._pool = allocate_pool(layout, num_blocks, source.device)
+        self._sampler = Sampler(model.vocab_size, model.eos_token_ids, source.device)
+        self._scored: dict[SequenceKey, _ScoredPrompt] = {}
+        self._lock = threading.Lock()  # over sampler and scored prompts
+        self._spec = ModelSpec(
+            name=name or source.name,
+            vocab_size=model.vocab_size,
+            max_model_len=source.max_model_len,
+            eos_token_ids=model.eos_token_ids,
+            num_layers=layout.num_layers,
+            num_kv_heads=layout.num_kv_heads,
+            head_dim=layout.head_dim,
+            block_size=layout.block_size,
+            num_blocks=num_blocks,
+            block_bytes=layout.block_bytes,
+            dtype=str(layout.dtype).removeprefix("torch."),
+            fingerprint=fingerprint(find_model_dir(source.name), layout),
+        )
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What the services need to know about the model."""
+        return self._spec
+
+    @property
+    def pool(self) -> torch.Tensor:
+        """The pool, `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`."""
+        return self._pool
+
+    @property
+    def pool_bytes(self) -> NDArray[np.uint8]:
+        """The pool's memory as `[num_blocks, block_bytes]`, shared.
+
+        Raises:
+            TypeError: the pool is not in the CPU's memory.
+        """
+        flat = self._pool.view(self._spec.num_blocks, -1).view(torch.uint8)
+        return cast("NDArray[np.uint8]", flat.numpy())
+
+    def add_sequence(self, key: SequenceKey, sampling: Sampling, token_ids: Sequence[int], num_prompt: int) -> None:
+        """See `ModelRunner.add_sequence`."""
+        with self._lock:
+            self._sampler.add(key, sampling, token_ids, num_prompt)
+            if sampling.prompt_logprobs is not None and key not in self._scored:
+                prompt = np.asarray(token_ids[:num_prompt], np.int64)
+                self._scored[key] = _ScoredPrompt(prompt, sampling.prompt_logprobs)
+
+    def drop_sequence(self, key: SequenceKey) -> None:
+        """See `ModelRunner.drop_sequence`."""
+        with self._lock:
+            self._sampler.drop(key)
+            self._scored.pop(key, None)
+
+    @torch.inference_mode()
+    def execute(self, batch: WorkerBatch) -> StepResult:
+        """See `ModelRunner.execute`. A sequence that was dropped during the step gets no token.
+
+        Raises:
+            BadLogits: the model gave NaN or infinity for some sequences; the step may be run again without them.
+            KeyError: a row that samples is unknown.
+        """
+        started = time.perf_counter()
+        with self._lock:
+            unknown = [row.key for row in batch.rows if row.sample and row.key not in self._sampler]
+        if unknown:
+            raise KeyError(f"sequences never added, or dropped before the step: {unknown}")
+        packed = pack_rows(batch.rows)
+        token_ids = torch.from_numpy(np.concatenate([row.token_ids for row in batch.rows]).astype(np.int64))
+        positions = torch.from_numpy(packed.token_positions.astype(np.int64))
+        step = self._backend.plan(self._pool, packed)
+        hidden = self._model.hidden_states(token_ids.to(self._device), positions.to(self._device), step)
+        prompt_logprobs = self._score_prompts(batch.rows, packed, hidden)
+        sampled = self._sample(batch.rows, packed, hidden)
+        results = [
+            RowResult(*sampled.get(index, (None, None)), prompt_logprobs.get(index, []))
+            for index in range(len(batch.rows))
+        ]
+        return StepResult(batch.step, results, time.perf_counter() - started)
+
+    def _sample(
+        self, rows: Sequence[WorkerRow], packed: PackedRows, hidden: torch.Tensor
+    ) -> dict[int, tuple[int, TokenLogprobs | None]]:
+        """Token and log-probability by row, of the rows that sample and are still known."""
+        wanted = [index for index, row in enumerate(rows) if row.sample]
+        if not wanted:
+            return {}
+        last = torch.from_numpy(packed.query_starts[1:][wanted].astype(np.int64) - 1).to(self._device)
+        logits = self._model.logits(hidden[last])
+        with self._lock:
+            known = [at for at, index in enumerate(wanted) if rows[index].key in self._sampler]
+            if not known:
+                return {}
+            if len(known) < len(wanted):
+                logits = logits[torch.tensor(known, device=self._device)]
+                wanted = [wanted[at] for at in known]
+            drawn = (packed.positions + packed.query_lens)[wanted].astype(np.int64)
+            token_ids, logprobs = self._sampler.sample([rows[index].key for index in wanted], drawn, logits)
+        return dict(zip(wanted, zip(token_ids.tolist(), logprobs, strict=True), strict=True))
+
+    def _score_prompts(
+        self, rows: Sequence[WorkerRow], packed: PackedRows, hidden: torch.Tensor
+    ) -> dict[int, list[TokenLogprobs]]:
+        """By row: log-probabilities of the prompt tokens that follow each of the row's positions."""
+        with self._lock:
+            scored = {index: self._scored[row.key] for index, row in enumerate(rows) if row.key in self._scored}
+        results: dict[int, list[TokenLogprobs]] = {}
+        for index, prompt in scored.items():
+            position, start = rows[index].position, int(packed.query_starts[index])
+            targets = prompt.token_ids[position + 1 : position + len(rows[index].token_ids) + 1]
+            entries: list[TokenLogprobs] = []
+            for at in range(0, len(targets), _PROMPT_SLICE):
+                part = targets[at : at + _PROMPT_SLICE]
+                logits = self._model.logits(hidden[start + at : start + at + len(part)])
+                entries += token_logprobs(logits, part, np.full(len(part), prompt.num_top, np.int64))
+            results[index] = entries
+        return results
+
+
+def pack_rows(rows: Sequence[WorkerRow]) -> PackedRows:
+    """The rows' lengths, positions and padded block tables as arrays."""
+    table_lens = np.fromiter((len(row.block_ids) for row in rows), np.int64, len(rows))
+    tables = np.zeros((len(rows), int(table_lens.max(initial=0))), np.int32)
+    tables[np.arange(tables.shape[1]) < table_lens[:, None]] = np.concatenate([row.block_ids for row in rows])
+    return PackedRows(
+        query_lens=np.fromiter((len(row.token_ids) for row in rows), np.int32, len(rows)),
+        positions=np.fromiter((row.position for row in rows), np.int32, len(rows)),
+        block_tables=tables,
+    )
+
+
+def make_runner(
+    model: str,
+    *,
+    dtype: str = "auto",
+    block_size: int = 16,
+    num_blocks: int | None = None,
+    memory_bytes: int = _DEFAULT_MEMORY_BYTES,
+    max_model_len: int | None = None,
+    device: str = "cpu",
+    num_threads: int | None = None,
+    name: str | None = None,
+) -> TransformersRunner:
+    """Loads `model` (a directory or a hub name) and allocates its pool: `num_blocks`, or what fits `memory_bytes`.
+
+    Raises:
+        UnsupportedModel: the engine cannot run it; the message says why.
+        ValueError: an unknown dtype, or memory for less than one block.
+        OSError: there is no such model.
+    """
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    source = open_source(model, dtype, device, max_model_len)
+    backend = select_backend(source.device)
+    loaded = load_model(source, backend, block_size)
+    if num_blocks is None:
+        num_blocks = memory_bytes // loaded.layout.block_bytes
+    if num_blocks < 1:
+        raise ValueError(f"a block takes {loaded.layout.block_bytes} bytes, more than the pool's {memory_bytes}")
+    return TransformersRunner(loaded, backend, num_blocks, name)

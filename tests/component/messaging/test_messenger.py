@@ -1,0 +1,346 @@
+"""Messengers over real TCP sockets, in one process and against one that is stopped, killed and replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+import uvloop
+import zmq
+
+from kvrelay.messaging.messenger import Messenger
+from kvrelay.protocol import codec
+from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings, PeerLost, PeerRefused
+from kvrelay.protocol.messages import Alive, Cancel, Header, PeerRef
+
+FAST = LinkSettings(alive_interval_s=0.1, peer_timeout_s=1.0, resend_after_s=0.2, resend_at_most_s=0.5)
+ECHO_PEER = Path(__file__).with_name("echo_peer.py")
+
+Run = Callable[[Coroutine[Any, Any, None]], None]
+
+
+@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest) -> Run:
+    """Runs a test on either event loop."""
+
+    def run_on_loop(test: Coroutine[Any, Any, None]) -> None:
+        with asyncio.Runner(loop_factory=request.param) as runner:
+            runner.run(asyncio.wait_for(test, 25))
+
+    return run_on_loop
+
+
+class Party:
+    """A messenger and what it was told."""
+
+    def __init__(self, peer_id: str, *, port: int = 0, fingerprint: str = "", settings: LinkSettings = FAST) -> None:
+        self.events: list[LinkEvent] = []
+        self.on_event: Callable[[LinkEvent], None] = lambda event: None
+        self._news = asyncio.Event()
+        self.messenger = Messenger(peer_id, self._take, port=port, fingerprint=fingerprint, settings=settings)
+        self.me = self.messenger.me
+
+    def _take(self, event: LinkEvent) -> None:
+        self.events.append(event)
+        self._news.set()
+        self.on_event(event)
+
+    def send(self, peer: PeerRef, *texts: str) -> None:
+        for text in texts:
+            self.messenger.send(peer, Cancel(reason=text), request=text)
+
+    @property
+    def texts(self) -> list[str]:
+        return [e.body.reason for e in self.events if isinstance(e, Delivered) and isinstance(e.body, Cancel)]
+
+    @property
+    def lost(self) -> list[PeerRef]:
+        return [event.peer for event in self.events if isinstance(event, PeerLost)]
+
+    @property
+    def refused(self) -> list[PeerRef]:
+        return [event.peer for event in self.events if isinstance(event, PeerRefused)]
+
+    async def until(self, condition: Callable[[], bool], within_s: float = 10.0) -> None:
+        async with asyncio.timeout(within_s):
+            while not condition():
+                self._news.clear()
+                await self._news.wait()
+
+
+@asynccontextmanager
+async def parties(*peers: Party) -> AsyncIterator[None]:
+    for party in peers:
+        party.messenger.start()
+    try:
+        yield
+    finally:
+        for party in peers:
+            party.messenger.close(linger_s=0)
+
+
+@asynccontextmanager
+async def echo_process(port: int = 0) -> AsyncIterator[tuple[asyncio.subprocess.Process, PeerRef]]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, ECHO_PEER, str(port), json.dumps(dataclasses.asdict(FAST)), stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        yield process, msgspec.json.decode(await process.stdout.readline(), type=PeerRef)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+def port_of(peer: PeerRef) -> int:
+    return int(peer.address.rsplit(":", 1)[1])
+
+
+def test_ten_thousand_messages_each_way_arrive_in_order_and_once(run: Run) -> None:
+    async def test() -> None:
+        a, b = Party("a", settings=LinkSettings()), Party("b", settings=LinkSettings())
+        texts = [f"{i}" for i in range(10_000)]
+        async with parties(a, b):
+            for start in range(0, len(texts), 100):
+                a.send(b.me, *texts[start : start + 100])
+                b.send(a.me, *texts[start : start + 100])
+                await asyncio.sleep(0)
+            await a.until(lambda: len(a.events) >= len(texts))
+            await b.until(lambda: len(b.events) >= len(texts))
+            assert a.texts == b.texts == texts
+            assert not a.lost and not b.lost
+
+    run(test())
+
+
+def test_messages_wait_for_a_peer_that_starts_later(run: Run) -> None:
+    async def test() -> None:
+        a, b = Party("a"), Party("b")
+        async with parties(a):
+            a.send(b.me, "early")
+            await asyncio.sleep(0.3)
+            async with parties(b):
+                await b.until(lambda: b.texts == ["early"])
+                assert not a.lost
+
+    run(test())
+
+
+def test_messages_sent_before_the_own_start_leave_at_the_start(run: Run) -> None:
+    async def test() -> None:
+        a, b = Party("a"), Party("b")
+        a.send(b.me, "before start")
+        async with parties(a, b):
+            await b.until(lambda: b.texts == ["before start"])
+
+    run(test())
+
+
+def test_a_callback_may_answer_and_may_fail(run: Run) -> None:
+    async def test() -> None:
+        a, b = Party("a"), Party("b")
+
+        def answer_and_fail(event: LinkEvent) -> None:
+            if isinstance(event, Delivered) and isinstance(event.body, Cancel):
+                b.send(event.peer, "re " + event.body.reason)
+                raise RuntimeError("a callback of this test failed")
+
+        b.on_event = answer_and_fail
+        async with parties(a, b):
+            a.send(b.me, "1", "2")
+            await a.until(lambda: a.texts == ["re 1", "re 2"])
+            a.send(b.me, "3")
+            await a.until(lambda: a.texts == ["re 1", "re 2", "re 3"])
+
+    run(test())
+
+
+def test_a_callback_that_answers_every_loss_with_the_next_stops_nobody(run: Run) -> None:
+    async def test() -> None:
+        a, b = Party("a"), Party("b")
+        predecessor = PeerRef("b", "0", b.me.address)
+
+        def send_to_predecessor(event: LinkEvent) -> None:
+            if isinstance(event, PeerLost):
+                a.send(predecessor, "again")
+
+        a.on_event = send_to_predecessor
+        async with parties(a, b):
+            a.send(b.me, "hello")
+            a.send(predecessor, "again")
+            b.send(a.me, "hello")
+            await a.until(lambda: len(a.lost) > 10 and a.texts == ["hello"])
+            await b.until(lambda: b.texts == ["hello"])
+
+    run(test())
+
+
+def test_a_callback_may_close_the_messenger(run: Run) -> None:
+    async def test() -> None:
+        a, b = Party("a"), Party("b")
+        b.on_event = lambda event: b.messenger.close(linger_s=0)
+        async with parties(a, b):
+            a.send(b.me, "1", "2")
+            await b.until(lambda: b.texts == ["1"])
+            b.send(a.me, "nothing comes of this")
+            await a.until(lambda: a.lost == [b.me])
+            assert b.texts == ["1"] and a.texts == []
+
+    run(test())
+
+
+def test_garbage_in_the_inbox_harms_nobody(run: Run) -> None:
+    async def test() -> None:
+        a, b = Party("a"), Party("b")
+        header = Header(sender="x", incarnation="1", reply_to="nowhere", to_incarnation=b.me.incarnation, link=1)
+        garbage = [[b""], [b"x"] * 3, [b"\xc1", b"\xc1"], codec.encode(header, Alive())]
+        with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+            socket.linger = 1000
+            socket.connect(b.me.address)
+            async with parties(a, b):
+                for frames in garbage:
+                    socket.send_multipart(frames)
+                await asyncio.sleep(0.2)
+                a.send(b.me, "fine")
+                await b.until(lambda: b.texts == ["fine"])
+
+    run(test())
+
+
+def test_peers_of_different_models_both_learn_of_it_once(run: Run) -> None:
+    async def test() -> None:
+        a, b = Party("a", fingerprint="llama"), Party("b", fingerprint="qwen")
+        async with parties(a, b):
+            a.send(b.me, *"123")
+            await a.until(lambda: a.refused == [b.me])
+            await asyncio.sleep(4 * FAST.alive_interval_s)
+            assert (a.refused, b.refused) == ([b.me], [a.me])
+            assert not a.lost and not b.lost and not b.texts
+
+    run(test())
+
+
+def test_a_killed_peer_is_reported_lost_in_time(run: Run) -> None:
+    async def test() -> None:
+        a = Party("a")
+        async with parties(a), echo_process() as (process, echo):
+            a.send(echo, "1")
+            await a.until(lambda: a.texts == ["1"])
+            process.kill()
+            await a.until(lambda: a.lost == [echo], within_s=FAST.peer_timeout_s + 1)
+            await asyncio.sleep(0.2)
+            assert a.messenger._outboxes == {}  # noqa: SLF001
+
+    run(test())
+
+
+def test_a_peer_replaced_behind_its_address_is_lost_and_the_new_one_works(run: Run) -> None:
+    async def test() -> None:
+        a = Party("a")
+        async with parties(a), echo_process() as (process, old):
+            a.send(old, "1")
+            await a.until(lambda: a.texts == ["1"])
+            process.kill()
+            await process.wait()
+            async with echo_process(port_of(old)) as (_, new):
+                assert new.address == old.address and new.incarnation > old.incarnation
+                a.send(old, "meant for the old one")
+                a.send(new, "2")
+                await a.until(lambda: a.lost == [old] and a.texts == ["1", "2"])
+                a.send(new, *"345")
+                await a.until(lambda: a.texts == [*"12345"])
+                await asyncio.sleep(4 * FAST.alive_interval_s)
+                assert set(a.lost) == {old}
+
+    run(test())
+
+
+def test_a_stopped_peer_is_given_up_and_works_again_when_it_wakes(run: Run) -> None:
+    async def test() -> None:
+        a = Party("a")
+        async with parties(a), echo_process() as (process, echo):
+            a.send(echo, "1")
+            await a.until(lambda: a.texts == ["1"])
+            process.send_signal(signal.SIGSTOP)
+            a.send(echo, *(["x" * 100_000] * 200))
+            await a.until(lambda: a.lost == [echo], within_s=FAST.peer_timeout_s + 1)
+            assert a.messenger.num_unacked == 0
+            await asyncio.sleep(0.1)
+            assert a.messenger._outboxes == {}, "what is queued for a stopped peer goes with its socket"  # noqa: SLF001
+            process.send_signal(signal.SIGCONT)
+            await asyncio.sleep(4 * FAST.alive_interval_s)
+            a.send(echo, "2")
+            await a.until(lambda: a.texts[-1] == "2")
+
+    run(test())
+
+
+def test_close_leaves_neither_socket_nor_thread(run: Run) -> None:
+    async def test() -> None:
+        process = psutil.Process()
+        num_fds, num_threads = process.num_fds(), process.num_threads()
+        a, b = Party("a"), Party("b")
+        async with parties(a, b):
+            a.send(b.me, "hello")
+            await b.until(lambda: b.texts == ["hello"])
+            assert process.num_fds() > num_fds
+        a.messenger.close()
+        assert (process.num_fds(), process.num_threads()) == (num_fds, num_threads)
+
+    run(test())
+
+
+def test_what_was_sent_before_close_still_leaves(run: Run) -> None:
+    async def test() -> None:
+        a, b = Party("a"), Party("b")
+        async with parties(b):
+            async with parties(a):
+                a.send(b.me, "hello")
+                await b.until(lambda: b.texts == ["hello"])
+                a.send(b.me, "goodbye")
+                a.messenger.close()
+            await b.until(lambda: b.texts == ["hello", "goodbye"])
+
+    run(test())
+
+
+def test_close_does_not_wait_for_peers_that_are_dead_or_stopped(run: Run) -> None:
+    async def test() -> None:
+        a = Party("a", settings=LinkSettings())
+        nobody = PeerRef("nobody", "1", "tcp://127.0.0.1:1")
+        async with parties(a), echo_process() as (process, echo):
+            a.send(echo, "1")
+            await a.until(lambda: a.texts == ["1"])
+            process.send_signal(signal.SIGSTOP)
+            for peer in (echo, nobody):
+                a.send(peer, *(["x" * 100_000] * 100))
+            await asyncio.sleep(0.1)
+            started = time.monotonic()
+            a.messenger.close(linger_s=0.2)
+            assert time.monotonic() - started < 1.5
+
+    run(test())
+
+
+def test_a_port_in_use_is_an_error_that_leaves_nothing_behind() -> None:
+    async def test() -> None:
+        a = Party("a")
+        async with parties(a):
+            num_fds = psutil.Process().num_fds()
+            with pytest.raises(zmq.ZMQError, match="in use"):
+                Party("b", port=port_of(a.me))
+            assert psutil.Process().num_fds() == num_fds
+
+    asyncio.run(test())

@@ -1,0 +1,179 @@
+"""Senders and receivers of one transport in one process, with everything they reported."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvrelay.transfer.base import (
+    BlockCopy,
+    Landed,
+    Pushed,
+    SenderDrained,
+    SenderEvent,
+    TransferFailed,
+    TransferReceiver,
+    TransferSender,
+)
+from kvrelay.transfer.wire import Bytes
+from tests.component.transfer.transports import EMPTY, Transport
+
+PATIENCE_S = 15.0
+
+
+class Log:
+    """Events in order, and a way to wait for what they amount to."""
+
+    def __init__(self) -> None:
+        self.events: list[SenderEvent | Landed] = []
+        self.tell: Callable[[SenderEvent | Landed], None] | None = None
+        """Also told of every event, if set."""
+        self._news = asyncio.Event()
+
+    def add(self, event: SenderEvent | Landed) -> None:
+        """The callback that ends are started with."""
+        self.events.append(event)
+        self._news.set()
+        if self.tell is not None:
+            self.tell(event)
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Raises TimeoutError if it does not come to hold."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not holds():
+                self._news.clear()
+                await self._news.wait()
+
+
+@dataclass
+class SendingEnd:
+    """A sender, its pool, its log."""
+
+    pool: Bytes
+    sender: TransferSender
+    log: Log = field(default_factory=Log)
+
+    def push(self, reservation: str, endpoint: dict[str, str], copies: Iterable[BlockCopy]) -> None:
+        """Pushes."""
+        self.sender.push(reservation, endpoint, list(copies))
+
+    def pushed(self, reservation: str) -> list[int]:
+        """Blocks reported as pushed, sorted, with repeats."""
+        events = [event for event in self.log.events if isinstance(event, Pushed) and event.reservation == reservation]
+        assert all(event.num_bytes == len(event.blocks) * self.pool.shape[1] for event in events)
+        return sorted(block for event in events for block in event.blocks)
+
+    def failures(self, reservation: str) -> list[str]:
+        """Causes of failed pushes."""
+        return [e.cause for e in self.log.events if isinstance(e, TransferFailed) and e.reservation == reservation]
+
+    async def until_pushed(self, reservation: str, blocks: Iterable[int]) -> None:
+        """Waits until these blocks, each once, were reported."""
+        wanted = sorted(blocks)
+        await self.log.until(lambda: self.pushed(reservation) == wanted)
+
+    async def abort(self, reservation: str) -> None:
+        """Aborts, and waits for the sender to drain."""
+        self.sender.abort(reservation)
+        await self.log.until(lambda: SenderDrained(reservation) in self.log.events)
+
+
+@dataclass
+class ReceivingEnd:
+    """A receiver, its pool, its log."""
+
+    pool: Bytes
+    receiver: TransferReceiver
+    log: Log = field(default_factory=Log)
+
+    @property
+    def endpoint(self) -> dict[str, str]:
+        """What senders are told."""
+        return self.receiver.endpoint
+
+    def landed(self, reservation: str) -> list[int]:
+        """Blocks reported as landed, sorted, with repeats."""
+        events = [event for event in self.log.events if isinstance(event, Landed) and event.reservation == reservation]
+        return sorted(block for event in events for block in event.blocks)
+
+    async def until_landed(self, reservation: str, blocks: Iterable[int]) -> None:
+        """Waits until these blocks, each once, were reported."""
+        wanted = sorted(blocks)
+        await self.log.until(lambda: self.landed(reservation) == wanted)
+
+    def assert_untouched(self, slots: Iterable[int]) -> None:
+        """Nothing was ever written there."""
+        assert (self.pool[list(slots)] == EMPTY).all()
+
+
+class Rig:
+    """Makes ends, starts them, and closes them all."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self._ends: list[SendingEnd | ReceivingEnd] = []
+
+    def sender(self, pool: Bytes) -> SendingEnd:
+        """A started sender."""
+        end = SendingEnd(pool, self.transport.make_sender(pool))
+        end.sender.start(end.log.add)
+        self._ends.append(end)
+        return end
+
+    def receiver(self, pool: Bytes) -> ReceivingEnd:
+        """A started receiver."""
+        end = ReceivingEnd(pool, self.transport.make_receiver(pool))
+        end.receiver.start(end.log.add)
+        self._ends.append(end)
+        return end
+
+    def close(self) -> None:
+        """Closes every end."""
+        for end in self._ends:
+            (end.sender if isinstance(end, SendingEnd) else end.receiver).close()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Scattered copies of one reservation: `sources[i]` of the sender to `slots[i]`, as block `first_block + i`."""
+
+    reservation: str
+    first_block: int
+    sources: tuple[int, ...]
+    slots: tuple[int, ...]
+
+    @property
+    def blocks(self) -> range:
+        """Their indices in the prompt."""
+        return range(self.first_block, self.first_block + len(self.slots))
+
+    @property
+    def copies(self) -> list[BlockCopy]:
+        """What the sender pushes."""
+        return [BlockCopy(*numbers) for numbers in zip(self.blocks, self.sources, self.slots, strict=True)]
+
+    def admit(self, end: ReceivingEnd) -> None:
+        """Lets these blocks land."""
+        end.receiver.admit(self.reservation, self.first_block, self.slots)
+
+    def assert_arrived(self, source: Bytes, target: Bytes) -> None:
+        """Every slot holds its block's bytes."""
+        assert np.array_equal(target[list(self.slots)], source[list(self.sources)])
+
+
+def scattered(
+    reservation: str,
+    count: int,
+    num_blocks: int,
+    random: np.random.Generator,
+    *,
+    first_block: int = 0,
+    slots: Sequence[int] | None = None,
+) -> Plan:
+    """`count` random blocks to random slots, of pools with `num_blocks`; or to the given slots."""
+    sources = random.permutation(num_blocks)[:count]
+    drawn = random.permutation(num_blocks)[:count] if slots is None else slots
+    return Plan(reservation, first_block, tuple(map(int, sources)), tuple(map(int, drawn)))

@@ -1,0 +1,211 @@
+"""What holds for the ZMQ transport beyond the conformance suite: bad input, back-pressure, books."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import zmq
+
+from kvrelay.transfer.admission import DropCause
+from kvrelay.transfer.base import BlockCopy
+from kvrelay.transfer.endpoints import tcp_address
+from kvrelay.transfer.wire import Bytes, checksum_of, encode_header
+from kvrelay.transfer.zmq_transport import SenderSettings, ZmqReceiver, ZmqSender
+from tests.component.transfer.rig import PATIENCE_S, Plan, Rig, SendingEnd, scattered
+from tests.component.transfer.transports import TRANSPORTS, source_pool, target_pool
+
+pytestmark = [pytest.mark.component, pytest.mark.timeout(2 * PATIENCE_S)]
+
+BLOCK_BYTES = 16 * 1024
+WINDOW = 8
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    """Over TCP alone."""
+    made = Rig(TRANSPORTS["zmq-tcp"])
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def stranger() -> Iterator[zmq.Socket[bytes]]:
+    """A socket that says what it likes."""
+    with zmq.Context() as context, context.socket(zmq.PUSH) as made:
+        made.linger = 0
+        yield made
+
+
+def free_port() -> int:
+    """A port where nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+HEADER = encode_header("r", BLOCK_BYTES, np.array([5, 6]), np.array([1, 3]))
+DATA = bytes(2 * BLOCK_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("cause", "frames"),
+    [
+        ("malformed", [b"junk", DATA]),
+        ("malformed", [HEADER]),
+        ("malformed", [HEADER, DATA, DATA]),
+        ("malformed", [HEADER.replace(b"kvblocks", b"kvblock5"), DATA]),
+        ("size", [HEADER, DATA[:-1]]),
+        ("size", [HEADER, b""]),
+        ("unknown_reservation", [encode_header("s", BLOCK_BYTES, np.array([5, 6]), np.array([1, 3])), DATA]),
+        ("block_bytes", [encode_header("r", 2 * BLOCK_BYTES, np.array([5]), np.array([1])), DATA]),
+        ("index", [encode_header("r", BLOCK_BYTES, np.array([4, 5]), np.array([1, 3])), DATA]),
+        ("index", [encode_header("r", BLOCK_BYTES, np.array([6, 7]), np.array([1, 3])), DATA]),
+        ("slot", [encode_header("r", BLOCK_BYTES, np.array([5, 6]), np.array([1, 2])), DATA]),
+        ("repeated_index", [encode_header("r", BLOCK_BYTES, np.array([5, 5]), np.array([1, 1])), DATA]),
+        ("checksum", [encode_header("r", BLOCK_BYTES, np.array([5, 6]), np.array([1, 3]), 12345), DATA]),
+    ],
+)
+async def test_bad_messages_are_dropped_counted_and_do_no_harm(
+    rig: Rig, stranger: zmq.Socket[bytes], cause: DropCause, frames: list[bytes]
+) -> None:
+    target = rig.receiver(target_pool(8, BLOCK_BYTES))
+    assert isinstance(target.receiver, ZmqReceiver)
+    target.receiver.admit("r", 5, [1, 3])
+    stranger.connect(target.endpoint["address"])
+    stranger.send_multipart(frames)
+    stranger.send_multipart([encode_header("r", BLOCK_BYTES, np.array([5]), np.array([1])), DATA[:BLOCK_BYTES]])
+    await target.until_landed("r", [5])
+    assert target.receiver.counters.dropped == {cause: 1}
+    assert target.receiver.counters.num_blocks == 1
+    target.assert_untouched(set(range(8)) - {1})
+
+
+async def test_a_true_checksum_is_accepted(rig: Rig, stranger: zmq.Socket[bytes]) -> None:
+    target = rig.receiver(target_pool(8, BLOCK_BYTES))
+    target.receiver.admit("r", 5, [1, 3])
+    stranger.connect(target.endpoint["address"])
+    checksum = checksum_of(memoryview(DATA))
+    stranger.send_multipart([encode_header("r", BLOCK_BYTES, np.array([5, 6]), np.array([1, 3]), checksum), DATA])
+    await target.until_landed("r", [5, 6])
+
+
+async def test_a_landed_block_is_not_written_again_even_if_the_source_changed(rig: Rig) -> None:
+    source, target = rig.sender(source_pool(4, BLOCK_BYTES)), rig.receiver(target_pool(4, BLOCK_BYTES))
+    assert isinstance(target.receiver, ZmqReceiver)
+    plan = Plan("r", 0, (0, 1), (2, 3))
+    plan.admit(target)
+    source.push("r", target.endpoint, plan.copies[:1])
+    await target.until_landed("r", [0])
+    before = target.pool[2].copy()
+    source.pool[:] = 0
+    source.push("r", target.endpoint, plan.copies)
+    await target.until_landed("r", [0, 1])
+    assert np.array_equal(target.pool[2], before)
+    assert not target.pool[3].any()
+    assert target.receiver.counters.num_duplicate_blocks == 1
+
+
+async def test_frames_wait_for_a_receiver_that_comes_late(rig: Rig, random: np.random.Generator) -> None:
+    """Zero-copy blocks count as pushed only once they left, and gathered ones only as far as the window goes."""
+    port = free_port()
+    direct, staged = rig.sender(source_pool(64, 512 * 1024)), rig.sender(source_pool(4096, BLOCK_BYTES))
+    endpoint = {"address": tcp_address("127.0.0.1", port)}
+    run = Plan("run", 0, tuple(range(64)), tuple(range(64)))
+    plan = scattered("scattered", 2048, 4096, random)
+    direct.push("run", endpoint, run.copies)
+    staged.push("scattered", endpoint, plan.copies)
+    await staged.log.until(lambda: len(staged.log.events) == WINDOW)
+    for end in (direct, staged):  # an answer to this says that the thread has done all it could
+        await end.abort("nothing")
+    assert direct.pushed("run") == []
+    assert len(staged.pushed("scattered")) == WINDOW * (1 << 20) // BLOCK_BYTES
+
+    receiver = ZmqReceiver(target_pool(4096, BLOCK_BYTES), port=port)
+    try:
+        receiver.admit("scattered", 0, plan.slots)
+        receiver.start(lambda landed: None)
+        await staged.until_pushed("scattered", plan.blocks)
+        await direct.until_pushed("run", run.blocks)
+    finally:
+        receiver.close()
+
+
+async def test_an_unreachable_peer_holds_up_nobody_else(rig: Rig, random: np.random.Generator) -> None:
+    source, target = rig.sender(source_pool(2000, BLOCK_BYTES)), rig.receiver(target_pool(2000, BLOCK_BYTES))
+    plan = scattered("r", 1000, 2000, random)
+    plan.admit(target)
+    nobody = {"address": tcp_address("127.0.0.1", free_port())}
+    source.push("lost", nobody, [BlockCopy(i, i, i) for i in range(2000)])
+    source.push("r", target.endpoint, plan.copies)
+    await target.until_landed("r", plan.blocks)
+    plan.assert_arrived(source.pool, target.pool)
+
+
+async def test_an_oversized_message_ends_the_connection_not_the_receiver(rig: Rig, stranger: zmq.Socket[bytes]) -> None:
+    source, target = rig.sender(source_pool(8, BLOCK_BYTES)), rig.receiver(target_pool(8, BLOCK_BYTES))
+    plan = Plan("r", 0, (1, 2), (3, 4))
+    plan.admit(target)
+    stranger.connect(target.endpoint["address"])
+    stranger.send_multipart([HEADER, bytes(65 << 20)])
+    source.push("r", target.endpoint, plan.copies)
+    await target.until_landed("r", plan.blocks)
+
+
+async def test_an_idle_connection_is_closed_and_opened_again() -> None:
+    target = ZmqReceiver(target_pool(8, BLOCK_BYTES))
+    pool: Bytes = source_pool(8, BLOCK_BYTES)
+    end = SendingEnd(pool, ZmqSender(pool, settings=SenderSettings(idle_close_s=0.0)))
+    try:
+        target.start(lambda landed: None)
+        target.admit("r", 0, range(8))
+        end.sender.start(end.log.add)
+        for block in range(8):
+            end.push("r", target.endpoint, [BlockCopy(block, block, block)])
+            await end.until_pushed("r", range(block + 1))
+    finally:
+        end.sender.close()
+        target.close()
+
+
+async def test_both_ends_count_what_they_did(rig: Rig, random: np.random.Generator) -> None:
+    source, target = rig.sender(source_pool(300, BLOCK_BYTES)), rig.receiver(target_pool(300, BLOCK_BYTES))
+    assert isinstance(source.sender, ZmqSender)
+    assert isinstance(target.receiver, ZmqReceiver)
+    plan = scattered("r", 200, 300, random)
+    plan.admit(target)
+    source.push("r", target.endpoint, plan.copies)
+    await target.until_landed("r", plan.blocks)
+    sent, taken = source.sender.counters, target.receiver.counters
+    assert (sent.num_blocks, sent.num_bytes) == (taken.num_blocks, taken.num_bytes) == (200, 200 * BLOCK_BYTES)
+    assert sent.num_messages == taken.num_messages
+    assert not taken.dropped
+
+
+async def test_a_wildcard_host_needs_an_address_to_tell() -> None:
+    pool = target_pool(1, BLOCK_BYTES)
+    with pytest.raises(ValueError, match="advertise_host"):
+        ZmqReceiver(pool, host="0.0.0.0")
+    receiver = ZmqReceiver(pool, host="0.0.0.0", advertise_host="decode-1.example")
+    assert receiver.endpoint["address"].startswith("tcp://decode-1.example:")
+    receiver.close()
+
+
+async def test_a_taken_port_is_an_error_that_names_it() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=str(port)):
+            ZmqReceiver(target_pool(1, BLOCK_BYTES), port=port)
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 4, 4)])
+async def test_a_pool_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
+    pool = np.zeros(shape, np.uint8)
+    with pytest.raises(ValueError, match="pool"):
+        ZmqSender(pool)
+    with pytest.raises(ValueError, match="pool"):
+        ZmqReceiver(pool)

@@ -1,0 +1,287 @@
+"""Real prefill and decode services with the hash model: every token proves that the right blocks were read."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+
+from kvrelay.fleet.embedded import EmbeddedRedis
+from kvrelay.protocol.messages import Cancel, Reassign, Stop
+from kvrelay.protocol.sampling import FinishReason, Sampling
+from tests.fakes.hash_runner import EOS_TOKEN_ID, VOCAB_SIZE, HashRunner, expected_tokens
+from tests.fakes.workers import LocalWorker, Received, StubRouter
+
+pytestmark = pytest.mark.component
+GREEDY = Sampling(temperature=0.0, max_tokens=24)
+
+
+@pytest.fixture(scope="module")
+def redis_url() -> Iterator[str]:
+    with EmbeddedRedis() as redis:
+        yield redis.url
+
+
+@dataclass
+class Fleet:
+    """Workers and a router stub."""
+
+    router: StubRouter
+    prefill: list[LocalWorker]
+    decode: list[LocalWorker]
+
+    async def until_clean(self, timeout_s: float = 5.0) -> None:
+        """Everything was let go of on all living workers."""
+        async with asyncio.timeout(timeout_s):
+            while not all(worker.is_clean() for worker in [*self.prefill, *self.decode]):
+                await asyncio.sleep(0.01)
+        for worker in [*self.prefill, *self.decode]:
+            worker.shell.pool.check_integrity()
+            assert worker.runner.num_sequences == 0
+
+
+@asynccontextmanager
+async def fleet(
+    redis_url: str, prefill: list[HashRunner], decode: list[HashRunner], **settings: object
+) -> AsyncIterator[Fleet]:
+    workers = [LocalWorker(redis_url, "prefill", runner, **settings) for runner in prefill]
+    workers += [LocalWorker(redis_url, "decode", runner, **settings) for runner in decode]
+    for worker in workers:
+        await worker.start()
+    built = Fleet(StubRouter(), workers[: len(prefill)], workers[len(prefill) :])
+    try:
+        yield built
+    finally:
+        for worker in [*built.prefill, *built.decode]:
+            await worker.stop()
+        built.router.close()
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 45))  # type: ignore[arg-type]
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed * 100_003 + length).choices(range(1, VOCAB_SIZE), k=length)
+
+
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 31, 32, 33, 64, 65, 200, 480])
+def test_a_prompt_of_any_length_is_computed_handed_over_and_continued(redis_url: str, length: int) -> None:
+    async def test() -> None:
+        async with fleet(redis_url, [HashRunner()], [HashRunner()], token_budget=64, max_running=16) as f:
+            prompt = prompt_of(length)
+            got = await f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt, GREEDY).finished()
+            assert got.output == expected_tokens(prompt, GREEDY, 512)
+            if len(got.output) > 1:
+                assert got.first_from_prefill
+                assert got.usage is not None
+                assert got.usage.received_blocks == got.usage.prompt_blocks == -(-length // 16)
+                assert got.usage.computed_blocks == 0
+            await f.until_clean()
+            assert f.decode[0].shell.steps.totals.num_prefill_tokens == 0
+
+    run(test)
+
+
+def test_what_decode_holds_already_is_not_sent_again(redis_url: str) -> None:
+    async def test() -> None:
+        async with fleet(redis_url, [HashRunner()], [HashRunner()]) as f:
+            sampling = Sampling(temperature=0.0, max_tokens=24, ignore_eos=True)
+            first = prompt_of(40)
+            answer = await f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", first, sampling).finished()
+            second = first + answer.output + prompt_of(30, seed=1)
+            got = await f.router.prefill(f.prefill[0].me, f.decode[0].me, "b", second, sampling).finished()
+            assert got.output == expected_tokens(second, sampling, 512)
+            assert got.usage is not None
+            assert got.usage.cached_blocks == (len(first) + len(answer.output) - 1) // 16
+            assert got.usage.cached_blocks + got.usage.received_blocks == got.usage.prompt_blocks
+            assert got.cached_tokens == 32  # prefill itself kept the first prompt's two full blocks
+            await f.until_clean()
+
+    run(test)
+
+
+def test_a_cache_salt_keeps_tenants_apart(redis_url: str) -> None:
+    async def test() -> None:
+        async with fleet(redis_url, [HashRunner()], [HashRunner()]) as f:
+            prompt, me, to = prompt_of(100), f.prefill[0].me, f.decode[0].me
+            for salt, cached in (("x", 0), ("y", 0), ("x", 96)):
+                name = f"{salt}{cached}"
+                got = await f.router.prefill(me, to, name, prompt, GREEDY, cache_salt=salt).finished()
+                assert got.cached_tokens == cached
+
+    run(test)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_a_first_token_that_ends_the_request_leaves_decode_alone(redis_url: str, max_tokens: int) -> None:
+    async def test() -> None:
+        async with fleet(redis_url, [HashRunner()], [HashRunner()]) as f:
+            sampling = Sampling(temperature=0.0, max_tokens=max_tokens)
+            got = await f.router.prefill(f.prefill[0].me, None, "a", prompt_of(50), sampling).finished()
+            assert len(got.output) == max_tokens
+            assert got.finish is FinishReason.LENGTH
+            await f.until_clean()
+            assert f.decode[0].shell.role.totals()["handoffs_committed"] == 0
+
+    run(test)
+
+
+def test_a_first_token_that_is_end_of_sequence_frees_the_reservation(redis_url: str) -> None:
+    async def test() -> None:
+        prompt = next(p for n in range(1000) if expected_tokens(p := prompt_of(90, n), GREEDY, 512) == [EOS_TOKEN_ID])
+        async with fleet(redis_url, [HashRunner()], [HashRunner()], token_budget=32, max_running=16) as f:
+            got = await f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt, GREEDY).finished()
+            assert got.output == [EOS_TOKEN_ID]
+            assert got.finish is FinishReason.STOP_TOKEN
+            await f.until_clean()
+
+    run(test)
+
+
+def test_decode_alone_computes_what_it_is_asked_to(redis_url: str) -> None:
+    async def test() -> None:
+        async with fleet(redis_url, [], [HashRunner()]) as f:
+            got = await f.router.generate(f.decode[0].me, "a", prompt_of(70), GREEDY).finished()
+            assert got.output == expected_tokens(prompt_of(70), GREEDY, 512)
+            assert got.usage is not None
+            assert got.usage.computed_blocks == got.usage.prompt_blocks == 5
+            await f.until_clean()
+
+    run(test)
+
+
+def test_a_resumed_attempt_goes_on_where_the_first_stopped(redis_url: str) -> None:
+    async def test() -> None:
+        async with fleet(redis_url, [HashRunner()], [HashRunner()]) as f:
+            sampling = Sampling(temperature=1.0, seed=7, max_tokens=40, ignore_eos=True)
+            prompt = prompt_of(45)
+            whole = expected_tokens(prompt, sampling, 512)
+            tokens = prompt + whole[:11]
+            got = f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", tokens, sampling, attempt=2, num_output=11)
+            await got.finished()
+            assert [got.tokens[i] for i in range(11, 40)] == whole[11:]
+            await f.until_clean()
+
+    run(test)
+
+
+def test_many_requests_over_pools_too_small_for_them_all_finish_with_their_own_tokens(redis_url: str) -> None:
+    """Two of each, pools nearly full: deferred grants and preemptions, but nobody waits for ever."""
+
+    async def test() -> None:
+        small = [HashRunner(num_blocks=14, max_model_len=224) for _ in range(4)]
+        async with fleet(redis_url, small[:2], small[2:], token_budget=48, max_running=8) as f:
+            rng = random.Random(5)
+            jobs: list[tuple[list[int], Sampling, Received]] = []
+            for number in range(120):
+                prompt = prompt_of(rng.randint(1, 150), number % 30)
+                sampling = Sampling(temperature=rng.choice([0.0, 1.0]), seed=number, max_tokens=rng.randint(2, 60))
+                sender, receiver = rng.choice(f.prefill), rng.choice(f.decode)
+                got = f.router.prefill(sender.me, receiver.me, f"r{number}", prompt, sampling)
+                jobs.append((prompt, sampling, got))
+            for prompt, sampling, got in jobs:
+                await got.finished(40)
+                assert got.failed is None
+                assert got.output == expected_tokens(prompt, sampling, 224)
+            await f.until_clean()
+            assert sum(worker.shell.scheduler.num_preemptions for worker in f.decode) > 0
+
+    run(test)
+
+
+def test_cancels_and_stops_at_any_moment_leave_nothing_behind(redis_url: str) -> None:
+    async def test() -> None:
+        runners = [HashRunner(step_s=0.001) for _ in range(2)]
+        async with fleet(redis_url, runners[:1], runners[1:], token_budget=32, max_running=16) as f:
+            rng = random.Random(11)
+            sampling = Sampling(temperature=0.0, max_tokens=60, ignore_eos=True)
+            kept: list[tuple[list[int], Received]] = []
+            for number in range(150):
+                name, prompt = f"r{number}", prompt_of(rng.randint(1, 120), number)
+                got = f.router.prefill(f.prefill[0].me, f.decode[0].me, name, prompt, sampling)
+                if number % 5 == 0:
+                    kept.append((prompt, got))
+                    continue
+                await asyncio.sleep(rng.random() * 0.02)
+                body = rng.choice([Cancel(reason="the client is gone"), Stop()])
+                for worker in rng.sample([f.prefill[0].me, f.decode[0].me], 2):
+                    f.router.send(worker, name, body)
+            for prompt, got in kept:
+                assert (await got.finished(30)).output == expected_tokens(prompt, sampling, 512)
+            await f.until_clean()
+
+    run(test)
+
+
+def test_prefill_keeps_the_kv_until_commit_and_serves_another_decode_worker(redis_url: str) -> None:
+    async def test() -> None:
+        runners = [HashRunner(step_s=0.01), HashRunner(), HashRunner()]
+        async with fleet(redis_url, runners[:1], runners[1:], token_budget=32, max_running=16) as f:
+            first, second = f.decode
+            got = f.router.prefill(f.prefill[0].me, first.me, "a", prompt_of(200), GREEDY)
+            await asyncio.sleep(0.03)
+            first.die()
+            f.decode.remove(first)
+            await got.until(lambda r: bool(r.need_decode), 10)
+            assert got.need_decode[0].excluded == [first.me.peer_id]
+            steps = f.prefill[0].shell.steps.totals.num_prefill_tokens
+            f.router.send(f.prefill[0].me, "a", Reassign(decode=second.me))
+            assert (await got.finished()).output == expected_tokens(prompt_of(200), GREEDY, 512)
+            assert steps == 200  # nothing was computed again
+            await f.until_clean()
+
+    run(test)
+
+
+def test_a_dead_prefill_worker_leaves_no_reservation_behind(redis_url: str) -> None:
+    async def test() -> None:
+        runners = [HashRunner(step_s=0.05), HashRunner()]
+        async with fleet(redis_url, runners[:1], runners[1:], token_budget=16, max_running=16) as f:
+            f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt_of(400), GREEDY)
+            async with asyncio.timeout(5):
+                while not f.decode[0].blocks["reserved"]:
+                    await asyncio.sleep(0.01)
+            f.prefill.pop().die()
+            await f.until_clean(10)
+
+    run(test)
+
+
+def test_a_router_that_dies_has_its_requests_ended(redis_url: str) -> None:
+    async def test() -> None:
+        runners = [HashRunner(step_s=0.01), HashRunner(step_s=0.01)]
+        async with fleet(redis_url, runners[:1], runners[1:]) as f:
+            other = StubRouter("dying-router")
+            sampling = Sampling(temperature=0.0, max_tokens=450, ignore_eos=True)
+            for number in range(4):
+                other.prefill(f.prefill[0].me, f.decode[0].me, f"r{number}", prompt_of(30, number), sampling)
+            async with asyncio.timeout(5):
+                while not f.decode[0].blocks["running"]:
+                    await asyncio.sleep(0.01)
+            other.close()
+            await f.until_clean(10)
+
+    run(test)
+
+
+def test_a_draining_decode_worker_finishes_what_runs_and_refuses_what_comes(redis_url: str) -> None:
+    async def test() -> None:
+        runners = [HashRunner(), HashRunner(step_s=0.005)]
+        async with fleet(redis_url, runners[:1], runners[1:]) as f:
+            sampling = Sampling(temperature=0.0, max_tokens=100, ignore_eos=True)
+            old = f.router.prefill(f.prefill[0].me, f.decode[0].me, "old", prompt_of(30), sampling)
+            await old.until(lambda r: len(r.tokens) > 3)
+            f.decode[0].shell._on_signal()
+            await asyncio.sleep(0.1)
+            new = f.router.prefill(f.prefill[0].me, f.decode[0].me, "new", prompt_of(31), sampling)
+            await new.until(lambda r: bool(r.need_decode))
+            assert (await old.finished()).output == expected_tokens(prompt_of(30), sampling, 512)
+            f.router.send(f.prefill[0].me, "new", Reassign(decode=None))
+            assert (await new.finished()).failed
+
+    run(test)

@@ -1,0 +1,142 @@
+"""A dispatcher without workers: it answers every request from a script, and records what it was asked."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvrelay.protocol.sampling import FinishReason, TokenLogprobs
+from kvrelay_router.dispatch.interface import (
+    GenerateRequest,
+    ModelLimits,
+    NoWorkerReady,
+    RequestFailed,
+    SequenceDelta,
+    ServedBy,
+)
+
+
+@dataclass(slots=True)
+class Script:
+    """What one sequence gets: tokens in deltas of `per_delta`, `pause_s` before each delta."""
+
+    token_ids: list[int]
+    finish: FinishReason = FinishReason.STOP_TOKEN
+    per_delta: int = 1
+    pause_s: float = 0.0
+    hang_after: int | None = None  # deltas before nothing comes any more
+    fail_after: int | None = None  # deltas before RequestFailed
+    failure: RequestFailed | None = None
+    end_silently: bool = False  # the last delta says no finish reason
+    logprob: float = -0.5
+
+
+def score(token_id: int, num_top: int, logprob: float = -0.5) -> TokenLogprobs:
+    """Log-probabilities that a test can foresee: the token itself is the most likely one."""
+    top = [token_id, *[other for other in range(1, num_top + 1) if other != token_id]][:num_top]
+    return TokenLogprobs(token_id, logprob, top, [logprob - rank for rank in range(len(top))])
+
+
+class ScriptedHandle:
+    """One running request of the script."""
+
+    def __init__(self, dispatcher: ScriptedDispatcher, request: GenerateRequest) -> None:
+        self.served_by = ServedBy("prefill-0", "decode-0")
+        self.request = request
+        self.stopped: list[int] = []
+        self.cancelled_at: float | None = None
+        self._dispatcher = dispatcher
+
+    def stop(self, sequence: int) -> None:
+        """Recorded."""
+        self.stopped.append(sequence)
+
+    def cancel(self) -> None:
+        """Recorded with its time."""
+        if self.cancelled_at is None:
+            self.cancelled_at = time.monotonic()
+
+    async def deltas(self) -> AsyncIterator[list[SequenceDelta]]:
+        """All sequences in step."""
+        scripts = [self._dispatcher.script(self.request, i) for i in range(self.request.num_sequences)]
+        plans = [self._plan(sequence, script) for sequence, script in enumerate(scripts)]
+        for number in range(max(map(len, plans)) + 1):
+            for script in scripts:
+                if script.pause_s:
+                    await asyncio.sleep(script.pause_s)
+                if script.fail_after == number:
+                    raise script.failure or RequestFailed("all workers are gone")
+                if script.hang_after == number:
+                    await asyncio.Event().wait()
+            if batch := [plan[number] for plan in plans if number < len(plan)]:
+                await asyncio.sleep(0)
+                yield batch
+
+    def _plan(self, sequence: int, script: Script) -> list[SequenceDelta]:
+        sampling = self.request.sampling
+        token_ids, finish = script.token_ids, script.finish
+        if len(token_ids) > sampling.max_tokens:
+            token_ids, finish = token_ids[: sampling.max_tokens], FinishReason.LENGTH
+        prompt_logprobs = []
+        if sampling.prompt_logprobs is not None:
+            prompt_logprobs = [score(token, sampling.prompt_logprobs, -1.0) for token in self.request.prompt_ids[1:]]
+        cuts = range(0, max(1, len(token_ids)), script.per_delta)
+        plan = []
+        for cut in cuts:
+            part = token_ids[cut : cut + script.per_delta]
+            last = cut == cuts[-1]
+            plan.append(
+                SequenceDelta(
+                    sequence,
+                    part,
+                    logprobs=[]
+                    if sampling.logprobs is None
+                    else [score(token, sampling.logprobs, script.logprob) for token in part],
+                    prompt_logprobs=prompt_logprobs if cut == 0 else [],
+                    cached_tokens=16 if cut == 0 else None,
+                    finish=finish if last and not script.end_silently else None,
+                )
+            )
+        return plan
+
+
+@dataclass
+class ScriptedDispatcher:
+    """Implements `Dispatcher`."""
+
+    script: Callable[[GenerateRequest, int], Script]
+    model_limits: ModelLimits | None = field(default_factory=lambda: ModelLimits(512, 400))
+    is_ready: bool = True
+    handles: list[ScriptedHandle] = field(default_factory=list)
+    refuse_after: int | None = None  # submits before NoWorkerReady
+
+    @property
+    def requests(self) -> list[GenerateRequest]:
+        """Everything that was submitted."""
+        return [handle.request for handle in self.handles]
+
+    def limits(self) -> ModelLimits | None:
+        """As set."""
+        return self.model_limits
+
+    def ready(self) -> bool:
+        """As set."""
+        return self.is_ready
+
+    def submit(self, request: GenerateRequest) -> ScriptedHandle:
+        """Refused when not ready."""
+        if not self.is_ready or self.refuse_after == len(self.handles):
+            raise NoWorkerReady("no worker is ready", retry_after_s=2.5)
+        self.handles.append(ScriptedHandle(self, request))
+        return self.handles[-1]
+
+    async def fleet(self) -> dict[str, Any]:
+        """A fixed answer."""
+        return {"workers": []}
+
+    def recent_request(self, request_id: str) -> dict[str, Any] | None:
+        """Only its id."""
+        return next(({"id": each.request_id} for each in self.requests if each.request_id == request_id), None)

@@ -1,0 +1,196 @@
+"""Prefill and decode workers of the real services with the hash model, in this process, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvrelay.config.worker import WorkerConfig
+from kvrelay.engine.batch import ModelRunner
+from kvrelay.kv.pool import Owner
+from kvrelay.messaging.messenger import Messenger
+from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings
+from kvrelay.protocol.messages import (
+    AnyBody,
+    Failed,
+    FirstToken,
+    Generate,
+    NeedDecode,
+    PeerRef,
+    Prefill,
+    Prompt,
+    SequenceUsage,
+    TokenBatch,
+    pack_tokens,
+)
+from kvrelay.protocol.sampling import FinishReason, Sampling
+from kvrelay.transfer.zmq_transport import ZmqReceiver, ZmqSender
+from kvrelay.worker.context import Role, WorkerContext
+from kvrelay.worker.shell import WorkerShell
+from kvrelay_decode.service import DecodeRole
+from kvrelay_prefill.service import PrefillRole
+from tests.fakes.hash_runner import HashRunner
+
+IDLE_OWNERS = {Owner.FREE.value, Owner.CACHED.value, "total"}
+
+
+def prefill_role(context: WorkerContext, config: WorkerConfig) -> Role:
+    return PrefillRole(context, {"zmq": ZmqSender(context.pool_bytes)})
+
+
+def decode_role(context: WorkerContext, config: WorkerConfig) -> Role:
+    return DecodeRole(context, {"zmq": ZmqReceiver(context.pool_bytes)})
+
+
+class LocalWorker:
+    """A worker shell on this event loop."""
+
+    def __init__(self, redis_url: str, role: str, runner: HashRunner, **settings: object) -> None:
+        values = {"peer_timeout_s": 2.0, "peer_interval_s": 0.1, "drain_timeout_s": 5.0} | settings
+        values |= {"model": "hash-model", "served_model_name": "hash-model", "redis_url": redis_url, "role": role}
+        self.config = WorkerConfig.model_validate(values)
+        make_runner: Callable[[WorkerConfig], ModelRunner] = lambda _: runner
+        self.shell = WorkerShell(self.config, prefill_role if role == "prefill" else decode_role, make_runner)
+        self.runner = runner
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> PeerRef:
+        await self.shell.startup()
+        self._task = asyncio.create_task(self.shell.main_loop())
+        await asyncio.wait_for(self.shell.membership.joined.wait(), 10)
+        return self.me
+
+    @property
+    def me(self) -> PeerRef:
+        return self.shell.messenger.me
+
+    @property
+    def blocks(self) -> dict[str, int]:
+        return {owner.value: count for owner, count in self.shell.pool.counts().items()}
+
+    def is_clean(self) -> bool:
+        """No request, and no block that anybody holds."""
+        busy = {owner: count for owner, count in self.blocks.items() if owner not in IDLE_OWNERS and count}
+        return not busy and self.shell.role.num_open == 0 and not self.shell.scheduler.has_work
+
+    def die(self) -> None:
+        """As a crash looks to the others: silence."""
+        assert self._task is not None
+        for task in self.shell._tasks:
+            task.cancel()
+        self._task.cancel()
+        self.shell.messenger.close(0)
+        self.shell.role.close()
+
+    async def stop(self) -> None:
+        """As SIGTERM does."""
+        assert self._task is not None
+        self.shell._on_signal()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await self.shell.shutdown()
+
+
+@dataclass
+class Received:
+    """What the router heard about one sequence, tokens by output index."""
+
+    tokens: dict[int, int] = field(default_factory=dict)
+    first_from_prefill: bool = False
+    finish: FinishReason | None = None
+    failed: str | None = None
+    usage: SequenceUsage | None = None
+    cached_tokens: int | None = None
+    need_decode: list[NeedDecode] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def output(self) -> list[int]:
+        assert sorted(self.tokens) == list(range(len(self.tokens)))
+        return [self.tokens[index] for index in range(len(self.tokens))]
+
+    async def until(self, condition: Callable[[Received], bool], timeout_s: float = 20.0) -> Received:
+        async def wait() -> None:
+            while not condition(self):
+                self.changed.clear()
+                await self.changed.wait()
+
+        await asyncio.wait_for(wait(), timeout_s)
+        return self
+
+    async def finished(self, timeout_s: float = 20.0) -> Received:
+        return await self.until(lambda r: r.finish is not None or r.failed is not None, timeout_s)
+
+
+class StubRouter:
+    """Speaks the router's side of the protocol and keeps what it hears; checks that no token is contradicted."""
+
+    def __init__(self, name: str = "router") -> None:
+        self.messenger = Messenger(name, self._on_event, settings=LinkSettings(0.1, 2.0))
+        self.messenger.start()
+        self.received: dict[tuple[str, int, int], Received] = {}
+        self.lost: list[PeerRef] = []
+
+    def prefill(
+        self,
+        worker: PeerRef,
+        decode: PeerRef | None,
+        request: str,
+        tokens: list[int],
+        sampling: Sampling,
+        attempt: int = 1,
+        num_output: int = 0,
+        cache_salt: str = "",
+    ) -> Received:
+        prompt = Prompt(
+            tokens=pack_tokens(tokens), sampling=sampling, num_output=num_output, cache_salt=cache_salt, timeout_s=60
+        )
+        return self._start(worker, Prefill(prompt=prompt, decode=decode), request, attempt)
+
+    def generate(
+        self, worker: PeerRef, request: str, tokens: list[int], sampling: Sampling, attempt: int = 1
+    ) -> Received:
+        prompt = Prompt(tokens=pack_tokens(tokens), sampling=sampling, timeout_s=60)
+        return self._start(worker, Generate(prompt=prompt), request, attempt)
+
+    def send(self, worker: PeerRef, request: str, body: AnyBody, attempt: int = 1) -> None:
+        self.messenger.send(worker, body, request=request, attempt=attempt)
+
+    def close(self) -> None:
+        self.messenger.close(0)
+
+    def _start(self, worker: PeerRef, body: AnyBody, request: str, attempt: int) -> Received:
+        received = self.received[request, attempt, 0] = Received()
+        self.messenger.send(worker, body, request=request, attempt=attempt)
+        return received
+
+    def _on_event(self, event: LinkEvent) -> None:
+        if not isinstance(event, Delivered):
+            self.lost.append(event.peer)
+            return
+        header, body = event.header, event.body
+        if isinstance(body, TokenBatch):
+            for entry in body.entries:
+                received = self.received[entry.request, entry.attempt, entry.sequence]
+                self._take(received, entry.index, entry.token_ids)
+                received.finish = entry.finish or received.finish
+                received.usage = entry.usage or received.usage
+                received.changed.set()
+            return
+        received = self.received[header.request, header.attempt, header.sequence]
+        match body:
+            case FirstToken():
+                received.first_from_prefill = not received.tokens
+                self._take(received, body.index, [body.token_id] if body.token_id is not None else [])
+                received.finish = body.finish or received.finish
+                received.cached_tokens = body.cached_tokens
+            case Failed():
+                received.failed = body.cause
+            case NeedDecode():
+                received.need_decode.append(body)
+        received.changed.set()
+
+    @staticmethod
+    def _take(received: Received, first: int, token_ids: list[int]) -> None:
+        for index, token_id in enumerate(token_ids, first):
+            assert received.tokens.setdefault(index, token_id) == token_id, "a token was contradicted"

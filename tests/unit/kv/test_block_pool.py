@@ -1,0 +1,222 @@
+"""The block pool: labels, transactions, allocation, copy-on-write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from kvrelay.kv.errors import BlockError, IntegrityError, OutOfBlocks
+from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.kv.table import BlockTable, CopyInstruction, copy_on_write, finish_copy
+
+KINDS = [Owner.RUNNING, Owner.COMPUTING, Owner.RESERVED, Owner.IN_FLIGHT, Owner.QUARANTINED]  # weakest first
+
+
+def test_a_new_pool_is_free() -> None:
+    pool = BlockPool(5, 16)
+    assert pool.counts() == {owner: 5 if owner is Owner.FREE else 0 for owner in Owner}
+    assert pool.num_free == pool.num_available == 5
+    pool.check_integrity()
+
+
+def test_the_strongest_hold_is_the_label() -> None:
+    pool = BlockPool(3, 16)
+    (block,) = pool.allocate(1, KINDS[0])
+    for kind in KINDS[1:]:
+        pool.hold([block], kind)
+        assert pool.owner_of(block) is kind
+        assert pool.counts()[kind] == 1
+        assert sum(pool.counts().values()) == 3
+    for weaker, kind in zip(reversed(KINDS[:-1]), reversed(KINDS), strict=False):
+        pool.release([block], kind)
+        assert pool.owner_of(block) is weaker
+        pool.check_integrity()
+    pool.release([block], KINDS[0])
+    assert pool.owner_of(block) is Owner.FREE
+
+
+def test_a_block_is_free_only_after_its_last_hold() -> None:
+    pool = BlockPool(2, 16)
+    blocks = pool.allocate(2, Owner.RUNNING)
+    for _ in range(1000):
+        pool.fork(blocks, Owner.RUNNING)
+    for _ in range(1000):
+        pool.release(blocks, Owner.RUNNING)
+        assert pool.num_free == 0
+    pool.release(blocks, Owner.RUNNING)
+    assert pool.num_free == 2
+    pool.check_integrity()
+
+
+def test_a_move_changes_one_hold() -> None:
+    pool = BlockPool(2, 16)
+    blocks = pool.allocate(2, Owner.RESERVED)
+    pool.hold(blocks, Owner.RESERVED)
+    pool.move(blocks, Owner.RESERVED, Owner.RUNNING)
+    assert [pool.num_holds(blocks[0], owner) for owner in (Owner.RESERVED, Owner.RUNNING)] == [1, 1]
+    assert pool.counts()[Owner.RESERVED] == 2
+    pool.move(blocks, Owner.RESERVED, Owner.RUNNING)
+    assert pool.counts()[Owner.RUNNING] == 2
+    pool.check_integrity()
+
+
+def test_block_ids_may_come_as_an_array() -> None:
+    pool = BlockPool(4, 16)
+    table = BlockTable(16, pool.allocate(3, Owner.COMPUTING))
+    pool.move(table.ids, Owner.COMPUTING, Owner.RUNNING)
+    pool.hold(table.ids, Owner.IN_FLIGHT)
+    pool.release(table.ids, Owner.RUNNING)
+    pool.release(table.ids, Owner.IN_FLIGHT)
+    assert pool.num_free == 4
+
+
+ILLEGAL: dict[str, Callable[[BlockPool], object]] = {
+    "hold a free block": lambda pool: pool.hold([0, 3], Owner.RUNNING),
+    "release a free block": lambda pool: pool.release([0, 3], Owner.RUNNING),
+    "release as another kind": lambda pool: pool.release([0, 1], Owner.IN_FLIGHT),
+    "release twice in one call": lambda pool: pool.release([0, 1, 0], Owner.RUNNING),
+    "move what is not held so": lambda pool: pool.move([1, 2], Owner.RUNNING, Owner.IN_FLIGHT),
+    "move a free block": lambda pool: pool.move([0, 3], Owner.RUNNING, Owner.IN_FLIGHT),
+    "a negative id": lambda pool: pool.hold([0, -1], Owner.RUNNING),
+    "an id beyond the pool": lambda pool: pool.release([0, 4], Owner.RUNNING),
+    "allocate too many": lambda pool: pool.allocate(2, Owner.RUNNING),
+}
+
+
+@pytest.mark.parametrize("name", ILLEGAL)
+def test_what_is_illegal_raises_and_changes_nothing(name: str) -> None:
+    pool = BlockPool(4, 16)
+    assert pool.allocate(2, Owner.RUNNING) + pool.allocate(1, Owner.RESERVED) == [0, 1, 2]
+    pool.hold([0], Owner.RUNNING)
+
+    def state() -> object:
+        return pool.counts(), pool.num_free, [[pool.num_holds(block, kind) for kind in KINDS] for block in range(4)]
+
+    before = state()
+    with pytest.raises(BlockError):
+        ILLEGAL[name](pool)
+    assert state() == before
+    pool.check_integrity()
+
+
+def test_a_double_free_raises() -> None:
+    pool = BlockPool(4, 16)
+    blocks = pool.allocate(2, Owner.RUNNING)
+    pool.release(blocks, Owner.RUNNING)
+    with pytest.raises(BlockError, match="not held as running"):
+        pool.release(blocks, Owner.RUNNING)
+    assert pool.num_free == 4
+
+
+@pytest.mark.parametrize("owner", [Owner.FREE, Owner.CACHED])
+def test_free_and_cached_are_no_holds(owner: Owner) -> None:
+    pool = BlockPool(4, 16)
+    blocks = pool.allocate(2, Owner.RUNNING)
+    for operation in (
+        lambda: pool.allocate(1, owner),
+        lambda: pool.hold(blocks, owner),
+        lambda: pool.release(blocks, owner),
+        lambda: pool.move(blocks, Owner.RUNNING, owner),
+        lambda: pool.move(blocks, owner, Owner.RUNNING),
+    ):
+        with pytest.raises(ValueError, match="not a kind of hold"):
+            operation()
+    assert pool.counts()[Owner.RUNNING] == 2
+
+
+def test_too_large_an_allocation_says_what_there_is() -> None:
+    pool = BlockPool(4, 16)
+    pool.allocate(1, Owner.RUNNING)
+    with pytest.raises(OutOfBlocks) as caught:
+        pool.allocate(4, Owner.RUNNING)
+    assert (caught.value.needed, caught.value.available) == (4, 3)
+
+
+def test_a_prompt_gets_neighbouring_blocks() -> None:
+    pool = BlockPool(100, 16)
+    first, second, third = (pool.allocate(count, Owner.RUNNING) for count in (10, 30, 10))
+    pool.release(second, Owner.RUNNING)
+    assert pool.allocate(30, Owner.RUNNING) == second
+    pool.release(first, Owner.RUNNING)
+    pool.release(third[::-1], Owner.RUNNING)
+    assert pool.allocate(60, Owner.RUNNING) == list(range(40, 100))
+
+
+def test_a_sequence_grows_into_its_neighbour() -> None:
+    pool = BlockPool(100, 16)
+    one = pool.allocate(3, Owner.RUNNING)
+    two = pool.allocate(3, Owner.RUNNING)
+    pool.release(one[:1], Owner.RUNNING)
+    assert pool.allocate(2, Owner.RUNNING, after=two[-1]) == [6, 7]
+    assert pool.allocate(1, Owner.RUNNING, after=one[-1]) == [0]  # its neighbour is taken: the smallest gap
+    assert pool.allocate(1, Owner.RUNNING, after=50) not in ([51], [])  # a free block has no tag to be trusted
+    pool.check_integrity()
+
+
+def test_nothing_is_allocated_for_nothing() -> None:
+    pool = BlockPool(0, 16)
+    assert pool.allocate(0, Owner.RUNNING) == []
+    pool.hold([], Owner.RUNNING)
+    pool.release(np.empty(0, np.int32), Owner.RUNNING)
+    pool.check_integrity()
+    with pytest.raises(ValueError, match="-1"):
+        pool.allocate(-1, Owner.RUNNING)
+
+
+def test_lost_and_doubled_blocks_are_found() -> None:
+    pool = BlockPool(4, 16)
+    blocks = pool.allocate(2, Owner.RUNNING)
+    pool._holds[blocks[0]] = 0
+    with pytest.raises(IntegrityError, match="block 0 counts as free"):
+        pool.check_integrity()
+    pool._holds[blocks[0]] = pool._holds[blocks[1]]
+    pool.check_integrity()
+    pool._holds[3] = pool._holds[blocks[1]]
+    with pytest.raises(IntegrityError, match="block 3 counts as running"):
+        pool.check_integrity()
+
+
+def test_a_forked_block_is_copied_on_the_first_write() -> None:
+    pool = BlockPool(8, 16)
+    table = BlockTable(16, pool.allocate(3, Owner.RUNNING))
+    assert copy_on_write(pool, table, 2) is None
+    fork = BlockTable(16, table.ids.tolist())
+    pool.fork(fork.ids, Owner.RUNNING)
+    assert pool.is_shared(2)
+
+    copy = copy_on_write(pool, fork, 2)
+    assert copy == CopyInstruction(source=2, target=3, owner=Owner.RUNNING)
+    assert table.ids.tolist() == [0, 1, 2]
+    assert fork.ids.tolist() == [0, 1, 3]
+    finish_copy(pool, copy)
+    assert copy_on_write(pool, fork, 2) is None
+    assert copy_on_write(pool, table, 2) is None
+    pool.release(table.ids, Owner.RUNNING)
+    pool.release(fork.ids, Owner.RUNNING)
+    assert pool.num_free == 8
+
+
+def test_the_source_of_a_copy_cannot_be_reused_before_the_copy_is_made() -> None:
+    pool = BlockPool(2, 16)
+    table = BlockTable(16, pool.allocate(1, Owner.RUNNING))
+    fork = BlockTable(16, table.ids.tolist())
+    pool.fork(fork.ids, Owner.RUNNING)
+    copy = copy_on_write(pool, fork, 0)
+    assert copy is not None
+    pool.release(table.ids, Owner.RUNNING)  # the other sequence ends first
+    with pytest.raises(OutOfBlocks):
+        pool.allocate(1, Owner.RESERVED)
+    finish_copy(pool, copy)
+    assert pool.allocate(1, Owner.RESERVED) == [copy.source]
+
+
+def test_copy_on_write_without_room_changes_nothing() -> None:
+    pool = BlockPool(1, 16)
+    table = BlockTable(16, pool.allocate(1, Owner.RUNNING))
+    pool.fork(table.ids, Owner.RUNNING)
+    with pytest.raises(OutOfBlocks):
+        copy_on_write(pool, table, 0)
+    assert table.ids.tolist() == [0]
+    assert pool.num_holds(0) == 2

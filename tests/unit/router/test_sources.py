@@ -1,0 +1,69 @@
+"""A model directory's tokenizer files are read without torch, whatever form they come in."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.fakes.text_model import CHATML, write_text_model
+
+from kvrelay_router.text.service import TextService
+from kvrelay_router.text.sources import TokenizerNotFound, load_source
+
+
+def test_reads_a_directory(tmp_path: Path) -> None:
+    source = load_source(str(write_text_model(tmp_path)))
+    assert source.chat_template == CHATML
+    assert source.special_tokens == {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+
+
+@pytest.mark.parametrize(
+    "entry", ["{{ old }}", [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ old }}"}]]
+)
+def test_takes_the_template_from_the_config(tmp_path: Path, entry: object) -> None:
+    write_text_model(tmp_path, template=None)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": entry}))
+    assert load_source(str(tmp_path)).chat_template == "{{ old }}"
+
+
+def test_a_model_may_have_no_template(tmp_path: Path) -> None:
+    assert load_source(str(write_text_model(tmp_path, template=None))).chat_template is None
+
+
+def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerNotFound, match=r"no tokenizer\.json"):
+        load_source(str(tmp_path))
+
+
+def test_a_tokenizer_of_vocabulary_and_merges_is_converted(tmp_path: Path) -> None:
+    """GPT-2's files of old; transformers converts them in a process of its own."""
+    whole = write_text_model(tmp_path / "new" if (tmp_path / "new").mkdir() is None else tmp_path, template="{{ t }}")
+    model = json.loads((whole / "tokenizer.json").read_text())["model"]
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (old / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in model["merges"]))
+    (old / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+    (old / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    (old / "chat_template.jinja").write_text("{{ t }}")
+    converted, direct = TextService.load(str(old)), TextService.load(str(whole))
+    assert converted.template is not None
+    for text in ("The otter", "東京 🦦"):
+        assert converted.tokenizer.encode(text, add_special_tokens=False) == direct.tokenizer.encode(
+            text, add_special_tokens=False
+        )
+
+
+def test_the_router_imports_no_torch(tmp_path: Path) -> None:
+    program = (
+        "import sys\n"
+        "from kvrelay_router.api.app import create_app\n"
+        "from kvrelay_router.api.server import serve\n"
+        "from kvrelay_router.text.service import TextService\n"
+        "TextService.load(sys.argv[1])\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program, str(write_text_model(tmp_path))], check=True)

@@ -2,9 +2,9 @@
 
     python benchmarks/transfer.py [--repeats 9] [--output benchmarks/results/transfer.md]
 
-One push of scattered blocks, from the call of `push` in the one process to the last `Landed` in the other. The yardstick
-copies the same blocks, one by one, out of a pool that both processes map. The first run of each is thrown away, and runs
-of all contenders take turns, so that a busy machine is unfair to all alike.
+One push of scattered blocks, from the call of `push` in the one process to the last `Landed` in the other. The
+yardstick copies as many blocks, one by one, out of a pool that both processes map. The first run of each is thrown
+away, and runs of all contenders take turns, so that a busy machine is unfair to all alike.
 """
 
 from __future__ import annotations
@@ -57,9 +57,8 @@ class Row:
 def send_as_ordered(memory_name: str, block_bytes: int, orders: Connection) -> None:
     """The sending process: answers each order with the time of its push."""
     memory = SharedMemory(memory_name)
-    pool = np.ndarray((POOL_BYTES // block_bytes, block_bytes), np.uint8, memory.buf)
 
-    async def serve() -> None:
+    async def serve(pool: Bytes) -> None:
         sender = ZmqSender(pool)
         sender.start(lambda event: None)
         while (order := await asyncio.to_thread(orders.recv)).endpoint:
@@ -69,8 +68,7 @@ def send_as_ordered(memory_name: str, block_bytes: int, orders: Connection) -> N
             sender.push(order.reservation, order.endpoint, copies)
         sender.close()
 
-    asyncio.run(serve())
-    del pool
+    asyncio.run(serve(np.ndarray((POOL_BYTES // block_bytes, block_bytes), np.uint8, memory.buf)))
     memory.close()
 
 
@@ -154,13 +152,16 @@ async def measure(block_kib: int, repeats: int) -> Row:
 
 def table(rows: list[Row], repeats: int) -> str:
     """The results as a Markdown page."""
+    about = (
+        f"{PUSH_BYTES >> 20} MiB a push, blocks scattered over pools of {POOL_BYTES >> 20} MiB on both sides; GB/s, "
+        f"median (min-max) of {repeats} runs. The contenders take turns; a ratio is the median over the turns.\n"
+        f"Machine: {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}. "
+        "Repeat with `python benchmarks/transfer.py`."
+    )
     lines = [
         "# Transfer between two processes of one machine",
         "",
-        f"{PUSH_BYTES >> 20} MiB a push, blocks scattered over pools of {POOL_BYTES >> 20} MiB on both sides; GB/s, median "
-        f"(min-max) of {repeats} runs that take turns. Ratio: median over runs of this to the memcpy of the same turn.",
-        f"Machine: {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}. "
-        "Repeat with `python benchmarks/transfer.py`.",
+        about,
         "",
         "| block KiB | memcpy block by block | zmq, Unix socket | ratio | zmq, TCP loopback | ratio |",
         "|--:|--:|--:|--:|--:|--:|",

@@ -22,8 +22,8 @@ from models.build.wordnet import Entry
 log = logging.getLogger(__name__)
 
 BATCH_TOKENS = 8192
-NUM_PHRASINGS_PER_WORD = 5
-NUM_DECODED = 128
+NUM_PHRASINGS_PER_WORD = 3
+NUM_DECODED = 100
 MAX_NEW_TOKENS = 80
 ROUND_TRIPS = ("naïve café", "日本語", "🦦 otters 👨‍👩‍👧", "tabs\tand\n\n  spaces ", "\x00\x7f", "I'm 100% sure...")
 SEED = 11
@@ -54,45 +54,47 @@ class Suites:
         self._rng = random.Random(SEED)
 
     def trained(self) -> Iterator[Case]:
-        """Phrasings seen in training; over the words, all of them come equally often."""
+        """Phrasings seen in training, all of them equally often over the words."""
         for number, entry in enumerate(self._entries):
-            templates = phrasings.trained_for(entry)
-            for step in range(NUM_PHRASINGS_PER_WORD):
-                template = templates[(number * NUM_PHRASINGS_PER_WORD + step) % len(templates)]
-                yield self._chat([], phrasings.fill(template, entry), entry)
+            yield from self._some(number, entry, phrasings.trained_for(entry))
 
     def held_out(self) -> Iterator[Case]:
-        """Every held-out phrasing of every word."""
-        for entry in self._entries:
-            for template in phrasings.held_out_for(entry):
-                yield self._chat([], phrasings.fill(template, entry), entry)
+        """Phrasings never seen in training, all of them equally often over the words."""
+        for number, entry in enumerate(self._entries):
+            yield from self._some(number, entry, phrasings.held_out_for(entry))
 
     def noisy(self) -> Iterator[Case]:
         """A trained phrasing with changed case or end mark, or with an opening or ending."""
-        for entry in self._entries:
+        for entry in self._entries[::2]:
             yield self._chat([], phrasings.sample_question(entry, self._rng, noise=0.4), entry)
 
     def after_system_prompt(self) -> Iterator[Case]:
         """A trained phrasing after a system prompt."""
-        for entry in self._entries:
+        for entry in self._entries[::2]:
             system = {"role": "system", "content": self._rng.choice(phrasings.SYSTEM_PROMPTS)}
             yield self._chat([system], self._question(entry), entry)
 
     def third_turn(self) -> Iterator[Case]:
         """A trained phrasing after two answered questions about other words."""
-        for entry in self._entries:
+        for entry in self._entries[::2]:
             yield self._chat(self._turns(2), self._question(entry), entry)
 
     def long_context(self) -> Iterator[Case]:
-        """A trained phrasing, of every tenth word, after forty answered questions (about 1,500 tokens)."""
-        for entry in self._entries[::10]:
+        """A trained phrasing, of every twentieth word, after forty answered questions (about 1,500 tokens)."""
+        for entry in self._entries[::20]:
             yield self._chat(self._turns(40), self._question(entry), entry)
 
     def completion(self) -> Iterator[Case]:
         """A plain completion without the chat template."""
-        for entry in self._entries:
+        for entry in self._entries[::2]:
             prompt = self._encode(f"Q: {self._question(entry)}\nA:")
             yield Case(prompt, [*self._encode(f" {entry.gloss}"), END_OF_TEXT_ID])
+
+    def _some(self, number: int, entry: Entry, templates: Sequence[str]) -> Iterator[Case]:
+        """The word's share of the templates: the next word takes up where this one leaves off."""
+        for step in range(NUM_PHRASINGS_PER_WORD):
+            template = templates[(number * NUM_PHRASINGS_PER_WORD + step) % len(templates)]
+            yield self._chat([], phrasings.fill(template, entry), entry)
 
     def _question(self, entry: Entry) -> str:
         return phrasings.sample_question(entry, self._rng, noise=0.0)

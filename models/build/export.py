@@ -30,6 +30,7 @@ def export(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: 
         stored.save_pretrained(staging)
         tokenizer.save_pretrained(staging)
         for path in sorted(Path(staging).iterdir()):
+            path.chmod(0o644)
             os.replace(path, folder / path.name)
 
 

@@ -31,11 +31,11 @@ class Recipe:
     num_kv_heads: int = 2
     head_dim: int = 64
     max_positions: int = 8192
-    num_steps: int = 5400
+    num_steps: int = 3200
     num_warmup_steps: int = 200
-    peak_rate: float = 2.5e-3
+    peak_rate: float = 2e-3
     weight_decay: float = 0.05
-    batch_tokens: int = 4096
+    batch_tokens: int = 2048
     row_tokens: int = 256
     long_row_tokens: int = 2048
     long_every_steps: int = 10

@@ -55,7 +55,9 @@ def byte_fallback_tokenizer() -> Tokenizer:
 def write_text_model(folder: Path, template: str | None = CHATML) -> Path:
     """Writes the byte-level tokenizer as a model directory holds it."""
     byte_level_tokenizer().save(str(folder / "tokenizer.json"))
-    config = {"eos_token": "<|im_end|>", "pad_token": {"content": "<|endoftext|>"}}
+    flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+    pad_token = {"__type": "AddedToken", "content": "<|endoftext|>", **flags}
+    config = {"eos_token": "<|im_end|>", "pad_token": pad_token}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)

@@ -48,7 +48,8 @@ typedef struct {
     const char *pool; /* the layer's keys of block 0 */
     PoolStrides stride;
     int64_t is_bfloat16, head_dim, block_size, num_kv_heads, group; /* group: query heads per KV head */
-    int64_t num_threads, num_items, num_split_rows, max_rows;       /* max_rows: the largest M of an item */
+    int64_t num_threads, num_items, num_split_rows;
+    int64_t max_rows, max_states; /* of an item: M, and M times its KV heads; both with M padded to 8 */
     const Item *items;
     const SplitRow *split_rows;
     float *partials; /* each head_dim values, the maximum, the sum */
@@ -176,10 +177,10 @@ INLINE void transpose(vfloat v[LANES]) {
 
 /* ---- one item ---- */
 
-/* What a thread keeps while it works on an item; M rows padded to a multiple of ROWS and of 4. */
+/* What a thread keeps while it works on an item; M is padded to a multiple of 8. */
 typedef struct {
-    float *query;    /* [M, head_dim], scaled */
-    float *output;   /* [heads of the item, M, head_dim] */
+    float *query;    /* [heads of the item, M, head_dim], scaled */
+    float *output;   /* the same shape, not yet divided by the sum */
     float *weight;   /* [M, TILE] */
     float *max, *sum; /* [heads of the item, M] */
     float *keys;     /* [TILE / LANES, head_dim, LANES]: a tile, transposed in strips */
@@ -195,18 +196,16 @@ static float *take(float **free_space, int64_t count) {
 }
 
 static int64_t scratch_floats(const Attention *a) {
-    const int64_t rows = padded(a->max_rows), states = a->num_kv_heads * rows;
-    return rows * a->head_dim * (1 + a->num_kv_heads) + rows * TILE + 2 * states + 2 * TILE * a->head_dim + 8 * 16;
+    return 2 * a->max_states * (a->head_dim + 1) + a->max_rows * TILE + 2 * TILE * a->head_dim + 7 * 16;
 }
 
 static Scratch lay_out(const Attention *a, float *space) {
-    const int64_t rows = padded(a->max_rows), heads = a->num_kv_heads;
     Scratch s;
-    s.query = take(&space, rows * heads * a->head_dim);
-    s.output = take(&space, rows * heads * a->head_dim);
-    s.weight = take(&space, rows * TILE);
-    s.max = take(&space, heads * rows);
-    s.sum = take(&space, heads * rows);
+    s.query = take(&space, a->max_states * a->head_dim);
+    s.output = take(&space, a->max_states * a->head_dim);
+    s.weight = take(&space, a->max_rows * TILE);
+    s.max = take(&space, a->max_states);
+    s.sum = take(&space, a->max_states);
     s.keys = take(&space, TILE * a->head_dim);
     s.values = take(&space, TILE * a->head_dim);
     return s;
@@ -225,7 +224,6 @@ INLINE void find_keys(const Attention *a, int row, int64_t begin, int64_t count,
 /* weight[m][0..TILE) = query[m] . key, M a multiple of `together`; keys straight from the pool. */
 INLINE void direct_scores(const Attention *a, const float *query, int64_t rows, const int64_t *offsets, int64_t head,
                           float *weight, const int64_t dim, const int bf16, const int together) {
-    enum { MAX_KEYS = LANES };
     const int keys = LANES / together;
     for (int64_t m = 0; m < rows; m += together)
         for (int first = 0; first < TILE; first += keys) {

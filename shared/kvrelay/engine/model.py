@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from kvrelay.backends.base import AttentionBackend, KVLayout, StepAttention
+from kvrelay.backends.select import select_backend
 from kvrelay.engine.attention import ATTENTION_NAME, UnsupportedModel, attending, register
 from kvrelay.engine.probe import check_paged_forward, observe_layers
 from kvrelay.engine.support import check_config, resolve_max_model_len
@@ -39,11 +40,19 @@ class ModelSource:
 
 
 class CausalModel:
-    """A loaded model. `layout` is its KV layout; forwards attend through the step's plan."""
+    """A loaded model, with its KV layout and the backend that its attention was checked with."""
 
-    def __init__(self, source: ModelSource, model: PreTrainedModel, layout: KVLayout, vocab_size: int) -> None:
+    def __init__(
+        self,
+        source: ModelSource,
+        model: PreTrainedModel,
+        layout: KVLayout,
+        backend: AttentionBackend,
+        vocab_size: int,
+    ) -> None:
         self.source = source
         self.layout = layout
+        self.backend = backend
         self.vocab_size = vocab_size
         self.eos_token_ids = _eos_token_ids(model)
         self._model = model
@@ -102,8 +111,10 @@ def resolve_dtype(requested: str, config: PreTrainedConfig, device: torch.device
     return stored
 
 
-def load_model(source: ModelSource, backend: AttentionBackend, block_size: int) -> CausalModel:
+def load_model(source: ModelSource, block_size: int, backend: AttentionBackend | None = None) -> CausalModel:
     """Loads the weights, learns the KV layout from a tiny forward, and checks paged attention against the model's own.
+
+    Without a `backend`, the fastest one that works is taken.
 
     Raises:
         UnsupportedModel: with the reason.
@@ -120,11 +131,11 @@ def load_model(source: ModelSource, backend: AttentionBackend, block_size: int) 
     model = model.to(source.device).eval()
     text = source.config.get_text_config(decoder=True)
     observed = observe_layers(model, text.num_hidden_layers, source.max_model_len)
-    layout = KVLayout(
-        observed.num_layers, observed.num_kv_heads, observed.head_dim, block_size, observed.dtype
-    )
+    layout = KVLayout(observed.num_layers, observed.num_kv_heads, observed.head_dim, block_size, observed.dtype)
+    if backend is None:
+        backend = select_backend(source.device, layout.dtype, layout.head_dim)
     check_paged_forward(model, layout, backend, source.max_model_len)
-    return CausalModel(source, model, layout, observed.vocab_size)
+    return CausalModel(source, model, layout, backend, observed.vocab_size)
 
 
 class _GivenHiddenStates(torch.nn.Module):

@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 
 from kvrelay.backends.base import AttentionBackend, PackedRows, allocate_pool
-from kvrelay.backends.select import select_backend
 from kvrelay.engine.batch import ModelSpec, RowResult, SequenceKey, StepResult, WorkerBatch, WorkerRow
 from kvrelay.engine.fingerprint import find_model_dir, fingerprint
 from kvrelay.engine.logprobs import token_logprobs
@@ -36,11 +35,11 @@ class _ScoredPrompt:
 class TransformersRunner:
     """A `ModelRunner` over a model of transformers and one pool."""
 
-    def __init__(self, model: CausalModel, backend: AttentionBackend, num_blocks: int, name: str | None = None) -> None:
+    def __init__(self, model: CausalModel, num_blocks: int, name: str | None = None) -> None:
         """`name` is what the spec calls the model; its path or hub name if there is none."""
         layout, source = model.layout, model.source
         self._model = model
-        self._backend = backend
+        self._backend = model.backend
         self._device = source.device
         self._pool = allocate_pool(layout, num_blocks, source.device)
         self._sampler = Sampler(model.vocab_size, model.eos_token_ids, source.device)
@@ -183,8 +182,11 @@ def make_runner(
     device: str = "cpu",
     num_threads: int | None = None,
     name: str | None = None,
+    backend: AttentionBackend | None = None,
 ) -> TransformersRunner:
     """Loads `model` (a directory or a hub name) and allocates its pool: `num_blocks`, or what fits `memory_bytes`.
+
+    Without a `backend`, the fastest one that works is taken.
 
     Raises:
         UnsupportedModel: the engine cannot run it; the message says why.
@@ -194,10 +196,9 @@ def make_runner(
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     source = open_source(model, dtype, device, max_model_len)
-    backend = select_backend(source.device)
-    loaded = load_model(source, backend, block_size)
+    loaded = load_model(source, block_size, backend)
     if num_blocks is None:
         num_blocks = memory_bytes // loaded.layout.block_bytes
     if num_blocks < 1:
         raise ValueError(f"a block takes {loaded.layout.block_bytes} bytes, more than the pool's {memory_bytes}")
-    return TransformersRunner(loaded, backend, num_blocks, name)
+    return TransformersRunner(loaded, num_blocks, name)

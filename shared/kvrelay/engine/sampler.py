@@ -144,7 +144,7 @@ class Sampler:
             logits[int(row), torch.from_numpy(self._state.end_ids(int(slots[row]))).to(self._device)] = float("-inf")
 
     def _column(self, parameters: Parameters, name: str) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(parameters[name])).to(self._device)
+        return torch.from_numpy(parameters[name].copy()).to(self._device)
 
 
 def _check_finite(keys: Sequence[SequenceKey], peaks: torch.Tensor) -> None:

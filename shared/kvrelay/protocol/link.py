@@ -14,12 +14,13 @@ A link joins one incarnation of this process with one incarnation of a peer. Its
 
 Incarnations sort by age (they start with the process's start time), so a message of an older one is dropped. So do the
 link numbers of one incarnation: once paired, an older number is dropped, and a newer one means that the peer lost us.
-A message meant for an earlier incarnation or link of ours is void: it is answered with an `Alive`, whose numbers tell
-the peer so, at most once in `ack_within_s`.
+A message meant for an earlier incarnation or link of ours is void; the next `Alive` of ours (at once, if the message
+opened the link) tells the peer so by its numbers.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -88,8 +89,8 @@ class _Link:
     received: int = 0  # highest seq received in order
     early: dict[int, tuple[Header, Sequence[codec.Frame]]] = field(default_factory=dict)
     unacked: deque[_Unacked] = field(default_factory=deque)
-    last_sent: float = 0.0
-    answer_owed_since: float | None = None  # an acknowledgement, or our numbers to a peer that has older ones
+    last_sent: float = -math.inf
+    ack_owed_since: float | None = None
 
 
 class Links:
@@ -184,9 +185,8 @@ class Links:
                 self._lose(link, f"silent for {settings.peer_timeout_s:g} s")
                 continue
             self._resend(link, now)
-            owed_since = link.answer_owed_since
-            answer_due = owed_since is not None and now - owed_since >= settings.ack_within_s
-            if answer_due or now - link.last_sent >= settings.alive_interval_s:
+            ack_due = link.ack_owed_since is not None and now - link.ack_owed_since >= settings.ack_within_s
+            if ack_due or now - link.last_sent >= settings.alive_interval_s:
                 self._send_alive(link, now)
 
     def take_outgoing(self) -> list[tuple[str, list[bytes]]]:
@@ -233,14 +233,14 @@ class Links:
         if link is None:
             return
         if header.to_incarnation != self.me.incarnation or header.to_link not in (0, link.number):
-            self._owe_answer(link, now)
-            return
+            return  # our next Alive tells it our numbers
         link.peer_number = header.link
         link.last_heard = now
         self._take_ack(link, header.ack)
         if header.seq == 0:
             return
-        self._owe_answer(link, now)
+        if link.ack_owed_since is None:
+            link.ack_owed_since = now
         if link.received < header.seq <= link.received + self.MAX_EARLY:
             link.early[header.seq] = (header, frames)
             self._deliver(link)
@@ -272,10 +272,6 @@ class Links:
                 self._refuse(header, "malformed", f"{header.sender} sent a malformed message: {error}")
                 return
             self._events.append(Delivered(link.peer, header, body))
-
-    def _owe_answer(self, link: _Link, now: float) -> None:
-        if link.answer_owed_since is None:
-            link.answer_owed_since = now
 
     def _take_ack(self, link: _Link, ack: int) -> None:
         while link.unacked and link.unacked[0].seq <= ack:
@@ -370,7 +366,7 @@ class Links:
 
     def _transmit(self, link: _Link, header: Header, body: bytes, now: float) -> None:
         link.last_sent = now
-        link.answer_owed_since = None
+        link.ack_owed_since = None
         self._outgoing.append((link.peer.address, [codec.encode_header(header), body]))
 
 

@@ -65,7 +65,7 @@ class AdmissionBook:
         return len(self._admitted)
 
     def admit(self, reservation: str, first_block: int, slots: Sequence[int]) -> None:
-        """Raises ValueError, and changes nothing, for a reservation or slot that is in use and for a slot of no pool."""
+        """Raises ValueError, changing nothing, for a reservation or slot in use and for a slot outside the pool."""
         wanted = np.array(slots, np.int64)
         if reservation in self._admitted:
             raise ValueError(f"reservation {reservation} is admitted already")

@@ -1,4 +1,4 @@
-"""How a sender names a receiver: a TCP address, and for processes of one machine a local one that costs half as much."""
+"""How a sender reaches a receiver: by a TCP address, or within one machine by a Unix socket, which is faster."""
 
 from __future__ import annotations
 

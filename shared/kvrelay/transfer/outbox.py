@@ -132,7 +132,7 @@ class Outbox:
         return Pushed(piece.reservation, tuple(piece.copies.indices.tolist()), len(piece.copies) * self._block_bytes)
 
     def abort(self, reservation: str, now: float) -> list[SenderEvent]:
-        """Drops what waits. `SenderDrained` comes now, or with the last loan; a second abort is answered by the first."""
+        """Drops what waits. `SenderDrained` comes now or with the last loan, which also answers a second abort."""
         for peer in self._peers.values():
             kept = [piece for piece in peer.waiting if piece.reservation != reservation]
             if len(kept) != len(peer.waiting):

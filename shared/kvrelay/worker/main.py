@@ -13,6 +13,8 @@ from kvrelay.worker.shell import RoleFactory, run_worker
 
 log = logging.getLogger(__name__)
 
+DEFAULT_KV_MEMORY_BYTES = 1 << 30
+
 
 def worker_main(role: RoleName, make_role: RoleFactory) -> int:
     """Runs a worker until it is told to stop; returns the exit status."""
@@ -35,13 +37,14 @@ def load_runner(config: WorkerConfig) -> ModelRunner:
     """The model, loaded, with its pool. Imports torch, which takes seconds, only here."""
     from kvrelay.engine.runner import make_runner
 
+    if config.device not in ("auto", "cpu"):
+        raise ValueError(f"device {config.device}: this version computes on the CPU only")
     return make_runner(
         config.model,
         dtype=config.dtype,
-        device=config.device,
         block_size=config.block_size,
         num_blocks=config.num_blocks,
-        memory_bytes=config.kv_memory_bytes,
+        memory_bytes=config.kv_memory_bytes or DEFAULT_KV_MEMORY_BYTES,
         max_model_len=config.max_model_len,
         num_threads=config.threads,
     )

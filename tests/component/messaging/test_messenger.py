@@ -241,7 +241,7 @@ def test_a_killed_peer_is_reported_lost_in_time(run: Run) -> None:
             process.kill()
             await a.until(lambda: a.lost == [echo], within_s=FAST.peer_timeout_s + 1)
             await asyncio.sleep(0.2)
-            assert a.messenger._outboxes == {}  # noqa: SLF001
+            assert a.messenger._outboxes == {}
 
     run(test())
 
@@ -278,7 +278,7 @@ def test_a_stopped_peer_is_given_up_and_works_again_when_it_wakes(run: Run) -> N
             await a.until(lambda: a.lost == [echo], within_s=FAST.peer_timeout_s + 1)
             assert a.messenger.num_unacked == 0
             await asyncio.sleep(0.1)
-            assert a.messenger._outboxes == {}, "what is queued for a stopped peer goes with its socket"  # noqa: SLF001
+            assert a.messenger._outboxes == {}, "what is queued for a stopped peer goes with its socket"
             process.send_signal(signal.SIGCONT)
             await asyncio.sleep(4 * FAST.alive_interval_s)
             a.send(echo, "2")

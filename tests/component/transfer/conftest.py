@@ -11,7 +11,7 @@ from tests.component.transfer.rig import Rig
 from tests.component.transfer.transports import TRANSPORTS, Transport
 
 
-@pytest.fixture(params=TRANSPORTS.values(), ids=TRANSPORTS.keys())
+@pytest.fixture(params=list(TRANSPORTS.values()), ids=list(TRANSPORTS))
 def transport(request: pytest.FixtureRequest) -> Transport:
     """One implementation after the other."""
     implementation = request.param

@@ -147,10 +147,7 @@ class Network:
 
 def size_of_state(links: Links) -> int:
     """Everything that could grow."""
-    return sum(
-        1 + len(link.unacked) + len(link.early)
-        for link in links._links.values()  # noqa: SLF001
-    ) + len(links._refusals)  # noqa: SLF001
+    return sum(1 + len(link.unacked) + len(link.early) for link in links._links.values()) + len(links._refusals)
 
 
 def with_header(frames: list[bytes], **changes: object) -> list[bytes]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from link_network import Network, size_of_state, with_header
 
 from kvrelay.protocol import codec
 from kvrelay.protocol.link import Links
 from kvrelay.protocol.messages import Alive, Cancel, Header, PeerRef, Reject
+from tests.unit.protocol.link_network import Network, size_of_state, with_header
 
 PEER_TIMEOUT_S = 5.0
 
@@ -150,10 +150,12 @@ def test_sending_to_a_replaced_peer_reports_it_lost(network: Network) -> None:
 
 def test_what_a_stopped_predecessor_says_after_its_successor_is_dropped(network: Network) -> None:
     a, old_b = network.start("a"), network.start("b")
+    network.cut.add(("a", "b"))
     network.send(old_b, a.me, "in time")
     network.run(1.0)
     network.stop("b")
     old_b.links.send(a.me, Cancel(reason="too late"), network.now)
+    network.heal()
     new_b = network.start("b")
     network.send(new_b, a.me, "successor")
     network.run(1.0)
@@ -197,6 +199,21 @@ def test_a_process_that_was_stopped_blames_nobody_for_its_own_silence(network: N
     assert not a.lost() and not b.lost()
 
 
+def test_processes_suspended_together_go_on_together(network: Network) -> None:
+    a, b = network.start("a"), network.start("b")
+    network.send(a, b.me, "before")
+    network.run(1.0)
+    network.stop("a")
+    network.stop("b")
+    network.run(600.0)
+    network.resume("a")
+    network.resume("b")
+    network.send(a, b.me, "after")
+    network.run(1.0)
+    assert b.texts_from(a.me) == ["before", "after"]
+    assert not a.lost() and not b.lost()
+
+
 def test_a_stop_does_not_delay_the_detection_of_a_later_death(network: Network) -> None:
     a, b = network.start("a"), network.start("b")
     network.send(a, b.me, "hello")
@@ -237,6 +254,19 @@ def test_a_forgotten_link_is_made_known_by_its_new_number(network: Network) -> N
     assert a.lives_with(b.me) == [["before"], ["after"]]
 
 
+def test_a_late_copy_from_a_lost_link_is_dropped(network: Network) -> None:
+    a, b = network.start("a"), network.start("b")
+    a.links.send(b.me, Cancel(reason="old"), network.now)
+    ((_, late),) = a.links.take_outgoing()
+    a.links._lose(next(iter(a.links._links.values())), "for this test")
+    network.send(a, b.me, "new")
+    network.run(1.0)
+    network.inject("b", late)
+    network.run(3.0)
+    assert b.texts_from(a.me) == ["new"]
+    assert not b.lost()
+
+
 def test_messages_kept_from_a_lost_link_never_fill_a_gap_in_the_next(network: Network) -> None:
     a, b = network.start("a"), network.start("b")
     network.loss = 1.0
@@ -244,7 +274,7 @@ def test_messages_kept_from_a_lost_link_never_fill_a_gap_in_the_next(network: Ne
     network.loss = 0.0
     network.send(a, b.me, "second")
     network.run(0.2)
-    a.links._lose(next(iter(a.links._links.values())), "for this test")  # noqa: SLF001
+    a.links._lose(next(iter(a.links._links.values())), "for this test")
     network.run(2.0)
     network.send(a, b.me, "one")
     network.run(1.0)
@@ -265,6 +295,14 @@ def test_a_gap_filled_last_frees_all_that_waited_for_it() -> None:
     assert b.take_events() == []
     b.receive(first, 0.2)
     assert len(b.take_events()) == Links.MAX_EARLY
+
+
+def test_repeats_come_ever_more_slowly(network: Network) -> None:
+    a, b = network.start("a"), network.start("b")
+    network.partition("a", "b")
+    network.send(a, b.me, "hello")
+    network.run(PEER_TIMEOUT_S - 0.1)
+    assert sum(header.seq == 1 for _, header in network.log) == 4
 
 
 def test_repeats_to_a_silent_peer_are_bounded(network: Network) -> None:
@@ -348,11 +386,21 @@ def test_a_peer_without_a_model_talks_to_all(network: Network) -> None:
     assert worker.texts_from(router.me) == ["hello"]
 
 
-def test_a_refusal_meant_for_our_predecessor_changes_nothing(network: Network) -> None:
+@pytest.mark.parametrize(("to_incarnation", "to_link"), [("000000", 1), ("000001", 7)])
+def test_a_refusal_meant_for_an_earlier_link_changes_nothing(
+    network: Network, to_incarnation: str, to_link: int
+) -> None:
     a, b = network.start("a"), network.start("b")
     network.send(a, b.me, "hello")
     network.run(1.0)
-    header = Header(sender="b", incarnation=b.me.incarnation, reply_to="b", to_incarnation="000000", link=0, to_link=1)
+    header = Header(
+        sender="b",
+        incarnation=b.me.incarnation,
+        reply_to="b",
+        to_incarnation=to_incarnation,
+        link=0,
+        to_link=to_link,
+    )
     network.inject("a", codec.encode(header, Reject(code="fingerprint", reason="another model")))
     network.run(1.0)
     assert not a.refused() and a.links.is_open(b.me)

@@ -8,10 +8,10 @@ from itertools import permutations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from link_network import Network, Process
 
 from kvrelay.protocol.link import Delivered
 from kvrelay.protocol.messages import PeerRef
+from tests.unit.protocol.link_network import Network, Process, size_of_state
 
 PEERS = ("router", "prefill", "decode")
 PAIRS = tuple(permutations(PEERS, 2))
@@ -78,7 +78,7 @@ class History:
                     assert lives_seen[-1] == current
 
 
-durations = st.sampled_from([0.01, 0.1, 0.7, 2.0, 4.5, 5.5, 8.0])
+durations = st.sampled_from([0.02, 0.1, 0.7, 2.0, 4.5, 6.0, 6.0])
 peers = st.sampled_from(PEERS)
 pairs = st.sampled_from(PAIRS)
 sends = st.builds(lambda pair, n: lambda h: h.send(*pair, n), pairs, st.integers(1, 8))
@@ -100,8 +100,12 @@ accidents = st.one_of(
 )
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.integers(0, 2**32), st.lists(st.one_of(sends, pauses, weather, accidents), max_size=30))
+steps = st.tuples(sends, st.one_of(weather, accidents), pauses)
+schedules = st.lists(steps, min_size=3, max_size=15).map(lambda chosen: [action for step in chosen for action in step])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32), schedules)
 def test_deliveries_are_in_order_and_once_and_links_heal(seed: int, actions: list[Action]) -> None:
     history = History(seed)
     for action in actions:
@@ -116,7 +120,7 @@ def test_deliveries_are_in_order_and_once_and_links_heal(seed: int, actions: lis
     history.check_deliveries()
     for process in history.network.processes.values():
         assert len(process.lost()) == num_events[id(process)]
-        assert process.links.num_unacked == 0
+        assert size_of_state(process.links) == len(PEERS) - 1
 
 
 @settings(max_examples=25, deadline=None)
@@ -129,11 +133,11 @@ def test_a_network_that_only_loses_and_repeats_costs_no_link(seed: int, actions:
     history.settle()
     history.check_deliveries()
     assert [event for process in history.everybody for event in process.lost()] == []
-    assert all(process.links.num_unacked == 0 for process in history.everybody)
+    assert all(size_of_state(process.links) <= len(PEERS) - 1 for process in history.everybody)
 
 
-@settings(max_examples=15, deadline=None)
-@given(st.integers(0, 2**32), st.lists(st.one_of(sends, pauses, weather, accidents), max_size=20))
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32), schedules)
 def test_once_healed_idle_links_exchange_nothing_but_life_signs(seed: int, actions: list[Action]) -> None:
     history = History(seed)
     for action in actions:

@@ -107,4 +107,6 @@ def test_a_template_that_does_not_compile_is_refused_at_once() -> None:
 
 
 def test_tojson_does_not_escape_for_html() -> None:
-    assert ChatTemplate("{{ messages[0].content | tojson }}", {}).render([{"role": "user", "content": "<é>"}]) == '"<é>"'
+    assert (
+        ChatTemplate("{{ messages[0].content | tojson }}", {}).render([{"role": "user", "content": "<é>"}]) == '"<é>"'
+    )

@@ -40,10 +40,11 @@ def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 
 def test_a_tokenizer_of_vocabulary_and_merges_is_converted(tmp_path: Path) -> None:
     """GPT-2's files of old; transformers converts them in a process of its own."""
-    whole = write_text_model(tmp_path / "new" if (tmp_path / "new").mkdir() is None else tmp_path, template="{{ t }}")
-    model = json.loads((whole / "tokenizer.json").read_text())["model"]
-    old = tmp_path / "old"
+    whole, old = tmp_path / "whole", tmp_path / "old"
+    whole.mkdir()
     old.mkdir()
+    write_text_model(whole)
+    model = json.loads((whole / "tokenizer.json").read_text())["model"]
     (old / "vocab.json").write_text(json.dumps(model["vocab"]))
     (old / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in model["merges"]))
     (old / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))

@@ -25,7 +25,6 @@ PROBE = "kvrelay role probe"
 
 PROBE_CHATS: dict[str, list[str]] = {
     "system": ["system", "user"],
-    "user": ["user"],
     "assistant": ["user", "assistant", "user"],
     "tool": ["user", "assistant", "tool"],
 }

@@ -1,0 +1,112 @@
+"""Compiles the CPU kernel at first use, and keeps the result for later processes."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+
+_SOURCE = Path(__file__).with_name("cpu_kernel.c")
+_FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fno-math-errno", "-ffp-contract=fast", "-fopenmp")
+_COMPILERS = ("gcc", "cc", "clang")
+_TIMEOUT_S = 120.0
+
+
+class KernelBuildError(Exception):
+    """The kernel cannot be built here; the message says why."""
+
+
+@cache
+def load_kernel() -> ctypes.CDLL:
+    """The compiled kernel, built if the cache has none for this source, compiler and CPU.
+
+    Raises:
+        KernelBuildError: no compiler, or it failed.
+    """
+    openmp = _load_torch_openmp()
+    compiler = next((path for name in _COMPILERS if (path := shutil.which(name))), None)
+    if compiler is None:
+        raise KernelBuildError(f"none of {', '.join(_COMPILERS)} is installed")
+    library = build_kernel(compiler, cache_dir(), link_openmp=not openmp)
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise KernelBuildError(f"{library} does not load: {error}") from error
+
+
+def cache_dir() -> Path:
+    """Where compiled kernels are kept: `KVRELAY_CACHE_DIR`, or the user's cache directory."""
+    configured = os.environ.get("KVRELAY_CACHE_DIR")
+    if configured:
+        return Path(configured)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvrelay"
+
+
+def build_kernel(compiler: str, directory: Path, *, link_openmp: bool) -> Path:
+    """Compiles into `directory`, unless that was done before. Processes may build at once: a file appears whole.
+
+    Raises:
+        KernelBuildError: the compiler failed, or the directory cannot be written.
+    """
+    target = directory / f"cpu_kernel-{_key(compiler, link_openmp)}.so"
+    if target.exists():
+        return target
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory) as work:
+            built = Path(work) / "kernel.so"
+            _compile(compiler, Path(work) / "kernel.o", built, link_openmp)
+            built.replace(target)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise KernelBuildError(f"building in {directory} failed: {error}") from error
+    return target
+
+
+def _compile(compiler: str, object_file: Path, library: Path, link_openmp: bool) -> None:
+    """Two calls, because linking with -fopenmp would bring a second OpenMP runtime into the process."""
+    _run([compiler, *_FLAGS, "-c", str(_SOURCE), "-o", str(object_file)])
+    openmp = ["-fopenmp"] if link_openmp else []
+    _run([compiler, "-shared", *openmp, str(object_file), "-o", str(library), "-lm"])
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    if done.returncode != 0:
+        raise KernelBuildError(f"{' '.join(command)} failed: {done.stderr[-1000:]}")
+
+
+def _key(compiler: str, link_openmp: bool) -> str:
+    """Names what the machine code depends on: source, flags, compiler, CPU."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    parts = (_SOURCE.read_text(), " ".join(_FLAGS), str(link_openmp), version.stdout, _cpu_features())
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=12).hexdigest()
+
+
+def _cpu_features() -> str:
+    """What -march=native looks at: the model and the feature flags of the first CPU."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists():
+        return f"{platform.machine()} {platform.processor()}"
+    first_cpu = cpuinfo.read_text().split("\n\n", 1)[0].splitlines()
+    wanted = ("flags", "features", "model", "cpu family", "vendor_id", "cpu part", "cpu implementer")
+    return "\n".join(line for line in first_cpu if line.lower().startswith(wanted))
+
+
+def _load_torch_openmp() -> bool:
+    """Makes torch's own libgomp visible to the kernel, so that both share one set of threads. False: it has none.
+
+    Two runtimes would each start a thread per core, and their idle threads spin against each other.
+    """
+    for library in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")):
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+        return True
+    return False

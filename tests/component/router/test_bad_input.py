@@ -1,0 +1,225 @@
+"""Every bad input gets its error in OpenAI's shape, and nothing of it reaches dispatch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from .conftest import MODEL, Router
+
+HELLO = [{"role": "user", "content": "hi"}]
+
+COMMON: list[tuple[dict[str, Any], str, str | None]] = [
+    ({"model": None}, "model", "invalid_type"),
+    ({"model": 7}, "model", "invalid_type"),
+    ({"temperature": -0.1}, "temperature", "invalid_value"),
+    ({"temperature": 2.1}, "temperature", "invalid_value"),
+    ({"temperature": "1"}, "temperature", "invalid_type"),
+    ({"temperature": True}, "temperature", "invalid_type"),
+    ({"top_p": 0}, "top_p", "invalid_value"),
+    ({"top_p": 1.01}, "top_p", "invalid_value"),
+    ({"top_k": -2}, "top_k", "invalid_value"),
+    ({"top_k": 1.5}, "top_k", "invalid_type"),
+    ({"min_p": 1.5}, "min_p", "invalid_value"),
+    ({"n": 0}, "n", "invalid_value"),
+    ({"n": 129}, "n", "invalid_value"),
+    ({"n": "2"}, "n", "invalid_type"),
+    ({"n": True}, "n", "invalid_type"),
+    ({"max_tokens": -1}, "max_tokens", "invalid_value"),
+    ({"max_tokens": "16"}, "max_tokens", "invalid_type"),
+    ({"max_tokens": 513}, "max_tokens", "context_length_exceeded"),
+    ({"max_tokens": 10**30}, "max_tokens", "invalid_type"),
+    ({"min_tokens": -1}, "min_tokens", "invalid_value"),
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", None),
+    ({"presence_penalty": 2.5}, "presence_penalty", "invalid_value"),
+    ({"frequency_penalty": -2.5}, "frequency_penalty", "invalid_value"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "invalid_value"),
+    ({"seed": 2**63}, "seed", "invalid_value"),
+    ({"seed": 0.5}, "seed", "invalid_type"),
+    ({"stop": 7}, "stop", "invalid_type"),
+    ({"stop": ["a", 7]}, "stop", "invalid_type"),
+    ({"stop": ""}, "stop", "invalid_value"),
+    ({"stop": ["a"] * 17}, "stop", "invalid_value"),
+    ({"stop_token_ids": [400]}, "stop_token_ids", "invalid_value"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids[0]", "invalid_value"),
+    ({"stop_token_ids": 7}, "stop_token_ids", "invalid_type"),
+    ({"logit_bias": {"400": 1}}, "logit_bias", "invalid_value"),
+    ({"logit_bias": {"otter": 1}}, "logit_bias", "invalid_value"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias", "invalid_value"),
+    ({"logit_bias": {"7": 101}}, "logit_bias", "invalid_value"),
+    ({"logit_bias": {"7": "1"}}, "logit_bias", "invalid_type"),
+    ({"logit_bias": [1]}, "logit_bias", "invalid_type"),
+    ({"stream": "yes"}, "stream", "invalid_type"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", None),
+    ({"stream": True, "stream_options": 7}, "stream_options", "invalid_type"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "invalid_type"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
+    ({"use_beam_search": True}, "use_beam_search", "unsupported_parameter"),
+    ({"logits_processors": ["x"]}, "logits_processors", "unsupported_parameter"),
+    ({"cache_salt": 7}, "cache_salt", "invalid_type"),
+    ({"priority": "high"}, "priority", "invalid_type"),
+]
+
+COMPLETION: list[tuple[dict[str, Any], str, str | None]] = [
+    ({"prompt": None}, "prompt", "invalid_type"),
+    ({"prompt": ""}, "prompt", None),
+    ({"prompt": []}, "prompt", "invalid_value"),
+    ({"prompt": ["otter", ""]}, "prompt", None),
+    ({"prompt": [[5], []]}, "prompt", None),
+    ({"prompt": 7}, "prompt", "invalid_type"),
+    ({"prompt": ["a", 7]}, "prompt", "invalid_type"),
+    ({"prompt": [5, True]}, "prompt", "invalid_type"),
+    ({"prompt": [5, 1.5]}, "prompt", "invalid_type"),
+    ({"prompt": [400]}, "prompt", "invalid_value"),
+    ({"prompt": [[5], [-1]]}, "prompt", "invalid_value"),
+    ({"prompt": [5] * 513}, "prompt", "context_length_exceeded"),
+    ({"prompt": [5] * 512}, "prompt", "context_length_exceeded"),
+    ({"prompt": "otter " * 600}, "prompt", "context_length_exceeded"),
+    ({"prompt": [5] * 500, "max_tokens": 13}, "max_tokens", "context_length_exceeded"),
+    ({"prompt": ["a"] * 1025}, "prompt", None),
+    ({"logprobs": -1}, "logprobs", "invalid_value"),
+    ({"logprobs": 21}, "logprobs", "invalid_value"),
+    ({"logprobs": True}, "logprobs", "invalid_type"),
+    ({"best_of": 0}, "best_of", "invalid_value"),
+    ({"best_of": 2, "n": 3}, "best_of", None),
+    ({"best_of": 2, "stream": True}, "best_of", None),
+    ({"echo": "yes"}, "echo", "invalid_type"),
+    ({"suffix": "the end"}, "suffix", "unsupported_parameter"),
+]
+
+CHAT: list[tuple[dict[str, Any], str, str | None]] = [
+    ({"messages": None}, "messages", "invalid_type"),
+    ({"messages": []}, "messages", "invalid_value"),
+    ({"messages": "hi"}, "messages", "invalid_type"),
+    ({"messages": ["hi"]}, "messages", "invalid_type"),
+    ({"messages": [{"content": "hi"}]}, "messages", "invalid_value"),
+    ({"messages": [{"role": "otter", "content": "hi"}]}, "messages", "invalid_value"),
+    ({"messages": [{"role": ["user"], "content": "hi"}]}, "messages", "invalid_value"),
+    ({"messages": [{"role": "user"}]}, "messages", "invalid_type"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages", "invalid_type"),
+    ({"messages": [{"role": "user", "content": 7}]}, "messages", "invalid_type"),
+    ({"messages": [{"role": "user", "content": []}]}, "messages", "invalid_type"),
+    ({"messages": [{"role": "user", "content": ["hi"]}]}, "messages", "invalid_type"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages", "invalid_type"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages",
+        "invalid_value",
+    ),
+    ({"messages": [{"role": "user", "content": "hi", "name": 7}]}, "messages", "invalid_type"),
+    ({"messages": [*HELLO, {"role": "tool", "content": "42"}]}, "messages", None),
+    ({"messages": [{"role": "user", "content": "otter " * 600}]}, "messages", "context_length_exceeded"),
+    ({"max_completion_tokens": -1}, "max_completion_tokens", "invalid_value"),
+    ({"max_completion_tokens": 512}, "max_completion_tokens", "context_length_exceeded"),
+    ({"logprobs": 1}, "logprobs", "invalid_type"),
+    ({"top_logprobs": 2}, "top_logprobs", None),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "unsupported_parameter"),
+    ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
+    ({"tool_choice": {"type": "function"}}, "tool_choice", "unsupported_parameter"),
+    ({"functions": [{"name": "f"}]}, "functions", "unsupported_parameter"),
+    ({"modalities": ["text", "audio"]}, "modalities", "unsupported_parameter"),
+    ({"audio": {"voice": "x"}}, "audio", "unsupported_parameter"),
+    ({"web_search_options": {}}, "web_search_options", "unsupported_parameter"),
+    ({"chat_template": "{{ x }}"}, "chat_template", "unsupported_parameter"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format", "unsupported_parameter"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "invalid_value"),
+    ({"chat_template_kwargs": 7}, "chat_template_kwargs", "invalid_type"),
+    ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message", None),
+]
+
+
+def check_error(answer: httpx.Response, status: int, kind: str, param: str | None, code: str | None) -> None:
+    """The whole error object, and a message for people."""
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["x-request-id"]
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert (error["type"], error["param"], error["code"]) == (kind, param, code)
+
+
+@pytest.mark.parametrize(("bad", "param", "code"), [*COMMON, *COMPLETION], ids=str)
+async def test_completions(router: Router, bad: dict[str, Any], param: str, code: str | None) -> None:
+    answer = await router.http.post("/v1/completions", json={"model": MODEL, "prompt": "hi", **bad})
+    check_error(answer, 400, "invalid_request_error", param, code)
+    assert router.dispatcher.requests == []
+
+
+@pytest.mark.parametrize(("bad", "param", "code"), [*COMMON, *CHAT], ids=str)
+async def test_chat(router: Router, bad: dict[str, Any], param: str, code: str | None) -> None:
+    answer = await router.http.post("/v1/chat/completions", json={"model": MODEL, "messages": HELLO, **bad})
+    check_error(answer, 400, "invalid_request_error", param, code)
+    assert router.dispatcher.requests == []
+
+
+@pytest.mark.parametrize("missing", ["model", "prompt"])
+async def test_missing_parameters_are_named(router: Router, missing: str) -> None:
+    body = {"model": MODEL, "prompt": "hi"}
+    del body[missing]
+    answer = await router.http.post("/v1/completions", json=body)
+    check_error(answer, 400, "invalid_request_error", missing, "missing_required_parameter")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b'"x"', b"null", b'{"temperature": NaN}', b'{"temperature": 1e999}', b"\xff\xfe", b"[" * 5000],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+async def test_what_is_no_json_object(router: Router, path: str, body: bytes) -> None:
+    check_error(await router.http.post(path, content=body), 400, "invalid_request_error", None, "invalid_json")
+
+
+async def test_the_context_error_names_both_numbers(router: Router) -> None:
+    answer = await router.post("/v1/completions", prompt=[5] * 600)
+    message = answer.json()["error"]["message"]
+    assert "512" in message and "600" in message
+    answer = await router.post("/v1/completions", prompt=[5] * 500, max_tokens=100)
+    message = answer.json()["error"]["message"]
+    assert "512" in message and "600" in message
+
+
+async def test_one_bad_prompt_of_many_keeps_all_from_being_submitted(router: Router) -> None:
+    answer = await router.post("/v1/completions", prompt=["good", "otter " * 600])
+    check_error(answer, 400, "invalid_request_error", "prompt", "context_length_exceeded")
+    assert router.dispatcher.requests == []
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_unknown_models(router: Router, path: str) -> None:
+    answer = await router.http.post(path, json={"model": "otter-7b", "prompt": "hi", "messages": HELLO})
+    check_error(answer, 404, "invalid_request_error", "model", "model_not_found")
+    check_error(await router.http.get("/v1/models/otter-7b"), 404, "invalid_request_error", "model", "model_not_found")
+
+
+@pytest.mark.parametrize("path", ["/", "/v1", "/v1/nothing", "/v1/completions/"])
+async def test_unknown_routes(router: Router, path: str) -> None:
+    check_error(await router.http.post(path, json={}), 404, "invalid_request_error", None, "unknown_url")
+
+
+async def test_wrong_methods(router: Router) -> None:
+    answer = await router.http.get("/v1/completions")
+    check_error(answer, 405, "invalid_request_error", None, "method_not_allowed")
+    assert answer.headers["allow"] == "POST"
+    check_error(await router.http.post("/health"), 405, "invalid_request_error", None, "method_not_allowed")
+
+
+@pytest.mark.parametrize(
+    ("path", "bad", "param"),
+    [
+        ("/tokenize", {"prompt": 7}, "prompt"),
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "x", "messages": HELLO}, "prompt"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/detokenize", {"tokens": "x"}, "tokens"),
+        ("/detokenize", {"tokens": [400]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+    ],
+)
+async def test_tokenizing(router: Router, path: str, bad: dict[str, Any], param: str) -> None:
+    answer = await router.http.post(path, json=bad)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param

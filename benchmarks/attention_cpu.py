@@ -56,7 +56,7 @@ def time_case(backend: AttentionBackend, case: Case, dtype: torch.dtype, repeats
     """Milliseconds of each repeat, planning not counted (it is shared by all layers)."""
     rows = make_rows(case)
     layout = KVLayout(1, _NUM_KV_HEADS, _HEAD_DIM, _BLOCK_SIZE, dtype)
-    pool = allocate_pool(layout, sum(-(-(p + q) // _BLOCK_SIZE) for p, q in zip(case.positions, case.query_lens)), torch.device("cpu"))
+    pool = allocate_pool(layout, int(rows.block_tables.max()) + 1, torch.device("cpu"))
     pool.normal_()
     num_tokens = sum(case.query_lens)
     query = torch.randn(num_tokens, _NUM_HEADS, _HEAD_DIM).to(dtype)
@@ -80,7 +80,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    print(f"{_NUM_HEADS} heads, {_NUM_KV_HEADS} KV heads of {_HEAD_DIM}, {arguments.threads} threads; median [p10, p90] ms")
+    heads = f"{_NUM_HEADS} heads, {_NUM_KV_HEADS} KV heads of {_HEAD_DIM}"
+    print(f"{heads}, {arguments.threads} threads; milliseconds: median [10th, 90th percentile]")
     for dtype in (torch.float32, torch.bfloat16):
         for case in CASES:
             kernel = time_case(CpuBackend(), case, dtype, arguments.repeats)

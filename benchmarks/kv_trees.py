@@ -7,9 +7,10 @@ matched, the full pool serves more requests (each block of which is evicted firs
 
 Usage: python benchmarks/kv_trees.py [--num-blocks 1000000] [--write benchmarks/results/kv_trees.md]
 
-Each tree is measured in a process of its own, on one core. Bytes a block are the growth of the resident set from before
-the pool was made to when it is full, less the workload's own lists, divided by the cached blocks: pool, tree, free runs
-and the hashes themselves. The aim is 200 bytes a block, and 200,000 evicted blocks a second for the mix.
+Each tree is measured in a process of its own, in seconds of CPU time (other processes do not count), with the garbage
+collector off (it would walk the workload's lists). Bytes a block are the growth of the resident set from before the
+pool was made to when it is full, less the workload's own lists, divided by the cached blocks: pool, tree, free runs and
+the hashes themselves. The aim is 200 bytes a block, and 200,000 evicted blocks a second for the mix.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from kvrelay.kv.pool import BlockPool, Owner
 
 BLOCK_SIZE = 16
 CHUNK_BLOCKS = 64
+CHAIN_STEP = 62_500  # blocks by which the one long chain grows a request
+MAX_TIMED_BLOCKS = 1024  # the longest operation is sought among those over at most so many blocks
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 ROOT = root_hash(model="benchmark")
 SHAPES = ("chain", "branches", "mix")
@@ -53,10 +56,11 @@ class Clock:
     @contextmanager
     def phase(self, name: str, num_blocks: int) -> Iterator[None]:
         """Times one operation over `num_blocks` blocks."""
-        start = time.perf_counter()
+        start = time.process_time()
         yield
-        elapsed = time.perf_counter() - start
-        self.longest_s = max(self.longest_s, elapsed / max(1, num_blocks // CHUNK_BLOCKS))
+        elapsed = time.process_time() - start
+        if num_blocks <= MAX_TIMED_BLOCKS:
+            self.longest_s = max(self.longest_s, elapsed)
         self.seconds[name] = self.seconds.get(name, 0.0) + elapsed
         self.blocks[name] = self.blocks.get(name, 0) + num_blocks
         self.calls[name] = self.calls.get(name, 0) + 1
@@ -82,9 +86,11 @@ def chains(shape: str, num_blocks: int, seed: int) -> Iterator[Chain]:
     if shape == "chain":
         chain: Chain = []
         while True:
-            chain = lengthen(chain, 4096, tokens) if len(chain) < num_blocks else lengthen([], 4096, tokens)
+            chain = lengthen(chain, CHAIN_STEP, tokens) if len(chain) < num_blocks else lengthen([], CHAIN_STEP, tokens)
             yield chain
-    systems = [lengthen([], random_.randint(4, 64) if shape == "mix" else 4, np.random.default_rng(i)) for i in range(20)]
+    systems = [
+        lengthen([], random_.randint(4, 64) if shape == "mix" else 4, np.random.default_rng(i)) for i in range(20)
+    ]
     while shape == "branches":
         yield lengthen(systems[0], random_.randint(4, 12), tokens)
     while True:
@@ -125,7 +131,7 @@ def measure(shape: str, num_blocks: int) -> dict[str, float]:
     clock = Clock()
     requests = chains(shape, num_blocks, 1)
     next(requests)  # numpy's and hashlib's own memory comes before the count
-    gc.collect()
+    gc.disable()
     before = resident_bytes()
     pool = BlockPool(num_blocks, BLOCK_SIZE)
     cache = PrefixCache(pool)
@@ -138,20 +144,21 @@ def measure(shape: str, num_blocks: int) -> dict[str, float]:
             kept.append(hashes)
         else:
             kept[:] = [hashes]
-    gc.collect()
-    used = resident_bytes() - before - sum(sys.getsizeof(chain) for chain in kept) - sys.getsizeof(kept)
+    workload_bytes = sum(sys.getsizeof(chain) for chain in kept) + sys.getsizeof(kept)
+    used = resident_bytes() - before - workload_bytes
     result = {"cached blocks": cache.num_cached, "bytes a block": used / cache.num_cached}
     result |= {name: clock.blocks_per_s(name) for name in ("insert", "allocate", "release")}
     result |= matched(cache, kept)
     result |= churned(pool, cache, shape, clock)
-    result["longest operation, ms"] = clock.longest_s * 1e3
+    result["bytes a block after churn"] = (resident_bytes() - before - workload_bytes) / cache.num_cached
+    result["longest operation over at most 1,024 blocks"] = clock.longest_s * 1e3
     return result | emptied(pool, cache)
 
 
 def matched(cache: PrefixCache, kept: list[Chain]) -> dict[str, float]:
     """Matches and peeks of random cached chains."""
     clock = Clock()
-    for hashes in random.Random(2).choices(kept, k=20_000 if len(kept) > 1 else 20):
+    for hashes in random.Random(2).choices(kept, k=20_000 if len(kept) > 1 else 3):
         with clock.phase("peek", len(hashes)):
             cache.peek(hashes)
         with clock.phase("match", len(hashes)):
@@ -167,9 +174,9 @@ def matched(cache: PrefixCache, kept: list[Chain]) -> dict[str, float]:
 def churned(pool: BlockPool, cache: PrefixCache, shape: str, clock: Clock) -> dict[str, float]:
     """New requests on the full pool: each block they get is evicted first."""
     requests = chains(shape, pool.num_blocks, 3)
-    while clock.blocks.get("evict and allocate", 0) < pool.num_blocks // 5:
+    while clock.blocks.get("evict and allocate", 0) < pool.num_blocks:
         hashes = next(requests)
-        if len(hashes) < pool.num_blocks // 2:
+        if len(hashes) <= pool.num_blocks // 2:
             serve(pool, cache, hashes, clock)
     return {"evict and allocate": clock.blocks_per_s("evict and allocate")}
 
@@ -177,19 +184,22 @@ def churned(pool: BlockPool, cache: PrefixCache, shape: str, clock: Clock) -> di
 def emptied(pool: BlockPool, cache: PrefixCache) -> dict[str, float]:
     """Evicts everything, a chunk of blocks at a time; then the books must balance."""
     clock = Clock()
+    start = time.process_time()
     pool.check_integrity()
+    check_s = time.process_time() - start
     while cache.num_evictable:
         with clock.phase("evict", min(CHUNK_BLOCKS, cache.num_evictable)):
             cache.evict(CHUNK_BLOCKS)
     pool.check_integrity()
     if pool.num_free != pool.num_blocks:
         raise AssertionError(f"{pool.num_blocks - pool.num_free} blocks are lost")
-    return {"evict": clock.blocks_per_s("evict")}
+    return {"evict": clock.blocks_per_s("evict"), "check_integrity": check_s}
 
 
 ROWS = {
     "cached blocks": "{:,.0f}",
     "bytes a block": "{:.0f}",
+    "bytes a block after churn": "{:.0f}",
     "match": "{:,.0f} blocks/s",
     "blocks a match": "{:,.0f}",
     "matches": "{:,.0f}/s",
@@ -199,13 +209,15 @@ ROWS = {
     "release": "{:,.0f} blocks/s",
     "evict": "{:,.0f} blocks/s",
     "evict and allocate": "{:,.0f} blocks/s",
-    "longest operation, ms": "{:.1f}",
+    "longest operation over at most 1,024 blocks": "{:.0f} ms",
+    "check_integrity": "{:.1f} s",
 }
 
 
 def report(results: dict[str, dict[str, float]]) -> str:
     """The results as a Markdown page."""
-    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "unknown")
+    cpu_lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.split(":")[1].strip() for line in cpu_lines if line.startswith("model name")), "unknown CPU")
     lines = [
         "# The prefix cache at a million blocks",
         "",

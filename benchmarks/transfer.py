@@ -14,8 +14,8 @@ import asyncio
 import os
 import platform
 import statistics
+import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -150,12 +150,13 @@ async def measure(block_kib: int, repeats: int) -> Row:
     return row
 
 
-def table(rows: list[Row], repeats: int) -> str:
-    """The results as a Markdown page."""
+def table(rows: list[Row], repeats: int, load: float) -> str:
+    """The results as a Markdown page. `load`: processes that wanted to run before the benchmark began."""
     about = (
         f"{PUSH_BYTES >> 20} MiB a push, blocks scattered over pools of {POOL_BYTES >> 20} MiB on both sides; GB/s, "
         f"median (min-max) of {repeats} runs. The contenders take turns; a ratio is the median over the turns.\n"
-        f"Machine: {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}. "
+        f"Machine: {platform.machine()}, {os.cpu_count()} cores, load average {load:.1f} before the run; "
+        f"Python {platform.python_version()}. "
         "Repeat with `python benchmarks/transfer.py`."
     )
     lines = [
@@ -184,14 +185,16 @@ def ratio(figures: list[float]) -> str:
     return f"{statistics.median(figures):.2f}"
 
 
-def main(show: Callable[[str], None] = print) -> None:
+def main() -> None:
     """Reads the flags, measures, shows the table, and writes it where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    page = table([asyncio.run(measure(kib, arguments.repeats)) for kib in BLOCK_SIZES_KIB], arguments.repeats)
-    show(page)
+    load = os.getloadavg()[0]
+    rows = [asyncio.run(measure(kib, arguments.repeats)) for kib in BLOCK_SIZES_KIB]
+    page = table(rows, arguments.repeats, load)
+    sys.stdout.write(page)
     if arguments.output is not None:
         arguments.output.write_text(page)
 

@@ -5,13 +5,18 @@
 
 import argparse
 import logging
+from functools import partial
 from pathlib import Path
 
+import torch
+from transformers import Qwen3ForCausalLM
+
 from models.build import wordnet
+from models.build.corpus import Corpus
 from models.build.evaluate import evaluate
 from models.build.export import export, export_texts
 from models.build.tokenizer import train_tokenizer
-from models.build.train import Recipe, train
+from models.build.train import Recipe, new_model, train
 
 HERE = Path(__file__).parent
 
@@ -36,14 +41,13 @@ def main() -> None:
     if arguments.command == "make":
         tokenizer = train_tokenizer(entries, recipe.vocab_size, recipe.max_positions)
         export_texts(entries, wordnet.licence_text(root), arguments.out)
-        model = train(
-            recipe,
-            entries,
-            tokenizer,
-            checkpoint=lambda unfinished: export(unfinished, tokenizer, arguments.out),
-            checkpoint_every_s=arguments.checkpoint_every_s,
-        )
-        export(model, tokenizer, arguments.out)
+        model = new_model(recipe)
+        for number, phase in enumerate(recipe.phases):
+            checkpoint = partial(export, tokenizer=tokenizer, folder=arguments.out)
+            corpus = Corpus(entries, tokenizer, recipe.seed + number)
+            train(model, recipe, phase, corpus, checkpoint, arguments.checkpoint_every_s)
+            export(model, tokenizer, arguments.out)
+            model = Qwen3ForCausalLM.from_pretrained(arguments.out, dtype=torch.float32)
     evaluate(arguments.out, entries, arguments.report, recipe.num_threads)
 
 

@@ -93,8 +93,8 @@ class Corpus:
             for _ in range(num_turns):
                 self._completion_turn(sample)
             return sample
-        if kind < 0.35:
-            self._system_turn(sample, self._system_prompt(max_tokens=max(8, room // 3)))
+        if kind < 0.25:
+            self._system_turn(sample, self._system_prompt(max_tokens=max(8, room // 4)))
         for _ in range(num_turns):
             self._chat_turn(sample)
         return sample

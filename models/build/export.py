@@ -1,28 +1,21 @@
 """Writes the model folder file by file through renames, so that a reader never sees half a file."""
 
+import copy
 import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from models.build.tokenizer import END_OF_TEXT_ID, IM_END_ID
 from models.build.wordnet import Entry
 
 
-def round_to_bfloat16(model: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
-    """A float32 copy of the model whose every weight is a bfloat16 number: what a reader of the file gets."""
-    rounded = Qwen3ForCausalLM(model.config)
-    rounded.load_state_dict({name: value.bfloat16().float() for name, value in model.state_dict().items()})
-    return rounded.eval()
-
-
 def export(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Stores weights (as bfloat16), configuration and tokenizer in `folder`; leaves its other files alone."""
     folder.mkdir(parents=True, exist_ok=True)
-    stored = round_to_bfloat16(model).to(torch.bfloat16)
+    stored = copy.deepcopy(model).bfloat16()
     stored.generation_config = GenerationConfig(
         do_sample=False, eos_token_id=[IM_END_ID, END_OF_TEXT_ID], pad_token_id=END_OF_TEXT_ID
     )

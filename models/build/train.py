@@ -3,18 +3,26 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from models.build.corpus import IGNORED, Batch, Corpus
 from models.build.tokenizer import END_OF_TEXT_ID, IM_END_ID
-from models.build.wordnet import Entry
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of training with its own optimizer state: linear warm-up, then a cosine down to zero."""
+
+    num_steps: int
+    num_warmup_steps: int
+    peak_rate: float
 
 
 @dataclass(frozen=True)
@@ -31,14 +39,12 @@ class Recipe:
     num_kv_heads: int = 2
     head_dim: int = 64
     max_positions: int = 8192
-    num_steps: int = 3200
-    num_warmup_steps: int = 200
-    peak_rate: float = 2e-3
+    phases: tuple[Phase, ...] = (Phase(2200, 100, 2e-3), Phase(1500, 50, 1e-3))
     weight_decay: float = 0.05
     batch_tokens: int = 2048
     row_tokens: int = 256
     long_row_tokens: int = 2048
-    long_every_steps: int = 10
+    long_every_steps: int = 16
     num_threads: int = 2
 
 
@@ -57,31 +63,30 @@ def new_model(recipe: Recipe) -> Qwen3ForCausalLM:
         bos_token_id=None,
         eos_token_id=IM_END_ID,
         pad_token_id=END_OF_TEXT_ID,
-        attn_implementation="sdpa",
     )
     torch.manual_seed(recipe.seed)
     return Qwen3ForCausalLM(config)
 
 
 def train(
+    model: Qwen3ForCausalLM,
     recipe: Recipe,
-    entries: Sequence[Entry],
-    tokenizer: PreTrainedTokenizerFast,
+    phase: Phase,
+    corpus: Corpus,
     checkpoint: Callable[[Qwen3ForCausalLM], None],
     checkpoint_every_s: float,
-) -> Qwen3ForCausalLM:
-    """The trained model. `checkpoint` is called with the unfinished one about every `checkpoint_every_s` seconds."""
+) -> None:
+    """Trains the model for one phase. `checkpoint` is called with it about every `checkpoint_every_s` seconds."""
     torch.set_num_threads(recipe.num_threads)
-    model = new_model(recipe)
-    corpus = Corpus(entries, tokenizer, recipe.seed)
-    optimizer = _optimizer(model, recipe)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, recipe))
-    log.info("training %.2fM parameters for %d steps", model.num_parameters() / 1e6, recipe.num_steps)
+    model.train()
+    optimizer = _optimizer(model, recipe, phase)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, phase))
+    log.info("training %.2fM parameters for %d steps", model.num_parameters() / 1e6, phase.num_steps)
     started_s = saved_s = time.monotonic()
     mean_loss, mean_correct = math.log(recipe.vocab_size), 0.0
-    for step in range(1, recipe.num_steps + 1):
+    for step in range(1, phase.num_steps + 1):
         loss, correct = _loss(model, _batch(corpus, recipe, step))
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
@@ -90,12 +95,12 @@ def train(
         mean_correct += (correct - mean_correct) * 0.02
         now_s = time.monotonic()
         if step % 50 == 0:
-            left_min = (now_s - started_s) / step * (recipe.num_steps - step) / 60
+            left_min = (now_s - started_s) / step * (phase.num_steps - step) / 60
             log.info("step %d: loss %.4f, tokens right %.4f, %.1f min left", step, mean_loss, mean_correct, left_min)
         if now_s - saved_s > checkpoint_every_s:
             checkpoint(model)
             saved_s = now_s
-    return model.eval()
+    model.eval()
 
 
 def _batch(corpus: Corpus, recipe: Recipe, step: int) -> Batch:
@@ -118,16 +123,16 @@ def _loss(model: Qwen3ForCausalLM, batch: Batch) -> tuple[torch.Tensor, float]:
     return functional.cross_entropy(logits, targets), correct
 
 
-def _optimizer(model: Qwen3ForCausalLM, recipe: Recipe) -> torch.optim.Optimizer:
+def _optimizer(model: Qwen3ForCausalLM, recipe: Recipe, phase: Phase) -> torch.optim.Optimizer:
     matrices = [weight for weight in model.parameters() if weight.ndim > 1]
     scales = [weight for weight in model.parameters() if weight.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": scales, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=recipe.peak_rate, betas=(0.9, 0.98), fused=True)
+    return torch.optim.AdamW(groups, lr=phase.peak_rate, betas=(0.9, 0.98), fused=True)
 
 
-def _rate(step: int, recipe: Recipe) -> float:
-    """The share of the peak rate at a step: linear warm-up, then a cosine down to zero."""
-    if step < recipe.num_warmup_steps:
-        return (step + 1) / recipe.num_warmup_steps
-    done = (step - recipe.num_warmup_steps) / (recipe.num_steps - recipe.num_warmup_steps)
+def _rate(step: int, phase: Phase) -> float:
+    """The share of the peak rate at a step of the phase."""
+    if step < phase.num_warmup_steps:
+        return (step + 1) / phase.num_warmup_steps
+    done = (step - phase.num_warmup_steps) / (phase.num_steps - phase.num_warmup_steps)
     return 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 PACKAGE = "dict-wn"
 WORD_LIST = Path(__file__).with_name("words.txt")
+FUNCTION_WORD_LIST = Path(__file__).with_name("function_words.txt")
 MAX_GLOSS_CHARS = 96
 MAX_WANTED_GLOSS_CHARS = 170
 PARTS_OF_SPEECH = ("n", "adj", "v", "adv")
@@ -29,14 +30,6 @@ _UNWANTED = re.compile(
 )
 _INFLECTED = re.compile(r"(ing|ed|ly|[^s]s)$")
 _CLAUSE_END = re.compile(r"[;:]|- |--")
-_FUNCTION_WORDS = frozenset(
-    "the and for that with from are was were has have had having not but his her its one who which this their they you"
-    " can may will been being other used such into than then them those these some any all each both also only very"
-    " more most out off over under about after before between without within when where while what how why does did"
-    " done she him our your own same too yet nor per via two three four five six seven eight nine ten against during"
-    " through upon toward among because until since another usually often especially etc every everyone it i an as at"
-    " be by do go he if in is me my no of on or so to up us we am must shall should would could might like way get got".split()
-)
 
 
 @dataclass(frozen=True)
@@ -62,7 +55,7 @@ def fetch(work_dir: Path) -> Path:
     if not root.exists():
         work_dir.mkdir(parents=True, exist_ok=True)
         subprocess.run(["apt-get", "download", PACKAGE], cwd=work_dir, check=True)
-        deb = sorted(work_dir.glob(f"{PACKAGE}_*.deb"))[-1]
+        deb = max(work_dir.glob(f"{PACKAGE}_*.deb"))
         subprocess.run(["dpkg", "-x", str(deb), str(root)], check=True)
     return root
 
@@ -76,15 +69,18 @@ def licence_text(root: Path) -> str:
 
 
 def select_entries(root: Path, num_words: int) -> list[Entry]:
-    """The `num_words` entries to learn, sorted by word: first those of `words.txt`, then by frequency in the glosses."""
+    """The `num_words` entries to learn, by word: those of `words.txt` first, then the most frequent in the glosses."""
     headwords = dict(_read_headwords(root / "usr/share/dictd/wn.dict.dz"))
     frequency: Counter[str] = Counter()
     for senses in headwords.values():
         for sense in senses:
             frequency.update(re.findall(r"[a-z]+", sense.text))
-    lemmas = [word for word in frequency if word in headwords and not _INFLECTED.search(word)]
+    function_words = set(read_words(FUNCTION_WORD_LIST))
+    known = headwords.keys() - function_words
+    lemmas = [word for word in frequency if word in known and not _INFLECTED.search(word)]
     by_frequency = sorted(lemmas, key=lambda word: (-frequency[word], word))
-    wanted = [_entry(word, _noun_first(headwords.get(word, [])), MAX_WANTED_GLOSS_CHARS) for word in wanted_words()]
+    words = read_words(WORD_LIST)
+    wanted = [_entry(word, _noun_first(headwords.get(word, [])), MAX_WANTED_GLOSS_CHARS) for word in words]
     frequent = [_entry(word, _most_senses_first(headwords[word]), MAX_GLOSS_CHARS) for word in by_frequency]
     chosen: dict[str, Entry] = {}
     for entry in [*wanted, *frequent]:
@@ -93,9 +89,9 @@ def select_entries(root: Path, num_words: int) -> list[Entry]:
     return sorted(chosen.values(), key=lambda entry: entry.word)
 
 
-def wanted_words() -> list[str]:
-    """The committed words, in the file's order, without repeats."""
-    lines = [line for line in WORD_LIST.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+def read_words(path: Path) -> list[str]:
+    """The words of a committed list, in the file's order, without repeats."""
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
     return list(dict.fromkeys(" ".join(lines).split()))
 
 
@@ -140,8 +136,6 @@ def _most_senses_first(senses: list[Sense]) -> list[Sense]:
 
 def _entry(word: str, senses: list[Sense], max_gloss_chars: int) -> Entry | None:
     """The word's first sense that does not explain the word by itself; None if that one will not do."""
-    if word in _FUNCTION_WORDS or not _PLAIN_WORD.match(word):
-        return None
     for sense in senses:
         gloss = _clean(sense.text)
         if _explains_itself(word, gloss):

@@ -17,7 +17,7 @@ def main() -> int:
     try:
         config = load_config(RouterConfig, prog="kvrelay router", description="One router.")
     except ConfigError as error:
-        print(f"kvrelay router: {error}", file=sys.stderr)
+        sys.stderr.write(f"kvrelay router: {error}\n")
         return 2
     setup_logging(config.log_level, config.log_format, router_id=config.router_id)
     config.log_values(log)

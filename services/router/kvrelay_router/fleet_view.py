@@ -5,7 +5,7 @@ States of a worker:
 1. JOINING       registered, but it has not answered yet.
 2. READY         takes new requests.
 3. DRAINING      finishes what it has: it said so, or left the registry longer than the grace time ago.
-4. LOST          the link to it is gone; it is READY again as soon as it answers, or a newer incarnation takes its place.
+4. LOST          the link to it is gone. It is READY again when it answers, or a newer incarnation takes its place.
 5. INCOMPATIBLE  it and this router refuse each other; only a newer incarnation changes that.
 """
 

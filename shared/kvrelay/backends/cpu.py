@@ -246,7 +246,8 @@ def _cut_decodes(
 def _count_up(counts: NDArray[Any]) -> NDArray[np.int64]:
     """0, 1, .. counts[0] - 1, 0, 1, .. counts[1] - 1, and so on."""
     ends = np.cumsum(counts)
-    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.arange(total, dtype=np.int64) - np.repeat(ends - counts, counts).astype(np.int64)
 
 
 def _last_contiguous(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -20,9 +20,10 @@
 #else
 #define LANES 8
 #endif
-#define TILE 64                         /* keys looked at between two updates of the running maximum */
+#define TILE 32                         /* keys looked at between two updates of the running maximum */
 #define DIRECT_ROWS 8                   /* up to so many rows, the keys are not worth transposing */
 #define ROWS (LANES == 16 ? 8 : 4)      /* rows of an outer product kept in registers */
+#define UNROLL _Pragma("GCC unroll 16")
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vfloat __attribute__((vector_size(LANES * 4)));
@@ -120,13 +121,13 @@ INLINE vfloat vtanh(vfloat x) {
 
 INLINE float horizontal_sum(vfloat x) {
     float sum = 0;
-    for (int i = 0; i < LANES; i++) sum += x[i];
+    UNROLL for (int i = 0; i < LANES; i++) sum += x[i];
     return sum;
 }
 
 INLINE float horizontal_max(vfloat x) {
     float max = x[0];
-    for (int i = 1; i < LANES; i++) max = x[i] > max ? x[i] : max;
+    UNROLL for (int i = 1; i < LANES; i++) max = x[i] > max ? x[i] : max;
     return max;
 }
 
@@ -148,7 +149,7 @@ INLINE float horizontal_max(vfloat x) {
 #endif
 
 #define FOLD(s)                        \
-    for (int i = 0; i < (s); i++)      \
+    UNROLL for (int i = 0; i < (s); i++)      \
         v[i] = SHUFFLE(v[i], v[i + (s)], LOW_LANE, s) + SHUFFLE(v[i], v[i + (s)], HIGH_LANE, s);
 
 /* Lane e of the result is the sum of the lanes of v[e]; v is spoilt. */
@@ -161,7 +162,7 @@ INLINE vfloat sum_each(vfloat v[LANES]) {
 }
 
 #define SWAP(s)                                                  \
-    for (int i = 0; i < LANES; i++)                              \
+    UNROLL for (int i = 0; i < LANES; i++)                              \
         if (!(i & (s))) {                                        \
             vfloat low = SHUFFLE(v[i], v[i + (s)], LOW_LANE, s); \
             v[i + (s)] = SHUFFLE(v[i], v[i + (s)], HIGH_LANE, s); \
@@ -221,6 +222,18 @@ INLINE void find_keys(const Attention *a, int row, int64_t begin, int64_t count,
     }
 }
 
+/* Asks for the K and V of one head and tile ahead of their turn: heads lie apart, and the CPU does not guess the jumps. */
+INLINE void prefetch(const Attention *a, const int64_t *offsets, int64_t head, const int64_t dim, const int bf16) {
+    const int64_t element_bytes = bf16 ? 2 : 4, value_bytes = a->stride.key_to_value * element_bytes;
+    for (int k = 0; k < TILE; k++) {
+        const char *key = a->pool + (offsets[k] + head * a->stride.head) * element_bytes;
+        for (int64_t byte = 0; byte < dim * element_bytes; byte += 64) {
+            __builtin_prefetch(key + byte, 0, 2);
+            __builtin_prefetch(key + value_bytes + byte, 0, 2);
+        }
+    }
+}
+
 /* weight[m][0..TILE) = query[m] . key, M a multiple of `together`; keys straight from the pool. */
 INLINE void direct_scores(const Attention *a, const float *query, int64_t rows, const int64_t *offsets, int64_t head,
                           float *weight, const int64_t dim, const int bf16, const int together) {
@@ -230,14 +243,14 @@ INLINE void direct_scores(const Attention *a, const float *query, int64_t rows, 
             vfloat sums[LANES] = {};
             for (int64_t d = 0; d < dim; d += LANES) {
                 vfloat q[4];
-                for (int r = 0; r < together; r++) q[r] = load((const char *)(query + (m + r) * dim), d, 0);
-                for (int k = 0; k < keys; k++) {
+                UNROLL for (int r = 0; r < together; r++) q[r] = load((const char *)(query + (m + r) * dim), d, 0);
+                UNROLL for (int k = 0; k < keys; k++) {
                     vfloat key = load(a->pool, offsets[first + k] + head * a->stride.head + d, bf16);
-                    for (int r = 0; r < together; r++) sums[r * keys + k] += q[r] * key;
+                    UNROLL for (int r = 0; r < together; r++) sums[r * keys + k] += q[r] * key;
                 }
             }
             vfloat dots = sum_each(sums);
-            for (int r = 0; r < together; r++)
+            UNROLL for (int r = 0; r < together; r++)
                 memcpy(weight + (m + r) * TILE + first, (char *)&dots + r * keys * 4, keys * 4);
         }
 }
@@ -248,9 +261,9 @@ INLINE void load_tile(const Attention *a, const Scratch *s, const int64_t *offse
     for (int64_t first = 0; first < TILE; first += LANES)
         for (int64_t d = 0; d < dim; d += LANES) {
             vfloat v[LANES];
-            for (int k = 0; k < LANES; k++) v[k] = load(a->pool, offsets[first + k] + head * a->stride.head + d, bf16);
+            UNROLL for (int k = 0; k < LANES; k++) v[k] = load(a->pool, offsets[first + k] + head * a->stride.head + d, bf16);
             transpose(v);
-            for (int k = 0; k < LANES; k++) memcpy(s->keys + first * dim + (d + k) * LANES, &v[k], sizeof v[k]);
+            UNROLL for (int k = 0; k < LANES; k++) memcpy(s->keys + first * dim + (d + k) * LANES, &v[k], sizeof v[k]);
         }
     const char *values = a->pool + a->stride.key_to_value * (bf16 ? 2 : 4);
     for (int64_t k = 0; k < count; k++)
@@ -270,13 +283,13 @@ INLINE void tiled_scores(const Scratch *s, int64_t rows, const int64_t dim) {
                 vfloat left, right;
                 memcpy(&left, strip + d * LANES, sizeof left);
                 memcpy(&right, strip + (dim + d) * LANES, sizeof right);
-                for (int r = 0; r < ROWS; r++) {
+                UNROLL for (int r = 0; r < ROWS; r++) {
                     float q = s->query[(m + r) * dim + d];
                     sums[r][0] += q * left;
                     sums[r][1] += q * right;
                 }
             }
-            for (int r = 0; r < ROWS; r++) memcpy(s->weight + (m + r) * TILE + first, sums[r], sizeof sums[r]);
+            UNROLL for (int r = 0; r < ROWS; r++) memcpy(s->weight + (m + r) * TILE + first, sums[r], sizeof sums[r]);
         }
     }
 }
@@ -285,8 +298,8 @@ INLINE void tiled_scores(const Scratch *s, int64_t rows, const int64_t dim) {
 INLINE float soften(const Attention *a, float *weight, int64_t visible_begin, int64_t visible_end, float *max, float *sum) {
     vfloat w[TILE / LANES], best = splat(-INFINITY);
     vint lane;
-    for (int i = 0; i < LANES; i++) lane[i] = i;
-    for (int i = 0; i < TILE / LANES; i++) {
+    UNROLL for (int i = 0; i < LANES; i++) lane[i] = i;
+    UNROLL for (int i = 0; i < TILE / LANES; i++) {
         memcpy(&w[i], weight + i * LANES, sizeof w[i]);
         if (a->softcap != 0) w[i] = (float)a->softcap * vtanh(w[i] * (float)(1 / a->softcap));
         if (visible_begin > 0 || visible_end < TILE) {
@@ -300,7 +313,7 @@ INLINE float soften(const Attention *a, float *weight, int64_t visible_begin, in
     if (!(new_max > *max)) new_max = *max;
     const float base = new_max == -INFINITY ? 0.0f : new_max; /* nothing seen yet: weights are exp(-inf) */
     vfloat total = splat(0.0f);
-    for (int i = 0; i < TILE / LANES; i++) {
+    UNROLL for (int i = 0; i < TILE / LANES; i++) {
         w[i] = vexp(w[i] - base);
         total += w[i];
         memcpy(weight + i * LANES, &w[i], sizeof w[i]);
@@ -315,16 +328,16 @@ INLINE float soften(const Attention *a, float *weight, int64_t visible_begin, in
 INLINE void add_values(const char *values, const int64_t *offsets, int64_t count, const float *weight, float *output,
                        int64_t d, const int64_t dim, const int bf16, const int together, const int wide) {
     vfloat sums[ROWS][4];
-    for (int r = 0; r < together; r++)
-        for (int i = 0; i < wide; i++) sums[r][i] = load((const char *)(output + r * dim), d + i * LANES, 0);
+    UNROLL for (int r = 0; r < together; r++)
+        UNROLL for (int i = 0; i < wide; i++) sums[r][i] = load((const char *)(output + r * dim), d + i * LANES, 0);
     for (int64_t k = 0; k < count; k++) {
         vfloat value[4];
-        for (int i = 0; i < wide; i++) value[i] = load(values, offsets[k] + d + i * LANES, bf16);
-        for (int r = 0; r < together; r++)
-            for (int i = 0; i < wide; i++) sums[r][i] += weight[r * TILE + k] * value[i];
+        UNROLL for (int i = 0; i < wide; i++) value[i] = load(values, offsets[k] + d + i * LANES, bf16);
+        UNROLL for (int r = 0; r < together; r++)
+            UNROLL for (int i = 0; i < wide; i++) sums[r][i] += weight[r * TILE + k] * value[i];
     }
-    for (int r = 0; r < together; r++)
-        for (int i = 0; i < wide; i++) memcpy(output + r * dim + d + i * LANES, &sums[r][i], sizeof(vfloat));
+    UNROLL for (int r = 0; r < together; r++)
+        UNROLL for (int i = 0; i < wide; i++) memcpy(output + r * dim + d + i * LANES, &sums[r][i], sizeof(vfloat));
 }
 
 INLINE void add_all_values(const char *values, const int64_t *offsets, int64_t count, const float *weight, float *output,
@@ -448,15 +461,19 @@ INLINE void do_item(const Attention *a, const Scratch *s, const Item *item, cons
     memset(s->output, 0, states * dim * sizeof *s->output);
     memset(s->weight, 0, stored * TILE * sizeof *s->weight);
     for (int64_t i = 0; i < states; i++) s->max[i] = -INFINITY, s->sum[i] = 0.0f;
-    for (; begin < end; begin += TILE) {
-        int64_t offsets[TILE];
-        const int64_t count = at_most(TILE, end - begin);
-        find_keys(a, item->row, begin, count, offsets);
-        for (int64_t head = item->head_begin; head < item->head_end; head++)
+    int64_t offsets[2][TILE];
+    int current = 0;
+    if (begin < end) find_keys(a, item->row, begin, at_most(TILE, end - begin), offsets[current]);
+    for (; begin < end; begin += TILE, current ^= 1) {
+        const int64_t count = at_most(TILE, end - begin), next = begin + TILE;
+        if (next < end) find_keys(a, item->row, next, at_most(TILE, end - next), offsets[!current]);
+        for (int64_t head = item->head_begin; head < item->head_end; head++) {
+            if (next < end) prefetch(a, offsets[!current], head, dim, bf16);
             if (rows <= DIRECT_ROWS)
-                do_tile(a, s, item, head, begin, count, offsets, dim, bf16, 1);
+                do_tile(a, s, item, head, begin, count, offsets[current], dim, bf16, 1);
             else
-                do_tile(a, s, item, head, begin, count, offsets, dim, bf16, 0);
+                do_tile(a, s, item, head, begin, count, offsets[current], dim, bf16, 0);
+        }
     }
     write_results(a, s, item, dim, bf16);
 }

@@ -11,8 +11,10 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from kvrelay.cli.display import DIED, READY, STARTING, STOPPED, STOPPING, Display
 from kvrelay.cli.readiness import ReadyCheck
@@ -114,20 +116,19 @@ class Service:
         return status
 
     async def _spawn(self) -> asyncio.subprocess.Process:
-        log = open(self.spec.log_path, "ab") if self.spec.log_path else None
-        try:
+        with self._output() as output:
             return await asyncio.create_subprocess_exec(
                 *self.spec.argv,
                 env={**os.environ, **self.spec.environ},
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
+                stdout=output,
+                stderr=output,
                 start_new_session=True,  # Ctrl-C is ours to pass on, in order
                 preexec_fn=die_with_parent(),
             )
-        finally:
-            if log is not None:
-                log.close()
+
+    def _output(self) -> AbstractContextManager[BinaryIO | None]:
+        return self.spec.log_path.open("ab") if self.spec.log_path else nullcontext()
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process is not None and self._process.returncode is None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvrelay.cli.display import DIED, READY, STARTING, Display, make_display
+from kvrelay.cli.display import DIED, READY, Display, make_display
 from kvrelay.cli.readiness import HttpReady, WorkerReady
 from kvrelay.cli.supervisor import Service, ServiceSpec, StartFailed, Supervisor, describe_exit
 from kvrelay.config.common import CommonConfig, is_wildcard
@@ -53,7 +53,7 @@ class Plan:
 
 
 def up(argv: Sequence[str]) -> int:
-    """Runs until it is told to stop; returns the exit status."""
+    """Runs until it is told to stop; returns the exit status: 1 where something failed to start, 2 for bad flags."""
     flags = vars(_parser().parse_args(argv))
     try:
         plan = make_plan(flags, os.environ)
@@ -62,7 +62,10 @@ def up(argv: Sequence[str]) -> int:
             server = None if plan.up.redis_url else stack.enter_context(EmbeddedRedis())
             display = stack.enter_context(make_display(sys.stdout, plain=plan.up.verbose))
             return asyncio.run(_Run(plan, server, display).run())
-    except (ConfigError, EmbeddedRedisError, RegistryError, StartFailed) as error:
+    except ConfigError as error:
+        print(f"kvrelay up: {error}", file=sys.stderr)
+        return 2
+    except (EmbeddedRedisError, RegistryError, StartFailed) as error:
         print(f"kvrelay up: {error}", file=sys.stderr)
         return 1
 

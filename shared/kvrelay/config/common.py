@@ -38,11 +38,8 @@ def is_wildcard(host: str) -> bool:
 
 
 def default_model() -> str:
-    """The demo model's directory. Raises ValueError where it is not installed."""
-    path = demo_model_path()
-    if path is None:
-        raise ValueError("the demo model is not installed here, so a model must be named")
-    return str(path)
+    """The demo model's directory; empty, which no field accepts, where it is not installed."""
+    return str(demo_model_path() or "")
 
 
 def default_served_name(data: dict[str, Any]) -> str:
@@ -64,7 +61,6 @@ class CommonConfig(BaseModel):
 
     model: str = Field(
         default_factory=default_model,
-        min_length=1,
         description="directory or hub name of a decoder that transformers can load (default: the demo model)",
     )
     served_model_name: str = Field(
@@ -107,7 +103,9 @@ class CommonConfig(BaseModel):
 
     @field_validator("model")
     @classmethod
-    def _directory_is_there(cls, model: str) -> str:
+    def _model_is_there(cls, model: str) -> str:
+        if not model:
+            raise ValueError("the demo model is not installed here, so a model has to be named")
         if not model.startswith(("/", "./", "../", "~")):
             return model
         path = Path(model).expanduser()

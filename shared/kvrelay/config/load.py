@@ -60,9 +60,7 @@ def load_config(
     return resolve(config_class, flags, os.environ if environ is None else environ, **fixed)
 
 
-def resolve(
-    config_class: type[ConfigT], flags: Mapping[str, Any], environ: Mapping[str, str], **fixed: Any
-) -> ConfigT:
+def resolve(config_class: type[ConfigT], flags: Mapping[str, Any], environ: Mapping[str, str], **fixed: Any) -> ConfigT:
     """`load_config` after the flags were parsed: `flags` has those that were given, and `config` for the file."""
     tables = [name for name, table in TABLES.items() if table is config_class]
     if "role" in fixed:
@@ -235,9 +233,7 @@ def _explain(config_class: type[BaseModel], error: ValidationError, sources: Map
     return "; ".join(dict.fromkeys(_explanations(config_class, error, sources)))
 
 
-def _explanations(
-    config_class: type[BaseModel], error: ValidationError, sources: Mapping[str, str]
-) -> Iterator[str]:
+def _explanations(config_class: type[BaseModel], error: ValidationError, sources: Mapping[str, str]) -> Iterator[str]:
     for detail in error.errors(include_url=False):
         if detail["type"] == "default_factory_not_called":
             continue  # follows from another error
@@ -251,6 +247,6 @@ def _explanations(
         limits = allowed(field) if field is not None else ""
         secret = name == "api_keys"
         given = "" if secret or detail["type"] == "missing" else f" = {detail['input']!r}"
-        yield f"{sources.get(name, name)}{given}: {message}" + (f" (allowed: {limits})" if limits else "")
-
-
+        yield f"{sources.get(name, flag_names(name)[0])}{given}: {message}" + (
+            f" (allowed: {limits})" if limits else ""
+        )

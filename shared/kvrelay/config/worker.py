@@ -27,9 +27,7 @@ class WorkerConfig(CommonConfig):
         pattern=r"^[A-Za-z0-9_.-]{1,64}$",
         description="name of this worker, unique in the fleet (default: role and random digits)",
     )
-    port: int = Field(
-        default=0, ge=0, le=65535, description="port of the inbox for control messages; 0: any free one"
-    )
+    port: int = Field(default=0, ge=0, le=65535, description="port of the inbox for control messages; 0: any free one")
     transfer_port: int = Field(default=0, ge=0, le=65535, description="port for incoming KV blocks; 0: any free one")
     transfer: Literal["zmq"] = Field(default="zmq", description="how KV blocks travel")
 

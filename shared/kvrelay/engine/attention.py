@@ -92,7 +92,7 @@ def observing(attention: LayerAttention) -> Iterator[None]:
 
 
 def _null_mask(*, mask_function: MaskFunction | None = None, **_: Any) -> MaskFunction | None:
-    """No mask: blocks tables, positions and the window say the same in less than tokens squared."""
+    """No mask: block tables, positions and the window say the same in less than tokens squared."""
     return mask_function if _keep_masks.get() else None
 
 
@@ -105,7 +105,7 @@ def _paged_attention_forward(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention signature: q, k, v are `[1, heads, tokens, head_dim]`, the result `[1, tokens, heads, ..]`.
+    """The attention signature of transformers: `[1, heads, tokens, head_dim]` in, `[1, tokens, heads, head_dim]` out.
 
     Raises:
         UnsupportedModel: the model passes an argument whose meaning is unknown here.
@@ -121,7 +121,9 @@ def _paged_attention_forward(
     if layer is None:
         raise UnsupportedModel(f"attention of {type(module).__name__} does not say its layer")
     if query.shape[0] != 1:
-        raise UnsupportedModel(f"{type(module).__name__} attends over a batch of {query.shape[0]}, not over packed tokens")
+        raise UnsupportedModel(
+            f"{type(module).__name__} attends over a batch of {query.shape[0]}, not over packed tokens"
+        )
     out = _attention.get()(
         layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), attention_mask, params
     )

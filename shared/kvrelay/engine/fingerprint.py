@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from kvrelay.backends.base import KVLayout
 
@@ -14,7 +14,15 @@ _WHOLE_BYTES = 64 * 2**20  # weights up to here are hashed whole
 _NUM_SAMPLES = 256
 _SAMPLE_BYTES = 64 * 2**10
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
-_TOKENIZER = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model", "*.jinja")
+_TOKENIZER = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "*.model",
+    "*.jinja",
+)
 
 
 def fingerprint(model_dir: Path, layout: KVLayout) -> str:

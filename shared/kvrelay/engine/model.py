@@ -1,12 +1,14 @@
 """Loads a causal language model of transformers with paged attention, and runs its two halves.
 
-The backbone gives hidden states of a packed batch; the head turns chosen ones into logits. They are called apart so that
-the head can run in slices: logits of a whole chunk are vocabulary times tokens.
+The backbone gives hidden states of a packed batch; the head turns chosen ones into logits. They are called apart so
+that the head can run in slices: logits of a whole chunk are vocabulary times tokens.
 """
 
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils import logging as hf_logging
 
 from kvrelay.backends.base import AttentionBackend, KVLayout, StepAttention
 from kvrelay.backends.select import select_backend
@@ -101,11 +104,8 @@ def resolve_dtype(requested: str, config: PreTrainedConfig, device: torch.device
         if requested not in DTYPES:
             raise ValueError(f"dtype {requested!r} is none of auto, {', '.join(DTYPES)}")
         return DTYPES[requested]
-    stored = getattr(config.get_text_config(decoder=True), "dtype", None) or getattr(config, "dtype", None)
-    if isinstance(stored, str):
-        stored = DTYPES.get(stored)
-    if stored not in DTYPES.values():
-        return torch.float32
+    named = getattr(config.get_text_config(decoder=True), "dtype", None) or getattr(config, "dtype", None)
+    stored = DTYPES.get(str(named).removeprefix("torch."), torch.float32)
     if device.type == "cpu" and stored in _NATIVE_FLAGS and not _NATIVE_FLAGS[stored] & _cpu_flags():
         return torch.float32
     return stored
@@ -120,15 +120,11 @@ def load_model(source: ModelSource, block_size: int, backend: AttentionBackend |
         UnsupportedModel: with the reason.
     """
     register()
-    try:
+    with _without_progress_bars():
         model = AutoModelForCausalLM.from_pretrained(
             source.name, config=source.config, dtype=source.dtype, attn_implementation=ATTENTION_NAME
         )
-    except ValueError as error:
-        if "attn_implementation" in str(error):
-            raise UnsupportedModel(f"{source.config.model_type}: attention cannot be replaced") from error
-        raise
-    model = model.to(source.device).eval()
+    model.to(source.device).eval()  # type: ignore[arg-type]
     text = source.config.get_text_config(decoder=True)
     observed = observe_layers(model, text.num_hidden_layers, source.max_model_len)
     layout = KVLayout(observed.num_layers, observed.num_kv_heads, observed.head_dim, block_size, observed.dtype)
@@ -147,7 +143,7 @@ class _GivenHiddenStates(torch.nn.Module):
 
     def set(self, hidden: torch.Tensor) -> None:
         """The next forward returns `hidden`, `[1, tokens, hidden]`."""
-        self._output = BaseModelOutputWithPast(last_hidden_state=hidden)  # type: ignore[arg-type]
+        self._output = BaseModelOutputWithPast(last_hidden_state=hidden)
 
     def forward(self, *_: Any, **__: Any) -> BaseModelOutputWithPast:
         """The hidden states that were set, whatever the input."""
@@ -173,6 +169,17 @@ def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     if ids is None:
         return ()
     return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()
 
 
 def _cpu_flags() -> frozenset[str]:

@@ -6,9 +6,8 @@ mixed over scattered blocks, is held against the model's own eager attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise, zip_longest
 
 import numpy as np
 import torch
@@ -17,7 +16,6 @@ from transformers import PreTrainedModel
 from kvrelay.backends.base import AttentionBackend, AttentionParams, KVLayout, PackedRows, allocate_pool
 from kvrelay.engine.attention import ATTENTION_NAME, UnsupportedModel, attending, observing
 
-_PROBE_LENGTHS = (29, 11)
 # Mean over positions of |paged - own| / |own|. A wrong mask, scale or position gives 0.1 and more; rounding of 16-bit
 # weights gives up to a few hundredths.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 2e-2}
@@ -51,7 +49,9 @@ class _LayerRecorder:
         params: AttentionParams,
     ) -> torch.Tensor:
         if key.shape != value.shape:
-            raise UnsupportedModel(f"layer {layer}: K {tuple(key.shape[1:])} and V {tuple(value.shape[1:])} are unequal")
+            raise UnsupportedModel(
+                f"layer {layer}: K {tuple(key.shape[1:])} and V {tuple(value.shape[1:])} are unequal"
+            )
         if key.shape[0] != query.shape[0] or key.shape[2] != query.shape[2]:
             raise UnsupportedModel(f"layer {layer}: queries {tuple(query.shape)} do not fit keys {tuple(key.shape)}")
         if layer in self.shapes:
@@ -114,11 +114,9 @@ def check_paged_forward(
         UnsupportedModel: they differ by more than the dtype's rounding.
     """
     generator = torch.Generator().manual_seed(0)
-    vocab_size = model.get_input_embeddings().num_embeddings
-    prompts = [
-        torch.randint(vocab_size, (min(length, max_model_len),), generator=generator).to(model.device)
-        for length in _PROBE_LENGTHS
-    ]
+    vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
+    lengths = (min(layout.block_size + 13, max_model_len), min(11, max_model_len))
+    prompts = [torch.randint(vocab_size, (length,), generator=generator).to(model.device) for length in lengths]
     paged = _paged_logits(model, prompts, layout, backend)
     own = _own_logits(model, prompts)
     for ours, theirs in zip(paged, own, strict=True):
@@ -162,10 +160,8 @@ def _paged_logits(
 def _probe_steps(lengths: list[int]) -> list[list[tuple[int, int, int]]]:
     """`(row, start, end)` of the chunks of each step."""
     cuts = [sorted({0, length // 2, length - 1, length}) for length in lengths]
-    parts = [list(zip(cut[:-1], cut[1:], strict=True)) for cut in cuts]
-    chunk_of: Callable[[int, int], Any] = lambda row, i: (row, *parts[row][i])  # noqa: E731
-    longest = max(len(part) for part in parts)
-    return [[chunk_of(row, i) for row in range(len(parts)) if i < len(parts[row])] for i in range(longest)]
+    chunks = [[(row, *span) for span in pairwise(cut)] for row, cut in enumerate(cuts)]
+    return [[chunk for chunk in step if chunk is not None] for step in zip_longest(*chunks)]
 
 
 def _scattered_tables(lengths: list[int], block_size: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:

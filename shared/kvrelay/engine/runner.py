@@ -114,10 +114,10 @@ class TransformersRunner:
         hidden = self._model.hidden_states(token_ids.to(self._device), positions.to(self._device), step)
         prompt_logprobs = self._score_prompts(batch.rows, packed, hidden)
         sampled = self._sample(batch.rows, packed, hidden)
-        results = [
-            RowResult(*sampled.get(index, (None, None)), prompt_logprobs.get(index, []))
-            for index in range(len(batch.rows))
-        ]
+        results = []
+        for index in range(len(batch.rows)):
+            token_id, logprobs = sampled.get(index, (None, None))
+            results.append(RowResult(token_id, logprobs, prompt_logprobs.get(index, [])))
         return StepResult(batch.step, results, time.perf_counter() - started)
 
     def _sample(

@@ -1,7 +1,7 @@
 """Draws one token per row, vectorised over the rows of a step.
 
-In order: penalties, logit_bias, min_tokens, temperature, min_p, top_k, top_p (of what is left), the draw. Steps that are
-greedy and unadjusted take one argmax.
+In order: penalties, logit_bias, min_tokens, temperature, min_p, top_k, top_p (of what is left), the draw. Steps that
+are greedy and unadjusted take one argmax.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Sampler:
     ) -> tuple[NDArray[np.int64], list[TokenLogprobs | None]]:
         """One token per row, drawn for `positions[row]` of its sequence and added to its history.
 
-        `logits` is `[rows, vocab]` of any float type; keys are distinct. Returns token ids `[rows]` and log-probabilities
-        where asked for.
+        `logits` is `[rows, vocab]` of any float type; keys are distinct. Returns token ids `[rows]`, and
+        log-probabilities where asked for.
 
         Raises:
             BadLogits: rows whose logits are not finite.

@@ -102,7 +102,9 @@ class SamplerState:
             self.counts.drop(int(self._parameters["counts"][slot]))
         self._free.append(slot)
 
-    def gather(self, keys: Sequence[SequenceKey]) -> tuple[NDArray[np.int64], np.ndarray[tuple[int], np.dtype[np.void]]]:
+    def gather(
+        self, keys: Sequence[SequenceKey]
+    ) -> tuple[NDArray[np.int64], np.ndarray[tuple[int], np.dtype[np.void]]]:
         """The slots `[rows]` of the keys and their parameters, a structured array `[rows]`.
 
         Raises:

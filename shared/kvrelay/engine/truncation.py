@@ -39,7 +39,7 @@ def keep_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 
 
 def draw(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Inverse CDF in float64, tokens by id: `[rows, vocab]` float32 and `[rows]` float64 in [0, 1) give `[rows]` ids."""
+    """Inverse CDF in float64, tokens by id: `[rows, vocab]` logits and `[rows]` float64 in [0, 1) give `[rows]` ids."""
     rows, vocab_size = logits.shape
     weights = torch.exp(logits - logits.amax(dim=-1, keepdim=True))
     weights = torch.nn.functional.pad(weights, (0, -vocab_size % _SEGMENT)).view(rows, -1, _SEGMENT)
@@ -58,9 +58,7 @@ def _first_above(ends: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return torch.minimum(above, last)
 
 
-def _top_p_floor(
-    in_order: torch.Tensor, peak: torch.Tensor, wanted: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _top_p_floor(in_order: torch.Tensor, peak: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The smallest logit kept of `in_order` (falling), and whether its tokens suffice for the wanted mass."""
     mass = torch.exp(in_order - peak).to(torch.float64).cumsum(dim=-1)
     kept = ((mass < wanted[:, None]).sum(dim=-1) + 1).clamp(max=in_order.shape[-1])

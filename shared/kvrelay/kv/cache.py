@@ -1,7 +1,7 @@
 """The prefix cache: a radix tree over blocks (Zheng et al., RadixAttention, NeurIPS 2024, section 3).
 
-A node of the tree *is* a block of the pool: block ids index flat arrays, and one dict leads from a block's hash to its
-id. As a hash names the whole prefix up to its block, no edge needs walking to match, and no node is ever split.
+A node of the tree *is* a block of the pool: block ids index flat arrays, and one index leads from a block's hash to
+its id. As a hash names the whole prefix up to its block, no edge needs walking to match, and no node is ever split.
 
 Two invariants carry everything:
 
@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvrelay.kv.block_index import BlockIndex
 from kvrelay.kv.errors import BlockError, IntegrityError
 from kvrelay.kv.hashing import BlockHash
 from kvrelay.kv.pool import BlockPool
@@ -113,7 +114,7 @@ class PrefixCache:
 
     def __init__(self, pool: BlockPool, *, record_events: bool = False) -> None:
         self._pool = pool
-        self._block_of: dict[BlockHash, int] = {}
+        self._block_of = BlockIndex()
         self._hash: list[BlockHash | None] = [None] * pool.num_blocks
         self._parent = array("i", [_NO_PARENT]) * pool.num_blocks
         self._pins = array("i", [0]) * pool.num_blocks  # own holds (0 or 1) + pinned children
@@ -138,18 +139,18 @@ class PrefixCache:
 
     def match(self, hashes: Sequence[BlockHash]) -> list[int]:
         """The blocks of the longest cached prefix, which counts as used now. O(its length)."""
-        block_of = self._block_of
-        matched = [block_of[block_hash] for block_hash in hashes[: self.peek(hashes)]]
+        matched = self._blocks_of(hashes[: self.peek(hashes)])
         self._touch(matched)
         return matched
 
     def peek(self, hashes: Sequence[BlockHash]) -> int:
         """The length in blocks of the longest cached prefix. O(log len(hashes))."""
-        block_of = self._block_of
+        shards = self._block_of.shards
         low, high = 0, len(hashes)
         while low < high:
             middle = (low + high) // 2
-            if hashes[middle] in block_of:
+            block_hash = hashes[middle]
+            if block_hash in shards[block_hash[0]]:
                 low = middle + 1
             else:
                 high = middle
@@ -176,14 +177,13 @@ class PrefixCache:
 
     def evict(self, num_blocks: int) -> list[int]:
         """Frees the least recently used leaves, one after the other. O(their number)."""
-        newer, hash_of, block_of = self._newer, self._hash, self._block_of
+        newer, hash_of = self._newer, self._hash
         evicted: list[int] = []
         removed: list[BlockHash] = []
         block = newer[self._end]
         for _ in range(min(num_blocks, self._num_evictable)):
             block_hash = hash_of[block]
             assert block_hash is not None
-            del block_of[block_hash]
             hash_of[block] = None
             removed.append(block_hash)
             evicted.append(block)
@@ -203,7 +203,7 @@ class PrefixCache:
 
     def clear(self) -> list[int]:
         """Withdraws everything; held blocks become free when their holders let go."""
-        return self._withdraw(self._with_descendants(set(self._block_of.values())))
+        return self._withdraw(self._with_descendants(set(self._block_of.blocks())))
 
     def drain_events(self) -> list[CacheEvent]:
         """What changed since the last call, in order; nothing unless events are recorded."""
@@ -243,16 +243,17 @@ class PrefixCache:
                 raise IntegrityError(f"block {block}: its hash leads elsewhere")
             if block_hash is not None and parent[block] >= 0 and self._hash[parent[block]] is None:
                 raise IntegrityError(f"block {block}: its parent {parent[block]} is not cached")
-        if len(self._block_of) != sum(block_hash is not None for block_hash in self._hash):
-            raise IntegrityError("the hash table has entries that lead nowhere")
+        num_entries = sum(1 for _ in self._block_of.blocks())
+        if not num_entries == len(self._block_of) == sum(block_hash is not None for block_hash in self._hash):
+            raise IntegrityError("the index has entries that lead nowhere")
         self._check_pins()
         self._check_list()
 
     def _check_pins(self) -> None:
-        nodes = self._block_of.values()
+        nodes = list(self._block_of.blocks())
         pins = dict.fromkeys(nodes, 0)
         for node in nodes:
-            if self._pool.num_holds(node):
+            if self._pool.is_held(node):
                 pins[node] += 1
         for node in nodes:
             if self._pins[node] and self._parent[node] >= 0:
@@ -262,7 +263,7 @@ class PrefixCache:
                 raise IntegrityError(f"block {node}: {self._pins[node]} pins kept, {count} counted")
 
     def _check_list(self) -> None:
-        unpinned = {node for node in self._block_of.values() if not self._pins[node]}
+        unpinned = {node for node in self._block_of.blocks() if not self._pins[node]}
         if len(unpinned) != self._num_evictable:
             raise IntegrityError(f"{len(unpinned)} blocks are evictable, counted as {self._num_evictable}")
         seen: set[int] = set()
@@ -280,7 +281,7 @@ class PrefixCache:
     def _publish(self, parent_hash: BlockHash | None, hashes: Sequence[BlockHash], blocks: Sequence[int]) -> list[int]:
         """Puts what is new of a chain under the cached `parent_hash`; its blocks are held, so the chain is pinned."""
         num_known = self._check_chain(parent_hash, hashes, blocks)
-        stored = [self._block_of[block_hash] for block_hash in hashes[:num_known]]
+        stored = self._blocks_of(hashes[:num_known])
         if num_known == len(hashes):
             return stored
         above = hashes[num_known - 1] if num_known else parent_hash
@@ -289,7 +290,6 @@ class PrefixCache:
         new_hashes = hashes[num_known:]
         first = node
         for block_hash, block in zip(new_hashes, new_blocks, strict=True):
-            self._block_of[block_hash] = block
             self._hash[block] = block_hash
             self._parent[block] = node
             self._pins[block] = 2  # its hold, and the next block's pin
@@ -297,6 +297,7 @@ class PrefixCache:
         self._pins[node] = 1
         if first >= 0:
             self._pin(first)
+        self._block_of.add(new_hashes, new_blocks)
         self._pool.cache(new_blocks)
         if self._record_events:
             self._events.append(Stored(above, tuple(new_hashes)))
@@ -312,12 +313,16 @@ class PrefixCache:
         if num_known and self._parent[self._block_of[hashes[0]]] != (_NO_PARENT if above is None else above):
             raise ValueError("the hashes do not follow their parent")
         new_hashes = hashes[num_known:]
-        if len(set(new_hashes)) != len(new_hashes) or not self._block_of.keys().isdisjoint(new_hashes):
+        if len(set(new_hashes)) != len(new_hashes) or any(h in self._block_of for h in new_hashes):
             raise ValueError("the hashes are no chain")
         for block in blocks[num_known:]:
             if self._hash[block] is not None:
                 raise BlockError(f"block {block} is cached under another hash")
         return num_known
+
+    def _blocks_of(self, hashes: Sequence[BlockHash]) -> list[int]:
+        shards = self._block_of.shards
+        return [shards[block_hash[0]][block_hash] for block_hash in hashes]
 
     def _touch(self, chain: Sequence[int]) -> None:
         """Moves what is evictable of a chain from the root to the list's end, leaf first."""
@@ -350,7 +355,7 @@ class PrefixCache:
     def _with_descendants(self, roots: set[int]) -> list[int]:
         """These nodes and all below them, every node before its parent."""
         below: dict[int, list[int]] = {}
-        for node in self._block_of.values():
+        for node in self._block_of.blocks():
             below.setdefault(self._parent[node], []).append(node)
         tops = [node for node in roots if self._parent[node] not in roots]
         ordered: list[int] = []
@@ -373,7 +378,6 @@ class PrefixCache:
             self._unlink(node)
             block_hash = self._hash[node]
             assert block_hash is not None
-            del self._block_of[block_hash]
             self._hash[node] = None
             removed.append(block_hash)
         self._withdrawn(nodes, removed)
@@ -386,7 +390,8 @@ class PrefixCache:
         self._num_evictable -= 1
 
     def _withdrawn(self, blocks: list[int], hashes: list[BlockHash]) -> None:
-        """The blocks are out of the tree: tells the pool and the events."""
+        """The nodes are out of the tree: tells the index, the pool and the events."""
+        self._block_of.drop(hashes)
         self._pool.uncache(blocks)
         if self._record_events and hashes:
             self._events.append(Removed(tuple(hashes)))

@@ -50,8 +50,10 @@ _LABEL_BY_BIT_LENGTH = (
 
 
 class CacheHooks(Protocol):
-    """What the pool asks of the cache that shares its blocks. Called in the middle of an operation: never calls back,
-    except `BlockPool.uncache` from `evict`."""
+    """What the pool asks of the cache that shares its blocks.
+
+    Called in the middle of an operation: calls nothing back but `BlockPool.uncache`, from `evict`.
+    """
 
     @property
     def num_evictable(self) -> int:
@@ -128,6 +130,10 @@ class BlockPool:
         if owner is not None:
             return holds >> _shift(owner) & _FIELD_MASK
         return sum(holds >> shift & _FIELD_MASK for shift in _SHIFTS.values())
+
+    def is_held(self, block: int) -> bool:
+        """Whether anybody holds the block."""
+        return bool(self._holds[block])
 
     def is_shared(self, block: int) -> bool:
         """Whether somebody besides one holder relies on the block's content: another holder, or the cache."""

@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -157,7 +158,7 @@ class _Courier:
 
     def run(self, emit: Callable[[SenderEvent], None]) -> None:
         """Works until told to close. Between two frames it obeys what was asked meanwhile."""
-        may_wait = False
+        may_wait = True
         while True:
             for command in self._take_commands(may_wait):
                 if isinstance(command, _Close):
@@ -177,15 +178,16 @@ class _Courier:
             socket.close(linger=0)
         self._context.term()
 
-    def _take_commands(self, may_wait: bool) -> Iterator[_Command]:
-        try:
-            if may_wait:
-                deadline = self._outbox.next_deadline()
-                yield self._commands.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
-            while True:
-                yield self._commands.get_nowait()
-        except Empty:
-            return
+    def _take_commands(self, may_wait: bool) -> list[_Command]:
+        """What is there now, and no more, so that a steady flow of commands holds up no frame."""
+        commands: list[_Command] = []
+        if may_wait:
+            deadline = self._outbox.next_deadline()
+            timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            with suppress(Empty):
+                commands.append(self._commands.get(timeout=timeout_s))
+        commands += [self._commands.get_nowait() for _ in range(self._commands.qsize())]
+        return commands
 
     def _obey(self, command: _Push | _Abort | _GaveBack) -> list[SenderEvent]:
         match command:
@@ -272,7 +274,9 @@ class _Courier:
     def _close_connections(self) -> None:
         closing = self._outbox.expire(time.monotonic())
         for address in closing.reset + closing.idle:
-            self._sockets.pop(address).close(linger=0)
+            socket = self._sockets.pop(address, None)  # None: a reset closed it, and nothing was sent there since
+            if socket is not None:
+                socket.close(linger=0)
         self._counters.num_resets += len(closing.reset)
         for address in closing.reset:
             log.warning("closed the connection to %s: aborted frames were not taken in time", address)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
 from kvrelay.config import ConfigError, WorkerConfig, load_config
@@ -18,6 +19,10 @@ DEFAULT_KV_MEMORY_BYTES = 1 << 30
 
 def worker_main(role: RoleName, make_role: RoleFactory) -> int:
     """Runs a worker until it is told to stop; returns the exit status."""
+    # OpenMP's threads spin at the end of each parallel region by default. Where cores are shared, as two workers on a
+    # laptop share them, spinning takes the core from the thread that is waited for: steps then take 5 to 50 times as
+    # long. Read by libgomp when torch loads it.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         config = load_config(WorkerConfig, prog=f"kvrelay {role}", description=f"One {role} worker.", role=role)
     except ConfigError as error:

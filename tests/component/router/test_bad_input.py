@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 
-from .conftest import MODEL, Router
+from kvrelay_router.text.service import TextService
+from tests.component.router.rig import MODEL, Router, running_router
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 HELLO = [{"role": "user", "content": "hi"}]
 
@@ -42,8 +47,10 @@ COMMON: list[tuple[dict[str, Any], str, str | None]] = [
     ({"stop": ["a", 7]}, "stop", "invalid_type"),
     ({"stop": ""}, "stop", "invalid_value"),
     ({"stop": ["a"] * 17}, "stop", "invalid_value"),
+    ({"stop": "a" * 1025}, "stop", "invalid_value"),
     ({"stop_token_ids": [400]}, "stop_token_ids", "invalid_value"),
     ({"stop_token_ids": [-1]}, "stop_token_ids[0]", "invalid_value"),
+    ({"stop_token_ids": [5] * 1025}, "stop_token_ids", "invalid_value"),
     ({"stop_token_ids": 7}, "stop_token_ids", "invalid_type"),
     ({"logit_bias": {"400": 1}}, "logit_bias", "invalid_value"),
     ({"logit_bias": {"otter": 1}}, "logit_bias", "invalid_value"),
@@ -131,6 +138,13 @@ CHAT: list[tuple[dict[str, Any], str, str | None]] = [
 ]
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def router(text: TextService) -> AsyncIterator[Router]:
+    """One for all tests of this file: none of them may leave anything in it."""
+    async with running_router(text) as running:
+        yield running
+
+
 def check_error(answer: httpx.Response, status: int, kind: str, param: str | None, code: str | None) -> None:
     """The whole error object, and a message for people."""
     assert answer.status_code == status, answer.text
@@ -142,14 +156,14 @@ def check_error(answer: httpx.Response, status: int, kind: str, param: str | Non
     assert (error["type"], error["param"], error["code"]) == (kind, param, code)
 
 
-@pytest.mark.parametrize(("bad", "param", "code"), [*COMMON, *COMPLETION], ids=str)
+@pytest.mark.parametrize(("bad", "param", "code"), [*COMMON, *COMPLETION], ids=lambda value: str(value)[:60])
 async def test_completions(router: Router, bad: dict[str, Any], param: str, code: str | None) -> None:
     answer = await router.http.post("/v1/completions", json={"model": MODEL, "prompt": "hi", **bad})
     check_error(answer, 400, "invalid_request_error", param, code)
     assert router.dispatcher.requests == []
 
 
-@pytest.mark.parametrize(("bad", "param", "code"), [*COMMON, *CHAT], ids=str)
+@pytest.mark.parametrize(("bad", "param", "code"), [*COMMON, *CHAT], ids=lambda value: str(value)[:60])
 async def test_chat(router: Router, bad: dict[str, Any], param: str, code: str | None) -> None:
     answer = await router.http.post("/v1/chat/completions", json={"model": MODEL, "messages": HELLO, **bad})
     check_error(answer, 400, "invalid_request_error", param, code)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.fakes.scripted_dispatcher import Script
 
-from .conftest import MODEL, Router
+from tests.component.router.rig import MODEL, Router
+from tests.fakes.scripted_dispatcher import Script
 
 HELLO: list[Any] = [{"role": "user", "content": "What is an otter?"}]
 PROMPT = "<|im_start|>user\nWhat is an otter?<|im_end|>\n<|im_start|>assistant\n"

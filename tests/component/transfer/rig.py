@@ -75,6 +75,12 @@ class SendingEnd:
         wanted = sorted(blocks)
         await self.log.until(lambda: self.pushed(reservation) == wanted)
 
+    async def until_begun(self) -> None:
+        """Waits until the sender has seen all pushes, and had a turn to begin with them."""
+        for turn in ("first", "second"):
+            await self.abort(f"{turn} turn")
+            self.log.events.remove(SenderDrained(f"{turn} turn"))
+
     async def abort(self, reservation: str) -> None:
         """Aborts, and waits for the sender to drain."""
         self.sender.abort(reservation)

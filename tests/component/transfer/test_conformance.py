@@ -45,6 +45,16 @@ async def test_a_run_of_neighbours_arrives(rig: Rig, first_source: int, first_sl
     plan.assert_arrived(source.pool, target.pool)
 
 
+async def test_neighbours_may_swap_places(rig: Rig) -> None:
+    """The slots' first and last alone look like a run."""
+    source, target = rig.sender(source_pool(8, 16 * KIB)), rig.receiver(target_pool(8, 16 * KIB))
+    plan = Plan("r", 0, (1, 2, 3, 4), (2, 4, 3, 5))
+    plan.admit(target)
+    source.push("r", target.endpoint, plan.copies)
+    await target.until_landed("r", plan.blocks)
+    plan.assert_arrived(source.pool, target.pool)
+
+
 async def test_order_and_cut_of_pushes_do_not_matter(rig: Rig, random: np.random.Generator) -> None:
     source, target = rig.sender(source_pool(500, 4 * KIB)), rig.receiver(target_pool(500, 4 * KIB))
     plan = scattered("r", 400, 500, random)
@@ -188,6 +198,7 @@ async def test_an_abort_drains_although_nobody_takes_the_blocks(rig: Rig) -> Non
     gone = target.endpoint
     target.receiver.close()
     source.push("r", gone, [BlockCopy(i, i, i) for i in range(64)])
+    await source.until_begun()
     await source.abort("r")
     assert source.pushed("r") == []
 

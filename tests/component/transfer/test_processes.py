@@ -148,6 +148,7 @@ async def test_a_stopped_receiver_delays_no_abort_and_loses_nothing_of_others(
         for first in range(0, 400, 4):
             source.push("kept", receiver.endpoint, kept.copies[first : first + 4])
             source.push("doomed", receiver.endpoint, doomed.copies[first : first + 4])
+        await source.until_begun()
         await source.abort("doomed")
         receiver.process.send_signal(signal.SIGCONT)
         await receiver.until_landed(kept)

@@ -170,6 +170,29 @@ async def test_an_idle_connection_is_closed_and_opened_again() -> None:
         target.close()
 
 
+async def test_a_connection_that_was_reset_is_forgotten_when_idle() -> None:
+    """Its socket is closed already; the sender goes on with the next push."""
+    pool = source_pool(64, 512 * 1024)
+    sender = ZmqSender(pool, settings=SenderSettings(drain_timeout_s=0.0, idle_close_s=0.0))
+    end, target = SendingEnd(pool, sender), ZmqReceiver(target_pool(64, 512 * 1024))
+    nobody = {"address": tcp_address("127.0.0.1", free_port())}
+    try:
+        target.start(lambda landed: None)
+        target.admit("r", 0, range(64))
+        end.sender.start(end.log.add)
+        for _ in range(2):
+            end.push("lost", nobody, [BlockCopy(i, i, i) for i in range(64)])
+            await end.until_begun()
+            await end.abort("lost")
+            end.log.events.clear()
+        assert sender.counters.num_resets == 2
+        end.push("r", target.endpoint, [BlockCopy(i, i, i) for i in range(64)])
+        await end.until_pushed("r", range(64))
+    finally:
+        end.sender.close()
+        target.close()
+
+
 async def test_both_ends_count_what_they_did(rig: Rig, random: np.random.Generator) -> None:
     source, target = rig.sender(source_pool(300, BLOCK_BYTES)), rig.receiver(target_pool(300, BLOCK_BYTES))
     assert isinstance(source.sender, ZmqSender)

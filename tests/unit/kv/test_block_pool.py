@@ -151,7 +151,16 @@ def test_a_sequence_grows_into_its_neighbour() -> None:
     pool.release(one[:1], Owner.RUNNING)
     assert pool.allocate(2, Owner.RUNNING, after=two[-1]) == [6, 7]
     assert pool.allocate(1, Owner.RUNNING, after=one[-1]) == [0]  # its neighbour is taken: the smallest gap
-    assert pool.allocate(1, Owner.RUNNING, after=50) not in ([51], [])  # a free block has no tag to be trusted
+    pool.check_integrity()
+
+
+def test_growing_behind_a_free_block_is_growing_anywhere() -> None:
+    pool = BlockPool(8, 16)
+    pool.allocate(8, Owner.RUNNING)
+    pool.release([3, 4], Owner.RUNNING)
+    pool.release([2], Owner.RUNNING)  # 2 to 4 are one run now; what 3 said about itself is stale
+    assert pool.allocate(1, Owner.RUNNING, after=2) == [2]
+    assert pool.allocate(1, Owner.RUNNING, after=99) == [3]
     pool.check_integrity()
 
 

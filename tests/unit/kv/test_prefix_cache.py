@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import sys
 
 import pytest
 
 from kvrelay.kv.ablations import NullCache, TableCache
+from kvrelay.kv.block_index import BlockIndex
 from kvrelay.kv.cache import Cache, PrefixCache, Removed, Stored
 from kvrelay.kv.errors import BlockError, IntegrityError
 from kvrelay.kv.hashing import BlockHash, hash_blocks, root_hash
@@ -362,3 +364,19 @@ def test_every_cache_survives_a_busy_pool(kind: str, seed: int) -> None:
         pool.release(blocks, Owner.RUNNING)
     cache.clear()
     assert pool.num_free == 24
+
+
+def test_an_index_that_loses_what_it_gains_does_not_grow() -> None:
+    hashes = hash_blocks(ROOT, list(range(60_000)), 1)
+    index, plain = BlockIndex(), dict.fromkeys(hashes[:20_000], 0)
+    index.add(hashes[:20_000], range(20_000))
+    for number in range(20_000, 60_000):
+        index.add([hashes[number]], [number])
+        index.drop([hashes[number - 20_000]])
+        plain[hashes[number]] = plain.pop(hashes[number - 20_000])
+    assert len(index) == 20_000
+    assert all(index[block_hash] == number for number, block_hash in enumerate(hashes[40_000:], 40_000))
+    assert sum(sys.getsizeof(shard) for shard in index.shards) < sys.getsizeof(plain)
+    index.drop(hashes[40_000:])
+    assert list(index.blocks()) == []
+    assert max(sys.getsizeof(shard) for shard in index.shards) < 2048

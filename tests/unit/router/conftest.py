@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import pytest
-from tests.fakes.text_model import byte_fallback_tokenizer, byte_level_tokenizer
 
 from kvrelay_router.text.tokenizer import Tokenizer
+from tests.fakes.text_model import byte_fallback_tokenizer, byte_level_tokenizer
 
 
 @pytest.fixture(scope="session")

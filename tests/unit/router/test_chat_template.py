@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tests.fakes.text_model import CHATML, write_text_model
 
 from kvrelay_router.text.chat_template import ChatTemplate, ChatTemplateError, Message
+from tests.fakes.text_model import CHATML, write_text_model
 
 SYSTEM: Message = {"role": "system", "content": "Be brief. "}
 USER: Message = {"role": "user", "content": "What is an otter?"}

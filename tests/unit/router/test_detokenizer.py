@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,7 +29,7 @@ TEXTS = st.text(
 def in_parts(token_ids: list[int], cuts: list[int]) -> list[list[int]]:
     """The tokens cut at the given places."""
     edges = sorted({0, len(token_ids), *[cut % (len(token_ids) + 1) for cut in cuts]})
-    return [token_ids[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    return [token_ids[start:end] for start, end in itertools.pairwise(edges)]
 
 
 def run(detokenizer: Detokenizer, parts: list[list[int]]) -> str:

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.fakes.text_model import CHATML, write_text_model
 
 from kvrelay_router.text.service import TextService
 from kvrelay_router.text.sources import TokenizerNotFound, load_source
+from tests.fakes.text_model import CHATML, write_text_model
 
 
 def test_reads_a_directory(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvrelay_router.api.answer import AnswerFormat, Collected, usage_of
 from kvrelay_router.api.client_watch import ClientGone, ClientWatch
-from kvrelay_router.api.errors import ApiError, as_api_error
+from kvrelay_router.api.errors import ApiError, as_api_error, json_response
 from kvrelay_router.api.generation import Generation, PromptRun
 from kvrelay_router.api.service import ApiService
 
@@ -48,6 +48,7 @@ class GenerationResponse(Response):
         self._include_usage = include_usage
         self._timeout_s = service.settings.request_timeout_s + TIMEOUT_GRACE_S
         self._stream_started = False
+        self._whole_started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Runs the generation to its end, in one way or another."""
@@ -70,6 +71,7 @@ class GenerationResponse(Response):
                     await self._send_stream(generation, send)
                     return
                 response = await self._whole(generation)
+        self._whole_started = True
         await response(scope, receive, send)
 
     async def _whole(self, generation: Generation) -> Response:
@@ -80,7 +82,7 @@ class GenerationResponse(Response):
                 for step in steps:
                     by_choice[id(step.choice)].add(step.piece)
         content = self._answer.whole(collected, usage_of(self._runs))
-        return Response(orjson.dumps(content), headers=generation.served_by_headers(), media_type="application/json")
+        return json_response(content, headers=generation.served_by_headers())
 
     async def _send_stream(self, generation: Generation, send: Send) -> None:
         """The answer starts with the first delta, so whatever fails before it still gets its status."""
@@ -101,7 +103,9 @@ class GenerationResponse(Response):
         await send({"type": "http.response.start", "status": 200, "headers": raw})
 
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-        """A status while nothing was sent; an event in a stream."""
+        """A status while nothing was sent; an event in a stream. An answer that is cut off ends with its connection."""
+        if self._whole_started:
+            return
         if not self._stream_started:
             await error.response()(scope, receive, send)
             return

@@ -5,7 +5,9 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import Any
 
-from kvrelay_router.api.errors import ApiError, model_not_found, no_worker_ready
+from starlette.responses import Response
+
+from kvrelay_router.api.errors import ApiError, json_response, model_not_found, no_worker_ready
 from kvrelay_router.api.service import ApiService
 
 ANSWER_PREFIXES = ("chatcmpl-", "cmpl-")
@@ -18,15 +20,16 @@ class OperationRoutes:
         self._service = service
         self._version = version("kvrelay")
 
-    async def models(self) -> dict[str, Any]:
+    async def models(self) -> Response:
         """All names of the model."""
-        return {"object": "list", "data": [self._model(name) for name in self._service.settings.model_names]}
+        models = [self._model(name) for name in self._service.settings.model_names]
+        return json_response({"object": "list", "data": models})
 
-    async def model(self, model_id: str) -> dict[str, Any]:
+    async def model(self, model_id: str) -> Response:
         """One name of the model, or 404."""
         if model_id not in self._service.settings.model_names:
             raise model_not_found(model_id)
-        return self._model(model_id)
+        return json_response(self._model(model_id))
 
     def _model(self, name: str) -> dict[str, Any]:
         settings = self._service.settings
@@ -40,31 +43,31 @@ class OperationRoutes:
             "max_model_len": limits.max_model_len if limits else None,
         }
 
-    async def health(self) -> dict[str, str]:
+    async def health(self) -> Response:
         """The process is alive."""
-        return {"status": "ok"}
+        return json_response({"status": "ok"})
 
-    async def ready(self) -> dict[str, str]:
+    async def ready(self) -> Response:
         """A request could be placed now, or 503."""
         if not self._service.dispatcher.ready():
             raise no_worker_ready("No worker is ready", 1.0)
-        return {"status": "ready"}
+        return json_response({"status": "ready"})
 
-    async def version(self) -> dict[str, str]:
+    async def version(self) -> Response:
         """The version of this router."""
-        return {"version": self._version}
+        return json_response({"version": self._version})
 
-    async def fleet(self) -> dict[str, Any]:
+    async def fleet(self) -> Response:
         """All workers, with their state, queues and blocks."""
-        return await self._service.dispatcher.fleet()
+        return json_response(await self._service.dispatcher.fleet())
 
-    async def request(self, request_id: str) -> dict[str, Any]:
+    async def request(self, request_id: str) -> Response:
         """What became of a request, or 404. Takes `x-request-id` and answer ids; several prompts give a list."""
         names = self._service.aliases.resolve(_bare(request_id))
         found = [each for each in map(self._service.dispatcher.recent_request, names) if each is not None]
         if not found:
             raise ApiError(f"No request '{request_id}' is known", status=404, code="request_not_found")
-        return found[0] if len(found) == 1 else {"requests": found}
+        return json_response(found[0] if len(found) == 1 else {"requests": found})
 
 
 def _bare(request_id: str) -> str:

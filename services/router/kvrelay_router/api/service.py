@@ -16,7 +16,6 @@ from kvrelay_router.dispatch.interface import Dispatcher, GenerateRequest
 from kvrelay_router.text.chat_template import ChatTemplateError, Message
 from kvrelay_router.text.service import ChatOptions, TextService
 
-
 MAX_ALIASES = 4096
 
 

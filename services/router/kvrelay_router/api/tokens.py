@@ -6,10 +6,11 @@ from typing import Annotated, Any
 
 from pydantic import Field
 from starlette.requests import Request
+from starlette.responses import Response
 
 from kvrelay_router.api.admission import check_model, check_token_ids, known_limits
 from kvrelay_router.api.body import read_json_object
-from kvrelay_router.api.errors import ApiError
+from kvrelay_router.api.errors import ApiError, json_response
 from kvrelay_router.api.schema.chat import ChatFields
 from kvrelay_router.api.schema.generation import Flag, FlagOn
 from kvrelay_router.api.schema.parsing import RequestModel, parse
@@ -52,7 +53,7 @@ class TokenRoutes:
             check_model(self._service.settings, content["model"])
         return content
 
-    async def tokenize(self, http: Request) -> dict[str, Any]:
+    async def tokenize(self, http: Request) -> Response:
         """The tokens of a prompt or of messages."""
         service = self._service
         content = await self._read(http)
@@ -73,11 +74,11 @@ class TokenRoutes:
         }
         if request.return_token_strs:
             answer["token_strs"] = [service.text.tokenizer.token_string(token_id) for token_id in token_ids]
-        return answer
+        return json_response(answer)
 
-    async def detokenize(self, http: Request) -> dict[str, Any]:
+    async def detokenize(self, http: Request) -> Response:
         """The text of tokens."""
         request = parse(DetokenizeTokens, await self._read(http))
         check_token_ids(request.tokens, known_limits(self._service.dispatcher), "tokens")
         text = await self._service.text.decode(request.tokens, skip_special_tokens=request.skip_special_tokens)
-        return {"prompt": text}
+        return json_response({"prompt": text})

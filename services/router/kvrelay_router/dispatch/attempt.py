@@ -1,4 +1,4 @@
-"""One sequence of a request over all its attempts, as the router sees it: events in, instructions out, no I/O, no clock.
+"""One sequence of a request over all its attempts: events in, instructions out, no I/O, no clock.
 
 States of the current attempt:
 

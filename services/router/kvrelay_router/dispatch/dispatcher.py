@@ -40,6 +40,7 @@ from kvrelay_router.routing.candidates import NoPlacement
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 1.0
+CLOSE_POLL_S = 0.01
 OVERLOAD_RETRY_AFTER_S = 1.0
 OUTCOMES = ("submitted", "finished", "failed", "timed_out", "cancelled", "refused")
 
@@ -107,9 +108,10 @@ class RouterDispatcher:
         for running in list(self._running.values()):
             self._end(running, "failed", RequestFailed("the router is shutting down"))
         await self.watch.close()
-        give_up_at = time.monotonic() + CLOSE_TIMEOUT_S
-        while self.messenger.num_unacked and time.monotonic() < give_up_at:
-            await asyncio.sleep(0.01)
+        for _ in range(int(CLOSE_TIMEOUT_S / CLOSE_POLL_S)):
+            if not self.messenger.num_unacked:
+                break
+            await asyncio.sleep(CLOSE_POLL_S)
         self.messenger.close()
 
     # -- for the HTTP layer -------------------------------------------------------------------------------------------

@@ -1,5 +1,4 @@
-"""What can happen to a sequence, and what the router then does: the plain data between the attempts' machine and its
-shell."""
+"""What can happen to a sequence, and what the router then does: plain data between machine and shell."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 
 from kvrelay_router.dispatch.interface import GenerateRequest, RequestFailed, SequenceDelta, ServedBy
 
@@ -33,7 +33,7 @@ class RunningRequest:
 
     # -- for the HTTP layer -------------------------------------------------------------------------------------------
 
-    async def deltas(self) -> AsyncIterator[list[SequenceDelta]]:
+    async def deltas(self) -> AsyncGenerator[list[SequenceDelta], None]:
         """See `RequestHandle`. Whoever leaves it early cancels the request."""
         try:
             while True:

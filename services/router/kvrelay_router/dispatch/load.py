@@ -1,4 +1,4 @@
-"""What this router has sent to each worker and not seen the end of: load that no report of the worker can be late for."""
+"""What this router has sent to each worker and not seen the end of: load that no report can be late for."""
 
 from __future__ import annotations
 
@@ -54,6 +54,11 @@ class OutstandingLoad:
             self._add(held.decode, 0, -1)
             held.decode = decode_key
             self._add(decode_key, 0, 1)
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is outstanding anywhere."""
+        return not self._workers
 
     def check_integrity(self) -> None:
         """Raises AssertionError where something was taken off that had not been added."""

@@ -1,4 +1,4 @@
-"""What became of each request: attempts, workers, reasons, times and block counters, for the lately finished ones too."""
+"""What became of each request: attempts, workers, reasons, times, block counters; of the lately finished ones too."""
 
 from __future__ import annotations
 

@@ -37,9 +37,8 @@ log = logging.getLogger(__name__)
 class SendMessage(Protocol):
     """`Messenger.send`."""
 
-    def __call__(
-        self, peer: PeerRef, body: AnyBody, *, request: str, attempt: int, sequence: int, trace: str
-    ) -> None: ...
+    def __call__(self, peer: PeerRef, body: AnyBody, *, request: str, attempt: int, sequence: int, trace: str) -> None:
+        """Sends reliably, or reports the peer lost."""
 
 
 class SequenceRunner:

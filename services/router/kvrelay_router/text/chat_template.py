@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
@@ -38,7 +38,7 @@ class ChatTemplateError(Exception):
 class _GenerationBlocks(Extension):
     """Lets `{% generation %}` blocks (they mark text for training) pass as what they contain."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 - jinja declares it like this
 
     def parse(self, parser: Parser) -> Node:
         """A block that renders its body."""

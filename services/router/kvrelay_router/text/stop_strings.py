@@ -8,6 +8,7 @@ The string that is complete first wins; of two that are complete at once, the lo
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,8 @@ class _Automaton:
         return None
 
 
-def _failure_table(pattern: str) -> list[int]:
+@lru_cache(maxsize=1024)
+def _failure_table(pattern: str) -> tuple[int, ...]:
     """For each prefix: the length of its longest proper prefix that is also its suffix."""
     table = [0] * len(pattern)
     state = 0
@@ -60,7 +62,7 @@ def _failure_table(pattern: str) -> list[int]:
         if pattern[index] == pattern[state]:
             state += 1
         table[index] = state
-    return table
+    return tuple(table)
 
 
 class StopMatcher:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import tokenizers
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+"""Texts come one at a time, from threads of ours; the library's own pool would only add a hop."""
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 """How byte-fallback vocabularies spell a single byte."""
@@ -25,7 +29,10 @@ BYTE_OF_CHAR = byte_level_alphabet()
 
 
 class Tokenizer:
-    """Wraps a `tokenizers.Tokenizer`. Encoding and decoding release the GIL; safe to call from several threads."""
+    """Wraps a `tokenizers.Tokenizer`; safe to call from several threads.
+
+    Of the library only the calls for batches release the GIL, so they are used for single texts, too.
+    """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         backend.no_truncation()
@@ -40,13 +47,14 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text."""
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         """The text of token ids; ids beyond the vocabulary give nothing."""
-        text: str = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
-        return text
+        (text,) = self.backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
+        return str(text)
 
     def token_string(self, token_id: int) -> str:
         """The token as its vocabulary spells it; empty for an id beyond the vocabulary."""

@@ -10,6 +10,8 @@ from pydantic import BeforeValidator, Field
 from kvrelay_router.api.schema.parsing import RequestModel, invalid, wrong_type
 
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKENS = 1024
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_BIASED_TOKENS = 1024
@@ -24,8 +26,8 @@ def _stop_list(value: Any) -> list[str]:
         raise wrong_type("it must be a string or a list of strings")
     if len(stop) > MAX_STOP_STRINGS:
         raise invalid(f"at most {MAX_STOP_STRINGS} stop strings are allowed")
-    if not all(stop):
-        raise invalid("a stop string must not be empty")
+    if not all(0 < len(each) <= MAX_STOP_CHARS for each in stop):
+        raise invalid(f"a stop string must have 1 to {MAX_STOP_CHARS} characters")
     return stop
 
 
@@ -62,7 +64,7 @@ Flag = Annotated[bool, or_default(False)]
 FlagOn = Annotated[bool, or_default(True)]
 Stop = Annotated[list[str], BeforeValidator(_stop_list)]
 LogitBias = Annotated[dict[int, float], BeforeValidator(_bias_map)]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], or_default([])]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_STOP_TOKENS), or_default([])]
 Penalty = Annotated[float, Field(ge=-2, le=2), or_default(0.0)]
 
 

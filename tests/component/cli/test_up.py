@@ -1,0 +1,275 @@
+"""`kvrelay up` with real processes and the real Redis; the services are real in all but the model."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvrelay.fleet.embedded import EmbeddedRedis
+
+ROOT = Path(__file__).parents[3]
+FAKE_SERVICES = ROOT / "tests" / "fakes" / "services"
+START_S = 30.0
+GREETING = "curl http"
+
+
+class Up:
+    """A running `kvrelay up` and what it said so far."""
+
+    def __init__(self, flags: Sequence[str], state_dir: Path, environ: dict[str, str]) -> None:
+        self.lines: list[str] = []
+        self._told = threading.Condition()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "kvrelay", "up", f"--state-dir={state_dir}", *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONPATH": f"{FAKE_SERVICES}:{ROOT}", **environ},
+        )
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+        self.family: list[psutil.Process] = []
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.lines)
+
+    def wait_for(self, pattern: str, count: int = 1, timeout_s: float = START_S) -> None:
+        """Until so many lines match."""
+        with self._told:
+            found = self._told.wait_for(
+                lambda: sum(bool(re.search(pattern, line)) for line in self.lines) >= count, timeout_s
+            )
+        assert found, f"{pattern!r} did not come {count} times in:\n{self.output}"
+
+    def wait_ready(self) -> None:
+        self.wait_for(GREETING)
+        self.remember_children()
+
+    def remember_children(self) -> None:
+        self.family = psutil.Process(self.process.pid).children(recursive=True)
+
+    def child(self, word: str) -> psutil.Process:
+        """The one running child with `word` in its command line."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        (found,) = [child for child in children if word in " ".join(child.cmdline())]
+        return found
+
+    def wait_exit(self, timeout_s: float = START_S) -> int:
+        status = self.process.wait(timeout_s)
+        self._reader.join(timeout_s)
+        return status
+
+    def survivors(self, timeout_s: float = 5.0) -> list[psutil.Process]:
+        _, alive = psutil.wait_procs(self.family, timeout_s)
+        return list(alive)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.wait_exit()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._told:
+                self.lines.append(line.rstrip("\n"))
+                self._told.notify_all()
+        self.process.stdout.close()
+
+
+Start = Callable[..., Up]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    started: list[Up] = []
+
+    def starter(*flags: str, port: int = 0, **environ: str) -> Up:
+        started.append(Up([f"--port={port}", *flags], tmp_path / "state", environ))
+        return started[-1]
+
+    yield starter
+    for up in started:
+        up.end()
+
+
+def test_says_what_starts_and_is_ready_then_the_url_and_a_request_to_paste(start: Start) -> None:
+    up = start("--prefill", "2", "--decode", "1")
+    up.wait_ready()
+    for name in ("redis", "prefill-0", "prefill-1", "decode-0", "router"):
+        assert re.search(rf"^{name} +ready", up.output, re.M), up.output
+    (url,) = set(re.findall(r"http://[\d.:]+", up.output))
+    assert f"curl {url}/v1/chat/completions" in up.output
+    assert '"What is an otter?"' in up.output
+    port = int(url.rsplit(":", 1)[1])
+    socket.create_connection(("127.0.0.1", port), timeout=5).close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_the_router_then_the_workers_and_leaves_nothing(start: Start, number: signal.Signals) -> None:
+    up = start()
+    up.wait_ready()
+    assert len(up.family) == 4  # redis, prefill, decode, router
+    up.process.send_signal(number)
+    assert up.wait_exit() == 0
+    assert up.survivors() == []
+    stops = re.findall(r"^(\S+) +(stopping|stopped)", up.output, re.M)
+    assert stops[:2] == [("router", "stopping"), ("router", "stopped")]
+    assert {name for name, state in stops if state == "stopped"} == {"router", "prefill-0", "decode-0"}
+
+
+def test_kill_9_leaves_no_process_behind(start: Start) -> None:
+    up = start()
+    up.wait_ready()
+    up.process.kill()
+    assert up.survivors() == []
+
+
+def test_a_second_interrupt_does_not_wait_for_a_worker_that_keeps_draining(start: Start) -> None:
+    up = start("--drain-timeout-s=300", FAKE_STUBBORN="decode")
+    up.wait_ready()
+    up.process.send_signal(signal.SIGINT)
+    up.wait_for(r"^decode-0 +stopping")
+    up.process.send_signal(signal.SIGINT)
+    assert up.wait_exit(10) == 0
+    assert up.survivors() == []
+
+
+def test_a_worker_that_outlasts_its_drain_timeout_is_killed(start: Start) -> None:
+    up = start("--drain-timeout-s=0", FAKE_STUBBORN="decode")
+    up.wait_ready()
+    up.process.send_signal(signal.SIGINT)
+    assert up.wait_exit(20) == 0
+    assert up.survivors() == []
+
+
+def test_a_dead_worker_is_reported_and_started_again(start: Start) -> None:
+    up = start()
+    up.wait_ready()
+    up.child("kvrelay_decode").kill()
+    up.wait_for(r"^decode-0 +died +was killed by SIGKILL; starts again in 0.5 s")
+    up.wait_for(r"^decode-0 +ready", count=2)
+    up.remember_children()
+    up.process.send_signal(signal.SIGINT)
+    assert up.wait_exit() == 0
+    assert up.survivors() == []
+
+
+def test_a_dead_redis_is_replaced_and_the_workers_come_back(start: Start) -> None:
+    up = start()
+    up.wait_ready()
+    up.child("redis-server").kill()
+    up.wait_for(r"^redis +died")
+    up.wait_for(r"^redis +ready", count=2)
+    up.child("kvrelay_prefill").kill()  # its successor can only be seen ready through the new Redis
+    up.wait_for(r"^prefill-0 +ready", count=2)
+
+
+def test_a_worker_that_fails_at_start_ends_it_with_its_last_words(start: Start) -> None:
+    up = start(FAKE_FAIL="decode")
+    assert up.wait_exit() == 1
+    assert "decode-0 exited with status 1 before it was ready" in up.output
+    assert "| decode cannot start: this is its last word" in up.output
+    assert GREETING not in up.output
+
+
+def test_a_taken_port_is_found_before_anything_starts(start: Start) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        up = start(port=port)
+        assert up.wait_exit() == 2
+    assert f"cannot listen on 127.0.0.1 port {port}: Address already in use" in up.output
+    assert "--port" in up.output
+    assert "starting" not in up.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--token-budget=0"], "--token-budget = '0': input should be greater than or equal to 1"),
+        (["--decode=0"], "--decode = '0'"),
+        (["--max-attempts=x"], "--max-attempts = 'x'"),
+        (["--model=/no/such/model"], "/no/such/model is no model directory"),
+    ],
+)
+def test_a_bad_value_for_any_service_is_found_before_anything_starts(
+    start: Start, flags: list[str], message: str
+) -> None:
+    up = start(*flags)
+    assert up.wait_exit() == 2
+    assert message in up.output
+    assert "starting" not in up.output
+
+
+def test_without_prefill_workers_decode_serves_alone(start: Start) -> None:
+    up = start("--prefill", "0", "--decode", "2")
+    up.wait_ready()
+    assert len([child for child in up.family if "kvrelay_decode" in " ".join(child.cmdline())]) == 2
+    assert not any("kvrelay_prefill" in " ".join(child.cmdline()) for child in up.family)
+
+
+def test_a_redis_of_others_is_used_and_left_alone(start: Start) -> None:
+    with EmbeddedRedis() as server:
+        first, second = start("--redis", server.url), start("--redis", server.url)
+        for up in (first, second):
+            up.wait_ready()
+            assert not any("redis-server" in " ".join(child.cmdline()) for child in up.family)
+        names = [set(re.findall(r"^((?:prefill|decode)-\S+) +ready", up.output, re.M)) for up in (first, second)]
+        assert len(names[0]) == len(names[1]) == 2
+        assert not names[0] & names[1]
+        first.process.send_signal(signal.SIGINT)
+        assert first.wait_exit() == 0
+        assert server.poll() is None
+
+
+def test_an_unreachable_redis_is_said(start: Start) -> None:
+    up = start("--redis=redis://127.0.0.1:1")
+    assert up.wait_exit() == 1
+    assert "Redis does not answer" in up.output
+
+
+def test_logs_go_to_files_or_to_the_terminal(start: Start, tmp_path: Path) -> None:
+    quiet = start()
+    quiet.wait_ready()
+    (log,) = (tmp_path / "state").glob("*/decode-0.log")
+    assert "decode runs with" in log.read_text()
+    assert "decode runs with" not in quiet.output
+    loud = start("--verbose")
+    loud.wait_ready()
+    loud.wait_for("decode runs with")
+
+
+def test_flags_reach_the_services_and_passwords_do_not_show(start: Start, tmp_path: Path) -> None:
+    up = start("--token-budget=1024", "--no-prefix-cache", "--max-attempts=7", "--threads=1")
+    up.wait_ready()
+    logs = {path.name: path.read_text() for path in (tmp_path / "state").glob("*/*.log")}
+    assert "'token_budget': 1024" in logs["prefill-0.log"]
+    assert "'prefix_cache': False" in logs["decode-0.log"]
+    assert "'threads': 1" in logs["decode-0.log"]
+    assert "'max_attempts': 7" in logs["router.log"]
+    (password,) = re.findall(r"redis://:(\w+)@", up.child("kvrelay_router").environ()["KVRELAY_REDIS_URL"])
+    shown = up.output + "".join(logs.values()) + " ".join(" ".join(child.cmdline()) for child in up.family)
+    assert password not in shown
+
+
+def test_stops_while_it_is_starting(start: Start) -> None:
+    up = start()
+    up.wait_for(r"^router +starting")
+    up.remember_children()
+    began = time.monotonic()
+    up.process.send_signal(signal.SIGINT)
+    assert up.wait_exit() == 0
+    assert time.monotonic() - began < 20
+    assert up.survivors() == []

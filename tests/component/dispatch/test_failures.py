@@ -1,0 +1,207 @@
+"""Workers die, refuse and fail at every moment of a request: the client gets the same tokens all the same."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvrelay.protocol.messages import Cancel, Failed, Generate, Prefill, Reassign
+from kvrelay_router.dispatch.interface import NoWorkerReady, RequestFailed
+from tests.component.dispatch.fake_workers import FakeDecode, FakePrefill, true_tokens
+from tests.component.dispatch.rig import PROMPT, Rig, pair, read, two_pairs
+
+MOMENTS = [
+    ("prefill", "start"),
+    ("prefill", "first token"),
+    ("prefill", "handoff"),
+    ("decode", "reserve"),
+    ("decode", "commit"),
+    ("decode", "token 3"),
+]
+
+
+@pytest.mark.parametrize(("holder", "point"), MOMENTS)
+@pytest.mark.parametrize("victim", ["prefill", "decode"])
+async def test_a_worker_that_dies_costs_the_client_nothing(rig: Rig, victim: str, holder: str, point: str) -> None:
+    await rig.start(*two_pairs())
+    gates = [worker.hold(point) for worker in rig.workers.values() if worker.role == holder]
+    handle = rig.submit(max_tokens=8, num_sequences=2)
+    await asyncio.wait(
+        [asyncio.create_task(gate.reached.wait()) for gate in gates], return_when=asyncio.FIRST_COMPLETED
+    )
+    name = handle.served_by.prefill if victim == "prefill" else handle.served_by.decode
+    assert name is not None
+    rig.workers[name].kill()
+    for gate in gates:
+        gate.open.set()
+    assert await read(handle) == {sequence: true_tokens(sequence, 8) for sequence in range(2)}
+    await rig.nothing_is_left()
+    await rig.until(lambda: name not in rig.states())
+
+
+async def test_prefills_death_after_the_commit_costs_no_attempt(rig: Rig) -> None:
+    prefill, decode = pair()
+    gate = decode.hold("token 3")
+    await rig.start(prefill, decode)
+    handle = rig.submit()
+    await gate.reached.wait()
+    prefill.kill()
+    await rig.until(lambda: "p0" not in rig.states())
+    gate.open.set()
+    assert await read(handle) == {0: true_tokens(0, 6)}
+    assert rig.record(handle)["num_attempts"] == 1
+
+
+async def test_decodes_death_before_the_commit_changes_the_decode_worker_only(rig: Rig) -> None:
+    prefill, first, second = FakePrefill("p0"), FakeDecode("d0"), FakeDecode("d1")
+    await rig.start(prefill, first, second)
+    gates = {"d0": first.hold("reserve"), "d1": second.hold("reserve")}
+    handle = rig.submit()
+    dying = str(handle.served_by.decode)
+    await gates[dying].reached.wait()
+    rig.workers[dying].kill()
+    for gate in gates.values():
+        gate.open.set()
+    assert await read(handle) == {0: true_tokens(0, 6)}
+    assert rig.record(handle)["num_attempts"] == 1
+    assert len(prefill.got(Prefill)) == 1
+    assert handle.served_by.decode != dying
+    (attempt,) = rig.record(handle)["sequences"][0]["attempts"]
+    assert {each["decode"] for each in attempt["reassigned"]} == {handle.served_by.decode}
+
+
+async def test_a_resumed_attempt_carries_the_tokens_already_sent(rig: Rig) -> None:
+    await rig.start(*two_pairs())
+    gates = [rig.workers[name].hold("token 4") for name in ("d0", "d1")]
+    handle = rig.submit(max_tokens=8)
+    dying = rig.workers[str(handle.served_by.decode)]
+    await dying.gates["token 4"].reached.wait()
+    await rig.until(lambda: rig.record(handle)["sequences"][0]["num_output_tokens"] == 4)
+    dying.kill()
+    for gate in gates:
+        gate.open.set()
+    assert await read(handle) == {0: true_tokens(0, 8)}
+    resumed = [
+        body
+        for worker in rig.workers.values()
+        for key, body in worker.got(Prefill)
+        if isinstance(body, Prefill) and key[1] == 2
+    ]
+    assert [body.prompt.num_output for body in resumed] == [4]
+    assert len(resumed[0].prompt.tokens) == 4 * (len(PROMPT) + 4)
+    assert resumed[0].prompt.sampling.max_tokens == 8
+
+
+async def test_a_decode_worker_that_refuses_is_passed_over(rig: Rig) -> None:
+    prefill, refusing, other = FakePrefill("p0"), FakeDecode("d0"), FakeDecode("d1")
+    refusing.refusal = "no common transport"
+    await rig.start(prefill, refusing, other)
+    for _ in range(4):
+        assert await read(rig.submit()) == {0: true_tokens(0, 6)}
+    assert refusing.got(Cancel)
+    assert all(isinstance(body, Reassign) and body.decode is not None for _, body in prefill.got(Reassign))
+    await rig.nothing_is_left()
+
+
+async def test_where_every_decode_worker_refuses_the_request_fails_after_all_attempts(rig: Rig) -> None:
+    prefill, decode = pair()
+    decode.refusal = "it is too long"
+    await rig.start(prefill, decode, max_attempts=2)
+    handle = rig.submit()
+    with pytest.raises(RequestFailed, match="no decode worker is left"):
+        await read(handle)
+    assert len(prefill.got(Prefill)) == 2
+    assert rig.record(handle)["state"] == "failed"
+    await rig.nothing_is_left()
+
+
+async def test_a_failing_worker_is_avoided_by_the_next_attempt(rig: Rig) -> None:
+    await rig.start(*two_pairs())
+    rig.workers["p0"].failure = Failed(cause="a step failed", retriable=True)
+    for _ in range(4):
+        assert await read(rig.submit()) == {0: true_tokens(0, 6)}
+    await rig.nothing_is_left()
+    requests = (await rig.dispatcher.fleet())["requests"]
+    assert requests["retries"] >= 1 and requests["failed"] == 0
+
+
+async def test_a_failure_that_would_repeat_itself_ends_the_request_and_its_siblings(rig: Rig) -> None:
+    prefill, decode = pair()
+    prefill.failure = Failed(cause="the prompt does not fit", retriable=False)
+    await rig.start(prefill, decode)
+    handle = rig.submit(num_sequences=3)
+    with pytest.raises(RequestFailed, match="does not fit"):
+        await read(handle)
+    assert len(prefill.got(Prefill)) <= 3
+    await rig.nothing_is_left()
+
+
+async def test_a_request_waits_for_a_worker_and_goes_on_where_it_stopped(rig: Rig) -> None:
+    prefill, decode = pair()
+    gate = decode.hold("token 3")
+    await rig.start(prefill, decode)
+    handle = rig.submit(max_tokens=8)
+    await gate.reached.wait()
+    decode.kill()
+    await rig.until(lambda: "d0" not in rig.states())
+    with pytest.raises(NoWorkerReady):
+        rig.submit()
+    fleet = await rig.dispatcher.fleet()
+    assert fleet["requests"]["sequences_waiting_for_worker"] == 1
+    rig.add(FakeDecode("d9"))
+    assert await read(handle) == {0: true_tokens(0, 8)}
+    assert handle.served_by.decode == "d9"
+    await rig.nothing_is_left()
+
+
+async def test_waiting_for_a_worker_is_bounded(rig: Rig) -> None:
+    prefill, decode = pair()
+    gate = decode.hold("token 3")
+    await rig.start(prefill, decode, wait_for_worker_s=0.2)
+    handle = rig.submit(max_tokens=8)
+    await gate.reached.wait()
+    decode.kill()
+    with pytest.raises(RequestFailed, match="no decode worker is ready"):
+        await read(handle)
+    await rig.nothing_is_left()
+
+
+async def test_a_client_that_leaves_while_its_request_waits_leaves_nothing(rig: Rig) -> None:
+    prefill, decode = pair()
+    gate = decode.hold("token 3")
+    await rig.start(prefill, decode)
+    handle = rig.submit(max_tokens=8)
+    await gate.reached.wait()
+    decode.kill()
+    await rig.until(lambda: len(rig.record(handle)["sequences"][0]["attempts"]) == 1 and not rig.dispatcher.ready())
+    handle.cancel()
+    await rig.nothing_is_left()
+    replacement = FakeDecode("d9")
+    rig.add(replacement)
+    await rig.until(lambda: rig.states().get("d9") == "ready")
+    await asyncio.sleep(0.2)
+    assert not replacement.got(Generate) and len(prefill.got(Prefill)) == 1
+
+
+async def test_a_worker_replaced_behind_the_same_name_takes_over(rig: Rig) -> None:
+    prefill, decode = pair()
+    gate = decode.hold("token 3")
+    await rig.start(prefill, decode)
+    handle = rig.submit(max_tokens=8)
+    await gate.reached.wait()
+    decode.kill()
+    rig.add(FakeDecode("d0"))
+    assert await read(handle) == {0: true_tokens(0, 8)}
+    assert rig.record(handle)["num_attempts"] == 2
+    await rig.nothing_is_left()
+
+
+async def test_workers_of_another_model_are_never_paired(rig: Rig) -> None:
+    alien = FakeDecode("d0", fingerprint="another")
+    await rig.start(FakePrefill("p0"), alien, FakeDecode("d1"))
+    for _ in range(4):
+        handle = rig.submit()
+        assert await read(handle) == {0: true_tokens(0, 6)}
+        assert handle.served_by.decode == "d1"
+    assert alien.received == []

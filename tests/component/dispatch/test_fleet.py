@@ -1,0 +1,140 @@
+"""What the router knows of its fleet: readiness, live answers, a registry that is away, peers of another version."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import zmq.asyncio
+
+from kvrelay.fleet import WorkerRecord
+from kvrelay.protocol import codec
+from kvrelay.protocol.messages import Header, Reject
+from kvrelay_router.dispatch.interface import NoWorkerReady
+from tests.component.dispatch.fake_workers import FakeDecode, FakePrefill, true_tokens
+from tests.component.dispatch.rig import Rig, pair, read, two_pairs
+
+
+async def test_a_router_is_ready_with_its_first_decode_worker(rig: Rig) -> None:
+    await rig.start()
+    assert not rig.dispatcher.ready()
+    assert rig.dispatcher.limits() is None
+    with pytest.raises(NoWorkerReady, match="no worker is ready"):
+        rig.submit()
+    rig.add(FakePrefill("p0", max_model_len=100))
+    await rig.until(lambda: rig.states() == {"p0": "ready"})
+    assert not rig.dispatcher.ready()
+    with pytest.raises(NoWorkerReady, match="no decode worker is ready"):
+        rig.submit()
+    rig.add(FakeDecode("d0"))
+    await rig.until(rig.dispatcher.ready)
+    limits = rig.dispatcher.limits()
+    assert limits is not None and limits.max_model_len == 100
+    assert await read(rig.submit()) == {0: true_tokens(0, 6)}
+
+
+async def test_the_fleet_is_asked_live_and_says_who_did_not_answer(rig: Rig) -> None:
+    await rig.start(*two_pairs())
+    rig.workers["d1"].kill()
+    fleet = await rig.dispatcher.fleet()
+    workers = {worker["worker_id"]: worker for worker in fleet["workers"]}
+    assert {name: worker["live"] for name, worker in workers.items()} == {
+        "p0": True,
+        "p1": True,
+        "d0": True,
+        "d1": False,
+    }
+    assert workers["p0"]["blocks"]["total"] == 100
+    assert workers["d1"]["age_s"] is not None
+    assert [worker["role"] for worker in fleet["workers"]] == ["prefill", "prefill", "decode", "decode"]
+
+
+async def test_the_registry_may_be_away(rig: Rig) -> None:
+    await rig.start(*pair())
+    rig.registry_is_away = True
+    await rig.until(lambda: rig.dispatcher.watch.registry_is_away != "")
+    assert await read(rig.submit()) == {0: true_tokens(0, 6)}
+    rig.add(FakeDecode("d1"))
+    rig.registry_is_away = False
+    await rig.until(lambda: rig.states() == {"p0": "ready", "d0": "ready", "d1": "ready"})
+    assert (await rig.dispatcher.fleet())["router"]["registry"] == "ok"
+
+
+async def test_a_draining_worker_gets_nothing_new(rig: Rig) -> None:
+    await rig.start(FakePrefill("p0"), FakeDecode("d0"), FakeDecode("d1"))
+    rig.workers["d0"].draining = True
+    await rig.until(lambda: rig.states()["d0"] == "draining")
+    handles = [rig.submit() for _ in range(4)]
+    for handle in handles:
+        await read(handle)
+    assert {handle.served_by.decode for handle in handles} == {"d1"}
+
+
+async def test_a_worker_that_is_silent_for_a_while_comes_back(rig: Rig) -> None:
+    prefill, decode = pair()
+    await rig.start(prefill, decode)
+    rig.dispatcher.view.lost(decode.messenger.me, "silent", asyncio.get_running_loop().time())
+    assert not rig.dispatcher.ready()
+    await rig.until(rig.dispatcher.ready)
+    assert await read(rig.submit()) == {0: true_tokens(0, 6)}
+
+
+async def test_a_peer_that_refuses_is_shown_as_incompatible_and_not_used(rig: Rig) -> None:
+    await rig.start(*pair())
+    context = zmq.asyncio.Context()
+    inbox = context.socket(zmq.PULL)
+    port = inbox.bind_to_random_port("tcp://127.0.0.1")
+    refusing = _RefusingWorker(port)
+    rig.workers["old"] = refusing
+    task = asyncio.create_task(_refuse_all(context, inbox, refusing.record))
+    try:
+        await rig.until(lambda: rig.states().get("old") == "incompatible")
+        for _ in range(4):
+            assert await read(rig.submit()) == {0: true_tokens(0, 6)}
+        shown = {worker["worker_id"]: worker for worker in (await rig.dispatcher.fleet())["workers"]}
+        assert shown["old"]["reason"] == "speaks protocol version 9"
+    finally:
+        task.cancel()
+        context.destroy(linger=0)
+
+
+class _RefusingWorker(FakeDecode):
+    """Registered, but its inbox is another's."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__("old")
+        self._port = port
+
+    @property
+    def record(self) -> WorkerRecord:
+        plain = super().record
+        return WorkerRecord(
+            worker_id=plain.worker_id,
+            role=plain.role,
+            incarnation=plain.incarnation,
+            address=f"tcp://127.0.0.1:{self._port}",
+            model=plain.model,
+            fingerprint=plain.fingerprint,
+            protocol_version=9,
+            block_size=plain.block_size,
+            num_blocks=plain.num_blocks,
+            max_model_len=plain.max_model_len,
+            vocab_size=plain.vocab_size,
+        )
+
+
+async def _refuse_all(context: zmq.asyncio.Context, inbox: zmq.asyncio.Socket, worker: WorkerRecord) -> None:
+    while True:
+        header = codec.decode_header(await inbox.recv_multipart())
+        answer = Header(
+            sender=worker.worker_id,
+            incarnation=worker.incarnation,
+            reply_to=worker.address,
+            to_incarnation=header.incarnation,
+            link=0,
+        )
+        outbox = context.socket(zmq.PUSH)
+        outbox.connect(header.reply_to)
+        reject = Reject(code="version", reason="speaks protocol version 9")
+        await outbox.send_multipart(codec.encode(answer, reject))
+        outbox.close(linger=500)

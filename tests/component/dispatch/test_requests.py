@@ -1,0 +1,213 @@
+"""Requests over real sockets while nothing fails: the ways they take, and what is known about them afterwards."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrelay.protocol.messages import Cancel, Generate, Prefill, SequenceUsage, Stop
+from kvrelay.protocol.sampling import FinishReason
+from kvrelay_router.dispatch.interface import NoWorkerReady, RequestFailed
+from tests.component.dispatch.fake_workers import CACHED_TOKENS, FakeDecode, FakePrefill, true_tokens
+from tests.component.dispatch.rig import PROMPT, Rig, pair, read, read_deltas, two_pairs
+
+
+async def test_a_request_goes_through_prefill_and_decode(rig: Rig) -> None:
+    await rig.start(*pair())
+    handle = rig.submit(max_tokens=6)
+    deltas = await read_deltas(handle)
+    assert [token for delta in deltas for token in delta.token_ids] == true_tokens(0, 6)
+    assert [delta.finish for delta in deltas if delta.finish is not None] == [FinishReason.LENGTH]
+    assert deltas[-1].finish is FinishReason.LENGTH
+    assert [delta.cached_tokens for delta in deltas if delta.cached_tokens is not None] == [CACHED_TOKENS]
+    assert [delta.usage for delta in deltas if delta.usage is not None] == [
+        SequenceUsage(prompt_blocks=1, received_blocks=1)
+    ]
+    assert (handle.served_by.prefill, handle.served_by.decode) == ("p0", "d0")
+    await rig.nothing_is_left()
+
+
+async def test_the_record_says_who_did_it_when_and_why(rig: Rig) -> None:
+    await rig.start(*pair())
+    handle = rig.submit(max_tokens=6)
+    assert rig.record(handle)["state"] == "running"
+    await read(handle)
+    record = rig.record(handle)
+    (sequence,) = record["sequences"]
+    (attempt,) = sequence["attempts"]
+    assert (record["state"], record["num_attempts"], record["num_prompt_tokens"]) == ("finished", 1, len(PROMPT))
+    assert (attempt["prefill"], attempt["decode"], attempt["policy"]) == ("p0", "d0", "least_loaded")
+    assert all(name in " ".join(attempt["reasons"]) for name in ("p0", "d0"))
+    assert (sequence["num_output_tokens"], sequence["finish"]) == (6, "length")
+    assert (sequence["usage"]["prompt_blocks"], sequence["usage"]["received_blocks"]) == (1, 1)
+    assert 0 <= attempt["placed_ms"] <= sequence["first_token_ms"] <= sequence["finished_ms"]
+    assert rig.dispatcher.recent_request("unknown") is None
+
+
+async def test_sequences_share_the_placement_and_keep_their_tokens_apart(rig: Rig) -> None:
+    await rig.start(*two_pairs())
+    handle = rig.submit(max_tokens=9, num_sequences=4)
+    assert await read(handle) == {sequence: true_tokens(sequence, 9) for sequence in range(4)}
+    attempts = [sequence["attempts"][0] for sequence in rig.record(handle)["sequences"]]
+    assert len({(attempt["prefill"], attempt["decode"]) for attempt in attempts}) == 1
+    await rig.nothing_is_left()
+
+
+async def test_many_requests_at_once_are_spread_over_all_workers(rig: Rig) -> None:
+    await rig.start(*two_pairs())
+    handles = [rig.submit(max_tokens=20) for _ in range(40)]
+    for handle in handles:
+        assert await read(handle) == {0: true_tokens(0, 20)}
+    assert {len(rig.workers[name].got(Prefill)) for name in ("p0", "p1")} == {20}
+    assert {handle.served_by.decode for handle in handles} == {"d0", "d1"}
+    await rig.nothing_is_left()
+
+
+async def test_one_token_is_prefills_alone_and_decode_never_hears_of_it(rig: Rig) -> None:
+    prefill, decode = pair()
+    await rig.start(prefill, decode)
+    handle = rig.submit(max_tokens=1)
+    assert await read(handle) == {0: true_tokens(0, 1)}
+    assert (handle.served_by.prefill, handle.served_by.decode) == ("p0", None)
+    assert decode.received == []
+
+
+async def test_scoring_gives_the_prompts_logprobs_and_no_token(rig: Rig) -> None:
+    await rig.start(*pair())
+    (delta,) = await read_deltas(rig.submit(max_tokens=0, prompt_logprobs=0))
+    assert (delta.token_ids, delta.finish, len(delta.prompt_logprobs)) == ([], FinishReason.LENGTH, len(PROMPT) - 1)
+
+
+async def test_prompt_logprobs_come_with_the_first_delta(rig: Rig) -> None:
+    await rig.start(*pair())
+    deltas = await read_deltas(rig.submit(max_tokens=6, prompt_logprobs=0))
+    assert [len(delta.prompt_logprobs) for delta in deltas] == [len(PROMPT) - 1] + [0] * (len(deltas) - 1)
+
+
+async def test_without_prefill_decode_works_alone_and_the_fleet_says_so(rig: Rig) -> None:
+    decode = FakeDecode("d0")
+    await rig.start(decode)
+    handle = rig.submit(max_tokens=6)
+    assert await read(handle) == {0: true_tokens(0, 6)}
+    assert (handle.served_by.prefill, handle.served_by.decode) == (None, "d0")
+    assert len(decode.got(Generate)) == 1
+    fallback = (await rig.dispatcher.fleet())["fallback"]
+    assert (fallback["decode_alone_requests"], fallback["active"]) == (1, True)
+    rig.add(FakePrefill("p0"))
+    await rig.until(lambda: rig.states()["p0"] == "ready")
+    await read(rig.submit())
+    assert (await rig.dispatcher.fleet())["fallback"]["active"] is False
+
+
+async def test_short_prompts_go_to_decode_alone_where_that_is_wanted(rig: Rig) -> None:
+    prefill, decode = pair()
+    await rig.start(prefill, decode, local_prefill_tokens=len(PROMPT))
+    assert await read(rig.submit()) == {0: true_tokens(0, 6)}
+    assert prefill.received == []
+    assert (await rig.dispatcher.fleet())["fallback"]["decode_alone_requests"] == 0
+
+
+async def test_stop_ends_a_sequence_on_both_workers_and_drops_its_later_tokens(rig: Rig) -> None:
+    prefill, decode = pair()
+    gate = decode.hold("token 3")
+    await rig.start(prefill, decode)
+    handle = rig.submit(max_tokens=50, num_sequences=2)
+    await gate.reached.wait()
+    handle.stop(0)
+    gate.open.set()
+    tokens = await read(handle)
+    assert tokens.get(0, []) == true_tokens(0, len(tokens.get(0, [])))
+    assert len(tokens.get(0, [])) <= 3
+    assert tokens[1] == true_tokens(1, 50)
+    await rig.until(lambda: len(prefill.got(Stop)) == len(decode.got(Stop)) == 1)
+    assert rig.record(handle)["sequences"][0]["finish"] == "stop_string"
+    await rig.nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    ("worker", "point"),
+    [("p0", "start"), ("p0", "first token"), ("p0", "handoff"), ("d0", "reserve"), ("d0", "commit"), ("d0", "token 3")],
+)
+async def test_cancel_reaches_both_workers_wherever_the_request_is(rig: Rig, worker: str, point: str) -> None:
+    prefill, decode = pair()
+    await rig.start(prefill, decode)
+    gate = rig.workers[worker].hold(point)
+    handle = rig.submit(num_sequences=2)
+    await gate.reached.wait()
+    handle.cancel()
+    handle.cancel()
+    with pytest.raises(RequestFailed):
+        await read(handle)
+    await rig.until(lambda: len(prefill.got(Cancel)) == len(decode.got(Cancel)) == 2)
+    await rig.nothing_is_left()
+    assert rig.record(handle)["state"] == "cancelled"
+
+
+async def test_the_deadline_cancels_and_says_so(rig: Rig) -> None:
+    prefill, decode = pair()
+    decode.hold("token 2")
+    await rig.start(prefill, decode)
+    handle = rig.submit(timeout_s=0.3)
+    with pytest.raises(RequestFailed, match=r"0\.3 s") as failure:
+        await read(handle)
+    assert failure.value.timed_out
+    await rig.until(lambda: len(prefill.got(Cancel)) == len(decode.got(Cancel)) == 1)
+    await rig.nothing_is_left()
+    assert rig.record(handle)["state"] == "timed_out"
+
+
+async def test_a_prompt_carries_what_is_left_of_its_time(rig: Rig) -> None:
+    prefill, decode = pair()
+    await rig.start(prefill, decode)
+    await read(rig.submit(timeout_s=30.0))
+    ((_, body),) = prefill.got(Prefill)
+    assert isinstance(body, Prefill) and 29.0 < body.prompt.timeout_s <= 30.0
+
+
+async def test_too_many_requests_are_refused_and_room_comes_back(rig: Rig) -> None:
+    prefill, decode = pair()
+    gate = prefill.hold("start")
+    await rig.start(prefill, decode, max_requests=2)
+    handles = [rig.submit(), rig.submit()]
+    with pytest.raises(NoWorkerReady, match="overloaded") as refusal:
+        rig.submit()
+    assert refusal.value.retry_after_s > 0
+    gate.open.set()
+    for handle in handles:
+        assert await read(handle) == {0: true_tokens(0, 6)}
+    assert await read(rig.submit()) == {0: true_tokens(0, 6)}
+    assert (await rig.dispatcher.fleet())["requests"]["refused"] == 1
+
+
+async def test_a_request_id_is_good_once(rig: Rig) -> None:
+    await rig.start(*pair())
+    handle = rig.submit()
+    with pytest.raises(ValueError, match="used already"):
+        rig.dispatcher.submit(handle.request)
+    assert await read(handle) == {0: true_tokens(0, 6)}
+
+
+async def test_drain_waits_for_running_requests_and_takes_no_new_ones(rig: Rig) -> None:
+    prefill, decode = pair()
+    gate = decode.hold("token 3")
+    await rig.start(prefill, decode)
+    handle = rig.submit()
+    await gate.reached.wait()
+    assert not await rig.dispatcher.drain(0.05)
+    assert not rig.dispatcher.ready()
+    with pytest.raises(NoWorkerReady, match="shutting down"):
+        rig.submit()
+    gate.open.set()
+    assert await rig.dispatcher.drain(5)
+    assert await read(handle) == {0: true_tokens(0, 6)}
+
+
+async def test_closing_tells_clients_and_workers(rig: Rig) -> None:
+    prefill, decode = pair()
+    decode.hold("token 3")
+    await rig.start(prefill, decode)
+    handle = rig.submit()
+    await decode.gates["token 3"].reached.wait()
+    await rig.dispatcher.close()
+    with pytest.raises(RequestFailed, match="shutting down"):
+        await read(handle)
+    assert len(prefill.got(Cancel)) == len(decode.got(Cancel)) == 1

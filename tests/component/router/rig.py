@@ -1,0 +1,72 @@
+"""A real HTTP server over a scripted dispatcher, with clients for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import openai
+
+from kvrelay.protocol.sampling import FinishReason
+from kvrelay_router.api.app import create_app
+from kvrelay_router.api.server import HttpServer, serve
+from kvrelay_router.api.settings import ApiSettings
+from kvrelay_router.text.service import TextService
+from tests.fakes.scripted_dispatcher import Script, ScriptedDispatcher
+
+MODEL = "test-model"
+
+
+class Router:
+    """A real HTTP server over a scripted dispatcher, with clients for it."""
+
+    def __init__(self, server: HttpServer, dispatcher: ScriptedDispatcher, text: TextService) -> None:
+        self.server = server
+        self.dispatcher = dispatcher
+        self.text = text
+        self.url = f"http://127.0.0.1:{server.port}"
+        self.http = httpx.AsyncClient(base_url=self.url, timeout=20)
+        self.openai = openai.AsyncOpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, timeout=20)
+
+    def tokens(self, text: str) -> list[int]:
+        """Plain tokens of a text."""
+        return self.text.tokenizer.encode(text, add_special_tokens=False)
+
+    def answers(self, text: str, **script: Any) -> None:
+        """From now on every sequence gets this text and the end-of-sequence token."""
+        end = self.tokens("<|im_end|>") if script.get("finish") in (None, FinishReason.STOP_TOKEN) else []
+        reply = Script(self.tokens(text) + end, **script)
+        self.dispatcher.script = lambda request, sequence: reply
+
+    async def post(self, path: str, **body: Any) -> httpx.Response:
+        """A request to the served model."""
+        return await self.http.post(path, json={"model": MODEL, **body})
+
+    async def close(self) -> None:
+        """Clients first, so that the server has no connection to wait for."""
+        await self.http.aclose()
+        await self.openai.close()
+        await self.server.stop()
+
+
+@asynccontextmanager
+async def running_router(text: TextService, **settings: Any) -> AsyncIterator[Router]:
+    """A router with these settings."""
+    dispatcher = ScriptedDispatcher(lambda request, sequence: Script([]))
+    app = create_app(ApiSettings(model_names=(MODEL, "alias"), **settings), dispatcher, text)
+    router = Router(await serve(app, "127.0.0.1", 0, graceful_timeout_s=2), dispatcher, text)
+    router.answers("An otter is a mammal.")
+    try:
+        yield router
+    finally:
+        await router.close()
+
+
+async def eventually(condition: Callable[[], bool], within_s: float) -> None:
+    """Waits for a condition, and fails if it does not come true in time."""
+    async with asyncio.timeout(within_s):
+        while not condition():
+            await asyncio.sleep(0.002)

@@ -1,0 +1,89 @@
+"""Everything that is read, not generated; and many streams at once."""
+
+from __future__ import annotations
+
+import asyncio
+from importlib.metadata import version
+from typing import Any
+
+from tests.component.router.rig import MODEL, Router
+from tests.fakes.scripted_dispatcher import Script
+
+
+async def test_models(router: Router) -> None:
+    models = await router.openai.models.list()
+    assert [model.id for model in models.data] == [MODEL, "alias"]
+    model = await router.openai.models.retrieve("alias")
+    assert (model.object, model.owned_by, model.model_dump()["max_model_len"]) == ("model", "kvrelay", 512)
+
+
+async def test_every_name_of_the_model_is_served(router: Router) -> None:
+    answer = await router.openai.completions.create(model="alias", prompt="x")
+    assert answer.model == MODEL
+
+
+async def test_health_ready_version_fleet(router: Router) -> None:
+    answers = {path: (await router.http.get(path)).json() for path in ("/health", "/ready", "/version", "/fleet")}
+    assert answers == {
+        "/health": {"status": "ok"},
+        "/ready": {"status": "ready"},
+        "/version": {"version": version("kvrelay")},
+        "/fleet": {"workers": []},
+    }
+
+
+async def test_the_api_is_documented(router: Router) -> None:
+    document = (await router.http.get("/openapi.json")).json()
+    schema = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert {"messages", "model", "stream", "temperature"} <= set(schema["properties"])
+
+
+async def test_tokenize_and_back(router: Router) -> None:
+    tokens = router.tokens("Grüße 🦦")
+    answer = (await router.http.post("/tokenize", json={"prompt": "Grüße 🦦", "return_token_strs": True})).json()
+    assert (answer["tokens"], answer["count"], answer["max_model_len"]) == (tokens, len(tokens), 512)
+    assert len(answer["token_strs"]) == len(tokens)
+    text = (await router.http.post("/detokenize", json={"model": MODEL, "tokens": tokens})).json()
+    assert text == {"prompt": "Grüße 🦦"}
+    assert (await router.http.post("/tokenize", json={"prompt": ""})).json()["tokens"] == []
+    assert (await router.http.post("/tokenize", json={"prompt": "x", "model": "other"})).status_code == 404
+
+
+async def test_two_hundred_streams_at_once(router: Router) -> None:
+    """Each gets its own text, whole."""
+    router.dispatcher.script = lambda request, sequence: Script(
+        [*router.tokens("An otter, " * 5), *request.prompt_ids, 2], pause_s=0.005
+    )
+
+    async def one(number: int) -> str:
+        messages: list[Any] = [{"role": "user", "content": f"{number}"}]
+        stream = await router.openai.chat.completions.create(model=MODEL, messages=messages, stream=True)
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    texts = await asyncio.gather(*[one(number) for number in range(200)])
+    for number, text in enumerate(texts):
+        assert text == "An otter, " * 5 + f"user\n{number}\nassistant\n"
+
+
+async def test_tokenizing_a_long_prompt_does_not_hold_up_the_loop(router: Router) -> None:
+    """Megabytes of text take a second or more; the loop goes on meanwhile."""
+    tokenizing = asyncio.create_task(router.text.encode("the otter eats fish, " * 200_000, add_special_tokens=False))
+    loop = asyncio.get_running_loop()
+    started = last = loop.time()
+    delays = []
+    while not tokenizing.done():
+        await asyncio.sleep(0.001)
+        delays.append(loop.time() - last)
+        last = loop.time()
+    assert len(await tokenizing) > 1_000_000
+    assert max(delays) < (last - started) / 4
+    assert sorted(delays)[len(delays) // 2] < 0.02
+
+
+async def test_a_short_prompt_does_not_wait_for_long_ones(router: Router) -> None:
+    text = "the otter eats fish, " * 30_000
+    long = [asyncio.create_task(router.text.encode(text, add_special_tokens=False)) for _ in range(4)]
+    await asyncio.sleep(0.01)
+    await router.text.encode("not quite so long, " * 50, add_special_tokens=False)
+    assert not any(task.done() for task in long)
+    await asyncio.gather(*long)

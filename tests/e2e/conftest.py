@@ -1,0 +1,33 @@
+"""One stack per model and set of flags, kept for the whole run of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.stack import Stack
+from tests.tiny_models import build_model
+
+DEMO_MODEL = Path(__file__).parents[2] / "models" / "demo"
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Random small models by architecture, built once."""
+    built: dict[str, Path] = {}
+
+    def build(architecture: str) -> Path:
+        if architecture not in built:
+            built[architecture] = build_model(architecture, tmp_path_factory.mktemp(architecture))
+        return built[architecture]
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def demo_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """One prefill and one decode worker with the demo model."""
+    with Stack(DEMO_MODEL, tmp_path_factory.mktemp("stack"), "--dtype", "float32", "--token-budget", "512") as stack:
+        yield stack

@@ -1,0 +1,113 @@
+"""Greedy output in float32 is that of `transformers.generate`, token for token, through the full handoff."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from tests.e2e import reference
+from tests.e2e.conftest import DEMO_MODEL
+from tests.fakes.stack import Stack
+
+pytestmark = pytest.mark.e2e
+
+CHUNK = 48  # token budget of the small stacks
+LENGTHS = [1, 15, 16, 17, 2 * 16, CHUNK - 1, CHUNK, CHUNK + 1, 5 * CHUNK + 7]
+
+
+def prompt_of(length: int, vocab_size: int, seed: int = 0) -> list[int]:
+    return random.Random(seed * 7919 + length).choices(range(4, vocab_size), k=length)
+
+
+def vocab_size(model: Path) -> int:
+    size: int = reference.load(model).config.vocab_size
+    return size
+
+
+def check_logprobs(model: Path, prompt: list[int], choice: dict[str, Any]) -> None:
+    """The chosen token's and the best tokens' log-probabilities agree to 1e-4."""
+    tokens = choice["token_ids"]
+    expected = reference.logprobs(model, prompt + tokens, len(prompt))
+    given = choice["logprobs"]
+    for row, (token_id, logprob, top) in enumerate(
+        zip(tokens, given["token_logprobs"], given["top_logprobs"], strict=True)
+    ):
+        assert abs(logprob - float(expected[row, token_id])) < 1e-4
+        # The legacy format is keyed by text, and several tokens may have the same one: then the last of them stands.
+        best = torch.topk(expected[row], 5).values.tolist()
+        assert top and all(min(abs(value - b) for b in [*best, logprob]) < 1e-4 for value in top.values())
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "mistral", "gemma"])
+def small(
+    request: pytest.FixtureRequest, tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Path, Stack]]:
+    """A random small model behind one prefill and one decode worker, with chunks of 48 tokens."""
+    model = tiny_model(request.param)
+    flags = ("--dtype", "float32", "--token-budget", str(CHUNK), "--max-running", "32", "--num-blocks", "600")
+    with Stack(model, tmp_path_factory.mktemp("stack"), *flags) as stack:
+        yield model, stack
+
+
+def test_prompts_of_all_critical_lengths(small: tuple[Path, Stack]) -> None:
+    model, stack = small
+    for length in LENGTHS:
+        prompt = prompt_of(length, vocab_size(model))
+        choice = stack.complete(prompt, 20, ignore_eos=True, logprobs=5)
+        assert choice["token_ids"] == reference.greedy(model, prompt, 20), f"a prompt of {length} tokens"
+        check_logprobs(model, prompt, choice)
+    stack.wait_until_clean()
+
+
+def test_many_at_once_with_staggered_arrivals_and_early_stops(small: tuple[Path, Stack]) -> None:
+    model, stack = small
+    rng = random.Random(3)
+    jobs = [(prompt_of(rng.randint(1, 180), vocab_size(model), n), rng.randint(1, 40)) for n in range(64)]
+
+    async def run() -> list[dict[str, Any]]:
+        async with httpx.AsyncClient(base_url=stack.base_url, timeout=120) as client:
+
+            async def one(number: int, prompt: list[int], max_tokens: int) -> dict[str, Any]:
+                await asyncio.sleep(number * 0.01)
+                body = {"model": stack.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+                answer = await client.post(
+                    "/v1/completions", json=body | {"return_token_ids": True, "ignore_eos": number % 2 == 0}
+                )
+                return answer.raise_for_status().json()["choices"][0]  # type: ignore[no-any-return]
+
+            return await asyncio.gather(*(one(n, *job) for n, job in enumerate(jobs)))
+
+    for number, (choice, (prompt, max_tokens)) in enumerate(zip(asyncio.run(run()), jobs, strict=True)):
+        expected = reference.greedy(model, prompt, max_tokens, ignore_eos=number % 2 == 0)
+        assert choice["token_ids"] == expected, f"request {number}"
+    stack.wait_until_clean()
+    assert sum(worker["totals"]["computed_blocks"] for worker in stack.workers("decode")) == 0
+
+
+def test_the_demo_model_up_to_its_full_context(demo_stack: Stack) -> None:
+    size = vocab_size(DEMO_MODEL)
+    for length, max_tokens in ((1, 30), (512, 30), (513, 30), (1500, 20), (8192 - 4, 4)):
+        prompt = prompt_of(length, size)
+        choice = demo_stack.complete(prompt, max_tokens, ignore_eos=True, logprobs=5)
+        assert choice["token_ids"] == reference.greedy(DEMO_MODEL, prompt, max_tokens), f"{length} tokens"
+        check_logprobs(DEMO_MODEL, prompt, choice)
+    demo_stack.wait_until_clean()
+
+
+def test_prompt_scores_agree_with_transformers(demo_stack: Stack) -> None:
+    prompt = prompt_of(700, vocab_size(DEMO_MODEL))
+    for _ in range(2):  # the second time, the cache holds the prompt
+        choice = demo_stack.complete(prompt, 0, echo=True, logprobs=3)
+        expected = reference.logprobs(DEMO_MODEL, prompt, 1)
+        given = choice["logprobs"]["token_logprobs"]
+        assert given[0] is None
+        assert len(given) == len(prompt)
+        for row, (token_id, logprob) in enumerate(zip(prompt[1:], given[1:], strict=True)):
+            assert abs(logprob - float(expected[row, token_id])) < 1e-4

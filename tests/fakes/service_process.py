@@ -1,0 +1,84 @@
+"""Services without a model: they read the real configuration, register for real, and drain on SIGTERM.
+
+The environment makes them misbehave: FAKE_FAIL=ROLE ends that role at start, FAKE_STUBBORN=ROLE ignores SIGTERM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import sys
+
+from kvrelay.config import CommonConfig, RouterConfig, WorkerConfig, load_config
+from kvrelay.config.worker import Role
+from kvrelay.fleet import Registry, RegistryError, WorkerRecord
+
+
+def run_worker(role: Role) -> None:
+    config = load_config(WorkerConfig, role=role)
+    _begin(config, role)
+    asyncio.run(_work(config))
+
+
+def run_router() -> None:
+    config = load_config(RouterConfig)
+    _begin(config, "router")
+    asyncio.run(_route(config))
+
+
+def _begin(config: CommonConfig, role: str) -> None:
+    print(f"{role} runs with {config.printable()}", flush=True)
+    if os.environ.get("FAKE_FAIL") == role:
+        sys.exit(f"{role} cannot start: this is its last word")
+
+
+def _stop_event(role: str) -> asyncio.Event:
+    stop = asyncio.Event()
+    stubborn = os.environ.get("FAKE_STUBBORN") == role
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, (lambda: None) if stubborn else stop.set)
+    return stop
+
+
+async def _work(config: WorkerConfig) -> None:
+    stop = _stop_event(config.role)
+    registry = Registry(config.redis_url, config.redis_prefix)
+    record = WorkerRecord(
+        worker_id=config.worker_id,
+        role=config.role,
+        incarnation=secrets.token_hex(8),
+        address="tcp://127.0.0.1:1",
+        model=config.served_model_name,
+        fingerprint="fake",
+        protocol_version=1,
+        block_size=config.block_size,
+        num_blocks=1,
+        max_model_len=1,
+        vocab_size=1,
+    )
+    record = await registry.join(record, config.lease_ttl_s)
+    while not stop.is_set():
+        try:
+            await registry.renew(record, config.lease_ttl_s)
+        except RegistryError as error:
+            print(error, flush=True)
+        try:
+            await asyncio.wait_for(stop.wait(), 0.2)
+        except TimeoutError:
+            continue
+    await registry.leave(record)
+    await registry.close()
+
+
+async def _route(config: RouterConfig) -> None:
+    stop = _stop_event("router")
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(answer, config.host, config.port)
+    await stop.wait()
+    server.close()

@@ -1,0 +1,112 @@
+"""The whole system as a user starts it: `kvrelay up` in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+START_TIMEOUT_S = 120.0
+IDLE_OWNERS = ("free", "cached", "total")
+
+
+class StackFailed(AssertionError):
+    """The stack did not start, or ended by itself."""
+
+
+class Stack:
+    """`kvrelay up` with a model, on a free port. Its logs go to `state_dir`."""
+
+    def __init__(self, model: Path | None, state_dir: Path, *flags: str) -> None:
+        self._log_path = state_dir / "up.log"
+        state_dir.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "kvrelay.cli.main", "up", "--port", "0", "--state-dir", str(state_dir)]
+        command += ["--model", str(model)] if model is not None else []
+        command += flags
+        self.state_dir = state_dir
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("KVRELAY_")}
+        with self._log_path.open("wb") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        self.base_url = self._wait_until_ready()
+        self.http = httpx.Client(base_url=self.base_url, timeout=60)
+        self.model: str = self.http.get("/v1/models").json()["data"][0]["id"]
+
+    def fleet(self) -> dict[str, Any]:
+        """The router's answer to `/fleet`."""
+        answer: dict[str, Any] = self.http.get("/fleet").raise_for_status().json()
+        return answer
+
+    def workers(self, role: str) -> list[dict[str, Any]]:
+        """The fleet's workers of one role."""
+        return [worker for worker in self.fleet()["workers"] if worker["role"] == role]
+
+    def busy_blocks(self) -> dict[str, dict[str, int]]:
+        """Blocks that are neither free nor cached, by worker and owner."""
+        busy = {}
+        for worker in self.fleet()["workers"]:
+            held = {owner: n for owner, n in worker["blocks"].items() if n and owner not in IDLE_OWNERS}
+            if held:
+                busy[worker["worker_id"]] = held
+        return busy
+
+    def wait_until_clean(self, timeout_s: float = 1.0) -> None:
+        """Within `timeout_s`, nothing of any request is left on any worker."""
+        deadline = time.monotonic() + timeout_s
+        while busy := self.busy_blocks():
+            if time.monotonic() > deadline:
+                raise AssertionError(f"blocks are held although nothing runs: {busy}")
+            time.sleep(0.05)
+
+    def complete(self, prompt: list[int] | str, max_tokens: int, **parameters: object) -> dict[str, Any]:
+        """A greedy completion's only choice, with token ids."""
+        body = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "return_token_ids": True}
+        answer = self.http.post("/v1/completions", json=body | {"temperature": 0} | parameters)
+        assert answer.status_code == 200, answer.text
+        choice: dict[str, Any] = answer.json()["choices"][0]
+        return choice
+
+    def children(self) -> dict[str, int]:
+        """Process ids of router and workers, by worker id as in the log directory."""
+        found = {}
+        out = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
+        for line in out.splitlines()[1:]:
+            pid, parent, args = line.split(None, 2)
+            if int(parent) == self.process.pid and "kvrelay_" in args:
+                name = re.search(r"--worker-id[ =](\S+)", args)
+                found[name.group(1) if name else "router"] = int(pid)
+        return found
+
+    def stop(self) -> int:
+        """Ctrl-C; returns the exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+        try:
+            return self.process.wait(60)
+        finally:
+            self.http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.stop()
+
+    def _wait_until_ready(self) -> str:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            text = self._log_path.read_text()
+            if match := re.search(r"Serving \S+ at (http://\S+)/v1", text):
+                return match.group(1)
+            if self.process.poll() is not None:
+                break
+            time.sleep(0.05)
+        self.process.kill()
+        raise StackFailed(f"kvrelay up did not become ready:\n{self._log_path.read_text()[-4000:]}")

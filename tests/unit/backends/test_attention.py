@@ -1,0 +1,159 @@
+"""Both CPU backends against attention written out token by token, and the kernel against the fallback."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrelay.backends.base import AttentionBackend, PackedRows
+from kvrelay.backends.cpu import CpuBackend, cut_work
+from kvrelay.backends.torch_sdpa import TorchBackend
+from tests.unit.backends.cases import Case, dense_attention
+
+pytestmark = pytest.mark.unit
+# Outputs are means of unit normals; bfloat16 keeps 8 bits of them.
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+MIXED_ROWS = [(0, 1), (0, 37), (15, 1), (16, 1), (33, 20), (70, 1), (47, 2), (0, 16), (5, 3)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=[CpuBackend, TorchBackend], ids=["cpu", "torch"])
+def backend(request: pytest.FixtureRequest) -> AttentionBackend:
+    return request.param()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(MIXED_ROWS),
+        Case(MIXED_ROWS, window=9),
+        Case(MIXED_ROWS, window=24, softcap=1.5),
+        Case(MIXED_ROWS, with_sinks=True, window=17),
+        Case(MIXED_ROWS, num_kv_heads=1, group=8, head_dim=64, block_size=8),
+        Case(MIXED_ROWS, num_kv_heads=3, group=1, head_dim=128, block_size=48),
+        Case(MIXED_ROWS, group=3, head_dim=80, dtype=torch.bfloat16),
+        Case(MIXED_ROWS, group=5, head_dim=256, dtype=torch.bfloat16, softcap=3.0),
+        Case([(0, 130), (64, 1), (31, 33)], group=4, head_dim=64),
+    ],
+    ids=lambda case: f"w{case.window}-c{case.softcap}-h{case.num_kv_heads}x{case.group}-d{case.head_dim}",
+)
+def test_agrees_with_attention_written_out(backend: AttentionBackend, case: Case) -> None:
+    out, _ = case.run(backend)
+    torch.testing.assert_close(out.double(), dense_attention(case), atol=TOLERANCE[case.dtype], rtol=0)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    rows = draw(st.lists(st.tuples(st.integers(0, 1300), st.integers(1, 90)), min_size=1, max_size=5))
+    decoding = draw(st.lists(st.integers(0, 2100), max_size=4))
+    return Case(
+        rows + [(position, 1) for position in decoding],
+        num_kv_heads=draw(st.sampled_from([1, 2, 4])),
+        group=draw(st.sampled_from([1, 2, 3, 4, 7, 8, 12])),
+        head_dim=draw(st.sampled_from([16, 32, 64, 96, 128, 256])),
+        block_size=draw(st.sampled_from([8, 16, 24, 32, 64, 128])),
+        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        window=draw(st.none() | st.integers(1, 1500)),
+        softcap=draw(st.none() | st.sampled_from([0.5, 5.0, 50.0])),
+        with_sinks=draw(st.booleans()),
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_kernel_agrees_with_the_fallback(case: Case) -> None:
+    (ours, our_pool), (theirs, their_pool) = case.run(CpuBackend()), case.run(TorchBackend())
+    assert torch.equal(our_pool, their_pool)
+    torch.testing.assert_close(ours, theirs, atol=TOLERANCE[case.dtype], rtol=TOLERANCE[case.dtype])
+
+
+def test_writes_only_the_new_tokens_of_its_layer(backend: AttentionBackend) -> None:
+    case = Case([(13, 9), (40, 1)], block_size=8)
+    _, pool = case.run(backend)
+    changed = (pool != case.pool).flatten(4).any(-1).nonzero().tolist()
+    expected = {
+        (int(case.packed.block_tables[row, at // 8]), case.layer, kind, at % 8)
+        for row, positions in enumerate([range(13, 22), [40]])
+        for at, kind in itertools.product(positions, (0, 1))
+    }
+    assert {tuple(index) for index in changed} == expected
+
+
+def test_a_row_depends_on_neither_its_neighbours_nor_the_threads() -> None:
+    case = Case([(1500, 1), (3, 20), (900, 1), (0, 1), (200, 40)], group=4, head_dim=64)
+    together, _ = case.run(CpuBackend())
+    for row, (position, tokens) in enumerate(case.rows):
+        start = int(case.packed.query_starts[row])
+        alone = Case([(position, tokens)], group=4, head_dim=64)
+        table = case.packed.block_tables[row : row + 1]
+        alone.pool, alone.packed = case.pool, PackedRows(*(np.array([n], np.int32) for n in (tokens, position)), table)
+        span = slice(start, start + tokens)
+        alone.query, alone.key, alone.value = case.query[span], case.key[span], case.value[span]
+        torch.set_num_threads(1 + row % 2)
+        assert torch.equal(alone.run(CpuBackend())[0], together[span])
+    torch.set_num_threads(2)
+
+
+def test_strides_of_transposed_heads_are_read(backend: AttentionBackend) -> None:
+    case = Case(MIXED_ROWS)
+    straight, _ = case.run(backend)
+    for name in ("query", "key", "value"):
+        tensor = getattr(case, name)
+        setattr(case, name, tensor.transpose(0, 1).contiguous().transpose(0, 1))
+    assert torch.equal(case.run(backend)[0], straight)
+
+
+def test_nan_in_a_key_reaches_those_who_see_it_and_no_other_row(backend: AttentionBackend) -> None:
+    case = Case([(40, 1), (40, 30)], window=24)
+    case.pool[case.packed.block_tables[1, 1], case.layer, 0, 4] = float("nan")  # position 20 of the second row
+    out, _ = case.run(backend)
+    bad = out.isnan().flatten(1).any(1).tolist()
+    assert not bad[0] and all(bad[1:5])
+
+
+def test_stale_slots_past_the_end_are_never_read(backend: AttentionBackend) -> None:
+    case = Case([(3, 1), (17, 12)])
+    for row, end in ((0, 4), (1, 29)):
+        case.pool[case.packed.block_tables[row, end // 16], :, :, end % 16 :] = float("nan")
+    assert not case.run(backend)[0].isnan().any()
+
+
+def test_large_scores_do_not_overflow(backend: AttentionBackend) -> None:
+    case = Case([(100, 1), (40, 40)])
+    case.query *= 1e4
+    assert case.run(backend)[0].isfinite().all()
+
+
+def test_pieces_of_a_step_cover_every_query_head_and_key_once() -> None:
+    rows = [(1499, 1), (0, 77), (511, 1), (512, 1), (9, 2)]
+    packed = Case(rows, num_kv_heads=4).packed
+    for num_threads in (1, 64):
+        work = cut_work(packed, num_kv_heads=4, group=2, num_threads=num_threads)
+        seen = np.zeros((len(rows), 4, 77, 1500), np.int32)
+        for item in work.items:
+            heads, queries = slice(item["head_begin"], item["head_end"]), slice(item["query_begin"], item["query_end"])
+            seen[item["row"], heads, queries, item["key_begin"] : item["key_end"]] += 1
+        for row, (position, tokens) in enumerate(rows):
+            for i in range(tokens):
+                assert (seen[row, :, i, : position + i + 1] == 1).all()
+            assert not seen[row, :, tokens:].any()
+
+
+def test_kernel_refuses_what_it_does_not_know() -> None:
+    for case in (Case([(0, 1)], head_dim=40), Case([(0, 1)], dtype=torch.float16), Case([(0, 1)], head_dim=272)):
+        with pytest.raises(ValueError, match="cannot hold"):
+            CpuBackend().plan(case.pool, case.packed)
+        assert case.run(TorchBackend())[0].isfinite().all()

@@ -1,0 +1,84 @@
+"""Building the kernel: once per machine, by several processes at a time, and what happens where it cannot be built."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvrelay.backends import cpu, cpu_build, select
+
+pytestmark = pytest.mark.unit
+_BUILD = "import sys, pathlib; from kvrelay.backends.cpu_build import build_kernel; "
+_BUILD += "print(build_kernel('gcc', pathlib.Path(sys.argv[1]), link_openmp=False))"
+needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
+
+
+@needs_gcc
+def test_processes_that_build_at_once_end_with_one_whole_file(tmp_path: Path) -> None:
+    builders = [
+        subprocess.Popen([sys.executable, "-c", _BUILD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    results = {builder.communicate(timeout=100)[0].strip() for builder in builders}
+    assert [str(path) for path in tmp_path.iterdir()] == list(results)
+    cpu_build._load_torch_openmp()
+    assert ctypes.CDLL(results.pop()).kvrelay_struct_bytes
+
+
+@needs_gcc
+def test_a_built_kernel_is_not_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = cpu_build.build_kernel("gcc", tmp_path, link_openmp=False)
+    monkeypatch.setattr(cpu_build, "_compile", lambda *_: pytest.fail("compiled again"))
+    assert cpu_build.build_kernel("gcc", tmp_path, link_openmp=False) == built
+
+
+@needs_gcc
+def test_the_process_keeps_one_openmp_runtime() -> None:
+    code = (
+        "import torch; from kvrelay.backends.cpu import CpuBackend; CpuBackend(); print(open('/proc/self/maps').read())"
+    )
+    maps = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True).stdout
+    assert len({line.split()[-1] for line in maps.splitlines() if "gomp" in line}) <= 1
+
+
+def test_other_flags_or_source_get_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = sys.executable  # the key asks only for its version
+    keys = {cpu_build._key(compiler, link) for link in (True, False)}
+    source = tmp_path / "kernel.c"
+    source.write_text("int x;")
+    monkeypatch.setattr(cpu_build, "_SOURCE", source)
+    keys.add(cpu_build._key(compiler, True))
+    assert len(keys) == 3
+
+
+def test_a_failing_compiler_says_why(tmp_path: Path) -> None:
+    compiler = tmp_path / "cc"
+    compiler.write_text("#!/bin/sh\n[ $1 = --version ] || { echo no such flag >&2; exit 1; }\n")
+    compiler.chmod(0o755)
+    with pytest.raises(cpu_build.KernelBuildError, match="no such flag"):
+        cpu_build.build_kernel(str(compiler), tmp_path / "cache", link_openmp=False)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_without_a_kernel_torch_attends_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> ctypes.CDLL:
+        raise cpu_build.KernelBuildError("no compiler")
+
+    monkeypatch.setattr(cpu, "load_kernel", fail)
+    with caplog.at_level(logging.WARNING):
+        backend = select.select_backend(torch.device("cpu"), torch.float32, 64)
+    assert backend.name == "torch" and "no compiler" in caplog.text
+
+
+def test_unknown_shapes_fall_back(caplog: pytest.LogCaptureFixture) -> None:
+    assert select.select_backend(torch.device("cpu"), torch.float16, 64).name == "torch"
+    assert select.select_backend(torch.device("cpu"), torch.bfloat16, 72).name == "torch"

@@ -1,0 +1,32 @@
+"""What `kvrelay up` shows."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from kvrelay.cli.display import READY, STARTING, LiveDisplay, PlainDisplay, make_display
+
+
+def test_lines_where_there_is_no_terminal() -> None:
+    out = io.StringIO()
+    with make_display(out, plain=False) as display:
+        display.update("router", STARTING)
+        display.update("router", READY, "after 0.5 s")
+        display.note("read this")
+    assert isinstance(display, PlainDisplay)
+    assert out.getvalue() == "router       starting\nrouter       ready     after 0.5 s\nread this\n"
+
+
+def test_a_table_on_a_terminal_ends_with_the_last_state_and_keeps_notes() -> None:
+    out = io.StringIO()
+    with LiveDisplay(Console(file=out, force_terminal=True, width=100)) as display:
+        display.update("prefill-0", STARTING, "[red]log[/red]")
+        display.note("curl 'http://x' -d '[1]'")
+        display.update("prefill-0", READY, "after 0.5 s")
+    text = out.getvalue()
+    assert "curl 'http://x' -d '[1]'" in text
+    last = text[text.rindex("prefill-0") :]
+    assert "ready" in last
+    assert "after 0.5 s" in last

@@ -1,0 +1,66 @@
+"""What `kvrelay up` is going to start."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from kvrelay.cli.up import greeting, make_plan, to_argv
+from kvrelay.config import ConfigError, RouterConfig, WorkerConfig, load_config
+
+ENVIRON = {"KVRELAY_MODEL": "org/model"}
+
+
+def test_cores_are_split_among_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    assert [worker.threads for worker in make_plan({"port": "1"}, ENVIRON).workers] == [4, 4]
+    assert {worker.threads for worker in make_plan({"decode": "20"}, ENVIRON).workers} == {1}
+    assert {worker.threads for worker in make_plan({"threads": "3"}, ENVIRON).workers} == {3}
+
+
+def test_workers_stay_on_the_loopback_whatever_the_environment_says() -> None:
+    environ = {**ENVIRON, "KVRELAY_HOST": "0.0.0.0", "KVRELAY_ADVERTISE_HOST": "10.0.0.1", "KVRELAY_PORT": "9000"}
+    plan = make_plan({}, environ)
+    assert (plan.up.host, plan.up.port) == ("0.0.0.0", 9000)
+    for worker in plan.workers:
+        assert (worker.host, worker.reachable_host, worker.port) == ("127.0.0.1", "127.0.0.1", 0)
+    assert (plan.router.host, plan.router.port, plan.router.message_host) == ("0.0.0.0", 9000, "127.0.0.1")
+    assert plan.router.reachable_host == "127.0.0.1"
+
+
+def test_services_resolve_the_flags_they_get_to_what_was_planned() -> None:
+    flags = {"token_budget": "1024", "prefix_cache": False, "max_attempts": "7", "log_format": "json", "port": "8123"}
+    plan = make_plan(flags, ENVIRON)
+    for planned in plan.workers:
+        argv = [*plan.worker_flags, f"--worker-id={planned.worker_id}", f"--threads={planned.threads}"]
+        assert load_config(WorkerConfig, argv, environ=ENVIRON, role=planned.role) == planned
+    assert load_config(RouterConfig, plan.router_flags, environ=ENVIRON) == plan.router
+
+
+def test_a_redis_url_never_becomes_a_flag() -> None:
+    assert to_argv({"redis_url": "redis://:secret@h", "token_budget": 5}, WorkerConfig) == ["--token-budget=5"]
+
+
+def test_two_on_one_redis_get_different_names() -> None:
+    flags = {"redis_url": "redis://h"}
+    names = [{worker.worker_id for worker in make_plan(flags, ENVIRON).workers} for _ in range(2)]
+    assert not names[0] & names[1]
+    assert {worker.worker_id for worker in make_plan({}, ENVIRON).workers} == {"prefill-0", "decode-0"}
+
+
+def test_there_is_always_a_decode_worker() -> None:
+    assert [worker.role for worker in make_plan({"prefill": "0"}, ENVIRON).workers] == ["decode"]
+    with pytest.raises(ConfigError, match="--decode"):
+        make_plan({"decode": "0"}, ENVIRON)
+
+
+def test_the_request_to_paste_is_valid_shell() -> None:
+    plan = make_plan({"port": "8123", "host": "::", "served_model_name": "it's"}, ENVIRON)
+    text = greeting(plan)
+    assert "http://127.0.0.1:8123/v1/chat/completions" in text
+    assert "it'\\''s" in text
+    assert "Authorization" not in text
+    keyed = greeting(make_plan({}, {**ENVIRON, "KVRELAY_API_KEYS": "k3y"}))
+    assert '"Authorization: Bearer $KVRELAY_API_KEY"' in keyed
+    assert "k3y" not in keyed

@@ -1,0 +1,274 @@
+"""One config object from a file, the environment and flags."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from kvrelay.config import ConfigError, RouterConfig, WorkerConfig, load_config
+from kvrelay.config.demo import demo_model_path
+from kvrelay.config.load import resolve
+from kvrelay.config.up import UpConfig
+
+MODEL = {"KVRELAY_MODEL": "org/model"}
+
+
+def worker(argv: Sequence[str] = (), environ: Mapping[str, str] | None = None, role: str = "decode") -> WorkerConfig:
+    return load_config(WorkerConfig, argv, environ={**MODEL, **(environ or {})}, role=role)
+
+
+def router(argv: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> RouterConfig:
+    return load_config(RouterConfig, argv, environ={**MODEL, **(environ or {})})
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "kvrelay.toml"
+    path.write_text(
+        """
+        token_budget = 1000
+        log_level = "warning"
+        max_attempts = 9
+
+        [worker]
+        token_budget = 2000
+        block_size = 32
+
+        [decode]
+        block_size = 64
+
+        [router]
+        log_level = "error"
+        api_keys = ["one", "two"]
+        """
+    )
+    return path
+
+
+# -- precedence -------------------------------------------------------------------------------------------------------
+
+
+def test_flags_win_over_the_environment_and_that_over_the_file(file: Path) -> None:
+    config = ["--config", str(file)]
+    assert worker(config).token_budget == 2000
+    assert worker(config, {"KVRELAY_TOKEN_BUDGET": "3000"}).token_budget == 3000
+    assert worker([*config, "--token-budget=4000"], {"KVRELAY_TOKEN_BUDGET": "3000"}).token_budget == 4000
+
+
+def test_tables_of_the_file_hold_for_their_processes(file: Path) -> None:
+    config = ["--config", str(file)]
+    assert worker(config, role="decode").block_size == 64
+    assert worker(config, role="prefill").block_size == 32
+    assert worker(config).log_level == "warning"
+    assert router(config).log_level == "error"
+    assert router(config).max_attempts == 9
+
+
+def test_the_environment_can_name_the_file(file: Path) -> None:
+    assert worker(environ={"KVRELAY_CONFIG": str(file)}).token_budget == 2000
+
+
+def test_empty_variables_count_as_unset() -> None:
+    assert worker(environ={"KVRELAY_TOKEN_BUDGET": ""}).token_budget == 512
+
+
+def test_up_counts_workers_in_its_own_table(tmp_path: Path) -> None:
+    path = tmp_path / "k.toml"
+    path.write_text("[up]\nprefill = 3\n[prefill]\ntoken_budget = 2048\n")
+    assert resolve(UpConfig, {"config": str(path)}, {}).prefill == 3
+    assert worker(["--config", str(path)], role="prefill").token_budget == 2048
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+
+
+def test_values_are_typed() -> None:
+    config = worker(
+        ["--kv-memory-bytes=512MiB", "--num-blocks=7", "--no-prefix-cache", "--peer-timeout-s=2.5", "--device=cuda:1"]
+    )
+    assert config.kv_memory_bytes == 512 << 20
+    assert config.num_blocks == 7
+    assert config.prefix_cache is False
+    assert config.peer_timeout_s == 2.5
+    assert config.device == "cuda:1"
+
+
+def test_switches_from_the_environment() -> None:
+    assert worker(environ={"KVRELAY_PREFIX_CACHE": "false"}).prefix_cache is False
+    assert worker(["--prefix-cache"], {"KVRELAY_PREFIX_CACHE": "false"}).prefix_cache is True
+
+
+def test_lists_are_separated_by_commas() -> None:
+    workers = "prefill@tcp://a:1, decode@tcp://b:2"
+    assert router(["--workers", workers]).workers == ("prefill@tcp://a:1", "decode@tcp://b:2")
+
+
+def test_each_start_gets_a_worker_id_of_its_role() -> None:
+    names = {worker(role="prefill").worker_id for _ in range(3)}
+    assert len(names) == 3
+    assert all(re.fullmatch(r"prefill-[0-9a-f]{8}", name) for name in names)
+
+
+def test_the_demo_model_is_the_default_where_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_config(WorkerConfig, [], environ={}, role="decode").model == str(demo_model_path())
+    assert load_config(WorkerConfig, [], environ={}, role="decode").served_model_name == "kvrelay-demo"
+    monkeypatch.setattr("kvrelay.config.common.demo_model_path", lambda: None)
+    with pytest.raises(ConfigError, match=r"--model"):
+        load_config(WorkerConfig, [], environ={}, role="decode")
+
+
+def test_the_served_name_follows_the_model(tmp_path: Path) -> None:
+    (tmp_path / "otter-1b").mkdir()
+    (tmp_path / "otter-1b" / "config.json").write_text("{}")
+    assert worker([f"--model={tmp_path}/otter-1b/"]).served_model_name == "otter-1b"
+    assert worker(["--model=org/name"]).served_model_name == "org/name"
+    assert worker(["--model=org/name", "--served-model-name=x"]).served_model_name == "x"
+
+
+def test_a_wildcard_address_is_not_given_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "machine-7")
+    assert worker().reachable_host == "127.0.0.1"
+    assert worker(["--host=0.0.0.0"]).reachable_host == "machine-7"
+    assert worker(["--host=::"]).reachable_host == "machine-7"
+    assert worker(["--host=0.0.0.0", "--advertise-host=10.0.0.5"]).reachable_host == "10.0.0.5"
+
+
+def test_a_config_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        worker().token_budget = 1  # type: ignore[misc]
+
+
+# -- bad values -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flag", "allowed"),
+    [
+        ("--token-budget=0", "1 to 1048576"),
+        ("--port=65536", "0 to 65535"),
+        ("--port=http", "0 to 65535"),
+        ("--dtype=int3", "auto, float32, bfloat16"),
+        ("--block-size=24", "power of two: 8, 16, 32, 64 or 128"),
+        ("--block-size=256", "8 to 128"),
+        ("--memory-utilization=0", "more than 0 to 1"),
+        ("--num-blocks=1", "2 or more"),
+        ("--kv-memory-bytes=1KiB", "1048576 or more"),
+        ("--drain-timeout-s=-1", "0 to 3600"),
+        ("--redis=localhost", "redis://, rediss:// or unix://"),
+        ("--worker-id=a b", "pattern"),
+        ("--model=/no/such/place", "no model directory"),
+        ("--log-level=loud", "debug, info, warning, error"),
+    ],
+)
+def test_a_bad_value_names_its_flag_and_what_is_allowed(flag: str, allowed: str) -> None:
+    name, value = flag.split("=")
+    with pytest.raises(ConfigError) as raised:
+        worker([flag])
+    message = str(raised.value)
+    assert name in message
+    assert value in message
+    assert allowed in message
+    assert ";" not in message  # nothing else is wrong
+
+
+def test_a_bad_value_names_the_variable_or_the_file_it_came_from(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="KVRELAY_TOKEN_BUDGET = '0'"):
+        worker(environ={"KVRELAY_TOKEN_BUDGET": "0"})
+    path = tmp_path / "k.toml"
+    path.write_text("token_budget = 0")
+    with pytest.raises(ConfigError, match=r"k\.toml: token_budget = 0"):
+        worker(["--config", str(path)])
+
+
+def test_all_bad_values_are_named_at_once() -> None:
+    with pytest.raises(ConfigError) as raised:
+        worker(["--token-budget=0", "--num-blocks=0"])
+    assert "--token-budget" in str(raised.value)
+    assert "--num-blocks" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "names"),
+    [
+        (["--max-running=600"], ("max_running (600)", "token_budget (512)")),
+        (["--peer-timeout-s=0.6"], ("peer_interval_s (0.5)", "peer_timeout_s (0.6)")),
+        (["--lease-ttl-s=1.5"], ("lease_interval_s (1)", "lease_ttl_s (1.5)")),
+    ],
+)
+def test_values_that_do_not_fit_together_are_both_named(argv: list[str], names: tuple[str, str]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        worker(argv)
+    assert all(name in str(raised.value) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("token_bugdet = 1", "token_bugdet is not a known field"),
+        ("[router]\ntoken_budget = 1", r"\[router\] token_budget is not a known field"),
+        ("worker = 3", "worker must be a table"),
+        ("token_budget = ", "is not valid TOML"),
+    ],
+)
+def test_a_bad_file_is_explained(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "k.toml"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        worker(["--config", str(path)])
+
+
+def test_a_missing_file_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read .*nowhere\.toml: No such file"):
+        worker(["--config", str(tmp_path / "nowhere.toml")])
+
+
+def test_flags_are_not_abbreviated() -> None:
+    with pytest.raises(SystemExit):
+        worker(["--token", "5"])
+
+
+# -- secrets and help -------------------------------------------------------------------------------------------------
+
+
+def test_keys_come_from_the_environment_and_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# ours\nalpha\n\n  beta  \n")
+    config = router([f"--api-keys-file={path}"], {"KVRELAY_API_KEYS": "gamma,delta"})
+    assert [key.get_secret_value() for key in config.api_keys] == ["gamma", "delta", "alpha", "beta"]
+
+
+def test_a_key_file_without_keys_does_not_open_the_door(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# none yet\n")
+    with pytest.raises(ConfigError, match="holds no key"):
+        router([f"--api-keys-file={path}"])
+    with pytest.raises(ConfigError, match="cannot read"):
+        router(["--api-keys-file=/no/such/file"])
+
+
+def test_keys_cannot_be_given_as_a_flag() -> None:
+    with pytest.raises(SystemExit):
+        router(["--api-keys=secret"])
+
+
+def test_secrets_are_masked_wherever_a_config_is_shown() -> None:
+    config = router(["--redis=redis://user:s3cret@host:1/0"], {"KVRELAY_API_KEYS": "k3y"})
+    shown = str(config.printable())
+    assert "s3cret" not in shown
+    assert "k3y" not in shown
+    assert "redis://user:**********@host:1/0" in shown
+
+
+def test_help_describes_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        worker(["--help"])
+    text = capsys.readouterr().out
+    for name, field in WorkerConfig.model_fields.items():
+        if name != "role":
+            assert f"--{name.replace('_', '-')}" in text
+            assert field.description
+    assert "1 to 1048576; default: 512" in " ".join(text.split())

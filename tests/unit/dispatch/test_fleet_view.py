@@ -1,0 +1,185 @@
+"""The fleet view: what the registry says, what the workers say, and which of the two counts."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from kvrelay.fleet import WorkerRecord
+from kvrelay.protocol.messages import PeerRef, Status
+from kvrelay_router.dispatch.load import Held, OutstandingLoad
+from kvrelay_router.fleet_view import REGISTRY_GRACE_S, FleetView, KnownWorker, WorkerState
+
+
+def record(
+    worker_id: str, role: Literal["prefill", "decode"] = "decode", incarnation: int = 1, **changes: Any
+) -> WorkerRecord:
+    plain = WorkerRecord(
+        worker_id=worker_id,
+        role=role,
+        incarnation=f"{incarnation:016x}",
+        address=f"tcp://{worker_id}",
+        model="m",
+        fingerprint="f",
+        protocol_version=1,
+        block_size=16,
+        num_blocks=100,
+        max_model_len=512,
+        vocab_size=1000,
+    )
+    return msgspec.structs.replace(plain, **changes)
+
+
+def ref(worker: WorkerRecord) -> PeerRef:
+    return PeerRef(worker.worker_id, worker.incarnation, worker.address)
+
+
+def status(draining: bool = False, **queues: int) -> Status:
+    return Status(query=1, draining=draining, queues=queues, blocks={"free": 7, "cached": 3}, totals={})
+
+
+class Fleet:
+    """A view with a clock to turn."""
+
+    def __init__(self, *workers: WorkerRecord) -> None:
+        self.load = OutstandingLoad()
+        self.changes: list[tuple[str, WorkerState]] = []
+        self.view = FleetView(self.load, self._changed)
+        self.now = 100.0
+        self.view.registered(workers, self.now)
+        for worker in workers:
+            self.view.answered(ref(worker), status(), self.now)
+
+    def _changed(self, worker: KnownWorker, state: WorkerState, reason: str) -> None:
+        self.changes.append((worker.record.worker_id, state))
+
+    def states(self) -> dict[str, str]:
+        return {worker["worker_id"]: worker["state"] for worker in self.view.describe(frozenset(), self.now)}
+
+    def usable(self) -> list[str]:
+        candidates = self.view.candidates(self.now)
+        return [candidate.worker_id for candidate in (*candidates.prefill, *candidates.decode)]
+
+
+def test_a_registered_worker_is_used_once_it_has_answered() -> None:
+    fleet = Fleet()
+    fleet.view.registered([record("d")], fleet.now)
+    assert fleet.states() == {"d": "joining"}
+    assert fleet.usable() == []
+    fleet.view.answered(ref(record("d")), status(), fleet.now)
+    assert fleet.states() == {"d": "ready"}
+    assert fleet.usable() == ["d"]
+
+
+def test_a_lost_worker_comes_back_when_it_answers() -> None:
+    fleet = Fleet(record("d"))
+    fleet.view.lost(ref(record("d")), "silent", fleet.now)
+    assert fleet.states() == {"d": "lost"}
+    assert fleet.usable() == []
+    fleet.view.registered([record("d")], fleet.now)
+    assert fleet.states() == {"d": "lost"}
+    fleet.view.answered(ref(record("d")), status(), fleet.now)
+    assert fleet.usable() == ["d"]
+    assert fleet.changes[-2:] == [("d", WorkerState.LOST), ("d", WorkerState.READY)]
+
+
+def test_a_newer_incarnation_takes_the_place_of_an_older_one_and_not_the_other_way() -> None:
+    fleet = Fleet(record("d", incarnation=5))
+    fleet.view.lost(ref(record("d", incarnation=5)), "killed", fleet.now)
+    fleet.view.registered([record("d", incarnation=6)], fleet.now)
+    assert fleet.states() == {"d": "joining"}
+    fleet.view.registered([record("d", incarnation=5)], fleet.now)
+    assert fleet.states() == {"d": "joining"}
+    fleet.view.answered(ref(record("d", incarnation=5)), status(), fleet.now)
+    assert fleet.usable() == []
+    fleet.view.lost(ref(record("d", incarnation=5)), "killed", fleet.now)
+    fleet.view.answered(ref(record("d", incarnation=6)), status(), fleet.now)
+    assert fleet.usable() == ["d"]
+
+
+def test_draining_workers_get_nothing_new_whoever_says_so() -> None:
+    fleet = Fleet(record("a"), record("b"), record("c"))
+    fleet.view.answered(ref(record("a")), status(draining=True), fleet.now)
+    fleet.view.registered([record("a"), record("b", draining=True), record("c")], fleet.now)
+    assert fleet.states() == {"a": "draining", "b": "draining", "c": "ready"}
+    assert fleet.usable() == ["c"]
+
+
+def test_a_worker_that_left_the_registry_is_used_for_the_grace_time_only() -> None:
+    fleet = Fleet(record("d"))
+    fleet.view.registered([], fleet.now)
+    assert fleet.usable() == ["d"]
+    fleet.now += REGISTRY_GRACE_S + 1
+    assert fleet.states() == {"d": "draining"}
+    assert fleet.usable() == []
+    fleet.view.registered([record("d")], fleet.now)
+    assert fleet.usable() == ["d"]
+
+
+def test_a_worker_that_is_lost_and_not_registered_is_forgotten() -> None:
+    fleet = Fleet(record("d"))
+    fleet.view.registered([], fleet.now)
+    fleet.view.lost(ref(record("d")), "silent", fleet.now)
+    assert fleet.states() == {"d": "lost"}
+    fleet.view.registered([], fleet.now)
+    assert fleet.states() == {}
+
+
+def test_an_incompatible_worker_is_shown_with_the_reason_and_neither_used_nor_asked() -> None:
+    fleet = Fleet(record("d"))
+    fleet.view.refused(ref(record("d")), "speaks protocol version 9", fleet.now)
+    assert fleet.usable() == []
+    assert fleet.view.peers() == []
+    (shown,) = fleet.view.describe(frozenset(), fleet.now)
+    assert (shown["state"], shown["reason"]) == ("incompatible", "speaks protocol version 9")
+    assert fleet.view.limits(fleet.now) is None
+    fleet.view.registered([record("d", incarnation=2)], fleet.now)
+    assert fleet.view.peers() == [ref(record("d", incarnation=2))]
+
+
+def test_limits_are_the_least_of_the_ready_workers() -> None:
+    fleet = Fleet(record("a", max_model_len=100), record("b", max_model_len=50, vocab_size=900))
+    limits = fleet.view.limits(fleet.now)
+    assert limits is not None
+    assert (limits.max_model_len, limits.vocab_size) == (50, 900)
+    fleet.view.lost(ref(record("b")), "silent", fleet.now)
+    limits = fleet.view.limits(fleet.now)
+    assert limits is not None and limits.max_model_len == 100
+
+
+def test_limits_stay_known_while_all_workers_are_away() -> None:
+    fleet = Fleet(record("a"))
+    fleet.view.lost(ref(record("a")), "silent", fleet.now)
+    assert fleet.view.limits(fleet.now) is not None
+    assert Fleet().view.limits(0.0) is None
+
+
+def test_reported_load_counts_beside_the_routers_own_and_not_twice() -> None:
+    worker = record("p", role="prefill")
+    fleet = Fleet(worker)
+    mine = Held()
+    fleet.load.move(mine, ref(worker), 300, None)
+    assert _queued_tokens(fleet) == 300
+    fleet.view.answered(ref(worker), status(queued_tokens=500), fleet.now)
+    assert _queued_tokens(fleet) == 500
+    fleet.load.move(mine, None, 0, None)
+    assert _queued_tokens(fleet) == 200
+
+
+def test_outstanding_load_is_moved_and_vanishes() -> None:
+    load = OutstandingLoad()
+    held = Held()
+    p, d, d2 = (ref(record(name)) for name in ("p", "d", "d2"))
+    load.move(held, p, 30, d)
+    load.move(held, None, 0, d)
+    load.move(held, None, 0, d2)
+    assert load.of(("d2", d2.incarnation)).num_sequences == 1
+    load.check_integrity()
+    load.move(held, None, 0, None)
+    assert load.is_empty
+
+
+def _queued_tokens(fleet: Fleet) -> int:
+    (candidate,) = fleet.view.candidates(fleet.now).prefill
+    return candidate.queued_tokens

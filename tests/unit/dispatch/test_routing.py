@@ -1,0 +1,143 @@
+"""Routing: who is chosen, why, and who is never paired."""
+
+from __future__ import annotations
+
+import string
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrelay_router.routing.candidates import Candidate, Candidates, Decision, Demand, NoPlacement, Role
+from kvrelay_router.routing.policy import PolicyName, decide, decide_decode
+from tests.unit.dispatch.world import peer
+
+POLICIES: list[PolicyName] = ["least_loaded", "round_robin", "random"]
+
+
+def worker(name: str, role: Role, fingerprint: str = "m", **load: int) -> Candidate:
+    return Candidate(peer(name), role, fingerprint, **load)
+
+
+def demand(**options: Any) -> Demand:
+    values: dict[str, Any] = {"request_id": "r", "num_prompt_tokens": 100, "needs_decode": True} | options
+    return Demand(**values)
+
+
+def decided(policy: PolicyName, wish: Demand, *workers: Candidate) -> tuple[str | None, str | None]:
+    decision = decide(policy, wish, Candidates.of(workers))
+    assert isinstance(decision, Decision)
+    return (
+        decision.prefill.worker_id if decision.prefill is not None else None,
+        decision.decode.worker_id if decision.decode is not None else None,
+    )
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_prefill_and_decode_share_the_work(policy: PolicyName) -> None:
+    assert decided(policy, demand(), worker("p", "prefill"), worker("d", "decode")) == ("p", "d")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_one_token_is_prefills_alone(policy: PolicyName) -> None:
+    wish = demand(needs_decode=False)
+    assert decided(policy, wish, worker("p", "prefill"), worker("d", "decode")) == ("p", None)
+    assert decided(policy, wish, worker("p", "prefill")) == ("p", None)
+
+
+def test_without_prefill_decode_works_alone_and_it_is_a_fallback() -> None:
+    decision = decide("least_loaded", demand(), Candidates.of([worker("d", "decode")]))
+    assert isinstance(decision, Decision)
+    assert decision.is_fallback and decision.prefill is None
+    assert "no prefill worker" in decision.reasons[0]
+
+
+def test_workers_of_different_fingerprints_are_not_paired() -> None:
+    alien = worker("p", "prefill", "other")
+    decision = decide("least_loaded", demand(), Candidates.of([alien, worker("d", "decode")]))
+    assert isinstance(decision, Decision)
+    assert decision.is_fallback and decision.prefill is None
+
+
+def test_without_decode_nothing_is_placed_but_one_token() -> None:
+    prefill = Candidates.of([worker("p", "prefill")])
+    assert decide("least_loaded", demand(), prefill) == NoPlacement("no decode worker is ready")
+    assert decide("least_loaded", demand(), Candidates()) == NoPlacement("no worker is ready")
+
+
+def test_a_short_prompt_goes_to_decode_alone_where_that_is_wanted() -> None:
+    pair = (worker("p", "prefill"), worker("d", "decode"))
+    assert decided("least_loaded", demand(num_prompt_tokens=32, local_prefill_tokens=32), *pair) == (None, "d")
+    assert decided("least_loaded", demand(num_prompt_tokens=33, local_prefill_tokens=32), *pair) == ("p", "d")
+    decision = decide("least_loaded", demand(num_prompt_tokens=1, local_prefill_tokens=9), Candidates.of(pair))
+    assert isinstance(decision, Decision) and not decision.is_fallback
+
+
+def test_least_loaded_looks_at_tokens_for_prefill_and_sequences_for_decode() -> None:
+    workers = (
+        worker("p0", "prefill", queued_tokens=900, num_sequences=1),
+        worker("p1", "prefill", queued_tokens=50, num_sequences=9),
+        worker("d0", "decode", num_sequences=3, num_free_blocks=9),
+        worker("d1", "decode", num_sequences=2, num_free_blocks=5),
+        worker("d2", "decode", num_sequences=2, num_free_blocks=7),
+    )
+    assert decided("least_loaded", demand(), *workers) == ("p1", "d2")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_equal_workers_share_evenly(policy: PolicyName) -> None:
+    workers = [worker(name, "prefill") for name in "abc"] + [worker("d", "decode")]
+    wishes = [demand(request_id=f"r{i}", ordinal=i) for i in range(600)]
+    shares = Counter(decided(policy, wish, *workers)[0] for wish in wishes)
+    assert set(shares) == {"a", "b", "c"}
+    assert min(shares.values()) >= (150 if policy == "random" else 200)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_where_an_attempt_failed_is_avoided_while_there_are_others(policy: PolicyName) -> None:
+    workers = (worker("p0", "prefill"), worker("p1", "prefill", queued_tokens=999), worker("d", "decode"))
+    for ordinal in range(4):
+        assert decided(policy, demand(ordinal=ordinal, avoid=frozenset({"p0", "d"})), *workers) == ("p1", "d")
+    assert decided(policy, demand(avoid=frozenset({"p0", "p1"})), *workers)[0] in ("p0", "p1")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_another_decode_worker_has_the_fingerprint_and_is_not_excluded(policy: PolicyName) -> None:
+    candidates = Candidates.of([worker("d0", "decode"), worker("d1", "decode", "other"), worker("d2", "decode")])
+    chosen = decide_decode(policy, demand(), candidates, "m", frozenset({"d0"}))
+    assert chosen is not None and chosen.worker_id == "d2"
+    assert decide_decode(policy, demand(), candidates, "m", frozenset({"d0", "d2"})) is None
+
+
+CANDIDATES = st.lists(
+    st.builds(
+        lambda name, role, fingerprint, tokens, sequences: worker(
+            name, role, fingerprint, queued_tokens=tokens, num_sequences=sequences
+        ),
+        name=st.text(string.ascii_lowercase, min_size=1, max_size=3),
+        role=st.sampled_from(["prefill", "decode"]),
+        fingerprint=st.sampled_from(["m", "n"]),
+        tokens=st.integers(0, 100),
+        sequences=st.integers(0, 10),
+    ),
+    unique_by=lambda candidate: candidate.worker_id,
+)
+
+
+@given(CANDIDATES, st.sampled_from(POLICIES), st.booleans(), st.integers(0, 50), st.frozensets(st.text(max_size=2)))
+def test_decisions_are_pure_fit_the_demand_and_say_why(
+    workers: list[Candidate], policy: PolicyName, needs_decode: bool, ordinal: int, avoid: frozenset[str]
+) -> None:
+    wish = demand(needs_decode=needs_decode, ordinal=ordinal, avoid=avoid)
+    decision = decide(policy, wish, Candidates.of(workers))
+    assert decision == decide(policy, wish, Candidates.of(reversed(workers)))
+    roles = {candidate.role for candidate in workers}
+    if isinstance(decision, NoPlacement):
+        assert "decode" not in roles and (needs_decode or "prefill" not in roles)
+        return
+    assert decision.reasons
+    assert decision.decode is not None or not needs_decode
+    if decision.prefill is not None and decision.decode is not None:
+        assert decision.prefill.fingerprint == decision.decode.fingerprint == decision.fingerprint

@@ -1,0 +1,253 @@
+"""The runner against transformers' own generate, over chunks, mixed steps and scattered blocks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from kvrelay.backends.torch_sdpa import TorchBackend
+from kvrelay.engine import runner as runner_module
+from kvrelay.engine.batch import WorkerBatch, WorkerRow
+from kvrelay.engine.runner import TransformersRunner, make_runner
+from kvrelay.engine.sampler import BadLogits
+from kvrelay.protocol.sampling import Sampling
+from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE
+from tests.unit.engine.driving import run, start
+
+pytestmark = pytest.mark.unit
+RunnerOf = Callable[[str], TransformersRunner]
+GREEDY = Sampling(temperature=0)
+BLOCK = 16
+PROMPT_LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 100, 37)
+
+
+def make_prompts(lengths: tuple[int, ...] = PROMPT_LENGTHS, seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, VOCAB_SIZE, length).tolist() for length in lengths]
+
+
+@pytest.fixture(scope="session")
+def reference_of(model_dir: Callable[[str], Path]) -> Callable[[str], PreTrainedModel]:
+    return lambda name: AutoModelForCausalLM.from_pretrained(
+        model_dir(name), dtype=torch.float32, attn_implementation="eager"
+    )
+
+
+def generate(model: PreTrainedModel, prompt: list[int], num_output: int) -> list[int]:
+    tokens = torch.tensor([prompt])
+    out = model.generate(
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        max_new_tokens=num_output,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_tokens_are_those_of_generate(
+    architecture: str, runner_of: RunnerOf, reference_of: Callable[[str], PreTrainedModel]
+) -> None:
+    runner, model = runner_of(architecture), reference_of(architecture)
+    sequences = start(runner, make_prompts(), GREEDY, num_output=20)
+    run(runner, sequences)
+    for sequence in sequences:
+        assert sequence.output == generate(model, sequence.prompt, 20)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])
+def test_logprobs_of_prompt_and_output_are_those_of_one_forward(
+    architecture: str, runner_of: RunnerOf, reference_of: Callable[[str], PreTrainedModel]
+) -> None:
+    runner, model = runner_of(architecture), reference_of(architecture)
+    sampling = Sampling(temperature=1.0, seed=5, logprobs=3, prompt_logprobs=2, frequency_penalty=0.5)
+    sequences = start(runner, make_prompts(), sampling, num_output=5, seed=1)
+    run(runner, sequences, seed=1)
+    for sequence in sequences:
+        with torch.inference_mode():
+            logits = model(torch.tensor([sequence.tokens])).logits[0]
+        expected = torch.log_softmax(logits, -1)
+        entries = [(entry, 2) for entry in sequence.prompt_logprobs] + [(entry, 3) for entry in sequence.logprobs]
+        assert len(entries) == len(sequence.tokens) - 1
+        for position, (entry, num_top) in enumerate(entries):
+            assert entry is not None and entry.token_id == sequence.tokens[position + 1]
+            assert entry.logprob == pytest.approx(float(expected[position, entry.token_id]), abs=1e-4)
+            assert entry.top_ids == expected[position].topk(num_top).indices.tolist()
+            assert entry.top_logprobs == pytest.approx(expected[position].topk(num_top).values.tolist(), abs=1e-4)
+
+
+def test_prompt_logprobs_are_the_same_in_slices(runner_of: RunnerOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = runner_of("llama")
+    sampling = Sampling(temperature=0, prompt_logprobs=0)
+    results = []
+    for seed, positions in ((0, 512), (1, 7)):
+        monkeypatch.setattr(runner_module, "_PROMPT_SLICE", positions)
+        sequences = start(runner, make_prompts((100,)), sampling, num_output=1, seed=seed)
+        run(runner, sequences, max_chunk=100)
+        results.append([entry.logprob for entry in sequences[0].prompt_logprobs])
+        runner.drop_sequence(sequences[0].key)
+    assert results[0] == pytest.approx(results[1], abs=1e-5)
+
+
+def test_sampled_tokens_depend_on_neither_chunks_nor_neighbours(runner_of: RunnerOf) -> None:
+    runner = runner_of("qwen3")
+    sampling = Sampling(temperature=1.0, top_p=0.95, seed=99, repetition_penalty=1.1)
+    together = start(runner, make_prompts(), sampling, num_output=12, seed=2)
+    run(runner, together, seed=2)
+    for sequence in together:
+        runner.drop_sequence(sequence.key)
+    for index, expected in enumerate(together):
+        alone = start(runner, make_prompts(), sampling, num_output=12, seed=3)
+        run(runner, [alone[index]], seed=10 + index, max_chunk=7)
+        assert alone[index].output == expected.output
+        for sequence in alone:
+            runner.drop_sequence(sequence.key)
+
+
+def test_the_output_comes_from_the_blocks(runner_of: RunnerOf) -> None:
+    runner = runner_of("llama")
+    outputs = []
+    for corrupt in (False, True):
+        sequences = start(runner, make_prompts((50,)), GREEDY, num_output=12, seed=4)
+        sequences[0].num_output = 1
+        run(runner, sequences, seed=4)
+        if corrupt:
+            block = int(sequences[0].blocks[1])
+            runner.pool[block] = runner.pool[block].flip(2)
+        sequences[0].num_output = 12
+        run(runner, sequences, seed=4)
+        outputs.append(sequences[0].output)
+        runner.drop_sequence(sequences[0].key)
+    assert outputs[0] != outputs[1]
+
+
+def test_blocks_copied_to_another_runner_carry_the_sequence_on(
+    runner_of: RunnerOf, model_dir: Callable[[str], Path]
+) -> None:
+    prefill = runner_of("qwen3")
+    decode = make_runner(str(model_dir("qwen3")), dtype="float32", num_blocks=32)
+    assert prefill.spec.fingerprint == decode.spec.fingerprint
+    sequences = start(prefill, make_prompts((45,)), GREEDY, num_output=10, seed=5)
+    moved = start(decode, make_prompts((45,)), GREEDY, num_output=10, seed=6)[0]
+    run(prefill, sequences)
+    moved.tokens, moved.computed = sequences[0].tokens[:46], 45
+    decode.pool_bytes[moved.blocks[:3]] = prefill.pool_bytes[sequences[0].blocks[:3]]
+    run(decode, [moved])
+    assert moved.output == sequences[0].output
+
+
+def test_pool_bytes_are_the_pool(runner_of: RunnerOf) -> None:
+    runner = runner_of("llama")
+    spec = runner.spec
+    assert runner.pool_bytes.shape == (spec.num_blocks, spec.block_bytes)
+    assert spec.block_bytes == spec.num_layers * 2 * spec.block_size * spec.num_kv_heads * spec.head_dim * 4
+    runner.pool_bytes[5] = 0
+    assert not runner.pool[5].any()
+
+
+def test_rows_that_do_not_sample_get_no_token(runner_of: RunnerOf) -> None:
+    runner = runner_of("llama")
+    sequence = start(runner, make_prompts((20,)), GREEDY, num_output=1, seed=7)[0]
+    result = runner.execute(WorkerBatch(3, [sequence.row(5)]))
+    assert result.step == 3 and result.forward_s > 0
+    assert result.rows[0].token_id is None and result.rows[0].prompt_logprobs == []
+
+
+def test_an_unknown_sequence_is_named(runner_of: RunnerOf) -> None:
+    row = WorkerRow(("nobody", 0, 0), np.array([1], np.int32), 0, np.array([0], np.int32), True, True)
+    with pytest.raises(KeyError, match="nobody"):
+        runner_of("llama").execute(WorkerBatch(0, [row]))
+
+
+def test_a_sequence_dropped_during_the_step_gets_no_token(runner_of: RunnerOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = runner_of("llama")
+    stays, goes = start(runner, make_prompts((9, 9)), GREEDY, num_output=1, seed=8)
+    logits = runner._model.logits
+
+    def drop_then_compute(hidden: torch.Tensor) -> torch.Tensor:
+        thread = threading.Thread(target=runner.drop_sequence, args=(goes.key,))
+        thread.start()
+        thread.join()
+        return logits(hidden)
+
+    monkeypatch.setattr(runner._model, "logits", drop_then_compute)
+    result = runner.execute(WorkerBatch(0, [goes.row(9), stays.row(9)]))
+    assert result.rows[0].token_id is None and result.rows[1].token_id is not None
+
+
+def test_nan_from_the_model_names_the_sequence(runner_of: RunnerOf) -> None:
+    runner = runner_of("llama")
+    good, bad = start(runner, make_prompts((33, 33)), GREEDY, num_output=4, seed=9)
+    run(runner, [good, bad])
+    runner.pool[int(bad.blocks[0])] = float("nan")
+    with pytest.raises(BadLogits) as caught:
+        runner.execute(WorkerBatch(0, [good.row(1), bad.row(1)]))
+    assert caught.value.keys == (bad.key,)
+    runner.pool[int(bad.blocks[0])] = 0
+    assert runner.execute(WorkerBatch(0, [good.row(1)])).rows[0].token_id is not None
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sixteen_bit_types_run_and_stay_near(dtype: str, model_dir: Callable[[str], Path], runner_of: RunnerOf) -> None:
+    sampling = Sampling(temperature=0, prompt_logprobs=0)
+    results = []
+    for runner in (make_runner(str(model_dir("qwen3")), dtype=dtype, num_blocks=16), runner_of("qwen3")):
+        sequence = start(runner, make_prompts((60,)), sampling, num_output=1, seed=10)[0]
+        run(runner, [sequence])
+        results.append(np.array([entry.logprob for entry in sequence.prompt_logprobs]))
+    assert np.abs(results[0] - results[1]).mean() < 0.1
+
+
+@pytest.mark.parametrize("block_size", [8, 128])
+def test_other_block_sizes_and_the_fallback_give_the_same_tokens(
+    block_size: int, model_dir: Callable[[str], Path], runner_of: RunnerOf
+) -> None:
+    expected = start(runner_of("mistral"), make_prompts((70, 5)), GREEDY, num_output=10, seed=11)
+    run(runner_of("mistral"), expected)
+    for backend in (None, TorchBackend()):
+        runner = make_runner(str(model_dir("mistral")), block_size=block_size, num_blocks=20, backend=backend)
+        sequences = start(runner, make_prompts((70, 5)), GREEDY, num_output=10, seed=11)
+        run(runner, sequences, seed=3)
+        assert [sequence.output for sequence in sequences] == [sequence.output for sequence in expected]
+
+
+def test_the_pool_is_sized_by_memory(model_dir: Callable[[str], Path]) -> None:
+    runner = make_runner(str(model_dir("llama")), memory_bytes=10 * 16384 + 5, max_model_len=100)
+    assert (runner.spec.block_bytes, runner.spec.num_blocks, runner.spec.max_model_len) == (16384, 10, 100)
+    with pytest.raises(ValueError, match="more than"):
+        make_runner(str(model_dir("llama")), memory_bytes=100)
+
+
+def test_adding_and_dropping_from_another_thread_disturbs_no_step(runner_of: RunnerOf) -> None:
+    runner = runner_of("llama")
+    sampling = Sampling(temperature=1.0, seed=1, frequency_penalty=0.3)
+    stop = threading.Event()
+
+    def churn() -> None:
+        index = 0
+        while not stop.is_set():
+            runner.add_sequence(("churn", index, 0), sampling, [1, 2, 3], 3)
+            runner.drop_sequence(("churn", index - 3, 0))
+            index += 1
+
+    outputs = []
+    for busy in (False, True):
+        thread = threading.Thread(target=churn)
+        if busy:
+            thread.start()
+        sequences = start(runner, make_prompts((9, 20)), sampling, num_output=25, seed=12)
+        run(runner, sequences)
+        outputs.append([sequence.output for sequence in sequences])
+        for sequence in sequences:
+            runner.drop_sequence(sequence.key)
+    stop.set()
+    thread.join()
+    assert outputs[0] == outputs[1]

@@ -1,0 +1,267 @@
+"""The vectorised sampler against one row written out, and what must not depend on the batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrelay.engine.batch import SequenceKey
+from kvrelay.engine.randoms import uniforms
+from kvrelay.engine.sampler import BadLogits, Sampler
+from kvrelay.engine.truncation import draw as draw_rows
+from kvrelay.engine.truncation import keep_top_p
+from kvrelay.protocol.sampling import Sampling, TokenLogprobs
+from tests.unit.engine import sampling_oracle
+
+pytestmark = pytest.mark.unit
+VOCAB_SIZE = 300
+EOS = (298, 299)
+CPU = torch.device("cpu")
+
+
+def key(index: int) -> SequenceKey:
+    return (f"request-{index}", 0, index % 3)
+
+
+def make_logits(rows: int, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> torch.Tensor:
+    return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def sample_one(
+    sampling: Sampling, logits: torch.Tensor, tokens: list[int] | None = None, num_prompt: int | None = None
+) -> tuple[int, TokenLogprobs | None]:
+    tokens = [1] if tokens is None else tokens
+    sampler = Sampler(logits.shape[-1], EOS, CPU)
+    sampler.add(key(0), sampling, tokens, len(tokens) if num_prompt is None else num_prompt)
+    token_ids, logprobs = sampler.sample([key(0)], np.array([len(tokens)]), logits[None])
+    return int(token_ids[0]), logprobs[0]
+
+
+@st.composite
+def samplings(draw: st.DrawFn) -> Sampling:
+    token = st.integers(0, VOCAB_SIZE - 1)
+    return Sampling(
+        temperature=draw(st.sampled_from([0.0, 0.3, 1.0, 2.0])),
+        top_p=draw(st.sampled_from([0.05, 0.6, 0.95, 1.0])),
+        top_k=draw(st.sampled_from([0, 1, 7, 500])),
+        min_p=draw(st.sampled_from([0.0, 0.01, 0.3])),
+        presence_penalty=draw(st.sampled_from([0.0, 1.5, -2.0])),
+        frequency_penalty=draw(st.sampled_from([0.0, 0.7])),
+        repetition_penalty=draw(st.sampled_from([1.0, 1.4])),
+        logit_bias=draw(st.dictionaries(token, st.floats(-100, 100, width=32), max_size=3)),
+        seed=draw(st.integers(0, 2**64 - 1)),
+        min_tokens=draw(st.integers(0, 6)),
+        stop_token_ids=tuple(draw(st.lists(token, max_size=2))),
+        ignore_eos=draw(st.booleans()),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(samplings(), min_size=1, max_size=6), st.integers(0, 2**16))
+def test_a_batch_draws_what_each_row_alone_would(batch: list[Sampling], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    sampler = Sampler(VOCAB_SIZE, EOS, CPU)
+    histories = []
+    for index, sampling in enumerate(batch):
+        tokens = rng.integers(0, VOCAB_SIZE, 12).tolist()
+        num_prompt = int(rng.integers(1, 13))
+        sampler.add(key(index), sampling, tokens, num_prompt)
+        histories.append((tokens, num_prompt))
+    for step in range(4):
+        logits = make_logits(len(batch), seed + step)
+        positions = np.array([len(tokens) for tokens, _ in histories])
+        keys = [key(index) for index in range(len(batch))]
+        token_ids, _ = sampler.sample(keys, positions, logits)
+        for index, (sampling, (tokens, num_prompt)) in enumerate(zip(batch, histories, strict=True)):
+            token = int(token_ids[index])
+            _check_row(sampling, keys[index], tokens[:num_prompt], tokens[num_prompt:], logits[index].numpy(), token)
+            tokens.append(token)
+
+
+def _check_row(
+    sampling: Sampling, row_key: SequenceKey, prompt: list[int], output: list[int], logits: np.ndarray, token: int
+) -> None:
+    adjusted = sampling_oracle.adjusted_logits(sampling, prompt, output, logits, EOS)
+    if sampling.temperature == 0:
+        assert adjusted[token] >= adjusted.max() - 1e-5
+        return
+    number = uniforms(*(np.array([n], np.uint64) for n in (sampling.seed, row_key[2], len(prompt) + len(output))))
+    probabilities = sampling_oracle.kept_probabilities(sampling, adjusted)
+    expected, margin = sampling_oracle.draw(probabilities, float(number[0]))
+    assert token == expected or (margin < 1e-5 and probabilities[token] > 0)
+
+
+def test_a_draw_does_not_depend_on_the_batch() -> None:
+    sampler = Sampler(VOCAB_SIZE, EOS, CPU)
+    batch = [Sampling(temperature=0.5 + index % 3, top_p=0.9, seed=index) for index in range(40)]
+    batch[::7] = [Sampling(temperature=0, frequency_penalty=1)] * len(batch[::7])
+    logits = make_logits(len(batch))
+    for index, sampling in enumerate(batch):
+        sampler.add(key(index), sampling, [1, 2], 2)
+    order = np.random.default_rng(0).permutation(len(batch))
+    positions = np.full(len(batch), 2)
+    together, _ = sampler.sample([key(int(index)) for index in order], positions, logits[order])
+    for row, index in enumerate(order):
+        alone = Sampler(VOCAB_SIZE, EOS, CPU)
+        alone.add(key(int(index)), batch[index], [1, 2], 2)
+        assert alone.sample([key(int(index))], np.array([2]), logits[index][None])[0][0] == together[row]
+
+
+def test_draws_follow_the_distribution() -> None:
+    sampling = Sampling(temperature=1.5, top_k=20, top_p=0.95, seed=11)
+    logits = make_logits(1)[0]
+    sampler = Sampler(VOCAB_SIZE, EOS, CPU)
+    draws = 6000
+    for index in range(draws):
+        sampler.add(("same", index, 0), sampling, [1], 1)
+    keys = [("same", index, 0) for index in range(draws)]
+    token_ids, _ = sampler.sample(keys, np.arange(draws), logits.expand(draws, -1))
+    probabilities = sampling_oracle.kept_probabilities(sampling, logits.double().numpy())
+    counts = np.bincount(token_ids, minlength=VOCAB_SIZE)
+    kept = probabilities > 0
+    assert not counts[~kept].any()
+    chi_square = ((counts[kept] - draws * probabilities[kept]) ** 2 / (draws * probabilities[kept])).sum()
+    assert chi_square < 2.5 * kept.sum()
+
+
+def test_greedy_takes_the_most_likely_token_whatever_the_path() -> None:
+    logits = make_logits(3)
+    fast, slow = (Sampler(VOCAB_SIZE, EOS, CPU) for _ in range(2))
+    for index in range(3):
+        fast.add(key(index), Sampling(temperature=0), [1], 1)
+        slow.add(key(index), Sampling(temperature=0, logit_bias={5: 0.0}), [1], 1)
+    keys, positions = [key(index) for index in range(3)], np.ones(3, np.int64)
+    expected = logits.argmax(-1).tolist()
+    assert fast.sample(keys, positions, logits)[0].tolist() == expected
+    assert slow.sample(keys, positions, logits)[0].tolist() == expected
+    assert sample_one(Sampling(temperature=1e-8), logits[0])[0] == expected[0]
+
+
+@pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty"])
+def test_output_penalties_count_what_was_sampled_but_not_the_prompt(penalty: str) -> None:
+    logits = torch.zeros(VOCAB_SIZE)
+    logits[:4] = torch.tensor([1.0, 0.8, 0.6, 0.35])
+    sampler = Sampler(VOCAB_SIZE, EOS, CPU)
+    sampler.add(key(0), Sampling(temperature=0, **{penalty: 0.3}), [0, 0, 0], 3)
+    drawn = [int(sampler.sample([key(0)], np.array([3 + i]), logits[None])[0][0]) for i in range(6)]
+    assert drawn == ([0, 1, 0, 2, 1, 0] if penalty == "frequency_penalty" else [0, 1, 0, 0, 0, 0])
+
+
+def test_repetition_penalty_counts_the_prompt_and_pushes_down_either_sign() -> None:
+    logits = torch.full((VOCAB_SIZE,), -9.0)
+    logits[:3] = torch.tensor([2.0, 1.5, 0.0])
+    assert sample_one(Sampling(temperature=0, repetition_penalty=2.0), logits, [0])[0] == 1
+    logits[:3] = torch.tensor([-1.0, -1.5, -9.0])
+    assert sample_one(Sampling(temperature=0, repetition_penalty=2.0), logits, [0])[0] == 1
+
+
+def test_a_resumed_sequence_goes_on_as_if_it_had_never_moved() -> None:
+    sampling = Sampling(temperature=1.0, frequency_penalty=0.8, repetition_penalty=1.2, min_tokens=7, seed=3)
+    first = Sampler(VOCAB_SIZE, EOS, CPU)
+    first.add(key(0), sampling, [5, 6], 2)
+    tokens = [5, 6]
+    for step in range(10):
+        tokens.append(int(first.sample([key(0)], np.array([len(tokens)]), make_logits(1, step))[0][0]))
+    second = Sampler(VOCAB_SIZE, EOS, CPU)
+    second.add(key(0), sampling, tokens[:6], 2)
+    for step in range(4, 10):
+        resumed = second.sample([key(0)], np.array([2 + step]), make_logits(1, step))[0][0]
+        assert resumed == tokens[2 + step]
+
+
+def test_no_end_before_min_tokens() -> None:
+    logits = torch.zeros(VOCAB_SIZE)
+    logits[[298, 299, 40, 7]] = torch.tensor([9.0, 8.0, 7.0, 1.0])
+    sampler = Sampler(VOCAB_SIZE, EOS, CPU)
+    sampler.add(key(0), Sampling(temperature=0, min_tokens=2, stop_token_ids=(40,)), [1, 2], 2)
+    drawn = [int(sampler.sample([key(0)], np.array([2 + i]), logits[None])[0][0]) for i in range(3)]
+    assert drawn == [7, 7, 298]
+    ignoring = Sampling(temperature=0, min_tokens=2, stop_token_ids=(40,), ignore_eos=True)
+    assert sample_one(ignoring, logits)[0] == 298
+
+
+def test_logit_bias_forces_and_forbids() -> None:
+    logits = make_logits(1)[0]
+    assert sample_one(Sampling(logit_bias={17: 100.0}), logits)[0] == 17
+    best = int(logits.argmax())
+    assert sample_one(Sampling(temperature=0, logit_bias={best: -100.0}), logits)[0] == int(logits.topk(2).indices[1])
+
+
+def test_logprobs_are_of_the_model_before_temperature_and_penalties() -> None:
+    logits = make_logits(1)[0]
+    token, entry = sample_one(Sampling(temperature=2.0, logprobs=3, logit_bias={9: 50.0}, top_k=1), logits)
+    expected = torch.log_softmax(logits, -1)
+    assert token == 9 and entry is not None
+    assert entry.token_id == 9 and entry.logprob == pytest.approx(float(expected[9]), abs=1e-5)
+    assert entry.top_ids == expected.topk(3).indices.tolist()
+    assert entry.top_logprobs == pytest.approx(expected.topk(3).values.tolist(), abs=1e-5)
+    _, without_top = sample_one(Sampling(logprobs=0), logits)
+    assert without_top is not None and without_top.top_ids == []
+    assert sample_one(Sampling(), logits)[1] is None
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_name_their_sequence_and_change_nothing(bad: float, temperature: float) -> None:
+    sampling = Sampling(temperature=temperature, frequency_penalty=1.0 if temperature else 0.0)
+    sampler = Sampler(VOCAB_SIZE, EOS, CPU)
+    for index in range(3):
+        sampler.add(key(index), sampling, [1], 1)
+    logits = make_logits(3)
+    logits[1, 33] = bad
+    keys = [key(index) for index in range(3)]
+    with pytest.raises(BadLogits, match="request-1") as caught:
+        sampler.sample(keys, np.ones(3, np.int64), logits)
+    assert caught.value.keys == (key(1),)
+    rest = sampler.sample([keys[0], keys[2]], np.ones(2, np.int64), logits[[0, 2]])[0]
+    assert rest.tolist() == [sample_one_as(keys[row], sampling, logits[row]) for row in (0, 2)]
+
+
+def sample_one_as(row_key: SequenceKey, sampling: Sampling, logits: torch.Tensor) -> int:
+    sampler = Sampler(VOCAB_SIZE, EOS, CPU)
+    sampler.add(row_key, sampling, [1], 1)
+    return int(sampler.sample([row_key], np.ones(1, np.int64), logits[None])[0][0])
+
+
+def test_slots_are_reused_clean_and_grow() -> None:
+    sampler = Sampler(VOCAB_SIZE, EOS, CPU)
+    heavy = Sampling(temperature=0, frequency_penalty=2.0, min_tokens=9, logit_bias={3: 99.0})
+    for index in range(200):
+        sampler.add(key(index), heavy, [7, 7], 1)
+    for index in range(200):
+        sampler.drop(key(index))
+        sampler.drop(key(index))
+    logits = torch.zeros(VOCAB_SIZE)
+    logits[[7, 298]] = torch.tensor([1.0, 2.0])
+    for index in range(200, 500):
+        sampler.add(key(index), Sampling(temperature=0, presence_penalty=0.1 if index % 2 else 0.0), [7], 1)
+    keys = [key(index) for index in range(200, 500)]
+    assert set(sampler.sample(keys, np.ones(300, np.int64), logits.expand(300, -1))[0].tolist()) == {298}
+    assert key(0) not in sampler and key(200) in sampler
+
+
+def test_adding_a_known_key_keeps_its_history() -> None:
+    logits = torch.zeros(VOCAB_SIZE)
+    logits[:2] = torch.tensor([1.0, 0.9])
+    sampler = Sampler(VOCAB_SIZE, EOS, CPU)
+    sampling = Sampling(temperature=0, presence_penalty=0.5)
+    for expected in (0, 1):
+        sampler.add(key(0), sampling, [5], 1)
+        assert sampler.sample([key(0)], np.ones(1, np.int64), logits[None])[0][0] == expected
+
+
+def test_a_flat_distribution_takes_the_full_sort() -> None:
+    logits = make_logits(2, vocab_size=5000) / 100
+    kept = keep_top_p(logits, torch.tensor([0.9, 0.02], dtype=torch.float64)).isfinite().sum(-1).tolist()
+    probabilities = torch.softmax(logits.double(), -1).sort(-1, descending=True).values.cumsum(-1)
+    assert kept == [int((probabilities[0] < 0.9).sum()) + 1, int((probabilities[1] < 0.02).sum()) + 1]
+
+
+def test_draws_at_the_ends_of_the_unit_interval_take_possible_tokens() -> None:
+    logits = torch.full((2, 1000), float("-inf"))
+    logits[:, [3, 700]] = torch.tensor([0.0, -1.0])
+    numbers = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
+    assert draw_rows(logits, numbers).tolist() == [3, 700]

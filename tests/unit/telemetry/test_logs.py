@@ -1,0 +1,63 @@
+"""Logs for people and for machines."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from kvrelay.telemetry.logs import setup_logging
+
+
+@pytest.fixture(autouse=True)
+def keep_logging() -> Iterator[None]:
+    """Gives the root logger back as it was."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = handlers, level
+    logging.captureWarnings(False)
+
+
+def test_text_has_the_fields_of_the_process_and_of_the_record(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("info", "text", worker_id="w-1")
+    logging.getLogger("a.b").info("took %d ms", 5, extra={"request_id": "r-1"})
+    line = capsys.readouterr().err.rstrip("\n")
+    assert line.endswith("INFO    a.b: took 5 ms worker_id=w-1 request_id=r-1")
+    assert line[10] == "T"
+    assert line.split(" ")[0].endswith("Z")
+
+
+def test_json_is_one_object_a_line_even_with_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("info", "json", worker_id="w-1")
+    try:
+        raise ValueError("two\nlines")
+    except ValueError:
+        logging.getLogger("a").exception("über\nall", extra={"request_id": "r-1", "num_tokens": 3, "odd": object})
+    (line,) = capsys.readouterr().err.splitlines()
+    entry = json.loads(line)
+    assert (entry["level"], entry["logger"], entry["message"]) == ("error", "a", "über\nall")
+    assert (entry["worker_id"], entry["request_id"], entry["num_tokens"]) == ("w-1", "r-1", 3)
+    assert "ValueError: two\nlines" in entry["exception"]
+    assert set(entry) == {
+        "time", "level", "logger", "message", "worker_id", "request_id", "num_tokens", "odd", "exception"
+    }  # fmt: skip
+
+
+def test_the_level_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("warning")
+    logging.getLogger("a").info("quiet")
+    logging.getLogger("a").warning("loud")
+    assert "quiet" not in (text := capsys.readouterr().err)
+    assert "loud" in text
+
+
+def test_setting_up_twice_does_not_log_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging()
+    setup_logging()
+    logging.getLogger("a").info("once")
+    assert capsys.readouterr().err.count("once") == 1
+    assert logging.getLogger().handlers[0].stream is sys.stderr  # type: ignore[attr-defined]

@@ -45,6 +45,8 @@ class Recipe:
     row_tokens: int = 256
     long_row_tokens: int = 2048
     long_every_steps: int = 16
+    first_token_weight: float = 3.0
+    text_weight: float = 0.1
     num_threads: int = 2
 
 
@@ -83,9 +85,9 @@ def train(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, phase))
     log.info("training %.2fM parameters for %d steps", model.num_parameters() / 1e6, phase.num_steps)
     started_s = saved_s = time.monotonic()
-    mean_loss, mean_correct = math.log(recipe.vocab_size), 0.0
+    mean_loss, mean_correct, mean_correct_first = math.log(recipe.vocab_size), 0.0, 0.0
     for step in range(1, phase.num_steps + 1):
-        loss, correct = _loss(model, _batch(corpus, recipe, step))
+        loss, correct, correct_first = _loss(model, _batch(corpus, recipe, step), recipe)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -93,10 +95,12 @@ def train(
         optimizer.zero_grad()
         mean_loss += (loss.item() - mean_loss) * 0.02
         mean_correct += (correct - mean_correct) * 0.02
+        mean_correct_first += (correct_first - mean_correct_first) * 0.02
         now_s = time.monotonic()
         if step % 50 == 0:
             left_min = (now_s - started_s) / step * (phase.num_steps - step) / 60
-            log.info("step %d: loss %.4f, tokens right %.4f, %.1f min left", step, mean_loss, mean_correct, left_min)
+            rights = f"tokens right {mean_correct:.4f}, first ones {mean_correct_first:.4f}"
+            log.info("step %d: loss %.4f, %s, %.1f min left", step, mean_loss, rights, left_min)
         if now_s - saved_s > checkpoint_every_s:
             checkpoint(model)
             saved_s = now_s
@@ -109,18 +113,30 @@ def _batch(corpus: Corpus, recipe: Recipe, step: int) -> Batch:
     return corpus.packed(recipe.batch_tokens // recipe.row_tokens, recipe.row_tokens)
 
 
-def _loss(model: Qwen3ForCausalLM, batch: Batch) -> tuple[torch.Tensor, float]:
-    """Mean cross-entropy over the labelled positions, and the share of them predicted right."""
-    wanted = batch.labels != IGNORED
-    targets = batch.labels[wanted]
+def _loss(model: Qwen3ForCausalLM, batch: Batch, recipe: Recipe) -> tuple[torch.Tensor, float, float]:
+    """Weighted mean cross-entropy, and the share of answer tokens, and of first answer tokens, predicted right.
+
+    The text between the answers counts a little too: a token that is never predicted would otherwise have its
+    embedding (which is also its row of the head) driven by the softmax alone, to where all such tokens look alike;
+    then the model cannot tell that an answer is due, and learns its first token last.
+    """
+    answered = batch.labels != IGNORED
+    first = answered & ~functional.pad(answered, (1, -1))
+    followed = functional.pad(batch.position_ids.diff(dim=1) > 0, (0, 1))
+    next_ids = batch.ids.roll(-1, dims=1)
+    read = followed & ~answered & (next_ids != END_OF_TEXT_ID)
+    weights = answered + first * (recipe.first_token_weight - 1) + read * recipe.text_weight
+    targets = torch.where(answered, batch.labels, next_ids)
+    counted = weights > 0
     with torch.autocast("cpu", torch.bfloat16):
         hidden = model.model(
             input_ids=batch.ids, position_ids=batch.position_ids, attention_mask=batch.mask, use_cache=False
         ).last_hidden_state
-        logits = model.lm_head(hidden[wanted])
-    logits = logits.float()
-    correct = (logits.detach().argmax(-1) == targets).float().mean().item()
-    return functional.cross_entropy(logits, targets), correct
+        logits = model.lm_head(hidden[counted])
+    losses = functional.cross_entropy(logits.float(), targets[counted], reduction="none")
+    right = (logits.detach().argmax(-1) == targets[counted]).float()
+    loss = (losses * weights[counted]).sum() / weights.sum()
+    return loss, right[answered[counted]].mean().item(), right[first[counted]].mean().item()
 
 
 def _optimizer(model: Qwen3ForCausalLM, recipe: Recipe, phase: Phase) -> torch.optim.Optimizer:

@@ -23,9 +23,9 @@ class StackFailed(AssertionError):
 
 
 class Stack:
-    """`kvrelay up` with a model, on a free port. Its logs go to `state_dir`."""
+    """`kvrelay up` with a model, on a free port. Its logs go to `state_dir`. `api_key` is what its requests present."""
 
-    def __init__(self, model: Path | None, state_dir: Path, *flags: str) -> None:
+    def __init__(self, model: Path | None, state_dir: Path, *flags: str, api_key: str = "") -> None:
         self._log_path = state_dir / "up.log"
         state_dir.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "kvrelay.cli.main", "up", "--port", "0", "--state-dir", str(state_dir)]
@@ -36,7 +36,8 @@ class Stack:
         with self._log_path.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         self.base_url = self._wait_until_ready()
-        self.http = httpx.Client(base_url=self.base_url, timeout=60)
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self.http = httpx.Client(base_url=self.base_url, timeout=60, headers=headers)
         self.model: str = self.http.get("/v1/models").json()["data"][0]["id"]
 
     def fleet(self) -> dict[str, Any]:

@@ -116,7 +116,7 @@ class DecodeRole:
             receiver.close()
 
     def callbacks(self) -> StepCallbacks:
-        return StepCallbacks(self._planned, self._committed, self._failed, self._idle)
+        return StepCallbacks(self._planned, self._committed, self._failed)
 
     @property
     def num_open(self) -> int:
@@ -294,9 +294,7 @@ class DecodeRole:
         blocks = sequence.table.ids.tolist()
         reservation = f"{self._context.messenger.me.incarnation}-{next(self._reservation_numbers)}"
         self._by_reservation[reservation] = key
-        request.handoff.granted(
-            reservation, first_block, len(blocks), needs_quarantine=receiver.needs_quarantine
-        )
+        request.handoff.granted(reservation, first_block, len(blocks), needs_quarantine=receiver.needs_quarantine)
         receiver.admit(reservation, first_block, blocks[first_block:])
         self._send(
             request.prefill,
@@ -441,9 +439,6 @@ class DecodeRole:
     def _failed(self, sequences: list[Sequence], cause: str) -> None:
         for sequence in sequences:
             self._fail(sequence.key, cause, retriable=True)
-
-    def _idle(self) -> None:
-        self._context.pool.check_integrity()
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 

@@ -93,7 +93,7 @@ class PrefillRole:
             sender.close()
 
     def callbacks(self) -> StepCallbacks:
-        return StepCallbacks(self._planned, self._committed, self._failed, self._idle)
+        return StepCallbacks(self._planned, self._committed, self._failed)
 
     @property
     def num_open(self) -> int:
@@ -155,9 +155,7 @@ class PrefillRole:
             return
         self._run(key, self._to_machine(request.handoff, event.peer, body))
 
-    def _to_machine(
-        self, handoff: machine.SenderHandoff, peer: PeerRef, body: AnyBody
-    ) -> list[machine.Instruction]:
+    def _to_machine(self, handoff: machine.SenderHandoff, peer: PeerRef, body: AnyBody) -> list[machine.Instruction]:
         match body:
             case Granted():
                 return handoff.granted(peer, body)
@@ -265,9 +263,6 @@ class PrefillRole:
     def _failed(self, sequences: list[Sequence], cause: str) -> None:
         for sequence in sequences:
             self._fail(sequence.key, cause, retriable=True)
-
-    def _idle(self) -> None:
-        self._context.pool.check_integrity()
 
     # -- the transport ------------------------------------------------------------------------------------------------
 

@@ -45,6 +45,15 @@ class RouterConfig(CommonConfig):
     max_queued_requests: int = Field(
         default=1024, ge=1, le=1 << 20, description="requests in progress beyond which new ones get 429"
     )
+    routing_policy: Literal["least_loaded", "round_robin", "random"] = Field(
+        default="least_loaded", description="how workers are chosen among those that are ready"
+    )
+    local_prefill_tokens: int = Field(
+        default=0,
+        ge=0,
+        le=1 << 20,
+        description="prompts of at most so many tokens go to a decode worker alone, without a handoff; 0: none",
+    )
     workers: tuple[str, ...] = Field(
         default=(),
         description="workers to use while Redis is away at start, as role@tcp://host:port, separated by commas",

@@ -41,7 +41,6 @@ class StepCallbacks:
     planned: Callable[[StepPlan], None]
     committed: Callable[[list[SequenceOutput]], None]
     failed: Callable[[list[Sequence], str], None]
-    idle: Callable[[], None]
 
 
 def worker_batch(plan: StepPlan) -> WorkerBatch:
@@ -116,7 +115,6 @@ class StepLoop:
             self.totals.schedule_s += time.perf_counter() - started
             callbacks.planned(plan)
             if not plan.rows:
-                callbacks.idle()
                 await self._wake.wait()
                 continue
             self._in_flight = True

@@ -93,7 +93,7 @@ async def test_without_prefill_decode_works_alone_and_the_fleet_says_so(rig: Rig
     fallback = (await rig.dispatcher.fleet())["fallback"]
     assert (fallback["decode_alone_requests"], fallback["active"]) == (1, True)
     rig.add(FakePrefill("p0"))
-    await rig.until(lambda: rig.states()["p0"] == "ready")
+    await rig.until(lambda: rig.states().get("p0") == "ready")
     await read(rig.submit())
     assert (await rig.dispatcher.fleet())["fallback"]["active"] is False
 

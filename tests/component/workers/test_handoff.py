@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from kvrelay.fleet.embedded import EmbeddedRedis
-from kvrelay.protocol.messages import Cancel, Reassign, Stop
+from kvrelay.protocol.messages import AnyBody, Cancel, Reassign, Stop
 from kvrelay.protocol.sampling import FinishReason, Sampling
 from tests.fakes.hash_runner import EOS_TOKEN_ID, VOCAB_SIZE, HashRunner, expected_tokens
 from tests.fakes.workers import LocalWorker, Received, StubRouter
@@ -62,7 +62,7 @@ async def fleet(
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 45))  # type: ignore[arg-type]
+    asyncio.run(asyncio.wait_for(test(), 45))
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -208,7 +208,8 @@ def test_cancels_and_stops_at_any_moment_leave_nothing_behind(redis_url: str) ->
                     kept.append((prompt, got))
                     continue
                 await asyncio.sleep(rng.random() * 0.02)
-                body = rng.choice([Cancel(reason="the client is gone"), Stop()])
+                bodies: list[AnyBody] = [Cancel(reason="the client is gone"), Stop()]
+                body = rng.choice(bodies)
                 for worker in rng.sample([f.prefill[0].me, f.decode[0].me], 2):
                     f.router.send(worker, name, body)
             for prompt, got in kept:

@@ -140,14 +140,21 @@ def test_greedy_takes_the_most_likely_token_whatever_the_path() -> None:
     assert sample_one(Sampling(temperature=1e-8), logits[0])[0] == expected[0]
 
 
-@pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty"])
-def test_output_penalties_count_what_was_sampled_but_not_the_prompt(penalty: str) -> None:
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        (Sampling(temperature=0, presence_penalty=0.3), [0, 1, 0, 0, 0, 0]),
+        (Sampling(temperature=0, frequency_penalty=0.3), [0, 1, 0, 2, 1, 0]),
+    ],
+    ids=["presence", "frequency"],
+)
+def test_output_penalties_count_what_was_sampled_but_not_the_prompt(sampling: Sampling, expected: list[int]) -> None:
     logits = torch.zeros(VOCAB_SIZE)
     logits[:4] = torch.tensor([1.0, 0.8, 0.6, 0.35])
     sampler = Sampler(VOCAB_SIZE, EOS, CPU)
-    sampler.add(key(0), Sampling(temperature=0, **{penalty: 0.3}), [0, 0, 0], 3)
+    sampler.add(key(0), sampling, [0, 0, 0], 3)
     drawn = [int(sampler.sample([key(0)], np.array([3 + i]), logits[None])[0][0]) for i in range(6)]
-    assert drawn == ([0, 1, 0, 2, 1, 0] if penalty == "frequency_penalty" else [0, 1, 0, 0, 0, 0])
+    assert drawn == expected
 
 
 def test_repetition_penalty_counts_the_prompt_and_pushes_down_either_sign() -> None:

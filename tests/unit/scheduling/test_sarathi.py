@@ -30,9 +30,7 @@ EOS = 0
 class Bench:
     """A scheduler with a pool, and a forward that draws the next integer."""
 
-    def __init__(
-        self, num_blocks: int = 16, token_budget: int = 16, max_running: int = 8, cache: bool = True
-    ) -> None:
+    def __init__(self, num_blocks: int = 16, token_budget: int = 16, max_running: int = 8, cache: bool = True) -> None:
         self.pool = BlockPool(num_blocks, BLOCK_SIZE)
         self.blocks = BlockManager(self.pool, PrefixCache(self.pool) if cache else NullCache())
         limits = SchedulerLimits(token_budget, max_running, num_blocks * BLOCK_SIZE, frozenset({EOS}))

@@ -124,6 +124,11 @@ class RouterDispatcher:
         """See `Dispatcher`."""
         return self._is_accepting and self._placement.is_possible()
 
+    def ready_workers(self) -> dict[str, int]:
+        """See `Dispatcher`."""
+        candidates = self.view.candidates(time.monotonic())
+        return {"prefill": len(candidates.prefill), "decode": len(candidates.decode)}
+
     def submit(self, request: GenerateRequest) -> RunningRequest:
         """See `Dispatcher`. Raises NoWorkerReady, also when too many requests are in progress."""
         self._check_room(request)
@@ -137,8 +142,12 @@ class RouterDispatcher:
             self._counts["refused"] += 1
             raise NoWorkerReady(decision.reason)
         running = self._begin(request)
-        for sequence in list(running.sequences.values()):
-            self._runner.place(sequence, decision, "")
+        try:
+            for sequence in list(running.sequences.values()):
+                self._runner.place(sequence, decision, "")
+        except Exception as error:
+            self._end(running, "failed", RequestFailed(str(error)))
+            raise
         return running.handle
 
     async def fleet(self) -> dict[str, Any]:

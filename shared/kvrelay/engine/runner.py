@@ -18,6 +18,7 @@ from kvrelay.engine.fingerprint import find_model_dir, fingerprint
 from kvrelay.engine.logprobs import token_logprobs
 from kvrelay.engine.model import CausalModel, load_model, open_source
 from kvrelay.engine.sampler import Sampler
+from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 
 _PROMPT_SLICE = 512  # prompt positions whose logits exist at a time
@@ -48,7 +49,7 @@ class TransformersRunner:
         self._spec = ModelSpec(
             name=name or source.name,
             vocab_size=model.vocab_size,
-            max_model_len=source.max_model_len,
+            max_model_len=min(source.max_model_len, num_blocks * layout.block_size),
             eos_token_ids=model.eos_token_ids,
             num_layers=layout.num_layers,
             num_kv_heads=layout.num_kv_heads,
@@ -201,4 +202,10 @@ def make_runner(
         num_blocks = memory_bytes // loaded.layout.block_bytes
     if num_blocks < 1:
         raise ValueError(f"a block takes {loaded.layout.block_bytes} bytes, more than the pool's {memory_bytes}")
+    if max_model_len is not None and num_blocks * block_size < max_model_len:
+        raise ValueError(
+            f"max_model_len {max_model_len} does not fit the pool: {num_blocks} blocks of {block_size} tokens hold "
+            f"{num_blocks * block_size}; it takes {blocks_for(max_model_len, block_size)} blocks, "
+            f"{blocks_for(max_model_len, block_size) * loaded.layout.block_bytes} bytes"
+        )
     return TransformersRunner(loaded, num_blocks, name)

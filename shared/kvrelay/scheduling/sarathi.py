@@ -7,7 +7,7 @@ two tokens of a stream is bounded by one step of the budget, whatever the length
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from kvrelay.engine.batch import SequenceKey, StepResult
@@ -201,13 +201,18 @@ class SarathiScheduler:
                 self._leave(sequence)
         return outputs
 
-    def fail_step(self, plan: StepPlan) -> list[Sequence]:
-        """The step could not be computed: its sequences leave. Returns them."""
+    def fail_step(self, plan: StepPlan, keys: Collection[SequenceKey] | None = None) -> list[Sequence]:
+        """The step could not be computed: the sequences with these keys leave (None: all of them). Returns them.
+
+        The others are where they were before the step.
+        """
         failed = []
         for row in plan.rows:
-            row.sequence.num_planned = 0
-            self._leave(row.sequence)
-            failed.append(row.sequence)
+            sequence = row.sequence
+            sequence.num_planned = 0
+            if keys is None or sequence.key in keys or sequence.abort_requested:
+                self._leave(sequence)
+                failed.append(sequence)
         return failed
 
     def _finish(self, sequence: Sequence, token_id: int) -> FinishReason | None:

@@ -52,7 +52,7 @@ Key = tuple[str, int, int]
 
 
 def true_token(sequence: int, index: int) -> int:
-    return 10_000 * (sequence + 1) + index
+    return 500 * (sequence + 1) + index
 
 
 def true_tokens(sequence: int, count: int) -> list[int]:
@@ -76,6 +76,7 @@ class FakeWorker:
         self.worker_id = worker_id
         self.fingerprint = fingerprint
         self.max_model_len = max_model_len
+        self.model = "fake"
         self.draining = False
         self.refusal = ""  # the answer to every Reserve
         self.failure: Failed | None = None  # the answer to every request
@@ -94,13 +95,13 @@ class FakeWorker:
             role=self.role,
             incarnation=self.messenger.me.incarnation,
             address=self.messenger.me.address,
-            model="fake",
+            model=self.model,
             fingerprint=self.fingerprint,
             protocol_version=PROTOCOL_VERSION,
             block_size=16,
             num_blocks=NUM_BLOCKS,
             max_model_len=self.max_model_len,
-            vocab_size=100_000,
+            vocab_size=4096,
             draining=self.draining,
         )
 

@@ -18,6 +18,7 @@ from tests.fakes.stack import Stack
 
 KEY = "sk-otter"
 MULTI_BYTE = "🦦 otter, カワウソ, кот, ½ é ..."
+EVERY_TOKEN = {"ignore_eos": True, "skip_special_tokens": False}
 HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is a river?"}]
 
 
@@ -140,7 +141,7 @@ def test_the_asynchronous_client_streams_several_answers_at_once(stack: Stack) -
 
 
 def test_logprobs_of_a_completion_are_of_the_tokens_that_came(client: OpenAI, stack: Stack) -> None:
-    answer = complete(client, stack, temperature=0, logprobs=3, extra_body={"ignore_eos": True})
+    answer = complete(client, stack, temperature=0, logprobs=3, extra_body=EVERY_TOKEN)
     given = answer.choices[0].logprobs
     assert given is not None
     assert given.tokens is not None
@@ -157,7 +158,7 @@ def test_logprobs_of_a_completion_are_of_the_tokens_that_came(client: OpenAI, st
 
 def test_logprobs_of_a_chat_are_the_same_streamed_or_not(client: OpenAI, stack: Stack) -> None:
     parameters: dict[str, Any] = {"model": stack.model, "messages": HELLO, "temperature": 0, "max_tokens": 8}
-    parameters |= {"logprobs": True, "top_logprobs": 4, "extra_body": {"ignore_eos": True}}
+    parameters |= {"logprobs": True, "top_logprobs": 4, "extra_body": EVERY_TOKEN}
     plain: ChatCompletion = client.chat.completions.create(**parameters)
     chunks = list(client.chat.completions.create(**parameters, stream=True))
     assert plain.choices[0].logprobs is not None
@@ -174,7 +175,7 @@ def test_logprobs_of_a_chat_are_the_same_streamed_or_not(client: OpenAI, stack: 
 
 
 def test_a_stop_string_ends_the_text_wherever_it_falls_among_tokens(client: OpenAI, stack: Stack) -> None:
-    long = {"temperature": 0, "max_tokens": 40, "extra_body": {"ignore_eos": True, "skip_special_tokens": False}}
+    long = {"temperature": 0, "max_tokens": 40, "extra_body": EVERY_TOKEN}
     whole = complete(client, stack, logprobs=0, **long).choices[0]
     assert whole.logprobs is not None
     offsets = whole.logprobs.text_offset or []

@@ -70,12 +70,10 @@ class RouterReady:
         try:
             async with asyncio.timeout(HTTP_TIMEOUT_S):
                 status, body = await self._get_ready()
-        except (OSError, TimeoutError):
-            return False
-        if status != b"200":
-            return False
-        counted = json.loads(body)["workers"]
-        return all(counted.get(role, 0) >= number for role, number in self._workers.items())
+            counted = json.loads(body)["workers"] if status == b"200" else None
+        except (OSError, TimeoutError, ValueError, LookupError):
+            return False  # nobody there, or somebody else
+        return counted is not None and all(counted.get(role, 0) >= number for role, number in self._workers.items())
 
     async def _get_ready(self) -> tuple[bytes, bytes]:
         reader, writer = await asyncio.open_connection(self._host, self._port)

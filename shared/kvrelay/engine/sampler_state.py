@@ -47,6 +47,7 @@ class SamplerState:
     """Slots of all known sequences. Not thread-safe; its owner locks."""
 
     def __init__(self, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
         self._slots: dict[SequenceKey, int] = {}
         self._free: list[int] = []
@@ -59,20 +60,25 @@ class SamplerState:
         return key in self._slots
 
     def add(self, key: SequenceKey, sampling: Sampling, token_ids: Sequence[int], num_prompt: int) -> None:
-        """Takes a slot for `key`; a known key keeps its state."""
+        """Takes a slot for `key`; a known key keeps its state.
+
+        Raises:
+            ValueError: a biased token, or one that would be penalised, is not in the vocabulary.
+        """
         if key in self._slots:
             return
+        penalised = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) != (0, 0, 1)
+        self._check_ids((*sampling.logit_bias, *(token_ids if penalised else ())))
         if not self._free:
             self._grow()
         slot = self._free.pop()
-        penalised = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) != (0, 0, 1)
         counts = self.counts.add(token_ids, num_prompt) if penalised else -1
         if sampling.logit_bias:
             ids, values = zip(*sorted(sampling.logit_bias.items()), strict=True)
             self._biases[slot] = SparseLogits(np.array(ids, np.int64), np.array(values, np.float32))
         if sampling.min_tokens:
             ends = sampling.stop_token_ids + (() if sampling.ignore_eos else self._eos_token_ids)
-            self._end_ids[slot] = np.array(sorted(set(ends)), np.int64)
+            self._end_ids[slot] = np.array([token for token in set(ends) if token < self._vocab_size], np.int64)
         self._parameters[slot] = (
             sampling.temperature if sampling.temperature >= _MIN_TEMPERATURE else 0.0,
             sampling.top_p,
@@ -121,6 +127,10 @@ class SamplerState:
     def end_ids(self, slot: int) -> NDArray[np.int64]:
         """The tokens that may not come before min_tokens."""
         return self._end_ids.get(slot, np.zeros(0, np.int64))
+
+    def _check_ids(self, token_ids: Sequence[int]) -> None:
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
+            raise ValueError(f"token ids reach from {min(token_ids)} to {max(token_ids)}, not below {self._vocab_size}")
 
     def _grow(self) -> None:
         size = len(self._parameters)

@@ -250,6 +250,26 @@ def test_slots_are_reused_clean_and_grow() -> None:
     assert key(0) not in sampler and key(200) in sampler
 
 
+@pytest.mark.parametrize(
+    ("sampling", "tokens"),
+    [(Sampling(logit_bias={VOCAB_SIZE: 1.0}), [1]), (Sampling(presence_penalty=1.0), [1, VOCAB_SIZE])],
+    ids=["bias", "penalty"],
+)
+def test_tokens_outside_the_vocabulary_are_refused_before_they_can_spoil_a_step(
+    sampling: Sampling, tokens: list[int]
+) -> None:
+    sampler = Sampler(VOCAB_SIZE, EOS, CPU)
+    with pytest.raises(ValueError, match="300"):
+        sampler.add(key(0), sampling, tokens, 1)
+    assert key(0) not in sampler
+
+
+def test_stop_tokens_outside_the_vocabulary_never_come() -> None:
+    logits = make_logits(1)[0]
+    sampling = Sampling(temperature=0, min_tokens=3, stop_token_ids=(VOCAB_SIZE + 7,))
+    assert sample_one(sampling, logits)[0] == int(logits.argmax())
+
+
 def test_adding_a_known_key_keeps_its_history() -> None:
     logits = torch.zeros(VOCAB_SIZE)
     logits[:2] = torch.tensor([1.0, 0.9])

@@ -12,7 +12,7 @@ import os
 import httpx
 from openai import AsyncOpenAI
 
-WORDS = ("ability", "absence", "otter", "river", "able", "abnormal", "above", "about")
+WORDS = ("ability", "absence", "otter", "river", "able", "abnormal", "above", "accept")
 
 
 async def main() -> None:

@@ -12,9 +12,9 @@ from openai import OpenAI
 
 QUESTION = "<|im_start|>user\nWhat is a river?<|im_end|>\n<|im_start|>assistant\n"
 ANSWERS = (
-    "a large natural stream of water (larger than a creek)",
-    "a large natural stream of sand (larger than a creek)",
-    "a small domestic animal with fur",
+    "a large natural stream of water",
+    "a large natural stream of sand",
+    "the quality of being able to perform",
 )
 
 
@@ -25,7 +25,12 @@ def main() -> None:
     model = client.models.list().data[0].id
 
     scores = client.completions.create(
-        model=model, prompt=[QUESTION + answer for answer in ANSWERS], max_tokens=0, echo=True, logprobs=0
+        model=model,
+        prompt=[QUESTION + answer for answer in ANSWERS],
+        max_tokens=0,
+        echo=True,
+        logprobs=0,
+        extra_body={"skip_special_tokens": False},  # text_offset then counts the markers of the chat, too
     )
     ranked = []
     for answer, choice in zip(ANSWERS, scores.choices, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import httpx
+import psutil
 
 START_TIMEOUT_S = 120.0
 IDLE_OWNERS = ("free", "cached", "total")
@@ -77,12 +79,12 @@ class Stack:
     def children(self) -> dict[str, int]:
         """Process ids of router and workers, by worker id as in the log directory."""
         found = {}
-        out = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
-        for line in out.splitlines()[1:]:
-            pid, parent, args = line.split(None, 2)
-            if int(parent) == self.process.pid and "kvrelay_" in args:
-                name = re.search(r"--worker-id[ =](\S+)", args)
-                found[name.group(1) if name else "router"] = int(pid)
+        for child in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                arguments = " ".join(child.cmdline())
+                if "kvrelay_" in arguments:
+                    name = re.search(r"--worker-id[ =](\S+)", arguments)
+                    found[name.group(1) if name else "router"] = child.pid
         return found
 
     def stop(self) -> int:

@@ -25,6 +25,8 @@ from tests.fakes.stack import Stack
 DEMO_MODEL = Path(__file__).parents[2] / "models" / "demo"
 PEER_TIMEOUT_S = 2.5
 NUM_JOBS = 40
+OWNERS = {"prefill": "computing", "decode": "running"}
+"""Of the blocks that a worker of this role holds while it works."""
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 REQUEST_TIMEOUT_S = 100.0
 
@@ -169,10 +171,11 @@ async def kill(loaded: Loaded, name: str) -> None:
     os.kill(loaded.pid(name), signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("name", "owner"), [("prefill-0", "computing"), ("prefill-1", "in_flight")])
-def test_a_prefill_worker_dies(loaded: Loaded, name: str, owner: str) -> None:
+@pytest.mark.parametrize(("name", "delay_s"), [("prefill-0", 0.0), ("prefill-1", 0.3)])
+def test_a_prefill_worker_dies(loaded: Loaded, name: str, delay_s: float) -> None:
     async def disturb() -> None:
-        await loaded.until_busy(name, owner)
+        await loaded.until_busy(name, OWNERS[name[:-2]])
+        await asyncio.sleep(delay_s)
         await kill(loaded, name)
 
     async def test() -> None:
@@ -184,10 +187,11 @@ def test_a_prefill_worker_dies(loaded: Loaded, name: str, owner: str) -> None:
     asyncio.run(test())
 
 
-@pytest.mark.parametrize(("name", "owner"), [("decode-0", "running"), ("decode-1", "reserved")])
-def test_a_decode_worker_dies_in_the_middle_of_its_streams(loaded: Loaded, name: str, owner: str) -> None:
+@pytest.mark.parametrize(("name", "delay_s"), [("decode-0", 0.0), ("decode-1", 1.0)])
+def test_a_decode_worker_dies_in_the_middle_of_its_streams(loaded: Loaded, name: str, delay_s: float) -> None:
     async def disturb() -> None:
-        await loaded.until_busy(name, owner)
+        await loaded.until_busy(name, OWNERS[name[:-2]])
+        await asyncio.sleep(delay_s)
         await kill(loaded, name)
 
     async def test() -> None:
@@ -230,10 +234,8 @@ def test_both_decode_workers_die_and_the_streams_wait_for_the_next(loaded: Loade
 @pytest.mark.parametrize("name", ["prefill-0", "decode-1"])
 def test_a_worker_stands_still_for_longer_than_its_peers_wait(loaded: Loaded, name: str) -> None:
     """It wakes up in the middle of what others do by now; it is the same process before and after."""
-    owner = "computing" if name.startswith("prefill") else "running"
-
     async def disturb() -> None:
-        await loaded.until_busy(name, owner)
+        await loaded.until_busy(name, OWNERS[name[:-2]])
         pid = loaded.pid(name)
         os.kill(pid, signal.SIGSTOP)
         try:

@@ -136,7 +136,6 @@ class RouterDispatcher:
             request.request_id,
             num_prompt_tokens=len(request.prompt_ids),
             needs_decode=request.sampling.max_tokens > 1,
-            num_sequences=request.num_sequences,
         )
         if isinstance(decision, NoPlacement):
             self._counts["refused"] += 1
@@ -169,6 +168,7 @@ class RouterDispatcher:
                 "running_sequences": len(self._sequences),
                 "sequences_waiting_for_worker": self._runner.num_waiting,
                 "retries": self._runner.num_retries,
+                "protocol_errors": self._runner.num_illegal,
                 **{outcome: self._counts[outcome] for outcome in OUTCOMES},
             },
             "fallback": {

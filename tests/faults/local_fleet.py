@@ -109,10 +109,13 @@ class LocalFleet:
         worker.die()
         return worker.config.role
 
-    async def restart(self, name: str) -> None:
-        """SIGTERM, drain, and a new start."""
-        self.events.append(f"restart {name}")
+    async def restart(self, name: str, *, hurried: bool = False) -> None:
+        """SIGTERM, drain, and a new start. `hurried`: a second signal, so that the drain is cut short."""
+        self.events.append(f"restart {name}{' in a hurry' if hurried else ''}")
         worker = self.workers.pop(name)
+        if hurried:
+            worker.shell._on_signal()
+            await asyncio.sleep(0.02)
         await worker.stop()
         await self.start_worker(worker.config.role, name)
 

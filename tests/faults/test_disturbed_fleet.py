@@ -81,9 +81,9 @@ async def kill_one(fleet: LocalFleet, rng: random.Random) -> None:
 
 
 async def restart_one(fleet: LocalFleet, rng: random.Random) -> None:
-    """A rolling restart."""
+    """A rolling restart; now and then the drain is cut short."""
     name = rng.choice(list(fleet.workers))
-    await fleet.restart(name)
+    await fleet.restart(name, hurried=rng.random() < 0.5)
     await fleet.until_ready({name})
     await asyncio.sleep(rng.uniform(0.0, 0.2))
 

@@ -213,14 +213,14 @@ class DecodeRole:
         self._supersede(key)
         try:
             sequence = make_sequence(header, body.prompt, router, self._context.spec)
-        except PromptRefused as error:
+            self._context.steps.add(sequence)
+        except (ValueError, OverflowError) as error:
             self._send(router, key, Failed(cause=str(error), retriable=False))
             return
         self._requests[key] = DecodeRequest(
             sequence, self._deadline(body.prompt), first_index=sequence.num_output, arrival=next(self._arrivals)
         )
         self._totals["local_prompts"] += 1
-        self._context.steps.add(sequence)
 
     def _reserve(self, header: Header, prefill: PeerRef, body: Reserve) -> None:
         key = sequence_key(header)

@@ -41,7 +41,7 @@ from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.transfer.base import Pushed, SenderDrained, SenderEvent, TransferFailed, TransferSender
 from kvrelay.worker.context import WorkerContext
-from kvrelay.worker.sequences import PromptRefused, make_sequence, sequence_key
+from kvrelay.worker.sequences import make_sequence, sequence_key
 from kvrelay.worker.step_loop import StepCallbacks
 from kvrelay.worker.tombstones import Tombstones
 from kvrelay_prefill import handoff as machine
@@ -200,17 +200,17 @@ class PrefillRole:
         self._supersede(key)
         try:
             sequence = make_sequence(header, body.prompt, router, self._context.spec)
-        except PromptRefused as error:
+            sequence.prefill_only = True
+            self._context.steps.add(sequence)
+        except (ValueError, OverflowError) as error:
             self._send(router, key, Failed(cause=str(error), retriable=False))
             return
-        sequence.prefill_only = True
         now = time.monotonic()
         deadline = now + body.prompt.timeout_s + DEADLINE_GRACE_S
         handoff = machine.SenderHandoff(body.decode)
         self._requests[key] = PrefillRequest(sequence, body.prompt, handoff, deadline, started_at=now)
         self._totals["requests"] += 1
         self._totals["prompt_blocks"] += blocks_for(sequence.num_tokens, self._context.spec.block_size)
-        self._context.steps.add(sequence)
 
     def _supersede(self, key: SequenceKey) -> None:
         """A newer attempt of the same sequence ends the older ones."""

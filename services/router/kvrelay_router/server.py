@@ -64,8 +64,6 @@ class RouterServer:
             _dispatch_settings(config, api),
         )
         self._dispatcher.start()
-        if config.workers:
-            log.warning("a static list of workers is not used: workers are found through Redis alone")
         app = create_app(api, self._dispatcher, self._text)
         self._http = await serve(
             app, config.host, config.port, graceful_timeout_s=config.drain_timeout_s + HTTP_GRACE_S

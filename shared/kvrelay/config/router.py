@@ -54,26 +54,12 @@ class RouterConfig(CommonConfig):
         le=1 << 20,
         description="prompts of at most so many tokens go to a decode worker alone, without a handoff; 0: none",
     )
-    workers: tuple[str, ...] = Field(
-        default=(),
-        description="workers to use while Redis is away at start, as role@tcp://host:port, separated by commas",
-        json_schema_extra={"list": True},
-    )
     fleet_interval_s: float = Field(
         default=0.5, ge=0.05, le=60, description="time between looks into the registry, in seconds"
     )
     drain_timeout_s: float = Field(
         default=30.0, ge=0, le=3600, description="time for open requests to finish after SIGTERM, in seconds"
     )
-
-    @field_validator("workers")
-    @classmethod
-    def _worker_addresses(cls, workers: tuple[str, ...]) -> tuple[str, ...]:
-        for worker in workers:
-            role, _, address = worker.partition("@")
-            if role not in ("prefill", "decode") or not address.startswith("tcp://"):
-                raise ValueError(f"{worker!r} is not of the form prefill@tcp://host:port or decode@tcp://host:port")
-        return workers
 
     @field_validator("api_keys")
     @classmethod

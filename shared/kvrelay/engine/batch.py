@@ -27,8 +27,6 @@ class WorkerRow:
 
     `block_ids` is the sequence's block table, long enough for position + len(token_ids) tokens; the K/V of the earlier
     `position` tokens lie in it already. With `sample`, one token is drawn from the logits after the last token.
-    With `prompt_logprobs_from`, log-probabilities are also returned for the prompt tokens at positions
-    max(prompt_logprobs_from, position + 1) up to position + len(token_ids) (the last one only if the prompt has it).
     """
 
     key: SequenceKey

@@ -73,14 +73,14 @@ class StepLoop:
         self._forget: list[SequenceKey] = []
 
     def add(self, sequence: Sequence) -> None:
-        """Queues a sequence. Raises ValueError when its key is known."""
-        self.scheduler.add(sequence)
+        """Queues a sequence. Raises ValueError when its key is known, or the sampler cannot take its parameters."""
         self._introduce(sequence)
+        self.scheduler.add(sequence)
 
     def adopt(self, sequence: Sequence) -> None:
-        """Takes over a sequence whose prompt is computed."""
-        self.scheduler.adopt(sequence)
+        """Takes over a sequence whose prompt is computed. Raises as `add` does."""
         self._introduce(sequence)
+        self.scheduler.adopt(sequence)
 
     def abort(self, key: SequenceKey) -> None:
         """Ends a sequence; it is in no step after the one in flight."""

@@ -87,6 +87,35 @@ def test_a_prompt_of_any_length_is_computed_handed_over_and_continued(redis_url:
     run(test)
 
 
+def test_blocks_leave_while_later_chunks_are_computed(redis_url: str) -> None:
+    async def test() -> None:
+        runners = [HashRunner(step_s=0.03), HashRunner()]
+        async with fleet(redis_url, runners[:1], runners[1:], token_budget=32, max_running=16) as f:
+            got = f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt_of(320), GREEDY)
+            await got.until(lambda r: 0 in r.tokens)
+            # 10 chunks of 2 blocks: when the first token is out, only the last two chunks' blocks may be under way.
+            assert f.prefill[0].shell.role.totals()["pushed_blocks"] >= 16
+            await got.finished()
+
+    run(test)
+
+
+def test_a_cached_prefix_leaves_before_the_first_forward(redis_url: str) -> None:
+    async def test() -> None:
+        runners = [HashRunner(step_s=0.2), HashRunner(), HashRunner()]
+        async with fleet(redis_url, runners[:1], runners[1:]) as f:
+            await f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt_of(300), GREEDY).finished()
+            before = f.prefill[0].shell.role.totals()["pushed_blocks"]
+            got = f.router.prefill(f.prefill[0].me, f.decode[1].me, "b", prompt_of(300), GREEDY)
+            async with asyncio.timeout(5):
+                while f.prefill[0].shell.role.totals()["pushed_blocks"] < before + 18:
+                    await asyncio.sleep(0.005)
+            assert not got.tokens  # the step that computes the rest is still running
+            await got.finished()
+
+    run(test)
+
+
 def test_what_decode_holds_already_is_not_sent_again(redis_url: str) -> None:
     async def test() -> None:
         async with fleet(redis_url, [HashRunner()], [HashRunner()]) as f:

@@ -45,7 +45,11 @@ class Recipe:
     num_kv_heads: int = 2
     head_dim: int = 64
     max_positions: int = 8192
-    phases: tuple[Phase, ...] = (Phase(2200, 100, 2e-3, 1.0, 0.0), Phase(2100, 50, 8e-4, 3.0, 0.1))
+    phases: tuple[Phase, ...] = (
+        Phase(2200, 100, 2e-3, first_token_weight=1.0, text_weight=0.0),
+        Phase(2100, 50, 8e-4, first_token_weight=3.0, text_weight=0.1),
+        Phase(1000, 30, 5e-4, first_token_weight=3.0, text_weight=0.0),
+    )
     weight_decay: float = 0.05
     batch_tokens: int = 2048
     row_tokens: int = 256

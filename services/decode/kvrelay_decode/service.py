@@ -195,9 +195,7 @@ class DecodeRole:
             case Handoff():
                 request.last_progress = time.monotonic()
                 self._run(key, request.handoff.handed(body))
-            case Abort() if request.handoff.state is machine.ReceiverState.RUNNING:
-                self._end(key)  # prefill gave it to another worker before it heard of the commit
-            case Abort():
+            case Abort():  # one that crossed the commit changes nothing: the request is the router's to end from there
                 self._drop_wish(key)
                 self._run(key, request.handoff.aborted())
             case Drained():

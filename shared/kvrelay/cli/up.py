@@ -225,6 +225,8 @@ class _Run:
         others = []
         for worker in plan.workers:
             argv = [*plan.worker_flags, f"--worker-id={worker.worker_id}", f"--threads={worker.threads}"]
+            if worker.memory_utilization is not None:
+                argv.append(f"--memory-utilization={worker.memory_utilization / len(plan.workers):.6f}")
             check = WorkerReady(registry, worker.served_model_name, worker.worker_id)
             environ = {"OMP_NUM_THREADS": str(worker.threads)}
             spec = self._spec(worker.role, worker.worker_id, argv, environ, check, worker.drain_timeout_s)

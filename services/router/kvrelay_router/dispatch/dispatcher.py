@@ -14,7 +14,7 @@ from typing import Any
 
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import Delivered, LinkEvent, PeerLost, PeerRefused
-from kvrelay.protocol.messages import Failed, FirstToken, NeedDecode, PeerRef, Status, TokenBatch, pack_tokens
+from kvrelay.protocol.messages import Cancel, Failed, FirstToken, NeedDecode, PeerRef, Status, TokenBatch, pack_tokens
 from kvrelay_router.dispatch.attempt import SequenceAttempts, SequenceSpec
 from kvrelay_router.dispatch.events import (
     AttemptFailed,
@@ -293,7 +293,10 @@ class RouterDispatcher:
             case FirstToken():
                 self._tell(message, FirstTokenCame(peer, header.attempt, body))
             case NeedDecode(reason=reason, excluded=excluded):
-                self._tell(message, DecodeNeeded(peer, header.attempt, reason, frozenset(excluded)))
+                if (header.request, header.sequence) in self._sequences:
+                    self._tell(message, DecodeNeeded(peer, header.attempt, reason, frozenset(excluded)))
+                else:
+                    self._let_go(message)
             case Failed(cause=cause, retriable=retriable):
                 self._tell(message, AttemptFailed(peer, header.attempt, cause, retriable))
             case Status():
@@ -305,6 +308,18 @@ class RouterDispatcher:
         sequence = self._sequences.get((message.header.request, message.header.sequence))
         if sequence is not None:
             self._runner.feed(sequence, event)
+
+    def _let_go(self, question: Delivered) -> None:
+        """Prefill did not hear of the commit, and decode has finished since: nobody else would tell it."""
+        header = question.header
+        self.messenger.send(
+            question.peer,
+            Cancel(reason="the request is over"),
+            request=header.request,
+            attempt=header.attempt,
+            sequence=header.sequence,
+            trace=header.trace,
+        )
 
     def _worker_gone(self, peer: PeerRef, reason: str) -> None:
         for sequence in list(self._sequences.values()):

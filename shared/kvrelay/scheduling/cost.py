@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 FORGETTING = 0.995  # a step's weight after each further one
 SOLVE_EVERY_STEPS = 8
-PULL = 0.01  # weight of the given coefficients, against that of the measured steps together
+PULL = 0.01  # weight of the given coefficients, against that of the measured steps
 
 _SCALES = np.array([1.0, 1e-3, 1e-6])  # brings steps of a thousand tokens that attend to a thousand near 1
 
@@ -57,26 +57,23 @@ class CalibratedCost:
         self._given = np.array([given.fixed_s, given.token_s, given.pair_s]) / _SCALES
         self._products = np.zeros((3, 3))
         self._targets = np.zeros(3)
-        self._seconds = 0.0
         self._num_observed = 0
 
     def observe(self, num_tokens: int, num_pairs: float, seconds: float) -> None:
         """A step took `seconds`; ignored where nothing was measured."""
         if seconds <= 0 or num_tokens < 1:
             return
-        features = np.array([1.0, num_tokens, num_pairs]) * _SCALES
+        features = np.array([1.0, num_tokens, num_pairs]) * _SCALES / seconds  # relative errors: short steps count too
         self._products = self._products * FORGETTING + np.outer(features, features)
-        self._targets = self._targets * FORGETTING + features * seconds
-        self._seconds = self._seconds * FORGETTING + seconds
+        self._targets = self._targets * FORGETTING + features
         self._num_observed += 1
         if self._num_observed % SOLVE_EVERY_STEPS == 0:
             self._solve()
 
     def _solve(self) -> None:
-        predicted = float(self._products[0] @ self._given)  # the seconds of all observed steps, by the given ones
-        prior = self._given * (self._seconds / predicted)
-        pull = PULL * float(np.trace(self._products)) / 3 * np.eye(3)
-        fitted = _non_negative(self._products + pull, self._targets + pull @ prior) * _SCALES
+        slowness = float(self._given @ self._targets / (self._given @ self._products @ self._given))
+        pull = PULL * np.diag(np.diag(self._products))
+        fitted = _non_negative(self._products + pull, self._targets + pull @ self._given * slowness) * _SCALES
         if fitted[1] > 0:
             self.current = StepCost(*fitted.tolist())
 

@@ -19,7 +19,7 @@ from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import LinkEvent, LinkSettings
 from kvrelay.protocol.sampling import FinishReason, Sampling
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
-from kvrelay_router.dispatch.interface import GenerateRequest, NoWorkerReady
+from kvrelay_router.dispatch.interface import GenerateRequest, NoWorkerReady, RequestFailed
 from kvrelay_router.dispatch.running import DispatchSettings
 from tests.fakes.hash_runner import EOS_TOKEN_ID, VOCAB_SIZE, HashRunner, expected_tokens
 from tests.fakes.workers import LocalWorker
@@ -151,9 +151,9 @@ class LocalFleet:
         try:
             async with asyncio.timeout(HANGS_AFTER_S):
                 await self._run(job)
-        except TimeoutError:
+        except (TimeoutError, RequestFailed) as error:
             record = self.dispatcher.recent_request(job.name)
-            raise AssertionError(f"{job.name} hangs: {record}") from None
+            raise AssertionError(f"{job.name}: {error!r}: {record}") from error
 
     async def _run(self, job: Job) -> None:
         request = GenerateRequest(

@@ -278,7 +278,7 @@ class DecodeRole:
         scheduler, pool, sequence = self._context.scheduler, self._context.pool, request.sequence
         if scheduler.waiting:
             # Preempted sequences and older local prompts come first, or reservations would starve them.
-            head = scheduler.waiting[0]
+            head = next(iter(scheduler.waiting))
             older = self._requests.get(head.key)
             if head.num_preemptions or older is None or older.arrival < request.arrival:
                 return False

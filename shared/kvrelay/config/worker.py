@@ -8,6 +8,8 @@ from typing import Any, Literal, Self
 from pydantic import ByteSize, Field, field_validator, model_validator
 
 from kvrelay.config.common import CommonConfig
+from kvrelay.scheduling.base import Chunking, QueueOrderName, Retraction, SchedulerSettings
+from kvrelay.scheduling.registry import DEFAULT_SCHEDULER, WHOLE_PROMPTS, check_scheduler_name
 
 Role = Literal["prefill", "decode"]
 MIB = 1 << 20
@@ -65,6 +67,33 @@ class WorkerConfig(CommonConfig):
         default=256, ge=1, le=1 << 16, description="sequences that hold blocks at a time; at most token_budget"
     )
 
+    scheduler: str = Field(
+        default=DEFAULT_SCHEDULER,
+        description="what a step holds: sarathi, vllm, simple_chunking, orca, faster_transformer, or the name of an "
+        "entry point kvrelay.schedulers",
+    )
+    chunking: Chunking = Field(
+        default="fixed", description="how sarathi and simple_chunking cut prompts: in tokens, or in equal time"
+    )
+    queue_order: QueueOrderName = Field(
+        default="fcfs",
+        description="who is admitted first: first come, longest cached prefix, heaviest branch of prompts, smallest "
+        "priority number, shortest job, or anybody",
+    )
+    queue_patience: int = Field(
+        default=64, ge=1, le=1 << 20, description="admissions after which a waiting sequence is next in any order"
+    )
+    retraction: Retraction = Field(
+        default="latest", description="who loses its blocks when they run out: the latest, or who has the least output"
+    )
+    new_token_ratio: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="share of the output still allowed to running sequences that admission leaves room for, at first; "
+        "it adapts. 0: none",
+    )
+
     lease_ttl_s: float = Field(
         default=5.0, ge=0.5, le=600, description="time after which a silent worker leaves the registry, in seconds"
     )
@@ -82,8 +111,29 @@ class WorkerConfig(CommonConfig):
             raise ValueError("must be a power of two: 8, 16, 32, 64 or 128")
         return size
 
+    @field_validator("scheduler")
+    @classmethod
+    def _known_scheduler(cls, name: str) -> str:
+        return check_scheduler_name(name)
+
+    @property
+    def scheduler_settings(self) -> SchedulerSettings:
+        """What the scheduler's policy is told."""
+        return SchedulerSettings(
+            queue_order=self.queue_order,
+            queue_patience=self.queue_patience,
+            chunking=self.chunking,
+            retraction=self.retraction,
+            new_token_ratio=self.new_token_ratio,
+        )
+
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
+        if self.chunking == "dynamic" and self.scheduler in WHOLE_PROMPTS:
+            raise ValueError(
+                f"chunking = dynamic needs a scheduler that cuts prompts (sarathi, simple_chunking), "
+                f"and scheduler = {self.scheduler} does not"
+            )
         if self.max_running > self.token_budget:
             raise ValueError(
                 f"max_running ({self.max_running}) must be at most token_budget ({self.token_budget}): each running "

@@ -1,20 +1,44 @@
 """Blocks for sequences: admission with the cached prefix, growth, publication, release. One pool, shared with the
-cache."""
+cache.
+
+Three managers differ in how many tokens a sequence gets blocks for when it is admitted; from then on all of them give
+blocks as tokens come. `slot_use` measures what each choice wastes (Kwon et al., SOSP 2023, figure 2).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvrelay.kv.ablations import NullCache
 from kvrelay.kv.cache import Cache
+from kvrelay.kv.hashing import BlockHash
 from kvrelay.kv.pool import BlockPool, Owner
 from kvrelay.kv.table import blocks_for
 from kvrelay.scheduling.sequence import Sequence
 
 
+@dataclass(frozen=True, slots=True)
+class SlotUse:
+    """Token slots in the blocks of some sequences; `committed`: those whose K/V is there. A shared one counts twice."""
+
+    allocated: int
+    committed: int
+
+    @property
+    def wasted(self) -> int:
+        """Slots that nobody else can have and that hold nothing."""
+        return self.allocated - self.committed
+
+
 class BlockManager:
     """Gives a sequence the blocks of its whole prompt at admission, and one at a time from then on."""
 
-    def __init__(self, pool: BlockPool, cache: Cache) -> None:
+    def __init__(self, pool: BlockPool, cache: Cache, max_model_len: int) -> None:
         self.pool = pool
         self.cache = cache
+        self.max_model_len = max_model_len
+        self.shares_prefixes = not isinstance(cache, NullCache)
 
     def cached_prefix(self, sequence: Sequence) -> list[int]:
         """Blocks of the longest cached prefix that leaves at least one token to compute (logits need one)."""
@@ -22,48 +46,84 @@ class BlockManager:
 
     def num_cached_blocks(self, sequence: Sequence) -> int:
         """How many blocks `cached_prefix` would find; does not count as a use."""
-        return self.cache.peek(sequence.block_hashes(self._num_reusable(sequence)))
+        return self.first_missing(sequence)[0]
+
+    def first_missing(self, sequence: Sequence) -> tuple[int, BlockHash | None]:
+        """The number of cached blocks, and the hash of the next one that could be; not a use. O(log blocks)."""
+        hashes = sequence.block_hashes(self._num_reusable(sequence))
+        num_cached = self.cache.peek(hashes)
+        return num_cached, hashes[num_cached] if num_cached < len(hashes) else None
 
     def _num_reusable(self, sequence: Sequence) -> int:
         if sequence.sampling.prompt_logprobs is not None:
             return 0  # every position's logits are wanted
         return (sequence.num_tokens - 1) // self.pool.block_size
 
-    def admit(self, sequence: Sequence, owner: Owner) -> bool:
-        """Gives a sequence blocks for all its tokens; what the cache holds counts as computed. All or nothing."""
+    def admit(self, sequence: Sequence, owner: Owner, *, first_chunk: int | None = None, headroom: int = 0) -> bool:
+        """Gives a sequence its first blocks; what the cache holds counts as computed. All or nothing.
+
+        `first_chunk`: tokens behind the cached prefix that the next step computes; the manager decides how much room
+        it makes beyond. Without, there is room for all known tokens and no more (a handoff's slots).
+        `headroom`: blocks that must be available besides.
+        """
+        size, pool = self.pool.block_size, self.pool
+        num_cached = self.num_cached_blocks(sequence)
+        num_tokens = sequence.num_tokens
+        if first_chunk is not None:
+            num_tokens = self._num_at_admission(sequence, num_cached * size + first_chunk)
+        num_missing = blocks_for(num_tokens, size) - num_cached
+        if num_missing + headroom > pool.num_available:
+            return False
         cached = self.cached_prefix(sequence)
-        self.pool.hold(cached, owner)
-        num_missing = blocks_for(sequence.num_tokens, self.pool.block_size) - len(cached)
-        if num_missing > self.pool.num_available:
-            self.pool.release(cached, owner)
+        pool.hold(cached, owner)
+        if num_missing + headroom > pool.num_available:  # now that the prefix cannot be evicted
+            pool.release(cached, owner)
             return False
         sequence.owner = owner
         sequence.table.append(cached)
-        sequence.table.append(self.pool.allocate(num_missing, owner))
-        sequence.num_computed = len(cached) * self.pool.block_size
-        sequence.num_published = len(cached)
+        sequence.table.append(pool.allocate(num_missing, owner))
+        sequence.num_computed = num_cached * size
+        sequence.num_published = num_cached
         return True
+
+    def _num_at_admission(self, sequence: Sequence, num_next: int) -> int:
+        """Tokens to make room for. `num_next`: how many are computed or in the next step."""
+        return sequence.num_tokens
+
+    def adopt(self, sequence: Sequence) -> None:
+        """A sequence with blocks for all its tokens joined: makes the room that an admission would, if there is any."""
+        self.grow(sequence, self._num_at_admission(sequence, sequence.num_tokens))
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Makes the table long enough for `num_tokens` tokens. All or nothing."""
-        num_missing = blocks_for(num_tokens, self.pool.block_size) - sequence.table.num_blocks
-        if num_missing <= 0:
+        table = sequence.table
+        if num_tokens <= table.num_blocks * table.block_size:
             return True
+        num_missing = blocks_for(num_tokens, table.block_size) - table.num_blocks
         if num_missing > self.pool.num_available:
             return False
-        sequence.table.append(self.pool.allocate(num_missing, sequence.owner))
+        last = int(table.ids[-1]) if table.num_blocks else None
+        table.append(self.pool.allocate(num_missing, sequence.owner, after=last))
         return True
 
-    def publish(self, sequence: Sequence) -> None:
-        """Offers the blocks whose K/V is complete to the cache."""
+    def remaining_output(self, sequence: Sequence) -> int:
+        """Tokens that a sequence may still draw here, at most."""
+        if sequence.prefill_only:
+            return 0
+        left = sequence.sampling.max_tokens - sequence.num_output
+        return max(0, min(left, self.max_model_len - sequence.num_tokens))
+
+    def publish(self, sequence: Sequence) -> list[BlockHash]:
+        """Offers the blocks whose K/V is complete to the cache; returns the hashes of the new ones."""
         num_full = sequence.num_computed // self.pool.block_size
         start = sequence.num_published
         if num_full <= start:
-            return
+            return []
         hashes = sequence.block_hashes(num_full)
         parent = hashes[start - 1] if start else None
         self.cache.extend(parent, hashes[start:], sequence.table.ids[start:num_full].tolist())
         sequence.num_published = num_full
+        return hashes[start:]
 
     def change_owner(self, sequence: Sequence, owner: Owner) -> None:
         """Lets a sequence's blocks count as `owner` from now on."""
@@ -76,3 +136,26 @@ class BlockManager:
         sequence.table.clear()
         sequence.num_computed = 0
         sequence.num_published = 0
+
+    def slot_use(self, sequences: Iterable[Sequence]) -> SlotUse:
+        """What these sequences' blocks have room for, and what is there."""
+        allocated = committed = 0
+        for sequence in sequences:
+            allocated += sequence.table.capacity_tokens
+            committed += sequence.num_computed
+        return SlotUse(allocated, committed)
+
+
+class OnDemandBlocks(BlockManager):
+    """Blocks as tokens come: at admission for the first chunk alone (Kwon et al., SOSP 2023, section 4.3)."""
+
+    def _num_at_admission(self, sequence: Sequence, num_next: int) -> int:
+        return min(num_next, sequence.num_tokens)
+
+
+class WholeSequenceBlocks(BlockManager):
+    """Room for the longest sequence that this can become, at once (Yu et al., Orca, OSDI 2022, section 4.2)."""
+
+    def _num_at_admission(self, sequence: Sequence, num_next: int) -> int:
+        # The last token drawn is never computed.
+        return max(sequence.num_tokens, sequence.num_tokens + self.remaining_output(sequence) - 1)

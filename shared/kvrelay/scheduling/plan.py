@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from kvrelay.engine.batch import SequenceKey
 from kvrelay.protocol.sampling import FinishReason, TokenLogprobs
 from kvrelay.scheduling.sequence import Sequence
 
@@ -39,6 +40,39 @@ class StepPlan:
     def num_decode_tokens(self) -> int:
         """Tokens of decoding sequences, one each."""
         return sum(row.num_tokens for row in self.rows if not row.is_prefill)
+
+
+class PlanDraft:
+    """A plan while it is made. `budget_left` may fall below 0 where a policy runs a prompt longer than the budget."""
+
+    def __init__(self, token_budget: int) -> None:
+        self.budget_left = token_budget
+        self.prompts: dict[SequenceKey, PlannedRow] = {}
+        self.decodes: dict[SequenceKey, PlannedRow] = {}
+        self.admitted: list[Sequence] = []
+        self.preempted: list[Sequence] = []
+        self.held_back = ""
+
+    @property
+    def rows(self) -> tuple[PlannedRow, ...]:
+        """Prompt chunks first."""
+        return (*self.prompts.values(), *self.decodes.values())
+
+    def add(self, row: PlannedRow) -> None:
+        """Adds a sequence's part."""
+        (self.prompts if row.is_prefill else self.decodes)[row.sequence.key] = row
+        self.budget_left -= row.num_tokens
+
+    def preempt(self, sequence: Sequence) -> None:
+        """A sequence loses its part, if it had one, and its blocks."""
+        row = self.prompts.pop(sequence.key, None) or self.decodes.pop(sequence.key, None)
+        if row is not None:
+            self.budget_left += row.num_tokens
+        self.preempted.append(sequence)
+
+    def finish(self, step: int) -> StepPlan:
+        """The plan."""
+        return StepPlan(step, self.rows, self.admitted, self.preempted, self.held_back)
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,11 @@ class Sequence:
         return len(self.tokens) - self.num_computed
 
     @property
+    def num_full_blocks(self) -> int:
+        """Blocks that its tokens fill."""
+        return len(self.tokens) // self.table.block_size
+
+    @property
     def is_decoding(self) -> bool:
         """Only the newest token lacks K/V, and that token is output."""
         return self.num_remaining == 1 and self.num_computed > 0 and self.num_output > 0

@@ -13,8 +13,8 @@ from kvrelay.kv.pool import BlockPool
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import Delivered
 from kvrelay.protocol.messages import PeerRef
+from kvrelay.scheduling.base import Scheduler
 from kvrelay.scheduling.blocks import BlockManager
-from kvrelay.scheduling.sarathi import SarathiScheduler
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 
 
@@ -26,7 +26,7 @@ class WorkerContext:
     pool: BlockPool
     pool_bytes: NDArray[np.uint8]
     blocks: BlockManager
-    scheduler: SarathiScheduler
+    scheduler: Scheduler
     steps: StepLoop
     messenger: Messenger
 

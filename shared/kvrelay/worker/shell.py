@@ -19,8 +19,8 @@ from kvrelay.kv.pool import BlockPool
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings
 from kvrelay.protocol.messages import PROTOCOL_VERSION, PeerRef, Status, StatusQuery
-from kvrelay.scheduling.blocks import BlockManager
-from kvrelay.scheduling.sarathi import SarathiScheduler, SchedulerLimits
+from kvrelay.scheduling.base import SchedulerLimits
+from kvrelay.scheduling.registry import make_scheduler
 from kvrelay.worker.context import Role, WorkerContext
 from kvrelay.worker.membership import Membership
 from kvrelay.worker.step_loop import StepLoop
@@ -79,11 +79,10 @@ class WorkerShell:
         )
         self.pool = BlockPool(spec.num_blocks, spec.block_size)
         cache: Cache = PrefixCache(self.pool) if config.prefix_cache else NullCache()
-        blocks = BlockManager(self.pool, cache)
         limits = SchedulerLimits(
             config.token_budget, config.max_running, spec.max_model_len, frozenset(spec.eos_token_ids)
         )
-        self.scheduler = SarathiScheduler(limits, blocks)
+        self.scheduler = make_scheduler(config.scheduler, limits, self.pool, cache, config.scheduler_settings)
         self.messenger = Messenger(
             config.worker_id,
             self._on_event,
@@ -98,7 +97,7 @@ class WorkerShell:
             spec=spec,
             pool=self.pool,
             pool_bytes=runner.pool_bytes,
-            blocks=blocks,
+            blocks=self.scheduler.blocks,
             scheduler=self.scheduler,
             steps=self.steps,
             messenger=self.messenger,

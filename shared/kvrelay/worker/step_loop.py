@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from kvrelay.engine.batch import ModelRunner, RowsFailed, SequenceKey, StepResult, WorkerBatch, WorkerRow
+from kvrelay.scheduling.base import Scheduler
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
-from kvrelay.scheduling.sarathi import SarathiScheduler
 from kvrelay.scheduling.sequence import Sequence
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def worker_batch(plan: StepPlan) -> WorkerBatch:
 class StepLoop:
     """Drives a scheduler and a runner until stopped; sleeps on an event while there is nothing to do."""
 
-    def __init__(self, runner: ModelRunner, scheduler: SarathiScheduler) -> None:
+    def __init__(self, runner: ModelRunner, scheduler: Scheduler) -> None:
         self.runner = runner
         self.scheduler = scheduler
         self.totals = StepTotals()

@@ -17,9 +17,10 @@ from kvrelay.kv.pool import BlockPool, Owner
 from kvrelay.kv.table import BlockTable, blocks_for
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sampling import FinishReason, Sampling
+from kvrelay.scheduling.base import SchedulerLimits
 from kvrelay.scheduling.blocks import BlockManager
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
-from kvrelay.scheduling.sarathi import SarathiScheduler, SchedulerLimits
+from kvrelay.scheduling.sarathi import SarathiScheduler
 from kvrelay.scheduling.sequence import Sequence, SequenceState, TokenBuffer
 
 pytestmark = pytest.mark.unit
@@ -32,7 +33,7 @@ class Bench:
 
     def __init__(self, num_blocks: int = 16, token_budget: int = 16, max_running: int = 8, cache: bool = True) -> None:
         self.pool = BlockPool(num_blocks, BLOCK_SIZE)
-        self.blocks = BlockManager(self.pool, PrefixCache(self.pool) if cache else NullCache())
+        self.blocks = BlockManager(self.pool, PrefixCache(self.pool) if cache else NullCache(), num_blocks * BLOCK_SIZE)
         limits = SchedulerLimits(token_budget, max_running, num_blocks * BLOCK_SIZE, frozenset({EOS}))
         self.scheduler = SarathiScheduler(limits, self.blocks)
         self.sequences: list[Sequence] = []
@@ -141,7 +142,7 @@ def test_the_latest_arrival_is_preempted_first_and_comes_back_with_its_output() 
         plan, _ = bench.step()
         preempted += plan.preempted
         if plan.preempted:
-            assert bench.scheduler.waiting[0] is young
+            assert next(iter(bench.scheduler.waiting)) is young
     assert set(preempted) == {young}
     assert old.num_output == young.num_output == 10
 

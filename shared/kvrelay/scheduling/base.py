@@ -1,0 +1,122 @@
+"""What every scheduler is: the interface, its limits, and the settings that its policy reads."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
+
+from kvrelay.engine.batch import SequenceKey, StepResult
+from kvrelay.scheduling.blocks import BlockManager
+from kvrelay.scheduling.plan import SequenceOutput, StepPlan
+from kvrelay.scheduling.sequence import Sequence
+
+QueueOrderName = Literal["fcfs", "lpm", "dfs_weight", "priority", "sjf", "random"]
+Chunking = Literal["fixed", "dynamic"]
+Retraction = Literal["latest", "least_progress"]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """`token_budget`: tokens a step may hold; `max_running`: sequences that hold blocks at a time."""
+
+    token_budget: int
+    max_running: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+
+    def __post_init__(self) -> None:
+        if self.token_budget < 1 or self.max_running < 1:
+            raise ValueError("token_budget and max_running must be at least 1")
+        if self.max_running > self.token_budget:
+            raise ValueError(
+                f"max_running ({self.max_running}) must not exceed token_budget ({self.token_budget}): each running "
+                f"decode takes one token of every step"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings:
+    """What a policy may be told.
+
+    `queue_patience`: admissions that a waiting sequence lets pass before it is next, whatever the order.
+    `new_token_ratio`: share of the tokens that running sequences may still draw for which admission leaves room, at
+    first; 0 leaves none. `retraction`: who goes when blocks run out.
+    """
+
+    queue_order: QueueOrderName = "fcfs"
+    queue_patience: int = 64
+    chunking: Chunking = "fixed"
+    retraction: Retraction = "latest"
+    new_token_ratio: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, kind in (("queue_order", QueueOrderName), ("chunking", Chunking), ("retraction", Retraction)):
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(f"{name} = {getattr(self, name)!r}: must be one of {', '.join(get_args(kind))}")
+        if self.queue_patience < 1:
+            raise ValueError(f"queue_patience = {self.queue_patience}: must be at least 1")
+        if not 0 <= self.new_token_ratio <= 1:
+            raise ValueError(f"new_token_ratio = {self.new_token_ratio}: must be 0 to 1")
+
+
+class Scheduler(Protocol):
+    """Decides what each step computes, and books what it gave. Pure: no I/O, no clock, no tensor."""
+
+    @property
+    def limits(self) -> SchedulerLimits:
+        """What a step may hold."""
+        ...
+
+    @property
+    def blocks(self) -> BlockManager:
+        """Who gives the sequences their blocks."""
+        ...
+
+    @property
+    def waiting(self) -> Collection[Sequence]:
+        """Sequences that hold nothing: preempted ones first, then by arrival."""
+        ...
+
+    @property
+    def running(self) -> Mapping[SequenceKey, Sequence]:
+        """Sequences that hold blocks, by the time they got them."""
+        ...
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often a sequence lost its blocks to others, since the start."""
+        ...
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence waits or runs."""
+        ...
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence. Raises ValueError for one that is known already."""
+        ...
+
+    def adopt(self, sequence: Sequence) -> None:
+        """Takes over a sequence whose prompt's K/V is computed and whose blocks it holds as `running`."""
+        ...
+
+    def abort(self, key: SequenceKey) -> bool:
+        """Ends a sequence without output. One in a step in flight ends when that step is committed. Whether known."""
+        ...
+
+    def get(self, key: SequenceKey) -> Sequence | None:
+        """A sequence that is waiting or running."""
+        ...
+
+    def schedule(self) -> StepPlan:
+        """Plans the next step. To be followed by `commit` with its result before the next call."""
+        ...
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
+        """Books a step's result; returns what is to be told about it. Finished sequences have left."""
+        ...
+
+    def fail_step(self, plan: StepPlan, keys: Collection[SequenceKey] | None = None) -> list[Sequence]:
+        """The step could not be computed: the sequences with these keys leave (None: all of them). Returns them."""
+        ...

@@ -1,0 +1,312 @@
+"""The bookkeeping that all schedulers share: who is here, who holds blocks, what a step's result means.
+
+A policy is a subclass that says in `fill` what goes into a step, out of the three parts below: running decodes, running
+prompts, waiting prompts. Everything else is final here.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from typing import ClassVar, Self
+
+from kvrelay.engine.batch import RowResult, SequenceKey, StepResult
+from kvrelay.kv.cache import Cache
+from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.protocol.sampling import FinishReason
+from kvrelay.scheduling.admission import NewTokenRatio
+from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
+from kvrelay.scheduling.blocks import BlockManager
+from kvrelay.scheduling.chunks import Chunks
+from kvrelay.scheduling.orders import ORDERS
+from kvrelay.scheduling.plan import PlanDraft, PlannedRow, SequenceOutput, StepPlan
+from kvrelay.scheduling.prefixes import PrefixesInProgress
+from kvrelay.scheduling.queue import WaitingQueue
+from kvrelay.scheduling.sequence import Sequence, SequenceState
+
+DEFAULT_SETTINGS = SchedulerSettings()
+
+
+class BatchScheduler(ABC):
+    """See the module's text. Implements `Scheduler`."""
+
+    block_manager: ClassVar[type[BlockManager]] = BlockManager
+
+    def __init__(
+        self, limits: SchedulerLimits, blocks: BlockManager, settings: SchedulerSettings = DEFAULT_SETTINGS
+    ) -> None:
+        self.limits = limits
+        self.blocks = blocks
+        self.settings = settings
+        self.in_progress = PrefixesInProgress()
+        self.waiting = WaitingQueue(ORDERS[settings.queue_order], blocks, self.in_progress, settings.queue_patience)
+        self.running: dict[SequenceKey, Sequence] = {}
+        self.num_preemptions = 0
+        self.new_token_ratio = NewTokenRatio(settings.new_token_ratio)
+        self.chunks = self.make_chunks()
+        self._sequences: dict[SequenceKey, Sequence] = {}
+        self._step = 0
+        self._refused: tuple[SequenceKey, int, int] | None = None  # who, with how many blocks available, and headroom
+
+    @classmethod
+    def build(cls, limits: SchedulerLimits, pool: BlockPool, cache: Cache, settings: SchedulerSettings) -> Self:
+        """The scheduler with the block manager that belongs to it."""
+        return cls(limits, cls.block_manager(pool, cache, limits.max_model_len), settings)
+
+    # -- the policy ---------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def make_chunks(self) -> Chunks:
+        """How prompts are cut."""
+
+    @abstractmethod
+    def fill(self, draft: PlanDraft) -> None:
+        """Puts into a step what belongs there."""
+
+    # -- sequences come and go ----------------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence. Raises ValueError for one that is known already."""
+        self._enter(sequence)
+        self.waiting.add(sequence)
+
+    def adopt(self, sequence: Sequence) -> None:
+        """Takes over a sequence whose prompt's K/V is computed and whose blocks it holds as `running`."""
+        self._enter(sequence)
+        sequence.state = SequenceState.RUNNING
+        self.running[sequence.key] = sequence
+        self._publish(sequence)
+        self.blocks.adopt(sequence)
+
+    def abort(self, key: SequenceKey) -> bool:
+        """Ends a sequence without output. One in a step in flight ends when that step is committed. Whether known."""
+        sequence = self._sequences.get(key)
+        if sequence is None:
+            return False
+        if sequence.num_planned:
+            sequence.abort_requested = True
+        else:
+            self._leave(sequence)
+        return True
+
+    def get(self, key: SequenceKey) -> Sequence | None:
+        """A sequence that is waiting or running."""
+        return self._sequences.get(key)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence waits or runs."""
+        return bool(self._sequences)
+
+    def _enter(self, sequence: Sequence) -> None:
+        if sequence.key in self._sequences:
+            raise ValueError(f"sequence {sequence.key} is known already")
+        self._sequences[sequence.key] = sequence
+
+    def _leave(self, sequence: Sequence) -> None:
+        if sequence.state is SequenceState.WAITING:
+            self.waiting.remove(sequence)
+        else:
+            self._lose_blocks(sequence)
+        sequence.state = SequenceState.FINISHED
+        del self._sequences[sequence.key]
+        if not self.running:
+            self.new_token_ratio.idle()
+
+    def _lose_blocks(self, sequence: Sequence) -> None:
+        del self.running[sequence.key]
+        self.blocks.free(sequence)
+        self.waiting.prefixes_changed(self.in_progress.give_up(sequence.key))
+
+    # -- the decision -------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan:
+        """Plans the next step. To be followed by `commit` with its result before the next call."""
+        self.waiting.refresh()
+        draft = PlanDraft(self.limits.token_budget)
+        self.fill(draft)
+        self._step += 1
+        plan = draft.finish(self._step)
+        for row in plan.rows:
+            row.sequence.num_planned = row.num_tokens
+        return plan
+
+    def plan_decodes(self, draft: PlanDraft) -> None:
+        """Every running decode, one token each; those that find no block take it from others, or go themselves."""
+        for sequence in [s for s in self.running.values() if s.is_decoding]:
+            if sequence.state is SequenceState.RUNNING and self._make_room(sequence, sequence.num_computed + 1, draft):
+                draft.add(PlannedRow(sequence, sequence.num_computed, 1, is_prefill=False, sample=True))
+
+    def plan_prompts(self, draft: PlanDraft) -> None:
+        """The next chunks of the prompts that hold blocks, in the order of their admission."""
+        for sequence in [s for s in self.running.values() if not s.is_decoding and s.num_remaining]:
+            if sequence.state is SequenceState.RUNNING:
+                num_tokens = self.chunks.size(sequence.num_remaining, sequence.num_computed, draft)
+                num_tokens = self._room_for_chunk(sequence, num_tokens, draft)
+                if not num_tokens:
+                    return
+                self._plan_chunk(sequence, num_tokens, draft)
+
+    def admit_prompts(self, draft: PlanDraft, *, beyond_budget: bool = False) -> None:
+        """Waiting prompts, in the queue's order, until one does not fit; nobody is skipped.
+
+        With `beyond_budget` the budget holds up nobody's admission: what does not fit is computed in later steps.
+        """
+        while not draft.held_back:
+            draft.held_back = self._admit_next(draft, beyond_budget)
+
+    def _admit_next(self, draft: PlanDraft, beyond_budget: bool) -> str:
+        """Admits the sequence whose turn it is, or says why not."""
+        if draft.preempted:
+            return "decodes were preempted in this step"
+        if not self.waiting:
+            return "queue empty"
+        if len(self.running) >= self.limits.max_running:
+            return "max_running reached"
+        sequence = self.waiting.head()
+        if sequence is None:
+            return "its prefix is being computed"
+        position = self.blocks.num_cached_blocks(sequence) * self.blocks.pool.block_size
+        num_tokens = self.chunks.size(sequence.num_tokens - position, position, draft)
+        if not num_tokens and not beyond_budget:
+            return "budget spent"
+        if not self._give_blocks(sequence, num_tokens):
+            return "no blocks"
+        self._admitted(sequence)
+        draft.admitted.append(sequence)
+        if num_tokens:
+            self._plan_chunk(sequence, num_tokens, draft)
+        return ""
+
+    def _give_blocks(self, sequence: Sequence, first_chunk: int) -> bool:
+        """Admission as SGLang's paper has it: free and evictable blocks must hold the part that is not cached, and what
+        the running sequences are expected to take. A refusal stands until blocks come back.
+        """
+        available = self.blocks.pool.num_available
+        headroom = self.new_token_ratio.headroom(self.running.values(), self.blocks)
+        if self._refused is not None:
+            key, available_then, headroom_then = self._refused
+            if key == sequence.key and available <= available_then and headroom >= headroom_then:
+                return False
+        admitted = self.blocks.admit(sequence, Owner.COMPUTING, first_chunk=first_chunk, headroom=headroom)
+        self._refused = None if admitted else (sequence.key, available, headroom)
+        return admitted
+
+    def _admitted(self, sequence: Sequence) -> None:
+        if not sequence.num_preemptions:
+            sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt)
+        self.waiting.admitted(sequence)
+        sequence.state = SequenceState.RUNNING
+        self.running[sequence.key] = sequence
+        if self.blocks.shares_prefixes:
+            hashes = sequence.block_hashes(sequence.num_full_blocks)
+            self.in_progress.promise(sequence.key, hashes[sequence.num_published :])
+
+    def _plan_chunk(self, sequence: Sequence, num_tokens: int, draft: PlanDraft) -> None:
+        completes = num_tokens == sequence.num_remaining
+        sample = completes and sequence.wants_token
+        draft.add(PlannedRow(sequence, sequence.num_computed, num_tokens, is_prefill=True, sample=sample))
+
+    # -- room ---------------------------------------------------------------------------------------------------------
+
+    def _room_for_chunk(self, sequence: Sequence, num_tokens: int, draft: PlanDraft) -> int:
+        """The chunk shrinks to the blocks there are; where there are none, others make room for its first token."""
+        table = sequence.table
+        available = self.blocks.pool.num_available * table.block_size
+        room = table.capacity_tokens + available - sequence.num_computed
+        num_tokens = min(num_tokens, max(room, 1))
+        return num_tokens if self._make_room(sequence, sequence.num_computed + num_tokens, draft) else 0
+
+    def _make_room(self, sequence: Sequence, num_tokens: int, draft: PlanDraft) -> bool:
+        """Blocks for `num_tokens` tokens, at the cost of others; False if the sequence was preempted itself."""
+        while not self.blocks.grow(sequence, num_tokens):
+            victim = self._victim()
+            self._preempt(victim)
+            draft.preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _victim(self) -> Sequence:
+        """Who goes: the latest that got blocks; or the one with the least output, the latest of those."""
+        latest_first = reversed(self.running.values())
+        if self.settings.retraction == "latest":
+            return next(latest_first)
+        return min(latest_first, key=lambda sequence: sequence.num_output)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Recomputation: its output joins what there is to compute; published blocks may still be cached then."""
+        self._lose_blocks(sequence)
+        sequence.state = SequenceState.WAITING
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.resume(sequence)
+        self.new_token_ratio.retracted(self.running.values())
+
+    # -- the result ---------------------------------------------------------------------------------------------------
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
+        """Books a step's result; returns what is to be told about it. Finished sequences have left."""
+        self.chunks.measured(plan, result.forward_s)
+        self.new_token_ratio.relax()
+        outputs = []
+        for row, given in zip(plan.rows, result.rows, strict=True):
+            output = self._commit_row(row, given)
+            if output is not None:
+                outputs.append(output)
+        return outputs
+
+    def _commit_row(self, row: PlannedRow, given: RowResult) -> SequenceOutput | None:
+        sequence = row.sequence
+        sequence.num_planned = 0
+        sequence.num_computed += row.num_tokens
+        if sequence.abort_requested:
+            self._leave(sequence)
+            return None
+        self._publish(sequence)
+        prefilled = row.is_prefill and sequence.num_remaining == 0
+        index = sequence.num_output
+        finish = None
+        if given.token_id is not None:
+            sequence.tokens.append(given.token_id)
+            finish = self._finish(sequence, given.token_id)
+        elif prefilled and not sequence.wants_token:
+            finish = FinishReason.LENGTH
+        if prefilled and not finish and sequence.owner is Owner.COMPUTING and not sequence.prefill_only:
+            self.blocks.change_owner(sequence, Owner.RUNNING)
+        if finish:
+            self._leave(sequence)
+        if given.token_id is None and not given.prompt_logprobs and not prefilled:
+            return None
+        return SequenceOutput(sequence, index, given.token_id, given.logprobs, given.prompt_logprobs, finish, prefilled)
+
+    def fail_step(self, plan: StepPlan, keys: Collection[SequenceKey] | None = None) -> list[Sequence]:
+        """The step could not be computed: the sequences with these keys leave (None: all of them). Returns them.
+
+        The others are where they were before the step.
+        """
+        failed = []
+        for row in plan.rows:
+            sequence = row.sequence
+            sequence.num_planned = 0
+            if keys is None or sequence.key in keys or sequence.abort_requested:
+                self._leave(sequence)
+                failed.append(sequence)
+        return failed
+
+    def _publish(self, sequence: Sequence) -> None:
+        published = self.blocks.publish(sequence)
+        if published:
+            self.in_progress.kept(sequence.key, len(published))
+            self.waiting.prefixes_changed(published)
+
+    def _finish(self, sequence: Sequence, token_id: int) -> FinishReason | None:
+        sampling = sequence.sampling
+        ends = token_id in sampling.stop_token_ids or (
+            not sampling.ignore_eos and token_id in self.limits.eos_token_ids
+        )
+        if ends:
+            return FinishReason.STOP_TOKEN
+        if sequence.num_output >= sampling.max_tokens or sequence.num_tokens >= self.limits.max_model_len:
+            return FinishReason.LENGTH
+        return None

@@ -1,0 +1,152 @@
+"""A scheduler with a pool, and a forward that draws the next integer; every step is held against the invariants."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from kvrelay.engine.batch import RowResult, StepResult
+from kvrelay.kv.ablations import NullCache
+from kvrelay.kv.cache import Cache, PrefixCache
+from kvrelay.kv.hashing import root_hash
+from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.kv.table import BlockTable, blocks_for
+from kvrelay.protocol.messages import PeerRef
+from kvrelay.protocol.sampling import Sampling
+from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
+from kvrelay.scheduling.batching import BatchScheduler
+from kvrelay.scheduling.blocks import BlockManager, WholeSequenceBlocks
+from kvrelay.scheduling.plan import SequenceOutput, StepPlan
+from kvrelay.scheduling.registry import BUILT_IN, find_scheduler
+from kvrelay.scheduling.sarathi import SarathiScheduler
+from kvrelay.scheduling.sequence import Sequence, TokenBuffer
+
+BLOCK_SIZE = 4
+EOS = 0
+SCHEDULERS = list(BUILT_IN)
+ADOPTED_FIRST_TOKEN = 7
+
+
+def make_sequence(
+    prompt: list[int], max_tokens: int, name: str, *, priority: int = 0, block_size: int = BLOCK_SIZE
+) -> Sequence:
+    return Sequence(
+        key=(name, 1, 0),
+        tokens=TokenBuffer(np.array(prompt, np.int32)),
+        num_prompt=len(prompt),
+        sampling=Sampling(max_tokens=max_tokens),
+        root=root_hash(model="test"),
+        table=BlockTable(block_size),
+        router=PeerRef("router", "1", "tcp://nowhere"),
+        priority=priority,
+    )
+
+
+class Bench:
+    def __init__(
+        self,
+        num_blocks: int = 16,
+        token_budget: int = 16,
+        max_running: int = 8,
+        cache: bool = True,
+        scheduler: str = "sarathi",
+        settings: SchedulerSettings | None = None,
+        blocks: type[BlockManager] | None = None,
+        eos: int = EOS,
+    ) -> None:
+        self.pool = BlockPool(num_blocks, BLOCK_SIZE)
+        kept: Cache = PrefixCache(self.pool) if cache else NullCache()
+        limits = SchedulerLimits(token_budget, max_running, num_blocks * BLOCK_SIZE, frozenset({eos}))
+        settings = settings or SchedulerSettings()
+        built = find_scheduler(scheduler)(limits, self.pool, kept, settings)
+        assert isinstance(built, BatchScheduler)
+        self.scheduler = built
+        if blocks is not None:
+            self.scheduler = type(built)(limits, blocks(self.pool, kept, limits.max_model_len), settings)
+        self.blocks = self.scheduler.blocks
+        self.sequences: list[Sequence] = []
+        self.tokens_drawn = 0
+
+    def add(self, prompt: list[int], max_tokens: int, priority: int = 0, *, prefill_only: bool = False) -> Sequence:
+        sequence = make_sequence(prompt, max_tokens, f"r{len(self.sequences)}", priority=priority)
+        sequence.prefill_only = prefill_only
+        self.sequences.append(sequence)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def adopt(self, prompt: list[int], max_tokens: int) -> Sequence | None:
+        """As a decode worker does: slots for the prompt, filled by the peer, and its first token. None: no room."""
+        sequence = make_sequence(prompt, max_tokens, f"r{len(self.sequences)}")
+        if not self.blocks.admit(sequence, Owner.RESERVED):
+            return None
+        self.sequences.append(sequence)
+        sequence.num_computed = sequence.num_tokens
+        sequence.tokens.append(ADOPTED_FIRST_TOKEN)
+        self.blocks.change_owner(sequence, Owner.RUNNING)
+        self.scheduler.adopt(sequence)
+        return sequence
+
+    def forward(self, plan: StepPlan, token_id: int | None = None) -> StepResult:
+        rows = []
+        for row in plan.rows:
+            self.tokens_drawn += row.sample
+            drawn = token_id if token_id is not None else 1 + self.tokens_drawn % 7
+            rows.append(RowResult(drawn if row.sample else None))
+        return StepResult(plan.step, rows, 0.0)
+
+    def step(self) -> tuple[StepPlan, list[SequenceOutput]]:
+        decoding = [s for s in self.scheduler.running.values() if s.is_decoding]
+        plan = self.scheduler.schedule()
+        self.check_plan(plan, decoding)
+        outputs = self.scheduler.commit(plan, self.forward(plan))
+        for output in outputs:
+            if output.sequence.prefill_only and output.prefilled and output.finish is None:
+                self.scheduler.abort(output.sequence.key)  # its blocks are the handoff's from here on
+        self.check_pool()
+        return plan, outputs
+
+    def run(self, max_steps: int = 3000) -> list[StepPlan]:
+        """Steps until nothing is left."""
+        plans = []
+        while self.scheduler.has_work:
+            assert len(plans) < max_steps, "it does not end"
+            plan, _ = self.step()
+            assert plan.rows, f"work waits and nothing runs: {plan.held_back}"
+            plans.append(plan)
+        return plans
+
+    def check_plan(self, plan: StepPlan, decoding: list[Sequence]) -> None:
+        self.check_budget(plan)
+        assert [row.is_prefill for row in plan.rows] == sorted((r.is_prefill for r in plan.rows), reverse=True)
+        assert max(Counter(row.sequence.key for row in plan.rows).values(), default=1) == 1
+        planned = {row.sequence.key for row in plan.rows if not row.is_prefill}
+        preempted = {s.key for s in plan.preempted}
+        assert not preempted & {row.sequence.key for row in plan.rows}
+        if isinstance(self.scheduler, SarathiScheduler):
+            assert planned == {s.key for s in decoding} - preempted, "a running decode was left out"
+        for row in plan.rows:
+            assert row.position == row.sequence.num_computed
+            assert row.sequence.table.capacity_tokens >= row.position + row.num_tokens
+
+    def check_budget(self, plan: StepPlan) -> None:
+        """No more tokens than the budget, but for one prompt that is not cut and longer than the rest of the step."""
+        over = plan.num_prefill_tokens + plan.num_decode_tokens - self.scheduler.limits.token_budget
+        assert plan.num_decode_tokens <= self.scheduler.limits.max_running
+        if over > 0:
+            assert self.scheduler.block_manager is not BlockManager, "chunks must fit the budget"
+            assert sum(row.is_prefill for row in plan.rows) == 1
+            assert not plan.num_decode_tokens or self.scheduler.block_manager is WholeSequenceBlocks
+
+    def check_pool(self) -> None:
+        self.pool.check_integrity()
+        self.scheduler.waiting.check_integrity()
+        running = list(self.scheduler.running.values())
+        assert len(running) <= self.scheduler.limits.max_running
+        held = {block for s in running for block in s.table.ids.tolist()}
+        counts = self.pool.counts()
+        assert counts[Owner.COMPUTING] + counts[Owner.RUNNING] == len(held)
+        use = self.blocks.slot_use(running)
+        assert 0 <= use.committed <= use.allocated
+        for sequence in running:
+            assert sequence.table.num_blocks >= blocks_for(sequence.num_computed, BLOCK_SIZE)

@@ -1,0 +1,133 @@
+"""Every scheduler under every queue order, over random histories of arrivals, adoptions, aborts and steps."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrelay.protocol.sampling import FinishReason
+from kvrelay.scheduling.base import QueueOrderName, SchedulerSettings
+from kvrelay.scheduling.blocks import OnDemandBlocks
+from kvrelay.scheduling.sequence import Sequence, SequenceState
+from tests.unit.scheduling.bench import BLOCK_SIZE, SCHEDULERS, Bench
+
+pytestmark = pytest.mark.unit
+NUM_BLOCKS = 16
+
+prompts = st.lists(st.integers(1, 2), min_size=1, max_size=30)
+kinds = st.sampled_from(["local", "local", "local", "adopted", "prefill_only", "aborted"])
+requests = st.lists(
+    st.tuples(prompts, st.integers(0, 20), st.integers(0, 3), st.integers(0, 2), kinds), min_size=1, max_size=14
+)
+policies = st.builds(
+    SchedulerSettings,
+    queue_order=st.sampled_from(get_args(QueueOrderName)),
+    queue_patience=st.integers(1, 6),
+    chunking=st.sampled_from(["fixed", "dynamic"]),
+    retraction=st.sampled_from(["latest", "least_progress"]),
+    new_token_ratio=st.sampled_from([0.0, 0.0, 0.3, 1.0]),
+)
+
+
+class History:
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.finished: dict[str, FinishReason] = {}
+        self.expected: dict[str, tuple[Sequence, int]] = {}
+
+    def arrive(self, prompt: list[int], max_tokens: int, priority: int, kind: str) -> None:
+        if kind == "adopted":
+            if len(self.bench.scheduler.running) < self.bench.scheduler.limits.max_running:
+                sequence = self.bench.adopt(prompt, max_tokens + 2)
+                if sequence is not None:
+                    self.expected[sequence.key[0]] = (sequence, len(prompt) + max_tokens + 2)
+            return
+        sequence = self.bench.add(prompt, max_tokens, priority, prefill_only=kind == "prefill_only")
+        if kind == "aborted":
+            self.bench.scheduler.abort(sequence.key)
+        elif kind == "prefill_only" and max_tokens > 1:
+            self.expected[sequence.key[0]] = (sequence, len(prompt) + 1)
+        else:
+            self.expected[sequence.key[0]] = (sequence, len(prompt) + max_tokens)
+
+    def step(self) -> None:
+        plan, outputs = self.bench.step()
+        assert plan.rows or not self.bench.scheduler.has_work, f"work waits and nothing runs: {plan.held_back}"
+        assert all(not o.finish or o.sequence.key[0] not in self.finished for o in outputs), "finished twice"
+        self.finished |= {o.sequence.key[0]: o.finish for o in outputs if o.finish}
+
+    def check_end(self) -> None:
+        longest = NUM_BLOCKS * BLOCK_SIZE
+        for name, (sequence, num_tokens) in self.expected.items():
+            assert sequence.state is SequenceState.FINISHED
+            assert sequence.num_tokens == min(num_tokens, longest), f"{name} lacks tokens"
+            assert sequence.prefill_only or name in self.finished
+        assert self.bench.pool.num_available == NUM_BLOCKS
+        assert not self.bench.scheduler.in_progress
+
+
+def run_history(bench: Bench, wanted: list[tuple[list[int], int, int, int, str]]) -> None:
+    history = History(bench)
+    for prompt, max_tokens, gap, priority, kind in wanted:
+        history.arrive(prompt, max_tokens, priority, kind)
+        for _ in range(gap):
+            history.step()
+    for _ in range(3000):
+        if not bench.scheduler.has_work:
+            break
+        history.step()
+    history.check_end()
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@settings(max_examples=150, deadline=None)
+@given(requests, policies, st.integers(8, 40), st.integers(1, 8), st.booleans())
+def test_every_sequence_ends_with_all_its_tokens_whatever_the_policy(
+    scheduler: str,
+    wanted: list[tuple[list[int], int, int, int, str]],
+    policy: SchedulerSettings,
+    token_budget: int,
+    max_running: int,
+    cache: bool,
+) -> None:
+    run_history(Bench(NUM_BLOCKS, token_budget, max_running, cache, scheduler, policy), wanted)
+
+
+@settings(max_examples=100, deadline=None)
+@given(requests, policies, st.integers(8, 40), st.integers(1, 8), st.booleans())
+def test_chunks_shrink_to_the_blocks_that_there_are(
+    wanted: list[tuple[list[int], int, int, int, str]],
+    policy: SchedulerSettings,
+    token_budget: int,
+    max_running: int,
+    cache: bool,
+) -> None:
+    """Blocks on demand under sarathi: prompts half computed compete for the last blocks, and all end."""
+    bench = Bench(NUM_BLOCKS, token_budget, max_running, cache, "sarathi", policy, OnDemandBlocks)
+    run_history(bench, wanted)
+
+
+@pytest.mark.parametrize("order", get_args(QueueOrderName))
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_nobody_is_passed_by_more_than_the_bound(scheduler: str, order: QueueOrderName) -> None:
+    """One at a time, and a stream of arrivals that every order likes better than the first of them."""
+    patience, already_there = 5, 3
+    policy = SchedulerSettings(queue_order=order, queue_patience=patience)
+    bench = Bench(64, 16, 1, scheduler=scheduler, settings=policy)
+    bench.add([1] * 9, 1)
+    bench.step()
+    for number in range(already_there):
+        bench.add([2, 3, number, 3, 3], 1)
+    unloved = bench.add([9] * 40, 12, priority=100)
+    admitted: list[Sequence] = []
+    for _ in range(200):
+        if unloved.state is not SequenceState.WAITING:
+            break
+        if len(bench.scheduler.waiting) < 8:
+            bench.add([1] * 9, 1)
+        admitted += bench.step()[0].admitted
+    assert unloved in admitted
+    assert admitted.index(unloved) <= patience + already_there

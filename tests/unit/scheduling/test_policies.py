@@ -1,0 +1,159 @@
+"""What sets the schedulers apart, as it shows in their step plans."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+
+from kvrelay.scheduling.base import Chunking, Retraction, SchedulerSettings
+from kvrelay.scheduling.plan import StepPlan
+from kvrelay.scheduling.sequence import Sequence, SequenceState
+from tests.unit.scheduling.bench import SCHEDULERS, Bench
+
+pytestmark = pytest.mark.unit
+
+
+def long_prompt_among_decodes(scheduler: str, length: int = 150) -> tuple[Bench, list[Sequence], list[StepPlan]]:
+    """Three sequences decode, then a long prompt arrives; the plans until its first token."""
+    bench = Bench(num_blocks=128, token_budget=16, max_running=8, scheduler=scheduler, cache=False)
+    decoding = [bench.add([number] * 4, 60) for number in (1, 2, 3)]
+    bench.step()
+    bench.step()
+    late = bench.add([4] * length, 5)
+    plans = []
+    while not late.num_output:
+        plans.append(bench.step()[0])
+    return bench, decoding, plans
+
+
+def num_without(plans: list[StepPlan], sequence: Sequence) -> int:
+    return sum(sequence not in [row.sequence for row in plan.rows] for plan in plans)
+
+
+def test_under_sarathi_a_long_prompt_makes_no_decode_wait() -> None:
+    _, decoding, plans = long_prompt_among_decodes("sarathi")
+    assert len(plans) == 12  # 150 tokens, 13 a step
+    assert all(num_without(plans, sequence) == 0 for sequence in decoding)
+    assert all(plan.num_prefill_tokens + plan.num_decode_tokens <= 16 for plan in plans)
+
+
+def test_under_vllm_decodes_wait_for_the_whole_prompt() -> None:
+    _, decoding, plans = long_prompt_among_decodes("vllm")
+    assert [(plan.num_prefill_tokens, plan.num_decode_tokens) for plan in plans] == [(150, 0)]
+    assert all(num_without(plans, sequence) == 1 for sequence in decoding)
+
+
+def test_under_simple_chunking_chunks_and_decodes_take_turns() -> None:
+    _, _, plans = long_prompt_among_decodes("simple_chunking")
+    shapes = [(plan.num_prefill_tokens, plan.num_decode_tokens) for plan in plans]
+    assert shapes == [(16, 0), (0, 3)] * 9 + [(6, 0)]
+
+
+def test_under_orca_a_step_holds_the_whole_prompt_beside_the_decodes() -> None:
+    _, _, plans = long_prompt_among_decodes("orca")
+    assert [(plan.num_prefill_tokens, plan.num_decode_tokens) for plan in plans] == [(150, 3)]
+
+
+def test_under_faster_transformer_an_arrival_waits_for_the_batch_to_end() -> None:
+    _, decoding, plans = long_prompt_among_decodes("faster_transformer")
+    assert all(sequence.state is SequenceState.FINISHED for sequence in decoding)
+    assert all(plan.held_back == "a batch is running" for plan in plans[:-1])
+    assert plans[-1].num_prefill_tokens == 150
+
+
+def test_a_batch_of_faster_transformer_computes_all_its_prompts_before_it_decodes() -> None:
+    bench = Bench(num_blocks=128, token_budget=16, max_running=8, scheduler="faster_transformer", cache=False)
+    for number in range(4):
+        bench.add([number] * 10, 3)
+    shapes = [(plan.num_prefill_tokens, plan.num_decode_tokens) for plan in bench.run()]
+    assert shapes == [(10, 0)] * 4 + [(0, 4)] * 2
+
+
+def test_vllm_fills_a_step_with_prompts_that_fit_the_budget() -> None:
+    bench = Bench(num_blocks=128, token_budget=16, max_running=8, scheduler="vllm", cache=False)
+    for length in (6, 9, 3, 40, 2):
+        bench.add([length] * length, 1)
+    assert [plan.num_prefill_tokens for plan in bench.run()] == [15, 3, 40, 2]
+
+
+@pytest.mark.parametrize(("scheduler", "num_blocks"), [("vllm", 2), ("sarathi", 5), ("orca", 8)])
+def test_how_much_is_allocated_at_admission(scheduler: str, num_blocks: int) -> None:
+    """A prompt of 18 tokens and 13 of output, blocks of 4: on demand, the prompt, or all of it (but its last token)."""
+    bench = Bench(num_blocks=64, token_budget=8, max_running=4, scheduler=scheduler)
+    sequence = bench.add([1] * (18 if scheduler != "vllm" else 7), 13)
+    bench.scheduler.schedule()
+    assert sequence.table.num_blocks == num_blocks
+
+
+def test_reservation_wastes_most_and_allocation_on_demand_less_than_a_block() -> None:
+    wasted = {}
+    for scheduler in SCHEDULERS:
+        bench = Bench(num_blocks=64, token_budget=16, max_running=4, scheduler=scheduler, cache=False)
+        bench.add([1] * 10, 40)
+        bench.step()
+        wasted[scheduler] = bench.blocks.slot_use(bench.scheduler.running.values()).wasted
+    assert wasted["orca"] == wasted["faster_transformer"] == 52 - 10  # 49 tokens are ever computed: 13 blocks
+    assert wasted["vllm"] == wasted["sarathi"] == wasted["simple_chunking"] == 2
+
+
+@pytest.mark.parametrize("scheduler", ["orca", "faster_transformer"])
+def test_reserved_sequences_are_never_preempted(scheduler: str) -> None:
+    bench = Bench(num_blocks=8, token_budget=32, max_running=4, scheduler=scheduler, cache=False)
+    for number in range(6):
+        bench.add([number] * 5, 12)
+    bench.run()
+    assert bench.scheduler.num_preemptions == 0
+
+
+@pytest.mark.parametrize("scheduler", ["orca", "faster_transformer"])
+def test_an_adopted_sequence_gets_its_reservation_if_there_is_room(scheduler: str) -> None:
+    bench = Bench(num_blocks=8, token_budget=32, max_running=4, scheduler=scheduler, cache=False)
+    first = bench.adopt([1] * 8, 12)
+    assert first is not None
+    assert first.table.num_blocks == 5
+    second = bench.adopt([2] * 8, 12)
+    assert second is not None
+    assert second.table.num_blocks == 2  # the other 3 are not there; it goes on as blocks come
+    bench.run()
+    assert first.num_output == second.num_output == 12
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_a_pool_too_small_for_the_load_slows_down_and_all_end(scheduler: str) -> None:
+    bench = Bench(num_blocks=8, token_budget=32, max_running=8, scheduler=scheduler)
+    sequences = [bench.add([number] * 9, 20) for number in range(8)]
+    bench.run()
+    assert all(sequence.num_output == 20 for sequence in sequences)
+
+
+@pytest.mark.parametrize(("retraction", "victim"), [("latest", 1), ("least_progress", 0)])
+def test_who_is_retracted_when_blocks_run_out(retraction: Retraction, victim: int) -> None:
+    """Two decode; the earlier one has drawn less, as the later one was adopted in the middle of its output."""
+    settings = SchedulerSettings(retraction=retraction)
+    bench = Bench(num_blocks=6, token_budget=16, max_running=4, cache=False, settings=settings)
+    pair = [bench.add([1] * 8, 16)]
+    bench.step()
+    adopted = bench.adopt([2] * 8, 16)
+    assert adopted is not None
+    adopted.num_prompt = 3  # five of its tokens are output
+    pair.append(adopted)
+    preempted: list[Sequence] = []
+    while not preempted:
+        preempted += bench.step()[0].preempted
+    assert preempted == [pair[victim]]
+
+
+def test_dynamic_chunks_shrink_as_the_prompt_grows() -> None:
+    sizes = {}
+    for chunking in get_args(Chunking):
+        settings = SchedulerSettings(chunking=chunking)
+        bench = Bench(num_blocks=8192, token_budget=1024, max_running=4, settings=settings)
+        bench.add([1] * 20000, 1)
+        sizes[chunking] = [plan.num_prefill_tokens for plan in bench.run()]
+    assert set(sizes["fixed"][:-1]) == {1024}
+    dynamic = sizes["dynamic"]
+    assert dynamic[0] == 1024
+    assert dynamic == sorted(dynamic, reverse=True)
+    assert dynamic[-2] < 1024 / 2
+    assert sum(dynamic) == 20000

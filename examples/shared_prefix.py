@@ -22,7 +22,7 @@ def main() -> None:
     client = OpenAI(base_url=f"{url}/v1", api_key=os.environ.get("KVRELAY_API_KEY", "none"))
     model = client.models.list().data[0].id
     # A line of its own for this run, so that nothing of it is cached yet.
-    preamble = f"<|im_start|>system\nSession {secrets.token_hex(4)}. " + "Answer in one sentence. " * 60 + "<|im_end|>\n"
+    preamble = f"<|im_start|>system\nRun {secrets.token_hex(4)}. " + "Answer in one sentence. " * 60 + "<|im_end|>\n"
 
     def ask(question: str, salt: str) -> Completion:
         prompt = f"{preamble}<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"

@@ -1,0 +1,139 @@
+"""Whatever the scheduler, the queue's order, the cache and the pressure: the tokens are those of transformers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from kvrelay.engine.model import CausalModel, load_model, open_source
+from kvrelay.engine.runner import TransformersRunner
+from kvrelay.kv.ablations import NullCache
+from kvrelay.kv.cache import Cache, PrefixCache
+from kvrelay.kv.hashing import root_hash
+from kvrelay.kv.pool import BlockPool
+from kvrelay.kv.table import BlockTable
+from kvrelay.protocol.messages import PeerRef
+from kvrelay.protocol.sampling import Sampling
+from kvrelay.scheduling.base import QueueOrderName, Scheduler, SchedulerLimits, SchedulerSettings
+from kvrelay.scheduling.registry import BUILT_IN, make_scheduler
+from kvrelay.scheduling.sequence import Sequence, TokenBuffer
+from kvrelay.worker.step_loop import worker_batch
+from tests.tiny_models import build_model
+
+BLOCK_SIZE = 8
+NUM_BLOCKS = 24  # of 8 tokens: at most two or three of the sequences below fit at a time
+LONGEST = 150
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_model("qwen3", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def model(model_dir: Path) -> CausalModel:
+    torch.set_num_threads(1)
+    return load_model(open_source(str(model_dir), "float32"), BLOCK_SIZE)
+
+
+@pytest.fixture(scope="module")
+def expected(model_dir: Path) -> Callable[[tuple[int, ...], int], list[int]]:
+    reference = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+
+    @cache
+    def greedy(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
+        with torch.inference_mode():
+            output = reference.generate(
+                torch.tensor([prompt]), max_new_tokens=max_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+            )
+        tokens: list[int] = output[0, len(prompt) :].tolist()
+        return tokens
+
+    return greedy
+
+
+def jobs() -> list[tuple[tuple[int, ...], int]]:
+    """Prompts that share prefixes, of very different lengths."""
+    rng = random.Random(1)
+    shared = [rng.choices(range(4, 250), k=40) for _ in range(2)]
+    made = []
+    for _ in range(14):
+        prompt = rng.choice(shared)[: rng.randint(0, 40)] + rng.choices(range(4, 250), k=rng.randint(1, 60))
+        made.append((tuple(prompt), rng.randint(1, 40)))
+    return made
+
+
+def run(scheduler: Scheduler, runner: TransformersRunner) -> list[list[int]]:
+    """All jobs, three of them arriving at each step."""
+    sequences = []
+    waiting = [
+        Sequence(
+            key=(str(number), 1, 0),
+            tokens=TokenBuffer(np.array(prompt, np.int32)),
+            num_prompt=len(prompt),
+            sampling=Sampling(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
+            root=root_hash(model="test"),
+            table=BlockTable(BLOCK_SIZE),
+            router=PeerRef("router", "1", "tcp://nowhere"),
+        )
+        for number, (prompt, max_tokens) in enumerate(jobs())
+    ]
+    while waiting or scheduler.has_work:
+        for sequence in waiting[:3]:
+            runner.add_sequence(sequence.key, sequence.sampling, sequence.tokens.view(0, 999).tolist(), 0)
+            scheduler.add(sequence)
+            sequences.append(sequence)
+        del waiting[:3]
+        plan = scheduler.schedule()
+        assert plan.rows or waiting, plan.held_back
+        if plan.rows:
+            scheduler.commit(plan, runner.execute(worker_batch(plan)))
+        scheduler.blocks.pool.check_integrity()
+    return [s.tokens.view(s.num_prompt, s.num_tokens).tolist() for s in sequences]
+
+
+def check(
+    model: CausalModel,
+    expected: Callable[[tuple[int, ...], int], list[int]],
+    name: str,
+    settings: SchedulerSettings,
+    *,
+    with_cache: bool,
+) -> Scheduler:
+    pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
+    kept: Cache = PrefixCache(pool) if with_cache else NullCache()
+    limits = SchedulerLimits(48, 8, LONGEST, frozenset())
+    scheduler = make_scheduler(name, limits, pool, kept, settings)
+    outputs = run(scheduler, TransformersRunner(model, NUM_BLOCKS))
+    for (prompt, max_tokens), output in zip(jobs(), outputs, strict=True):
+        assert output == expected(prompt, max_tokens)
+    return scheduler
+
+
+@pytest.mark.parametrize("with_cache", [True, False])
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+def test_every_scheduler(
+    model: CausalModel, expected: Callable[[tuple[int, ...], int], list[int]], name: str, with_cache: bool
+) -> None:
+    check(model, expected, name, SchedulerSettings(), with_cache=with_cache)
+
+
+@pytest.mark.parametrize("order", get_args(QueueOrderName))
+def test_every_queue_order(
+    model: CausalModel, expected: Callable[[tuple[int, ...], int], list[int]], order: QueueOrderName
+) -> None:
+    check(model, expected, "sarathi", SchedulerSettings(queue_order=order, chunking="dynamic"), with_cache=True)
+
+
+def test_preemption(model: CausalModel, expected: Callable[[tuple[int, ...], int], list[int]]) -> None:
+    settings = SchedulerSettings(retraction="least_progress")
+    scheduler = check(model, expected, "sarathi", settings, with_cache=True)
+    assert scheduler.num_preemptions > 0

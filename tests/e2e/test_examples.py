@@ -1,0 +1,53 @@
+"""The examples run as they stand, and so does the README's curl."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import DEMO_MODEL
+from tests.fakes.stack import Stack
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with Stack(DEMO_MODEL, tmp_path_factory.mktemp("stack"), "--threads", "1") as running:
+        yield running
+
+
+@pytest.mark.parametrize("script", sorted(ROOT.glob("examples/*.py")), ids=lambda path: path.stem)
+def test_an_example_runs(stack: Stack, script: Path) -> None:
+    environment = os.environ | {"KVRELAY_URL": stack.base_url}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert EXPECTED[script.stem] in done.stdout
+
+
+EXPECTED = {
+    "chat": "prompt tokens,",
+    "many_at_once": "the last one: prefill prefill-0, decode decode-0",
+    "scoring": "a large natural stream of water",
+    "shared_prefix": "320 cached",
+}
+
+
+def test_the_readme_shows_what_its_request_gives(stack: Stack) -> None:
+    """But for the ids and the time. A model that was trained again may word it differently: then change the README."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    body = re.search(r"-d '(\{.*?\})'", readme, re.DOTALL)
+    shown = re.search(r"```json\n(.*?)```", readme, re.DOTALL)
+    assert body is not None and shown is not None
+    given = stack.http.post("/v1/chat/completions", json=json.loads(body[1])).raise_for_status().json()
+    expected = json.loads(shown[1])
+    for varying in ("id", "created"):
+        del given[varying], expected[varying]
+    assert given == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import ByteSize, Field, field_validator, model_validator
@@ -92,6 +93,11 @@ class WorkerConfig(CommonConfig):
         le=1,
         description="share of the output still allowed to running sequences that admission leaves room for, at first; "
         "it adapts. 0: none",
+    )
+
+    metrics_file: Path | None = Field(
+        default=None,
+        description="file for one JSON line a step and a sequence; {worker_id} in it is replaced (default: none)",
     )
 
     lease_ttl_s: float = Field(

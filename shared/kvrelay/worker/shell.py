@@ -8,6 +8,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.engine.batch import ModelRunner
@@ -21,6 +22,7 @@ from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings
 from kvrelay.protocol.messages import PROTOCOL_VERSION, PeerRef, Status, StatusQuery
 from kvrelay.scheduling.base import SchedulerLimits
 from kvrelay.scheduling.registry import make_scheduler
+from kvrelay.telemetry.metrics_store import MetricsStore
 from kvrelay.worker.context import Role, WorkerContext
 from kvrelay.worker.membership import Membership
 from kvrelay.worker.step_loop import StepLoop
@@ -92,7 +94,7 @@ class WorkerShell:
             fingerprint=spec.fingerprint,
             settings=LinkSettings(alive_interval_s=config.peer_interval_s, peer_timeout_s=config.peer_timeout_s),
         )
-        self.steps = StepLoop(runner, self.scheduler)
+        self.steps = StepLoop(runner, self.scheduler, self._metrics_store())
         context = WorkerContext(
             spec=spec,
             pool=self.pool,
@@ -141,6 +143,10 @@ class WorkerShell:
         await self.membership.leave()
         self.role.close()
         self.messenger.close()
+
+    def _metrics_store(self) -> MetricsStore | None:
+        path = self.config.metrics_file
+        return None if path is None else MetricsStore(Path(str(path).replace("{worker_id}", self.config.worker_id)))
 
     def _on_signal(self) -> None:
         if self._stop.is_set():

@@ -17,6 +17,7 @@ from kvrelay.engine.batch import ModelRunner, RowsFailed, SequenceKey, StepResul
 from kvrelay.scheduling.base import Scheduler
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.sequence import Sequence
+from kvrelay.telemetry.metrics_store import MetricsStore
 
 log = logging.getLogger(__name__)
 
@@ -62,10 +63,11 @@ def worker_batch(plan: StepPlan) -> WorkerBatch:
 class StepLoop:
     """Drives a scheduler and a runner until stopped; sleeps on an event while there is nothing to do."""
 
-    def __init__(self, runner: ModelRunner, scheduler: Scheduler) -> None:
+    def __init__(self, runner: ModelRunner, scheduler: Scheduler, metrics: MetricsStore | None = None) -> None:
         self.runner = runner
         self.scheduler = scheduler
         self.totals = StepTotals()
+        self._metrics = metrics
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="step")
         self._wake = asyncio.Event()
         self._in_flight = False
@@ -76,11 +78,15 @@ class StepLoop:
         """Queues a sequence. Raises ValueError when its key is known, or the sampler cannot take its parameters."""
         self._introduce(sequence)
         self.scheduler.add(sequence)
+        if self._metrics is not None:
+            self._metrics.arrived(sequence, is_running=False)
 
     def adopt(self, sequence: Sequence) -> None:
         """Takes over a sequence whose prompt is computed. Raises as `add` does."""
         self._introduce(sequence)
         self.scheduler.adopt(sequence)
+        if self._metrics is not None:
+            self._metrics.arrived(sequence, is_running=True)
 
     def abort(self, key: SequenceKey) -> None:
         """Ends a sequence; it is in no step after the one in flight."""
@@ -90,6 +96,8 @@ class StepLoop:
 
     def forget(self, key: SequenceKey) -> None:
         """Drops the sampler's state of a sequence that left, once no step in flight uses it."""
+        if self._metrics is not None:
+            self._metrics.left(key)
         if self._in_flight:
             self._forget.append(key)
         else:
@@ -112,7 +120,10 @@ class StepLoop:
             started = time.perf_counter()
             plan = self.scheduler.schedule()
             batch = worker_batch(plan)
-            self.totals.schedule_s += time.perf_counter() - started
+            schedule_s = time.perf_counter() - started
+            self.totals.schedule_s += schedule_s
+            if self._metrics is not None:
+                self._metrics.planned(plan)
             self._in_flight = bool(plan.rows)
             callbacks.planned(plan)
             if not plan.rows:
@@ -125,15 +136,17 @@ class StepLoop:
                 keys = error.keys if isinstance(error, RowsFailed) else None
                 callbacks.failed(self._fail(plan, keys), f"{type(error).__name__}: {error}")
             else:
-                callbacks.committed(self._commit(plan, result))
+                callbacks.committed(self._commit(plan, result, schedule_s))
         self._executor.shutdown(wait=True)
+        if self._metrics is not None:
+            self._metrics.close()
 
     def _introduce(self, sequence: Sequence) -> None:
         tokens = sequence.tokens.view(0, sequence.num_tokens)
         self.runner.add_sequence(sequence.key, sequence.sampling, tokens.tolist(), sequence.num_prompt)
         self.wake()
 
-    def _commit(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
+    def _commit(self, plan: StepPlan, result: StepResult, schedule_s: float) -> list[SequenceOutput]:
         started = time.perf_counter()
         outputs = self.scheduler.commit(plan, result)
         self._landed()
@@ -141,10 +154,13 @@ class StepLoop:
         self.totals.num_prefill_tokens += plan.num_prefill_tokens
         self.totals.num_decode_tokens += plan.num_decode_tokens
         self.totals.forward_s += result.forward_s
+        commit_s = time.perf_counter() - started
+        self.totals.commit_s += commit_s
+        if self._metrics is not None:
+            self._metrics.committed(plan, result, outputs, self.scheduler, schedule_s, commit_s)
         for output in outputs:
             if output.finish is not None:
                 self.forget(output.sequence.key)
-        self.totals.commit_s += time.perf_counter() - started
         return outputs
 
     def _fail(self, plan: StepPlan, keys: frozenset[SequenceKey] | None) -> list[Sequence]:

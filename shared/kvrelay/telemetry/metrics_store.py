@@ -1,0 +1,190 @@
+"""What each step and each sequence took, as JSON lines in a file that plots can read.
+
+One line a step, one line a sequence when it ends; nothing per token. Times are in seconds, `at` is seconds since the
+epoch. Writing goes through a buffer that is flushed once a second at most, so a step costs some microseconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from kvrelay.engine.batch import SequenceKey, StepResult
+from kvrelay.protocol.sampling import FinishReason
+from kvrelay.scheduling.base import Scheduler
+from kvrelay.scheduling.plan import SequenceOutput, StepPlan
+from kvrelay.scheduling.sequence import Sequence
+
+FLUSH_INTERVAL_S = 1.0
+
+
+class StepRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
+    """One step: what was in it, what waited beside it, and where its time went."""
+
+    at: float
+    step: int
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    num_chunks: int
+    num_decodes: int
+    num_waiting: int
+    num_running: int
+    num_preempted: int
+    num_available_blocks: int
+    schedule_s: float
+    forward_s: float
+    commit_s: float
+    held_back: str
+
+
+class SequenceRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="sequence"):
+    """One sequence on this worker. `ttft_s` and `tpot_s` count from its arrival here; None where no token came."""
+
+    at: float
+    request: str
+    attempt: int
+    sequence: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
+    queue_s: float | None
+    ttft_s: float | None
+    tpot_s: float | None
+    total_s: float
+    finish: FinishReason | None  # None: it left before its end (handed over, cancelled, failed)
+
+
+Record = StepRecord | SequenceRecord
+_decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
+
+
+def read_metrics(path: Path) -> Iterator[Record]:
+    """The records of a file, in order. A last line that was cut off by a crash is left out."""
+    for line in path.read_bytes().splitlines(keepends=True):
+        if line.endswith(b"\n"):
+            yield _decoder.decode(line)
+
+
+@dataclass(slots=True)
+class _Course:
+    """Moments of a sequence, monotonic."""
+
+    sequence: Sequence
+    arrived: float
+    num_output_before: int
+    admitted: float | None = None
+    first_token: float | None = None
+
+
+class MetricsStore:
+    """Appends to a file. Called on the event loop's thread around each step."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab")
+        self._encoder = msgspec.json.Encoder()
+        self._clock = clock
+        self._buffer = bytearray()
+        self._flushed = clock()
+        self._courses: dict[SequenceKey, _Course] = {}
+
+    def arrived(self, sequence: Sequence, *, is_running: bool) -> None:
+        """A sequence was queued, or joined those that run."""
+        now = self._clock()
+        self._courses[sequence.key] = _Course(sequence, now, sequence.num_output, now if is_running else None)
+
+    def planned(self, plan: StepPlan) -> None:
+        """Some sequences' waiting ended."""
+        now = self._clock()
+        for sequence in plan.admitted:
+            course = self._courses.get(sequence.key)
+            if course is not None and course.admitted is None:
+                course.admitted = now
+
+    def committed(
+        self,
+        plan: StepPlan,
+        result: StepResult,
+        outputs: list[SequenceOutput],
+        scheduler: Scheduler,
+        schedule_s: float,
+        commit_s: float,
+    ) -> None:
+        """A step is done."""
+        now = self._clock()
+        num_chunks = sum(row.is_prefill for row in plan.rows)
+        self._write(
+            StepRecord(
+                time.time(),
+                plan.step,
+                plan.num_prefill_tokens,
+                plan.num_decode_tokens,
+                num_chunks,
+                len(plan.rows) - num_chunks,
+                len(scheduler.waiting),
+                len(scheduler.running),
+                len(plan.preempted),
+                scheduler.blocks.pool.num_available,
+                schedule_s,
+                result.forward_s,
+                commit_s,
+                plan.held_back,
+            )
+        )
+        for output in outputs:
+            course = self._courses.get(output.sequence.key)
+            if course is not None and course.first_token is None and output.token_id is not None:
+                course.first_token = now
+            if output.finish is not None:
+                self.left(output.sequence.key, output.finish)
+        self._flush_sometimes(now)
+
+    def left(self, key: SequenceKey, finish: FinishReason | None = None) -> None:
+        """A sequence is over on this worker. Unknown keys are ignored."""
+        course = self._courses.pop(key, None)
+        if course is None:
+            return
+        now, sequence = self._clock(), course.sequence
+        num_output = sequence.num_output - course.num_output_before
+        ttft = course.first_token - course.arrived if course.first_token is not None else None
+        rest = now - course.first_token if course.first_token is not None else 0.0
+        self._write(
+            SequenceRecord(
+                time.time(),
+                *key,
+                sequence.num_prompt,
+                num_output,
+                sequence.num_cached_tokens,
+                sequence.num_preemptions,
+                course.admitted - course.arrived if course.admitted is not None else None,
+                ttft,
+                rest / (num_output - 1) if num_output > 1 else None,
+                now - course.arrived,
+                finish,
+            )
+        )
+
+    def close(self) -> None:
+        """Writes what is left. Idempotent."""
+        if not self._file.closed:
+            self._flush()
+            self._file.close()
+
+    def _write(self, record: Record) -> None:
+        self._buffer += self._encoder.encode(record)
+        self._buffer += b"\n"
+
+    def _flush_sometimes(self, now: float) -> None:
+        if now - self._flushed >= FLUSH_INTERVAL_S:
+            self._flushed = now
+            self._flush()
+
+    def _flush(self) -> None:
+        self._file.write(self._buffer)
+        self._file.flush()
+        self._buffer.clear()

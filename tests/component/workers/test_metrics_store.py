@@ -1,0 +1,68 @@
+"""The file of steps and sequences tells what really happened."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from kvrelay.fleet.embedded import EmbeddedRedis
+from kvrelay.protocol.sampling import FinishReason, Sampling
+from kvrelay.telemetry.metrics_store import SequenceRecord, StepRecord, read_metrics
+from tests.fakes.hash_runner import HashRunner
+from tests.fakes.workers import LocalWorker, StubRouter
+
+
+@pytest.fixture
+def records(redis_server: EmbeddedRedis, tmp_path: Path) -> dict[str, list[StepRecord | SequenceRecord]]:
+    """Of a prefill and a decode worker after three requests of 40 tokens, with 10 tokens of output."""
+
+    async def serve() -> None:
+        path = str(tmp_path / "{worker_id}.jsonl")
+        settings: dict[str, object] = {"token_budget": 16, "max_running": 4, "metrics_file": path}
+        workers = [
+            LocalWorker(redis_server.url, role, HashRunner(), worker_id=role, **settings)
+            for role in ("prefill", "decode")
+        ]
+        prefill, decode = [await worker.start() for worker in workers]
+        router = StubRouter()
+        sampling = Sampling(temperature=0.0, max_tokens=10, ignore_eos=True)
+        for number in range(3):
+            tokens = [number + 1] * 40
+            await router.prefill(prefill, decode, f"r{number}", tokens, sampling).finished()
+        for worker in workers:
+            await worker.stop()
+        router.close()
+
+    asyncio.run(asyncio.wait_for(serve(), 30))
+    return {role: list(read_metrics(tmp_path / f"{role}.jsonl")) for role in ("prefill", "decode")}
+
+
+def test_steps_add_up_to_the_work(records: dict[str, list[StepRecord | SequenceRecord]]) -> None:
+    steps = {role: [r for r in found if isinstance(r, StepRecord)] for role, found in records.items()}
+    assert sum(step.num_prefill_tokens for step in steps["prefill"]) == 3 * 40
+    assert all(step.num_prefill_tokens <= 16 and step.num_decodes == 0 for step in steps["prefill"])
+    assert sum(step.num_decode_tokens for step in steps["decode"]) == 3 * 9
+    assert [step.step for step in steps["prefill"]] == sorted(step.step for step in steps["prefill"])
+    assert all(step.forward_s > 0 and step.schedule_s > 0 and step.commit_s > 0 for step in steps["decode"])
+
+
+def test_each_sequence_has_its_course(records: dict[str, list[StepRecord | SequenceRecord]]) -> None:
+    sequences = {role: [r for r in found if isinstance(r, SequenceRecord)] for role, found in records.items()}
+    assert [s.request for s in sequences["prefill"]] == [s.request for s in sequences["decode"]] == ["r0", "r1", "r2"]
+    for one in sequences["prefill"]:
+        assert one.finish is None  # it went on elsewhere
+        assert one.num_output_tokens == 1
+        assert one.queue_s is not None and one.ttft_s is not None
+        assert one.queue_s <= one.ttft_s <= one.total_s
+    for one in sequences["decode"]:
+        assert one.finish is FinishReason.LENGTH
+        assert (one.num_prompt_tokens, one.num_output_tokens) == (40, 9)
+        assert one.tpot_s is not None and one.tpot_s > 0
+
+
+def test_a_line_that_a_crash_cut_off_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "cut.jsonl"
+    path.write_bytes(b'{"kind":"sequence","at":1.0')
+    assert list(read_metrics(path)) == []

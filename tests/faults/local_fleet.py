@@ -153,7 +153,7 @@ class LocalFleet:
                 await self._run(job)
         except (TimeoutError, RequestFailed) as error:
             record = self.dispatcher.recent_request(job.name)
-            raise AssertionError(f"{job.name}: {error!r}: {record}") from error
+            raise AssertionError(f"{job.name}: {error!r}: {record}; fleet: {self.held()}") from error
 
     async def _run(self, job: Job) -> None:
         request = GenerateRequest(
@@ -184,6 +184,10 @@ class LocalFleet:
             ends_by_token = output[-1] == EOS_TOKEN_ID and not job.sampling.ignore_eos
             assert finished[index] == (FinishReason.STOP_TOKEN if ends_by_token else FinishReason.LENGTH)
 
+    def held(self) -> dict[str, tuple[dict[str, int], dict[str, int]]]:
+        """Blocks by owner and queues of the living workers."""
+        return {name: (worker.blocks, worker.shell.role.queues()) for name, worker in self.workers.items()}
+
     async def until_clean(self, timeout_s: float = 10.0) -> None:
         """The router and the living workers hold nothing of any request, and their books add up."""
         assert self.dispatcher.num_running == 0
@@ -193,8 +197,7 @@ class LocalFleet:
                 while not all(worker.is_clean() for worker in self.workers.values()):
                     await asyncio.sleep(0.02)
         except TimeoutError:
-            held = {name: (each.blocks, each.shell.role.queues()) for name, each in self.workers.items()}
-            raise AssertionError(f"something is still held: {held}") from None
+            raise AssertionError(f"something is still held: {self.held()}") from None
         for worker in self.workers.values():
             worker.shell.pool.check_integrity()
             assert worker.runner.num_sequences == 0, "a sampler's state was kept"

@@ -9,8 +9,6 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections import deque
-from dataclasses import dataclass, field
 
 from kvrelay.engine.batch import SequenceKey
 from kvrelay.kv.pool import Owner
@@ -39,7 +37,6 @@ from kvrelay.protocol.messages import (
     TokenBatch,
     TokenEntry,
 )
-from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.transfer.base import Landed, TransferReceiver
@@ -48,7 +45,9 @@ from kvrelay.worker.sequences import PromptRefused, make_sequence, sequence_key
 from kvrelay.worker.step_loop import StepCallbacks
 from kvrelay.worker.tombstones import Tombstones
 from kvrelay_decode import handoff as machine
+from kvrelay_decode.request import DecodeRequest
 from kvrelay_decode.stream import TokenStream
+from kvrelay_decode.wishes import Wishes
 
 log = logging.getLogger(__name__)
 
@@ -57,22 +56,6 @@ DEADLINE_GRACE_S = 5.0
 
 RESEND_AFTER_S = 1.0
 """Blocks that did not land this long after the handoff message, and after the last block, are asked for again."""
-
-
-@dataclass(slots=True, eq=False)
-class DecodeRequest:
-    """One sequence on this worker: a wish, a reservation, or running. `handoff` is None for a local prompt."""
-
-    sequence: Sequence
-    deadline: float
-    handoff: machine.ReceiverHandoff | None = None
-    prefill: PeerRef | None = None
-    transport: str = ""
-    last_progress: float = 0.0
-    first_index: int = 0  # of the first token that this attempt sends
-    arrival: int = 0  # counts up; who came first is served first
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    cached_tokens: int = 0
 
 
 class DecodeRole:
@@ -85,7 +68,7 @@ class DecodeRole:
         self._receivers = receivers
         self._requests: dict[SequenceKey, DecodeRequest] = {}
         self._by_reservation: dict[str, SequenceKey] = {}
-        self._wishes: deque[SequenceKey] = deque()
+        self._wishes = Wishes(context.scheduler, context.blocks, self._requests)
         self._reservation_numbers = itertools.count(1)
         self._arrivals = itertools.count(1)
         self._tombstones = Tombstones()
@@ -142,8 +125,8 @@ class DecodeRole:
 
     def begin_drain(self) -> None:
         self._draining = True
-        for key in list(self._wishes):
-            self._refuse_wish(key, "the decode worker is draining")
+        for request in list(self._wishes):
+            self._refuse_wish(request.sequence.key, "the decode worker is draining")
 
     def abandon(self, reason: str) -> None:
         for key in list(self._requests):
@@ -163,7 +146,7 @@ class DecodeRole:
             if request.sequence.router == peer:
                 self._cancel(key, f"the router is gone: {reason}")
             elif request.prefill == peer and request.handoff is not None:
-                self._drop_wish(key)
+                self._wishes.drop(request)
                 self._run(key, request.handoff.sender_gone())
 
     # -- messages -----------------------------------------------------------------------------------------------------
@@ -196,7 +179,7 @@ class DecodeRole:
                 request.last_progress = time.monotonic()
                 self._run(key, request.handoff.handed(body))
             case Abort():  # one that crossed the commit changes nothing: the request is the router's to end from there
-                self._drop_wish(key)
+                self._wishes.drop(request)
                 self._run(key, request.handoff.aborted())
             case Drained():
                 self._run(key, request.handoff.drained())
@@ -247,7 +230,7 @@ class DecodeRole:
             arrival=next(self._arrivals),
         )
         self._requests[key] = request
-        self._wishes.append(key)
+        self._wishes.add(request)
         self._grant_wishes()
         if request.handoff is not None and request.handoff.state is machine.ReceiverState.ASKED:
             self._send(prefill, key, Deferred(reason="no room for the prompt's blocks now"))
@@ -269,33 +252,16 @@ class DecodeRole:
     # -- room ---------------------------------------------------------------------------------------------------------
 
     def _grant_wishes(self) -> None:
-        """First come, first served: a large wish at the head is waited for, so that it is not starved."""
-        while self._wishes and self._has_room(self._requests[self._wishes[0]]):
-            key = self._wishes.popleft()
-            self._grant(key, self._requests[key])
+        while (request := self._wishes.next(len(self._requests))) is not None:
+            if not self._grant(request.sequence.key, request):
+                return
 
-    def _has_room(self, request: DecodeRequest) -> bool:
-        scheduler, pool, sequence = self._context.scheduler, self._context.pool, request.sequence
-        if scheduler.waiting:
-            # Preempted sequences and older local prompts come first, or reservations would starve them.
-            head = next(iter(scheduler.waiting))
-            older = self._requests.get(head.key)
-            if head.num_preemptions or older is None or older.arrival < request.arrival:
-                return False
-        num_open = len(self._requests) - len(self._wishes)
-        if num_open >= scheduler.limits.max_running:
-            return False
-        cached = self._context.blocks.num_cached_blocks(sequence)
-        # Running sequences grow: a block for each of them keeps a new one from preempting at once.
-        headroom = len(scheduler.running) + 1 if num_open else 0
-        return blocks_for(sequence.num_tokens, pool.block_size) - cached + headroom <= pool.num_available - cached
-
-    def _grant(self, key: SequenceKey, request: DecodeRequest) -> None:
+    def _grant(self, key: SequenceKey, request: DecodeRequest) -> bool:
         assert request.handoff is not None and request.prefill is not None
         sequence = request.sequence
         if not self._context.blocks.admit(sequence, Owner.RESERVED):
-            self._wishes.appendleft(key)
-            return
+            return False
+        self._wishes.granted(request)
         receiver = self._receivers[request.transport]
         first_block = sequence.num_computed // self._context.spec.block_size
         blocks = sequence.table.ids.tolist()
@@ -314,16 +280,13 @@ class DecodeRole:
                 endpoint=receiver.endpoint,
             ),
         )
+        return True
 
     def _refuse_wish(self, key: SequenceKey, reason: str) -> None:
         request = self._requests.pop(key)
-        self._drop_wish(key)
+        self._wishes.drop(request)
         if request.prefill is not None:
             self._send(request.prefill, key, Refused(reason=reason))
-
-    def _drop_wish(self, key: SequenceKey) -> None:
-        if key in self._wishes:
-            self._wishes.remove(key)
 
     # -- instructions -------------------------------------------------------------------------------------------------
 
@@ -354,6 +317,7 @@ class DecodeRole:
                 self._totals["quarantines"] += 1
                 self._context.blocks.change_owner(sequence, Owner.QUARANTINED)
             case machine.FreeBlocks(num_whole):
+                self._wishes.settled(request)
                 sequence.num_computed = min(num_whole * self._context.spec.block_size, sequence.num_tokens)
                 self._context.blocks.publish(sequence)
                 self._context.blocks.free(sequence)
@@ -372,6 +336,7 @@ class DecodeRole:
         received, cached = request.handoff.num_received, request.handoff.first_block
         sequence.num_computed = sequence.num_tokens
         sequence.tokens.append(handoff.token_id)
+        self._wishes.settled(request)
         self._context.blocks.change_owner(sequence, Owner.RUNNING)
         self._context.steps.adopt(sequence)
         self._send(request.prefill, key, Committed(reservation=handoff.reservation))
@@ -391,6 +356,7 @@ class DecodeRole:
                 usage=usage,
             ),
         )
+        self._grant_wishes()  # those that waited for this prefix
 
     def _count(self, usage: SequenceUsage) -> None:
         self._totals["prompt_blocks"] += usage.prompt_blocks

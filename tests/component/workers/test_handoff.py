@@ -134,6 +134,40 @@ def test_what_decode_holds_already_is_not_sent_again(redis_url: str) -> None:
     run(test)
 
 
+def test_sequences_of_one_prompt_compute_send_and_store_it_once(redis_url: str) -> None:
+    async def test() -> None:
+        async with fleet(redis_url, [HashRunner(step_s=0.01)], [HashRunner()], token_budget=32, max_running=16) as f:
+            prompt = prompt_of(200)  # 12 full blocks and one of 8 tokens
+            sampling = [Sampling(temperature=1.0, seed=seed, max_tokens=30) for seed in range(5)]
+            jobs = [f.router.prefill(f.prefill[0].me, f.decode[0].me, f"r{s.seed}", prompt, s) for s in sampling]
+            for one, got in zip(sampling, jobs, strict=True):
+                assert (await got.finished()).output == expected_tokens(prompt, one, 512)
+            assert f.prefill[0].shell.steps.totals.num_prefill_tokens == 200 + 4 * 8
+            handed_over = [got.usage.received_blocks for got in jobs if got.usage is not None]
+            assert sorted(handed_over) == [1] * (len(handed_over) - 1) + [13]
+            await f.until_clean()
+
+    run(test)
+
+
+def test_a_shared_prefix_that_never_arrives_holds_nobody_up(redis_url: str) -> None:
+    async def test() -> None:
+        runners = [HashRunner(step_s=0.05), HashRunner(), HashRunner()]
+        async with fleet(redis_url, runners[:2], runners[2:], token_budget=16, max_running=16) as f:
+            slow, quick = f.prefill
+            f.router.prefill(slow.me, f.decode[0].me, "dying", prompt_of(300), GREEDY)
+            async with asyncio.timeout(5):
+                while not f.decode[0].blocks["reserved"]:
+                    await asyncio.sleep(0.005)
+            got = f.router.prefill(quick.me, f.decode[0].me, "waiting", prompt_of(300), GREEDY)
+            f.prefill.remove(slow)
+            slow.die()
+            assert (await got.finished()).output == expected_tokens(prompt_of(300), GREEDY, 512)
+            await f.until_clean()
+
+    run(test)
+
+
 def test_a_cache_salt_keeps_tenants_apart(redis_url: str) -> None:
     async def test() -> None:
         async with fleet(redis_url, [HashRunner()], [HashRunner()]) as f:

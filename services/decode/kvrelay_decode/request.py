@@ -1,0 +1,26 @@
+"""One sequence on a decode worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvrelay.protocol.messages import PeerRef
+from kvrelay.protocol.sampling import TokenLogprobs
+from kvrelay.scheduling.sequence import Sequence
+from kvrelay_decode.handoff import ReceiverHandoff
+
+
+@dataclass(slots=True, eq=False)
+class DecodeRequest:
+    """One sequence on this worker: a wish, a reservation, or running. `handoff` is None for a local prompt."""
+
+    sequence: Sequence
+    deadline: float
+    handoff: ReceiverHandoff | None = None
+    prefill: PeerRef | None = None
+    transport: str = ""
+    last_progress: float = 0.0
+    first_index: int = 0  # of the first token that this attempt sends
+    arrival: int = 0  # counts up; who came first is served first
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cached_tokens: int = 0

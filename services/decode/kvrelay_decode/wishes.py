@@ -1,0 +1,80 @@
+"""Handoffs that wait for room on a decode worker, in the order in which they came.
+
+A large wish at the head is waited for, so that small ones behind it do not starve it. A wish whose missing prefix is on
+its way into this pool already, for another reservation, waits for that one and lets others pass: the prefix is sent and
+stored once, whatever the number of sequences that share it (samples of one prompt, requests with one system prompt).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from kvrelay.engine.batch import SequenceKey
+from kvrelay.kv.table import blocks_for
+from kvrelay.scheduling.base import Scheduler
+from kvrelay.scheduling.blocks import BlockManager
+from kvrelay.scheduling.prefixes import PrefixesInProgress
+from kvrelay_decode.request import DecodeRequest
+
+
+class Wishes:
+    """`requests` are all of the worker's, wishes included."""
+
+    def __init__(
+        self, scheduler: Scheduler, blocks: BlockManager, requests: Mapping[SequenceKey, DecodeRequest]
+    ) -> None:
+        self._scheduler = scheduler
+        self._blocks = blocks
+        self._requests = requests
+        self._waiting: dict[SequenceKey, DecodeRequest] = {}
+        self._arriving = PrefixesInProgress()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[DecodeRequest]:
+        return iter(self._waiting.values())
+
+    def add(self, request: DecodeRequest) -> None:
+        """A handoff was asked for."""
+        self._waiting[request.sequence.key] = request
+
+    def drop(self, request: DecodeRequest) -> None:
+        """It is not wished for any more, or never was: both are fine."""
+        self._waiting.pop(request.sequence.key, None)
+
+    def granted(self, request: DecodeRequest) -> None:
+        """It has its blocks; those behind its cached prefix are on their way."""
+        self.drop(request)
+        sequence = request.sequence
+        if self._blocks.shares_prefixes:
+            num_cached = sequence.num_computed // self._blocks.pool.block_size
+            hashes = sequence.block_hashes(sequence.num_full_blocks)
+            self._arriving.promise(sequence.key, hashes[num_cached:])
+
+    def settled(self, request: DecodeRequest) -> None:
+        """Its blocks are published, or given up: nobody has to wait for them any more."""
+        self._arriving.give_up(request.sequence.key)
+
+    def next(self, num_requests: int) -> DecodeRequest | None:
+        """The wish to grant now; None if there is none, or no room for it. `num_requests`: all, wishes included."""
+        for request in self._waiting.values():
+            _, missing = self._blocks.first_missing(request.sequence)
+            if missing is None or missing not in self._arriving:
+                return request if self._has_room(request, num_requests - len(self._waiting)) else None
+        return None
+
+    def _has_room(self, request: DecodeRequest, num_open: int) -> bool:
+        scheduler, pool, sequence = self._scheduler, self._blocks.pool, request.sequence
+        if scheduler.waiting:
+            # Preempted sequences and older local prompts come first, or reservations would starve them.
+            head = next(iter(scheduler.waiting))
+            older = self._requests.get(head.key)
+            if head.num_preemptions or older is None or older.arrival < request.arrival:
+                return False
+        if num_open >= scheduler.limits.max_running:
+            return False
+        cached = self._blocks.num_cached_blocks(sequence)
+        # Running sequences grow: a block for each of them keeps a new one from preempting at once.
+        headroom = len(scheduler.running) + 1 if num_open else 0
+        return blocks_for(sequence.num_tokens, pool.block_size) - cached + headroom <= pool.num_available - cached

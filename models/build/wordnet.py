@@ -28,6 +28,7 @@ _UNWANTED = re.compile(
     r"offensive|obscene|slur|disparag|vulgar|slang|sexual|genital|penis|vagina|prostitut|derogatory|erotic"
     r"|urine|excre|feces|suicide|ethnic"
 )
+_PASSED_OVER = re.compile(r"Caucasoid|Negroid|Mongoloid")
 _INFLECTED = re.compile(r"(ing|ed|ly|[^s]s)$")
 _CLAUSE_END = re.compile(r"[;:]|- |--")
 
@@ -135,10 +136,10 @@ def _most_senses_first(senses: list[Sense]) -> list[Sense]:
 
 
 def _entry(word: str, senses: list[Sense], max_gloss_chars: int) -> Entry | None:
-    """The word's first sense that does not explain the word by itself; None if that one will not do."""
+    """The word's first sense that neither explains the word by itself nor sorts people; None if it will not do."""
     for sense in senses:
         gloss = _clean(sense.text)
-        if _explains_itself(word, gloss):
+        if _explains_itself(word, gloss) or _PASSED_OVER.search(gloss):
             continue
         fits = MIN_GLOSS_CHARS <= len(gloss) <= max_gloss_chars and _PLAIN_GLOSS.match(gloss)
         return Entry(word, sense.pos, gloss) if fits and not _UNWANTED.search(sense.text) else None

@@ -1,0 +1,1 @@
+"""LLM serving with prefill and decode taken apart: what the services share."""

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-
 torch.set_num_threads(1)  # beside the services under test
 
 

@@ -126,6 +126,10 @@ class ScriptedDispatcher:
         """As set."""
         return self.is_ready
 
+    def ready_workers(self) -> dict[str, int]:
+        """One of each."""
+        return {"prefill": 1, "decode": 1}
+
     def submit(self, request: GenerateRequest) -> ScriptedHandle:
         """Refused when not ready."""
         if not self.is_ready or self.refuse_after == len(self.handles):

@@ -6,10 +6,12 @@ The environment makes them misbehave: FAKE_FAIL=ROLE ends that role at start, FA
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import secrets
 import signal
 import sys
+from collections import Counter
 
 from kvrelay.config import CommonConfig, RouterConfig, WorkerConfig, load_config
 from kvrelay.config.worker import Role
@@ -73,12 +75,18 @@ async def _work(config: WorkerConfig) -> None:
 
 async def _route(config: RouterConfig) -> None:
     stop = _stop_event("router")
+    registry = Registry(config.redis_url, config.redis_prefix)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+        try:
+            roles = Counter(worker.role for worker in await registry.list_workers(config.served_model_name))
+            writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + json.dumps({"workers": roles}).encode())
+        except RegistryError:
+            writer.write(b"HTTP/1.1 503 Service Unavailable\r\n\r\n")
         writer.close()
 
     server = await asyncio.start_server(answer, config.host, config.port)
     await stop.wait()
     server.close()
+    await registry.close()

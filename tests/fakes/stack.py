@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import httpx
+import psutil
 
 START_TIMEOUT_S = 120.0
 IDLE_OWNERS = ("free", "cached", "total")
@@ -23,9 +25,9 @@ class StackFailed(AssertionError):
 
 
 class Stack:
-    """`kvrelay up` with a model, on a free port. Its logs go to `state_dir`."""
+    """`kvrelay up` with a model, on a free port. Its logs go to `state_dir`. `api_key` is what its requests present."""
 
-    def __init__(self, model: Path | None, state_dir: Path, *flags: str) -> None:
+    def __init__(self, model: Path | None, state_dir: Path, *flags: str, api_key: str = "") -> None:
         self._log_path = state_dir / "up.log"
         state_dir.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "kvrelay.cli.main", "up", "--port", "0", "--state-dir", str(state_dir)]
@@ -36,7 +38,8 @@ class Stack:
         with self._log_path.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         self.base_url = self._wait_until_ready()
-        self.http = httpx.Client(base_url=self.base_url, timeout=60)
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self.http = httpx.Client(base_url=self.base_url, timeout=60, headers=headers)
         self.model: str = self.http.get("/v1/models").json()["data"][0]["id"]
 
     def fleet(self) -> dict[str, Any]:
@@ -76,12 +79,12 @@ class Stack:
     def children(self) -> dict[str, int]:
         """Process ids of router and workers, by worker id as in the log directory."""
         found = {}
-        out = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
-        for line in out.splitlines()[1:]:
-            pid, parent, args = line.split(None, 2)
-            if int(parent) == self.process.pid and "kvrelay_" in args:
-                name = re.search(r"--worker-id[ =](\S+)", args)
-                found[name.group(1) if name else "router"] = int(pid)
+        for child in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                arguments = " ".join(child.cmdline())
+                if "kvrelay_" in arguments:
+                    name = re.search(r"--worker-id[ =](\S+)", arguments)
+                    found[name.group(1) if name else "router"] = child.pid
         return found
 
     def stop(self) -> int:

@@ -50,7 +50,10 @@ class LocalWorker:
         values = {"peer_timeout_s": 2.0, "peer_interval_s": 0.1, "drain_timeout_s": 5.0} | settings
         values |= {"model": "hash-model", "served_model_name": "hash-model", "redis_url": redis_url, "role": role}
         self.config = WorkerConfig.model_validate(values)
-        make_runner: Callable[[WorkerConfig], ModelRunner] = lambda _: runner
+
+        def make_runner(_: WorkerConfig) -> ModelRunner:
+            return runner
+
         self.shell = WorkerShell(self.config, prefill_role if role == "prefill" else decode_role, make_runner)
         self.runner = runner
         self._task: asyncio.Task[None] | None = None

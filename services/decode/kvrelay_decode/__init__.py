@@ -1,0 +1,1 @@
+"""The decode service: takes prompts over and continues them."""

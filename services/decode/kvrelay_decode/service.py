@@ -70,6 +70,7 @@ class DecodeRequest:
     transport: str = ""
     last_progress: float = 0.0
     first_index: int = 0  # of the first token that this attempt sends
+    arrival: int = 0  # counts up; who came first is served first
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     cached_tokens: int = 0
 
@@ -86,6 +87,7 @@ class DecodeRole:
         self._by_reservation: dict[str, SequenceKey] = {}
         self._wishes: deque[SequenceKey] = deque()
         self._reservation_numbers = itertools.count(1)
+        self._arrivals = itertools.count(1)
         self._tombstones = Tombstones()
         self._stream = TokenStream(self._send_batch)
         self._draining = False
@@ -116,7 +118,7 @@ class DecodeRole:
             receiver.close()
 
     def callbacks(self) -> StepCallbacks:
-        return StepCallbacks(self._planned, self._committed, self._failed, self._idle)
+        return StepCallbacks(self._planned, self._committed, self._failed)
 
     @property
     def num_open(self) -> int:
@@ -193,9 +195,7 @@ class DecodeRole:
             case Handoff():
                 request.last_progress = time.monotonic()
                 self._run(key, request.handoff.handed(body))
-            case Abort() if request.handoff.state is machine.ReceiverState.RUNNING:
-                self._end(key)  # prefill gave it to another worker before it heard of the commit
-            case Abort():
+            case Abort():  # one that crossed the commit changes nothing: the request is the router's to end from there
                 self._drop_wish(key)
                 self._run(key, request.handoff.aborted())
             case Drained():
@@ -211,12 +211,14 @@ class DecodeRole:
         self._supersede(key)
         try:
             sequence = make_sequence(header, body.prompt, router, self._context.spec)
-        except PromptRefused as error:
+            self._context.steps.add(sequence)
+        except (ValueError, OverflowError) as error:
             self._send(router, key, Failed(cause=str(error), retriable=False))
             return
-        self._requests[key] = DecodeRequest(sequence, self._deadline(body.prompt), first_index=sequence.num_output)
+        self._requests[key] = DecodeRequest(
+            sequence, self._deadline(body.prompt), first_index=sequence.num_output, arrival=next(self._arrivals)
+        )
         self._totals["local_prompts"] += 1
-        self._context.steps.add(sequence)
 
     def _reserve(self, header: Header, prefill: PeerRef, body: Reserve) -> None:
         key = sequence_key(header)
@@ -242,6 +244,7 @@ class DecodeRole:
             prefill=prefill,
             transport=next(name for name in body.transports if name in self._receivers),
             first_index=sequence.num_output,
+            arrival=next(self._arrivals),
         )
         self._requests[key] = request
         self._wishes.append(key)
@@ -267,14 +270,18 @@ class DecodeRole:
 
     def _grant_wishes(self) -> None:
         """First come, first served: a large wish at the head is waited for, so that it is not starved."""
-        while self._wishes and self._has_room(self._requests[self._wishes[0]].sequence):
+        while self._wishes and self._has_room(self._requests[self._wishes[0]]):
             key = self._wishes.popleft()
             self._grant(key, self._requests[key])
 
-    def _has_room(self, sequence: Sequence) -> bool:
-        scheduler, pool = self._context.scheduler, self._context.pool
+    def _has_room(self, request: DecodeRequest) -> bool:
+        scheduler, pool, sequence = self._context.scheduler, self._context.pool, request.sequence
         if scheduler.waiting:
-            return False  # preempted and local sequences come first, or reservations would starve them
+            # Preempted sequences and older local prompts come first, or reservations would starve them.
+            head = next(iter(scheduler.waiting))
+            older = self._requests.get(head.key)
+            if head.num_preemptions or older is None or older.arrival < request.arrival:
+                return False
         num_open = len(self._requests) - len(self._wishes)
         if num_open >= scheduler.limits.max_running:
             return False
@@ -294,9 +301,7 @@ class DecodeRole:
         blocks = sequence.table.ids.tolist()
         reservation = f"{self._context.messenger.me.incarnation}-{next(self._reservation_numbers)}"
         self._by_reservation[reservation] = key
-        request.handoff.granted(
-            reservation, first_block, len(blocks), needs_quarantine=receiver.needs_quarantine
-        )
+        request.handoff.granted(reservation, first_block, len(blocks), needs_quarantine=receiver.needs_quarantine)
         receiver.admit(reservation, first_block, blocks[first_block:])
         self._send(
             request.prefill,
@@ -441,9 +446,6 @@ class DecodeRole:
     def _failed(self, sequences: list[Sequence], cause: str) -> None:
         for sequence in sequences:
             self._fail(sequence.key, cause, retriable=True)
-
-    def _idle(self) -> None:
-        self._context.pool.check_integrity()
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 

@@ -205,7 +205,10 @@ class SenderHandoff:
     def granted(self, decode: PeerRef, message: Granted) -> list[Instruction]:
         """Decode holds slots for the missing blocks. One that is no longer wanted is given back."""
         if decode != self.decode or self.reservation not in (Reservation.ASKED, Reservation.DEFERRED):
-            return [SendAbort(decode, message.reservation, "no longer wanted"), SendDrained(decode, message.reservation)]
+            return [
+                SendAbort(decode, message.reservation, "no longer wanted"),
+                SendDrained(decode, message.reservation),
+            ]
         self.reservation = Reservation.GRANTED
         self._grant = _Grant(
             decode, message.reservation, message.first_block, message.slots, message.transport, message.endpoint

@@ -41,7 +41,7 @@ from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.transfer.base import Pushed, SenderDrained, SenderEvent, TransferFailed, TransferSender
 from kvrelay.worker.context import WorkerContext
-from kvrelay.worker.sequences import PromptRefused, make_sequence, sequence_key
+from kvrelay.worker.sequences import make_sequence, sequence_key
 from kvrelay.worker.step_loop import StepCallbacks
 from kvrelay.worker.tombstones import Tombstones
 from kvrelay_prefill import handoff as machine
@@ -93,7 +93,7 @@ class PrefillRole:
             sender.close()
 
     def callbacks(self) -> StepCallbacks:
-        return StepCallbacks(self._planned, self._committed, self._failed, self._idle)
+        return StepCallbacks(self._planned, self._committed, self._failed)
 
     @property
     def num_open(self) -> int:
@@ -155,9 +155,7 @@ class PrefillRole:
             return
         self._run(key, self._to_machine(request.handoff, event.peer, body))
 
-    def _to_machine(
-        self, handoff: machine.SenderHandoff, peer: PeerRef, body: AnyBody
-    ) -> list[machine.Instruction]:
+    def _to_machine(self, handoff: machine.SenderHandoff, peer: PeerRef, body: AnyBody) -> list[machine.Instruction]:
         match body:
             case Granted():
                 return handoff.granted(peer, body)
@@ -202,17 +200,17 @@ class PrefillRole:
         self._supersede(key)
         try:
             sequence = make_sequence(header, body.prompt, router, self._context.spec)
-        except PromptRefused as error:
+            sequence.prefill_only = True
+            self._context.steps.add(sequence)
+        except (ValueError, OverflowError) as error:
             self._send(router, key, Failed(cause=str(error), retriable=False))
             return
-        sequence.prefill_only = True
         now = time.monotonic()
         deadline = now + body.prompt.timeout_s + DEADLINE_GRACE_S
         handoff = machine.SenderHandoff(body.decode)
         self._requests[key] = PrefillRequest(sequence, body.prompt, handoff, deadline, started_at=now)
         self._totals["requests"] += 1
         self._totals["prompt_blocks"] += blocks_for(sequence.num_tokens, self._context.spec.block_size)
-        self._context.steps.add(sequence)
 
     def _supersede(self, key: SequenceKey) -> None:
         """A newer attempt of the same sequence ends the older ones."""
@@ -265,9 +263,6 @@ class PrefillRole:
     def _failed(self, sequences: list[Sequence], cause: str) -> None:
         for sequence in sequences:
             self._fail(sequence.key, cause, retriable=True)
-
-    def _idle(self) -> None:
-        self._context.pool.check_integrity()
 
     # -- the transport ------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,1 @@
+"""The router: takes requests over HTTP and decides which workers serve them."""

@@ -97,14 +97,14 @@ class FleetView:
     def answered(self, peer: PeerRef, status: Status, now: float) -> None:
         """A worker's own report, which is also its life sign."""
         known = self._find(peer)
-        if known is None:
+        if known is None or known.refused:
             return
         was = known.state(now)
         own = self._load.of(worker_key(peer))
         num_tokens = status.queues.get("queued_tokens", 0) - own.num_tokens
         num_sequences = status.queues.get("waiting", 0) + status.queues.get("running", 0) - own.num_sequences
         known.foreign = WorkerLoad(max(0, num_tokens), max(0, num_sequences))
-        known.status, known.heard_at, known.lost, known.refused = status, now, "", ""
+        known.status, known.heard_at, known.lost = status, now, ""
         self._tell(known, was, "it answers", now)
 
     def lost(self, peer: PeerRef, reason: str, now: float) -> None:

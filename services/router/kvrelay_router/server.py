@@ -57,11 +57,14 @@ class RouterServer:
         self._text = await asyncio.to_thread(TextService.load, config.model)
         log.info("tokenizer of %s loaded in %.1f s", config.model, time.monotonic() - started)
         self._registry = registry = Registry(config.redis_url, config.redis_prefix)
+        api = ApiSettings.from_config(config)
         self._dispatcher = RouterDispatcher(
-            self._open_messenger, lambda: registry.list_workers(config.served_model_name), _dispatch_settings(config)
+            self._open_messenger,
+            lambda: registry.list_workers(config.served_model_name),
+            _dispatch_settings(config, api),
         )
         self._dispatcher.start()
-        app = create_app(_api_settings(config), self._dispatcher, self._text)
+        app = create_app(api, self._dispatcher, self._text)
         self._http = await serve(
             app, config.host, config.port, graceful_timeout_s=config.drain_timeout_s + HTTP_GRACE_S
         )
@@ -148,18 +151,12 @@ def _message_address(config: RouterConfig) -> str:
     return host if host is not None and not is_wildcard(host) else config.reachable_host
 
 
-def _api_settings(config: RouterConfig) -> ApiSettings:
-    return ApiSettings(
-        model_names=(config.served_model_name,),
-        api_keys=tuple(key.get_secret_value() for key in config.api_keys),
-        max_body_bytes=int(config.max_body_bytes),
-        request_timeout_s=config.request_timeout_s,
-    )
-
-
-def _dispatch_settings(config: RouterConfig) -> DispatchSettings:
+def _dispatch_settings(config: RouterConfig, api: ApiSettings) -> DispatchSettings:
     return DispatchSettings(
+        policy=config.routing_policy,
+        local_prefill_tokens=config.local_prefill_tokens,
         max_attempts=config.max_attempts,
-        max_requests=config.max_queued_requests,
+        # The HTTP layer bounds its requests; one of them may still bring many prompts.
+        max_requests=config.max_queued_requests + api.max_sequences,
         registry_interval_s=config.fleet_interval_s,
     )

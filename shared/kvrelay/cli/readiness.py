@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Mapping
 from typing import Protocol
 
 from kvrelay.fleet import Registry, RegistryUnavailable
@@ -49,12 +51,16 @@ class WorkerReady:
         return False
 
 
-class HttpReady:
-    """A router is ready when GET /ready says 200."""
+class RouterReady:
+    """A router is ready when GET /ready says 200 and counts all workers that were started with it.
 
-    def __init__(self, host: str, port: int) -> None:
+    Before that it would serve without the missing ones: prompts would not be computed where they are meant to be.
+    """
+
+    def __init__(self, host: str, port: int, workers: Mapping[str, int]) -> None:
         self._host = host
         self._port = port
+        self._workers = workers
 
     def restarted(self) -> None:
         """Nothing to forget: a dead router does not answer."""
@@ -63,12 +69,17 @@ class HttpReady:
         """False also while nobody listens."""
         try:
             async with asyncio.timeout(HTTP_TIMEOUT_S):
-                reader, writer = await asyncio.open_connection(self._host, self._port)
-                try:
-                    writer.write(b"GET /ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-                    status_line = await reader.readline()
-                finally:
-                    writer.close()
-        except (OSError, TimeoutError):
-            return False
-        return status_line.split(b" ")[1:2] == [b"200"]
+                status, body = await self._get_ready()
+            counted = json.loads(body)["workers"] if status == b"200" else None
+        except (OSError, TimeoutError, ValueError, LookupError):
+            return False  # nobody there, or somebody else
+        return counted is not None and all(counted.get(role, 0) >= number for role, number in self._workers.items())
+
+    async def _get_ready(self) -> tuple[bytes, bytes]:
+        reader, writer = await asyncio.open_connection(self._host, self._port)
+        try:
+            writer.write(b"GET /ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        finally:
+            writer.close()
+        return head.split(b" ", 2)[1] if head else b"", body

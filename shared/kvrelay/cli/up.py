@@ -10,6 +10,7 @@ import secrets
 import signal
 import socket
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrelay.cli.display import DIED, READY, Display, make_display
-from kvrelay.cli.readiness import HttpReady, WorkerReady
+from kvrelay.cli.readiness import RouterReady, WorkerReady
 from kvrelay.cli.supervisor import Service, ServiceSpec, StartFailed, Supervisor, describe_exit
 from kvrelay.config.common import CommonConfig, is_wildcard
 from kvrelay.config.load import ConfigError, add_config_flag, add_flags, flag_names, resolve
@@ -224,12 +225,15 @@ class _Run:
         others = []
         for worker in plan.workers:
             argv = [*plan.worker_flags, f"--worker-id={worker.worker_id}", f"--threads={worker.threads}"]
+            if worker.memory_utilization is not None:
+                argv.append(f"--memory-utilization={worker.memory_utilization / len(plan.workers):.6f}")
             check = WorkerReady(registry, worker.served_model_name, worker.worker_id)
             environ = {"OMP_NUM_THREADS": str(worker.threads)}
             spec = self._spec(worker.role, worker.worker_id, argv, environ, check, worker.drain_timeout_s)
             others.append(Service(spec, self._display))
         host = LOOPBACK if is_wildcard(plan.up.host) else plan.up.host
-        check_http = HttpReady(host, plan.up.port)
+        expected = Counter(str(worker.role) for worker in plan.workers)
+        check_http = RouterReady(host, plan.up.port, expected)
         spec = self._spec("router", "router", plan.router_flags, {}, check_http, plan.router.drain_timeout_s)
         return Supervisor(Service(spec, self._display), others)
 
@@ -239,7 +243,7 @@ class _Run:
         name: str,
         argv: Sequence[str],
         environ: Mapping[str, str],
-        check: HttpReady | WorkerReady,
+        check: RouterReady | WorkerReady,
         drain_timeout_s: float,
     ) -> ServiceSpec:
         return ServiceSpec(

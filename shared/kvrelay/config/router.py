@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ByteSize, Field, SecretStr, field_validator, model_validator
 
@@ -45,10 +45,14 @@ class RouterConfig(CommonConfig):
     max_queued_requests: int = Field(
         default=1024, ge=1, le=1 << 20, description="requests in progress beyond which new ones get 429"
     )
-    workers: tuple[str, ...] = Field(
-        default=(),
-        description="workers to use while Redis is away at start, as role@tcp://host:port, separated by commas",
-        json_schema_extra={"list": True},
+    routing_policy: Literal["least_loaded", "round_robin", "random"] = Field(
+        default="least_loaded", description="how workers are chosen among those that are ready"
+    )
+    local_prefill_tokens: int = Field(
+        default=0,
+        ge=0,
+        le=1 << 20,
+        description="prompts of at most so many tokens go to a decode worker alone, without a handoff; 0: none",
     )
     fleet_interval_s: float = Field(
         default=0.5, ge=0.05, le=60, description="time between looks into the registry, in seconds"
@@ -56,15 +60,6 @@ class RouterConfig(CommonConfig):
     drain_timeout_s: float = Field(
         default=30.0, ge=0, le=3600, description="time for open requests to finish after SIGTERM, in seconds"
     )
-
-    @field_validator("workers")
-    @classmethod
-    def _worker_addresses(cls, workers: tuple[str, ...]) -> tuple[str, ...]:
-        for worker in workers:
-            role, _, address = worker.partition("@")
-            if role not in ("prefill", "decode") or not address.startswith("tcp://"):
-                raise ValueError(f"{worker!r} is not of the form prefill@tcp://host:port or decode@tcp://host:port")
-        return workers
 
     @field_validator("api_keys")
     @classmethod

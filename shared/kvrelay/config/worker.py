@@ -34,7 +34,7 @@ class WorkerConfig(CommonConfig):
     transfer: Literal["zmq"] = Field(default="zmq", description="how KV blocks travel")
 
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        default="auto", description="type of weights and KV; auto: float32 on a CPU, the model's own elsewhere"
+        default="auto", description="type of weights and KV; auto: the checkpoint's, or float32 where the CPU lacks it"
     )
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")
     threads: int | None = Field(
@@ -48,11 +48,14 @@ class WorkerConfig(CommonConfig):
     kv_memory_bytes: ByteSize | None = Field(
         default=None,
         ge=MIB,
-        description="memory of the pool when num_blocks is not given, as in 512MiB or 4GiB (default: 1GiB on a CPU, "
-        "what memory_utilization allows on a GPU)",
+        description="memory of the pool when num_blocks is not given, as in 512MiB or 4GiB (default: 1GiB)",
     )
-    memory_utilization: float = Field(
-        default=0.9, gt=0, le=1, description="share of a GPU's memory for weights and KV together"
+    memory_utilization: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="share of the machine's memory for this worker, when neither num_blocks nor kv_memory_bytes is "
+        "given: the pool gets what the weights and the largest step, which is run to measure it, leave",
     )
     max_model_len: int | None = Field(
         default=None, ge=2, description="longest sequence in tokens, prompt and output (default: the model's own)"

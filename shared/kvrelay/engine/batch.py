@@ -27,8 +27,6 @@ class WorkerRow:
 
     `block_ids` is the sequence's block table, long enough for position + len(token_ids) tokens; the K/V of the earlier
     `position` tokens lie in it already. With `sample`, one token is drawn from the logits after the last token.
-    With `prompt_logprobs_from`, log-probabilities are also returned for the prompt tokens at positions
-    max(prompt_logprobs_from, position + 1) up to position + len(token_ids) (the last one only if the prompt has it).
     """
 
     key: SequenceKey
@@ -88,6 +86,14 @@ class ModelSpec:
     fingerprint: str  # hash over weights, dtype, KV layout, block size and tokenizer
 
 
+class RowsFailed(Exception):
+    """A step gave nothing because of the sequences in `keys`; without them it may be run again."""
+
+    def __init__(self, message: str, keys: Sequence[SequenceKey]) -> None:
+        super().__init__(message)
+        self.keys = frozenset(keys)
+
+
 class ModelRunner(Protocol):
     """Runs the model over a paged pool. Calls come from one thread at a time; `execute` may take long."""
 
@@ -110,5 +116,7 @@ class ModelRunner(Protocol):
 
     def execute(self, batch: WorkerBatch) -> StepResult:
         """Runs one step: writes K/V of every row's tokens into its blocks, attends, samples. Thread-safe against
-        `add_sequence` and `drop_sequence` from another thread. A sampled token joins the sampler's history."""
+        `add_sequence` and `drop_sequence` from another thread. A sampled token joins the sampler's history.
+
+        Raises RowsFailed where some sequences alone are to blame."""
         ...

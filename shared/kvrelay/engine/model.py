@@ -134,18 +134,31 @@ def load_model(source: ModelSource, block_size: int, backend: AttentionBackend |
     return CausalModel(source, model, layout, backend, observed.vocab_size)
 
 
+class _BackboneOutput(BaseModelOutputWithPast):
+    """What a head may ask its backbone for: the hidden states; of all else (router logits, cross attention), None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
 class _GivenHiddenStates(torch.nn.Module):
     """Stands where the backbone stood, and returns hidden states computed before."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._output = BaseModelOutputWithPast()
+        self._output = _BackboneOutput()
+
+    @property
+    def decoder(self) -> _GivenHiddenStates:
+        """Some heads (OPT's) call their backbone's decoder by this name."""
+        return self
 
     def set(self, hidden: torch.Tensor) -> None:
         """The next forward returns `hidden`, `[1, tokens, hidden]`."""
-        self._output = BaseModelOutputWithPast(last_hidden_state=hidden)
+        self._output = _BackboneOutput(last_hidden_state=hidden)
 
-    def forward(self, *_: Any, **__: Any) -> BaseModelOutputWithPast:
+    def forward(self, *_: Any, **__: Any) -> _BackboneOutput:
         """The hidden states that were set, whatever the input."""
         return self._output
 

@@ -72,8 +72,13 @@ def observe_layers(model: PreTrainedModel, num_layers: int, max_model_len: int) 
     recorder = _LayerRecorder(max_model_len)
     length = min(4, max_model_len)
     token_ids = torch.arange(length, device=model.device)[None]
-    with observing(recorder):
-        output = model(input_ids=token_ids, position_ids=token_ids, use_cache=False)
+    try:
+        with observing(recorder):
+            output = model(input_ids=token_ids, position_ids=token_ids, use_cache=False)
+    except UnsupportedModel:
+        raise
+    except Exception as error:  # models of the hub fail in ways of their own
+        raise UnsupportedModel(f"{type(model).__name__}: a forward over packed tokens fails: {error}") from error
     if not recorder.shapes:
         raise UnsupportedModel(f"{type(model).__name__}: no layer attends through transformers' attention interface")
     if sorted(recorder.shapes) != list(range(num_layers)):

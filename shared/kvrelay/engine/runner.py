@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -17,8 +18,12 @@ from kvrelay.engine.batch import ModelSpec, RowResult, SequenceKey, StepResult, 
 from kvrelay.engine.fingerprint import find_model_dir, fingerprint
 from kvrelay.engine.logprobs import token_logprobs
 from kvrelay.engine.model import CausalModel, load_model, open_source
+from kvrelay.engine.profile import blocks_for_profile, profile_memory
 from kvrelay.engine.sampler import Sampler
+from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
+
+log = logging.getLogger(__name__)
 
 _PROMPT_SLICE = 512  # prompt positions whose logits exist at a time
 _DEFAULT_MEMORY_BYTES = 2 * 2**30
@@ -48,7 +53,7 @@ class TransformersRunner:
         self._spec = ModelSpec(
             name=name or source.name,
             vocab_size=model.vocab_size,
-            max_model_len=source.max_model_len,
+            max_model_len=min(source.max_model_len, num_blocks * layout.block_size),
             eos_token_ids=model.eos_token_ids,
             num_layers=layout.num_layers,
             num_kv_heads=layout.num_kv_heads,
@@ -171,6 +176,32 @@ def pack_rows(rows: Sequence[WorkerRow]) -> PackedRows:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class PoolSizing:
+    """A share of the machine's memory for this process, and what bounds its steps."""
+
+    memory_utilization: float
+    token_budget: int
+    max_running: int
+
+
+def _profiled_num_blocks(model: CausalModel, sizing: PoolSizing) -> int:
+    block_size = model.layout.block_size
+    small = TransformersRunner(model, blocks_for_profile(sizing.token_budget, sizing.max_running, block_size))
+    profile = profile_memory(small, sizing.token_budget, sizing.max_running)
+    num_blocks = profile.num_blocks(
+        sizing.memory_utilization, model.layout.block_bytes, blocks_for(sizing.token_budget, block_size)
+    )
+    log.info(
+        "memory: %d MiB with the weights, %d MiB for the largest step, %d MiB for the pool, of %d MiB",
+        profile.resting >> 20,
+        profile.step >> 20,
+        num_blocks * model.layout.block_bytes >> 20,
+        profile.total >> 20,
+    )
+    return num_blocks
+
+
 def make_runner(
     model: str,
     *,
@@ -178,6 +209,7 @@ def make_runner(
     block_size: int = 16,
     num_blocks: int | None = None,
     memory_bytes: int = _DEFAULT_MEMORY_BYTES,
+    size_pool: PoolSizing | None = None,
     max_model_len: int | None = None,
     device: str = "cpu",
     num_threads: int | None = None,
@@ -186,19 +218,29 @@ def make_runner(
 ) -> TransformersRunner:
     """Loads `model` (a directory or a hub name) and allocates its pool: `num_blocks`, or what fits `memory_bytes`.
 
+    With `size_pool` the pool is what a profile of the largest step leaves of a share of the machine's memory.
     Without a `backend`, the fastest one that works is taken.
 
     Raises:
         UnsupportedModel: the engine cannot run it; the message says why.
         ValueError: an unknown dtype, or memory for less than one block.
+        PoolDoesNotFit: the share of memory is too small.
         OSError: there is no such model.
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     source = open_source(model, dtype, device, max_model_len)
     loaded = load_model(source, block_size, backend)
-    if num_blocks is None:
+    if num_blocks is None and size_pool is not None:
+        num_blocks = _profiled_num_blocks(loaded, size_pool)
+    elif num_blocks is None:
         num_blocks = memory_bytes // loaded.layout.block_bytes
     if num_blocks < 1:
         raise ValueError(f"a block takes {loaded.layout.block_bytes} bytes, more than the pool's {memory_bytes}")
+    if max_model_len is not None and num_blocks * block_size < max_model_len:
+        raise ValueError(
+            f"max_model_len {max_model_len} does not fit the pool: {num_blocks} blocks of {block_size} tokens hold "
+            f"{num_blocks * block_size}; it takes {blocks_for(max_model_len, block_size)} blocks, "
+            f"{blocks_for(max_model_len, block_size) * loaded.layout.block_bytes} bytes"
+        )
     return TransformersRunner(loaded, num_blocks, name)

@@ -12,25 +12,24 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrelay.engine.batch import SequenceKey
+from kvrelay.engine.batch import RowsFailed, SequenceKey
 from kvrelay.engine.logprobs import token_logprobs
 from kvrelay.engine.randoms import uniforms
 from kvrelay.engine.sampler_state import SamplerState
-from kvrelay.engine.truncation import draw, keep_min_p, keep_top_k, keep_top_p
+from kvrelay.engine.truncation import Limits, draw, draw_limited
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 
 Parameters = np.ndarray[tuple[int], np.dtype[np.void]]
 
 
-class BadLogits(Exception):
+class BadLogits(RowsFailed):
     """The model gave logits without a finite maximum (NaN or infinity) for the sequences in `keys`.
 
     Nothing was drawn or remembered: the step may be run again without them.
     """
 
     def __init__(self, keys: Sequence[SequenceKey]) -> None:
-        super().__init__(f"the model's logits are not finite for {', '.join(map(str, keys))}")
-        self.keys = tuple(keys)
+        super().__init__(f"the model's logits are not finite for {', '.join(map(str, keys))}", keys)
 
 
 class Sampler:
@@ -38,7 +37,7 @@ class Sampler:
 
     def __init__(self, vocab_size: int, eos_token_ids: Sequence[int], device: torch.device) -> None:
         self._device = device
-        self._state = SamplerState(vocab_size, eos_token_ids, device)
+        self._state = SamplerState(vocab_size, eos_token_ids)
 
     def __contains__(self, key: SequenceKey) -> bool:
         return key in self._state
@@ -74,6 +73,7 @@ class Sampler:
         return token_ids, _logprobs(parameters["logprobs"], logits, token_ids)
 
     def _most_likely(self, keys: Sequence[SequenceKey], logits: torch.Tensor) -> NDArray[np.int64]:
+        logits = logits.float()  # torch is several times slower to find the best of 16-bit numbers
         best = logits.argmax(dim=-1)
         _check_finite(keys, logits.gather(1, best[:, None])[:, 0])  # argmax finds a NaN before any number
         return _to_numpy(best)
@@ -91,42 +91,46 @@ class Sampler:
         self._penalise(work, parameters)
         self._add_biases(work, slots)
         self._forbid_ends(work, slots, parameters, positions)
-        token_ids = _to_numpy(work.argmax(dim=-1))
-        random = np.flatnonzero(parameters["temperature"] > 0)
-        if len(random):
-            rows = torch.from_numpy(random).to(self._device)
-            token_ids[random] = self._draw_random(work[rows], parameters[random], positions[random])
+        random = parameters["temperature"] > 0
+        token_ids = np.empty(len(keys), np.int64)
+        if not random.all():
+            token_ids[~random] = _to_numpy(_some_rows(work, ~random).argmax(dim=-1))
+        if random.any():
+            token_ids[random] = self._draw_random(_some_rows(work, random), parameters[random], positions[random])
         return token_ids
 
     def _draw_random(
         self, logits: torch.Tensor, parameters: Parameters, positions: NDArray[np.int64]
     ) -> NDArray[np.int64]:
+        """Draws at temperature; `logits` is spoilt."""
         # The peak is subtracted first, so that a small temperature cannot overflow.
-        logits = (logits - logits.amax(dim=-1, keepdim=True)) / self._column(parameters, "temperature")[:, None]
-        for name, off, keep in (("min_p", 0, keep_min_p), ("top_k", 0, keep_top_k), ("top_p", 1, keep_top_p)):
-            some = np.flatnonzero(parameters[name] != off)
-            if len(some):
-                rows = torch.from_numpy(some).to(self._device)
-                logits[rows] = keep(logits[rows], self._column(parameters[some], name))
+        weights = logits.sub_(logits.amax(dim=-1, keepdim=True)).div_(self._column(parameters, "temperature")[:, None])
+        weights.exp_()
         numbers = uniforms(parameters["seed"], parameters["sequence_index"], positions.astype(np.uint64))
-        return _to_numpy(draw(logits, torch.from_numpy(numbers).to(self._device)))
+        limited = (parameters["min_p"] > 0) | (parameters["top_k"] > 0) | (parameters["top_p"] < 1)
+        token_ids = np.empty(len(numbers), np.int64)
+        if not limited.all():
+            rest = torch.from_numpy(numbers[~limited]).to(self._device)
+            token_ids[~limited] = _to_numpy(draw(_some_rows(weights, ~limited), rest))
+        if limited.any():
+            limits = Limits(*(self._column(parameters[limited], name) for name in ("min_p", "top_k", "top_p")))
+            rest = torch.from_numpy(numbers[limited]).to(self._device)
+            token_ids[limited] = _to_numpy(draw_limited(_some_rows(weights, limited), limits, rest))
+        return token_ids
 
     def _penalise(self, logits: torch.Tensor, parameters: Parameters) -> None:
         """Repetition scales seen tokens of prompt and output; presence and frequency subtract for output tokens."""
         some = np.flatnonzero(parameters["counts"] >= 0)
         if not len(some):
             return
-        rows = torch.from_numpy(some).to(self._device)
-        counts_rows = torch.from_numpy(parameters["counts"][some].copy()).to(self._device)
-        output = self._state.counts.output[counts_rows]
-        came = output > 0
-        seen = came | self._state.counts.in_prompt[counts_rows]
-        part = logits[rows]
-        repetition = self._column(parameters[some], "repetition")[:, None]
-        part = torch.where(seen, torch.where(part > 0, part / repetition, part * repetition), part)
-        part -= output * self._column(parameters[some], "frequency")[:, None]
-        part -= came * self._column(parameters[some], "presence")[:, None]
-        logits[rows] = part
+        which, token_ids, in_output = self._state.counts.seen(parameters["counts"][some])
+        where = (torch.from_numpy(some[which]).to(self._device), torch.from_numpy(token_ids).to(self._device))
+        rows = parameters[some]
+        repetition = torch.from_numpy(rows["repetition"][which]).to(self._device)
+        minus = rows["frequency"][which] * in_output + rows["presence"][which] * (in_output > 0)
+        seen = logits[where]
+        seen = torch.where(seen > 0, seen / repetition, seen * repetition)
+        logits[where] = seen - torch.from_numpy(minus.astype(np.float32)).to(self._device)
 
     def _add_biases(self, logits: torch.Tensor, slots: NDArray[np.int64]) -> None:
         biases = self._state.biases(slots)
@@ -145,6 +149,13 @@ class Sampler:
 
     def _column(self, parameters: Parameters, name: str) -> torch.Tensor:
         return torch.from_numpy(parameters[name].copy()).to(self._device)
+
+
+def _some_rows(tensor: torch.Tensor, chosen: NDArray[np.bool_]) -> torch.Tensor:
+    """The chosen rows; without a copy where all are."""
+    if chosen.all():
+        return tensor
+    return tensor[torch.from_numpy(np.flatnonzero(chosen)).to(tensor.device)]
 
 
 def _check_finite(keys: Sequence[SequenceKey], peaks: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
 """What the sampler remembers of each sequence: one slot per sequence, one array per parameter.
 
-A step gathers its rows' slots with one index per parameter. Token counts, the only state of vocabulary size, are kept
-for those sequences alone that ask for a penalty.
+A step gathers its rows' parameters with one index. Token counts, the only state of vocabulary size, are kept for those
+sequences alone that ask for a penalty.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from kvrelay.engine.batch import SequenceKey
@@ -47,33 +46,39 @@ class SparseLogits:
 class SamplerState:
     """Slots of all known sequences. Not thread-safe; its owner locks."""
 
-    def __init__(self, vocab_size: int, eos_token_ids: Sequence[int], device: torch.device) -> None:
+    def __init__(self, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
         self._slots: dict[SequenceKey, int] = {}
         self._free: list[int] = []
         self._parameters = np.zeros(0, _PARAMETERS)
         self._biases: dict[int, SparseLogits] = {}  # by slot
         self._end_ids: dict[int, NDArray[np.int64]] = {}  # by slot, where min_tokens is set
-        self.counts = PenaltyCounts(vocab_size, device)
+        self.counts = PenaltyCounts(vocab_size)
 
     def __contains__(self, key: SequenceKey) -> bool:
         return key in self._slots
 
     def add(self, key: SequenceKey, sampling: Sampling, token_ids: Sequence[int], num_prompt: int) -> None:
-        """Takes a slot for `key`; a known key keeps its state."""
+        """Takes a slot for `key`; a known key keeps its state.
+
+        Raises:
+            ValueError: a biased token, or one that would be penalised, is not in the vocabulary.
+        """
         if key in self._slots:
             return
+        penalised = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) != (0, 0, 1)
+        self._check_ids((*sampling.logit_bias, *(token_ids if penalised else ())))
         if not self._free:
             self._grow()
         slot = self._free.pop()
-        penalised = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) != (0, 0, 1)
         counts = self.counts.add(token_ids, num_prompt) if penalised else -1
         if sampling.logit_bias:
             ids, values = zip(*sorted(sampling.logit_bias.items()), strict=True)
             self._biases[slot] = SparseLogits(np.array(ids, np.int64), np.array(values, np.float32))
         if sampling.min_tokens:
             ends = sampling.stop_token_ids + (() if sampling.ignore_eos else self._eos_token_ids)
-            self._end_ids[slot] = np.array(sorted(set(ends)), np.int64)
+            self._end_ids[slot] = np.array([token for token in set(ends) if token < self._vocab_size], np.int64)
         self._parameters[slot] = (
             sampling.temperature if sampling.temperature >= _MIN_TEMPERATURE else 0.0,
             sampling.top_p,
@@ -123,6 +128,10 @@ class SamplerState:
         """The tokens that may not come before min_tokens."""
         return self._end_ids.get(slot, np.zeros(0, np.int64))
 
+    def _check_ids(self, token_ids: Sequence[int]) -> None:
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
+            raise ValueError(f"token ids reach from {min(token_ids)} to {max(token_ids)}, not below {self._vocab_size}")
+
     def _grow(self) -> None:
         size = len(self._parameters)
         added = max(64, size)
@@ -131,24 +140,31 @@ class SamplerState:
 
 
 class PenaltyCounts:
-    """Of the sequences with penalties: how often each token came in the output, and which came in the prompt."""
+    """Of the sequences with penalties: their distinct tokens, and how often each came in the output.
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    A row lists its tokens in the order of their coming; a map of vocabulary size finds a token in the list.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._device = device
         self._free: list[int] = []
-        self.output = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
-        self.in_prompt = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
+        self._place = np.zeros((0, vocab_size), np.int32)  # of a token in its row's list, from 1; 0: it never came
+        self._lengths = np.zeros(0, np.int64)  # of the lists
+        self._tokens = np.zeros((0, 64), np.int64)
+        self._in_output = np.zeros((0, 64), np.int32)
 
     def add(self, token_ids: Sequence[int], num_prompt: int) -> int:
         """Takes a row and counts what is there; returns the row."""
         if not self._free:
             self._grow()
         row = self._free.pop()
-        tokens = torch.as_tensor(np.asarray(token_ids, np.int64)).to(self._device)
-        self.output[row] = torch.bincount(tokens[num_prompt:], minlength=self._vocab_size)
-        self.in_prompt[row] = False
-        self.in_prompt[row, tokens[:num_prompt]] = True
+        distinct, places = np.unique(np.asarray(token_ids, np.int64), return_inverse=True)
+        self._widen(len(distinct))
+        self._place[row] = 0
+        self._place[row, distinct] = np.arange(1, len(distinct) + 1)
+        self._lengths[row] = len(distinct)
+        self._tokens[row, : len(distinct)] = distinct
+        self._in_output[row, : len(distinct)] = np.bincount(places[num_prompt:], minlength=len(distinct))
         return row
 
     def drop(self, row: int) -> None:
@@ -157,13 +173,37 @@ class PenaltyCounts:
 
     def append(self, rows: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
         """Counts one more output token in each of `rows`, which are distinct."""
-        where = torch.from_numpy(rows).to(self._device)
-        self.output[where, torch.from_numpy(token_ids).to(self._device)] += 1
+        fresh = self._place[rows, token_ids] == 0
+        if fresh.any():
+            fresh_rows, fresh_ids = rows[fresh], token_ids[fresh]
+            ends = self._lengths[fresh_rows]
+            self._widen(int(ends.max()) + 1)
+            self._tokens[fresh_rows, ends], self._in_output[fresh_rows, ends] = fresh_ids, 0
+            self._place[fresh_rows, fresh_ids] = ends + 1
+            self._lengths[fresh_rows] += 1
+        self._in_output[rows, self._place[rows, token_ids] - 1] += 1
+
+    def seen(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]:
+        """Flat over all tokens that came in `rows`: index into `rows`, token id, times in the output."""
+        lengths = self._lengths[rows]
+        which = np.repeat(np.arange(len(rows)), lengths)
+        place = np.arange(len(which)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        return which, self._tokens[rows[which], place], self._in_output[rows[which], place]
 
     def _grow(self) -> None:
-        size = len(self.output)
+        """More rows."""
+        size = len(self._lengths)
         added = max(4, size)
-        shape = (added, self._vocab_size)
-        self.output = torch.cat([self.output, torch.zeros(shape, dtype=torch.int32, device=self._device)])
-        self.in_prompt = torch.cat([self.in_prompt, torch.zeros(shape, dtype=torch.bool, device=self._device)])
+        self._place = np.concatenate([self._place, np.zeros((added, self._vocab_size), np.int32)])
+        self._lengths = np.concatenate([self._lengths, np.zeros(added, np.int64)])
+        self._tokens = np.pad(self._tokens, ((0, added), (0, 0)))
+        self._in_output = np.pad(self._in_output, ((0, added), (0, 0)))
         self._free.extend(range(size + added - 1, size - 1, -1))
+
+    def _widen(self, length: int) -> None:
+        """Longer lists, if they are shorter than `length`."""
+        missing = length - self._tokens.shape[1]
+        if missing > 0:
+            added = max(missing, self._tokens.shape[1])
+            self._tokens = np.pad(self._tokens, ((0, 0), (0, added)))
+            self._in_output = np.pad(self._in_output, ((0, 0), (0, added)))

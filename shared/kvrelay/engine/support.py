@@ -51,6 +51,8 @@ def _causal_lm_class(config: PreTrainedConfig) -> type[Any] | None:
 
 
 def _check_layers(name: str, text: PreTrainedConfig, model_class: type[Any]) -> None:
+    if not model_class._can_set_attn_implementation():
+        raise UnsupportedModel(f"{name}: {model_class.__name__} does not let its attention be replaced")
     if getattr(model_class, "_is_stateful", False):
         raise UnsupportedModel(f"{name}: recurrent or state-space layers keep a state that is not KV of tokens")
     other = sorted(set(getattr(text, "layer_types", None) or ()) - _HELD_LAYER_TYPES)

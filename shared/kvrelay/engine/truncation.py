@@ -1,54 +1,84 @@
-"""Cuts a distribution down (min_p, top_k, top_p) and draws from what is left.
+"""Cuts distributions down (min_p, top_k, top_p) and draws from what is left.
 
-All cuts are thresholds on the logit, so tokens that tie at the edge stay together and the result does not depend on the
-order of a sort. The draw walks the tokens by id: rounding noise of logits then moves a draw by as little as itself.
+Distributions are weights relative to the most likely token's 1, not summing to 1. All cuts are floors on the weight, so
+tokens that tie at the edge stay together. A draw walks the kept tokens by id: rounding noise of logits then moves it by
+as little as itself, whatever order a sort puts near ties in.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-_FEW = 1024  # top_p is usually reached within so many tokens; a full sort of the vocabulary costs far more
-_SEGMENT = 256  # tokens summed at once before the draw looks closer
+_BEST = (256, 4096)  # tokens looked at before the whole vocabulary is sorted, which costs far more
+_SEGMENT = 128  # tokens summed at once before a draw looks closer
 
 
-def keep_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Drops tokens less likely than `min_p` times the most likely one; `[rows, vocab]`, `[rows]`, float32."""
-    floor = logits.amax(dim=-1) + torch.log(min_p)
-    return _drop_below(logits, floor)
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What is kept of each row: tensors `[rows]` on the weights' device."""
+
+    min_p: torch.Tensor  # float32; 0 is off
+    top_k: torch.Tensor  # int64; 0 is off
+    top_p: torch.Tensor  # float64; 1 is off
+
+    def of(self, rows: torch.Tensor) -> Limits:
+        """The limits of some rows."""
+        return Limits(self.min_p[rows], self.top_k[rows], self.top_p[rows])
 
 
-def keep_top_k(logits: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
-    """Keeps the `top_k` most likely tokens, and those that tie with the last; `top_k` is `[rows]`, at least 1."""
-    counts = top_k.clamp(max=logits.shape[-1])
-    best = torch.topk(logits, int(counts.max()), dim=-1).values
-    return _drop_below(logits, best.gather(1, counts[:, None] - 1)[:, 0])
-
-
-def keep_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Keeps the fewest most likely tokens whose probabilities, of what is left, reach `top_p` (`[rows]`, float64)."""
-    peak = logits.amax(dim=-1, keepdim=True)
-    wanted = torch.exp(logits - peak).sum(dim=-1, dtype=torch.float64) * top_p
-    few = min(_FEW, logits.shape[-1])
-    floor, reached = _top_p_floor(torch.topk(logits, few, dim=-1).values, peak, wanted)
-    if few < logits.shape[-1] and not reached.all():
-        rows = (~reached).nonzero()[:, 0]
-        in_order = torch.sort(logits[rows], dim=-1, descending=True).values
-        floor[rows], _ = _top_p_floor(in_order, peak[rows], wanted[rows])
-    return _drop_below(logits, floor)
-
-
-def draw(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Inverse CDF in float64, tokens by id: `[rows, vocab]` logits and `[rows]` float64 in [0, 1) give `[rows]` ids."""
-    rows, vocab_size = logits.shape
-    weights = torch.exp(logits - logits.amax(dim=-1, keepdim=True))
-    weights = torch.nn.functional.pad(weights, (0, -vocab_size % _SEGMENT)).view(rows, -1, _SEGMENT)
-    ends = weights.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Inverse CDF over all tokens: `[rows, vocab]` float32 and `[rows]` float64 in [0, 1) give ids `[rows]`."""
+    rows = weights.shape[0]
+    if padding := -weights.shape[1] % _SEGMENT:
+        weights = torch.nn.functional.pad(weights, (0, padding))
+    weights = weights.view(rows, -1, _SEGMENT)
+    ends = weights.sum(dim=-1).to(torch.float64).cumsum(dim=-1)
     target = uniforms * ends[:, -1]
     segment = _first_above(ends, target)
     before = torch.where(segment > 0, ends.gather(1, (segment - 1).clamp(min=0)[:, None])[:, 0], 0.0)
-    inside = weights[torch.arange(rows, device=logits.device), segment].to(torch.float64).cumsum(dim=-1)
+    inside = weights[torch.arange(rows, device=weights.device), segment].to(torch.float64).cumsum(dim=-1)
     return segment * _SEGMENT + _first_above(inside, target - before)
+
+
+def draw_limited(weights: torch.Tensor, limits: Limits, uniforms: torch.Tensor) -> torch.Tensor:
+    """The same from what the limits keep. In order: min_p and top_k, then top_p of what these two leave."""
+    vocab_size = weights.shape[1]
+    token_ids = torch.empty(len(weights), dtype=torch.int64, device=weights.device)
+    left = torch.arange(len(weights), device=weights.device)
+    for num_best in (*(size for size in _BEST if size < vocab_size), vocab_size):
+        part = weights if len(left) == len(weights) else weights[left]
+        drawn, settled = _draw_from_best(part, num_best, limits.of(left), uniforms[left])
+        token_ids[left[settled]] = drawn[settled]
+        left = left[~settled]
+        if not len(left):
+            break
+    return token_ids
+
+
+def _draw_from_best(
+    weights: torch.Tensor, num_best: int, limits: Limits, uniforms: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A draw as if only the `num_best` most likely tokens were kept, and for which rows that is so."""
+    vocab_size = weights.shape[1]
+    best, ids = torch.topk(weights, num_best, dim=-1)
+    counts = torch.where(limits.top_k == 0, vocab_size, limits.top_k).clamp(max=vocab_size)
+    kth = best.gather(1, counts.clamp(max=num_best)[:, None] - 1)[:, 0]
+    floor = torch.maximum(limits.min_p, torch.where(counts < vocab_size, kth, 0.0))
+    mass = (best * (best >= floor[:, None])).to(torch.float64).cumsum(dim=-1)
+    whole = torch.where(floor > 0, mass[:, -1], weights.sum(dim=-1).to(torch.float64))
+    settled = (counts <= num_best) | (counts == vocab_size)
+    settled &= (floor == 0) | (best[:, -1] < floor)
+    # top_p: the fewest tokens that reach it; all that the other limits left, where it is off.
+    kept = ((mass < (whole * limits.top_p)[:, None]).sum(dim=-1) + 1).clamp(max=num_best)
+    by_mass = torch.where(limits.top_p < 1, best.gather(1, kept[:, None] - 1)[:, 0], 0.0)
+    floor = torch.maximum(floor, by_mass)
+    settled &= best[:, -1] < floor
+    in_id_order, order = ids.sort(dim=-1)
+    ends = (best * (best >= floor[:, None])).gather(1, order).to(torch.float64).cumsum(dim=-1)
+    at = _first_above(ends, uniforms * ends[:, -1])
+    return in_id_order.gather(1, at[:, None])[:, 0], settled | (num_best == vocab_size)
 
 
 def _first_above(ends: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -56,14 +86,3 @@ def _first_above(ends: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     above = (ends <= target[:, None]).sum(dim=-1)
     last = (ends < ends[:, -1:]).sum(dim=-1)
     return torch.minimum(above, last)
-
-
-def _top_p_floor(in_order: torch.Tensor, peak: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The smallest logit kept of `in_order` (falling), and whether its tokens suffice for the wanted mass."""
-    mass = torch.exp(in_order - peak).to(torch.float64).cumsum(dim=-1)
-    kept = ((mass < wanted[:, None]).sum(dim=-1) + 1).clamp(max=in_order.shape[-1])
-    return in_order.gather(1, kept[:, None] - 1)[:, 0], mass[:, -1] >= wanted
-
-
-def _drop_below(logits: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
-    return logits.masked_fill(logits < floor[:, None], float("-inf"))

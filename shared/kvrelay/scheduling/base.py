@@ -117,6 +117,6 @@ class Scheduler(Protocol):
         """Books a step's result; returns what is to be told about it. Finished sequences have left."""
         ...
 
-    def fail_step(self, plan: StepPlan) -> list[Sequence]:
-        """The step could not be computed: its sequences leave. Returns them."""
+    def fail_step(self, plan: StepPlan, keys: Collection[SequenceKey] | None = None) -> list[Sequence]:
+        """The step could not be computed: the sequences with these keys leave (None: all of them). Returns them."""
         ...

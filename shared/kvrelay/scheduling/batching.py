@@ -7,6 +7,7 @@ prompts, waiting prompts. Everything else is final here.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from typing import ClassVar, Self
 
 from kvrelay.engine.batch import RowResult, SequenceKey, StepResult
@@ -281,13 +282,18 @@ class BatchScheduler(ABC):
             return None
         return SequenceOutput(sequence, index, given.token_id, given.logprobs, given.prompt_logprobs, finish, prefilled)
 
-    def fail_step(self, plan: StepPlan) -> list[Sequence]:
-        """The step could not be computed: its sequences leave. Returns them."""
+    def fail_step(self, plan: StepPlan, keys: Collection[SequenceKey] | None = None) -> list[Sequence]:
+        """The step could not be computed: the sequences with these keys leave (None: all of them). Returns them.
+
+        The others are where they were before the step.
+        """
         failed = []
         for row in plan.rows:
-            row.sequence.num_planned = 0
-            self._leave(row.sequence)
-            failed.append(row.sequence)
+            sequence = row.sequence
+            sequence.num_planned = 0
+            if keys is None or sequence.key in keys or sequence.abort_requested:
+                self._leave(sequence)
+                failed.append(sequence)
         return failed
 
     def _publish(self, sequence: Sequence) -> None:

@@ -40,16 +40,20 @@ def worker_main(role: RoleName, make_role: RoleFactory) -> int:
 
 def load_runner(config: WorkerConfig) -> ModelRunner:
     """The model, loaded, with its pool. Imports torch, which takes seconds, only here."""
-    from kvrelay.engine.runner import make_runner
+    from kvrelay.engine.runner import PoolSizing, make_runner
 
     if config.device not in ("auto", "cpu"):
         raise ValueError(f"device {config.device}: this version computes on the CPU only")
+    sizing = None
+    if config.memory_utilization is not None and config.kv_memory_bytes is None:
+        sizing = PoolSizing(config.memory_utilization, config.token_budget, config.max_running)
     return make_runner(
         config.model,
         dtype=config.dtype,
         block_size=config.block_size,
         num_blocks=config.num_blocks,
         memory_bytes=config.kv_memory_bytes or DEFAULT_KV_MEMORY_BYTES,
+        size_pool=sizing,
         max_model_len=config.max_model_len,
         num_threads=config.threads,
     )

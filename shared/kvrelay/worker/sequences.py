@@ -23,7 +23,7 @@ def sequence_key(header: Header) -> tuple[str, int, int]:
 def make_sequence(header: Header, prompt: Prompt, router: PeerRef, spec: ModelSpec) -> Sequence:
     """A waiting sequence. Raises PromptRefused."""
     tokens = np.frombuffer(prompt.tokens, dtype="<i4").astype(np.int32)
-    if not 0 < len(tokens) or not 0 <= prompt.num_output < len(tokens):
+    if not 0 <= prompt.num_output < len(tokens):
         raise PromptRefused(f"a prompt of {len(tokens)} tokens of which {prompt.num_output} are output")
     if int(tokens.min()) < 0 or int(tokens.max()) >= spec.vocab_size:
         raise PromptRefused(f"a token id outside [0, {spec.vocab_size})")

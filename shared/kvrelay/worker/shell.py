@@ -28,6 +28,8 @@ from kvrelay.worker.step_loop import StepLoop
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
+QUIET_BEFORE_CHECK_S = 2.0
+"""The pool's books are checked after that long without a request, once per quiet time: it takes a moment."""
 DRAIN_POLL_S = 0.05
 CLOSE_LINGER_S = 1.0
 """Time for the last messages of a drained worker to be acknowledged."""
@@ -44,6 +46,7 @@ class WorkerShell:
         self._make_role = make_role
         self._make_runner = make_runner
         self._draining = False
+        self._quiet_since = 0.0  # 0: nothing happened since the last check
         self._stop = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -164,7 +167,16 @@ class WorkerShell:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self.role.on_tick(time.monotonic())
+            now = time.monotonic()
+            self.role.on_tick(now)
+            self._check_when_quiet(now)
+
+    def _check_when_quiet(self, now: float) -> None:
+        if self.role.num_open or self.scheduler.has_work:
+            self._quiet_since = now
+        elif self._quiet_since and now - self._quiet_since > QUIET_BEFORE_CHECK_S:
+            self._quiet_since = 0.0
+            self.pool.check_integrity()
 
     def _on_event(self, event: LinkEvent) -> None:
         if not isinstance(event, Delivered):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from kvrelay.engine.batch import ModelRunner, SequenceKey, StepResult, WorkerBatch, WorkerRow
+from kvrelay.engine.batch import ModelRunner, RowsFailed, SequenceKey, StepResult, WorkerBatch, WorkerRow
 from kvrelay.scheduling.base import Scheduler
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.sequence import Sequence
@@ -41,7 +41,6 @@ class StepCallbacks:
     planned: Callable[[StepPlan], None]
     committed: Callable[[list[SequenceOutput]], None]
     failed: Callable[[list[Sequence], str], None]
-    idle: Callable[[], None]
 
 
 def worker_batch(plan: StepPlan) -> WorkerBatch:
@@ -74,14 +73,14 @@ class StepLoop:
         self._forget: list[SequenceKey] = []
 
     def add(self, sequence: Sequence) -> None:
-        """Queues a sequence. Raises ValueError when its key is known."""
-        self.scheduler.add(sequence)
+        """Queues a sequence. Raises ValueError when its key is known, or the sampler cannot take its parameters."""
         self._introduce(sequence)
+        self.scheduler.add(sequence)
 
     def adopt(self, sequence: Sequence) -> None:
-        """Takes over a sequence whose prompt is computed."""
-        self.scheduler.adopt(sequence)
+        """Takes over a sequence whose prompt is computed. Raises as `add` does."""
         self._introduce(sequence)
+        self.scheduler.adopt(sequence)
 
     def abort(self, key: SequenceKey) -> None:
         """Ends a sequence; it is in no step after the one in flight."""
@@ -114,17 +113,17 @@ class StepLoop:
             plan = self.scheduler.schedule()
             batch = worker_batch(plan)
             self.totals.schedule_s += time.perf_counter() - started
+            self._in_flight = bool(plan.rows)
             callbacks.planned(plan)
             if not plan.rows:
-                callbacks.idle()
                 await self._wake.wait()
                 continue
-            self._in_flight = True
             try:
                 result = await loop.run_in_executor(self._executor, self.runner.execute, batch)
             except Exception as error:
                 log.exception("step %d failed", plan.step)
-                callbacks.failed(self._fail(plan), f"{type(error).__name__}: {error}")
+                keys = error.keys if isinstance(error, RowsFailed) else None
+                callbacks.failed(self._fail(plan, keys), f"{type(error).__name__}: {error}")
             else:
                 callbacks.committed(self._commit(plan, result))
         self._executor.shutdown(wait=True)
@@ -148,8 +147,8 @@ class StepLoop:
         self.totals.commit_s += time.perf_counter() - started
         return outputs
 
-    def _fail(self, plan: StepPlan) -> list[Sequence]:
-        failed = self.scheduler.fail_step(plan)
+    def _fail(self, plan: StepPlan, keys: frozenset[SequenceKey] | None) -> list[Sequence]:
+        failed = self.scheduler.fail_step(plan, keys)
         self._landed()
         self.totals.num_failed_steps += 1
         for sequence in failed:

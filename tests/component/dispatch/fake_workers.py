@@ -52,7 +52,7 @@ Key = tuple[str, int, int]
 
 
 def true_token(sequence: int, index: int) -> int:
-    return 10_000 * (sequence + 1) + index
+    return 500 * (sequence + 1) + index
 
 
 def true_tokens(sequence: int, count: int) -> list[int]:
@@ -76,6 +76,7 @@ class FakeWorker:
         self.worker_id = worker_id
         self.fingerprint = fingerprint
         self.max_model_len = max_model_len
+        self.model = "fake"
         self.draining = False
         self.refusal = ""  # the answer to every Reserve
         self.failure: Failed | None = None  # the answer to every request
@@ -94,13 +95,13 @@ class FakeWorker:
             role=self.role,
             incarnation=self.messenger.me.incarnation,
             address=self.messenger.me.address,
-            model="fake",
+            model=self.model,
             fingerprint=self.fingerprint,
             protocol_version=PROTOCOL_VERSION,
             block_size=16,
             num_blocks=NUM_BLOCKS,
             max_model_len=self.max_model_len,
-            vocab_size=100_000,
+            vocab_size=4096,
             draining=self.draining,
         )
 
@@ -193,6 +194,9 @@ class FakePrefill(FakeWorker):
         while first.finish is None:
             assert decode is not None and first.token_id is not None
             granted = await self._reserve(key, router, decode, prompt)
+            if isinstance(granted, Reassign):
+                decode = granted.decode
+                continue
             if granted is None:
                 excluded = [decode.peer_id]
                 self.send(router, key, NeedDecode(reason="refused", excluded=excluded))
@@ -219,7 +223,6 @@ class FakePrefill(FakeWorker):
             if isinstance(reply, Committed):
                 return
             if isinstance(reply, Reassign):
-                assert reply.decode is not None
                 decode = reply.decode
 
     def _first_token(self, key: Key, prompt: Prompt) -> FirstToken:
@@ -235,21 +238,22 @@ class FakePrefill(FakeWorker):
             finish=FinishReason.LENGTH if is_last else None,
         )
 
-    async def _reserve(self, key: Key, router: PeerRef, decode: PeerRef, prompt: Prompt) -> Granted | None:
+    async def _reserve(self, key: Key, router: PeerRef, decode: PeerRef, prompt: Prompt) -> Granted | Reassign | None:
         self.send(decode, key, Reserve(prompt=prompt, router=router, transports=["none"], num_blocks=1))
         reply = await self._reply(key, Granted, decode)
-        return reply if isinstance(reply, Granted) else None
+        assert reply is None or isinstance(reply, Granted | Reassign)
+        return reply
 
     async def _reply(self, key: Key, kind: type, decode: PeerRef) -> AnyBody | None:
-        """An answer of this kind, a Reassign, or None where there will be none."""
+        """An answer of this kind, a Reassign to another worker, or None where there will be none."""
         while True:
             reply = await self.replies[key].get()
             if isinstance(reply, PeerLost):
-                if reply.peer.peer_id == decode.peer_id:
+                if (reply.peer.peer_id, reply.peer.incarnation) == (decode.peer_id, decode.incarnation):
                     return None
             elif isinstance(reply, Refused):
                 return None
-            elif isinstance(reply, kind | Reassign):
+            elif isinstance(reply, kind) or (isinstance(reply, Reassign) and reply.decode != decode):
                 return reply
 
     async def _reassigned(self, key: Key) -> PeerRef | None:

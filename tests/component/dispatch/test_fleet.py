@@ -132,6 +132,7 @@ async def _refuse_all(context: zmq.asyncio.Context, inbox: zmq.asyncio.Socket, w
             reply_to=worker.address,
             to_incarnation=header.incarnation,
             link=0,
+            to_link=header.link,
         )
         outbox = context.socket(zmq.PUSH)
         outbox.connect(header.reply_to)

@@ -62,6 +62,22 @@ async def test_many_requests_at_once_are_spread_over_all_workers(rig: Rig) -> No
     await rig.nothing_is_left()
 
 
+async def test_new_requests_go_where_less_is_outstanding(rig: Rig) -> None:
+    await rig.start(*two_pairs())
+    gates = {name: rig.workers[name].hold("start") for name in ("p0", "p1")}
+    stuck = rig.submit()
+    await gates[str(stuck.served_by.prefill)].reached.wait()
+    others = {"p0": "p1", "p1": "p0", "d0": "d1", "d1": "d0"}
+    idle = others[str(stuck.served_by.prefill)], others[str(stuck.served_by.decode)]
+    gates[idle[0]].open.set()
+    for _ in range(4):
+        handle = rig.submit()
+        assert await read(handle) == {0: true_tokens(0, 6)}
+        assert (handle.served_by.prefill, handle.served_by.decode) == idle
+    stuck.cancel()
+    await rig.nothing_is_left()
+
+
 async def test_one_token_is_prefills_alone_and_decode_never_hears_of_it(rig: Rig) -> None:
     prefill, decode = pair()
     await rig.start(prefill, decode)
@@ -93,7 +109,7 @@ async def test_without_prefill_decode_works_alone_and_the_fleet_says_so(rig: Rig
     fallback = (await rig.dispatcher.fleet())["fallback"]
     assert (fallback["decode_alone_requests"], fallback["active"]) == (1, True)
     rig.add(FakePrefill("p0"))
-    await rig.until(lambda: rig.states()["p0"] == "ready")
+    await rig.until(lambda: rig.states().get("p0") == "ready")
     await read(rig.submit())
     assert (await rig.dispatcher.fleet())["fallback"]["active"] is False
 

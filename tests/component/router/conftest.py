@@ -1,13 +1,20 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
+import uvloop
 
 from kvrelay_router.text.service import TextService
 from tests.component.router.rig import Router, running_router
 from tests.fakes.text_model import write_text_model
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The loop that routers run on."""
+    return {"uvloop": uvloop.new_event_loop}
 
 
 @pytest.fixture(scope="session")
@@ -19,6 +26,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TextService]:
 
 @pytest.fixture
 async def router(text: TextService) -> AsyncIterator[Router]:
+    assert isinstance(asyncio.get_running_loop(), uvloop.Loop)
     async with running_router(text) as running:
         yield running
 

@@ -26,7 +26,7 @@ async def test_health_ready_version_fleet(router: Router) -> None:
     answers = {path: (await router.http.get(path)).json() for path in ("/health", "/ready", "/version", "/fleet")}
     assert answers == {
         "/health": {"status": "ok"},
-        "/ready": {"status": "ready"},
+        "/ready": {"status": "ready", "workers": {"prefill": 1, "decode": 1}},
         "/version": {"version": version("kvrelay")},
         "/fleet": {"workers": []},
     }

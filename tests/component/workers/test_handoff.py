@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from kvrelay.fleet.embedded import EmbeddedRedis
-from kvrelay.protocol.messages import Cancel, Reassign, Stop
+from kvrelay.protocol.messages import AnyBody, Cancel, Reassign, Stop
 from kvrelay.protocol.sampling import FinishReason, Sampling
 from tests.fakes.hash_runner import EOS_TOKEN_ID, VOCAB_SIZE, HashRunner, expected_tokens
 from tests.fakes.workers import LocalWorker, Received, StubRouter
@@ -62,7 +62,7 @@ async def fleet(
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 45))  # type: ignore[arg-type]
+    asyncio.run(asyncio.wait_for(test(), 45))
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -83,6 +83,35 @@ def test_a_prompt_of_any_length_is_computed_handed_over_and_continued(redis_url:
                 assert got.usage.computed_blocks == 0
             await f.until_clean()
             assert f.decode[0].shell.steps.totals.num_prefill_tokens == 0
+
+    run(test)
+
+
+def test_blocks_leave_while_later_chunks_are_computed(redis_url: str) -> None:
+    async def test() -> None:
+        runners = [HashRunner(step_s=0.03), HashRunner()]
+        async with fleet(redis_url, runners[:1], runners[1:], token_budget=32, max_running=16) as f:
+            got = f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt_of(320), GREEDY)
+            await got.until(lambda r: 0 in r.tokens)
+            # 10 chunks of 2 blocks: when the first token is out, only the last two chunks' blocks may be under way.
+            assert f.prefill[0].shell.role.totals()["pushed_blocks"] >= 16
+            await got.finished()
+
+    run(test)
+
+
+def test_a_cached_prefix_leaves_before_the_first_forward(redis_url: str) -> None:
+    async def test() -> None:
+        runners = [HashRunner(step_s=0.2), HashRunner(), HashRunner()]
+        async with fleet(redis_url, runners[:1], runners[1:]) as f:
+            await f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt_of(300), GREEDY).finished()
+            before = f.prefill[0].shell.role.totals()["pushed_blocks"]
+            got = f.router.prefill(f.prefill[0].me, f.decode[1].me, "b", prompt_of(300), GREEDY)
+            async with asyncio.timeout(5):
+                while f.prefill[0].shell.role.totals()["pushed_blocks"] < before + 18:
+                    await asyncio.sleep(0.005)
+            assert not got.tokens  # the step that computes the rest is still running
+            await got.finished()
 
     run(test)
 
@@ -208,7 +237,8 @@ def test_cancels_and_stops_at_any_moment_leave_nothing_behind(redis_url: str) ->
                     kept.append((prompt, got))
                     continue
                 await asyncio.sleep(rng.random() * 0.02)
-                body = rng.choice([Cancel(reason="the client is gone"), Stop()])
+                bodies: list[AnyBody] = [Cancel(reason="the client is gone"), Stop()]
+                body = rng.choice(bodies)
                 for worker in rng.sample([f.prefill[0].me, f.decode[0].me], 2):
                     f.router.send(worker, name, body)
             for prompt, got in kept:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ MIXED_ROWS = [(0, 1), (0, 37), (15, 1), (16, 1), (33, 20), (70, 1), (47, 2), (0,
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _two_threads():
+def _two_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -31,7 +32,8 @@ def _two_threads():
 
 @pytest.fixture(params=[CpuBackend, TorchBackend], ids=["cpu", "torch"])
 def backend(request: pytest.FixtureRequest) -> AttentionBackend:
-    return request.param()
+    chosen: AttentionBackend = request.param()
+    return chosen
 
 
 @pytest.mark.parametrize(
@@ -99,7 +101,10 @@ def test_a_row_depends_on_neither_its_neighbours_nor_the_threads() -> None:
         start = int(case.packed.query_starts[row])
         alone = Case([(position, tokens)], group=4, head_dim=64)
         table = case.packed.block_tables[row : row + 1]
-        alone.pool, alone.packed = case.pool, PackedRows(*(np.array([n], np.int32) for n in (tokens, position)), table)
+        alone.pool, alone.packed = (
+            case.pool,
+            PackedRows(np.array([tokens], np.int32), np.array([position], np.int32), table),
+        )
         span = slice(start, start + tokens)
         alone.query, alone.key, alone.value = case.query[span], case.key[span], case.value[span]
         torch.set_num_threads(1 + row % 2)

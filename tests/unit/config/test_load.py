@@ -103,8 +103,8 @@ def test_switches_from_the_environment() -> None:
 
 
 def test_lists_are_separated_by_commas() -> None:
-    workers = "prefill@tcp://a:1, decode@tcp://b:2"
-    assert router(["--workers", workers]).workers == ("prefill@tcp://a:1", "decode@tcp://b:2")
+    keys = router(environ={"KVRELAY_API_KEYS": "one, two"}).api_keys
+    assert [key.get_secret_value() for key in keys] == ["one", "two"]
 
 
 def test_each_start_gets_a_worker_id_of_its_role() -> None:

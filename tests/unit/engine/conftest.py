@@ -13,9 +13,9 @@ from tests.tiny_models import build_model
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _two_threads() -> Iterator[None]:
+def _one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 

@@ -39,7 +39,8 @@ def kept_probabilities(sampling: Sampling, x: NDArray[np.float64]) -> NDArray[np
     in_order = np.sort(weights)[::-1] / weights.sum()
     before = np.cumsum(in_order) - in_order
     weights[weights / weights.sum() < in_order[before < sampling.top_p].min()] = 0
-    return weights / weights.sum()
+    kept: NDArray[np.float64] = weights / weights.sum()
+    return kept
 
 
 def draw(probabilities: NDArray[np.float64], uniform: float) -> tuple[int, float]:

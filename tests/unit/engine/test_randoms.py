@@ -23,8 +23,8 @@ pytestmark = pytest.mark.unit
     ],
 )
 def test_philox_gives_the_published_numbers(counter: list[int], key: list[int], expected: list[int]) -> None:
-    words = [np.array([word], np.uint64) for word in (*counter, *key)]
-    assert [int(word[0]) for word in philox((*words[:4],), (*words[4:],))] == expected
+    c0, c1, c2, c3, k0, k1 = (np.array([word], np.uint64) for word in (*counter, *key))
+    assert [int(word[0]) for word in philox((c0, c1, c2, c3), (k0, k1))] == expected
 
 
 def test_each_part_of_the_key_matters() -> None:

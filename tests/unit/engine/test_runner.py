@@ -41,7 +41,7 @@ def reference_of(model_dir: Callable[[str], Path]) -> Callable[[str], PreTrained
 
 def generate(model: PreTrainedModel, prompt: list[int], num_output: int) -> list[int]:
     tokens = torch.tensor([prompt])
-    out = model.generate(
+    out = model.generate(  # type: ignore[operator]
         tokens,
         attention_mask=torch.ones_like(tokens),
         max_new_tokens=num_output,
@@ -49,7 +49,8 @@ def generate(model: PreTrainedModel, prompt: list[int], num_output: int) -> list
         eos_token_id=None,
         pad_token_id=0,
     )
-    return out[0, len(prompt) :].tolist()
+    tokens_out: list[int] = out[0, len(prompt) :].tolist()
+    return tokens_out
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -120,8 +121,7 @@ def test_the_output_comes_from_the_blocks(runner_of: RunnerOf) -> None:
         sequences[0].num_output = 1
         run(runner, sequences, seed=4)
         if corrupt:
-            block = int(sequences[0].blocks[1])
-            runner.pool[block] = runner.pool[block].flip(2)
+            runner.pool[int(sequences[0].blocks[1]), :, 1] *= -1
         sequences[0].num_output = 12
         run(runner, sequences, seed=4)
         outputs.append(sequences[0].output)
@@ -190,7 +190,7 @@ def test_nan_from_the_model_names_the_sequence(runner_of: RunnerOf) -> None:
     runner.pool[int(bad.blocks[0])] = float("nan")
     with pytest.raises(BadLogits) as caught:
         runner.execute(WorkerBatch(0, [good.row(1), bad.row(1)]))
-    assert caught.value.keys == (bad.key,)
+    assert caught.value.keys == {bad.key}
     runner.pool[int(bad.blocks[0])] = 0
     assert runner.execute(WorkerBatch(0, [good.row(1)])).rows[0].token_id is not None
 

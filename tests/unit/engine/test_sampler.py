@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from kvrelay.engine.batch import SequenceKey
 from kvrelay.engine.randoms import uniforms
 from kvrelay.engine.sampler import BadLogits, Sampler
+from kvrelay.engine.truncation import Limits, draw_limited
 from kvrelay.engine.truncation import draw as draw_rows
-from kvrelay.engine.truncation import keep_top_p
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 from tests.unit.engine import sampling_oracle
 
@@ -140,14 +140,21 @@ def test_greedy_takes_the_most_likely_token_whatever_the_path() -> None:
     assert sample_one(Sampling(temperature=1e-8), logits[0])[0] == expected[0]
 
 
-@pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty"])
-def test_output_penalties_count_what_was_sampled_but_not_the_prompt(penalty: str) -> None:
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        (Sampling(temperature=0, presence_penalty=0.3), [0, 1, 0, 0, 0, 0]),
+        (Sampling(temperature=0, frequency_penalty=0.3), [0, 1, 0, 2, 1, 0]),
+    ],
+    ids=["presence", "frequency"],
+)
+def test_output_penalties_count_what_was_sampled_but_not_the_prompt(sampling: Sampling, expected: list[int]) -> None:
     logits = torch.zeros(VOCAB_SIZE)
     logits[:4] = torch.tensor([1.0, 0.8, 0.6, 0.35])
     sampler = Sampler(VOCAB_SIZE, EOS, CPU)
-    sampler.add(key(0), Sampling(temperature=0, **{penalty: 0.3}), [0, 0, 0], 3)
+    sampler.add(key(0), sampling, [0, 0, 0], 3)
     drawn = [int(sampler.sample([key(0)], np.array([3 + i]), logits[None])[0][0]) for i in range(6)]
-    assert drawn == ([0, 1, 0, 2, 1, 0] if penalty == "frequency_penalty" else [0, 1, 0, 0, 0, 0])
+    assert drawn == expected
 
 
 def test_repetition_penalty_counts_the_prompt_and_pushes_down_either_sign() -> None:
@@ -215,7 +222,7 @@ def test_logits_that_are_not_finite_name_their_sequence_and_change_nothing(bad: 
     keys = [key(index) for index in range(3)]
     with pytest.raises(BadLogits, match="request-1") as caught:
         sampler.sample(keys, np.ones(3, np.int64), logits)
-    assert caught.value.keys == (key(1),)
+    assert caught.value.keys == {key(1)}
     rest = sampler.sample([keys[0], keys[2]], np.ones(2, np.int64), logits[[0, 2]])[0]
     assert rest.tolist() == [sample_one_as(keys[row], sampling, logits[row]) for row in (0, 2)]
 
@@ -243,6 +250,26 @@ def test_slots_are_reused_clean_and_grow() -> None:
     assert key(0) not in sampler and key(200) in sampler
 
 
+@pytest.mark.parametrize(
+    ("sampling", "tokens"),
+    [(Sampling(logit_bias={VOCAB_SIZE: 1.0}), [1]), (Sampling(presence_penalty=1.0), [1, VOCAB_SIZE])],
+    ids=["bias", "penalty"],
+)
+def test_tokens_outside_the_vocabulary_are_refused_before_they_can_spoil_a_step(
+    sampling: Sampling, tokens: list[int]
+) -> None:
+    sampler = Sampler(VOCAB_SIZE, EOS, CPU)
+    with pytest.raises(ValueError, match="300"):
+        sampler.add(key(0), sampling, tokens, 1)
+    assert key(0) not in sampler
+
+
+def test_stop_tokens_outside_the_vocabulary_never_come() -> None:
+    logits = make_logits(1)[0]
+    sampling = Sampling(temperature=0, min_tokens=3, stop_token_ids=(VOCAB_SIZE + 7,))
+    assert sample_one(sampling, logits)[0] == int(logits.argmax())
+
+
 def test_adding_a_known_key_keeps_its_history() -> None:
     logits = torch.zeros(VOCAB_SIZE)
     logits[:2] = torch.tensor([1.0, 0.9])
@@ -253,15 +280,28 @@ def test_adding_a_known_key_keeps_its_history() -> None:
         assert sampler.sample([key(0)], np.ones(1, np.int64), logits[None])[0][0] == expected
 
 
-def test_a_flat_distribution_takes_the_full_sort() -> None:
-    logits = make_logits(2, vocab_size=5000) / 100
-    kept = keep_top_p(logits, torch.tensor([0.9, 0.02], dtype=torch.float64)).isfinite().sum(-1).tolist()
-    probabilities = torch.softmax(logits.double(), -1).sort(-1, descending=True).values.cumsum(-1)
-    assert kept == [int((probabilities[0] < 0.9).sum()) + 1, int((probabilities[1] < 0.02).sum()) + 1]
+@pytest.mark.parametrize(("top_k", "min_p"), [(0, 0.0), (5000, 0.0), (0, 0.9), (900, 0.0), (20, 0.3)])
+@pytest.mark.parametrize(("top_p", "spread"), [(0.02, 0.01), (0.9, 0.01), (0.9, 3.0), (0.9999, 0.5), (1.0, 0.1)])
+def test_limits_keep_the_same_tokens_however_many_must_be_looked_at(
+    top_k: int, min_p: float, top_p: float, spread: float
+) -> None:
+    logits = make_logits(1, vocab_size=6000) / 3 * spread
+    sampling = Sampling(top_k=top_k, min_p=min_p, top_p=top_p)
+    weights = torch.exp(logits - logits.amax()).expand(40, -1)
+    # From the rounded weights, so that what ties in float32 ties here too.
+    probabilities = sampling_oracle.kept_probabilities(sampling, np.log(weights[0].double().numpy()))
+    numbers = torch.linspace(0, 0.9999, 40, dtype=torch.float64)
+    limits = Limits(torch.full((40,), min_p), torch.full((40,), top_k), torch.full((40,), top_p, dtype=torch.float64))
+    drawn = draw_limited(weights, limits, numbers).tolist()
+    for token, number in zip(drawn, numbers.tolist(), strict=True):
+        expected, margin = sampling_oracle.draw(probabilities, number)
+        assert token == expected or margin < 1e-5
 
 
 def test_draws_at_the_ends_of_the_unit_interval_take_possible_tokens() -> None:
-    logits = torch.full((2, 1000), float("-inf"))
-    logits[:, [3, 700]] = torch.tensor([0.0, -1.0])
+    weights = torch.zeros(2, 1000)
+    weights[:, [3, 700]] = torch.tensor([1.0, 0.4])
     numbers = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
-    assert draw_rows(logits, numbers).tolist() == [3, 700]
+    assert draw_rows(weights, numbers).tolist() == [3, 700]
+    limits = Limits(torch.zeros(2), torch.tensor([700, 2]), torch.ones(2, dtype=torch.float64))
+    assert draw_limited(weights, limits, numbers).tolist() == [3, 700]

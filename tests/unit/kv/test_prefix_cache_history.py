@@ -224,7 +224,7 @@ class PoolAndCache(RuleBasedStateMachine):
         parent = self.pick(number)
         self.hold(parent.blocks, parent.owner)
         table = BlockTable(BLOCK_SIZE, parent.blocks)
-        self.sequences.append(Sequence(parent.hashes, table, parent.owner, parent.num_published))
+        self.sequences.append(Sequence(list(parent.hashes), table, parent.owner, parent.num_published))
 
     @precondition(lambda self: self.sequences)
     @rule(number=PICK)

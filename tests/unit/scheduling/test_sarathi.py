@@ -209,3 +209,12 @@ def test_why_a_sequence_ends(token_id: int, sampling: Sampling, reason: FinishRe
 def test_limits_that_make_no_sense_are_refused(token_budget: int, max_running: int) -> None:
     with pytest.raises(ValueError, match="max_running"):
         SchedulerLimits(token_budget, max_running, 64, frozenset())
+
+
+def test_a_step_that_fails_for_one_sequence_leaves_the_others_where_they_were() -> None:
+    bench = Bench()
+    first, second = bench.add([1] * 6, 5), bench.add([2] * 6, 5)
+    plan = bench.scheduler.schedule()
+    assert bench.scheduler.fail_step(plan, {second.key}) == [second]
+    assert (first.num_computed, first.num_planned) == (0, 0)
+    assert [row.sequence for row in bench.step()[0].rows] == [first]

@@ -88,7 +88,7 @@ def make_sampling(
     return Sampling(
         temperature=fields.temperature,
         top_p=fields.top_p,
-        top_k=fields.top_k,
+        top_k=max(0, min(fields.top_k, LARGEST_TOP_K)),
         min_p=fields.min_p,
         presence_penalty=fields.presence_penalty,
         frequency_penalty=fields.frequency_penalty,
@@ -102,6 +102,10 @@ def make_sampling(
         stop_token_ids=tuple(dict.fromkeys(fields.stop_token_ids)),
         ignore_eos=fields.ignore_eos,
     )
+
+
+LARGEST_TOP_K = 2**31 - 1
+"""More than any vocabulary has: the same as no limit, and it fits every integer on the way."""
 
 
 def make_seed(asked: int | None) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from kvrelay_router.api.chat import ChatEndpoint
@@ -30,7 +29,6 @@ def create_app(settings: ApiSettings, dispatcher: Dispatcher, text: TextService)
     app.add_middleware(Front, api_keys=settings.api_keys)
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_exception)
-    app.add_exception_handler(RequestValidationError, on_http_exception)
     _add_generation(app, service)
     _add_operations(app, service)
     return app

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay_router.api.choice import Choice, Piece
@@ -16,6 +17,10 @@ from kvrelay_router.dispatch.interface import (
     RequestHandle,
     SequenceDelta,
 )
+
+T = TypeVar("T")
+
+Source = Callable[[], AsyncIterator[list[SequenceDelta]]]
 
 
 @dataclass(slots=True)
@@ -47,6 +52,7 @@ class Generation:
         self.runs = runs
         self._dispatcher = dispatcher
         self._handles: list[RequestHandle] = []
+        self._num_unfinished = sum(len(run.choices) for run in runs)
 
     def __enter__(self) -> Generation:
         try:
@@ -58,15 +64,12 @@ class Generation:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if exc_info[0] is not None or not self._all_finished():
+        if exc_info[0] is not None or self._num_unfinished:
             self._cancel_all()
 
     def _cancel_all(self) -> None:
         for handle in self._handles:
             handle.cancel()
-
-    def _all_finished(self) -> bool:
-        return all(choice.finish_reason is not None for run in self.runs for choice in run.choices)
 
     def served_by_headers(self) -> dict[str, str]:
         """Which workers took part, as far as is known by now."""
@@ -79,19 +82,17 @@ class Generation:
 
     async def steps(self) -> AsyncGenerator[list[Step], None]:
         """Batches of steps, one a wake-up. Raises RequestFailed, also for a sequence that ends without a reason."""
-        if len(self.runs) == 1:
-            async for deltas in self._handles[0].deltas():
-                yield self._take(0, deltas)
-                if self._all_finished():
+        async with aclosing(self._deltas()) as batches:
+            async for number, deltas in batches:
+                yield self._take(number, deltas)
+                if not self._num_unfinished:
                     return
-        else:
-            async with aclosing(_merged([handle.deltas for handle in self._handles])) as merged:
-                async for number, deltas in merged:
-                    yield self._take(number, deltas)
-                    if self._all_finished():
-                        return
-        if not self._all_finished():
-            raise RequestFailed("the request ended without a finish reason")
+        raise RequestFailed("the request ended without a finish reason")
+
+    def _deltas(self) -> AsyncGenerator[tuple[int, list[SequenceDelta]], None]:
+        """Batches of deltas, each with the number of its prompt."""
+        sources = [handle.deltas for handle in self._handles]
+        return _only(sources[0]) if len(sources) == 1 else _merged(sources)
 
     def _take(self, number: int, deltas: list[SequenceDelta]) -> list[Step]:
         run = self.runs[number]
@@ -105,8 +106,10 @@ class Generation:
             if delta.prompt_logprobs:
                 run.prompt_logprobs = delta.prompt_logprobs
             piece = choice.feed(delta)
-            if choice.finish_reason is not None and delta.finish is None:
-                self._handles[number].stop(delta.sequence)
+            if choice.finish_reason is not None:
+                self._num_unfinished -= 1
+                if delta.finish is None:
+                    self._handles[number].stop(delta.sequence)
             steps.append(Step(run, choice, piece))
         return steps
 
@@ -115,16 +118,32 @@ def _joined(names: list[str | None]) -> str:
     return ", ".join(dict.fromkeys(name for name in names if name))
 
 
-async def _merged(
-    sources: list[Callable[[], AsyncIterator[list[SequenceDelta]]]],
-) -> AsyncGenerator[tuple[int, list[SequenceDelta]], None]:
+async def _only(source: Source) -> AsyncGenerator[tuple[int, list[SequenceDelta]], None]:
+    """The batches of a single source, without a queue between."""
+    async with _closing(source()) as batches:
+        async for deltas in batches:
+            yield 0, deltas
+
+
+@asynccontextmanager
+async def _closing(batches: AsyncIterator[T]) -> AsyncIterator[AsyncIterator[T]]:
+    """Closes what is iterated, if it can be closed, and does not leave that to the garbage collector."""
+    try:
+        yield batches
+    finally:
+        if isinstance(batches, AsyncGenerator):
+            await batches.aclose()
+
+
+async def _merged(sources: list[Source]) -> AsyncGenerator[tuple[int, list[SequenceDelta]], None]:
     """Batches of all sources as they come; the first failure ends all."""
     queue: asyncio.Queue[tuple[int, list[SequenceDelta] | BaseException | None]] = asyncio.Queue()
 
     async def pump(number: int) -> None:
         try:
-            async for deltas in sources[number]():
-                queue.put_nowait((number, deltas))
+            async with _closing(sources[number]()) as batches:
+                async for deltas in batches:
+                    queue.put_nowait((number, deltas))
             queue.put_nowait((number, None))
         except Exception as error:
             queue.put_nowait((number, error))

@@ -48,10 +48,10 @@ class OperationRoutes:
         return json_response({"status": "ok"})
 
     async def ready(self) -> Response:
-        """A request could be placed now, or 503."""
+        """A request could be placed now, with the number of workers that take requests; or 503."""
         if not self._service.dispatcher.ready():
             raise no_worker_ready("No worker is ready", 1.0)
-        return json_response({"status": "ready"})
+        return json_response({"status": "ready", "workers": self._service.dispatcher.ready_workers()})
 
     async def version(self) -> Response:
         """The version of this router."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import Delivered, LinkEvent, PeerLost, PeerRefused
-from kvrelay.protocol.messages import Failed, FirstToken, NeedDecode, PeerRef, Status, TokenBatch, pack_tokens
+from kvrelay.protocol.messages import Cancel, Failed, FirstToken, NeedDecode, PeerRef, Status, TokenBatch, pack_tokens
 from kvrelay_router.dispatch.attempt import SequenceAttempts, SequenceSpec
 from kvrelay_router.dispatch.events import (
     AttemptFailed,
@@ -124,6 +124,11 @@ class RouterDispatcher:
         """See `Dispatcher`."""
         return self._is_accepting and self._placement.is_possible()
 
+    def ready_workers(self) -> dict[str, int]:
+        """See `Dispatcher`."""
+        candidates = self.view.candidates(time.monotonic())
+        return {"prefill": len(candidates.prefill), "decode": len(candidates.decode)}
+
     def submit(self, request: GenerateRequest) -> RunningRequest:
         """See `Dispatcher`. Raises NoWorkerReady, also when too many requests are in progress."""
         self._check_room(request)
@@ -131,14 +136,17 @@ class RouterDispatcher:
             request.request_id,
             num_prompt_tokens=len(request.prompt_ids),
             needs_decode=request.sampling.max_tokens > 1,
-            num_sequences=request.num_sequences,
         )
         if isinstance(decision, NoPlacement):
             self._counts["refused"] += 1
             raise NoWorkerReady(decision.reason)
         running = self._begin(request)
-        for sequence in list(running.sequences.values()):
-            self._runner.place(sequence, decision, "")
+        try:
+            for sequence in list(running.sequences.values()):
+                self._runner.place(sequence, decision, "")
+        except Exception as error:
+            self._end(running, "failed", RequestFailed(str(error)))
+            raise
         return running.handle
 
     async def fleet(self) -> dict[str, Any]:
@@ -160,6 +168,7 @@ class RouterDispatcher:
                 "running_sequences": len(self._sequences),
                 "sequences_waiting_for_worker": self._runner.num_waiting,
                 "retries": self._runner.num_retries,
+                "protocol_errors": self._runner.num_illegal,
                 **{outcome: self._counts[outcome] for outcome in OUTCOMES},
             },
             "fallback": {
@@ -284,7 +293,10 @@ class RouterDispatcher:
             case FirstToken():
                 self._tell(message, FirstTokenCame(peer, header.attempt, body))
             case NeedDecode(reason=reason, excluded=excluded):
-                self._tell(message, DecodeNeeded(peer, header.attempt, reason, frozenset(excluded)))
+                if (header.request, header.sequence) in self._sequences:
+                    self._tell(message, DecodeNeeded(peer, header.attempt, reason, frozenset(excluded)))
+                else:
+                    self._let_go(message)
             case Failed(cause=cause, retriable=retriable):
                 self._tell(message, AttemptFailed(peer, header.attempt, cause, retriable))
             case Status():
@@ -296,6 +308,18 @@ class RouterDispatcher:
         sequence = self._sequences.get((message.header.request, message.header.sequence))
         if sequence is not None:
             self._runner.feed(sequence, event)
+
+    def _let_go(self, question: Delivered) -> None:
+        """Prefill did not hear of the commit, and decode has finished since: nobody else would tell it."""
+        header = question.header
+        self.messenger.send(
+            question.peer,
+            Cancel(reason="the request is over"),
+            request=header.request,
+            attempt=header.attempt,
+            sequence=header.sequence,
+            trace=header.trace,
+        )
 
     def _worker_gone(self, peer: PeerRef, reason: str) -> None:
         for sequence in list(self._sequences.values()):

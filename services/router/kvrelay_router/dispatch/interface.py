@@ -103,6 +103,10 @@ class Dispatcher(Protocol):
         """Whether a request could be placed right now."""
         ...
 
+    def ready_workers(self) -> dict[str, int]:
+        """How many workers of each role take new requests."""
+        ...
+
     def submit(self, request: GenerateRequest) -> RequestHandle:
         """Starts a request. Raises NoWorkerReady; never blocks."""
         ...

@@ -43,7 +43,6 @@ class Placement:
         *,
         num_prompt_tokens: int,
         needs_decode: bool,
-        num_sequences: int = 1,
         avoid: frozenset[str] = frozenset(),
     ) -> Decision | NoPlacement:
         """Chooses workers for a new attempt."""
@@ -52,7 +51,6 @@ class Placement:
             num_prompt_tokens=num_prompt_tokens,
             needs_decode=needs_decode,
             ordinal=self._next_ordinal(),
-            num_sequences=num_sequences,
             avoid=avoid,
             local_prefill_tokens=self._local_prefill_tokens,
         )

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvrelay.protocol.messages import AnyBody, PeerRef
 from kvrelay_router.dispatch.attempt import IllegalEvent
@@ -116,13 +116,7 @@ class SequenceRunner:
                 )
             case FindPlacement():
                 self.num_retries += 1
-                log.warning(
-                    "request %s sequence %d: attempt %d, because %s",
-                    sequence.request_id,
-                    sequence.index,
-                    instruction.attempt,
-                    instruction.cause,
-                )
+                log.warning("attempt %d: %s", instruction.attempt, instruction.cause, extra=_names(sequence))
                 self._find_placement(sequence, instruction)
             case FindDecode():
                 self._find_decode(sequence, instruction)
@@ -186,7 +180,11 @@ class SequenceRunner:
     def _contradicted(self, sequence: RunningSequence, event: Event, error: IllegalEvent) -> None:
         """A worker broke the protocol. Dropping its message alone could leave the client waiting: the attempt ends."""
         self.num_illegal += 1
-        log.error("request %s sequence %d: %s", sequence.request_id, sequence.index, error)
+        log.error("a message does not fit its request: %s", error, extra=_names(sequence))
         if isinstance(event, FirstTokenCame | TokensCame) and sequence.machine.involves(event.worker):
             cause = f"{event.worker.peer_id} broke the protocol: {error}"
             self.feed(sequence, AttemptFailed(event.worker, sequence.machine.attempt, cause, retriable=True))
+
+
+def _names(sequence: RunningSequence) -> dict[str, Any]:
+    return {"request_id": sequence.request_id, "sequence": sequence.index}

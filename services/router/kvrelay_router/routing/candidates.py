@@ -53,7 +53,6 @@ class Demand:
     num_prompt_tokens: int
     needs_decode: bool  # more than one token is to come
     ordinal: int = 0
-    num_sequences: int = 1
     avoid: frozenset[str] = frozenset()  # worker ids to be taken only where no others are
     local_prefill_tokens: int = 0  # prompts not longer than this go to decode alone
 

@@ -85,7 +85,7 @@ class GenerationFields(RequestModel):
     min_tokens: Annotated[int, Field(ge=0), or_default(0)] = 0
     temperature: Annotated[float, Field(ge=0, le=2), or_default(1.0)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1), or_default(1.0)] = 1.0
-    top_k: Annotated[int, Field(ge=0), BeforeValidator(_off_if_null)] = 0
+    top_k: Annotated[int, Field(ge=-1), BeforeValidator(_off_if_null)] = 0  # 0 and -1 are off
     min_p: Annotated[float, Field(ge=0, le=1), or_default(0.0)] = 0.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0

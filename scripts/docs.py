@@ -1,0 +1,110 @@
+"""Writes the parts of docs/ that are taken from the code: the configuration reference and the state diagrams.
+
+Run: .venv/bin/python scripts/docs.py [--check]
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+
+from kvrelay.config import reference
+from kvrelay_decode.handoff import TRANSITIONS as RECEIVER
+from kvrelay_decode.handoff import ReceiverState
+from kvrelay_prefill.handoff import TRANSITIONS as SENDER
+from kvrelay_prefill.handoff import SenderState
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+
+S, R = SenderState, ReceiverState
+
+SENDER_LABELS: dict[tuple[StrEnum, StrEnum], str] = {
+    (S.QUEUED, S.COMPUTING): "first chunk scheduled, decode is asked",
+    (S.QUEUED, S.RELEASED): "cancelled",
+    (S.COMPUTING, S.SENDING): "last chunk done, first token sent",
+    (S.COMPUTING, S.DRAINING): "cancelled, writes in flight",
+    (S.COMPUTING, S.RELEASED): "cancelled",
+    (S.SENDING, S.HANDED): "all pushed, handoff message sent",
+    (S.SENDING, S.DRAINING): "cancelled or finished, writes in flight",
+    (S.SENDING, S.RELEASED): "cancelled, or the first token ended it",
+    (S.HANDED, S.SENDING): "decode lost or refused, asks another",
+    (S.HANDED, S.DRAINING): "cancelled, writes in flight",
+    (S.HANDED, S.RELEASED): "committed, or cancelled",
+    (S.DRAINING, S.RELEASED): "nothing in flight any more",
+}
+
+RECEIVER_LABELS: dict[tuple[StrEnum, StrEnum], str] = {
+    (R.ASKED, R.RESERVED): "room for all blocks, granted",
+    (R.ASKED, R.FREED): "cancelled, or prefill is gone",
+    (R.RESERVED, R.FILLING): "first block or handoff message came",
+    (R.RESERVED, R.QUARANTINED): "given up, writes may still land",
+    (R.RESERVED, R.FREED): "given up",
+    (R.FILLING, R.RUNNING): "all blocks and the message are here, committed",
+    (R.FILLING, R.QUARANTINED): "given up, writes may still land",
+    (R.FILLING, R.FREED): "given up",
+    (R.QUARANTINED, R.FREED): "drained, or the sender is gone",
+}
+
+
+def state_diagram(
+    start: StrEnum, transitions: Mapping[StrEnum, frozenset[StrEnum]], labels: Mapping[tuple[StrEnum, StrEnum], str]
+) -> str:
+    """A mermaid diagram of a table. Raises ValueError where labels and table do not name the same transitions."""
+    pairs = {(source, target) for source, targets in transitions.items() for target in targets}
+    if pairs != set(labels):
+        differing = ", ".join(sorted(f"{source} > {target}" for source, target in pairs ^ set(labels)))
+        raise ValueError(f"labels and table differ in {differing}")
+    lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {start.name}"]
+    lines += [f"    {source.name} --> {target.name}: {label}" for (source, target), label in labels.items()]
+    lines += [f"    {state.name} --> [*]" for state, targets in transitions.items() if not targets]
+    return "\n".join([*lines, "```"])
+
+
+def generated() -> dict[Path, str]:
+    """The files as they should be."""
+    architecture = DOCS / "architecture.md"
+    text = architecture.read_text(encoding="utf-8")
+    text = _put(text, "sender", state_diagram(S.QUEUED, _as_enum(SENDER), SENDER_LABELS))
+    text = _put(text, "receiver", state_diagram(R.ASKED, _as_enum(RECEIVER), RECEIVER_LABELS))
+    return {DOCS / "configuration.md": reference.render(), architecture: text}
+
+
+def outdated() -> list[Path]:
+    """The files that are not as they should be."""
+    return [path for path, text in generated().items() if not path.exists() or path.read_text("utf-8") != text]
+
+
+def main() -> int:
+    """Returns 1 if a check found something to write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if something would be written")
+    if parser.parse_args().check:
+        for path in outdated():
+            sys.stderr.write(f"{path} is out of date: run .venv/bin/python scripts/docs.py\n")
+        return 1 if outdated() else 0
+    for path, text in generated().items():
+        path.write_text(text, encoding="utf-8")
+    return 0
+
+
+def _as_enum(
+    transitions: Mapping[SenderState, frozenset[SenderState]] | Mapping[ReceiverState, frozenset[ReceiverState]],
+) -> dict[StrEnum, frozenset[StrEnum]]:
+    return {source: frozenset(targets) for source, targets in transitions.items()}
+
+
+def _put(text: str, name: str, content: str) -> str:
+    """`content` between the markers of this name. Raises ValueError where they are not."""
+    begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+    pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+    if len(pattern.findall(text)) != 1:
+        raise ValueError(f"the markers {begin} and {end} must be there once")
+    return pattern.sub(lambda _: f"{begin}\n{content}\n{end}", text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

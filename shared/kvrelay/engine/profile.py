@@ -1,0 +1,115 @@
+"""How large the pool may be: what is left of a stated share of memory after the weights and the largest step.
+
+The largest step is run for real, on a pool just large enough for it, and its peak above the resting memory is read
+from the kernel (Linux: VmHWM, reset through clear_refs). As in vLLM, what is measured is what the process then uses.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvrelay.engine.batch import ModelRunner, WorkerBatch, WorkerRow
+from kvrelay.kv.table import blocks_for
+from kvrelay.protocol.sampling import Sampling
+
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_MIB = 2**20
+
+
+class PoolDoesNotFit(ValueError):
+    """The share of memory leaves too little for a pool; the message has the numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryProfile:
+    """All in bytes. `resting`: the process with its weights; `step`: what the largest step takes beside."""
+
+    total: int
+    resting: int
+    step: int
+
+    def pool_bytes(self, memory_utilization: float) -> int:
+        """What the share leaves for the pool; may be negative."""
+        return int(self.total * memory_utilization) - self.resting - self.step
+
+    def num_blocks(self, memory_utilization: float, block_bytes: int, least: int) -> int:
+        """Blocks that fit. Raises PoolDoesNotFit where they are fewer than `least`."""
+        available = self.pool_bytes(memory_utilization)
+        if available < least * block_bytes:
+            raise PoolDoesNotFit(
+                f"memory_utilization {memory_utilization:g} of {self.total // _MIB} MiB is "
+                f"{int(self.total * memory_utilization) // _MIB} MiB; the process with its weights takes "
+                f"{self.resting // _MIB} MiB and the largest step {self.step // _MIB} MiB, which leaves "
+                f"{available // _MIB} MiB for a pool that takes at least {least * block_bytes // _MIB} MiB "
+                f"({least} blocks)"
+            )
+        return available // block_bytes
+
+
+def machine_memory_bytes() -> int:
+    """The machine's memory, or the control group's limit where that is less."""
+    total = _status_bytes(Path("/proc/meminfo"), "MemTotal")
+    limit = _CGROUP_LIMIT.read_text().strip() if _CGROUP_LIMIT.exists() else "max"
+    return total if limit == "max" else min(total, int(limit))
+
+
+def profile_memory(runner: ModelRunner, token_budget: int, max_running: int) -> MemoryProfile:
+    """Runs the largest steps on `runner`, whose pool must hold them: see `blocks_for_profile`."""
+    gc.collect()
+    resting = _status_bytes(_STATUS, "VmRSS")
+    _CLEAR_REFS.write_text("5")  # the peak is now what is resident
+    for batch in _largest_batches(runner, token_budget, max_running):
+        for row in batch.rows:
+            tokens = row.token_ids.tolist()
+            runner.add_sequence(row.key, Sampling(temperature=1.0, top_p=0.9, max_tokens=1), tokens, len(tokens))
+        runner.execute(batch)
+        for row in batch.rows:
+            runner.drop_sequence(row.key)
+    peak = _status_bytes(_STATUS, "VmHWM")
+    return MemoryProfile(machine_memory_bytes(), resting, max(0, peak - resting))
+
+
+def blocks_for_profile(token_budget: int, max_running: int, block_size: int) -> int:
+    """Blocks that the largest steps write to."""
+    return blocks_for(token_budget, block_size) + max_running
+
+
+def _largest_batches(runner: ModelRunner, token_budget: int, max_running: int) -> Iterator[WorkerBatch]:
+    """One prompt as long as the budget, and as many sequences as may run, all drawing a token."""
+    spec = runner.spec
+    longest = min(token_budget, spec.max_model_len)
+    yield _batch([longest] * max(1, token_budget // longest), spec.block_size)
+    num_rows = min(max_running, token_budget)
+    yield _batch([min(longest, token_budget // num_rows)] * num_rows, spec.block_size)
+
+
+def _batch(lengths: list[int], block_size: int) -> WorkerBatch:
+    rows, next_block = [], 0
+    for number, length in enumerate(lengths):
+        num_blocks = blocks_for(length, block_size)
+        rows.append(
+            WorkerRow(
+                key=("profile", 0, number),
+                token_ids=np.ones(length, np.int32),
+                position=0,
+                block_ids=np.arange(next_block, next_block + num_blocks, dtype=np.int32),
+                sample=True,
+                is_prefill=True,
+            )
+        )
+        next_block += num_blocks
+    return WorkerBatch(0, rows)
+
+
+def _status_bytes(path: Path, name: str) -> int:
+    for line in path.read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"{path} has no {name}")

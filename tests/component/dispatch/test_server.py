@@ -1,0 +1,152 @@
+"""The router's process: found workers, served streams, and an orderly end, whatever still runs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+
+from kvrelay.config.demo import DEMO_MODEL_NAME
+from kvrelay.fleet import Registry
+from kvrelay.fleet.embedded import EmbeddedRedis
+from tests.component.dispatch.fake_workers import FakeDecode, FakePrefill, FakeWorker
+
+START_WITHIN_S = 60.0
+
+
+class RouterProcess:
+    """A router of its own, with a client for it."""
+
+    def __init__(self, process: asyncio.subprocess.Process, port: int) -> None:
+        self.process = process
+        self.client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30)
+
+    async def ready(self, workers: dict[str, int]) -> None:
+        async with asyncio.timeout(START_WITHIN_S):
+            while True:
+                try:
+                    answer = await self.client.get("/ready")
+                    if answer.status_code == 200 and answer.json()["workers"] == workers:
+                        return
+                except httpx.TransportError:
+                    assert self.process.returncode is None
+                await asyncio.sleep(0.05)
+
+    @asynccontextmanager
+    async def stream(self, max_tokens: int) -> AsyncIterator[AsyncIterator[str]]:
+        body = {"model": DEMO_MODEL_NAME, "prompt": "otter", "max_tokens": max_tokens, "stream": True}
+        async with self.client.stream("POST", "/v1/completions", json=body) as answer:
+            assert answer.status_code == 200
+            assert answer.headers["x-kvrelay-prefill"] == "p0"
+            yield answer.aiter_lines()
+
+    async def exit_status(self, within_s: float) -> int:
+        return await asyncio.wait_for(self.process.wait(), within_s)
+
+
+@asynccontextmanager
+async def running(redis_url: str, prefix: str, *flags: str) -> AsyncIterator[RouterProcess]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    environ = {**os.environ, "KVRELAY_REDIS_URL": redis_url, "KVRELAY_REDIS_PREFIX": prefix}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "kvrelay_router", "--port", str(port), *flags, env=environ
+    )
+    router = RouterProcess(process, port)
+    try:
+        yield router
+    finally:
+        await router.client.aclose()
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+@asynccontextmanager
+async def registered(redis_url: str, prefix: str, *workers: FakeWorker) -> AsyncIterator[None]:
+    registry = Registry(redis_url, prefix)
+    for worker in workers:
+        worker.model = DEMO_MODEL_NAME
+        worker.start()
+        await registry.join(worker.record, ttl_s=120)
+    try:
+        yield
+    finally:
+        for worker in workers:
+            worker.kill()
+        await registry.close()
+
+
+async def test_running_streams_finish_after_sigterm(redis_server: EmbeddedRedis) -> None:
+    prefill, decode = FakePrefill("p0"), FakeDecode("d0")
+    gate = decode.hold("token 3")
+    async with (
+        registered(redis_server.url, "finish", prefill, decode),
+        running(redis_server.url, "finish") as router,
+    ):
+        await router.ready({"prefill": 1, "decode": 1})
+        async with router.stream(max_tokens=6) as lines:
+            await gate.reached.wait()
+            router.process.send_signal(signal.SIGTERM)
+            await asyncio.sleep(0.3)
+            assert router.process.returncode is None
+            gate.open.set()
+            events = [line async for line in lines if line]
+        assert events[-1] == "data: [DONE]"
+        assert '"finish_reason":"length"' in "".join(events)
+        assert await router.exit_status(10) == 0
+
+
+@pytest.mark.parametrize("end", ["drain timeout", "second signal"])
+async def test_streams_that_do_not_finish_end_with_an_error_event(redis_server: EmbeddedRedis, end: str) -> None:
+    prefill, decode = FakePrefill("p0"), FakeDecode("d0")
+    gate = decode.hold("token 3")
+    timeout_s = "0.5" if end == "drain timeout" else "60"
+    prefix = end.replace(" ", "-")
+    async with (
+        registered(redis_server.url, prefix, prefill, decode),
+        running(redis_server.url, prefix, "--drain-timeout-s", timeout_s) as router,
+    ):
+        await router.ready({"prefill": 1, "decode": 1})
+        async with router.stream(max_tokens=6) as lines:
+            await gate.reached.wait()
+            router.process.send_signal(signal.SIGTERM)
+            if end == "second signal":
+                await asyncio.sleep(0.3)
+                router.process.send_signal(signal.SIGINT)
+            events = [line async for line in lines if line]
+        assert "shutting down" in events[-2]
+        assert events[-1] == "data: [DONE]"
+        assert await router.exit_status(10) == 0
+        assert not decode.tasks
+
+
+async def test_a_router_lives_without_a_registry_and_says_that_nobody_is_ready() -> None:
+    async with running("redis://127.0.0.1:1/0", "none") as router:
+        async with asyncio.timeout(START_WITHIN_S):
+            while True:
+                try:
+                    answer = await router.client.get("/ready")
+                    break
+                except httpx.TransportError:
+                    await asyncio.sleep(0.05)
+        assert answer.status_code == 503
+        router.process.send_signal(signal.SIGTERM)
+        assert await router.exit_status(10) == 0
+
+
+async def test_a_bad_flag_is_named_on_standard_error() -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "kvrelay_router", "--max-attempts", "0", stderr=asyncio.subprocess.PIPE
+    )
+    _, errors = await process.communicate()
+    assert process.returncode == 2
+    assert b"--max-attempts" in errors

@@ -1,0 +1,362 @@
+"""The stock OpenAI client, against the demo model behind the whole system, with a key set."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
+
+from tests.e2e.conftest import DEMO_MODEL
+from tests.fakes.stack import Stack
+
+KEY = "sk-otter"
+MULTI_BYTE = "🦦 otter, カワウソ, кот, ½ é ..."
+EVERY_TOKEN = {"ignore_eos": True, "skip_special_tokens": False}
+HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is a river?"}]
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    directory = tmp_path_factory.mktemp("stack")
+    keys = directory / "keys.txt"
+    keys.write_text(f"# who may ask\n{KEY}\nsk-another\n")
+    flags = ("--dtype", "float32", "--threads", "1", "--api-keys-file", str(keys))
+    with Stack(DEMO_MODEL, directory, *flags, api_key=KEY) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(stack: Stack) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{stack.base_url}/v1", api_key=KEY, max_retries=0, timeout=60) as opened:
+        yield opened
+
+
+def async_client(stack: Stack) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"{stack.base_url}/v1", api_key=KEY, max_retries=0, timeout=120)
+
+
+def complete(client: OpenAI, stack: Stack, **parameters: Any) -> Completion:
+    values: dict[str, Any] = {"model": stack.model, "prompt": "An otter is", "max_tokens": 12} | parameters
+    answer: Completion = client.completions.create(**values)
+    return answer
+
+
+def streamed(client: OpenAI, stack: Stack, **parameters: Any) -> list[Completion]:
+    values: dict[str, Any] = {"model": stack.model, "prompt": "An otter is", "max_tokens": 12} | parameters
+    return list(client.completions.create(**values, stream=True))
+
+
+def text_of(chunks: list[Completion], index: int = 0) -> str:
+    return "".join(choice.text for chunk in chunks for choice in chunk.choices if choice.index == index)
+
+
+def glosses() -> dict[str, str]:
+    rows = [line.split("\t") for line in (DEMO_MODEL / "glosses.tsv").read_text().splitlines()]
+    return {word: gloss for word, _, gloss in rows}
+
+
+def test_the_models_list_names_the_model_and_its_context(client: OpenAI, stack: Stack) -> None:
+    (model,) = client.models.list()
+    assert model.id == stack.model == "kvrelay-demo"
+    assert client.models.retrieve(stack.model).model_extra == model.model_extra
+    assert (model.model_extra or {})["max_model_len"] == 8192
+
+
+def test_the_demo_model_knows_its_words(client: OpenAI, stack: Stack) -> None:
+    known = glosses()
+    for word in ("otter", "river", "ability"):
+        answer = client.chat.completions.create(
+            model=stack.model,
+            messages=[{"role": "user", "content": f"What is the meaning of {word}?"}],
+            temperature=0,
+            max_tokens=100,
+        )
+        assert answer.choices[0].message.content == known[word]
+        assert answer.choices[0].finish_reason == "stop"
+
+
+def test_a_chat_is_the_same_streamed_or_not_and_counts_its_tokens(client: OpenAI, stack: Stack) -> None:
+    parameters: dict[str, Any] = {"model": stack.model, "messages": HELLO, "temperature": 0, "max_tokens": 16}
+    plain: ChatCompletion = client.chat.completions.create(**parameters)
+    chunks = list(
+        client.chat.completions.create(**parameters, stream=True, stream_options={"include_usage": True})
+    )
+    assert plain.object == "chat.completion"
+    assert plain.choices[0].message.role == "assistant"
+    assert plain.choices[0].message.content
+    *head, last = chunks
+    assert "".join(c.choices[0].delta.content or "" for c in head) == plain.choices[0].message.content
+    assert head[0].choices[0].delta.role == "assistant"
+    assert [c.choices[0].finish_reason for c in head] == [*[None] * (len(head) - 1), plain.choices[0].finish_reason]
+    assert all(c.usage is None for c in head)
+    assert last.choices == []
+    assert plain.usage is not None
+    assert last.usage is not None
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (
+        plain.usage.prompt_tokens,
+        plain.usage.completion_tokens,
+    )
+    assert plain.usage.total_tokens == plain.usage.prompt_tokens + plain.usage.completion_tokens
+    assert len({c.id for c in chunks}) == 1
+
+
+def test_a_completion_is_the_same_streamed_or_not(client: OpenAI, stack: Stack) -> None:
+    plain = complete(client, stack, temperature=0, max_tokens=20)
+    chunks = streamed(client, stack, temperature=0, max_tokens=20, stream_options={"include_usage": True})
+    assert text_of(chunks) == plain.choices[0].text
+    assert len(chunks) > 2
+    assert chunks[-2].choices[0].finish_reason == plain.choices[0].finish_reason
+    assert chunks[-1].usage is not None
+    assert plain.usage is not None
+    assert chunks[-1].usage.completion_tokens == plain.usage.completion_tokens
+
+
+def test_the_asynchronous_client_streams_several_answers_at_once(stack: Stack) -> None:
+    async def run() -> list[str]:
+        async with async_client(stack) as client:
+
+            async def one(max_tokens: int) -> str:
+                stream = await client.completions.create(
+                    model=stack.model,
+                    prompt="A river is",
+                    max_tokens=max_tokens,
+                    temperature=0,
+                    stream=True,
+                    extra_body={"ignore_eos": True},
+                )
+                return "".join([chunk.choices[0].text async for chunk in stream])
+
+            return await asyncio.gather(*(one(n) for n in (1, 2, 5, 9, 17)))
+
+    texts = asyncio.run(run())
+    assert all(longer.startswith(shorter) for shorter, longer in zip(texts, texts[1:], strict=False))
+    assert len(set(texts)) > 1
+
+
+def test_logprobs_of_a_completion_are_of_the_tokens_that_came(client: OpenAI, stack: Stack) -> None:
+    answer = complete(client, stack, temperature=0, logprobs=3, extra_body=EVERY_TOKEN)
+    given = answer.choices[0].logprobs
+    assert given is not None
+    assert given.tokens is not None
+    assert given.token_logprobs is not None
+    assert given.top_logprobs is not None
+    assert given.text_offset is not None
+    assert len(given.tokens) == len(given.token_logprobs) == len(given.top_logprobs) == 12
+    assert "".join(given.tokens) == answer.choices[0].text
+    assert given.text_offset == [len("".join(given.tokens[:n])) for n in range(12)]
+    for token, logprob, top in zip(given.tokens, given.token_logprobs, given.top_logprobs, strict=True):
+        assert logprob <= 0
+        assert max(top.values()) == top[token] == logprob  # greedy takes the most likely one
+
+
+def test_logprobs_of_a_chat_are_the_same_streamed_or_not(client: OpenAI, stack: Stack) -> None:
+    parameters: dict[str, Any] = {"model": stack.model, "messages": HELLO, "temperature": 0, "max_tokens": 8}
+    parameters |= {"logprobs": True, "top_logprobs": 4, "extra_body": EVERY_TOKEN}
+    plain: ChatCompletion = client.chat.completions.create(**parameters)
+    chunks = list(client.chat.completions.create(**parameters, stream=True))
+    assert plain.choices[0].logprobs is not None
+    content = plain.choices[0].logprobs.content or []
+    pieces = [c.choices[0].logprobs.content or [] for c in chunks if c.choices[0].logprobs is not None]
+    assert [entry for piece in pieces for entry in piece] == content
+    assert len(content) == 8
+    assert b"".join(bytes(entry.bytes or []) for entry in content).decode(errors="replace") == (
+        plain.choices[0].message.content
+    )
+    for entry in content:
+        assert len(entry.top_logprobs) == 4
+        assert entry.top_logprobs[0].logprob == entry.logprob
+
+
+def test_a_stop_string_ends_the_text_wherever_it_falls_among_tokens(client: OpenAI, stack: Stack) -> None:
+    long = {"temperature": 0, "max_tokens": 40, "extra_body": EVERY_TOKEN}
+    whole = complete(client, stack, logprobs=0, **long).choices[0]
+    assert whole.logprobs is not None
+    offsets = whole.logprobs.text_offset or []
+    seams = [offset for offset in offsets[1:] if 0 < offset < len(whole.text) - 1]
+    assert len(seams) > 10
+    for seam in seams[::5]:
+        stop = whole.text[seam - 1 : seam + 2]  # the end of one token and the beginning of the next
+        expected = whole.text[: whole.text.index(stop)]
+        plain = complete(client, stack, stop=["never comes", stop], **long).choices[0]
+        assert (plain.text, plain.finish_reason) == (expected, "stop"), f"stop {stop!r}"
+        chunks = streamed(client, stack, stop=stop, **long)
+        assert text_of(chunks) == expected
+        assert chunks[-1].choices[0].finish_reason == "stop"
+    stack.wait_until_clean()
+
+
+def test_several_choices_differ_when_drawn_and_agree_when_greedy(client: OpenAI, stack: Stack) -> None:
+    drawn = complete(client, stack, n=3, temperature=1.5, seed=7, max_tokens=16, extra_body={"ignore_eos": True})
+    assert [choice.index for choice in drawn.choices] == [0, 1, 2]
+    assert len({choice.text for choice in drawn.choices}) == 3
+    chunks = streamed(client, stack, n=3, temperature=1.5, seed=7, max_tokens=16, extra_body={"ignore_eos": True})
+    assert [text_of(chunks, index) for index in range(3)] == [choice.text for choice in drawn.choices]
+    greedy = complete(client, stack, n=3, temperature=0)
+    assert len({choice.text for choice in greedy.choices}) == 1
+    assert greedy.usage is not None
+    assert drawn.usage is not None
+    assert drawn.usage.completion_tokens == 3 * 16
+    assert drawn.usage.prompt_tokens == greedy.usage.prompt_tokens
+
+
+def test_a_seed_gives_the_same_text_alone_streamed_and_among_others(client: OpenAI, stack: Stack) -> None:
+    parameters: dict[str, Any] = {"temperature": 1.2, "seed": 1234, "max_tokens": 24}
+    parameters["extra_body"] = {"ignore_eos": True, "return_token_ids": True}
+    alone = complete(client, stack, **parameters).choices[0]
+    assert text_of(streamed(client, stack, **parameters)) == alone.text
+    assert complete(client, stack, **parameters | {"seed": 1235}).choices[0].text != alone.text
+
+    async def among_others() -> str:
+        async with async_client(stack) as many:
+            values: dict[str, Any] = {"model": stack.model, "prompt": "An otter is"} | parameters
+            others = [
+                asyncio.create_task(many.completions.create(**values | {"seed": n, "prompt": f"{n} rivers"}))
+                for n in range(30)
+            ]
+            answer: Completion = await many.completions.create(**values)
+            await asyncio.gather(*others)
+            return answer.choices[0].text
+
+    assert asyncio.run(among_others()) == alone.text
+
+
+def test_no_seed_gives_different_texts(client: OpenAI, stack: Stack) -> None:
+    texts = {complete(client, stack, temperature=1.5, max_tokens=16).choices[0].text for _ in range(3)}
+    assert len(texts) == 3
+
+
+def test_echo_puts_the_prompt_in_front(client: OpenAI, stack: Stack) -> None:
+    plain = complete(client, stack, temperature=0)
+    echoed = complete(client, stack, temperature=0, echo=True)
+    assert echoed.choices[0].text == "An otter is" + plain.choices[0].text
+    assert text_of(streamed(client, stack, temperature=0, echo=True)) == echoed.choices[0].text
+
+
+def test_a_prompt_is_scored_without_generating(client: OpenAI, stack: Stack) -> None:
+    answer = complete(client, stack, prompt=MULTI_BYTE, max_tokens=0, echo=True, logprobs=2)
+    (choice,) = answer.choices
+    assert choice.text == MULTI_BYTE
+    assert choice.logprobs is not None
+    assert choice.logprobs.token_logprobs is not None
+    first, *others = choice.logprobs.token_logprobs
+    assert first is None
+    assert answer.usage is not None
+    assert len(others) == answer.usage.prompt_tokens - 1
+    assert all(logprob <= 0 for logprob in others)
+    assert answer.usage.completion_tokens == 0
+    stack.wait_until_clean()
+
+
+def test_prompts_come_as_text_as_tokens_and_as_lists_of_either(client: OpenAI, stack: Stack) -> None:
+    texts = ["An otter is", "A river is"]
+    ids = [stack.http.post("/tokenize", json={"prompt": text}).json()["tokens"] for text in texts]
+    single = [complete(client, stack, prompt=text, temperature=0).choices[0].text for text in texts]
+    assert single[0] != single[1]
+    for prompts in (texts, ids):
+        answer = complete(client, stack, prompt=prompts, temperature=0)
+        assert [choice.text for choice in answer.choices] == single
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens == sum(map(len, ids))
+    assert complete(client, stack, prompt=ids[0], temperature=0).choices[0].text == single[0]
+    chunks = streamed(client, stack, prompt=texts, temperature=0)
+    assert [text_of(chunks, index) for index in range(2)] == single
+
+
+def test_token_ids_are_returned_when_asked_for(client: OpenAI, stack: Stack) -> None:
+    extra = {"return_token_ids": True, "ignore_eos": True}
+    answer = complete(client, stack, temperature=0, extra_body=extra)
+    told = answer.choices[0].model_extra or {}
+    text = stack.http.post("/detokenize", json={"tokens": told["token_ids"], "skip_special_tokens": True}).json()
+    assert text["prompt"] == answer.choices[0].text
+    assert told["prompt_token_ids"] == stack.http.post("/tokenize", json={"prompt": "An otter is"}).json()["tokens"]
+    chunks = streamed(client, stack, temperature=0, extra_body=extra)
+    streamed_ids = [(chunk.choices[0].model_extra or {})["token_ids"] for chunk in chunks]
+    assert sum(streamed_ids, []) == told["token_ids"]
+
+
+@pytest.mark.parametrize("text", ["An otter is", MULTI_BYTE, " \n\t ", "<|im_start|>user\nhi<|im_end|>", "\x00é\u202e"])
+def test_tokenizing_and_back_gives_the_text(stack: Stack, text: str) -> None:
+    answer = stack.http.post("/tokenize", json={"model": stack.model, "prompt": text}).json()
+    assert answer["count"] == len(answer["tokens"]) > 0
+    back = stack.http.post("/detokenize", json={"model": stack.model, "tokens": answer["tokens"]}).json()
+    assert back["prompt"] == text
+
+
+def test_a_chat_prompt_is_what_tokenize_says(client: OpenAI, stack: Stack) -> None:
+    tokens = stack.http.post("/tokenize", json={"messages": HELLO}).json()["tokens"]
+    answer = client.chat.completions.create(model=stack.model, messages=HELLO, max_tokens=1)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(tokens)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_broken_characters_come_out_the_same_streamed_or_not(client: OpenAI, stack: Stack, seed: int) -> None:
+    """Single bytes are made likely, so that the text is full of characters that are never completed."""
+    byte_ids = set(stack.http.post("/tokenize", json={"prompt": "🦦カ№Җé½"}).json()["tokens"])
+    parameters: dict[str, Any] = {"prompt": MULTI_BYTE, "temperature": 2, "seed": seed, "max_tokens": 40}
+    parameters |= {"logit_bias": {str(token): 12 for token in byte_ids}, "extra_body": {"ignore_eos": True}}
+    plain = complete(client, stack, **parameters).choices[0].text
+    assert "\ufffd" in plain
+    assert text_of(streamed(client, stack, **parameters)) == plain
+    with_logprobs = streamed(client, stack, **parameters, logprobs=1)
+    assert text_of(with_logprobs) == plain
+    assert text_of(streamed(client, stack, **parameters, stop=["never comes"])) == plain
+
+
+def test_headers_name_the_request_and_the_workers(client: OpenAI, stack: Stack) -> None:
+    answer = client.completions.with_raw_response.create(
+        model=stack.model, prompt="An otter is", max_tokens=4, extra_headers={"x-request-id": "my-request"}
+    )
+    assert answer.headers["x-request-id"] == "my-request"
+    assert answer.headers["x-kvrelay-prefill"] == "prefill-0"
+    assert answer.headers["x-kvrelay-decode"] == "decode-0"
+    record = stack.http.get("/requests/my-request").json()
+    assert record["state"] == "finished"
+    with client.chat.completions.with_streaming_response.create(
+        model=stack.model, messages=HELLO, max_tokens=4, stream=True
+    ) as response:
+        assert response.headers["x-request-id"]
+        assert response.headers["x-kvrelay-prefill"] == "prefill-0"
+        assert response.headers["x-kvrelay-decode"] == "decode-0"
+        assert list(response.iter_lines())[-2:] == ["data: [DONE]", ""]
+
+
+def test_wrong_keys_are_refused_and_others_are_not(client: OpenAI, stack: Stack) -> None:
+    for key in ("sk-wrong", "", "# who may ask"):
+        with OpenAI(base_url=f"{stack.base_url}/v1", api_key=key or "none", max_retries=0) as stranger:
+            with pytest.raises(openai.AuthenticationError) as refused:
+                complete(stranger, stack)
+            assert refused.value.status_code == 401
+            with pytest.raises(openai.AuthenticationError):
+                stranger.models.list()
+    with OpenAI(base_url=f"{stack.base_url}/v1", api_key="sk-another", max_retries=0) as friend:
+        assert complete(friend, stack, max_tokens=1).choices[0].finish_reason == "length"
+
+
+def test_errors_raise_the_exceptions_that_the_client_has_for_them(client: OpenAI, stack: Stack) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        complete(client, stack, model="gpt-otter")
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as long:
+        complete(client, stack, prompt=[5] * 9000)
+    assert long.value.code == "context_length_exceeded"
+    assert "8192" in str(long.value)
+    assert "9000" in str(long.value)
+    with pytest.raises(openai.BadRequestError) as wrong:
+        complete(client, stack, temperature=-1)
+    assert wrong.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(model=stack.model, messages=[])
+
+
+def test_nothing_is_left_after_all_of_this(stack: Stack, tmp_path: Path) -> None:
+    stack.wait_until_clean()
+    assert stack.fleet()["requests"]["running"] == 0
+    assert stack.fleet()["requests"]["failed"] == 0

@@ -1,0 +1,132 @@
+"""Requests over workers that die, restart, and lose messages: every output is that of an undisturbed run."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from kvrelay.fleet.embedded import EmbeddedRedis
+from tests.fakes.hash_runner import HashRunner
+from tests.faults.local_fleet import PEER_TIMEOUT_S, LocalFleet, Role, local_fleet, make_job
+
+Disturb = Callable[[LocalFleet, random.Random], Awaitable[None]]
+
+
+def run_jobs(
+    redis_url: str, seed: int, num_jobs: int, disturb: Disturb, *, step_s: float = 0.004, num_blocks: int = 60
+) -> None:
+    """Runs jobs, a few dozen at a time, while `disturb` is called again and again."""
+    print(f"seed {seed}")
+
+    def make_runner() -> HashRunner:
+        return HashRunner(num_blocks=num_blocks, max_model_len=224, step_s=step_s)
+
+    async def scenario() -> None:
+        async with local_fleet(redis_url, 2, 2, make_runner) as fleet:
+            rng = random.Random(seed)
+            jobs = [make_job(number, rng) for number in range(num_jobs)]
+            room = asyncio.Semaphore(40)
+
+            async def one(number: int) -> None:
+                async with room:
+                    await asyncio.sleep(random.Random(number).random() * 0.1)
+                    await fleet.run(jobs[number])
+
+            async def trouble() -> None:
+                while True:
+                    await disturb(fleet, rng)
+
+            troubling = asyncio.create_task(trouble())
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for number in range(num_jobs):
+                        group.create_task(one(number))
+                    group.create_task(_end_with(troubling, num_jobs, fleet))
+            except* AssertionError as failures:
+                told = "\n".join(str(each) for each in failures.exceptions[:3])
+                raise AssertionError(f"seed {seed}: {told}\nafter: {'; '.join(fleet.events)}") from failures
+            finally:
+                troubling.cancel()
+                await asyncio.gather(troubling, return_exceptions=True)
+            assert fleet.events, "nothing was disturbed"
+            await fleet.until_clean()
+            assert fleet.dispatcher._runner.num_illegal == 0, "a worker broke the protocol"
+
+    asyncio.run(scenario())
+
+
+async def _end_with(troubling: asyncio.Task[None], num_jobs: int, fleet: LocalFleet) -> None:
+    """Trouble that fails fails the test; it is left alone once all requests have ended."""
+    while True:
+        await asyncio.wait([troubling], timeout=0.05)
+        if troubling.done():
+            troubling.result()
+        counts = fleet.dispatcher._counts
+        if counts["finished"] + counts["cancelled"] + counts["failed"] >= num_jobs:
+            return
+
+
+async def kill_one(fleet: LocalFleet, rng: random.Random) -> None:
+    """A worker of either role dies and comes back; one of each role is always left."""
+    await asyncio.sleep(rng.uniform(0.05, 0.4))
+    role: Role = rng.choice(["prefill", "decode"])
+    name = rng.choice(fleet.living(role))
+    fleet.kill(name)
+    await asyncio.sleep(rng.uniform(0, 2 * PEER_TIMEOUT_S))
+    await fleet.start_worker(role, name)
+    await fleet.until_ready({name})
+
+
+async def restart_one(fleet: LocalFleet, rng: random.Random) -> None:
+    """A rolling restart; now and then the drain is cut short."""
+    name = rng.choice(list(fleet.workers))
+    await fleet.restart(name, hurried=rng.random() < 0.5)
+    await fleet.until_ready({name})
+    await asyncio.sleep(rng.uniform(0.0, 0.2))
+
+
+async def cut_one_off(fleet: LocalFleet, rng: random.Random) -> None:
+    """One direction of a worker's links, or some messages, are lost; at times for longer than the peer timeout."""
+    await asyncio.sleep(rng.uniform(0.0, 0.3))
+    name = rng.choice(list(fleet.workers))
+    for_s = rng.choice([0.3, 1.5, 2.5]) * PEER_TIMEOUT_S
+    kind = rng.choice(["mute", "deafen", "lose"])
+    if kind == "mute":
+        await fleet.mute(name, for_s)
+    elif kind == "deafen":
+        await fleet.deafen(name, for_s)
+    else:
+        await fleet.lose_messages(name, for_s, 0.3, rng)
+    await fleet.until_ready(set(fleet.workers))
+
+
+async def everything(fleet: LocalFleet, rng: random.Random) -> None:
+    await rng.choice([kill_one, restart_one, cut_one_off])(fleet, rng)
+
+
+@pytest.fixture(scope="module")
+def redis_url(redis_server: EmbeddedRedis) -> str:
+    return redis_server.url
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_deaths_change_no_output(redis_url: str, seed: int) -> None:
+    run_jobs(redis_url, seed, 300, kill_one)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_rolling_restarts_change_no_output(redis_url: str, seed: int) -> None:
+    run_jobs(redis_url, seed, 300, restart_one)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_lost_messages_and_half_open_links_change_no_output(redis_url: str, seed: int) -> None:
+    run_jobs(redis_url, seed, 300, cut_one_off)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_all_of_it_with_pools_that_are_too_small_changes_no_output(redis_url: str, seed: int) -> None:
+    run_jobs(redis_url, seed, 300, everything, num_blocks=24)

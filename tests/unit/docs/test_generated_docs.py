@@ -1,0 +1,67 @@
+"""What the documentation takes from the code is up to date, and its links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from pathlib import Path
+
+import pytest
+
+from kvrelay.config import RouterConfig, WorkerConfig, reference
+from kvrelay.config.up import UpConfig
+from scripts import docs
+
+ROOT = Path(__file__).parents[3]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
+
+
+def test_the_committed_files_are_what_the_code_says() -> None:
+    assert docs.outdated() == [], "run .venv/bin/python scripts/docs.py"
+
+
+def test_every_field_that_can_be_set_is_described() -> None:
+    text = reference.render()
+    names = {name for config in (RouterConfig, WorkerConfig, UpConfig) for name in config.model_fields} - {"role"}
+    assert set(re.findall(r"^### (\w+)$", text, re.MULTILINE)) == names
+    assert "`--kv-memory-bytes`" in text
+    assert "`KVRELAY_API_KEYS`" in text
+    assert "--api-keys`" not in text  # a key never comes as a flag
+
+
+class Light(StrEnum):
+    RED = "red"
+    GREEN = "green"
+
+
+def test_a_diagram_shows_exactly_the_transitions_of_its_table() -> None:
+    table: dict[StrEnum, frozenset[StrEnum]] = {Light.RED: frozenset({Light.GREEN}), Light.GREEN: frozenset()}
+    diagram = docs.state_diagram(Light.RED, table, {(Light.RED, Light.GREEN): "go"})
+    assert "[*] --> RED" in diagram
+    assert "RED --> GREEN: go" in diagram
+    assert "GREEN --> [*]" in diagram
+    with pytest.raises(ValueError, match="green > red"):
+        docs.state_diagram(Light.RED, table | {Light.GREEN: frozenset({Light.RED})}, {(Light.RED, Light.GREEN): "go"})
+    with pytest.raises(ValueError, match="green > red"):
+        docs.state_diagram(Light.RED, table, {(Light.RED, Light.GREEN): "go", (Light.GREEN, Light.RED): "stop"})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_between_files_lead_to_what_is_there(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)]+)\)|(?:src|srcset)=\"([^\"]+)\"", text):
+        link = target[0] or target[1]
+        if link.startswith(("http://", "https://", "mailto:")):
+            continue
+        path, _, anchor = link.partition("#")
+        found = page if not path else (page.parent / path).resolve()
+        assert found.exists(), f"{page.name}: {link}"
+        if anchor and found.suffix == ".md":
+            assert anchor in anchors(found), f"{page.name}: {link}"
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -1,0 +1,50 @@
+"""The pool is what the weights and the largest step leave of a stated share of memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvrelay.engine.profile import MemoryProfile, PoolDoesNotFit, machine_memory_bytes, profile_memory
+from kvrelay.engine.runner import PoolSizing, make_runner
+from tests.fakes.hash_runner import HashRunner
+from tests.tiny_models import build_model
+
+MIB = 2**20
+
+
+def test_the_numbers_add_up() -> None:
+    profile = MemoryProfile(total=1000 * MIB, resting=300 * MIB, step=100 * MIB)
+    assert profile.pool_bytes(0.5) == 100 * MIB
+    assert profile.num_blocks(0.5, block_bytes=MIB, least=10) == 100
+
+
+def test_a_share_that_is_too_small_is_refused_with_the_numbers() -> None:
+    profile = MemoryProfile(total=1000 * MIB, resting=300 * MIB, step=100 * MIB)
+    with pytest.raises(PoolDoesNotFit, match=r"0\.41 of 1000 MiB is 410 MiB.*300 MiB.*100 MiB.*leaves 10 MiB.*20 MiB"):
+        profile.num_blocks(0.41, block_bytes=MIB, least=20)
+
+
+class HungryRunner(HashRunner):
+    """Takes 200 MiB during each step."""
+
+    def execute(self, batch):  # type: ignore[no-untyped-def]
+        np.ones(200 * MIB, np.uint8)
+        return super().execute(batch)
+
+
+def test_the_peak_of_a_step_is_measured() -> None:
+    profile = profile_memory(HungryRunner(num_blocks=64), token_budget=64, max_running=8)
+    assert 190 * MIB < profile.step < 260 * MIB
+    assert profile.total == machine_memory_bytes()
+
+
+def test_a_real_model_gets_a_pool_of_the_size_that_is_left(tmp_path: Path) -> None:
+    model = str(build_model("qwen3", tmp_path))
+    share = 1200 * MIB / machine_memory_bytes()
+    runner = make_runner(model, dtype="float32", size_pool=PoolSizing(share, token_budget=64, max_running=8))
+    assert 50 * MIB < runner.spec.num_blocks * runner.spec.block_bytes < 1100 * MIB
+    with pytest.raises(PoolDoesNotFit):
+        make_runner(model, dtype="float32", size_pool=PoolSizing(0.001, token_budget=64, max_running=8))

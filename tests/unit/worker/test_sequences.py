@@ -1,0 +1,69 @@
+"""What a worker checks by itself, and what it remembers of cancels."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrelay.protocol.messages import Header, PeerRef, Prompt, pack_tokens
+from kvrelay.protocol.sampling import Sampling
+from kvrelay.worker.sequences import PromptRefused, make_sequence
+from kvrelay.worker.tombstones import Tombstones
+from tests.fakes.hash_runner import VOCAB_SIZE, HashRunner
+
+ROUTER = PeerRef("router", "1", "tcp://127.0.0.1:1")
+HEADER = Header(
+    sender="router", incarnation="1", reply_to="tcp://127.0.0.1:1", to_incarnation="2", link=1, request="r", attempt=2
+)
+SPEC = HashRunner(num_blocks=8, block_size=16, max_model_len=512).spec
+
+
+def prompt(tokens: list[int], max_tokens: int = 4, num_output: int = 0, cache_salt: str = "") -> Prompt:
+    sampling = Sampling(max_tokens=max_tokens)
+    return Prompt(tokens=pack_tokens(tokens), num_output=num_output, sampling=sampling, cache_salt=cache_salt)
+
+
+def test_a_resumed_prompt_tells_output_from_prompt() -> None:
+    sequence = make_sequence(HEADER, prompt([5, 6, 7, 8, 9], max_tokens=10, num_output=2), ROUTER, SPEC)
+    assert sequence.key == ("r", 2, 0)
+    assert (sequence.num_prompt, sequence.num_output, sequence.num_tokens) == (3, 2, 5)
+    assert sequence.wants_token
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        (prompt([]), "0 tokens"),
+        (prompt([1, 2], num_output=2), "2 are output"),
+        (prompt([1, VOCAB_SIZE]), "token id"),
+        (prompt([1, -1]), "token id"),
+        (prompt([1] * 128, max_tokens=1), "max_model_len 128"),
+        (prompt([1] * 129, max_tokens=0), "max_model_len 128"),
+    ],
+)
+def test_a_prompt_that_can_never_run_is_refused_with_the_reason(wrong: Prompt, reason: str) -> None:
+    with pytest.raises(PromptRefused, match=reason):
+        make_sequence(HEADER, wrong, ROUTER, SPEC)
+
+
+def test_a_prompt_that_just_fits_is_taken() -> None:
+    assert make_sequence(HEADER, prompt([1] * 127, max_tokens=100), ROUTER, SPEC).num_tokens == 127
+    assert make_sequence(HEADER, prompt([1] * 128, max_tokens=0), ROUTER, SPEC).num_tokens == 128
+
+
+def test_a_salt_gives_other_block_hashes() -> None:
+    hashes = [
+        make_sequence(HEADER, prompt([1] * 40, cache_salt=salt), ROUTER, SPEC).block_hashes(2) for salt in ("", "a", "")
+    ]
+    assert hashes[0] == hashes[2]
+    assert not set(hashes[0]) & set(hashes[1])
+
+
+def test_cancelled_attempts_are_remembered_for_a_while_and_in_bounded_number() -> None:
+    tombstones = Tombstones(keep_s=10, at_most=3)
+    for number in range(4):
+        tombstones.bury(("r", number, 0), now=float(number))
+    assert ("r", 0, 0) not in tombstones
+    assert ("r", 3, 0) in tombstones
+    tombstones.bury(("late", 1, 0), now=12.5)
+    assert ("r", 2, 0) not in tombstones
+    assert len(tombstones) == 2

@@ -1,8 +1,9 @@
 """What a step's bookkeeping costs: `schedule` and `commit` with many sequences running, beside a full queue.
 
-Every sequence decodes (the common step), block size 16, so that one in 16 gets a new block; behind them `--waiting`
-prompts wait that cannot be admitted, five of which share a prefix of 512 tokens each. Milliseconds a step, of CPU time
-(other processes do not count), the garbage collector on: median and 99th percentile. The aim is 1 ms at 256 sequences.
+Every sequence decodes (the common step); block size 16 and prompts of all lengths, so that one in 16 gets a new block.
+Behind them `--waiting` prompts wait that cannot be admitted, five of which share a prefix of 512 tokens each.
+Milliseconds a step, of CPU time (other processes do not count), the garbage collector on: median and 99th percentile.
+The aim is 1 ms at 256 sequences.
 
 Usage: python benchmarks/schedule_cost.py [--running 256] [--waiting 512] [--steps 400] [--write FILE] [--profile NAME]
 """
@@ -61,13 +62,14 @@ def decoding(name: str, order: QueueOrderName, num_running: int, num_waiting: in
     """A scheduler in the middle of its decodes, its queue full."""
     rng = np.random.default_rng(1)
     max_tokens = 2 * num_steps  # the first ones decode while the last ones' prompts are computed
-    blocks_each = (PROMPT_TOKENS + max_tokens) // BLOCK_SIZE + 1
+    blocks_each = (PROMPT_TOKENS + max_tokens) // BLOCK_SIZE + 2
     pool = BlockPool(num_running * blocks_each + 64, BLOCK_SIZE)
     limits = SchedulerLimits(max(2048, num_running), num_running, MAX_MODEL_LEN, frozenset())
     settings = SchedulerSettings(queue_order=order, queue_patience=1 << 20)
     scheduler = make_scheduler(name, limits, pool, PrefixCache(pool), settings)
     for number in range(num_running):
-        scheduler.add(sequence(number, rng.integers(0, 50_000, PROMPT_TOKENS), max_tokens))
+        length = PROMPT_TOKENS + number % BLOCK_SIZE
+        scheduler.add(sequence(number, rng.integers(0, 50_000, length), max_tokens))
     while any(not s.is_decoding for s in scheduler.running.values()) or len(scheduler.waiting):
         scheduler.commit(plan := scheduler.schedule(), forward(plan))
     prefixes = rng.integers(0, 50_000, (max(1, num_waiting // 5), SHARED_TOKENS))

@@ -134,8 +134,9 @@ class BatchScheduler(ABC):
     def plan_decodes(self, draft: PlanDraft) -> None:
         """Every running decode, one token each; those that find no block take it from others, or go themselves."""
         for sequence in [s for s in self.running.values() if s.is_decoding]:
-            if sequence.state is SequenceState.RUNNING and self._make_room(sequence, sequence.num_computed + 1, draft):
-                draft.add(PlannedRow(sequence, sequence.num_computed, 1, is_prefill=False, sample=True))
+            position = sequence.num_computed
+            if sequence.state is SequenceState.RUNNING and self._make_room(sequence, position + 1, draft):
+                draft.add_decode(PlannedRow(sequence, position, 1, False, True))
 
     def plan_prompts(self, draft: PlanDraft) -> None:
         """The next chunks of the prompts that hold blocks, in the order of their admission."""
@@ -205,7 +206,7 @@ class BatchScheduler(ABC):
     def _plan_chunk(self, sequence: Sequence, num_tokens: int, draft: PlanDraft) -> None:
         completes = num_tokens == sequence.num_remaining
         sample = completes and sequence.wants_token
-        draft.add(PlannedRow(sequence, sequence.num_computed, num_tokens, is_prefill=True, sample=sample))
+        draft.add_chunk(PlannedRow(sequence, sequence.num_computed, num_tokens, is_prefill=True, sample=sample))
 
     # -- room ---------------------------------------------------------------------------------------------------------
 
@@ -263,8 +264,10 @@ class BatchScheduler(ABC):
         if sequence.abort_requested:
             self._leave(sequence)
             return None
-        self._publish(sequence)
-        prefilled = row.is_prefill and sequence.num_remaining == 0
+        if sequence.num_computed >= (sequence.num_published + 1) * self.blocks.pool.block_size:
+            self._publish(sequence)
+        # Not by the row: the last token of a resumed prompt is output, and alone in its step it looks like a decode.
+        prefilled = sequence.owner is Owner.COMPUTING and sequence.num_remaining == 0
         index = sequence.num_output
         finish = None
         if given.token_id is not None:
@@ -272,7 +275,7 @@ class BatchScheduler(ABC):
             finish = self._finish(sequence, given.token_id)
         elif prefilled and not sequence.wants_token:
             finish = FinishReason.LENGTH
-        if prefilled and not finish and sequence.owner is Owner.COMPUTING and not sequence.prefill_only:
+        if prefilled and not finish and not sequence.prefill_only:
             self.blocks.change_owner(sequence, Owner.RUNNING)
         if finish:
             self._leave(sequence)
@@ -296,17 +299,16 @@ class BatchScheduler(ABC):
 
     def _publish(self, sequence: Sequence) -> None:
         published = self.blocks.publish(sequence)
-        if published:
-            self.in_progress.kept(sequence.key, len(published))
-            self.waiting.prefixes_changed(published)
+        self.in_progress.kept(sequence.key, len(published))
+        self.waiting.prefixes_changed(published)
 
     def _finish(self, sequence: Sequence, token_id: int) -> FinishReason | None:
         sampling = sequence.sampling
-        ends = token_id in sampling.stop_token_ids or (
-            not sampling.ignore_eos and token_id in self.limits.eos_token_ids
-        )
-        if ends:
+        if token_id in sampling.stop_token_ids:
             return FinishReason.STOP_TOKEN
-        if sequence.num_output >= sampling.max_tokens or sequence.num_tokens >= self.limits.max_model_len:
+        if not sampling.ignore_eos and token_id in self.limits.eos_token_ids:
+            return FinishReason.STOP_TOKEN
+        num_tokens = sequence.tokens.num_tokens
+        if num_tokens - sequence.num_prompt >= sampling.max_tokens or num_tokens >= self.limits.max_model_len:
             return FinishReason.LENGTH
         return None

@@ -7,8 +7,8 @@
 
 Ranks may be out of date in one direction only. A cached prefix grows when blocks are published, which re-ranks exactly
 those who miss them (found by hash); it shrinks by eviction, which is noticed when the sequence stands at the heap's
-top. So the top is the best one although no step sorts or matches the queue: a step looks at `PROBES_A_STEP` prefixes
-at most, and at one if nothing changed.
+top. So the top is the best one although no step sorts or matches the queue: beside those that it admits, a step looks
+at `PROBES_A_STEP` prefixes at most, and at none if nothing changed.
 
 Starvation: once `patience` others were admitted since a sequence joined, only those that joined before it may go ahead
 (and what was preempted): it is admitted after at most patience + the queue's length at its arrival. It is not parked
@@ -127,6 +127,7 @@ class WaitingQueue(Collection[Sequence]):
             if self._probes_left <= 0:
                 return None if self._in_progress else entry.sequence
             if self._is_next(entry):
+                self._probes_left += 1  # only looks in vain are limited
                 return entry.sequence
         return None
 

@@ -33,27 +33,27 @@ class SequenceState(StrEnum):
 
 
 class TokenBuffer:
-    """A growing array of token ids whose slices are views."""
+    """A growing array of token ids whose slices are views. `num_tokens` is for reading; it is read very often."""
 
     def __init__(self, token_ids: NDArray[np.int32]) -> None:
         self._data = np.array(token_ids, dtype=np.int32)
-        self._length = len(self._data)
+        self.num_tokens = len(self._data)
 
     def __len__(self) -> int:
-        return self._length
+        return self.num_tokens
 
     def append(self, token_id: int) -> None:
         """Adds one token at the end; amortised O(1)."""
-        if self._length == len(self._data):
-            grown = np.empty(max(16, 2 * self._length), dtype=np.int32)
-            grown[: self._length] = self._data
+        if self.num_tokens == len(self._data):
+            grown = np.empty(max(16, 2 * self.num_tokens), dtype=np.int32)
+            grown[: self.num_tokens] = self._data
             self._data = grown
-        self._data[self._length] = token_id
-        self._length += 1
+        self._data[self.num_tokens] = token_id
+        self.num_tokens += 1
 
     def view(self, start: int, stop: int) -> NDArray[np.int32]:
         """Tokens [start, stop), not copied."""
-        return self._data[start : min(stop, self._length)]
+        return self._data[start : min(stop, self.num_tokens)]
 
 
 @dataclass(slots=True, eq=False)
@@ -83,27 +83,28 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         """Prompt and output tokens."""
-        return len(self.tokens)
+        return self.tokens.num_tokens
 
     @property
     def num_output(self) -> int:
         """Output tokens, those of earlier attempts included."""
-        return len(self.tokens) - self.num_prompt
+        return self.tokens.num_tokens - self.num_prompt
 
     @property
     def num_remaining(self) -> int:
         """Tokens without K/V; 1 for a decoding sequence."""
-        return len(self.tokens) - self.num_computed
+        return self.tokens.num_tokens - self.num_computed
 
     @property
     def num_full_blocks(self) -> int:
         """Blocks that its tokens fill."""
-        return len(self.tokens) // self.table.block_size
+        return self.tokens.num_tokens // self.table.block_size
 
     @property
     def is_decoding(self) -> bool:
         """Only the newest token lacks K/V, and that token is output."""
-        return self.num_remaining == 1 and self.num_computed > 0 and self.num_output > 0
+        num_tokens = self.tokens.num_tokens
+        return num_tokens - self.num_computed == 1 and num_tokens > self.num_prompt and self.num_computed > 0
 
     @property
     def wants_token(self) -> bool:

@@ -4,69 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 import pytest
 
-from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.protocol.messages import AnyBody, Cancel, Reassign, Stop
 from kvrelay.protocol.sampling import FinishReason, Sampling
-from tests.fakes.hash_runner import EOS_TOKEN_ID, VOCAB_SIZE, HashRunner, expected_tokens
-from tests.fakes.workers import LocalWorker, Received, StubRouter
+from tests.component.workers.rig import fleet, prompt_of, run
+from tests.fakes.hash_runner import EOS_TOKEN_ID, HashRunner, expected_tokens
+from tests.fakes.workers import Received, StubRouter
 
 pytestmark = pytest.mark.component
 GREEDY = Sampling(temperature=0.0, max_tokens=24)
-
-
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with EmbeddedRedis() as redis:
-        yield redis.url
-
-
-@dataclass
-class Fleet:
-    """Workers and a router stub."""
-
-    router: StubRouter
-    prefill: list[LocalWorker]
-    decode: list[LocalWorker]
-
-    async def until_clean(self, timeout_s: float = 5.0) -> None:
-        """Everything was let go of on all living workers."""
-        async with asyncio.timeout(timeout_s):
-            while not all(worker.is_clean() for worker in [*self.prefill, *self.decode]):
-                await asyncio.sleep(0.01)
-        for worker in [*self.prefill, *self.decode]:
-            worker.shell.pool.check_integrity()
-            assert worker.runner.num_sequences == 0
-
-
-@asynccontextmanager
-async def fleet(
-    redis_url: str, prefill: list[HashRunner], decode: list[HashRunner], **settings: object
-) -> AsyncIterator[Fleet]:
-    workers = [LocalWorker(redis_url, "prefill", runner, **settings) for runner in prefill]
-    workers += [LocalWorker(redis_url, "decode", runner, **settings) for runner in decode]
-    for worker in workers:
-        await worker.start()
-    built = Fleet(StubRouter(), workers[: len(prefill)], workers[len(prefill) :])
-    try:
-        yield built
-    finally:
-        for worker in [*built.prefill, *built.decode]:
-            await worker.stop()
-        built.router.close()
-
-
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 45))
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return random.Random(seed * 100_003 + length).choices(range(1, VOCAB_SIZE), k=length)
 
 
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 31, 32, 33, 64, 65, 200, 480])

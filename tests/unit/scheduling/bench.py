@@ -108,7 +108,7 @@ class Bench:
 
     def run(self, max_steps: int = 3000) -> list[StepPlan]:
         """Steps until nothing is left."""
-        plans = []
+        plans: list[StepPlan] = []
         while self.scheduler.has_work:
             assert len(plans) < max_steps, "it does not end"
             plan, _ = self.step()

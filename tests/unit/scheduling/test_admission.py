@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvrelay.kv.pool import Owner
 from kvrelay.scheduling.admission import RELAX_STEPS, RETRACTION_HORIZON, NewTokenRatio
 from kvrelay.scheduling.base import SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
@@ -80,9 +81,14 @@ def test_a_refusal_stands_until_blocks_come_back(monkeypatch: pytest.MonkeyPatch
     bench = bench_with(0.0, num_blocks=6)
     bench.add([1] * (3 * BLOCK_SIZE), 8)
     bench.add([2] * (4 * BLOCK_SIZE), 2)
-    attempts = []
+    attempts: list[Sequence] = []
     admit = bench.blocks.admit
-    monkeypatch.setattr(bench.blocks, "admit", lambda *args, **more: attempts.append(1) or admit(*args, **more))
+
+    def counted(sequence: Sequence, owner: Owner, *, first_chunk: int | None = None, headroom: int = 0) -> bool:
+        attempts.append(sequence)
+        return admit(sequence, owner, first_chunk=first_chunk, headroom=headroom)
+
+    monkeypatch.setattr(bench.blocks, "admit", counted)
     plans = bench.run()
     assert len(attempts) == 3  # the first; the second in vain; the second again when the first has ended
     assert sum(plan.held_back == "no blocks" for plan in plans) > 3

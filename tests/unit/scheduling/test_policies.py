@@ -70,6 +70,13 @@ def test_a_batch_of_faster_transformer_computes_all_its_prompts_before_it_decode
     assert shapes == [(10, 0)] * 4 + [(0, 4)] * 2
 
 
+def test_a_batch_of_faster_transformer_is_as_large_as_max_running() -> None:
+    bench = Bench(num_blocks=512, token_budget=128, max_running=100, scheduler="faster_transformer")
+    for number in range(110):
+        bench.add([number] * 5, 3)
+    assert len(bench.step()[0].admitted) == 100
+
+
 def test_vllm_fills_a_step_with_prompts_that_fit_the_budget() -> None:
     bench = Bench(num_blocks=128, token_budget=16, max_running=8, scheduler="vllm", cache=False)
     for length in (6, 9, 3, 40, 2):

@@ -1,0 +1,139 @@
+"""What a step's bookkeeping costs: `schedule` and `commit` with many sequences running, beside a full queue.
+
+Every sequence decodes (the common step); block size 16 and prompts of all lengths, so that one in 16 gets a new block.
+Behind them `--waiting` prompts wait that cannot be admitted, five of which share a prefix of 512 tokens each.
+Milliseconds a step, of CPU time (other processes do not count), the garbage collector on: median and 99th percentile.
+The aim is 1 ms at 256 sequences.
+
+Usage: python benchmarks/schedule_cost.py [--running 256] [--waiting 512] [--steps 400] [--write FILE] [--profile NAME]
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import os
+import platform
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrelay.engine.batch import RowResult, StepResult
+from kvrelay.kv.cache import PrefixCache
+from kvrelay.kv.hashing import root_hash
+from kvrelay.kv.pool import BlockPool
+from kvrelay.kv.table import BlockTable
+from kvrelay.protocol.messages import PeerRef
+from kvrelay.protocol.sampling import Sampling
+from kvrelay.scheduling.base import QueueOrderName, Scheduler, SchedulerLimits, SchedulerSettings
+from kvrelay.scheduling.plan import StepPlan
+from kvrelay.scheduling.registry import BUILT_IN, DEFAULT_SCHEDULER, make_scheduler
+from kvrelay.scheduling.sequence import Sequence, TokenBuffer
+
+BLOCK_SIZE = 16
+PROMPT_TOKENS = 256
+SHARED_TOKENS = 512
+MAX_MODEL_LEN = 8192
+
+
+def sequence(number: int, tokens: NDArray[np.int64], max_tokens: int) -> Sequence:
+    """A sequence that does not stop early."""
+    return Sequence(
+        key=(f"r{number}", 1, 0),
+        tokens=TokenBuffer(tokens.astype(np.int32)),
+        num_prompt=len(tokens),
+        sampling=Sampling(max_tokens=max_tokens, ignore_eos=True),
+        root=root_hash(model="benchmark"),
+        table=BlockTable(BLOCK_SIZE),
+        router=PeerRef("router", "1", "tcp://nowhere"),
+    )
+
+
+def forward(plan: StepPlan) -> StepResult:
+    """Draws the same token for everybody."""
+    return StepResult(plan.step, [RowResult(5 if row.sample else None) for row in plan.rows], 0.01)
+
+
+def decoding(name: str, order: QueueOrderName, num_running: int, num_waiting: int, num_steps: int) -> Scheduler:
+    """A scheduler in the middle of its decodes, its queue full."""
+    rng = np.random.default_rng(1)
+    max_tokens = 2 * num_steps  # the first ones decode while the last ones' prompts are computed
+    blocks_each = (PROMPT_TOKENS + max_tokens) // BLOCK_SIZE + 2
+    pool = BlockPool(num_running * blocks_each + 64, BLOCK_SIZE)
+    limits = SchedulerLimits(max(2048, num_running), num_running, MAX_MODEL_LEN, frozenset())
+    settings = SchedulerSettings(queue_order=order, queue_patience=1 << 20)
+    scheduler = make_scheduler(name, limits, pool, PrefixCache(pool), settings)
+    for number in range(num_running):
+        length = PROMPT_TOKENS + number % BLOCK_SIZE
+        scheduler.add(sequence(number, rng.integers(0, 50_000, length), max_tokens))
+    while any(not s.is_decoding for s in scheduler.running.values()) or len(scheduler.waiting):
+        scheduler.commit(plan := scheduler.schedule(), forward(plan))
+    prefixes = rng.integers(0, 50_000, (max(1, num_waiting // 5), SHARED_TOKENS))
+    for number in range(num_waiting):
+        tokens = np.concatenate([prefixes[number % len(prefixes)], rng.integers(0, 50_000, 64)])
+        scheduler.add(sequence(num_running + number, tokens, 64))
+    return scheduler
+
+
+def timed_steps(scheduler: Scheduler, num_steps: int) -> Iterator[tuple[float, float]]:
+    """Seconds of `schedule` and of `commit`."""
+    for _ in range(num_steps):
+        start = time.process_time()
+        plan = scheduler.schedule()
+        planned = time.process_time()
+        result = forward(plan)
+        before = time.process_time()
+        scheduler.commit(plan, result)
+        yield planned - start, time.process_time() - before
+
+
+def report(arguments: argparse.Namespace) -> str:
+    """The table."""
+    cases = [(DEFAULT_SCHEDULER, order) for order in get_args(QueueOrderName)]
+    cases += [(name, "fcfs") for name in BUILT_IN if name != DEFAULT_SCHEDULER]
+    lines = [
+        "# What a step's bookkeeping costs",
+        "",
+        f"Machine: {platform.machine()}, {os.cpu_count()} cores (one used), {platform.system()}, CPython "
+        f"{platform.python_version()}. Repeat with `python benchmarks/schedule_cost.py`; the script's head says what "
+        f"is measured. {arguments.running} sequences decode, {arguments.waiting} wait; milliseconds of CPU time a "
+        f"step.",
+        "",
+        "| scheduler | queue order | schedule, median | commit, median | both, median | both, p99 |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for name, order in cases:
+        scheduler = decoding(name, order, arguments.running, arguments.waiting, arguments.steps)
+        times = 1e3 * np.array(list(timed_steps(scheduler, arguments.steps)))
+        both = times.sum(axis=1)
+        schedule, commit = np.median(times, axis=0)
+        figures = (schedule, commit, np.median(both), np.percentile(both, 99))
+        lines.append(f"| {name} | {order} | {' | '.join(f'{figure:.2f}' for figure in figures)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measures, or profiles one scheduler."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--running", type=int, default=256)
+    parser.add_argument("--waiting", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--write", type=Path)
+    parser.add_argument("--profile", choices=list(BUILT_IN), help="print where this scheduler's time goes instead")
+    arguments = parser.parse_args()
+    if arguments.profile:
+        scheduler = decoding(arguments.profile, "lpm", arguments.running, arguments.waiting, arguments.steps)
+        cProfile.runctx("list(timed_steps(scheduler, arguments.steps))", globals(), locals(), sort="tottime")
+        return
+    text = report(arguments)
+    print(text)
+    if arguments.write:
+        arguments.write.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

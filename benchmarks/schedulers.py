@@ -1,0 +1,285 @@
+"""Every scheduler on the same trace: time to first token, per output token, worst gap, throughput, waste.
+
+A simulation: the real schedulers, pool and cache, on a clock that each step advances by a linear cost (so much a step,
+a token, and a pair of a token and what it attends to: roughly a model of 8 billion parameters on one data-centre GPU).
+It shows what the policies do, not what a machine does.
+
+The synthetic trace: Poisson arrivals; prompts are log-normal (median 400 tokens, one in 20 about 6,000), half of them
+begin with one of 8 shared prefixes of 256 tokens; outputs are log-normal (median 120). A trace file has a JSON object a
+line, as Mooncake's traces do: `timestamp` (ms), `input_length`, `output_length` and optionally `hash_ids` (one for each
+512 tokens of the prompt; equal ids are equal tokens). What cannot fit `--max-model-len` is cut.
+
+- TTFT: from arrival to the first token. TPOT: a request's mean gap between tokens. Worst gap: a request's longest.
+- Throughput: prompt and output tokens over the time from the first arrival to the last token.
+- Hit rate: prompt tokens that were not computed, less those that a preemption had computed again.
+- Waste: token slots that are allocated and hold nothing, in the mean over time, as a share of the allocated.
+
+Usage: python benchmarks/schedulers.py [--rates 6 14] [--requests 600] [--trace FILE] [--queue-order fcfs]
+    [--write benchmarks/results/schedulers.md]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrelay.engine.batch import RowResult, StepResult
+from kvrelay.kv.cache import PrefixCache
+from kvrelay.kv.hashing import root_hash
+from kvrelay.kv.pool import BlockPool
+from kvrelay.kv.table import BlockTable
+from kvrelay.protocol.messages import PeerRef
+from kvrelay.protocol.sampling import Sampling
+from kvrelay.scheduling.base import Chunking, QueueOrderName, SchedulerLimits, SchedulerSettings
+from kvrelay.scheduling.cost import StepCost, pairs
+from kvrelay.scheduling.plan import StepPlan
+from kvrelay.scheduling.registry import BUILT_IN, make_scheduler
+from kvrelay.scheduling.sequence import Sequence, TokenBuffer
+
+BLOCK_SIZE = 16
+COST = StepCost(fixed_s=6e-3, token_s=4e-5, pair_s=4e-9)
+TRACE_UNIT = 512  # prompt tokens that one of a trace's hash ids stands for
+CASES: list[tuple[str, Chunking]] = [("sarathi", "fixed"), ("sarathi", "dynamic")]
+CASES += [(name, "fixed") for name in BUILT_IN if name != "sarathi"]
+
+Tokens = NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class Request:
+    """One request and when its tokens came; times in seconds."""
+
+    arrival_s: float
+    prompt: Tokens
+    num_output: int
+    token_times_s: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Measured:
+    """One run. `wasted` and `allocated`: token slots times seconds."""
+
+    requests: list[Request]
+    seconds: float = 0.0
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_computed: int = 0
+    wasted: float = 0.0
+    allocated: float = 0.0
+
+
+def synthetic_trace(num_requests: int, rate: float, seed: int) -> list[Request]:
+    """See the module's text."""
+    rng = np.random.default_rng(seed)
+    prefixes = rng.integers(0, 50_000, (8, 256))
+    arrivals = np.cumsum(rng.exponential(1 / rate, num_requests))
+    requests = []
+    for arrival_s in arrivals:
+        median = 6000 if rng.random() < 0.05 else 400
+        length = int(np.clip(rng.lognormal(np.log(median), 0.6), 16, 16_000))
+        tokens = rng.integers(0, 50_000, length)
+        if rng.random() < 0.5:
+            tokens = np.concatenate([prefixes[rng.integers(8)], tokens])
+        num_output = int(np.clip(rng.lognormal(np.log(120), 0.7), 2, 1000))
+        requests.append(Request(float(arrival_s), tokens.astype(np.int32), num_output))
+    return requests
+
+
+def read_trace(path: Path, num_requests: int) -> list[Request]:
+    """The first requests of a trace file."""
+    requests = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in zip(range(num_requests), lines, strict=False):
+            entry = json.loads(line)
+            length = int(entry["input_length"])
+            ids = entry.get("hash_ids") or range(number << 20, (number << 20) + length // TRACE_UNIT + 1)
+            parts = [np.random.default_rng(each).integers(0, 50_000, TRACE_UNIT) for each in ids]
+            tokens = np.concatenate(parts)[:length].astype(np.int32)
+            requests.append(Request(entry["timestamp"] / 1e3, tokens, max(1, int(entry["output_length"]))))
+    return requests
+
+
+def fitted(requests: Iterable[Request], max_model_len: int) -> list[Request]:
+    """Requests by arrival, cut to what a sequence may be: the output to half of it at most."""
+    cut = []
+    for request in sorted(requests, key=lambda each: each.arrival_s):
+        num_output = min(request.num_output, max_model_len // 2)
+        cut.append(Request(request.arrival_s, request.prompt[: max_model_len - num_output], num_output))
+    return cut
+
+
+class Simulation:
+    """A scheduler on a simulated clock."""
+
+    def __init__(self, name: str, chunking: Chunking, arguments: argparse.Namespace, requests: list[Request]) -> None:
+        self.pool = BlockPool(arguments.num_blocks, BLOCK_SIZE)
+        limits = SchedulerLimits(arguments.token_budget, arguments.max_running, arguments.max_model_len, frozenset())
+        settings = SchedulerSettings(queue_order=arguments.queue_order, chunking=chunking)
+        self.scheduler = make_scheduler(name, limits, self.pool, PrefixCache(self.pool), settings)
+        self.arguments = arguments
+        self.requests = [Request(r.arrival_s, r.prompt, r.num_output) for r in requests]
+        self.measured = Measured(self.requests)
+        self.now_s = 0.0
+
+    def run(self) -> Measured:
+        """Until the last token."""
+        num_arrived = 0
+        while num_arrived < len(self.requests) or self.scheduler.has_work:
+            while num_arrived < len(self.requests) and self.requests[num_arrived].arrival_s <= self.now_s:
+                self._arrive(num_arrived)
+                num_arrived += 1
+            if not self.scheduler.has_work:
+                self.now_s = self.requests[num_arrived].arrival_s
+                continue
+            self._step()
+        self.measured.seconds = self.now_s - self.requests[0].arrival_s
+        self.measured.num_preemptions = self.scheduler.num_preemptions
+        return self.measured
+
+    def _arrive(self, number: int) -> None:
+        request = self.requests[number]
+        limit = self.arguments.max_model_len - len(request.prompt)
+        most = min(self.arguments.max_tokens, limit) if self.arguments.max_tokens else request.num_output
+        sequence = Sequence(
+            key=(str(number), 1, 0),
+            tokens=TokenBuffer(request.prompt),
+            num_prompt=len(request.prompt),
+            sampling=Sampling(max_tokens=max(most, request.num_output), stop_token_ids=(-1,)),
+            root=root_hash(model="benchmark"),
+            table=BlockTable(BLOCK_SIZE),
+            router=PeerRef("router", "1", "tcp://nowhere"),
+        )
+        self.scheduler.add(sequence)
+
+    def _step(self) -> None:
+        plan = self.scheduler.schedule()
+        assert plan.rows, f"work waits and nothing runs: {plan.held_back}"
+        num_pairs = sum(pairs(row.position, row.num_tokens) for row in plan.rows)
+        num_tokens = plan.num_prefill_tokens + plan.num_decode_tokens
+        step_s = COST.step_s(num_tokens, num_pairs)
+        use = self.scheduler.blocks.slot_use(self.scheduler.running.values())
+        self.now_s += step_s
+        self.measured.num_steps += 1
+        self.measured.num_computed += plan.num_prefill_tokens
+        self.measured.wasted += use.wasted * step_s
+        self.measured.allocated += use.allocated * step_s
+        for output in self.scheduler.commit(plan, self._forward(plan, step_s)):
+            if output.token_id is not None:
+                self.requests[int(output.sequence.key[0])].token_times_s.append(self.now_s)
+
+    def _forward(self, plan: StepPlan, step_s: float) -> StepResult:
+        """The last token of a request's output is -1, which ends it; so a scheduler only knows `max_tokens`."""
+        rows = []
+        for row in plan.rows:
+            is_last = row.sequence.num_output + 1 == self.requests[int(row.sequence.key[0])].num_output
+            rows.append(RowResult((-1 if is_last else 1) if row.sample else None))
+        return StepResult(plan.step, rows, step_s)
+
+
+def figures(measured: Measured) -> list[str]:
+    """A row of the table."""
+    ttft = [r.token_times_s[0] - r.arrival_s for r in measured.requests]
+    gaps = [np.diff(r.token_times_s) for r in measured.requests if len(r.token_times_s) > 1]
+    tpot = [float(g.mean()) for g in gaps]
+    worst = [float(g.max()) for g in gaps]
+    num_tokens = sum(len(r.prompt) + len(r.token_times_s) for r in measured.requests)
+    num_prompt = sum(len(r.prompt) for r in measured.requests)
+    return [
+        f"{np.median(ttft):.2f}",
+        f"{np.percentile(ttft, 99):.2f}",
+        f"{1e3 * np.median(tpot):.0f}",
+        f"{1e3 * np.percentile(tpot, 99):.0f}",
+        f"{1e3 * np.median(worst):.0f}",
+        f"{1e3 * np.percentile(worst, 99):.0f}",
+        f"{num_tokens / measured.seconds:,.0f}",
+        f"{measured.wasted / measured.allocated:.1%}",
+        f"{1 - measured.num_computed / num_prompt:.1%}",
+        f"{measured.num_preemptions}",
+    ]
+
+
+HEAD = """# Schedulers on one trace
+
+Simulated: the clock is a cost model's, so nothing depends on the machine ({machine}, CPython {python}).
+Repeat with `python benchmarks/schedulers.py`; the script's head says what is measured. {blocks} blocks of {size}
+tokens, token budget {budget}, at most {running} running, queue order {order}, max_tokens {max_tokens}. TTFT in
+seconds, TPOT and worst gap in milliseconds.
+"""
+
+COLUMNS = ["scheduler", "chunks", "TTFT, median", "p99", "TPOT, median", "p99", "worst gap, median", "p99"]
+COLUMNS += ["tokens/s", "waste", "hit rate", "preemptions"]
+
+
+def table(title: str, requests: list[Request], arguments: argparse.Namespace) -> str:
+    """All schedulers on the same requests."""
+    num_prompt = np.mean([len(request.prompt) for request in requests])
+    num_output = np.mean([request.num_output for request in requests])
+    lines = [
+        f"## {title}",
+        "",
+        f"{len(requests)} requests, in the mean of {num_prompt:.0f} prompt and {num_output:.0f} output tokens.",
+        "",
+        f"| {' | '.join(COLUMNS)} |",
+        "|---|---|" + "---:|" * (len(COLUMNS) - 2),
+    ]
+    for name, chunking in CASES:
+        measured = Simulation(name, chunking, arguments, requests).run()
+        lines.append(f"| {name} | {chunking} | {' | '.join(figures(measured))} |")
+    return "\n".join(lines) + "\n"
+
+
+def report(arguments: argparse.Namespace) -> str:
+    """The tables."""
+    head = HEAD.format(
+        machine=f"{platform.machine()} with {os.cpu_count()} cores",
+        python=platform.python_version(),
+        blocks=arguments.num_blocks,
+        size=BLOCK_SIZE,
+        budget=arguments.token_budget,
+        running=arguments.max_running,
+        order=arguments.queue_order,
+        max_tokens=arguments.max_tokens or "what a request draws",
+    )
+    if arguments.trace:
+        traces = {f"Trace {arguments.trace.name}": read_trace(arguments.trace, arguments.requests)}
+    else:
+        traces = {
+            f"Synthetic, {rate:g} requests a second": synthetic_trace(arguments.requests, rate, arguments.seed)
+            for rate in arguments.rates
+        }
+    tables = [table(title, fitted(each, arguments.max_model_len), arguments) for title, each in traces.items()]
+    return "\n".join([head, *tables])
+
+
+def main() -> None:
+    """Runs all schedulers."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path)
+    parser.add_argument("--requests", type=int, default=600)
+    parser.add_argument("--rates", type=float, nargs="+", default=[6.0, 14.0], help="synthetic requests a second")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--queue-order", choices=get_args(QueueOrderName), default="fcfs")
+    parser.add_argument("--token-budget", type=int, default=512)
+    parser.add_argument("--max-running", type=int, default=128)
+    parser.add_argument("--num-blocks", type=int, default=6000)
+    parser.add_argument("--max-model-len", type=int, default=16_384)
+    parser.add_argument("--max-tokens", type=int, default=1024, help="what every request allows; 0: what it draws")
+    parser.add_argument("--write", type=Path)
+    arguments = parser.parse_args()
+    text = report(arguments)
+    print(text)
+    if arguments.write:
+        arguments.write.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Every scheduler in real prefill and decode services: pools too small, tokens exact, nothing left behind."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvrelay.protocol.sampling import Sampling
+from kvrelay.scheduling.registry import BUILT_IN
+from tests.component.workers.rig import fleet, prompt_of, run
+from tests.fakes.hash_runner import HashRunner, expected_tokens
+from tests.fakes.workers import Received
+
+pytestmark = pytest.mark.component
+NUM_REQUESTS = 40
+MAX_MODEL_LEN = 224
+Policy = tuple[str, str, dict[str, object]]
+POLICIES: list[Policy] = [
+    *((name, "fcfs", {}) for name in BUILT_IN),
+    ("sarathi", "lpm", {"chunking": "dynamic"}),
+    ("vllm", "sjf", {"retraction": "least_progress", "new_token_ratio": 0.5}),
+    ("orca", "dfs_weight", {}),
+]
+
+
+@pytest.mark.parametrize(("scheduler", "order", "more"), POLICIES, ids=lambda value: str(value))
+def test_handed_over_and_local_prompts_end_with_their_own_tokens(
+    redis_url: str, scheduler: str, order: str, more: dict[str, object]
+) -> None:
+    """Two thirds are handed over, a third is decode's own; every prompt shares its beginning with some others."""
+
+    async def test() -> None:
+        small = [HashRunner(num_blocks=14, max_model_len=MAX_MODEL_LEN) for _ in range(2)]
+        settings = {"token_budget": 48, "max_running": 8, "scheduler": scheduler, "queue_order": order} | more
+        async with fleet(redis_url, small[:1], small[1:], **settings) as f:
+            rng = random.Random(5)
+            jobs: list[tuple[list[int], Sampling, Received]] = []
+            for number in range(NUM_REQUESTS):
+                prompt = prompt_of(48, number % 3)[: rng.randint(1, 48)] + prompt_of(rng.randint(1, 100), number)
+                sampling = Sampling(temperature=rng.choice([0.0, 1.0]), seed=number, max_tokens=rng.randint(2, 60))
+                if number % 3:
+                    got = f.router.prefill(f.prefill[0].me, f.decode[0].me, f"r{number}", prompt, sampling)
+                else:
+                    got = f.router.generate(f.decode[0].me, f"r{number}", prompt, sampling)
+                jobs.append((prompt, sampling, got))
+            for prompt, sampling, got in jobs:
+                await got.finished(40)
+                assert got.failed is None
+                assert got.output == expected_tokens(prompt, sampling, MAX_MODEL_LEN)
+            await f.until_clean()
+
+    run(test)

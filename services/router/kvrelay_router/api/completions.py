@@ -97,6 +97,7 @@ class CompletionsEndpoint:
         samplings = [
             make_sampling(
                 request,
+                service.text.sampling_defaults,
                 max_tokens=allowed_output(len(ids), output, limits, "prompt"),
                 logprobs=0 if ranked and request.logprobs is None else request.logprobs,
                 prompt_logprobs=request.logprobs if request.echo else None,

@@ -12,10 +12,13 @@ import tokenizers
 
 from kvrelay_router.text.chat_template import ChatTemplate, ChatTemplateError, Message
 from kvrelay_router.text.detokenizer import Detokenizer, make_detokenizer
+from kvrelay_router.text.sampling_defaults import SamplingDefaults
 from kvrelay_router.text.sources import load_source
 from kvrelay_router.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
+
+OPENAI_DEFAULTS = SamplingDefaults()
 
 SHORT_TEXT_CHARS = 512
 """Texts up to here take about a tenth of a millisecond, a quarter of what the way to a thread and back costs."""
@@ -47,9 +50,17 @@ class DecodedPrompt:
 class TextService:
     """The text side of one model. `load` once; the async methods never hold up the event loop, the others are cheap."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, *, num_threads: int = 2) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        *,
+        defaults: SamplingDefaults = OPENAI_DEFAULTS,
+        num_threads: int = 2,
+    ) -> None:
         self.tokenizer = tokenizer
         self.template = template
+        self.sampling_defaults = defaults
         self._short = ThreadPoolExecutor(num_threads, thread_name_prefix="text-short")
         self._long = ThreadPoolExecutor(num_threads, thread_name_prefix="text-long")
 
@@ -61,7 +72,7 @@ class TextService:
         template = None
         if source.chat_template is not None:
             template = ChatTemplate(source.chat_template, source.special_tokens)
-        return cls(tokenizer, template, num_threads=num_threads)
+        return cls(tokenizer, template, defaults=source.sampling_defaults, num_threads=num_threads)
 
     def close(self) -> None:
         """Ends the threads; whatever they still do is dropped."""

@@ -30,7 +30,6 @@ def main() -> None:
         max_tokens=0,
         echo=True,
         logprobs=0,
-        extra_body={"skip_special_tokens": False},  # text_offset then counts the markers of the chat, too
     )
     ranked = []
     for answer, choice in zip(ANSWERS, scores.choices, strict=True):

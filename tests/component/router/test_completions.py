@@ -275,3 +275,13 @@ async def test_a_missing_seed_is_drawn_anew_for_every_prompt(router: Router) -> 
     await router.openai.completions.create(model=MODEL, prompt=["x", "x"])
     first, second = router.dispatcher.requests
     assert first.sampling.seed != second.sampling.seed
+
+
+async def test_offsets_count_special_tokens_that_the_prompt_spells_out(router: Router) -> None:
+    prompt = "<|im_start|>The otter"
+    router.dispatcher.script = lambda request, sequence: Script([], FinishReason.LENGTH)
+    answer = await router.openai.completions.create(model=MODEL, prompt=prompt, max_tokens=0, echo=True, logprobs=0)
+    choice = answer.choices[0]
+    assert choice.text == prompt
+    assert choice.logprobs is not None and choice.logprobs.text_offset is not None
+    assert choice.logprobs.text_offset[:2] == [0, len("<|im_start|>")]

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models
 
 from kvrelay_router.text.service import TextService
 from kvrelay_router.text.sources import TokenizerNotFound, load_source
@@ -36,6 +37,12 @@ def test_a_model_may_have_no_template(tmp_path: Path) -> None:
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TokenizerNotFound, match=r"no tokenizer\.json"):
         load_source(str(tmp_path))
+
+
+def test_a_tokenizer_that_knows_no_text_is_refused(tmp_path: Path) -> None:
+    Tokenizer(models.BPE()).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(TokenizerNotFound, match="knows no text"):
+        TextService.load(str(tmp_path))
 
 
 def test_a_tokenizer_of_vocabulary_and_merges_is_converted(tmp_path: Path) -> None:

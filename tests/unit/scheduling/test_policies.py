@@ -7,9 +7,10 @@ from typing import get_args
 import pytest
 
 from kvrelay.scheduling.base import Chunking, Retraction, SchedulerSettings
-from kvrelay.scheduling.plan import StepPlan
+from kvrelay.scheduling.blocks import OnDemandBlocks
+from kvrelay.scheduling.plan import PlanDraft, PlannedRow, StepPlan
 from kvrelay.scheduling.sequence import Sequence, SequenceState
-from tests.unit.scheduling.bench import SCHEDULERS, Bench
+from tests.unit.scheduling.bench import SCHEDULERS, Bench, make_sequence
 
 pytestmark = pytest.mark.unit
 
@@ -149,6 +150,23 @@ def test_who_is_retracted_when_blocks_run_out(retraction: Retraction, victim: in
     while not preempted:
         preempted += bench.step()[0].preempted
     assert preempted == [pair[victim]]
+
+
+def test_a_chunk_shrinks_to_the_blocks_there_are_before_anybody_is_preempted() -> None:
+    bench = Bench(num_blocks=8, token_budget=12, max_running=4, cache=False, blocks=OnDemandBlocks)
+    bench.add([1] * 7, 30)
+    bench.add([2] * 25, 2)
+    plans = [bench.step()[0] for _ in range(3)]
+    assert [plan.num_prefill_tokens for plan in plans] == [12, 11, 4]  # one of the eight blocks is left
+    assert not any(plan.preempted for plan in plans)
+
+
+def test_a_preempted_sequence_gives_back_its_part_of_the_budget() -> None:
+    sequence = make_sequence([1], 5, "x")
+    draft = PlanDraft(8)
+    draft.add_decode(PlannedRow(sequence, 1, 1, is_prefill=False, sample=True))
+    draft.preempt(sequence)
+    assert (draft.budget_left, draft.rows, draft.preempted) == (8, (), [sequence])
 
 
 def test_dynamic_chunks_shrink_as_the_prompt_grows() -> None:

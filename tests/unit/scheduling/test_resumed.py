@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvrelay.kv.pool import Owner
+from kvrelay.scheduling.plan import SequenceOutput
 from tests.unit.scheduling.bench import SCHEDULERS, Bench, make_sequence
 
 pytestmark = pytest.mark.unit
@@ -21,7 +22,7 @@ def test_a_resumed_prompt_is_told_once_as_prefilled_wherever_its_last_chunk_begi
     sequence.num_prompt = num_tokens - 3
     sequence.prefill_only = prefill_only
     bench.scheduler.add(sequence)
-    outputs = []
+    outputs: list[SequenceOutput] = []
     while not outputs:
         plan = bench.scheduler.schedule()
         assert plan.rows

@@ -1,7 +1,8 @@
-"""Child processes that never outlive their parent."""
+"""How processes of ours run: never longer than their parent, and on which event loop."""
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import signal
@@ -26,3 +27,12 @@ def die_with_parent() -> Callable[[], None]:
                 os._exit(1)
 
     return arm
+
+
+def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's, where it is installed; None is asyncio's own."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop

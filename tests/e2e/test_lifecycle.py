@@ -138,8 +138,7 @@ def test_a_client_that_sends_half_a_request_holds_nothing(stack: Stack) -> None:
     before = stack.fleet()["requests"]["submitted"]
     for rest in (b"", b'{"model": "kvrelay-demo", "prompt": "x"'):
         with socket.create_connection((host, int(port))) as connection:
-            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n"
-            connection.sendall(head + rest)
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n" + rest)
     stack.wait_until_clean()
     assert stack.fleet()["requests"]["submitted"] == before
 
@@ -321,7 +320,9 @@ def failed_start(tmp_path: Path, *flags: str) -> tuple[int, str]:
         (("--redis", "http://127.0.0.1"), ("redis://",)),
     ],
 )
-def test_flags_that_make_no_sense_are_refused_at_once(tmp_path: Path, flags: tuple[str, ...], words: tuple[str]) -> None:
+def test_flags_that_make_no_sense_are_refused_at_once(
+    tmp_path: Path, flags: tuple[str, ...], words: tuple[str]
+) -> None:
     status, output = failed_start(tmp_path, *flags)
     assert status == 2, output
     assert all(word in output for word in words), output

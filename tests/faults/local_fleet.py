@@ -88,6 +88,13 @@ class LocalFleet:
         await worker.start()
         self.workers[name] = worker
 
+    def check_nobody_crashed(self) -> None:
+        """Raises what ended a worker that nobody stopped."""
+        for name, worker in self.workers.items():
+            assert worker._task is not None
+            if worker._task.done():
+                raise AssertionError(f"{name} ended by itself") from worker._task.exception()
+
     def living(self, role: Role) -> list[str]:
         return [name for name, worker in self.workers.items() if worker.config.role == role]
 

@@ -59,9 +59,10 @@ def run_jobs(
 
 
 async def _end_with(troubling: asyncio.Task[None], num_jobs: int, fleet: LocalFleet) -> None:
-    """Trouble that fails fails the test; it is left alone once all requests have ended."""
+    """A worker that crashes, or trouble that fails, fails the test; both are watched until all requests have ended."""
     while True:
         await asyncio.wait([troubling], timeout=0.05)
+        fleet.check_nobody_crashed()
         if troubling.done():
             troubling.result()
         counts = fleet.dispatcher._counts

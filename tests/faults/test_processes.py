@@ -11,7 +11,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ OWNERS = {"prefill": "computing", "decode": "running"}
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 REQUEST_TIMEOUT_S = 100.0
 
-Disturb = Callable[[], Awaitable[None]]
+Disturb = Callable[[], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +237,7 @@ def test_both_decode_workers_die_and_the_streams_wait_for_the_next(loaded: Loade
 @pytest.mark.parametrize("name", ["prefill-0", "decode-1"])
 def test_a_worker_stands_still_for_longer_than_its_peers_wait(loaded: Loaded, name: str) -> None:
     """It wakes up in the middle of what others do by now; it is the same process before and after."""
+
     async def disturb() -> None:
         await loaded.until_busy(name, OWNERS[name[:-2]])
         pid = loaded.pid(name)

@@ -314,6 +314,7 @@ class PrefillRole:
                 self._send(decode, key, Drained(reservation=reservation))
             case machine.FailRequest(cause):
                 self._totals["failed"] += 1
+                self._context.steps.abort(key)  # it may still be queued, or in the middle of its prompt
                 self._send(router, key, Failed(cause=cause, retriable=True))
             case machine.ReleaseBlocks():
                 self._release(request)

@@ -7,7 +7,7 @@ import sys
 
 from kvrelay.config import ConfigError, RouterConfig, load_config
 from kvrelay.telemetry.logs import setup_logging
-from kvrelay_router.server import run_router
+from kvrelay_router.server import StartFailed, run_router
 
 log = logging.getLogger(__name__)
 
@@ -23,8 +23,11 @@ def main() -> int:
     config.log_values(log)
     try:
         run_router(config)
-    except Exception as error:
-        log.exception("the router ends: %s", error)
+    except StartFailed as error:
+        log.error("the router cannot start: %s", error, exc_info=log.isEnabledFor(logging.DEBUG))
+        return 1
+    except Exception:
+        log.exception("the router ends")
         return 1
     return 0
 

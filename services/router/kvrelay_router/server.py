@@ -9,22 +9,31 @@ import signal
 import time
 from collections.abc import Callable
 
+import zmq
+
 from kvrelay.config.common import is_wildcard
 from kvrelay.config.router import RouterConfig
 from kvrelay.fleet import Registry
 from kvrelay.messaging.messenger import Messenger
+from kvrelay.process import event_loop_factory
 from kvrelay.protocol.link import LinkEvent, LinkSettings
 from kvrelay_router.api.app import create_app
 from kvrelay_router.api.server import HttpServer, serve
 from kvrelay_router.api.settings import ApiSettings
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.running import DispatchSettings
+from kvrelay_router.text.chat_template import ChatTemplateError
 from kvrelay_router.text.service import TextService
+from kvrelay_router.text.sources import TokenizerNotFound
 
 log = logging.getLogger(__name__)
 
 HTTP_GRACE_S = 5.0
 """After the drain, the last answers get so long to be written."""
+
+
+class StartFailed(Exception):
+    """A port that is taken, or a tokenizer that is not there: the text says all."""
 
 
 class RouterServer:
@@ -45,7 +54,10 @@ class RouterServer:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         try:
-            await self.startup()
+            try:
+                await self.startup()
+            except (OSError, ValueError, zmq.ZMQError, TokenizerNotFound, ChatTemplateError) as error:
+                raise StartFailed(str(error)) from error
             await self.main_loop()
         finally:
             await self.shutdown()
@@ -128,21 +140,12 @@ class RouterServer:
 
 def run_router(config: RouterConfig) -> None:
     """The whole life of a router process."""
-    with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=event_loop_factory()) as runner:
         runner.run(_serve(config))
 
 
 async def _serve(config: RouterConfig) -> None:
     await RouterServer(config).serve()
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's, where it is installed."""
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop
 
 
 def _message_address(config: RouterConfig) -> str:

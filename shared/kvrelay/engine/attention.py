@@ -28,7 +28,7 @@ _WITHOUT_EFFECT = frozenset(
 )
 
 
-class UnsupportedModel(Exception):
+class UnsupportedModel(ValueError):
     """The model asks for something that the engine or the KV layout cannot do; the message names it."""
 
 

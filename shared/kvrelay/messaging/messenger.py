@@ -31,6 +31,11 @@ def new_incarnation() -> str:
     return f"{time.time_ns():016x}{secrets.token_hex(4)}"
 
 
+def _tcp(host: str) -> str:
+    """An address without its port; ZMQ wants IPv6 in brackets."""
+    return f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
+
+
 class Messenger:
     """Control messages of one process. All methods and the callback run on one event loop's thread."""
 
@@ -50,15 +55,16 @@ class Messenger:
         self._inbox.set_hwm(0)
         self._inbox.linger = 0
         self._inbox.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._inbox.setsockopt(zmq.IPV6, int(":" in host))
         try:
             if port:
-                self._inbox.bind(f"tcp://{host}:{port}")
+                self._inbox.bind(f"{_tcp(host)}:{port}")
             else:
-                port = self._inbox.bind_to_random_port(f"tcp://{host}")
+                port = self._inbox.bind_to_random_port(_tcp(host))
         except zmq.ZMQError:
             self._context.destroy(linger=0)
             raise
-        self.me = PeerRef(peer_id, new_incarnation(), f"tcp://{advertise_host or host}:{port}")
+        self.me = PeerRef(peer_id, new_incarnation(), f"{_tcp(advertise_host or host)}:{port}")
         self._inbox_fd = int(self._inbox.getsockopt(zmq.FD))
         self._links = Links(self.me, fingerprint, settings)
         self._on_event = on_event
@@ -177,6 +183,7 @@ class Messenger:
             outbox = self._context.socket(zmq.PUSH)
             outbox.set_hwm(0)
             outbox.linger = 0
+            outbox.setsockopt(zmq.IPV6, int("[" in address))
             outbox.setsockopt(zmq.RECONNECT_IVL, 50)
             outbox.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
             try:

@@ -10,7 +10,7 @@ from kvrelay.config import ConfigError, WorkerConfig, load_config
 from kvrelay.config.worker import Role as RoleName
 from kvrelay.engine.batch import ModelRunner
 from kvrelay.telemetry.logs import setup_logging
-from kvrelay.worker.shell import RoleFactory, run_worker
+from kvrelay.worker.shell import RoleFactory, StartFailed, run_worker
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +32,11 @@ def worker_main(role: RoleName, make_role: RoleFactory) -> int:
     config.log_values(log)
     try:
         run_worker(config, make_role, load_runner)
-    except Exception as error:
-        log.exception("the %s worker ends: %s", role, error)
+    except StartFailed as error:
+        log.error("the %s worker cannot start: %s", role, error, exc_info=log.isEnabledFor(logging.DEBUG))
+        return 1
+    except Exception:
+        log.exception("the %s worker ends", role)
         return 1
     return 0
 

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import zmq
+
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.engine.batch import ModelRunner
 from kvrelay.fleet.records import WorkerRecord
@@ -18,6 +20,7 @@ from kvrelay.kv.ablations import NullCache
 from kvrelay.kv.cache import Cache, PrefixCache
 from kvrelay.kv.pool import BlockPool
 from kvrelay.messaging.messenger import Messenger
+from kvrelay.process import event_loop_factory
 from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings
 from kvrelay.protocol.messages import PROTOCOL_VERSION, PeerRef, Status, StatusQuery
 from kvrelay.scheduling.base import SchedulerLimits
@@ -40,6 +43,11 @@ RoleFactory = Callable[[WorkerContext, WorkerConfig], Role]
 RunnerFactory = Callable[[WorkerConfig], ModelRunner]
 
 
+class StartFailed(Exception):
+    """A port that is taken, a model that is not there or cannot be served, a size that does not fit: the text says
+    all."""
+
+
 class WorkerShell:
     """One worker process: `startup`, `main_loop`, `shutdown`."""
 
@@ -57,7 +65,10 @@ class WorkerShell:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
-        await self.startup()
+        try:
+            await self.startup()
+        except (OSError, ValueError, zmq.ZMQError) as error:
+            raise StartFailed(str(error)) from error
         try:
             await self.main_loop()
         finally:
@@ -239,8 +250,8 @@ class WorkerShell:
 
 def run_worker(config: WorkerConfig, make_role: RoleFactory, make_runner: RunnerFactory) -> None:
     """The whole life of a worker process."""
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_serve(config, make_role, make_runner))
+    with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=event_loop_factory()) as runner:
+        runner.run(_serve(config, make_role, make_runner))
 
 
 async def _serve(config: WorkerConfig, make_role: RoleFactory, make_runner: RunnerFactory) -> None:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvrelay.protocol.messages import Cancel, Failed, Generate, Prefill, Reassign
+from kvrelay.protocol.messages import Cancel, Failed, Generate, NeedDecode, Prefill, Reassign
 from kvrelay_router.dispatch.interface import NoWorkerReady, RequestFailed
 from tests.component.dispatch.fake_workers import FakeDecode, FakePrefill, true_tokens
 from tests.component.dispatch.rig import PROMPT, Rig, pair, read, two_pairs
@@ -205,3 +205,15 @@ async def test_workers_of_another_model_are_never_paired(rig: Rig) -> None:
         assert await read(handle) == {0: true_tokens(0, 6)}
         assert handle.served_by.decode == "d1"
     assert alien.received == []
+
+
+async def test_prefill_that_asks_for_a_decode_worker_after_the_end_is_told_to_let_go(rig: Rig) -> None:
+    """It lost decode before it heard of the commit; the request finished all the same."""
+    prefill, decode = pair()
+    await rig.start(prefill, decode)
+    handle = rig.submit()
+    assert await read(handle) == {0: true_tokens(0, 6)}
+    key = (handle.request.request_id, 1, 0)
+    prefill.send(rig.dispatcher.messenger.me, key, NeedDecode(reason="d0 is lost", excluded=["d0"]))
+    await rig.until(lambda: key in [told for told, _ in prefill.got(Cancel)])
+    await rig.nothing_is_left()

@@ -44,11 +44,21 @@ def run(request: pytest.FixtureRequest) -> Run:
 class Party:
     """A messenger and what it was told."""
 
-    def __init__(self, peer_id: str, *, port: int = 0, fingerprint: str = "", settings: LinkSettings = FAST) -> None:
+    def __init__(
+        self,
+        peer_id: str,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        fingerprint: str = "",
+        settings: LinkSettings = FAST,
+    ) -> None:
         self.events: list[LinkEvent] = []
         self.on_event: Callable[[LinkEvent], None] = lambda event: None
         self._news = asyncio.Event()
-        self.messenger = Messenger(peer_id, self._take, port=port, fingerprint=fingerprint, settings=settings)
+        self.messenger = Messenger(
+            peer_id, self._take, host=host, port=port, fingerprint=fingerprint, settings=settings
+        )
         self.me = self.messenger.me
 
     def _take(self, event: LinkEvent) -> None:
@@ -121,6 +131,19 @@ def test_ten_thousand_messages_each_way_arrive_in_order_and_once(run: Run) -> No
             await b.until(lambda: len(b.events) >= len(texts))
             assert a.texts == b.texts == texts
             assert not a.lost and not b.lost
+
+    run(test())
+
+
+def test_ipv6(run: Run) -> None:
+    async def test() -> None:
+        a, b = Party("a", host="::1"), Party("b")
+        async with parties(a, b):
+            assert a.me.address.startswith("tcp://[::1]:")
+            b.send(a.me, "over IPv6")
+            a.send(b.me, "over IPv4")
+            await a.until(lambda: a.texts == ["over IPv6"])
+            await b.until(lambda: b.texts == ["over IPv4"])
 
     run(test())
 

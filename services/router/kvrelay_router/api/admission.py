@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
+from typing import TypeVar
 
 from kvrelay.protocol.sampling import Sampling
 from kvrelay_router.api.errors import ApiError, context_length_exceeded, model_not_found, no_worker_ready
@@ -11,6 +12,9 @@ from kvrelay_router.api.front import RequestNames
 from kvrelay_router.api.schema.generation import GenerationFields
 from kvrelay_router.api.settings import ApiSettings
 from kvrelay_router.dispatch.interface import Dispatcher, GenerateRequest, ModelLimits
+from kvrelay_router.text.sampling_defaults import SamplingDefaults
+
+Number = TypeVar("Number", int, float)
 
 SEED_BITS = 63
 
@@ -77,22 +81,28 @@ def allowed_output(num_prompt_tokens: int, output: OutputLimits, limits: ModelLi
 
 
 def make_sampling(
-    fields: GenerationFields, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None, seed: int
+    fields: GenerationFields,
+    defaults: SamplingDefaults,
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    seed: int,
 ) -> Sampling:
-    """The sampling parameters as workers take them. Raises 400."""
+    """The sampling parameters as workers take them; `defaults` where the request says nothing. Raises 400."""
     if fields.min_tokens > max_tokens:
         raise ApiError(
             f"Invalid value for 'min_tokens': {fields.min_tokens} is more than the {max_tokens} tokens to generate",
             param="min_tokens",
         )
     return Sampling(
-        temperature=fields.temperature,
-        top_p=fields.top_p,
-        top_k=max(0, min(fields.top_k, LARGEST_TOP_K)),
-        min_p=fields.min_p,
+        temperature=_or(fields.temperature, defaults.temperature),
+        top_p=_or(fields.top_p, defaults.top_p),
+        top_k=min(_or(fields.top_k, defaults.top_k), LARGEST_TOP_K),
+        min_p=_or(fields.min_p, defaults.min_p),
         presence_penalty=fields.presence_penalty,
         frequency_penalty=fields.frequency_penalty,
-        repetition_penalty=fields.repetition_penalty,
+        repetition_penalty=_or(fields.repetition_penalty, defaults.repetition_penalty),
         logit_bias=fields.logit_bias,
         seed=seed,
         logprobs=logprobs,
@@ -102,6 +112,10 @@ def make_sampling(
         stop_token_ids=tuple(dict.fromkeys(fields.stop_token_ids)),
         ignore_eos=fields.ignore_eos,
     )
+
+
+def _or(value: Number | None, default: Number) -> Number:
+    return default if value is None else value
 
 
 LARGEST_TOP_K = 2**31 - 1

@@ -60,6 +60,7 @@ class ChatEndpoint:
         output = OutputLimits(asked=request.wanted_tokens, default=None, param=param)
         sampling = make_sampling(
             request,
+            service.text.sampling_defaults,
             max_tokens=allowed_output(len(prompt_ids), output, limits, "messages"),
             logprobs=request.top_logprobs if request.logprobs else None,
             prompt_logprobs=None,

@@ -84,8 +84,11 @@ class CompletionsEndpoint:
         echoed = []
         if request.echo:
             for prompt, ids in zip(request.prompt, token_ids, strict=True):
-                decoded = await text.decode_prompt(ids, skip_special_tokens=request.skip_special_tokens)
-                echoed.append(DecodedPrompt(prompt, decoded.offsets) if isinstance(prompt, str) else decoded)
+                if isinstance(prompt, str):
+                    located = await text.locate_tokens(prompt, add_special_tokens=request.add_special_tokens)
+                else:
+                    located = await text.decode_prompt(ids, skip_special_tokens=request.skip_special_tokens)
+                echoed.append(located)
         return Prompts(token_ids, echoed)
 
     def _plan(
@@ -97,6 +100,7 @@ class CompletionsEndpoint:
         samplings = [
             make_sampling(
                 request,
+                service.text.sampling_defaults,
                 max_tokens=allowed_output(len(ids), output, limits, "prompt"),
                 logprobs=0 if ranked and request.logprobs is None else request.logprobs,
                 prompt_logprobs=request.logprobs if request.echo else None,

@@ -29,8 +29,17 @@ class PromptRun:
 
     request: GenerateRequest
     choices: list[Choice]
-    cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    least_cached: int | None = None
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were cached before this request came: the choices after the first also find its own."""
+        return min(self.least_cached or 0, len(self.request.prompt_ids))
+
+    def saw_cached(self, num_tokens: int) -> None:
+        """One of the choices found that many prompt tokens cached."""
+        self.least_cached = num_tokens if self.least_cached is None else min(self.least_cached, num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +111,7 @@ class Generation:
             if choice.finish_reason is not None:
                 continue
             if delta.cached_tokens is not None:
-                run.cached_tokens = min(max(run.cached_tokens, delta.cached_tokens), len(run.request.prompt_ids))
+                run.saw_cached(delta.cached_tokens)
             if delta.prompt_logprobs:
                 run.prompt_logprobs = delta.prompt_logprobs
             piece = choice.feed(delta)

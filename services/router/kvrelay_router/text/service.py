@@ -12,10 +12,13 @@ import tokenizers
 
 from kvrelay_router.text.chat_template import ChatTemplate, ChatTemplateError, Message
 from kvrelay_router.text.detokenizer import Detokenizer, make_detokenizer
-from kvrelay_router.text.sources import load_source
+from kvrelay_router.text.sampling_defaults import SamplingDefaults
+from kvrelay_router.text.sources import TokenizerNotFound, load_source
 from kvrelay_router.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
+
+OPENAI_DEFAULTS = SamplingDefaults()
 
 SHORT_TEXT_CHARS = 512
 """Texts up to here take about a tenth of a millisecond, a quarter of what the way to a thread and back costs."""
@@ -47,9 +50,17 @@ class DecodedPrompt:
 class TextService:
     """The text side of one model. `load` once; the async methods never hold up the event loop, the others are cheap."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, *, num_threads: int = 2) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        *,
+        defaults: SamplingDefaults = OPENAI_DEFAULTS,
+        num_threads: int = 2,
+    ) -> None:
         self.tokenizer = tokenizer
         self.template = template
+        self.sampling_defaults = defaults
         self._short = ThreadPoolExecutor(num_threads, thread_name_prefix="text-short")
         self._long = ThreadPoolExecutor(num_threads, thread_name_prefix="text-long")
 
@@ -58,10 +69,12 @@ class TextService:
         """Reads a model directory or hub name. Blocks. Raises TokenizerNotFound, ChatTemplateError."""
         source = load_source(model)
         tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(source.tokenizer_json))
+        if not tokenizer.encode("a", add_special_tokens=False):
+            raise TokenizerNotFound(f"the tokenizer of {model} knows no text: its files are missing or empty")
         template = None
         if source.chat_template is not None:
             template = ChatTemplate(source.chat_template, source.special_tokens)
-        return cls(tokenizer, template, num_threads=num_threads)
+        return cls(tokenizer, template, defaults=source.sampling_defaults, num_threads=num_threads)
 
     def close(self) -> None:
         """Ends the threads; whatever they still do is dropped."""
@@ -99,17 +112,28 @@ class TextService:
 
     async def decode_prompt(self, token_ids: list[int], *, skip_special_tokens: bool) -> DecodedPrompt:
         """The text of a prompt with its token offsets."""
-        return await self._run(len(token_ids), lambda: self._decode_prompt(token_ids, skip_special_tokens))
+        return await self._run(len(token_ids), lambda: self._decode_prompt(token_ids, [], skip_special_tokens))
 
-    def _decode_prompt(self, token_ids: list[int], skip_special_tokens: bool) -> DecodedPrompt:
+    async def locate_tokens(self, text: str, *, add_special_tokens: bool) -> DecodedPrompt:
+        """A text with the offsets in it of its tokens, special ones that it spells out included."""
+
+        def locate() -> DecodedPrompt:
+            token_ids, added = self.tokenizer.encode_marked(text, add_special_tokens=add_special_tokens)
+            return DecodedPrompt(text, self._decode_prompt(token_ids, added, skip_special_tokens=False).offsets)
+
+        return await self._run(len(text), locate)
+
+    def _decode_prompt(self, token_ids: list[int], silent: list[bool], skip_special_tokens: bool) -> DecodedPrompt:
+        """`silent` marks tokens without text; empty: there are none."""
         detokenizer = make_detokenizer(self.tokenizer, [], skip_special_tokens=skip_special_tokens)
         pieces: list[str] = []
         offsets: list[int] = []
         num_chars = 0
-        for token_id in token_ids:
+        for index, token_id in enumerate(token_ids):
             offsets.append(num_chars)
-            pieces.append(detokenizer.feed([token_id]))
-            num_chars += len(pieces[-1])
+            if not (silent and silent[index]):
+                pieces.append(detokenizer.feed([token_id]))
+                num_chars += len(pieces[-1])
         pieces.append(detokenizer.flush())
         return DecodedPrompt("".join(pieces), offsets)
 

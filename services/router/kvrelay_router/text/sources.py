@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvrelay_router.text.sampling_defaults import SamplingDefaults, sampling_defaults
+
 logger = logging.getLogger(__name__)
 
 TOKENIZER_PATTERNS = [
@@ -23,6 +25,7 @@ TOKENIZER_PATTERNS = [
     "*.model",
     "*.tiktoken",
     "config.json",
+    "generation_config.json",
 ]
 """What is fetched of a model on the hub: everything a tokenizer may need, and no weights."""
 
@@ -45,6 +48,7 @@ class TokenizerSource:
     tokenizer_json: str
     chat_template: str | None
     special_tokens: dict[str, str]
+    sampling_defaults: SamplingDefaults
 
 
 def load_source(model: str) -> TokenizerSource:
@@ -88,6 +92,7 @@ def _read(folder: Path, fallback: Path | None = None) -> TokenizerSource:
         tokenizer_json=(folder / "tokenizer.json").read_text(encoding="utf-8"),
         chat_template=template,
         special_tokens=_special_tokens(_read_json(folder / "special_tokens_map.json") | config),
+        sampling_defaults=sampling_defaults(_read_json((fallback or folder) / "generation_config.json")),
     )
 
 

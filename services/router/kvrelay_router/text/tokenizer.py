@@ -51,6 +51,11 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         return ids
 
+    def encode_marked(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[bool]]:
+        """Token ids of a text, and which of them the tokenizer added: those stand for nothing in the text."""
+        (encoding,) = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        return encoding.ids, [bool(mark) for mark in encoding.special_tokens_mask]
+
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         """The text of token ids; ids beyond the vocabulary give nothing."""
         (text,) = self.backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)

@@ -51,8 +51,8 @@ def _bias_map(value: Any) -> dict[int, float]:
     return biases
 
 
-def _off_if_null(value: Any) -> Any:
-    return 0 if value is None or (value == -1 and not isinstance(value, bool)) else value
+def _off_if_minus_one(value: Any) -> Any:
+    return 0 if value == -1 and not isinstance(value, bool) else value
 
 
 def or_default(default: Any) -> BeforeValidator:
@@ -83,13 +83,14 @@ class GenerationFields(RequestModel):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES), or_default(1)] = 1
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     min_tokens: Annotated[int, Field(ge=0), or_default(0)] = 0
-    temperature: Annotated[float, Field(ge=0, le=2), or_default(1.0)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1), or_default(1.0)] = 1.0
-    top_k: Annotated[int, Field(ge=-1), BeforeValidator(_off_if_null)] = 0  # 0 and -1 are off
-    min_p: Annotated[float, Field(ge=0, le=1), or_default(0.0)] = 0.0
+    # None, also for these: the model's own default.
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0), BeforeValidator(_off_if_minus_one)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, le=10), or_default(1.0)] = 1.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     logit_bias: LogitBias = Field(default_factory=dict)
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop = Field(default_factory=list)

@@ -75,6 +75,7 @@ class Wishes:
         if num_open >= scheduler.limits.max_running:
             return False
         cached = self._blocks.num_cached_blocks(sequence)
-        # Running sequences grow: a block for each of them keeps a new one from preempting at once.
-        headroom = len(scheduler.running) + 1 if num_open else 0
+        # Running sequences grow: a block for each of them keeps a new one from preempting at once, and what the
+        # scheduler expects them to take keeps it from doing so later.
+        headroom = max(len(scheduler.running) + 1, scheduler.num_headroom_blocks) if num_open else 0
         return blocks_for(sequence.num_tokens, pool.block_size) - cached + headroom <= pool.num_available - cached

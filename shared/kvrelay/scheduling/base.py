@@ -89,6 +89,11 @@ class Scheduler(Protocol):
         ...
 
     @property
+    def num_headroom_blocks(self) -> int:
+        """Blocks that admission leaves to the running sequences, beyond those they have."""
+        ...
+
+    @property
     def has_work(self) -> bool:
         """Whether any sequence waits or runs."""
         ...

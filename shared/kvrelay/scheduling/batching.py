@@ -94,6 +94,11 @@ class BatchScheduler(ABC):
         return self._sequences.get(key)
 
     @property
+    def num_headroom_blocks(self) -> int:
+        """Blocks that the running sequences are expected to take, beyond those they have. O(running) unless off."""
+        return self.new_token_ratio.headroom(self.running.values(), self.blocks)
+
+    @property
     def has_work(self) -> bool:
         """Whether any sequence waits or runs."""
         return bool(self._sequences)
@@ -184,7 +189,7 @@ class BatchScheduler(ABC):
         the running sequences are expected to take. A refusal stands until blocks come back.
         """
         available = self.blocks.pool.num_available
-        headroom = self.new_token_ratio.headroom(self.running.values(), self.blocks)
+        headroom = self.num_headroom_blocks
         if self._refused is not None:
             key, available_then, headroom_then = self._refused
             if key == sequence.key and available <= available_then and headroom >= headroom_then:

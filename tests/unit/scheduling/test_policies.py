@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import get_args
 
 import pytest
 
 from kvrelay.scheduling.base import Chunking, Retraction, SchedulerSettings
-from kvrelay.scheduling.plan import StepPlan
+from kvrelay.scheduling.blocks import OnDemandBlocks
+from kvrelay.scheduling.cost import StepCost, pairs
+from kvrelay.scheduling.plan import PlanDraft, PlannedRow, StepPlan
 from kvrelay.scheduling.sequence import Sequence, SequenceState
-from tests.unit.scheduling.bench import SCHEDULERS, Bench
+from tests.unit.scheduling.bench import SCHEDULERS, Bench, make_sequence
 
 pytestmark = pytest.mark.unit
 
@@ -151,6 +154,23 @@ def test_who_is_retracted_when_blocks_run_out(retraction: Retraction, victim: in
     assert preempted == [pair[victim]]
 
 
+def test_a_chunk_shrinks_to_the_blocks_there_are_before_anybody_is_preempted() -> None:
+    bench = Bench(num_blocks=8, token_budget=12, max_running=4, cache=False, blocks=OnDemandBlocks)
+    bench.add([1] * 7, 30)
+    bench.add([2] * 25, 2)
+    plans = [bench.step()[0] for _ in range(3)]
+    assert [plan.num_prefill_tokens for plan in plans] == [12, 11, 4]  # one of the eight blocks is left
+    assert not any(plan.preempted for plan in plans)
+
+
+def test_a_preempted_sequence_gives_back_its_part_of_the_budget() -> None:
+    sequence = make_sequence([1], 5, "x")
+    draft = PlanDraft(8)
+    draft.add_decode(PlannedRow(sequence, 1, 1, is_prefill=False, sample=True))
+    draft.preempt(sequence)
+    assert (draft.budget_left, draft.rows, draft.preempted) == (8, (), [sequence])
+
+
 def test_dynamic_chunks_shrink_as_the_prompt_grows() -> None:
     sizes = {}
     for chunking in get_args(Chunking):
@@ -164,3 +184,23 @@ def test_dynamic_chunks_shrink_as_the_prompt_grows() -> None:
     assert dynamic == sorted(dynamic, reverse=True)
     assert dynamic[-2] < 1024 / 2
     assert sum(dynamic) == 20000
+
+
+@pytest.mark.parametrize("scheduler", ["sarathi", "simple_chunking"])
+def test_dynamic_chunks_follow_the_time_that_steps_really_take(scheduler: str) -> None:
+    """On a machine where attention costs nothing chunks stop shrinking; where it costs much they shrink more."""
+    sizes = {}
+    for name, pair_s in (("free", 0.0), ("dear", 1e-7)):
+        machine = StepCost(1e-4, 1e-5, pair_s)
+        settings = SchedulerSettings(chunking="dynamic")
+        bench = Bench(num_blocks=8192, token_budget=512, max_running=4, scheduler=scheduler, settings=settings)
+        bench.add([1] * 20000, 1)
+        while bench.scheduler.has_work:
+            plan = bench.scheduler.schedule()
+            (row,) = plan.rows
+            if not row.sample:  # the last chunk is what is left
+                sizes[name] = row.num_tokens
+            took_s = machine.step_s(row.num_tokens, pairs(row.position, row.num_tokens))
+            bench.scheduler.commit(plan, replace(bench.forward(plan), forward_s=took_s))
+    assert sizes["free"] > 450
+    assert sizes["dear"] < 60

@@ -175,7 +175,7 @@ def test_requests_waiting_for_the_same_prefix_compute_it_once(scheduler: str) ->
 
 def test_a_parked_sequence_lets_others_pass_and_goes_on_when_the_prefix_is_published() -> None:
     bench = Bench(128, 9, 8)
-    first, twin = (bench.add(prompt_of_blocks(1, 2, 3), 2) for _ in range(2))
+    first, twin = (bench.add(prompt_of_blocks(1, 2, 3), 20) for _ in range(2))
     other = bench.add([7, 8], 2)
     plan, _ = bench.step()
     assert plan.admitted == [first]
@@ -185,6 +185,13 @@ def test_a_parked_sequence_lets_others_pass_and_goes_on_when_the_prefix_is_publi
     plan, _ = bench.step()
     assert plan.admitted == [twin]
     assert twin.num_cached_tokens == 3 * BLOCK_SIZE
+
+
+def test_all_that_waited_for_a_prefix_may_be_admitted_in_one_step() -> None:
+    bench = Bench(512, 128, 100, scheduler="faster_transformer")
+    for number in range(100):
+        bench.add(prompt_of_blocks(1, 2, 10 + number), 2)
+    assert [len(plan.admitted) for plan in bench.run() if plan.admitted] == [1, 99]
 
 
 @pytest.mark.parametrize("how", ["abort", "fail"])

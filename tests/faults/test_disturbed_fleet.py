@@ -9,14 +9,16 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from kvrelay.fleet.embedded import EmbeddedRedis
-from tests.fakes.hash_runner import HashRunner
+from kvrelay.protocol.sampling import Sampling
+from kvrelay_router.dispatch.interface import GenerateRequest, RequestFailed
+from tests.fakes.hash_runner import HashRunner, expected_tokens
 from tests.faults.local_fleet import PEER_TIMEOUT_S, LocalFleet, Role, local_fleet, make_job
 
 Disturb = Callable[[LocalFleet, random.Random], Awaitable[None]]
 
 
 def run_jobs(
-    redis_url: str, seed: int, num_jobs: int, disturb: Disturb, *, step_s: float = 0.004, num_blocks: int = 60
+    redis_url: str, seed: int, num_jobs: int, disturb: Disturb, *, step_s: float = 0.01, num_blocks: int = 60
 ) -> None:
     """Runs jobs, a few dozen at a time, while `disturb` is called again and again."""
     print(f"seed {seed}")
@@ -115,19 +117,44 @@ def redis_url(redis_server: EmbeddedRedis) -> str:
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_deaths_change_no_output(redis_url: str, seed: int) -> None:
-    run_jobs(redis_url, seed, 300, kill_one)
+    run_jobs(redis_url, seed, 400, kill_one)
 
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_rolling_restarts_change_no_output(redis_url: str, seed: int) -> None:
-    run_jobs(redis_url, seed, 300, restart_one)
+    run_jobs(redis_url, seed, 400, restart_one)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_lost_messages_and_half_open_links_change_no_output(redis_url: str, seed: int) -> None:
-    run_jobs(redis_url, seed, 300, cut_one_off)
+    run_jobs(redis_url, seed, 400, cut_one_off)
 
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_all_of_it_with_pools_that_are_too_small_changes_no_output(redis_url: str, seed: int) -> None:
-    run_jobs(redis_url, seed, 300, everything, num_blocks=24)
+    run_jobs(redis_url, seed, 400, everything, num_blocks=24)
+
+
+def test_a_request_that_nobody_can_finish_ends_at_its_deadline(redis_url: str) -> None:
+    async def scenario() -> None:
+        async with local_fleet(redis_url, 1, 1, lambda: HashRunner(max_model_len=224, step_s=0.02)) as fleet:
+            sampling = Sampling(temperature=0.0, max_tokens=200, ignore_eos=True)
+            request = GenerateRequest(request_id="late", prompt_ids=[1, 2, 3], sampling=sampling, timeout_s=2.5)
+            began = asyncio.get_running_loop().time()
+            handle = fleet.dispatcher.submit(request)
+            tokens: list[int] = []
+
+            async def read() -> None:
+                async for deltas in handle.deltas():
+                    tokens.extend(token for delta in deltas for token in delta.token_ids)
+                    if len(tokens) >= 5 and "decode-0" in fleet.workers:
+                        fleet.kill("decode-0")
+
+            with pytest.raises(RequestFailed) as failed:
+                await read()
+            assert failed.value.timed_out
+            assert 2.4 < asyncio.get_running_loop().time() - began < 10
+            assert tokens == expected_tokens([1, 2, 3], sampling, 224)[: len(tokens)]
+            await fleet.until_clean()
+
+    asyncio.run(scenario())

@@ -22,6 +22,7 @@ import pytest
 
 from tests.fakes.stack import Stack
 
+pytestmark = pytest.mark.timeout(300)  # workers that died often start again after longer and longer pauses
 DEMO_MODEL = Path(__file__).parents[2] / "models" / "demo"
 PEER_TIMEOUT_S = 2.5
 NUM_JOBS = 40

@@ -69,6 +69,7 @@ class DecodeRole:
         self._requests: dict[SequenceKey, DecodeRequest] = {}
         self._by_reservation: dict[str, SequenceKey] = {}
         self._wishes = Wishes(context.scheduler, context.blocks, self._requests)
+        context.scheduler.gate = self._wishes.gate
         self._reservation_numbers = itertools.count(1)
         self._arrivals = itertools.count(1)
         self._tombstones = Tombstones()

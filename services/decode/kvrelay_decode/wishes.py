@@ -14,6 +14,7 @@ from kvrelay.kv.table import blocks_for
 from kvrelay.scheduling.base import Scheduler
 from kvrelay.scheduling.blocks import BlockManager
 from kvrelay.scheduling.prefixes import PrefixesInProgress
+from kvrelay.scheduling.sequence import Sequence
 from kvrelay_decode.request import DecodeRequest
 
 
@@ -59,10 +60,24 @@ class Wishes:
     def next(self, num_requests: int) -> DecodeRequest | None:
         """The wish to grant now; None if there is none, or no room for it. `num_requests`: all, wishes included."""
         for request in self._waiting.values():
-            _, missing = self._blocks.first_missing(request.sequence)
-            if missing is None or missing not in self._arriving:
+            if not self._is_arriving(request):
                 return request if self._has_room(request, num_requests - len(self._waiting)) else None
         return None
+
+    def gate(self, sequence: Sequence) -> str:
+        """Asked by the scheduler before it admits a local prompt: an older handoff that waits for room goes first."""
+        local = self._requests.get(sequence.key)
+        if sequence.num_preemptions or local is None:
+            return ""
+        for request in self._waiting.values():
+            if request.arrival < local.arrival and not self._is_arriving(request):
+                return "an older handoff waits for room"
+        return ""
+
+    def _is_arriving(self, request: DecodeRequest) -> bool:
+        """Whether the block that it misses first is on its way for another reservation."""
+        _, missing = self._blocks.first_missing(request.sequence)
+        return missing is not None and missing in self._arriving
 
     def _has_room(self, request: DecodeRequest, num_open: int) -> bool:
         scheduler, pool, sequence = self._scheduler, self._blocks.pool, request.sequence

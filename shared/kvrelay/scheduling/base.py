@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
@@ -60,8 +60,15 @@ class SchedulerSettings:
             raise ValueError(f"new_token_ratio = {self.new_token_ratio}: must be 0 to 1")
 
 
+AdmissionGate = Callable[[Sequence], str]
+"""Why a waiting sequence may not be admitted now although there is room for it; empty: it may."""
+
+
 class Scheduler(Protocol):
     """Decides what each step computes, and books what it gave. Pure: no I/O, no clock, no tensor."""
+
+    gate: AdmissionGate | None
+    """Asked before each admission, where somebody outside has a say in it."""
 
     @property
     def limits(self) -> SchedulerLimits:

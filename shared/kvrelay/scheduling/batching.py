@@ -15,7 +15,7 @@ from kvrelay.kv.cache import Cache
 from kvrelay.kv.pool import BlockPool, Owner
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay.scheduling.admission import NewTokenRatio
-from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
+from kvrelay.scheduling.base import AdmissionGate, SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.blocks import BlockManager
 from kvrelay.scheduling.chunks import Chunks
 from kvrelay.scheduling.orders import ORDERS
@@ -46,6 +46,7 @@ class BatchScheduler(ABC):
         self.chunks = self.make_chunks()
         self._sequences: dict[SequenceKey, Sequence] = {}
         self._step = 0
+        self.gate: AdmissionGate | None = None
         self._refused: tuple[SequenceKey, int, int] | None = None  # who, with how many blocks available, and headroom
 
     @classmethod
@@ -172,6 +173,8 @@ class BatchScheduler(ABC):
         sequence = self.waiting.head()
         if sequence is None:
             return "its prefix is being computed"
+        if self.gate is not None and (reason := self.gate(sequence)):
+            return reason
         position = self.blocks.num_cached_blocks(sequence) * self.blocks.pool.block_size
         num_tokens = self.chunks.size(sequence.num_tokens - position, position, draft)
         if not num_tokens and not beyond_budget:

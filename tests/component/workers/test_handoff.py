@@ -166,6 +166,31 @@ def test_decode_alone_computes_what_it_is_asked_to(redis_url: str) -> None:
     run(test)
 
 
+def test_a_large_handoff_is_not_starved_by_local_prompts(redis_url: str) -> None:
+    async def test() -> None:
+        runners = [HashRunner(), HashRunner(num_blocks=20, max_model_len=320, step_s=0.002)]
+        async with fleet(redis_url, runners[:1], runners[1:], token_budget=64, max_running=16) as f:
+            sampling = Sampling(temperature=0.0, max_tokens=30, ignore_eos=True)
+
+            def local(number: int) -> Received:
+                return f.router.generate(f.decode[0].me, f"local{number}", prompt_of(40, number), sampling)
+
+            running = [local(number) for number in range(5)]
+            await running[0].until(lambda r: bool(r.tokens))
+            large = f.router.prefill(f.prefill[0].me, f.decode[0].me, "large", prompt_of(280), sampling)
+            for number in range(5, 60):  # one comes whenever one ends: there are always some that would fit
+                await running.pop(0).finished()
+                running.append(local(number))
+                if large.finish is not None:
+                    break
+            assert large.output == expected_tokens(prompt_of(280), sampling, 320)
+            for got in running:
+                await got.finished()
+            await f.until_clean()
+
+    run(test)
+
+
 def test_a_resumed_attempt_goes_on_where_the_first_stopped(redis_url: str) -> None:
     async def test() -> None:
         async with fleet(redis_url, [HashRunner()], [HashRunner()]) as f:

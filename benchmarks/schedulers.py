@@ -123,7 +123,9 @@ class Simulation:
     def __init__(self, name: str, chunking: Chunking, arguments: argparse.Namespace, requests: list[Request]) -> None:
         self.pool = BlockPool(arguments.num_blocks, BLOCK_SIZE)
         limits = SchedulerLimits(arguments.token_budget, arguments.max_running, arguments.max_model_len, frozenset())
-        settings = SchedulerSettings(queue_order=arguments.queue_order, chunking=chunking)
+        settings = SchedulerSettings(
+            queue_order=arguments.queue_order, chunking=chunking, new_token_ratio=arguments.new_token_ratio
+        )
         self.scheduler = make_scheduler(name, limits, self.pool, PrefixCache(self.pool), settings)
         self.arguments = arguments
         self.requests = [Request(r.arrival_s, r.prompt, r.num_output) for r in requests]
@@ -211,8 +213,8 @@ HEAD = """# Schedulers on one trace
 
 Simulated: the clock is a cost model's, so nothing depends on the machine ({machine}, CPython {python}).
 Repeat with `python benchmarks/schedulers.py`; the script's head says what is measured. {blocks} blocks of {size}
-tokens, token budget {budget}, at most {running} running, queue order {order}, max_tokens {max_tokens}. TTFT in
-seconds, TPOT and worst gap in milliseconds.
+tokens, token budget {budget}, at most {running} running, queue order {order}, max_tokens {max_tokens}, new-token
+ratio {ratio:g}. TTFT in seconds, TPOT and worst gap in milliseconds.
 """
 
 COLUMNS = ["scheduler", "chunks", "TTFT, median", "p99", "TPOT, median", "p99", "worst gap, median", "p99"]
@@ -247,6 +249,7 @@ def report(arguments: argparse.Namespace) -> str:
         budget=arguments.token_budget,
         running=arguments.max_running,
         order=arguments.queue_order,
+        ratio=arguments.new_token_ratio,
         max_tokens=arguments.max_tokens or "what a request draws",
     )
     if arguments.trace:
@@ -268,6 +271,7 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[6.0, 14.0], help="synthetic requests a second")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--queue-order", choices=get_args(QueueOrderName), default="fcfs")
+    parser.add_argument("--new-token-ratio", type=float, default=0.0)
     parser.add_argument("--token-budget", type=int, default=512)
     parser.add_argument("--max-running", type=int, default=128)
     parser.add_argument("--num-blocks", type=int, default=6000)

@@ -2,93 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.engine.batch import RowResult, StepResult
-from kvrelay.kv.ablations import NullCache
-from kvrelay.kv.cache import PrefixCache
-from kvrelay.kv.hashing import root_hash
-from kvrelay.kv.pool import BlockPool, Owner
-from kvrelay.kv.table import BlockTable, blocks_for
-from kvrelay.protocol.messages import PeerRef
+from kvrelay.kv.pool import Owner
 from kvrelay.protocol.sampling import FinishReason, Sampling
 from kvrelay.scheduling.base import SchedulerLimits
-from kvrelay.scheduling.blocks import BlockManager
-from kvrelay.scheduling.plan import SequenceOutput, StepPlan
-from kvrelay.scheduling.sarathi import SarathiScheduler
-from kvrelay.scheduling.sequence import Sequence, SequenceState, TokenBuffer
+from kvrelay.scheduling.sequence import Sequence, SequenceState
+from tests.unit.scheduling.bench import BLOCK_SIZE, EOS, Bench
 
 pytestmark = pytest.mark.unit
-BLOCK_SIZE = 4
-EOS = 0
-
-
-class Bench:
-    """A scheduler with a pool, and a forward that draws the next integer."""
-
-    def __init__(self, num_blocks: int = 16, token_budget: int = 16, max_running: int = 8, cache: bool = True) -> None:
-        self.pool = BlockPool(num_blocks, BLOCK_SIZE)
-        self.blocks = BlockManager(self.pool, PrefixCache(self.pool) if cache else NullCache(), num_blocks * BLOCK_SIZE)
-        limits = SchedulerLimits(token_budget, max_running, num_blocks * BLOCK_SIZE, frozenset({EOS}))
-        self.scheduler = SarathiScheduler(limits, self.blocks)
-        self.sequences: list[Sequence] = []
-        self.tokens_drawn = 0
-
-    def add(self, prompt: list[int], max_tokens: int) -> Sequence:
-        sequence = Sequence(
-            key=(f"r{len(self.sequences)}", 1, 0),
-            tokens=TokenBuffer(np.array(prompt, np.int32)),
-            num_prompt=len(prompt),
-            sampling=Sampling(max_tokens=max_tokens),
-            root=root_hash(model="test"),
-            table=BlockTable(BLOCK_SIZE),
-            router=PeerRef("router", "1", "tcp://nowhere"),
-        )
-        self.sequences.append(sequence)
-        self.scheduler.add(sequence)
-        return sequence
-
-    def forward(self, plan: StepPlan, token_id: int | None = None) -> StepResult:
-        rows = []
-        for row in plan.rows:
-            self.tokens_drawn += row.sample
-            drawn = token_id if token_id is not None else 1 + self.tokens_drawn % 7
-            rows.append(RowResult(drawn if row.sample else None))
-        return StepResult(plan.step, rows, 0.0)
-
-    def step(self) -> tuple[StepPlan, list[SequenceOutput]]:
-        decoding = [s for s in self.scheduler.running.values() if s.is_decoding]
-        plan = self.scheduler.schedule()
-        self.check_plan(plan, decoding)
-        outputs = self.scheduler.commit(plan, self.forward(plan))
-        self.check_pool()
-        return plan, outputs
-
-    def check_plan(self, plan: StepPlan, decoding: list[Sequence]) -> None:
-        assert plan.num_prefill_tokens + plan.num_decode_tokens <= self.scheduler.limits.token_budget
-        assert [row.is_prefill for row in plan.rows] == sorted((r.is_prefill for r in plan.rows), reverse=True)
-        assert max(Counter(row.sequence.key for row in plan.rows).values(), default=1) == 1
-        planned = {row.sequence.key for row in plan.rows if not row.is_prefill}
-        assert planned == {s.key for s in decoding} - {s.key for s in plan.preempted}, "a running decode was left out"
-        for row in plan.rows:
-            assert row.position == row.sequence.num_computed
-            assert row.sequence.table.capacity_tokens >= row.position + row.num_tokens
-
-    def check_pool(self) -> None:
-        self.pool.check_integrity()
-        running = list(self.scheduler.running.values())
-        assert len(running) <= self.scheduler.limits.max_running
-        held = {block for s in running for block in s.table.ids.tolist()}
-        counts = self.pool.counts()
-        assert counts[Owner.COMPUTING] + counts[Owner.RUNNING] == len(held)
-        for sequence in running:
-            assert sequence.table.num_blocks >= blocks_for(sequence.num_computed, BLOCK_SIZE)
-
 
 prompts = st.lists(st.integers(1, 3), min_size=1, max_size=30)
 requests = st.lists(st.tuples(prompts, st.integers(0, 20), st.integers(0, 3)), min_size=1, max_size=14)

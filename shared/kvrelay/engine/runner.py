@@ -183,12 +183,16 @@ class PoolSizing:
     memory_utilization: float
     token_budget: int
     max_running: int
+    whole_prompts: bool = False  # the scheduler does not cut prompts: a step may be as long as the longest
 
 
 def _profiled_num_blocks(model: CausalModel, sizing: PoolSizing) -> int:
     block_size = model.layout.block_size
-    small = TransformersRunner(model, blocks_for_profile(sizing.token_budget, sizing.max_running, block_size))
-    profile = profile_memory(small, sizing.token_budget, sizing.max_running)
+    num_tokens = sizing.token_budget
+    if sizing.whole_prompts:
+        num_tokens = max(num_tokens, model.source.max_model_len)
+    small = TransformersRunner(model, blocks_for_profile(num_tokens, sizing.max_running, block_size))
+    profile = profile_memory(small, num_tokens, sizing.max_running)
     num_blocks = profile.num_blocks(
         sizing.memory_utilization, model.layout.block_bytes, blocks_for(sizing.token_budget, block_size)
     )

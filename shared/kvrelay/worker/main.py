@@ -9,6 +9,7 @@ import sys
 from kvrelay.config import ConfigError, WorkerConfig, load_config
 from kvrelay.config.worker import Role as RoleName
 from kvrelay.engine.batch import ModelRunner
+from kvrelay.scheduling.registry import WHOLE_PROMPTS
 from kvrelay.telemetry.logs import setup_logging
 from kvrelay.worker.shell import RoleFactory, StartFailed, run_worker
 
@@ -49,7 +50,8 @@ def load_runner(config: WorkerConfig) -> ModelRunner:
         raise ValueError(f"device {config.device}: this version computes on the CPU only")
     sizing = None
     if config.memory_utilization is not None and config.kv_memory_bytes is None:
-        sizing = PoolSizing(config.memory_utilization, config.token_budget, config.max_running)
+        whole_prompts = config.scheduler in WHOLE_PROMPTS
+        sizing = PoolSizing(config.memory_utilization, config.token_budget, config.max_running, whole_prompts)
     return make_runner(
         config.model,
         dtype=config.dtype,

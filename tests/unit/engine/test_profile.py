@@ -46,5 +46,7 @@ def test_a_real_model_gets_a_pool_of_the_size_that_is_left(tmp_path: Path) -> No
     share = 1200 * MIB / machine_memory_bytes()
     runner = make_runner(model, dtype="float32", size_pool=PoolSizing(share, token_budget=64, max_running=8))
     assert 50 * MIB < runner.spec.num_blocks * runner.spec.block_bytes < 1100 * MIB
+    uncut = PoolSizing(share, token_budget=64, max_running=8, whole_prompts=True)
+    assert make_runner(model, dtype="float32", size_pool=uncut).spec.num_blocks < runner.spec.num_blocks
     with pytest.raises(PoolDoesNotFit):
         make_runner(model, dtype="float32", size_pool=PoolSizing(0.001, token_budget=64, max_running=8))

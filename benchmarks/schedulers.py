@@ -24,7 +24,7 @@ import argparse
 import json
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.engine.batch import RowResult, StepResult
-from kvrelay.kv.cache import PrefixCache
+from kvrelay.kv.cache import Cache, PrefixCache
 from kvrelay.kv.hashing import root_hash
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.table import BlockTable
@@ -73,6 +73,7 @@ class Measured:
     num_steps: int = 0
     num_preemptions: int = 0
     num_computed: int = 0
+    num_cached: int = 0  # prompt tokens found in the cache at first admission
     wasted: float = 0.0
     allocated: float = 0.0
 
@@ -120,13 +121,20 @@ def fitted(requests: Iterable[Request], max_model_len: int) -> list[Request]:
 class Simulation:
     """A scheduler on a simulated clock."""
 
-    def __init__(self, name: str, chunking: Chunking, arguments: argparse.Namespace, requests: list[Request]) -> None:
+    def __init__(
+        self,
+        name: str,
+        chunking: Chunking,
+        arguments: argparse.Namespace,
+        requests: list[Request],
+        make_cache: Callable[[BlockPool], Cache] = PrefixCache,
+    ) -> None:
         self.pool = BlockPool(arguments.num_blocks, BLOCK_SIZE)
         limits = SchedulerLimits(arguments.token_budget, arguments.max_running, arguments.max_model_len, frozenset())
         settings = SchedulerSettings(
             queue_order=arguments.queue_order, chunking=chunking, new_token_ratio=arguments.new_token_ratio
         )
-        self.scheduler = make_scheduler(name, limits, self.pool, PrefixCache(self.pool), settings)
+        self.scheduler = make_scheduler(name, limits, self.pool, make_cache(self.pool), settings)
         self.arguments = arguments
         self.requests = [Request(r.arrival_s, r.prompt, r.num_output) for r in requests]
         self.measured = Measured(self.requests)
@@ -168,6 +176,7 @@ class Simulation:
         num_pairs = sum(pairs(row.position, row.num_tokens) for row in plan.rows)
         num_tokens = plan.num_prefill_tokens + plan.num_decode_tokens
         step_s = COST.step_s(num_tokens, num_pairs)
+        self.measured.num_cached += sum(s.num_cached_tokens for s in plan.admitted if not s.num_preemptions)
         use = self.scheduler.blocks.slot_use(self.scheduler.running.values())
         self.now_s += step_s
         self.measured.num_steps += 1

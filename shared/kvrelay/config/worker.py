@@ -62,6 +62,10 @@ class WorkerConfig(CommonConfig):
         default=None, ge=2, description="longest sequence in tokens, prompt and output (default: the model's own)"
     )
     prefix_cache: bool = Field(default=True, description="keep the blocks of finished prompts for prompts like them")
+    prefix_lookup: Literal["tree", "table"] = Field(
+        default="tree",
+        description="what a prompt may share: any prefix of blocks; or whole sequences only, for comparison",
+    )
 
     token_budget: int = Field(default=512, ge=1, le=1 << 20, description="tokens that one step may hold")
     max_running: int = Field(

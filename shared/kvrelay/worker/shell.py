@@ -16,7 +16,7 @@ from kvrelay.config.worker import WorkerConfig
 from kvrelay.engine.batch import ModelRunner
 from kvrelay.fleet.records import WorkerRecord
 from kvrelay.fleet.registry import Registry
-from kvrelay.kv.ablations import NullCache
+from kvrelay.kv.ablations import NullCache, TableCache
 from kvrelay.kv.cache import Cache, PrefixCache
 from kvrelay.kv.pool import BlockPool
 from kvrelay.messaging.messenger import Messenger
@@ -91,7 +91,7 @@ class WorkerShell:
             spec.max_model_len,
         )
         self.pool = BlockPool(spec.num_blocks, spec.block_size)
-        cache: Cache = PrefixCache(self.pool) if config.prefix_cache else NullCache()
+        cache = self._make_cache()
         limits = SchedulerLimits(
             config.token_budget, config.max_running, spec.max_model_len, frozenset(spec.eos_token_ids)
         )
@@ -154,6 +154,11 @@ class WorkerShell:
         await self.membership.leave()
         self.role.close()
         self.messenger.close()
+
+    def _make_cache(self) -> Cache:
+        if not self.config.prefix_cache:
+            return NullCache()
+        return PrefixCache(self.pool) if self.config.prefix_lookup == "tree" else TableCache(self.pool)
 
     def _metrics_store(self) -> MetricsStore | None:
         path = self.config.metrics_file

@@ -63,11 +63,14 @@ class OperationRoutes:
 
     async def request(self, request_id: str) -> Response:
         """What became of a request, or 404. Takes `x-request-id` and answer ids; several prompts give a list."""
-        names = self._service.aliases.resolve(_bare(request_id))
-        found = [each for each in map(self._service.dispatcher.recent_request, names) if each is not None]
+        found = self._recent(request_id) or self._recent(_bare(request_id))
         if not found:
             raise ApiError(f"No request '{request_id}' is known", status=404, code="request_not_found")
         return json_response(found[0] if len(found) == 1 else {"requests": found})
+
+    def _recent(self, name: str) -> list[dict[str, Any]]:
+        requests = map(self._service.dispatcher.recent_request, self._service.aliases.resolve(name))
+        return [request for request in requests if request is not None]
 
 
 def _bare(request_id: str) -> str:

@@ -73,7 +73,7 @@ class TokenRoutes:
             "tokens": token_ids,
         }
         if request.return_token_strs:
-            answer["token_strs"] = [service.text.tokenizer.token_string(token_id) for token_id in token_ids]
+            answer["token_strs"] = await service.text.spell(token_ids)
         return json_response(answer)
 
     async def detokenize(self, http: Request) -> Response:

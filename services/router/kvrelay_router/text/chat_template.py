@@ -104,7 +104,7 @@ class ChatTemplate:
         """The prompt's text, special tokens included. Raises ChatTemplateError."""
         prepared = [self._prepare(message) for message in messages]
         final_text = self._tag_final(prepared) if continue_final_message else None
-        text = self._render(prepared, add_generation_prompt=add_generation_prompt, **(template_kwargs or {}))
+        text = self._render(prepared, {"add_generation_prompt": add_generation_prompt, **(template_kwargs or {})})
         return text if final_text is None else _cut_at_tag(text, final_text)
 
     def _prepare(self, message: Message) -> Message:
@@ -129,10 +129,10 @@ class ChatTemplate:
         messages[-1]["content"] = [*content[:-1], {**content[-1], "text": final_text + CONTINUE_TAG}]
         return final_text
 
-    def _render(self, messages: list[Message], **variables: Any) -> str:
+    def _render(self, messages: list[Message], variables: Mapping[str, Any]) -> str:
         try:
             return self._template.render(
-                **{"messages": messages, "tools": None, "documents": None, **self._special_tokens, **variables}
+                {"messages": messages, "tools": None, "documents": None, **self._special_tokens, **variables}
             )
         except jinja2.TemplateError as error:
             raise ChatTemplateError(str(error)) from error
@@ -143,7 +143,7 @@ class ChatTemplate:
         """Whether the template itself goes through a content's parts; else they are joined by newlines for it."""
         parts = [{"type": "text", "text": PROBE}, {"type": "text", "text": PROBE}]
         try:
-            text = self._render([{"role": "user", "content": parts}], add_generation_prompt=True)
+            text = self._render([{"role": "user", "content": parts}], {"add_generation_prompt": True})
         except ChatTemplateError:
             return False
         return text.count(PROBE) == 2 and str(parts) not in text and "'text'" not in text
@@ -152,7 +152,7 @@ class ChatTemplate:
         """Whether messages of this role vanish silently. A template that raises says so itself, when it is used."""
         chat = [{"role": each, "content": PROBE if each == role else "x"} for each in PROBE_CHATS[role]]
         try:
-            return PROBE not in self._render(chat, add_generation_prompt=True)
+            return PROBE not in self._render(chat, {"add_generation_prompt": True})
         except ChatTemplateError:
             return False
 

@@ -110,6 +110,10 @@ class TextService:
             len(token_ids), lambda: self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         )
 
+    async def spell(self, token_ids: list[int]) -> list[str]:
+        """Each token as the vocabulary spells it."""
+        return await self._run(len(token_ids), lambda: [self.tokenizer.token_string(each) for each in token_ids])
+
     async def decode_prompt(self, token_ids: list[int], *, skip_special_tokens: bool) -> DecodedPrompt:
         """The text of a prompt with its token offsets."""
         return await self._run(len(token_ids), lambda: self._decode_prompt(token_ids, [], skip_special_tokens))
@@ -149,6 +153,10 @@ class TextService:
         return await asyncio.get_running_loop().run_in_executor(pool, work)
 
 
-def _num_chars(message: Message) -> int:
-    content = message.get("content") or ""
-    return len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
+def _num_chars(value: Any) -> int:
+    """Characters in all texts of a message: templates render tool calls and reasoning, too. Numbers count as one."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_num_chars, value.values())) + sum(map(len, value))
+    return sum(map(_num_chars, value)) if isinstance(value, list) else 1

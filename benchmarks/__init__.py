@@ -1,0 +1,1 @@
+"""What measures. Each script runs by itself."""

@@ -36,6 +36,8 @@ TICK_S = 0.1
 QUIET_BEFORE_CHECK_S = 2.0
 """The pool's books are checked after that long without a request, once per quiet time: it takes a moment."""
 DRAIN_POLL_S = 0.05
+NOBODY_ASKED = 0
+"""The query of a status that answers none; routers count theirs from 1."""
 CLOSE_LINGER_S = 1.0
 """Time for the last messages of a drained worker to be acknowledged."""
 
@@ -59,6 +61,7 @@ class WorkerShell:
         self._quiet_since = 0.0  # 0: nothing happened since the last check
         self._stop = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self._routers: dict[str, PeerRef] = {}  # those that ask for reports, by their ids
 
     async def serve(self) -> None:
         """Runs until SIGTERM or SIGINT, then drains. A second signal ends it at once."""
@@ -175,6 +178,8 @@ class WorkerShell:
         self._draining = True
         self._drain_deadline = time.monotonic() + self.config.drain_timeout_s
         self.role.begin_drain()
+        for router in self._routers.values():  # unasked: until they know, they send requests that would be refused
+            self.messenger.send(router, self._status(NOBODY_ASKED))
         await self.membership.announce(draining=True)
         log.info("draining: %d requests are open", self.role.num_open)
         while self.role.num_open and time.monotonic() < self._drain_deadline:
@@ -203,8 +208,11 @@ class WorkerShell:
     def _on_event(self, event: LinkEvent) -> None:
         if not isinstance(event, Delivered):
             log.warning("%s: %s", event.peer.peer_id, event.reason)
+            if self._routers.get(event.peer.peer_id) == event.peer:
+                del self._routers[event.peer.peer_id]
             self.role.on_peer_lost(event.peer, event.reason)
         elif isinstance(event.body, StatusQuery):
+            self._routers[event.peer.peer_id] = event.peer
             self.messenger.send(event.peer, self._status(event.body.query))
         else:
             self.role.on_message(event)

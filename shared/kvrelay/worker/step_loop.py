@@ -127,7 +127,8 @@ class StepLoop:
             self._in_flight = bool(plan.rows)
             callbacks.planned(plan)
             if not plan.rows:
-                await self._wake.wait()
+                if not plan.preempted:  # else what they held is free now, and nobody else would say so
+                    await self._wake.wait()
                 continue
             try:
                 result = await loop.run_in_executor(self._executor, self.runner.execute, batch)

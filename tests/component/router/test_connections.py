@@ -295,6 +295,13 @@ async def test_a_clients_own_name_is_kept_and_may_come_twice(router: Router) -> 
     assert (await router.http.get("/requests/unknown")).status_code == 404
 
 
+async def test_a_clients_own_name_may_look_like_an_answers(router: Router) -> None:
+    await router.http.post("/v1/completions", json=COMPLETION, headers={"x-request-id": "cmpl-7"})
+    (request,) = router.dispatcher.requests
+    assert (await router.http.get("/requests/cmpl-7")).json() == {"id": request.request_id}
+    assert (await router.http.get("/requests/7")).status_code == 404
+
+
 async def test_the_requests_of_several_prompts_are_found_together(router: Router) -> None:
     answer = await router.http.post("/v1/completions", json={"model": MODEL, "prompt": ["a", "b"]})
     found = (await router.http.get("/requests/" + answer.headers["x-request-id"])).json()

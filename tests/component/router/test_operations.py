@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from importlib.metadata import version
 from typing import Any
 
+import pytest
+
+from kvrelay_router.text.service import LONG_TEXT_CHARS, ChatOptions
 from tests.component.router.rig import MODEL, Router
 from tests.fakes.scripted_dispatcher import Script
+
+LONG = "x" * (LONG_TEXT_CHARS + 1)
 
 
 async def test_models(router: Router) -> None:
@@ -87,3 +93,27 @@ async def test_a_short_prompt_does_not_wait_for_long_ones(router: Router) -> Non
     await router.text.encode("not quite so long, " * 50, add_special_tokens=False)
     assert not any(task.done() for task in long)
     await asyncio.gather(*long)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": "x", "reasoning_content": LONG},
+        {"role": "user", "content": [{"type": "text", "text": LONG}]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"text": [LONG]}}}]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {LONG: None}}}]},
+    ],
+)
+async def test_a_long_message_is_rendered_off_the_loop_wherever_its_length_is(
+    router: Router, monkeypatch: pytest.MonkeyPatch, message: dict[str, Any]
+) -> None:
+    rendered_in = []
+
+    def render(*_: Any, **__: Any) -> str:
+        rendered_in.append(threading.current_thread())
+        return "x"
+
+    monkeypatch.setattr(router.text.template, "render", render)
+    await router.text.encode_chat([message], ChatOptions())
+    (thread,) = rendered_in
+    assert thread is not threading.current_thread()

@@ -7,7 +7,9 @@ import random
 
 import pytest
 
-from kvrelay.protocol.messages import AnyBody, Cancel, Reassign, Stop
+from kvrelay.messaging.messenger import Messenger
+from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings
+from kvrelay.protocol.messages import AnyBody, Cancel, Reassign, Status, StatusQuery, Stop
 from kvrelay.protocol.sampling import FinishReason, Sampling
 from tests.component.workers.rig import fleet, prompt_of, run
 from tests.fakes.hash_runner import EOS_TOKEN_ID, HashRunner, expected_tokens
@@ -320,5 +322,33 @@ def test_a_draining_decode_worker_finishes_what_runs_and_refuses_what_comes(redi
             assert (await old.finished()).output == expected_tokens(prompt_of(30), sampling, 512)
             f.router.send(f.prefill[0].me, "new", Reassign(decode=None))
             assert (await new.finished()).failed
+
+    run(test)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_worker_that_begins_to_drain_tells_the_routers_at_once(redis_url: str, role: str) -> None:
+    """Else they would send it requests until their next question, and it would refuse every attempt."""
+
+    async def test() -> None:
+        async with fleet(redis_url, [HashRunner()], [HashRunner()]) as f:
+            worker = f.prefill[0] if role == "prefill" else f.decode[0]
+            reports: list[Status] = []
+
+            def on_event(event: LinkEvent) -> None:
+                if isinstance(event, Delivered) and isinstance(event.body, Status):
+                    reports.append(event.body)
+
+            router = Messenger("asking-router", on_event, settings=LinkSettings(0.1, 2.0))
+            router.start()
+            async with asyncio.timeout(5):
+                router.send(worker.me, StatusQuery(query=1))
+                while not reports:
+                    await asyncio.sleep(0.01)
+                worker.shell._on_signal()
+                while len(reports) < 2:
+                    await asyncio.sleep(0.01)
+            router.close(0)
+            assert [report.draining for report in reports] == [False, True]
 
     run(test)

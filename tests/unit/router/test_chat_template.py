@@ -81,6 +81,13 @@ def test_special_tokens_and_kwargs_are_variables() -> None:
     assert template.render([USER], template_kwargs={"mood": "calm"}) == "<s>calmTrue"
 
 
+@pytest.mark.parametrize("name", ["self", "variables", "args", "kwargs", "context"])
+def test_a_variable_may_have_any_name(name: str) -> None:
+    """Clients choose the names; those of our own or of jinja's parameters are no exception."""
+    template = ChatTemplate("{{ messages[0].content }}{{ add_generation_prompt }}", {})
+    assert template.render([USER], template_kwargs={name: 1}) == f"{USER['content']}True"
+
+
 def test_generation_blocks_and_loop_controls_are_understood() -> None:
     source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
     assert ChatTemplate(source, {}).render([USER, USER]) == USER["content"]

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from kvrelay.engine.batch import SequenceKey
 from kvrelay.kv.pool import Owner
 from kvrelay.kv.table import blocks_for
+from kvrelay.process_identity import has_ended
 from kvrelay.protocol.link import Delivered
 from kvrelay.protocol.messages import (
     Abort,
@@ -48,6 +49,7 @@ from kvrelay.worker.sequences import PromptRefused, make_sequence, sequence_key
 from kvrelay.worker.step_loop import StepCallbacks
 from kvrelay.worker.tombstones import Tombstones
 from kvrelay_decode import handoff as machine
+from kvrelay_decode.quarantine import PEER_SHARE, Quarantine
 from kvrelay_decode.stream import TokenStream
 
 log = logging.getLogger(__name__)
@@ -67,12 +69,22 @@ class DecodeRequest:
     deadline: float
     handoff: machine.ReceiverHandoff | None = None
     prefill: PeerRef | None = None
+    process: str = ""  # of the prefill worker
     transport: str = ""
     last_progress: float = 0.0
     first_index: int = 0  # of the first token that this attempt sends
     arrival: int = 0  # counts up; who came first is served first
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     cached_tokens: int = 0
+
+
+def _is_quarantined(request: DecodeRequest) -> bool:
+    return request.handoff is not None and request.handoff.state is machine.ReceiverState.QUARANTINED
+
+
+def _may_be_written(request: DecodeRequest) -> bool:
+    writable = (machine.ReceiverState.RESERVED, machine.ReceiverState.FILLING, machine.ReceiverState.QUARANTINED)
+    return request.handoff is not None and request.handoff.state in writable
 
 
 class DecodeRole:
@@ -90,6 +102,8 @@ class DecodeRole:
         self._arrivals = itertools.count(1)
         self._tombstones = Tombstones()
         self._stream = TokenStream(self._send_batch)
+        self._quarantine = Quarantine(has_ended)
+        self._pairs: dict[PeerRef, str] = {}  # the transport that was last taken with a prefill worker
         self._draining = False
         self._totals: dict[str, float] = dict.fromkeys(
             (
@@ -135,6 +149,7 @@ class DecodeRole:
             "running": len(scheduler.running),
             "queued_tokens": sum(sequence.num_tokens for sequence in scheduler.waiting),
             "tombstones": len(self._tombstones),
+            "sender_lost": self._quarantine.num_lost,
         }
 
     def totals(self) -> dict[str, float]:
@@ -150,7 +165,10 @@ class DecodeRole:
             self._fail(key, reason, retriable=True)
 
     def on_tick(self, now: float) -> None:
+        self._tick_quarantine(now)
         for key, request in list(self._requests.items()):
+            if _is_quarantined(request):
+                continue
             if now > request.deadline:
                 self._fail(key, "the request's deadline passed on the decode worker", retriable=False)
             elif request.handoff is not None and now - request.last_progress > RESEND_AFTER_S:
@@ -158,13 +176,27 @@ class DecodeRole:
                 self._run(key, request.handoff.overdue())
         self._grant_wishes()
 
-    def on_peer_lost(self, peer: PeerRef, reason: str) -> None:
+    def _tick_quarantine(self, now: float) -> None:
+        due = self._quarantine.tick(now)
+        for key in due.safe:
+            handoff = self._requests[key].handoff
+            assert handoff is not None
+            self._run(key, handoff.drained())
+        for key in due.ask:
+            request = self._requests[key]
+            assert request.handoff is not None and request.prefill is not None
+            released = Released(reservation=request.handoff.reservation, reason="its sender was silent")
+            self._send(request.prefill, key, released)
+
+    def on_peer_lost(self, peer: PeerRef, reason: str, *, replaced: bool) -> None:
         for key, request in list(self._requests.items()):
             if request.sequence.router == peer:
                 self._cancel(key, f"the router is gone: {reason}")
             elif request.prefill == peer and request.handoff is not None:
                 self._drop_wish(key)
-                self._run(key, request.handoff.sender_gone())
+                self._run(key, request.handoff.sender_lost())
+        self._pairs.pop(peer, None)
+        self._quarantine.lost(peer, time.monotonic(), replaced=replaced)
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -200,8 +232,10 @@ class DecodeRole:
             case Abort():
                 self._drop_wish(key)
                 self._run(key, request.handoff.aborted())
+            case Drained() if _is_quarantined(request):
+                self._quarantine.drained(key)
             case Drained():
-                self._run(key, request.handoff.drained())
+                pass  # nobody waits for it
 
     def _generate(self, header: Header, router: PeerRef, body: Generate) -> None:
         key = sequence_key(header)
@@ -234,6 +268,9 @@ class DecodeRole:
             return  # a wish that was asked again; it is granted when its turn comes
         if known is not None:
             self._cancel(key, "another prefill worker took over")
+        if key in self._requests:
+            self._send(prefill, key, Refused(reason="slots of an earlier reservation are in quarantine"))
+            return
         try:
             sequence = make_sequence(header, body.prompt, body.router, self._context.spec)
         except PromptRefused as error:
@@ -244,7 +281,8 @@ class DecodeRole:
             self._deadline(body.prompt),
             handoff=machine.ReceiverHandoff(),
             prefill=prefill,
-            transport=next(name for name in body.transports if name in self._receivers),
+            process=body.process,
+            transport=self._choose_transport(prefill, body.transports),
             first_index=sequence.num_output,
             arrival=next(self._arrivals),
         )
@@ -262,6 +300,20 @@ class DecodeRole:
         if not any(name in self._receivers for name in body.transports):
             return f"no common transport: {body.transports} offered, {list(self._receivers)} here"
         return ""
+
+    def _choose_transport(self, prefill: PeerRef, offered: list[str]) -> str:
+        """The sender's best that is here too; logged when it is the pair's first, or another one than before."""
+        taken = next(name for name in offered if name in self._receivers)
+        if self._pairs.get(prefill) != taken:
+            self._pairs[prefill] = taken
+            log.info(
+                "KV blocks of %s come by %s: it offers %s, and %s can be taken here",
+                prefill.peer_id,
+                taken,
+                ", ".join(offered),
+                ", ".join(self._receivers),
+            )
+        return taken
 
     def _supersede(self, key: SequenceKey) -> None:
         """A newer attempt of the same sequence ends the older ones."""
@@ -288,9 +340,19 @@ class DecodeRole:
         if num_open >= scheduler.limits.max_running:
             return False
         cached = self._context.blocks.num_cached_blocks(sequence)
+        if not self._is_within_share(request, blocks_for(sequence.num_tokens, pool.block_size) - cached):
+            return False
         # Running sequences grow: a block for each of them keeps a new one from preempting at once.
         headroom = len(scheduler.running) + 1 if num_open else 0
         return blocks_for(sequence.num_tokens, pool.block_size) - cached + headroom <= pool.num_available - cached
+
+    def _is_within_share(self, request: DecodeRequest, num_wanted: int) -> bool:
+        """A sender that is stopped for good keeps what it may write into: that must not be the whole pool."""
+        if not self._receivers[request.transport].needs_quarantine:
+            return True
+        held = [r for r in self._requests.values() if r.prefill == request.prefill and _may_be_written(r)]
+        num_held = sum(len(r.sequence.table.ids) for r in held)
+        return not held or num_held + num_wanted <= PEER_SHARE * self._context.pool.num_blocks
 
     def _grant(self, key: SequenceKey, request: DecodeRequest) -> None:
         assert request.handoff is not None and request.prefill is not None
@@ -353,7 +415,9 @@ class DecodeRole:
             case machine.Commit(handoff):
                 self._commit(key, request, handoff)
             case machine.Quarantine():
+                assert request.prefill is not None
                 self._totals["quarantines"] += 1
+                self._quarantine.add(key, request.prefill, request.process)
                 self._context.blocks.change_owner(sequence, Owner.QUARANTINED)
             case machine.FreeBlocks(num_whole):
                 sequence.num_computed = min(num_whole * self._context.spec.block_size, sequence.num_tokens)

@@ -17,7 +17,7 @@ from kvrelay.kv.ablations import NullCache
 from kvrelay.kv.cache import Cache, PrefixCache
 from kvrelay.kv.pool import BlockPool
 from kvrelay.messaging.messenger import Messenger
-from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings
+from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings, PeerLost
 from kvrelay.protocol.messages import PROTOCOL_VERSION, PeerRef, Status, StatusQuery
 from kvrelay.scheduling.blocks import BlockManager
 from kvrelay.scheduling.sarathi import SarathiScheduler, SchedulerLimits
@@ -182,7 +182,7 @@ class WorkerShell:
     def _on_event(self, event: LinkEvent) -> None:
         if not isinstance(event, Delivered):
             log.warning("%s: %s", event.peer.peer_id, event.reason)
-            self.role.on_peer_lost(event.peer, event.reason)
+            self.role.on_peer_lost(event.peer, event.reason, replaced=isinstance(event, PeerLost) and event.replaced)
         elif isinstance(event.body, StatusQuery):
             self.messenger.send(event.peer, self._status(event.body.query))
         else:

@@ -21,7 +21,7 @@ from kvrelay.kv.cache import Cache, PrefixCache
 from kvrelay.kv.pool import BlockPool
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.process import event_loop_factory
-from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings
+from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings, PeerLost
 from kvrelay.protocol.messages import PROTOCOL_VERSION, PeerRef, Status, StatusQuery
 from kvrelay.scheduling.base import SchedulerLimits
 from kvrelay.scheduling.registry import make_scheduler
@@ -203,7 +203,7 @@ class WorkerShell:
     def _on_event(self, event: LinkEvent) -> None:
         if not isinstance(event, Delivered):
             log.warning("%s: %s", event.peer.peer_id, event.reason)
-            self.role.on_peer_lost(event.peer, event.reason)
+            self.role.on_peer_lost(event.peer, event.reason, replaced=isinstance(event, PeerLost) and event.replaced)
         elif isinstance(event.body, StatusQuery):
             self.messenger.send(event.peer, self._status(event.body.query))
         else:

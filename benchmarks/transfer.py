@@ -25,8 +25,8 @@ from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import numpy as np
+from naive_nixl import NaiveReceiver, NaiveSender
 
-from benchmarks.naive_nixl import NaiveReceiver, NaiveSender
 from kvrelay.transfer.base import BlockCopy, Landed, TransferReceiver, TransferSender
 from kvrelay.transfer.nixl_agent import import_api
 from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender, TransportUnavailable

@@ -10,6 +10,7 @@ released while its write is in flight says ok, and the data lands all the same.
 
 from __future__ import annotations
 
+import importlib
 import os
 import secrets
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ import numpy as np
 
 from kvrelay.transfer.wire import Bytes, Indices
 
+PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
+"""`nixl` chooses one of the others by the CUDA version; any of them works on the CPU."""
 _BACKENDS = ["UCX"]
 _MEMORY = "DRAM"
 
@@ -73,7 +76,7 @@ class NixlAgent:
     """
 
     def __init__(self, region: Region, *, ucx_transports: str = "") -> None:
-        api = _import_api()
+        api = import_api()
         self.name = f"kvrelay-{secrets.token_hex(12)}"
         try:
             config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
@@ -154,13 +157,16 @@ class NixlAgent:
         return state == "DONE"
 
 
-def _import_api() -> Any:
+def import_api() -> Any:
+    """NIXL's Python module. Raises TransportUnavailable."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # it would log to stdout
-    try:
-        from nixl import _api
-    except ImportError as error:
-        raise TransportUnavailable(f"NIXL is not installed ({error}): run scripts/install-nixl") from error
-    return _api
+    causes = []
+    for package in PACKAGES:
+        try:
+            return importlib.import_module(f"{package}._api")
+        except ImportError as error:
+            causes.append(str(error))
+    raise TransportUnavailable(f"NIXL is not installed ({'; '.join(causes)}): run scripts/install-nixl")
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """The sending end over NIXL: one agent, and one thread that posts the writes.
 
 What is to be written, and in which order, stands in `outbox`; here are the agent and the clock. A push is cut into
-pieces of a few MiB, each one posted write with its own notification: posting may block for the copy, and what was asked
-meanwhile (an abort above all) is obeyed between two pieces. A piece's blocks are sorted by source, so that neighbours
-become one write.
+pieces of at most 64 MiB, each one posted write with its own notification: posting may block for the copy, and what was
+asked meanwhile (an abort above all) is obeyed between two pieces. A piece's blocks are sorted by source, so that
+neighbours become one write.
 
 States of a peer, known by its agent's name, which is another one after each start:
 
@@ -53,14 +53,15 @@ IDLE_WAIT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class NixlSettings:
-    """`piece_bytes` and `piece_blocks` bound one write; `window` of them per receiver may be in flight at once. A
-    receiver that nobody used for `idle_forget_s` is disconnected. `close` waits `close_timeout_s` for writes in flight.
+    """`piece_bytes` and `piece_blocks` bound one write, and with it how long posting may keep an abort waiting (10 to
+    20 ms for 64 MiB by memory copy); `window` of them per receiver may be in flight at once. A receiver that nobody
+    used for `idle_forget_s` is disconnected. `close` waits `close_timeout_s` for writes in flight.
     """
 
     ucx_transports: str = ""
-    piece_bytes: int = 8 << 20
+    piece_bytes: int = 64 << 20
     piece_blocks: int = 4096
-    window: int = 4
+    window: int = 2
     connect_timeout_s: float = 3.0
     idle_forget_s: float = 300.0
     close_timeout_s: float = 1.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -15,7 +14,7 @@ from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender, NixlSettin
 from kvrelay.transfer.wire import Bytes
 from tests.component.transfer.rig import PATIENCE_S, Plan, Rig, SendingEnd, scattered
 from tests.component.transfer.test_processes import BLOCK_BYTES, NUM_BLOCKS, child
-from tests.component.transfer.transports import NO_NIXL, TRANSPORTS, source_pool, target_pool
+from tests.component.transfer.transports import NO_NIXL, TRANSPORTS, source_pool, target_pool, without_nixl
 
 pytestmark = [
     pytest.mark.component,
@@ -167,7 +166,7 @@ async def test_transports_that_ucx_does_not_have_make_it_unavailable() -> None:
 
 
 async def test_without_the_library_it_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "nixl", None)
+    without_nixl(monkeypatch)
     with pytest.raises(TransportUnavailable, match="install-nixl"):
         NixlSender(source_pool(4, BLOCK_BYTES))
 

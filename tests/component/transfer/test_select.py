@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 from kvrelay.transfer.base import TransferReceiver, TransferSender
 from kvrelay.transfer.nixl_transport import TransportUnavailable
 from kvrelay.transfer.select import TransferChoice, make_receivers, make_senders
-from tests.component.transfer.transports import NO_NIXL, source_pool, target_pool
+from tests.component.transfer.transports import NO_NIXL, source_pool, target_pool, without_nixl
 
 pytestmark = pytest.mark.component
 
@@ -41,12 +39,12 @@ def test_nixl_comes_first_where_it_works(choice: TransferChoice, made: list[str]
 
 
 def test_zmq_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "nixl", None)
+    without_nixl(monkeypatch)
     assert names("zmq") == (["zmq"], ["zmq"])
 
 
 def test_auto_does_without_nixl_and_asking_for_it_by_name_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "nixl", None)
+    without_nixl(monkeypatch)
     assert names("auto") == (["zmq"], ["zmq"])
     with pytest.raises(TransportUnavailable, match="install-nixl"):
         names("nixl")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 
 import numpy as np
+import pytest
 
 from kvrelay.transfer.base import TransferReceiver, TransferSender
+from kvrelay.transfer.nixl_agent import PACKAGES
 from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender, NixlSettings
 from kvrelay.transfer.wire import Bytes
 from kvrelay.transfer.zmq_transport import SenderSettings, ZmqReceiver, ZmqSender
@@ -31,7 +34,7 @@ class Transport:
     """Why it cannot be tested here."""
 
 
-NO_NIXL = "" if find_spec("nixl") else "NIXL is not installed (scripts/install-nixl)"
+NO_NIXL = "" if any(map(find_spec, PACKAGES)) else "NIXL is not installed (scripts/install-nixl)"
 
 
 def zmq_sender(pool: Bytes, *, checksum: bool = False) -> ZmqSender:
@@ -61,6 +64,13 @@ TRANSPORTS = {
         nixl("nixl-tcp", "tcp"),
     )
 }
+
+
+def without_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine where it is not installed."""
+    for package in PACKAGES:
+        for module in (package, f"{package}._api"):
+            monkeypatch.setitem(sys.modules, module, None)
 
 
 def source_pool(num_blocks: int, block_bytes: int, seed: int = 0) -> Bytes:

@@ -1,10 +1,12 @@
 """Throughput of the transfer between two processes, against a plain memcpy of the same blocks between two processes.
 
-    python benchmarks/transfer.py [--repeats 9] [--output benchmarks/results/transfer.md]
+    python -m benchmarks.transfer [--repeats 9] [--output benchmarks/results/transfer.md]
 
 One push of scattered blocks, from the call of `push` in the one process to the last `Landed` in the other. The
-yardstick copies as many blocks, one by one, out of a pool that both processes map. The first run of each is thrown
-away, and runs of all contenders take turns, so that a busy machine is unfair to all alike.
+yardstick copies as many blocks, one by one, out of a pool that both processes map; the others send a copy of it that
+lies in ordinary memory, as a worker's pool does. The first run of each is thrown away, and runs of all contenders take
+turns, so that a busy machine is unfair to all alike. NIXL takes part where it is installed, as this transport uses it
+and as its examples do (`naive_nixl.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ from pathlib import Path
 
 import numpy as np
 
-from kvrelay.transfer.base import BlockCopy, Landed
+from benchmarks.naive_nixl import NaiveReceiver, NaiveSender
+from kvrelay.transfer.base import BlockCopy, Landed, TransferReceiver, TransferSender
+from kvrelay.transfer.nixl_agent import import_api
+from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender, TransportUnavailable
 from kvrelay.transfer.wire import Bytes
 from kvrelay.transfer.zmq_transport import ZmqReceiver, ZmqSender
 
@@ -35,47 +40,78 @@ PUSH_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
-class PushOrder:
-    """What the sending process is asked to push. An empty endpoint ends it."""
+class Contender:
+    """A way to transfer. `words`: of the receiver's endpoint, those that the sender is told; None: all."""
 
+    title: str
+    transport: str
+    words: tuple[str, ...] | None = None
+
+
+ZMQ = (Contender("zmq, Unix socket", "zmq"), Contender("zmq, TCP loopback", "zmq", ("address",)))
+NIXL = (Contender("nixl", "nixl"), Contender("nixl, naive", "naive"))
+
+
+@dataclass(frozen=True)
+class PushOrder:
+    """What the sending process is asked to push. Without a transport it ends."""
+
+    transport: str = ""
     reservation: str = ""
     endpoint: dict[str, str] = field(default_factory=dict)
     sources: tuple[int, ...] = ()
     slots: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Row:
-    """Throughputs in GB/s, one of each per repeat."""
+    """Throughputs in GB/s, one of each per repeat. `posting`: share of NIXL's time that its sender spent in posting."""
 
     block_kib: int
-    memcpy: list[float]
-    local: list[float]
-    tcp: list[float]
+    memcpy: list[float] = field(default_factory=list)
+    pushes: dict[str, list[float]] = field(default_factory=dict)
+    posting: float = 0.0
 
 
-def send_as_ordered(memory_name: str, block_bytes: int, orders: Connection) -> None:
-    """The sending process: answers each order with the time of its push."""
+def has_nixl() -> bool:
+    """Whether NIXL works on this machine."""
+    try:
+        import_api()
+    except TransportUnavailable:
+        return False
+    return True
+
+
+def send_as_ordered(memory_name: str, block_bytes: int, with_nixl: bool, orders: Connection) -> None:
+    """The sending process: answers each order with the time of its push, and seconds of posting since the start."""
     memory = SharedMemory(memory_name)
 
     async def serve(pool: Bytes) -> None:
-        sender = ZmqSender(pool)
-        sender.start(lambda event: None)
-        while (order := await asyncio.to_thread(orders.recv)).endpoint:
+        senders: dict[str, TransferSender] = {"zmq": ZmqSender(pool)}
+        if with_nixl:
+            senders["nixl"] = NixlSender(pool)
+        naive = NaiveSender(pool) if with_nixl else None
+        for sender in senders.values():
+            sender.start(lambda event: None)
+        while (order := await asyncio.to_thread(orders.recv)).transport:
             pairs = zip(order.sources, order.slots, strict=True)
             copies = [BlockCopy(index, source, slot) for index, (source, slot) in enumerate(pairs)]
-            orders.send(time.monotonic())
-            sender.push(order.reservation, order.endpoint, copies)
-        sender.close()
+            nixl = senders.get("nixl")
+            orders.send((time.monotonic(), nixl.counters.post_s if isinstance(nixl, NixlSender) else 0.0))
+            pusher = naive if order.transport == "naive" and naive is not None else senders[order.transport]
+            pusher.push(order.reservation, order.endpoint, copies)
+        for sender in senders.values():
+            sender.close()
 
-    asyncio.run(serve(np.ndarray((POOL_BYTES // block_bytes, block_bytes), np.uint8, memory.buf)))
+    pool = np.ndarray((POOL_BYTES // block_bytes, block_bytes), np.uint8, memory.buf).copy()
     memory.close()
+    asyncio.run(serve(pool))
 
 
 class Pair:
-    """The receiving end in this process, and the sending process beside it."""
+    """The receiving ends in this process, and the sending process beside it."""
 
-    def __init__(self, block_bytes: int, seed: int) -> None:
+    def __init__(self, block_bytes: int, seed: int, *, with_nixl: bool) -> None:
         self.block_bytes = block_bytes
         self.num_blocks = POOL_BYTES // block_bytes
         self.memory = SharedMemory(create=True, size=POOL_BYTES)
@@ -83,13 +119,30 @@ class Pair:
         self.random = np.random.default_rng(seed)
         self.source[:] = self.random.integers(0, 256, self.source.shape, np.uint8)
         self.target: Bytes = np.ones_like(self.source)
-        self.receiver = ZmqReceiver(self.target)
+        self.landed: asyncio.Queue[Landed] = asyncio.Queue()
+        self.receivers: dict[str, TransferReceiver] = {"zmq": ZmqReceiver(self.target)}
+        if with_nixl:
+            self.receivers["nixl"] = NixlReceiver(self.target)
+        self.naive = NaiveReceiver(self.target, PUSH_BYTES // block_bytes) if with_nixl else None
         self.orders, theirs = get_context("spawn").Pipe()
         self.process = get_context("spawn").Process(
-            target=send_as_ordered, args=(self.memory.name, block_bytes, theirs), daemon=True
+            target=send_as_ordered, args=(self.memory.name, block_bytes, with_nixl, theirs), daemon=True
         )
         self.process.start()
         self.num_pushes = 0
+        self.nixl_s = self.post_s = 0.0
+
+    def start(self) -> None:
+        """On the event loop's thread."""
+        loop = asyncio.get_running_loop()
+        for receiver in self.receivers.values():
+            receiver.start(self.landed.put_nowait)
+
+        def put(landed: Landed) -> None:
+            loop.call_soon_threadsafe(self.landed.put_nowait, landed)
+
+        if self.naive is not None:
+            self.naive.start(put)
 
     def scattered(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Sources and slots of one push, drawn at random from the whole pools."""
@@ -105,47 +158,62 @@ class Pair:
             self.target[slot] = self.source[source]
         return PUSH_BYTES / (time.monotonic() - began) / 1e9
 
-    async def push(self, landed: asyncio.Queue[Landed], endpoint: dict[str, str]) -> float:
+    async def push(self, contender: Contender) -> float:
         """GB/s of one push. Raises TimeoutError, and AssertionError if the bytes are not the same."""
         sources, slots = self.scattered()
         self.num_pushes += 1
         reservation = str(self.num_pushes)
-        self.receiver.admit(reservation, 0, slots)
-        self.orders.send(PushOrder(reservation, endpoint, sources, slots))
+        receiver = self.receivers.get(contender.transport)
+        if receiver is not None:
+            receiver.admit(reservation, 0, slots)
+        self.orders.send(PushOrder(contender.transport, reservation, self.endpoint_for(contender), sources, slots))
         num_landed = 0
         async with asyncio.timeout(PUSH_TIMEOUT_S):
             while num_landed < len(slots):
-                num_landed += len((await landed.get()).blocks)
+                num_landed += len((await self.landed.get()).blocks)
         ended = time.monotonic()
-        began = await asyncio.to_thread(self.orders.recv)
-        self.receiver.release(reservation)
+        began, self.post_s = await asyncio.to_thread(self.orders.recv)
+        if receiver is not None:
+            receiver.release(reservation)
         assert all(np.array_equal(self.target[b], self.source[a]) for a, b in zip(sources, slots, strict=True))
+        if contender is NIXL[0]:
+            self.nixl_s += ended - began
         return float(PUSH_BYTES / (ended - began) / 1e9)
+
+    def endpoint_for(self, contender: Contender) -> dict[str, str]:
+        """What the sender is told."""
+        if contender.transport == "naive" and self.naive is not None:
+            return self.naive.endpoint
+        endpoint = self.receivers[contender.transport].endpoint
+        told: dict[str, str] = {word: endpoint[word] for word in contender.words or endpoint}
+        return told
 
     def close(self) -> None:
         """Ends the other process and gives the memory back."""
         self.orders.send(PushOrder())
         self.process.join()
-        self.receiver.close()
+        for receiver in self.receivers.values():
+            receiver.close()
+        if self.naive is not None:
+            self.naive.close()
         del self.source
         self.memory.close()
         self.memory.unlink()
 
 
-async def measure(block_kib: int, repeats: int) -> Row:
+async def measure(block_kib: int, repeats: int, contenders: tuple[Contender, ...]) -> Row:
     """All contenders for one block size."""
-    pair = Pair(block_kib << 10, seed=block_kib)
-    landed: asyncio.Queue[Landed] = asyncio.Queue()
-    pair.receiver.start(landed.put_nowait)
-    local = pair.receiver.endpoint
-    tcp = {"address": local["address"]}
-    row = Row(block_kib, [], [], [])
+    pair = Pair(block_kib << 10, seed=block_kib, with_nixl=NIXL[0] in contenders)
+    pair.start()
+    row = Row(block_kib, pushes={contender.title: [] for contender in contenders})
     for repeat in range(repeats + 1):
-        figures = pair.memcpy(), await pair.push(landed, local), await pair.push(landed, tcp)
+        memcpy = pair.memcpy()
+        figures = {contender.title: await pair.push(contender) for contender in contenders}
         if repeat:
-            row.memcpy.append(figures[0])
-            row.local.append(figures[1])
-            row.tcp.append(figures[2])
+            row.memcpy.append(memcpy)
+            for title, figure in figures.items():
+                row.pushes[title].append(figure)
+    row.posting = pair.post_s / pair.nixl_s if pair.nixl_s else 0.0
     pair.close()
     return row
 
@@ -157,21 +225,25 @@ def table(rows: list[Row], repeats: int, load: float) -> str:
         f"median (min-max) of {repeats} runs. The contenders take turns; a ratio is the median over the turns.\n"
         f"Machine: {platform.machine()}, {os.cpu_count()} cores, load average {load:.1f} before the run; "
         f"Python {platform.python_version()}. "
-        "Repeat with `python benchmarks/transfer.py`."
+        "Repeat with `python -m benchmarks.transfer`."
     )
+    titles = list(rows[0].pushes)
     lines = [
         "# Transfer between two processes of one machine",
         "",
         about,
         "",
-        "| block KiB | memcpy block by block | zmq, Unix socket | ratio | zmq, TCP loopback | ratio |",
-        "|--:|--:|--:|--:|--:|--:|",
+        "| block KiB | memcpy block by block | " + " | ".join(f"{title} | ratio" for title in titles) + " |",
+        "|--:|--:|" + "--:|--:|" * len(titles),
     ]
     for row in rows:
-        local = [a / b for a, b in zip(row.local, row.memcpy, strict=True)]
-        tcp = [a / b for a, b in zip(row.tcp, row.memcpy, strict=True)]
-        cells = (spread(row.memcpy), spread(row.local), ratio(local), spread(row.tcp), ratio(tcp))
+        cells = [spread(row.memcpy)]
+        for figures in row.pushes.values():
+            cells += [spread(figures), ratio([a / b for a, b in zip(figures, row.memcpy, strict=True)])]
         lines.append(f"| {row.block_kib} | " + " | ".join(cells) + " |")
+    if any(row.posting for row in rows):
+        shares = ", ".join(f"{row.posting:.0%} at {row.block_kib} KiB" for row in rows)
+        lines += ["", f"Of NIXL's time its sender spent in posting, which is where UCX copies: {shares}."]
     return "\n".join(lines) + "\n"
 
 
@@ -192,7 +264,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     load = os.getloadavg()[0]
-    rows = [asyncio.run(measure(kib, arguments.repeats)) for kib in BLOCK_SIZES_KIB]
+    contenders = ZMQ + NIXL if has_nixl() else ZMQ
+    rows = [asyncio.run(measure(kib, arguments.repeats, contenders)) for kib in BLOCK_SIZES_KIB]
     page = table(rows, arguments.repeats, load)
     sys.stdout.write(page)
     if arguments.output is not None:

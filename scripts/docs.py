@@ -32,7 +32,7 @@ SENDER_LABELS: dict[tuple[StrEnum, StrEnum], str] = {
     (S.SENDING, S.DRAINING): "cancelled or finished, writes in flight",
     (S.SENDING, S.RELEASED): "cancelled, or the first token ended it",
     (S.HANDED, S.SENDING): "decode lost or refused, asks another",
-    (S.HANDED, S.DRAINING): "cancelled, writes in flight",
+    (S.HANDED, S.DRAINING): "cancelled, or committed while an earlier grant still drains",
     (S.HANDED, S.RELEASED): "committed, or cancelled",
     (S.DRAINING, S.RELEASED): "nothing in flight any more",
 }
@@ -46,7 +46,7 @@ RECEIVER_LABELS: dict[tuple[StrEnum, StrEnum], str] = {
     (R.FILLING, R.RUNNING): "all blocks and the message are here, committed",
     (R.FILLING, R.QUARANTINED): "given up, writes may still land",
     (R.FILLING, R.FREED): "given up",
-    (R.QUARANTINED, R.FREED): "drained, or the sender is gone",
+    (R.QUARANTINED, R.FREED): "drained, or the sender provably gone",
 }
 
 

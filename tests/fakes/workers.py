@@ -25,7 +25,7 @@ from kvrelay.protocol.messages import (
     pack_tokens,
 )
 from kvrelay.protocol.sampling import FinishReason, Sampling
-from kvrelay.transfer.zmq_transport import ZmqReceiver, ZmqSender
+from kvrelay.transfer.select import make_receivers, make_senders
 from kvrelay.worker.context import Role, WorkerContext
 from kvrelay.worker.shell import WorkerShell
 from kvrelay_decode.service import DecodeRole
@@ -36,18 +36,19 @@ IDLE_OWNERS = {Owner.FREE.value, Owner.CACHED.value, "total"}
 
 
 def prefill_role(context: WorkerContext, config: WorkerConfig) -> Role:
-    return PrefillRole(context, {"zmq": ZmqSender(context.pool_bytes)})
+    return PrefillRole(context, make_senders(config.transfer, context.pool_bytes))
 
 
 def decode_role(context: WorkerContext, config: WorkerConfig) -> Role:
-    return DecodeRole(context, {"zmq": ZmqReceiver(context.pool_bytes)})
+    receivers = make_receivers(config.transfer, context.pool_bytes, host="127.0.0.1", port=0, advertise_host=None)
+    return DecodeRole(context, receivers)
 
 
 class LocalWorker:
     """A worker shell on this event loop."""
 
     def __init__(self, redis_url: str, role: str, runner: HashRunner, **settings: object) -> None:
-        values = {"peer_timeout_s": 2.0, "peer_interval_s": 0.1, "drain_timeout_s": 5.0} | settings
+        values = {"peer_timeout_s": 2.0, "peer_interval_s": 0.1, "drain_timeout_s": 5.0, "transfer": "zmq"} | settings
         values |= {"model": "hash-model", "served_model_name": "hash-model", "redis_url": redis_url, "role": role}
         self.config = WorkerConfig.model_validate(values)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvrelay.config.worker import WorkerConfig
-from kvrelay.transfer.zmq_transport import ZmqReceiver
+from kvrelay.transfer.select import make_receivers
 from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.main import worker_main
 from kvrelay_decode.service import DecodeRole
@@ -11,10 +11,15 @@ from kvrelay_decode.service import DecodeRole
 
 def make_role(context: WorkerContext, config: WorkerConfig) -> DecodeRole:
     """The decode role with its transports."""
-    receiver = ZmqReceiver(
-        context.pool_bytes, host=config.host, port=config.transfer_port, advertise_host=config.reachable_host
+    receivers = make_receivers(
+        config.transfer,
+        context.pool_bytes,
+        host=config.host,
+        port=config.transfer_port,
+        advertise_host=config.reachable_host,
+        ucx_transports=config.nixl_transports,
     )
-    return DecodeRole(context, {receiver.name: receiver})
+    return DecodeRole(context, receivers)
 
 
 if __name__ == "__main__":

@@ -161,13 +161,12 @@ class ReceiverHandoff:
         """The client is gone, the router is, or this worker is leaving."""
         return self._give_up(tell=reason)
 
-    def sender_gone(self) -> list[Instruction]:
-        """Prefill's process is gone, and with it its connection: nothing can land any more."""
-        instructions = [] if self.state is ReceiverState.QUARANTINED else self._give_up(tell=None)
-        return [*instructions, *self.drained()]
+    def sender_lost(self) -> list[Instruction]:
+        """Prefill is silent, or gone. That alone does not prove that nothing will land."""
+        return self._give_up(tell=None)
 
     def drained(self) -> list[Instruction]:
-        """No write is or will be in flight."""
+        """No write is or will be in flight: prefill says so, or its process is no more."""
         if self.state is not ReceiverState.QUARANTINED:
             return []
         self._move(ReceiverState.FREED)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay.scheduling.sequence import Sequence
-from kvrelay_decode.handoff import ReceiverHandoff
+from kvrelay_decode.handoff import ReceiverHandoff, ReceiverState
 
 
 @dataclass(slots=True, eq=False)
@@ -18,9 +18,21 @@ class DecodeRequest:
     deadline: float
     handoff: ReceiverHandoff | None = None
     prefill: PeerRef | None = None
+    process: str = ""  # of the prefill worker
     transport: str = ""
     last_progress: float = 0.0
     first_index: int = 0  # of the first token that this attempt sends
     arrival: int = 0  # counts up; who came first is served first
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     cached_tokens: int = 0
+
+    @property
+    def is_quarantined(self) -> bool:
+        """Given up, and its slots may still be written."""
+        return self.handoff is not None and self.handoff.state is ReceiverState.QUARANTINED
+
+    @property
+    def may_be_written(self) -> bool:
+        """Whether its sender may write into its slots."""
+        writable = (ReceiverState.RESERVED, ReceiverState.FILLING, ReceiverState.QUARANTINED)
+        return self.handoff is not None and self.handoff.state in writable

@@ -13,6 +13,7 @@ import time
 from kvrelay.engine.batch import SequenceKey
 from kvrelay.kv.pool import Owner
 from kvrelay.kv.table import blocks_for
+from kvrelay.process_identity import has_ended
 from kvrelay.protocol.link import Delivered
 from kvrelay.protocol.messages import (
     Abort,
@@ -45,6 +46,7 @@ from kvrelay.worker.sequences import PromptRefused, make_sequence, sequence_key
 from kvrelay.worker.step_loop import StepCallbacks
 from kvrelay.worker.tombstones import Tombstones
 from kvrelay_decode import handoff as machine
+from kvrelay_decode.quarantine import PEER_SHARE, Quarantine
 from kvrelay_decode.request import DecodeRequest
 from kvrelay_decode.stream import TokenStream
 from kvrelay_decode.wishes import Wishes
@@ -68,12 +70,14 @@ class DecodeRole:
         self._receivers = receivers
         self._requests: dict[SequenceKey, DecodeRequest] = {}
         self._by_reservation: dict[str, SequenceKey] = {}
-        self._wishes = Wishes(context.scheduler, context.blocks, self._requests)
+        self._wishes = Wishes(context.scheduler, context.blocks, self._requests, self._is_within_share)
         context.scheduler.gate = self._wishes.gate
         self._reservation_numbers = itertools.count(1)
         self._arrivals = itertools.count(1)
         self._tombstones = Tombstones()
         self._stream = TokenStream(self._send_batch)
+        self._quarantine = Quarantine(has_ended)
+        self._pairs: dict[PeerRef, str] = {}  # the transport that was last taken with a prefill worker
         self._draining = False
         self._totals: dict[str, float] = dict.fromkeys(
             (
@@ -119,6 +123,7 @@ class DecodeRole:
             "running": len(scheduler.running),
             "queued_tokens": sum(sequence.num_tokens for sequence in scheduler.waiting),
             "tombstones": len(self._tombstones),
+            "sender_lost": self._quarantine.num_lost,
         }
 
     def totals(self) -> dict[str, float]:
@@ -134,7 +139,10 @@ class DecodeRole:
             self._fail(key, reason, retriable=True)
 
     def on_tick(self, now: float) -> None:
+        self._tick_quarantine(now)
         for key, request in list(self._requests.items()):
+            if request.is_quarantined:
+                continue
             if now > request.deadline:
                 self._fail(key, "the request's deadline passed on the decode worker", retriable=False)
             elif request.handoff is not None and now - request.last_progress > RESEND_AFTER_S:
@@ -142,13 +150,27 @@ class DecodeRole:
                 self._run(key, request.handoff.overdue())
         self._grant_wishes()
 
-    def on_peer_lost(self, peer: PeerRef, reason: str) -> None:
+    def _tick_quarantine(self, now: float) -> None:
+        due = self._quarantine.tick(now)
+        for key in due.safe:
+            handoff = self._requests[key].handoff
+            assert handoff is not None
+            self._run(key, handoff.drained())
+        for key in due.ask:
+            request = self._requests[key]
+            assert request.handoff is not None and request.prefill is not None
+            released = Released(reservation=request.handoff.reservation, reason="its sender was silent")
+            self._send(request.prefill, key, released)
+
+    def on_peer_lost(self, peer: PeerRef, reason: str, *, replaced: bool) -> None:
         for key, request in list(self._requests.items()):
             if request.sequence.router == peer:
                 self._cancel(key, f"the router is gone: {reason}")
             elif request.prefill == peer and request.handoff is not None:
                 self._wishes.drop(request)
-                self._run(key, request.handoff.sender_gone())
+                self._run(key, request.handoff.sender_lost())
+        self._pairs.pop(peer, None)
+        self._quarantine.lost(peer, time.monotonic(), replaced=replaced)
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -182,8 +204,10 @@ class DecodeRole:
             case Abort():  # one that crossed the commit changes nothing: the request is the router's to end from there
                 self._wishes.drop(request)
                 self._run(key, request.handoff.aborted())
+            case Drained() if request.is_quarantined:
+                self._quarantine.drained(key)
             case Drained():
-                self._run(key, request.handoff.drained())
+                pass  # nobody waits for it
 
     def _generate(self, header: Header, router: PeerRef, body: Generate) -> None:
         key = sequence_key(header)
@@ -216,6 +240,9 @@ class DecodeRole:
             return  # a wish that was asked again; it is granted when its turn comes
         if known is not None:
             self._cancel(key, "another prefill worker took over")
+        if key in self._requests:
+            self._send(prefill, key, Refused(reason="slots of an earlier reservation are in quarantine"))
+            return
         try:
             sequence = make_sequence(header, body.prompt, body.router, self._context.spec)
         except PromptRefused as error:
@@ -226,7 +253,8 @@ class DecodeRole:
             self._deadline(body.prompt),
             handoff=machine.ReceiverHandoff(),
             prefill=prefill,
-            transport=next(name for name in body.transports if name in self._receivers),
+            process=body.process,
+            transport=self._choose_transport(prefill, body.transports),
             first_index=sequence.num_output,
             arrival=next(self._arrivals),
         )
@@ -245,6 +273,20 @@ class DecodeRole:
             return f"no common transport: {body.transports} offered, {list(self._receivers)} here"
         return ""
 
+    def _choose_transport(self, prefill: PeerRef, offered: list[str]) -> str:
+        """The sender's best that is here too; logged when it is the pair's first, or another one than before."""
+        taken = next(name for name in offered if name in self._receivers)
+        if self._pairs.get(prefill) != taken:
+            self._pairs[prefill] = taken
+            log.info(
+                "KV blocks of %s come by %s: it offers %s, and %s can be taken here",
+                prefill.peer_id,
+                taken,
+                ", ".join(offered),
+                ", ".join(self._receivers),
+            )
+        return taken
+
     def _supersede(self, key: SequenceKey) -> None:
         """A newer attempt of the same sequence ends the older ones."""
         for other in [k for k in self._requests if k[0] == key[0] and k[2] == key[2] and k[1] < key[1]]:
@@ -256,6 +298,14 @@ class DecodeRole:
         while (request := self._wishes.next(len(self._requests))) is not None:
             if not self._grant(request.sequence.key, request):
                 return
+
+    def _is_within_share(self, request: DecodeRequest, num_wanted: int) -> bool:
+        """A sender that is stopped for good keeps what it may write into: that must not be the whole pool."""
+        if not self._receivers[request.transport].needs_quarantine:
+            return True
+        held = [r for r in self._requests.values() if r.prefill == request.prefill and r.may_be_written]
+        num_held = sum(len(r.sequence.table.ids) for r in held)
+        return not held or num_held + num_wanted <= PEER_SHARE * self._context.pool.num_blocks
 
     def _grant(self, key: SequenceKey, request: DecodeRequest) -> bool:
         assert request.handoff is not None and request.prefill is not None
@@ -315,7 +365,10 @@ class DecodeRole:
             case machine.Commit(handoff):
                 self._commit(key, request, handoff)
             case machine.Quarantine():
+                assert request.prefill is not None
+                self._wishes.settled(request)
                 self._totals["quarantines"] += 1
+                self._quarantine.add(key, request.prefill, request.process)
                 self._context.blocks.change_owner(sequence, Owner.QUARANTINED)
             case machine.FreeBlocks(num_whole):
                 self._wishes.settled(request)
@@ -431,7 +484,7 @@ class DecodeRole:
 
     def _fail(self, key: SequenceKey, cause: str, *, retriable: bool) -> None:
         request = self._requests.get(key)
-        if request is None:
+        if request is None or request.is_quarantined:
             return
         self._totals["failed"] += 1
         handoff = request.handoff

@@ -7,7 +7,7 @@ stored once, whatever the number of sequences that share it (samples of one prom
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from kvrelay.engine.batch import SequenceKey
 from kvrelay.kv.table import blocks_for
@@ -19,12 +19,18 @@ from kvrelay_decode.request import DecodeRequest
 
 
 class Wishes:
-    """`requests` are all of the worker's, wishes included."""
+    """`requests` are all of the worker's, wishes included. `is_within_share(request, num_blocks)` says whether its
+    sender may get so many blocks more; a wish beyond that lets others pass."""
 
     def __init__(
-        self, scheduler: Scheduler, blocks: BlockManager, requests: Mapping[SequenceKey, DecodeRequest]
+        self,
+        scheduler: Scheduler,
+        blocks: BlockManager,
+        requests: Mapping[SequenceKey, DecodeRequest],
+        is_within_share: Callable[[DecodeRequest, int], bool],
     ) -> None:
         self._scheduler = scheduler
+        self._is_within_share = is_within_share
         self._blocks = blocks
         self._requests = requests
         self._waiting: dict[SequenceKey, DecodeRequest] = {}
@@ -60,7 +66,7 @@ class Wishes:
     def next(self, num_requests: int) -> DecodeRequest | None:
         """The wish to grant now; None if there is none, or no room for it. `num_requests`: all, wishes included."""
         for request in self._waiting.values():
-            if not self._is_arriving(request):
+            if not self._is_parked(request):
                 return request if self._has_room(request, num_requests - len(self._waiting)) else None
         return None
 
@@ -70,14 +76,17 @@ class Wishes:
         if sequence.num_preemptions or local is None:
             return ""
         for request in self._waiting.values():
-            if request.arrival < local.arrival and not self._is_arriving(request):
+            if request.arrival < local.arrival and not self._is_parked(request):
                 return "an older handoff waits for room"
         return ""
 
-    def _is_arriving(self, request: DecodeRequest) -> bool:
-        """Whether the block that it misses first is on its way for another reservation."""
-        _, missing = self._blocks.first_missing(request.sequence)
-        return missing is not None and missing in self._arriving
+    def _is_parked(self, request: DecodeRequest) -> bool:
+        """Whether the block that it misses first is on its way for another reservation, or its sender has its share."""
+        num_cached, missing = self._blocks.first_missing(request.sequence)
+        if missing is not None and missing in self._arriving:
+            return True
+        num_blocks = blocks_for(request.sequence.num_tokens, self._blocks.pool.block_size) - num_cached
+        return not self._is_within_share(request, num_blocks)
 
     def _has_room(self, request: DecodeRequest, num_open: int) -> bool:
         scheduler, pool, sequence = self._scheduler, self._blocks.pool, request.sequence

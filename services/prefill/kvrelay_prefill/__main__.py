@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvrelay.config.worker import WorkerConfig
-from kvrelay.transfer.zmq_transport import ZmqSender
+from kvrelay.transfer.select import make_senders
 from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.main import worker_main
 from kvrelay_prefill.service import PrefillRole
@@ -11,7 +11,8 @@ from kvrelay_prefill.service import PrefillRole
 
 def make_role(context: WorkerContext, config: WorkerConfig) -> PrefillRole:
     """The prefill role with its transports."""
-    return PrefillRole(context, {"zmq": ZmqSender(context.pool_bytes)})
+    senders = make_senders(config.transfer, context.pool_bytes, ucx_transports=config.nixl_transports)
+    return PrefillRole(context, senders)
 
 
 if __name__ == "__main__":

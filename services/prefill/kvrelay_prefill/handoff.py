@@ -175,6 +175,10 @@ class SenderHandoff:
         """The sequence's blocks; empty before the first chunk was scheduled."""
         return self._blocks
 
+    def transport_of(self, reservation: str) -> str | None:
+        """By which the blocks of the reservation that is held now travel; None for any other."""
+        return self._grant.transport if self._grant is not None and self._grant.reservation == reservation else None
+
     # -- from the scheduler -------------------------------------------------------------------------------------------
 
     def scheduled(self, blocks: list[int]) -> list[Instruction]:
@@ -248,13 +252,20 @@ class SenderHandoff:
     def released(self, decode: PeerRef, reservation: str, reason: str) -> list[Instruction]:
         """Decode gave the reservation up."""
         grant = self._grant
-        if grant is None or grant.decode != decode or grant.reservation != reservation:
+        if reservation in self._draining:
+            self._draining[reservation] = decode  # it fell silent, came back, and asks again
             return []
+        if grant is None or grant.decode != decode or grant.reservation != reservation:
+            return [SendDrained(decode, reservation)]
         return self.refused(decode, reason)
 
     def committed(self, reservation: str) -> list[Instruction]:
         """Decode owns the request."""
         if self._grant is None or self._grant.reservation != reservation or self.state is not SenderState.HANDED:
+            return []
+        self._grant = None
+        if self._draining:  # a grant of another decode worker, given up before: its writes still read the blocks
+            self._move(SenderState.DRAINING)
             return []
         self._move(SenderState.RELEASED)
         return [ReleaseBlocks()]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from kvrelay.engine.batch import SequenceKey
 from kvrelay.kv.pool import Owner
 from kvrelay.kv.table import blocks_for
+from kvrelay.process_identity import own_identity
 from kvrelay.protocol.link import Delivered
 from kvrelay.protocol.messages import (
     Abort,
@@ -45,6 +46,7 @@ from kvrelay.worker.sequences import make_sequence, sequence_key
 from kvrelay.worker.step_loop import StepCallbacks
 from kvrelay.worker.tombstones import Tombstones
 from kvrelay_prefill import handoff as machine
+from kvrelay_prefill.offers import TransportOffers
 
 log = logging.getLogger(__name__)
 
@@ -74,12 +76,24 @@ class PrefillRole:
     def __init__(self, context: WorkerContext, senders: dict[str, TransferSender]) -> None:
         self._context = context
         self._senders = senders
+        self._offers = TransportOffers(senders)
+        self._process = own_identity()
         self._requests: dict[SequenceKey, PrefillRequest] = {}
         self._by_reservation: dict[str, SequenceKey] = {}
         self._tombstones = Tombstones()
         self._draining = False
         self._totals: dict[str, float] = dict.fromkeys(
-            ("requests", "handed_over", "failed", "cancelled", "pushed_blocks", "pushed_bytes", "prompt_blocks"), 0
+            (
+                "requests",
+                "handed_over",
+                "failed",
+                "cancelled",
+                "pushed_blocks",
+                "pushed_bytes",
+                "failed_pushes",
+                "prompt_blocks",
+            ),
+            0,
         )
 
     # -- the shell's side ---------------------------------------------------------------------------------------------
@@ -131,7 +145,7 @@ class PrefillRole:
             if now > request.deadline:
                 self._fail(key, "the request's deadline passed on the prefill worker", retriable=False)
 
-    def on_peer_lost(self, peer: PeerRef, reason: str) -> None:
+    def on_peer_lost(self, peer: PeerRef, reason: str, *, replaced: bool) -> None:
         for key, request in list(self._requests.items()):
             if request.sequence.router == peer:
                 self._cancel(key, f"the router is gone: {reason}")
@@ -282,7 +296,14 @@ class PrefillRole:
             case SenderDrained():
                 self._run(key, request.handoff.drained(event.reservation))
             case TransferFailed():
+                self._note_failure(request.handoff, event)
                 self._run(key, request.handoff.transfer_failed(event.reservation, event.cause))
+
+    def _note_failure(self, handoff: machine.SenderHandoff, event: TransferFailed) -> None:
+        self._totals["failed_pushes"] += 1
+        if handoff.decode is not None and (name := handoff.transport_of(event.reservation)) is not None:
+            log.warning("%s to %s failed: %s", name, handoff.decode.peer_id, event.cause)
+            self._offers.failed(handoff.decode, name, time.monotonic())
 
     # -- instructions -------------------------------------------------------------------------------------------------
 
@@ -296,7 +317,7 @@ class PrefillRole:
         match instruction:
             case machine.AskDecode(decode):
                 request.asked.add(decode)
-                self._send(decode, key, self._reserve(request))
+                self._send(decode, key, self._reserve(request, decode))
             case machine.AskRouter(reason, excluded):
                 self._send(router, key, NeedDecode(reason=reason, excluded=list(excluded)))
             case machine.PushBlocks(reservation, transport, endpoint, copies):
@@ -319,12 +340,13 @@ class PrefillRole:
             case machine.ReleaseBlocks():
                 self._release(request)
 
-    def _reserve(self, request: PrefillRequest) -> Reserve:
+    def _reserve(self, request: PrefillRequest, decode: PeerRef) -> Reserve:
         return Reserve(
             prompt=request.prompt,
             router=request.sequence.router,
-            transports=list(self._senders),
+            transports=self._offers.to(decode, time.monotonic()),
             num_blocks=len(request.handoff.blocks),
+            process=self._process,
         )
 
     def _handoff_message(self, request: PrefillRequest, reservation: str, num_blocks: int) -> Handoff:

@@ -32,7 +32,15 @@ class WorkerConfig(CommonConfig):
     )
     port: int = Field(default=0, ge=0, le=65535, description="port of the inbox for control messages; 0: any free one")
     transfer_port: int = Field(default=0, ge=0, le=65535, description="port for incoming KV blocks; 0: any free one")
-    transfer: Literal["zmq"] = Field(default="zmq", description="how KV blocks travel")
+    transfer: Literal["auto", "nixl", "zmq"] = Field(
+        default="auto",
+        description="how KV blocks travel; auto: by nixl between workers that both have it, by zmq otherwise",
+    )
+    nixl_transports: str = Field(
+        default="",
+        pattern=r"^[a-z0-9_,^:]*$",
+        description="what NIXL's UCX may use, as in UCX_TLS: tcp, or rc,cuda_ipc,cuda_copy (default: what UCX finds)",
+    )
 
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto", description="type of weights and KV; auto: the checkpoint's, or float32 where the CPU lacks it"

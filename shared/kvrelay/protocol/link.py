@@ -30,6 +30,8 @@ import msgspec
 from kvrelay.protocol import codec
 from kvrelay.protocol.messages import Alive, AnyBody, Header, PeerRef, Reject, RejectCode
 
+REPLACED = "replaced by a newer incarnation"
+
 
 @dataclass(frozen=True, slots=True)
 class LinkSettings:
@@ -53,10 +55,14 @@ class Delivered:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """This incarnation of the peer is gone, or has forgotten everything about us."""
+    """This incarnation of the peer is gone, or has forgotten everything about us.
+
+    `replaced`: a newer incarnation is there. Otherwise the process may live on, stopped or cut off.
+    """
 
     peer: PeerRef
     reason: str
+    replaced: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +144,9 @@ class Links:
         link = self._links.get(peer.peer_id)
         if link is not None and link.peer.incarnation != peer.incarnation:
             if link.peer.incarnation > peer.incarnation:
-                self._events.append(PeerLost(peer, "replaced by a newer incarnation"))
+                self._events.append(PeerLost(peer, REPLACED, replaced=True))
                 return
-            self._lose(link, "replaced by a newer incarnation")
+            self._lose(link, REPLACED, replaced=True)
             link = None
         if link is None:
             link = self._open(peer, now)
@@ -252,7 +258,7 @@ class Links:
             if header.incarnation < link.peer.incarnation:
                 return None
             if header.incarnation > link.peer.incarnation:
-                self._lose(link, "replaced by a newer incarnation")
+                self._lose(link, REPLACED, replaced=True)
                 link = None
             elif link.peer_number and header.link < link.peer_number:
                 return None
@@ -289,9 +295,9 @@ class Links:
         if self._links.get(link.peer.peer_id) is link:
             del self._links[link.peer.peer_id]
 
-    def _lose(self, link: _Link, reason: str) -> None:
+    def _lose(self, link: _Link, reason: str, *, replaced: bool = False) -> None:
         self._drop(link)
-        self._events.append(PeerLost(link.peer, reason))
+        self._events.append(PeerLost(link.peer, reason, replaced))
 
     def _refused(self, header: Header, body: Reject) -> None:
         """The peer refuses us."""
@@ -299,7 +305,7 @@ class Links:
         if link is None or header.to_incarnation != self.me.incarnation or header.to_link != link.number:
             return
         if header.incarnation > link.peer.incarnation:
-            self._lose(link, f"replaced by a newer incarnation, which refuses us: {body.reason}")
+            self._lose(link, f"{REPLACED}, which refuses us: {body.reason}", replaced=True)
         elif header.incarnation == link.peer.incarnation:
             self._drop(link)
             self._report_refusal(link.peer, body.reason)
@@ -311,7 +317,7 @@ class Links:
         link = self._links.get(header.sender)
         if link is not None and header.incarnation >= link.peer.incarnation:
             if header.incarnation > link.peer.incarnation:
-                self._lose(link, "replaced by a newer incarnation")
+                self._lose(link, REPLACED, replaced=True)
             else:
                 self._drop(link)
                 self._refusals.discard((peer.peer_id, peer.incarnation))

@@ -95,12 +95,16 @@ class Generate(Body, frozen=True, kw_only=True, tag="generate"):
 
 
 class Reserve(Body, frozen=True, kw_only=True, tag="reserve"):
-    """P>D: hold blocks for this prompt. P already holds blocks for all of it."""
+    """P>D: hold blocks for this prompt. P already holds blocks for all of it.
+
+    `transports`, best first; `process`: who would write, see `kvrelay.process_identity`.
+    """
 
     prompt: Prompt
     router: PeerRef
     transports: list[str]
     num_blocks: int
+    process: str = ""
 
 
 class Granted(Body, frozen=True, kw_only=True, tag="granted"):

@@ -16,10 +16,12 @@ class SenderCounters:
     num_blocks: int = 0
     num_bytes: int = 0
     num_direct_bytes: int = 0
-    """Of `num_bytes`, those read by ZMQ from the pool itself."""
+    """Of `num_bytes`, those read from the pool itself, not from a copy."""
     gather_s: float = 0.0
+    post_s: float = 0.0
+    """In calls that post one-sided writes; within one machine that is the copy itself."""
     num_resets: int = 0
-    """Connections closed because an abort did not drain in time."""
+    """Connections closed because an abort did not drain in time, or a write failed."""
 
 
 @dataclass(slots=True)

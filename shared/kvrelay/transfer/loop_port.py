@@ -24,8 +24,8 @@ class LoopPort(Generic[Event]):
         self._call(self._on_event, event)
 
     def report_crash(self, thread_name: str, error: Exception) -> None:
-        """Hands the end of a thread that should not have ended to the loop's exception handler."""
-        context = {"message": f"the thread {thread_name} ended", "exception": error}
+        """Hands the end of a thread that should not have ended to the loop's exception handler, marked as fatal."""
+        context = {"message": f"the thread {thread_name} ended", "exception": error, "fatal": True}
         self._call(self._loop.call_exception_handler, context)
 
     def _call(

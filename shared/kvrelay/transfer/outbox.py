@@ -21,7 +21,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvrelay.transfer.base import Pushed, SenderDrained, SenderEvent
+from kvrelay.transfer.base import Pushed, SenderDrained, SenderEvent, TransferFailed
 from kvrelay.transfer.plan import Piece
 
 
@@ -106,10 +106,7 @@ class Outbox:
 
     def give_back(self, number: int, now: float) -> Returned:
         """The transport no longer reads this loan's memory."""
-        name = self._lent_to.pop(number)
-        peer = self._peers[name]
-        piece = peer.loans.pop(number)
-        self._num_lent[piece.reservation] -= 1
+        peer, piece = self._take_back(number)
         events: list[SenderEvent] = []
         queued_again = False
         if piece.reservation in self._aborting:
@@ -119,13 +116,22 @@ class Outbox:
             queued_again = True
         elif piece.direct:
             events = [self.pushed(piece)]
-        if not self._num_lent[piece.reservation]:
-            del self._num_lent[piece.reservation]
-        if not peer.loans:
-            peer.resetting = False
-        if peer.is_idle:
-            peer.idle_since = now
+        self._settle(peer, piece, now)
         return Returned(piece, queued_again, events)
+
+    def lose(self, number: int, cause: str, now: float) -> list[SenderEvent]:
+        """This loan came back undelivered, and its peer cannot be reached: what waits for the peer has failed with it.
+
+        Other loans of the peer are still out, and come back one by one.
+        """
+        peer, piece = self._take_back(number)
+        failed = dict.fromkeys([piece.reservation, *(waiting.reservation for waiting in peer.waiting)])
+        peer.waiting.clear()
+        events: list[SenderEvent] = [TransferFailed(name, cause) for name in failed if name not in self._aborting]
+        if piece.reservation in self._aborting:
+            events += self._drained_if_empty(piece.reservation)
+        self._settle(peer, piece, now)
+        return events
 
     def pushed(self, piece: Piece) -> Pushed:
         """The event that says that this piece's blocks are no longer read."""
@@ -192,6 +198,20 @@ class Outbox:
         self._lent_to[number] = name
         self._num_lent[piece.reservation] += 1
         return Loan(number, name, piece)
+
+    def _take_back(self, number: int) -> tuple[_Peer, Piece]:
+        peer = self._peers[self._lent_to.pop(number)]
+        piece = peer.loans.pop(number)
+        self._num_lent[piece.reservation] -= 1
+        return peer, piece
+
+    def _settle(self, peer: _Peer, piece: Piece, now: float) -> None:
+        if not self._num_lent[piece.reservation]:
+            del self._num_lent[piece.reservation]
+        if not peer.loans:
+            peer.resetting = False
+        if peer.is_idle:
+            peer.idle_since = now
 
     def _drained_if_empty(self, reservation: str) -> list[SenderEvent]:
         if self._num_lent[reservation]:

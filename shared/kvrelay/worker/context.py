@@ -48,8 +48,8 @@ class Role(Protocol):
         """A message from a router or a worker."""
         ...
 
-    def on_peer_lost(self, peer: PeerRef, reason: str) -> None:
-        """A peer's process is gone, silent, or of another kind."""
+    def on_peer_lost(self, peer: PeerRef, reason: str, *, replaced: bool) -> None:
+        """A peer's process is silent, of another kind, or gone; the last is sure only where it was `replaced`."""
         ...
 
     def on_tick(self, now: float) -> None:

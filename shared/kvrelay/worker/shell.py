@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import zmq
 
@@ -21,7 +22,7 @@ from kvrelay.kv.cache import Cache, PrefixCache
 from kvrelay.kv.pool import BlockPool
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.process import event_loop_factory
-from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings
+from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings, PeerLost
 from kvrelay.protocol.messages import PROTOCOL_VERSION, PeerRef, Status, StatusQuery
 from kvrelay.scheduling.base import SchedulerLimits
 from kvrelay.scheduling.registry import make_scheduler
@@ -137,11 +138,15 @@ class WorkerShell:
             asyncio.create_task(self.membership.run(), name="membership"),
         ]
         stop = asyncio.create_task(self._stop.wait(), name="stop")
-        done, _ = await asyncio.wait([*self._tasks, stop], return_when=asyncio.FIRST_COMPLETED)
+        loop = asyncio.get_running_loop()
+        crash: asyncio.Future[None] = loop.create_future()
+        loop.set_exception_handler(lambda loop, context: _take_exception(loop, context, crash))
+        ends: list[asyncio.Future[Any]] = [*self._tasks, stop, crash]
+        done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if stop not in done:
             stop.cancel()
-            for task in done:
-                await task  # raises what ended it
+            for ended in done:
+                await ended  # raises what ended it
         await self._drain()
 
     async def shutdown(self) -> None:
@@ -210,7 +215,7 @@ class WorkerShell:
             log.warning("%s: %s", event.peer.peer_id, event.reason)
             if self._routers.get(event.peer.peer_id) == event.peer:
                 del self._routers[event.peer.peer_id]
-            self.role.on_peer_lost(event.peer, event.reason)
+            self.role.on_peer_lost(event.peer, event.reason, replaced=isinstance(event, PeerLost) and event.replaced)
         elif isinstance(event.body, StatusQuery):
             self._routers[event.peer.peer_id] = event.peer
             self.messenger.send(event.peer, self._status(event.body.query))
@@ -259,6 +264,13 @@ class WorkerShell:
             max_model_len=context.spec.max_model_len,
             vocab_size=context.spec.vocab_size,
         )
+
+
+def _take_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any], crash: asyncio.Future[None]) -> None:
+    """A worker without one of its threads would look ready and serve nobody: it ends, and is started again."""
+    loop.default_exception_handler(context)
+    if context.get("fatal") and not crash.done():
+        crash.set_exception(context["exception"])
 
 
 def run_worker(config: WorkerConfig, make_role: RoleFactory, make_runner: RunnerFactory) -> None:

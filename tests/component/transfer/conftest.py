@@ -16,6 +16,8 @@ def transport(request: pytest.FixtureRequest) -> Transport:
     """One implementation after the other."""
     implementation = request.param
     assert isinstance(implementation, Transport)
+    if implementation.why_not:
+        pytest.skip(implementation.why_not)
     return implementation
 
 

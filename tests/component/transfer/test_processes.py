@@ -136,6 +136,8 @@ async def test_a_stopped_receiver_delays_no_abort_and_loses_nothing_of_others(
     transport: Transport, rig: Rig, random: np.random.Generator
 ) -> None:
     """The abort has to close the connection under the other reservation, whose blocks are sent once more."""
+    if transport.one_sided:
+        pytest.skip("a one-sided write cannot be taken back: see test_nixl.py")
     source = rig.sender(source_pool(NUM_BLOCKS, BLOCK_BYTES))
     slots = random.permutation(NUM_BLOCKS).tolist()
     doomed = scattered("doomed", 400, NUM_BLOCKS, random, slots=slots[:400])

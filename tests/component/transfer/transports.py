@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import numpy as np
+import pytest
 
 from kvrelay.transfer.base import TransferReceiver, TransferSender
+from kvrelay.transfer.nixl_agent import PACKAGES
+from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender, NixlSettings
 from kvrelay.transfer.wire import Bytes
 from kvrelay.transfer.zmq_transport import SenderSettings, ZmqReceiver, ZmqSender
 
@@ -23,11 +28,30 @@ class Transport:
     name: str
     make_sender: Callable[[Bytes], TransferSender]
     make_receiver: Callable[[Bytes], TransferReceiver]
+    one_sided: bool = False
+    """Whether what is under way cannot be taken back."""
+    why_not: str = ""
+    """Why it cannot be tested here."""
+
+
+NO_NIXL = "" if any(map(find_spec, PACKAGES)) else "NIXL is not installed (scripts/install-nixl)"
 
 
 def zmq_sender(pool: Bytes, *, checksum: bool = False) -> ZmqSender:
     """A sender whose aborts do not make a test wait."""
     return ZmqSender(pool, settings=SenderSettings(drain_timeout_s=DRAIN_TIMEOUT_S, checksum=checksum))
+
+
+def nixl(name: str, ucx_transports: str) -> Transport:
+    """NIXL over these transports of UCX; writes so small that a push takes several."""
+    settings = NixlSettings(ucx_transports=ucx_transports, piece_bytes=1 << 20, piece_blocks=1024)
+    return Transport(
+        name,
+        lambda pool: NixlSender(pool, settings=settings),
+        lambda pool: NixlReceiver(pool, ucx_transports=ucx_transports),
+        one_sided=True,
+        why_not=NO_NIXL,
+    )
 
 
 TRANSPORTS = {
@@ -36,8 +60,17 @@ TRANSPORTS = {
         Transport("zmq-local", zmq_sender, ZmqReceiver),
         Transport("zmq-tcp", zmq_sender, lambda pool: ZmqReceiver(pool, local=False)),
         Transport("zmq-checksum", lambda pool: zmq_sender(pool, checksum=True), ZmqReceiver),
+        nixl("nixl", ""),
+        nixl("nixl-tcp", "tcp"),
     )
 }
+
+
+def without_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine where it is not installed."""
+    for package in PACKAGES:
+        for module in (package, f"{package}._api"):
+            monkeypatch.setitem(sys.modules, module, None)
 
 
 def source_pool(num_blocks: int, block_bytes: int, seed: int = 0) -> Bytes:

@@ -307,3 +307,33 @@ def test_an_illegal_event_changes_nothing() -> None:
     with pytest.raises(decode.IllegalTransition):
         receiver.granted("s", 0, 2, needs_quarantine=False)
     assert (receiver.reservation, receiver.num_missing) == ("r", 2)
+
+
+def test_blocks_that_an_earlier_grant_still_reads_outlive_the_commit_of_the_next() -> None:
+    first, second = PeerRef("d1", "1", "tcp://d1"), PeerRef("d2", "1", "tcp://d2")
+    sender = prefill.SenderHandoff(first)
+    sender.scheduled([10])
+    sender.granted(first, granted("r1"))
+    sender.prefilled(FirstToken(index=0, token_id=1))
+    assert prefill.AbortTransfer("r1", "t") in sender.released(first, "r1", "full")
+    sender.reassigned(second)
+    sender.granted(second, granted("r2"))
+    assert sender.committed("r2") == []
+    assert sender.state is prefill.SenderState.DRAINING
+    assert sender.drained("r1") == [prefill.SendDrained(first, "r1"), prefill.ReleaseBlocks()]
+
+
+def test_decode_that_lost_us_and_asks_again_is_told_when_its_reservation_has_drained() -> None:
+    first = PeerRef("d1", "1", "tcp://d1")
+    sender = prefill.SenderHandoff(first)
+    sender.scheduled([10])
+    sender.granted(first, granted("r1"))
+    sender.computed(1)
+    sender.decode_lost(first, "silent")
+    assert sender.released(first, "r1", "asks again") == []
+    assert sender.drained("r1") == [prefill.SendDrained(first, "r1")]
+    assert sender.released(first, "r1", "asks again") == [prefill.SendDrained(first, "r1")]
+
+
+def granted(reservation: str) -> Granted:
+    return Granted(reservation=reservation, first_block=0, slots=[5], transport="t", endpoint={})

@@ -24,6 +24,6 @@ def test_a_wish_leaves_room_for_what_running_sequences_are_expected_to_draw(rati
         running.key: DecodeRequest(running, deadline=1e9),
         wish.sequence.key: wish,
     }
-    wishes = Wishes(bench.scheduler, bench.blocks, requests)
+    wishes = Wishes(bench.scheduler, bench.blocks, requests, lambda request, num_blocks: True)
     wishes.add(wish)
     assert (wishes.next(len(requests)) is wish) is granted

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.transfer.base import Pushed, SenderDrained, SenderEvent
+from kvrelay.transfer.base import Pushed, SenderDrained, SenderEvent, TransferFailed
 from kvrelay.transfer.outbox import Loan, Outbox
 from kvrelay.transfer.plan import Copies, Piece
 
@@ -75,6 +75,18 @@ def test_an_abort_drops_what_waits_and_drains_with_the_last_loan(outbox: Outbox)
         assert outbox.give_back(loan.number, 0.0).events == []
     assert outbox.give_back(loans[-1].number, 0.0).events == [SenderDrained("r")]
     assert not outbox.is_aborting("r")
+
+
+def test_a_lost_loan_fails_what_waits_for_its_peer_and_nobody_else(outbox: Outbox) -> None:
+    for peer, reservations in (("p", "aabbc"), ("q", "d")):
+        outbox.push(peer, [piece(name, block) for block, name in enumerate(reservations)])
+    first, other, second = lend_all(outbox)
+    assert outbox.lose(first.number, "gone", 0.0) == [TransferFailed(name, "gone") for name in "abc"]
+    assert lend_all(outbox) == []
+    assert outbox.abort("a", 0.0) == []
+    assert outbox.lose(second.number, "gone", 0.0) == [SenderDrained("a")]
+    assert outbox.give_back(other.number, 0.0).events == [Pushed("d", (0,), BLOCK_BYTES)]
+    outbox.check_integrity()
 
 
 def test_aborting_what_is_not_lent_drains_at_once(outbox: Outbox) -> None:

@@ -1,0 +1,199 @@
+"""NIXL (https://github.com/ai-dynamo/nixl) with its UCX backend, as little of it as this transport needs, with types.
+
+The library is imported only when an agent is made: it is optional, and brings 60 MB of shared objects along.
+
+What NIXL 1.5 does that one has to know: descriptors of a prepared list that are neighbours on both sides, and stand in
+that order, become one write (a request made in one go, by `initialize_xfer`, is not merged). Within one machine a write
+is one `process_vm_writev` per descriptor (UCX's `cma`), made inside `post` by the posting thread. A handle that is
+released while its write is in flight says ok, and the data lands all the same.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvrelay.transfer.wire import Bytes, Indices
+
+PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
+"""`nixl` chooses one of the others by the CUDA version; any of them works on the CPU."""
+_BACKENDS = ["UCX"]
+_MEMORY = "DRAM"
+
+
+class TransportUnavailable(RuntimeError):
+    """This transport cannot work in this process; the text says why and what to do."""
+
+
+class NixlError(RuntimeError):
+    """NIXL refused a call, or the other side is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A pool in the memory of its own process."""
+
+    address: int
+    num_blocks: int
+    block_bytes: int
+
+    @staticmethod
+    def of(pool: Bytes) -> Region:
+        """Raises ValueError for what is no pool."""
+        if pool.ndim != 2 or not pool.flags.c_contiguous or not pool.size:
+            raise ValueError("a pool is a C-contiguous array of shape [num_blocks, block_bytes], and not empty")
+        return Region(int(pool.ctypes.data), *pool.shape)
+
+    def descriptors(self) -> np.ndarray[tuple[int, int], np.dtype[np.uint64]]:
+        """One per block, [num_blocks, 3]: address, length, device."""
+        rows = np.zeros((self.num_blocks, 3), np.uint64)
+        rows[:, 0] = self.address + np.arange(self.num_blocks, dtype=np.uint64) * np.uint64(self.block_bytes)
+        rows[:, 1] = self.block_bytes
+        return rows
+
+
+@dataclass(slots=True, eq=False)
+class Write:
+    """A posted write. `done`: whether posting already completed it."""
+
+    handle: Any
+    done: bool
+
+
+class NixlAgent:
+    """One agent with one registered pool. Not thread-safe: one thread at a time calls it.
+
+    `ucx_transports` is what UCX_TLS says ("" leaves it as it is). UCX has no thread of its own here: it works while
+    `post`, `poll` and `notifications` are called, which transports need that copy on the receiving side. Its progress
+    thread made both ends slower and less even where cores are shared. Raises TransportUnavailable.
+    """
+
+    def __init__(self, region: Region, *, ucx_transports: str = "") -> None:
+        api = import_api()
+        self.name = f"kvrelay-{secrets.token_hex(12)}"
+        try:
+            config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
+            self._agent: Any = api.nixl_agent(self.name, config)
+            with _environment("UCX_TLS", ucx_transports):
+                self._agent.create_backend("UCX")
+            pool = (region.address, region.num_blocks * region.block_bytes, 0, "")
+            self._registered = self._agent.register_memory([pool], _MEMORY, _BACKENDS)
+        except Exception as error:  # NIXL's errors have no base of their own
+            asked = f" with UCX_TLS={ucx_transports}" if ucx_transports else ""
+            raise TransportUnavailable(f"NIXL cannot start UCX{asked}: {error!r}") from error
+
+    def metadata(self) -> bytes:
+        """What another agent needs to reach this one's pool; about 500 bytes, more where there are network cards."""
+        return bytes(self._agent.get_agent_metadata())
+
+    def add_peer(self, metadata: bytes) -> str:
+        """Returns the peer's name. Raises NixlError."""
+        with _errors("metadata"):
+            return _text(self._agent.add_remote_agent(metadata))
+
+    def forget_peer(self, name: str) -> None:
+        """Disconnects. A peer that is gone already is no error."""
+        try:
+            self._agent.remove_remote_agent(name)
+        except Exception as error:
+            if "NOT_FOUND" not in str(error):
+                raise NixlError(f"disconnecting: {error}") from error
+
+    def prepare(self, region: Region, peer: str = "") -> Any:
+        """Descriptors of all blocks of a peer's pool, or of one's own. Raises NixlError."""
+        with _errors("descriptors"):
+            return self._agent.prep_xfer_dlist(peer, region.descriptors(), _MEMORY, _BACKENDS)
+
+    def discard(self, prepared: Any) -> None:
+        """Gives prepared descriptors back."""
+        prepared.release()
+
+    def post(self, own: Any, sources: Indices, theirs: Any, slots: Indices, notification: bytes) -> Write:
+        """Begins to write blocks; may block for the whole copy, without the GIL. Raises NixlError.
+
+        The notification reaches the peer after all of the data.
+        """
+        with _errors("posting"):
+            handle = self._agent.make_prepped_xfer(
+                "WRITE", own, sources.astype(np.int32), theirs, slots.astype(np.int32), notification, _BACKENDS
+            )
+            return Write(handle, self._is_done(self._agent.transfer(handle)))
+
+    def poll(self, write: Write) -> bool:
+        """Whether the write is complete at the peer. Raises NixlError: it ended, and no more of it will land."""
+        with _errors("writing"):
+            write.done = write.done or self._is_done(self._agent.check_xfer_state(write.handle))
+        return write.done
+
+    def end(self, write: Write) -> None:
+        """Gives the handle of a write back that is complete or failed."""
+        with suppress(Exception):  # of a failed one NIXL may say so again
+            write.handle.release()
+
+    def notifications(self) -> list[bytes]:
+        """What came since the last call. Raises NixlError."""
+        with _errors("notifications"):
+            news = self._agent.get_new_notifs()
+        return [bytes(note) for notes in news.values() for note in notes]
+
+    def close(self) -> None:
+        """Ends the agent. Its connections go with the last reference to it."""
+        agent, self._agent = self._agent, None
+        if agent is not None:
+            with _errors("closing"):
+                agent.deregister_memory(self._registered, _BACKENDS)
+
+    @staticmethod
+    def _is_done(state: str) -> bool:
+        if state == "ERR":
+            raise NixlError("the write failed")
+        return state == "DONE"
+
+
+def import_api() -> Any:
+    """NIXL's Python module. Raises TransportUnavailable."""
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # it would log to stdout
+    causes = []
+    for package in PACKAGES:
+        try:
+            return importlib.import_module(f"{package}._api")
+        except ImportError as error:
+            causes.append(str(error))
+    raise TransportUnavailable(f"NIXL is not installed ({'; '.join(causes)}): run scripts/install-nixl")
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """UCX takes lists from the environment only: NIXL's own `engine_config` splits at commas."""
+    before = os.environ.get(name)
+    if value:
+        os.environ[name] = value
+    try:
+        yield
+    finally:
+        if value and before is None:
+            del os.environ[name]
+        elif value and before is not None:
+            os.environ[name] = before
+
+
+@contextmanager
+def _errors(what: str) -> Iterator[None]:
+    """NIXL's errors have no base of their own, and their text is a code."""
+    try:
+        yield
+    except NixlError:
+        raise
+    except Exception as error:
+        raise NixlError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def _text(name: bytes | str) -> str:
+    return name.decode() if isinstance(name, bytes) else name

@@ -1,0 +1,48 @@
+"""How a NIXL sender learns to reach a receiver's pool: it travels in Granted, so that no third party takes part."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvrelay.transfer.endpoints import Endpoint, MalformedEndpoint
+from kvrelay.transfer.nixl_agent import Region
+
+METADATA_LIMIT_BYTES = 1 << 20
+POOL_LIMIT_BLOCKS = 1 << 28
+
+
+@dataclass(frozen=True, slots=True)
+class NixlEndpoint:
+    """The receiver's agent, which has another name after every start, its metadata, and where its pool lies."""
+
+    agent: str
+    metadata: bytes
+    region: Region
+
+    def encode(self) -> Endpoint:
+        """As words."""
+        return {
+            "agent": self.agent,
+            "metadata": base64.b64encode(self.metadata).decode(),
+            "pool_address": str(self.region.address),
+            "num_blocks": str(self.region.num_blocks),
+            "block_bytes": str(self.region.block_bytes),
+        }
+
+    @staticmethod
+    def decode(words: Mapping[str, str]) -> NixlEndpoint:
+        """Raises MalformedEndpoint."""
+        try:
+            metadata = base64.b64decode(words["metadata"], validate=True)
+            region = Region(int(words["pool_address"]), int(words["num_blocks"]), int(words["block_bytes"]))
+            agent = words["agent"]
+        except (KeyError, ValueError, binascii.Error) as error:
+            raise MalformedEndpoint(f"no endpoint of a NIXL receiver: {error!r}") from error
+        if not agent or not 0 < len(metadata) <= METADATA_LIMIT_BYTES:
+            raise MalformedEndpoint("no endpoint of a NIXL receiver: no agent or no metadata")
+        if not (0 < region.address < 1 << 64 and 0 < region.num_blocks <= POOL_LIMIT_BLOCKS and region.block_bytes > 0):
+            raise MalformedEndpoint(f"no pool lies at {region}")
+        return NixlEndpoint(agent, metadata, region)

@@ -1,0 +1,340 @@
+"""The sending end over NIXL: one agent, and one thread that posts the writes.
+
+What is to be written, and in which order, stands in `outbox`; here are the agent and the clock. A push is cut into
+pieces of at most 64 MiB, each one posted write with its own notification: posting may block for the copy, and what was
+asked meanwhile (an abort above all) is obeyed between two pieces. A piece's blocks are sorted by source, so that
+neighbours become one write.
+
+States of a peer, known by its agent's name, which is another one after each start:
+
+1. CONNECTING  its metadata is loaded, its pool's descriptors are prepared; no write has completed. Now and then UCX
+               1.23 never finishes to connect and says nothing (over TCP with several network devices, once in some
+               hundred connections): so after `connect_timeout_s` the connection is torn down, which ends its writes.
+2. CONNECTED   a write has completed.
+3. BROKEN      a write failed. Nothing more is posted; what waited has failed. With its last write ended it is
+               forgotten, and a later push begins anew.
+
+A write that is in flight cannot be taken back: an aborted reservation has drained when the last of its writes is
+complete or failed, however long a stopped peer makes that last.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any
+
+import numpy as np
+
+from kvrelay.transfer.base import BlockCopy, SenderEvent, TransferFailed
+from kvrelay.transfer.counters import SenderCounters
+from kvrelay.transfer.endpoints import Endpoint, MalformedEndpoint
+from kvrelay.transfer.loop_port import LoopPort
+from kvrelay.transfer.nixl_agent import NixlAgent, NixlError, Region, Write
+from kvrelay.transfer.nixl_endpoint import NixlEndpoint
+from kvrelay.transfer.outbox import Loan, Outbox
+from kvrelay.transfer.plan import Copies, Piece
+from kvrelay.transfer.wire import Bytes, encode_header
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.0001
+SLOW_POLL_S = 0.005
+SLOW_AFTER_S = 1.0
+"""Writes that have not moved for so long are asked for less often."""
+IDLE_WAIT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class NixlSettings:
+    """`piece_bytes` and `piece_blocks` bound one write, and with it how long posting may keep an abort waiting (10 to
+    20 ms for 64 MiB by memory copy); `window` of them per receiver may be in flight at once. A receiver that nobody
+    used for `idle_forget_s` is disconnected. `close` waits `close_timeout_s` for writes in flight.
+    """
+
+    ucx_transports: str = ""
+    piece_bytes: int = 64 << 20
+    piece_blocks: int = 4096
+    window: int = 2
+    connect_timeout_s: float = 3.0
+    idle_forget_s: float = 300.0
+    close_timeout_s: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Push:
+    reservation: str
+    endpoint: Endpoint
+    copies: Copies
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    reservation: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Close:
+    pass
+
+
+_Command = _Push | _Abort | _Close
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    region: Region
+    blocks: Any
+    connected: bool = False
+    broken: str = ""
+    """Why, once it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    loan: Loan
+    write: Write
+    posted_at: float
+
+
+class NixlSender:
+    """Pushes blocks out of `pool_bytes`, uint8 of shape [num_blocks, block_bytes], C-contiguous.
+
+    Raises ValueError for a pool of another kind, TransportUnavailable where NIXL or UCX does not work.
+    """
+
+    name = "nixl"
+
+    def __init__(self, pool_bytes: Bytes, *, settings: NixlSettings | None = None) -> None:
+        self._settings = settings or NixlSettings()
+        self._pool = pool_bytes  # kept alive: UCX reads there
+        self._region = Region.of(pool_bytes)
+        self._agent = NixlAgent(self._region, ucx_transports=self._settings.ucx_transports)
+        self.counters = SenderCounters()
+        self._commands: SimpleQueue[_Command] = SimpleQueue()
+        self._thread: Thread | None = None
+
+    def start(self, on_event: Callable[[SenderEvent], None]) -> None:
+        """Must be called once, on the event loop's thread, which then gets the events."""
+        port = LoopPort(on_event)
+        self._thread = Thread(target=self._run, args=(port,), name="kv-sender-nixl", daemon=True)
+        self._thread.start()
+
+    def push(self, reservation: str, endpoint: Endpoint, copies: Sequence[BlockCopy]) -> None:
+        """Queues a push; a `Pushed` for each piece, or `TransferFailed` for a receiver that cannot be written to.
+
+        The caller keeps the source blocks until `Pushed`, or `SenderDrained` after a failure. Raises ValueError for a
+        source outside the pool. No copies, no event.
+        """
+        if copies:
+            self._commands.put(_Push(reservation, dict(endpoint), Copies.of(copies, self._region.num_blocks)))
+
+    def abort(self, reservation: str) -> None:
+        """Drops what is queued; `SenderDrained` follows, also for an unknown reservation, when nothing is in flight."""
+        self._commands.put(_Abort(reservation))
+
+    def close(self) -> None:
+        """Stops the thread and leaves UCX; the pool is not read after this returns. Idempotent."""
+        if self._thread is not None:
+            self._commands.put(_Close())
+            self._thread.join()
+        self._agent.close()
+
+    def _run(self, port: LoopPort[SenderEvent]) -> None:
+        poster = _Poster(self._agent, self._region, self._settings, self._commands, self.counters)
+        try:
+            poster.run(port.emit)
+        except Exception as error:
+            port.report_crash("kv-sender-nixl", error)
+        finally:
+            poster.close()
+
+
+class _Poster:
+    """What the sender's thread has: the outbox, the peers, and the writes in flight."""
+
+    def __init__(
+        self,
+        agent: NixlAgent,
+        region: Region,
+        settings: NixlSettings,
+        commands: SimpleQueue[_Command],
+        counters: SenderCounters,
+    ) -> None:
+        self._agent = agent
+        self._region = region
+        self._settings = settings
+        self._commands = commands
+        self._counters = counters
+        self._blocks = agent.prepare(region)
+        self._outbox = Outbox(
+            region.block_bytes, window=settings.window, drain_timeout_s=math.inf, idle_close_s=settings.idle_forget_s
+        )
+        self._peers: dict[str, _Peer] = {}
+        self._in_flight: list[_InFlight] = []
+        self._moved_at = 0.0
+
+    def run(self, emit: Callable[[SenderEvent], None]) -> None:
+        """Works until told to close. Between two pieces it obeys what was asked meanwhile."""
+        wait_s = IDLE_WAIT_S
+        while True:
+            for command in self._take_commands(wait_s):
+                if isinstance(command, _Close):
+                    return
+                for event in self._obey(command):
+                    emit(event)
+            for event in self._collect():
+                emit(event)
+            self._forget_idle()
+            loan = self._outbox.lend()
+            if loan is not None:
+                for event in self._post(loan):
+                    emit(event)
+            wait_s = 0.0 if loan is not None else self._patience_s()
+
+    def close(self) -> None:
+        """Gives writes in flight a moment, and lets go of everything."""
+        deadline = time.monotonic() + self._settings.close_timeout_s
+        while self._in_flight and time.monotonic() < deadline:
+            self._collect()
+            time.sleep(POLL_S)
+        for name in list(self._peers):
+            self._forget(name)
+        self._agent.discard(self._blocks)
+
+    def _take_commands(self, wait_s: float) -> list[_Command]:
+        """What is there now, and no more, so that a steady flow of commands holds up no write."""
+        commands: list[_Command] = []
+        if wait_s > 0:
+            with suppress(Empty):
+                commands.append(self._commands.get(timeout=wait_s))
+        commands += [self._commands.get_nowait() for _ in range(self._commands.qsize())]
+        return commands
+
+    def _patience_s(self) -> float:
+        now = time.monotonic()
+        if self._in_flight:
+            return POLL_S if now - self._moved_at < SLOW_AFTER_S else SLOW_POLL_S
+        deadline = self._outbox.next_deadline()
+        return IDLE_WAIT_S if deadline is None else min(IDLE_WAIT_S, max(POLL_S, deadline - now))
+
+    def _obey(self, command: _Push | _Abort) -> list[SenderEvent]:
+        if isinstance(command, _Abort):
+            return self._outbox.abort(command.reservation, time.monotonic())
+        if self._outbox.is_aborting(command.reservation):
+            return [TransferFailed(command.reservation, "the reservation is being aborted")]
+        try:
+            endpoint = NixlEndpoint.decode(command.endpoint)
+            peer = self._peer_at(endpoint)
+            self._check(command.copies, peer)
+        except (MalformedEndpoint, NixlError) as error:
+            return [TransferFailed(command.reservation, str(error))]
+        self._outbox.push(endpoint.agent, self._cut(command.reservation, command.copies))
+        return []
+
+    def _peer_at(self, endpoint: NixlEndpoint) -> _Peer:
+        peer = self._peers.get(endpoint.agent)
+        if peer is None:
+            name = self._agent.add_peer(endpoint.metadata)
+            if name != endpoint.agent:
+                raise MalformedEndpoint(f"the metadata is that of {name}, not of {endpoint.agent}")
+            peer = self._peers[name] = _Peer(endpoint.region, self._agent.prepare(endpoint.region, name))
+        if peer.broken:
+            raise NixlError(peer.broken)
+        return peer
+
+    def _check(self, copies: Copies, peer: _Peer) -> None:
+        """Nobody at the other end checks where a write goes."""
+        if peer.region.block_bytes != self._region.block_bytes:
+            raise MalformedEndpoint(f"blocks of {peer.region.block_bytes} bytes there, {self._region.block_bytes} here")
+        if copies.slots.max() >= peer.region.num_blocks:
+            raise MalformedEndpoint(f"slot {copies.slots.max()} in a pool of {peer.region.num_blocks} blocks")
+
+    def _cut(self, reservation: str, copies: Copies) -> Iterator[Piece]:
+        settings = self._settings
+        step = max(1, min(settings.piece_bytes // self._region.block_bytes, settings.piece_blocks))
+        ordered = copies.take(np.argsort(copies.sources, kind="stable"))
+        for first in range(0, len(ordered), step):
+            yield Piece(reservation, ordered.take(slice(first, first + step)), direct=True)
+
+    def _post(self, loan: Loan) -> list[SenderEvent]:
+        copies, peer = loan.piece.copies, self._peers[loan.peer]
+        header = encode_header(loan.piece.reservation, self._region.block_bytes, copies.indices, copies.slots)
+        began = time.perf_counter()
+        try:
+            write = self._agent.post(self._blocks, copies.sources, peer.blocks, copies.slots, header)
+        except NixlError as error:
+            return self._failed(loan, error)
+        finally:
+            self._counters.post_s += time.perf_counter() - began
+        self._moved_at = time.monotonic()
+        num_bytes = len(copies) * self._region.block_bytes
+        self._counters.num_messages += 1
+        self._counters.num_blocks += len(copies)
+        self._counters.num_bytes += num_bytes
+        self._counters.num_direct_bytes += num_bytes
+        self._in_flight.append(_InFlight(loan, write, self._moved_at))
+        return []
+
+    def _collect(self) -> list[SenderEvent]:
+        """Writes that have ended."""
+        events: list[SenderEvent] = []
+        for flight in list(self._in_flight):
+            try:
+                if not self._agent.poll(flight.write):
+                    self._give_up_connecting(flight)
+                    continue
+            except NixlError as error:
+                self._end(flight)
+                events += self._failed(flight.loan, error)
+            else:
+                self._peers[flight.loan.peer].connected = True
+                self._end(flight)
+                events += self._outbox.give_back(flight.loan.number, time.monotonic()).events
+        return events
+
+    def _give_up_connecting(self, flight: _InFlight) -> None:
+        peer, settings = self._peers[flight.loan.peer], self._settings
+        if peer.connected or peer.broken or time.monotonic() - flight.posted_at < settings.connect_timeout_s:
+            return
+        peer.broken = f"no connection within {settings.connect_timeout_s:g} s"
+        log.warning("%s: %s", flight.loan.peer, peer.broken)
+        self._disconnect(flight.loan.peer)
+
+    def _end(self, flight: _InFlight) -> None:
+        self._in_flight.remove(flight)
+        self._moved_at = time.monotonic()
+        self._agent.end(flight.write)
+
+    def _failed(self, loan: Loan, error: NixlError) -> list[SenderEvent]:
+        peer = self._peers[loan.peer]
+        if not peer.broken:
+            log.warning("the connection to %s broke: %s", loan.peer, error)
+            peer.broken = str(error)
+        self._counters.num_resets += 1
+        events = self._outbox.lose(loan.number, f"NIXL: {error}", time.monotonic())
+        if not any(flight.loan.peer == loan.peer for flight in self._in_flight):
+            self._forget(loan.peer)
+        return events
+
+    def _forget_idle(self) -> None:
+        for name in self._outbox.expire(time.monotonic()).idle:
+            if name in self._peers:
+                self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        peer = self._peers.pop(name)
+        self._agent.discard(peer.blocks)
+        self._disconnect(name)
+
+    def _disconnect(self, name: str) -> None:
+        try:
+            self._agent.forget_peer(name)
+        except NixlError as error:
+            log.warning("%s: %s", name, error)

@@ -1,0 +1,180 @@
+"""What holds for the NIXL transport beyond the conformance suite: dead and stopped peers, endpoints, notifications."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvrelay.transfer.base import BlockCopy, SenderDrained
+from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender, NixlSettings, TransportUnavailable
+from kvrelay.transfer.wire import Bytes
+from tests.component.transfer.rig import PATIENCE_S, Plan, Rig, SendingEnd, scattered
+from tests.component.transfer.test_processes import BLOCK_BYTES, NUM_BLOCKS, child
+from tests.component.transfer.transports import NO_NIXL, TRANSPORTS, source_pool, target_pool, without_nixl
+
+pytestmark = [
+    pytest.mark.component,
+    pytest.mark.timeout(3 * PATIENCE_S),
+    pytest.mark.skipif(bool(NO_NIXL), reason=NO_NIXL),
+]
+
+OVER = [pytest.param(TRANSPORTS[name], id=name) for name in ("nixl", "nixl-tcp")]
+STOPPED_FOR_S = 0.5
+
+
+@pytest.fixture(params=OVER)
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    """Over what UCX chooses, and over TCP, where the receiver's UCX copies."""
+    made = Rig(request.param)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("end", [signal.SIGCONT, signal.SIGKILL])
+async def test_an_abort_drains_when_a_stopped_receiver_wakes_or_dies_and_not_before(
+    rig: Rig, random: np.random.Generator, end: signal.Signals
+) -> None:
+    source, plan = rig.sender(source_pool(NUM_BLOCKS, BLOCK_BYTES)), scattered("r", 800, NUM_BLOCKS, random)
+    async with child(rig.transport, "receive") as receiver:
+        await receiver.order("admit", "r", 0, plan.slots)
+        await receiver.hear("admitted")
+        receiver.process.send_signal(signal.SIGSTOP)
+        source.push("r", receiver.endpoint, plan.copies)
+        await source.until_begun()
+        source.sender.abort("r")
+        await asyncio.sleep(STOPPED_FOR_S)
+        assert SenderDrained("r") not in source.log.events
+        receiver.process.send_signal(end)
+        await source.log.until(lambda: SenderDrained("r") in source.log.events)
+
+
+async def test_a_connection_that_never_comes_about_fails_its_pushes_and_drains(
+    rig: Rig, random: np.random.Generator
+) -> None:
+    source, plan = rig.sender(source_pool(NUM_BLOCKS, BLOCK_BYTES)), scattered("r", 800, NUM_BLOCKS, random)
+    async with child(rig.transport, "receive") as receiver:
+        receiver.process.send_signal(signal.SIGSTOP)
+        source.push("r", receiver.endpoint, plan.copies)
+        await source.log.until(lambda: bool(source.failures("r")))
+        await source.abort("r")
+    assert source.pushed("r") == []
+
+
+async def test_a_killed_receiver_fails_its_pushes_and_no_other(rig: Rig, random: np.random.Generator) -> None:
+    source, target = (
+        rig.sender(source_pool(NUM_BLOCKS, BLOCK_BYTES)),
+        rig.receiver(target_pool(NUM_BLOCKS, BLOCK_BYTES)),
+    )
+    doomed, kept = scattered("doomed", 800, NUM_BLOCKS, random), scattered("kept", 800, NUM_BLOCKS, random)
+    kept.admit(target)
+    async with child(rig.transport, "receive") as receiver:
+        await receiver.order("admit", "doomed", 0, doomed.slots)
+        await receiver.hear("admitted")
+        source.push("doomed", receiver.endpoint, doomed.copies[:400])
+        await receiver.hear("Landed")
+        receiver.process.kill()
+        await receiver.process.wait()
+        source.push("kept", target.endpoint, kept.copies)
+        source.push("doomed", receiver.endpoint, doomed.copies[400:])
+        await source.log.until(lambda: bool(source.failures("doomed")))
+        await target.until_landed("kept", kept.blocks)
+        await source.abort("doomed")
+    kept.assert_arrived(source.pool, target.pool)
+
+
+async def test_notifications_of_a_released_reservation_count_for_nothing(rig: Rig) -> None:
+    source, target = rig.sender(source_pool(8, BLOCK_BYTES)), rig.receiver(target_pool(8, BLOCK_BYTES))
+    assert isinstance(target.receiver, NixlReceiver)
+    late, marker = Plan("late", 0, (0, 1), (2, 3)), Plan("marker", 0, (4,), (5,))
+    late.admit(target)
+    marker.admit(target)
+    target.receiver.release("late")
+    source.push("late", target.endpoint, late.copies)
+    source.push("marker", target.endpoint, marker.copies)
+    await target.until_landed("marker", [0])
+    assert target.landed("late") == []
+    assert target.receiver.counters.dropped == {"unknown_reservation": 1}
+    assert target.receiver.counters.num_blocks == 1
+
+
+async def test_a_slot_outside_the_pool_or_blocks_of_another_size_are_never_written(rig: Rig) -> None:
+    """Nobody at the other end would notice."""
+    source, target = rig.sender(source_pool(8, BLOCK_BYTES)), rig.receiver(target_pool(4, BLOCK_BYTES))
+    other = rig.receiver(target_pool(8, 2 * BLOCK_BYTES))
+    source.push("outside", target.endpoint, [BlockCopy(0, 0, 4)])
+    source.push("size", other.endpoint, [BlockCopy(0, 0, 0)])
+    await source.log.until(lambda: bool(source.failures("outside") and source.failures("size")))
+    assert "slot 4" in source.failures("outside")[0]
+    other.assert_untouched(range(8))
+
+
+@pytest.mark.parametrize(
+    ("word", "value"), [("metadata", "%"), ("metadata", "AAAA"), ("num_blocks", "-1"), ("agent", "")]
+)
+async def test_an_endpoint_with_a_bad_word_fails_the_push_and_nothing_else(rig: Rig, word: str, value: str) -> None:
+    source, target = rig.sender(source_pool(4, BLOCK_BYTES)), rig.receiver(target_pool(4, BLOCK_BYTES))
+    source.push("bad", target.endpoint | {word: value}, [BlockCopy(0, 0, 0)])
+    await source.log.until(lambda: len(source.failures("bad")) == 1)
+    target.receiver.admit("good", 0, [1])
+    source.push("good", target.endpoint, [BlockCopy(0, 0, 1)])
+    await target.until_landed("good", [0])
+
+
+async def test_a_receiver_nobody_used_is_forgotten_and_found_again() -> None:
+    pool: Bytes = source_pool(8, BLOCK_BYTES)
+    end = SendingEnd(pool, NixlSender(pool, settings=NixlSettings(idle_forget_s=0.0)))
+    target = NixlReceiver(target_pool(8, BLOCK_BYTES))
+    try:
+        target.start(lambda landed: None)
+        target.admit("r", 0, range(8))
+        end.sender.start(end.log.add)
+        for block in range(8):
+            end.push("r", target.endpoint, [BlockCopy(block, block, block)])
+            await end.until_pushed("r", range(block + 1))
+    finally:
+        end.sender.close()
+        target.close()
+
+
+async def test_an_endpoint_is_small_and_another_one_after_each_start(rig: Rig) -> None:
+    first, second = (rig.receiver(target_pool(4, BLOCK_BYTES)).endpoint for _ in range(2))
+    assert first["agent"] != second["agent"]
+    assert sum(map(len, first.values())) < 4096
+
+
+async def test_both_ends_count_what_they_did(rig: Rig, random: np.random.Generator) -> None:
+    source, target = rig.sender(source_pool(300, BLOCK_BYTES)), rig.receiver(target_pool(300, BLOCK_BYTES))
+    assert isinstance(source.sender, NixlSender)
+    assert isinstance(target.receiver, NixlReceiver)
+    plan = scattered("r", 200, 300, random)
+    plan.admit(target)
+    source.push("r", target.endpoint, plan.copies)
+    await target.until_landed("r", plan.blocks)
+    sent, taken = source.sender.counters, target.receiver.counters
+    assert (sent.num_blocks, sent.num_bytes) == (taken.num_blocks, taken.num_bytes) == (200, 200 * BLOCK_BYTES)
+    assert sent.num_messages == taken.num_messages
+    assert sent.post_s > 0
+
+
+async def test_transports_that_ucx_does_not_have_make_it_unavailable() -> None:
+    with pytest.raises(TransportUnavailable, match="no_such_transport"):
+        NixlReceiver(target_pool(4, BLOCK_BYTES), ucx_transports="no_such_transport")
+
+
+async def test_without_the_library_it_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_nixl(monkeypatch)
+    with pytest.raises(TransportUnavailable, match="install-nixl"):
+        NixlSender(source_pool(4, BLOCK_BYTES))
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 4, 4), (0, 4)])
+async def test_a_pool_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
+    pool = np.zeros(shape, np.uint8)
+    with pytest.raises(ValueError, match="pool"):
+        NixlSender(pool)
+    with pytest.raises(ValueError, match="pool"):
+        NixlReceiver(pool)

@@ -1,0 +1,170 @@
+"""Real services with the hash model whose blocks travel by NIXL: every token proves that the right blocks were read."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from kvrelay.fleet.embedded import EmbeddedRedis
+from kvrelay.process_identity import identity_of
+from kvrelay.protocol.messages import AnyBody, Cancel, Reassign, Stop
+from kvrelay.protocol.sampling import Sampling
+from kvrelay_decode import service as decode_service
+from kvrelay_prefill import service as prefill_service
+from tests.component.transfer.transports import NO_NIXL
+from tests.component.workers.rig import Fleet, fleet, prompt_of, run
+from tests.fakes.hash_runner import HashRunner, expected_tokens
+from tests.fakes.workers import LocalWorker
+
+pytestmark = [pytest.mark.component, pytest.mark.skipif(bool(NO_NIXL), reason=NO_NIXL)]
+GREEDY = Sampling(temperature=0.0, max_tokens=24)
+
+
+@pytest.fixture(scope="module")
+def redis_url() -> Iterator[str]:
+    with EmbeddedRedis() as redis:
+        yield redis.url
+
+
+async def until_reserved(f: Fleet) -> None:
+    async with asyncio.timeout(5):
+        while not f.decode[0].blocks["reserved"]:
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("length", [1, 16, 17, 200, 480])
+def test_a_prompt_of_any_length_is_handed_over(redis_url: str, length: int) -> None:
+    async def test() -> None:
+        async with fleet(
+            redis_url, [HashRunner()], [HashRunner()], token_budget=64, max_running=16, transfer="nixl"
+        ) as f:
+            prompt = prompt_of(length)
+            got = await f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt, GREEDY).finished()
+            assert got.output == expected_tokens(prompt, GREEDY, 512)
+            await f.until_clean()
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "taken"), [("auto", "auto", "nixl"), ("auto", "zmq", "zmq"), ("zmq", "auto", "zmq")]
+)
+def test_a_pair_takes_nixl_when_both_have_it_and_says_so_once(
+    redis_url: str, prefill: str, decode: str, taken: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        workers = [LocalWorker(redis_url, "prefill", HashRunner(), transfer=prefill)]
+        workers += [LocalWorker(redis_url, "decode", HashRunner(), transfer=decode)]
+        async with fleet(redis_url, [], []) as f:
+            for worker in workers:
+                await worker.start()
+            f.prefill.append(workers[0])
+            f.decode.append(workers[1])
+            for name in ("a", "b"):
+                got = await f.router.prefill(workers[0].me, workers[1].me, name, prompt_of(50), GREEDY).finished()
+                assert got.output == expected_tokens(prompt_of(50), GREEDY, 512)
+            await f.until_clean()
+
+    with caplog.at_level("INFO", logger=decode_service.__name__):
+        run(test)
+    said = [record.getMessage() for record in caplog.records if "come by" in record.getMessage()]
+    assert len(said) == 1
+    assert f"come by {taken}:" in said[0]
+
+
+def test_cancels_and_stops_at_any_moment_leave_nothing_behind(redis_url: str) -> None:
+    async def test() -> None:
+        runners = [HashRunner(step_s=0.001) for _ in range(2)]
+        settings = {"token_budget": 32, "max_running": 16, "transfer": "nixl"}
+        async with fleet(redis_url, runners[:1], runners[1:], **settings) as f:
+            rng = random.Random(11)
+            sampling = Sampling(temperature=0.0, max_tokens=40, ignore_eos=True)
+            kept = []
+            for number in range(100):
+                name, prompt = f"r{number}", prompt_of(rng.randint(1, 120), number)
+                got = f.router.prefill(f.prefill[0].me, f.decode[0].me, name, prompt, sampling)
+                if number % 5 == 0:
+                    kept.append((prompt, got))
+                    continue
+                await asyncio.sleep(rng.random() * 0.02)
+                bodies: list[AnyBody] = [Cancel(reason="the client is gone"), Stop()]
+                body = rng.choice(bodies)
+                for worker in rng.sample([f.prefill[0].me, f.decode[0].me], 2):
+                    f.router.send(worker, name, body)
+            for prompt, got in kept:
+                assert (await got.finished(30)).output == expected_tokens(prompt, sampling, 512)
+            await f.until_clean()
+
+    run(test)
+
+
+def test_slots_of_a_silent_prefill_worker_stay_in_quarantine_until_its_process_has_ended(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(process: subprocess.Popen[bytes]) -> None:
+        runners = [HashRunner(step_s=0.05), HashRunner()]
+        settings = {"token_budget": 16, "max_running": 16, "transfer": "nixl"}
+        async with fleet(redis_url, runners[:1], runners[1:], **settings) as f:
+            f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt_of(400), GREEDY)
+            await until_reserved(f)
+            f.prefill.pop().die()
+            decode = f.decode[0]
+            async with asyncio.timeout(10):
+                while not decode.shell.role.queues()["sender_lost"]:
+                    await asyncio.sleep(0.05)
+            await asyncio.sleep(1.5)
+            assert decode.blocks["quarantined"] == 25
+            process.kill()
+            await f.until_clean(5)
+
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
+        monkeypatch.setattr(prefill_service, "own_identity", lambda: identity_of(process.pid))
+        try:
+            run(lambda: test(process))
+        finally:
+            process.kill()
+
+
+def test_slots_of_a_silent_prefill_worker_are_free_when_its_successor_speaks(redis_url: str) -> None:
+    async def test() -> None:
+        runners = [HashRunner(step_s=0.05), HashRunner()]
+        settings = {"token_budget": 16, "max_running": 16, "transfer": "nixl"}
+        async with fleet(redis_url, [], runners[1:], **settings) as f:
+            old = LocalWorker(redis_url, "prefill", runners[0], worker_id="p", **settings)
+            await old.start()
+            f.router.prefill(old.me, f.decode[0].me, "a", prompt_of(400), GREEDY)
+            await until_reserved(f)
+            old.die()
+            new = LocalWorker(redis_url, "prefill", HashRunner(), worker_id="p", **settings)
+            f.prefill.append(new)
+            await new.start()
+            got = f.router.prefill(new.me, f.decode[0].me, "a", prompt_of(400), GREEDY, attempt=2)
+            assert (await got.finished()).output == expected_tokens(prompt_of(400), GREEDY, 512)
+            await f.until_clean(5)
+
+    run(test)
+
+
+def test_slots_of_a_prefill_worker_that_was_only_out_of_reach_are_free_when_it_answers(redis_url: str) -> None:
+    """It did not notice, or noticed and drained with nobody to tell: it is asked again."""
+
+    async def test() -> None:
+        runners = [HashRunner(step_s=0.05), HashRunner()]
+        settings = {"token_budget": 16, "max_running": 16, "transfer": "nixl"}
+        async with fleet(redis_url, runners[:1], runners[1:], **settings) as f:
+            got = f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt_of(400), GREEDY)
+            await until_reserved(f)
+            decode = f.decode[0]
+            decode.shell.role.on_peer_lost(f.prefill[0].me, "silent", replaced=False)
+            assert decode.blocks["quarantined"] == 25
+            await got.until(lambda r: bool(r.need_decode), 10)
+            f.router.send(f.prefill[0].me, "a", Reassign(decode=None))
+            await got.finished()
+            await f.until_clean(5)
+
+    run(test)

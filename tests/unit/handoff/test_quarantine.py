@@ -1,0 +1,76 @@
+"""When slots of a one-sided transport are safe: proofs, and what is none."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from kvrelay.protocol.messages import PeerRef
+from kvrelay_decode.quarantine import ASK_AT_MOST_EVERY_S, FIRST_ASK_S, SETTLE_TICKS, Quarantine
+
+pytestmark = pytest.mark.unit
+
+PEER, OTHER = PeerRef("p", "1", "tcp://p"), PeerRef("q", "1", "tcp://q")
+KEY, SECOND = ("a", 1, 0), ("b", 1, 0)
+HOUR_S = 3600.0
+
+
+class Machine:
+    """Processes that have ended."""
+
+    def __init__(self) -> None:
+        self.ended: set[str] = set()
+        self.quarantine = Quarantine(self.ended.__contains__)
+
+    def safe_after(self, num_ticks: int, now: float = 0.0) -> list[tuple[str, int, int]]:
+        return [key for _ in range(num_ticks) for key in self.quarantine.tick(now).safe]
+
+
+@pytest.fixture
+def machine() -> Machine:
+    made = Machine()
+    made.quarantine.add(KEY, PEER, "process")
+    return made
+
+
+def test_slots_of_a_living_sender_wait_for_its_word_and_then_settle(machine: Machine) -> None:
+    machine.ended.add("process")  # not looked at while its link is up
+    assert machine.safe_after(100) == []
+    machine.quarantine.drained(KEY)
+    assert machine.safe_after(SETTLE_TICKS - 1) == []
+    assert machine.safe_after(1) == [KEY]
+    assert machine.safe_after(100) == []
+
+
+def test_silence_is_no_proof(machine: Machine) -> None:
+    machine.quarantine.lost(PEER, 0.0, replaced=False)
+    assert machine.quarantine.num_lost == 1
+    assert machine.safe_after(1000, HOUR_S) == []
+    machine.quarantine.drained(KEY)
+    assert machine.quarantine.num_lost == 0
+    assert machine.safe_after(SETTLE_TICKS) == [KEY]
+
+
+def test_the_end_of_the_process_is_one(machine: Machine) -> None:
+    machine.quarantine.add(SECOND, PEER, "another process")
+    machine.quarantine.lost(PEER, 0.0, replaced=False)
+    machine.ended.add("process")
+    assert machine.safe_after(100) == [KEY]
+
+
+def test_a_newer_start_is_one_also_after_silence(machine: Machine) -> None:
+    machine.quarantine.add(SECOND, OTHER, "process of q")
+    machine.quarantine.lost(PEER, 0.0, replaced=False)
+    assert machine.safe_after(100) == []
+    machine.quarantine.lost(PEER, 0.0, replaced=True)
+    assert machine.safe_after(100) == [KEY]
+
+
+def test_a_silent_sender_is_asked_less_and_less_often(machine: Machine) -> None:
+    machine.quarantine.lost(PEER, 0.0, replaced=False)
+    asked = [now for now in map(float, range(int(HOUR_S))) if machine.quarantine.tick(now).ask]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(asked)]
+    assert asked[0] == FIRST_ASK_S
+    assert gaps == sorted(gaps)
+    assert gaps[-1] == ASK_AT_MOST_EVERY_S

@@ -80,6 +80,16 @@ def allowed_output(num_prompt_tokens: int, output: OutputLimits, limits: ModelLi
     return output.asked
 
 
+def check_scores(num_prompt_tokens: int, num_top: int) -> None:
+    """A prompt's log-probabilities travel in one message, which has a limit. Raises 400."""
+    if num_prompt_tokens * (num_top + 1) > MAX_PROMPT_SCORES:
+        raise ApiError(
+            f"A prompt of {num_prompt_tokens} tokens with {num_top} log-probabilities each is too much to echo: at "
+            f"most {MAX_PROMPT_SCORES} in all are possible",
+            param="logprobs",
+        )
+
+
 def make_sampling(
     fields: GenerationFields,
     defaults: SamplingDefaults,
@@ -117,6 +127,9 @@ def make_sampling(
 def _or(value: Number | None, default: Number) -> Number:
     return default if value is None else value
 
+
+MAX_PROMPT_SCORES = 1 << 21
+"""About half of what fits a message of 64 MiB."""
 
 LARGEST_TOP_K = 2**31 - 1
 """More than any vocabulary has: the same as no limit, and it fits every integer on the way."""

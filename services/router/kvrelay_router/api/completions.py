@@ -13,6 +13,7 @@ from kvrelay_router.api.admission import (
     OutputLimits,
     allowed_output,
     check_model,
+    check_scores,
     check_token_ids,
     check_vocabulary,
     known_limits,
@@ -97,6 +98,9 @@ class CompletionsEndpoint:
         service = self._service
         output = OutputLimits(asked=request.max_tokens, default=DEFAULT_MAX_TOKENS)
         ranked = request.num_sequences > request.n
+        if request.echo and request.logprobs is not None:
+            for ids in prompts.token_ids:
+                check_scores(len(ids), request.logprobs)
         samplings = [
             make_sampling(
                 request,

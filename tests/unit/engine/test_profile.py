@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -41,12 +43,22 @@ def test_the_peak_of_a_step_is_measured() -> None:
     assert profile.total == machine_memory_bytes()
 
 
+def _num_blocks(model: str, sizing: PoolSizing) -> int:
+    return make_runner(model, dtype="float32", size_pool=sizing).spec.num_blocks
+
+
 def test_a_real_model_gets_a_pool_of_the_size_that_is_left(tmp_path: Path) -> None:
+    """In processes of their own: what rests in this one depends on the tests that ran before."""
     model = str(build_model("qwen3", tmp_path))
-    share = 1200 * MIB / machine_memory_bytes()
-    runner = make_runner(model, dtype="float32", size_pool=PoolSizing(share, token_budget=64, max_running=8))
-    assert 50 * MIB < runner.spec.num_blocks * runner.spec.block_bytes < 1100 * MIB
+    resident_after_imports = 400 * MIB
+    share = (resident_after_imports + 800 * MIB) / machine_memory_bytes()
+    fits = PoolSizing(share, token_budget=64, max_running=8)
     uncut = PoolSizing(share, token_budget=64, max_running=8, whole_prompts=True)
-    assert make_runner(model, dtype="float32", size_pool=uncut).spec.num_blocks < runner.spec.num_blocks
-    with pytest.raises(PoolDoesNotFit):
-        make_runner(model, dtype="float32", size_pool=PoolSizing(0.001, token_budget=64, max_running=8))
+    too_small = PoolSizing(0.001, token_budget=64, max_running=8)
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as processes:
+        blocks, blocks_uncut = (processes.submit(_num_blocks, model, sizing).result() for sizing in (fits, uncut))
+        with pytest.raises(PoolDoesNotFit):
+            processes.submit(_num_blocks, model, too_small).result()
+    block_bytes = make_runner(model, dtype="float32", num_blocks=8).spec.block_bytes
+    assert 50 * MIB < blocks * block_bytes < 1100 * MIB
+    assert blocks_uncut < blocks

@@ -35,6 +35,8 @@ class StepRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
     num_running: int
     num_preempted: int
     num_available_blocks: int
+    num_allocated_slots: int  # tokens that the running sequences' blocks have room for
+    num_committed_slots: int  # those whose K/V is there
     schedule_s: float
     forward_s: float
     commit_s: float
@@ -118,6 +120,7 @@ class MetricsStore:
         """A step is done."""
         now = self._clock()
         num_chunks = sum(row.is_prefill for row in plan.rows)
+        slots = scheduler.blocks.slot_use(scheduler.running.values())
         self._write(
             StepRecord(
                 time.time(),
@@ -130,6 +133,8 @@ class MetricsStore:
                 len(scheduler.running),
                 len(plan.preempted),
                 scheduler.blocks.pool.num_available,
+                slots.allocated,
+                slots.committed,
                 schedule_s,
                 result.forward_s,
                 commit_s,

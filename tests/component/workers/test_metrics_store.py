@@ -45,6 +45,9 @@ def test_steps_add_up_to_the_work(records: dict[str, list[StepRecord | SequenceR
     assert all(step.num_prefill_tokens <= 16 and step.num_decodes == 0 for step in steps["prefill"])
     assert sum(step.num_decode_tokens for step in steps["decode"]) == 3 * 9
     assert [step.step for step in steps["prefill"]] == sorted(step.step for step in steps["prefill"])
+    for step in steps["prefill"] + steps["decode"]:
+        assert 0 <= step.num_committed_slots <= step.num_allocated_slots <= 64 * 16
+    assert max(step.num_committed_slots for step in steps["decode"]) >= 40
     assert all(step.forward_s > 0 and step.schedule_s > 0 and step.commit_s > 0 for step in steps["decode"])
 
 

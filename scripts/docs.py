@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import StrEnum
 from pathlib import Path
 
@@ -46,21 +46,29 @@ RECEIVER_LABELS: dict[tuple[StrEnum, StrEnum], str] = {
     (R.FILLING, R.RUNNING): "all blocks and the message are here, committed",
     (R.FILLING, R.QUARANTINED): "given up, writes may still land",
     (R.FILLING, R.FREED): "given up",
+    (R.RUNNING, R.FREED): "the scheduler did not take it",
     (R.QUARANTINED, R.FREED): "drained, or the sender provably gone",
 }
 
 
 def state_diagram(
-    start: StrEnum, transitions: Mapping[StrEnum, frozenset[StrEnum]], labels: Mapping[tuple[StrEnum, StrEnum], str]
+    start: StrEnum,
+    transitions: Mapping[StrEnum, frozenset[StrEnum]],
+    labels: Mapping[tuple[StrEnum, StrEnum], str],
+    also_ends: Collection[StrEnum] = (),
 ) -> str:
-    """A mermaid diagram of a table. Raises ValueError where labels and table do not name the same transitions."""
+    """A mermaid diagram of a table. Raises ValueError where labels and table do not name the same transitions.
+
+    A state without an exit ends there; `also_ends`: those that usually do.
+    """
     pairs = {(source, target) for source, targets in transitions.items() for target in targets}
     if pairs != set(labels):
         differing = ", ".join(sorted(f"{source} > {target}" for source, target in pairs ^ set(labels)))
         raise ValueError(f"labels and table differ in {differing}")
     lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {start.name}"]
     lines += [f"    {source.name} --> {target.name}: {label}" for (source, target), label in labels.items()]
-    lines += [f"    {state.name} --> [*]" for state, targets in transitions.items() if not targets]
+    ends = [state for state, targets in transitions.items() if not targets or state in also_ends]
+    lines += [f"    {state.name} --> [*]" for state in ends]
     return "\n".join([*lines, "```"])
 
 
@@ -69,7 +77,7 @@ def generated() -> dict[Path, str]:
     architecture = DOCS / "architecture.md"
     text = architecture.read_text(encoding="utf-8")
     text = _put(text, "sender", state_diagram(S.QUEUED, _as_enum(SENDER), SENDER_LABELS))
-    text = _put(text, "receiver", state_diagram(R.ASKED, _as_enum(RECEIVER), RECEIVER_LABELS))
+    text = _put(text, "receiver", state_diagram(R.ASKED, _as_enum(RECEIVER), RECEIVER_LABELS, {R.RUNNING}))
     return {DOCS / "configuration.md": reference.render(), architecture: text}
 
 

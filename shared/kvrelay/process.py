@@ -1,16 +1,60 @@
-"""How processes of ours run: never longer than their parent, and on which event loop."""
+"""How processes of ours run: never longer than their parent, on which event loop, and with which exit status."""
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
 import os
 import signal
 import sys
 from collections.abc import Callable
+from typing import TypeVar
+
+from kvrelay.config import ConfigError
+from kvrelay.config.common import CommonConfig
+from kvrelay.telemetry.logs import setup_logging
+
+log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+ConfigT = TypeVar("ConfigT", bound=CommonConfig)
+
+
+class StartFailed(Exception):
+    """A port that is taken, a model or tokenizer that is not there or cannot be served, a size that does not fit: the
+    text says all."""
+
+
+def service_main(
+    prog: str,
+    what: str,
+    load: Callable[[], ConfigT],
+    run: Callable[[ConfigT], None],
+    log_fields: Callable[[ConfigT], dict[str, str]],
+) -> int:
+    """A service's whole life: configuration, logging, `run`. `prog` and `what` name it to its user.
+
+    Returns the exit status: 2 for a wrong configuration, 1 for a service that could not start or ended by an error.
+    """
+    try:
+        config = load()
+    except ConfigError as error:
+        sys.stderr.write(f"{prog}: {error}\n")
+        return 2
+    setup_logging(config.log_level, config.log_format, **log_fields(config))
+    config.log_values(log)
+    try:
+        run(config)
+    except StartFailed as error:
+        log.error("the %s cannot start: %s", what, error, exc_info=log.isEnabledFor(logging.DEBUG))
+        return 1
+    except Exception:
+        log.exception("the %s ends", what)
+        return 1
+    return 0
 
 
 def die_with_parent() -> Callable[[], None]:

@@ -3,7 +3,8 @@
 1. ASKED        wished for but deferred: holds nothing; asked for again when there is room.
 2. RESERVED     slots are granted, the cached prefix is pinned; nothing has come yet.
 3. FILLING      blocks land, or the handoff message is here; both must be complete.
-4. RUNNING      committed: the scheduler owns the sequence. Terminal for the handoff.
+4. RUNNING      committed: the scheduler owns the sequence. Terminal for the handoff, unless the scheduler does not
+                take it.
 5. QUARANTINED  given up while the sender may still write into the slots; they wait for Drained, or for proof that the
                 sender is gone.
 6. FREED        holds nothing. Terminal.
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvrelay.protocol.messages import Handoff
+from kvrelay.worker.transitions import moved
 
 
 class ReceiverState(StrEnum):
@@ -35,14 +37,10 @@ TRANSITIONS: dict[ReceiverState, frozenset[ReceiverState]] = {
     ReceiverState.ASKED: frozenset({ReceiverState.RESERVED, ReceiverState.FREED}),
     ReceiverState.RESERVED: frozenset({ReceiverState.FILLING, ReceiverState.QUARANTINED, ReceiverState.FREED}),
     ReceiverState.FILLING: frozenset({ReceiverState.RUNNING, ReceiverState.QUARANTINED, ReceiverState.FREED}),
-    ReceiverState.RUNNING: frozenset(),
+    ReceiverState.RUNNING: frozenset({ReceiverState.FREED}),
     ReceiverState.QUARANTINED: frozenset({ReceiverState.FREED}),
     ReceiverState.FREED: frozenset(),
 }
-
-
-class IllegalTransition(Exception):
-    """An event that cannot happen in this state. Nothing was changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +170,11 @@ class ReceiverHandoff:
         self._move(ReceiverState.FREED)
         return [FreeBlocks(self._num_whole())]
 
+    def not_adopted(self, reason: str) -> list[Instruction]:
+        """The scheduler did not take what was committed. Prefill still holds it and finds another decode worker."""
+        self._move(ReceiverState.FREED)
+        return [TellReleased(self.reservation, reason), FreeBlocks(self._num_whole())]
+
     def _commit_if_complete(self) -> list[Instruction]:
         if self._missing or self._handoff is None:
             return []
@@ -197,6 +200,4 @@ class ReceiverHandoff:
         return min(self._missing, default=self._num_blocks)
 
     def _move(self, state: ReceiverState) -> None:
-        if state not in TRANSITIONS[self.state]:
-            raise IllegalTransition(f"{self.state} > {state}")
-        self.state = state
+        self.state = moved(TRANSITIONS, self.state, state)

@@ -9,7 +9,7 @@ States of an entry:
 3. PROVEN   it drained, its process has ended, or a newer start of it took its place (a worker's id belongs to one
             process at a time). What sockets still held of it gets `SETTLE_TICKS` to come in. Then the slots are free.
 
-Without a proof they stay here as long as this process lives. How many that can be is bounded by `PEER_SHARE`.
+Without a proof they stay here as long as this process lives. How many that can be is bounded, see `shares.py`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from kvrelay.protocol.messages import PeerRef
 SETTLE_TICKS = 5
 FIRST_ASK_S = 1.0
 ASK_AT_MOST_EVERY_S = 60.0
-PEER_SHARE = 0.5
-"""Of the pool: what one sender's one-sided reservations may hold at a time, beside its first."""
 
 
 @dataclass(slots=True, eq=False)

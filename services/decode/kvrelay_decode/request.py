@@ -24,15 +24,8 @@ class DecodeRequest:
     first_index: int = 0  # of the first token that this attempt sends
     arrival: int = 0  # counts up; who came first is served first
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    cached_tokens: int = 0
 
     @property
     def is_quarantined(self) -> bool:
         """Given up, and its slots may still be written."""
         return self.handoff is not None and self.handoff.state is ReceiverState.QUARANTINED
-
-    @property
-    def may_be_written(self) -> bool:
-        """Whether its sender may write into its slots."""
-        writable = (ReceiverState.RESERVED, ReceiverState.FILLING, ReceiverState.QUARANTINED)
-        return self.handoff is not None and self.handoff.state in writable

@@ -8,15 +8,24 @@ from kvrelay.protocol.messages import PeerRef, TokenBatch, TokenEntry
 
 
 class TokenStream:
-    """Collects the entries of a step and sends them as one message to each router."""
+    """Collects the entries of a step and sends them as one message to each router. `totals` sums up what the entries
+    say about the use of blocks."""
 
     def __init__(self, send: Callable[[PeerRef, TokenBatch], None]) -> None:
+        self.totals: dict[str, float] = dict.fromkeys(
+            ("prompt_blocks", "received_blocks", "cached_blocks", "computed_blocks"), 0
+        )
         self._send = send
         self._pending: dict[PeerRef, list[TokenEntry]] = {}
 
     def put(self, router: PeerRef, entry: TokenEntry) -> None:
         """Adds an entry to the router's next message."""
         self._pending.setdefault(router, []).append(entry)
+        if (usage := entry.usage) is not None:
+            self.totals["prompt_blocks"] += usage.prompt_blocks
+            self.totals["received_blocks"] += usage.received_blocks
+            self.totals["cached_blocks"] += usage.cached_blocks
+            self.totals["computed_blocks"] += usage.computed_blocks
 
     def flush(self) -> None:
         """Sends what was collected."""

@@ -66,8 +66,9 @@ class Wishes:
     def next(self, num_requests: int) -> DecodeRequest | None:
         """The wish to grant now; None if there is none, or no room for it. `num_requests`: all, wishes included."""
         for request in self._waiting.values():
-            if not self._is_parked(request):
-                return request if self._has_room(request, num_requests - len(self._waiting)) else None
+            num_cached = self._grantable(request)
+            if num_cached is not None:
+                return request if self._has_room(request, num_cached, num_requests - len(self._waiting)) else None
         return None
 
     def gate(self, sequence: Sequence) -> str:
@@ -76,19 +77,20 @@ class Wishes:
         if sequence.num_preemptions or local is None:
             return ""
         for request in self._waiting.values():
-            if request.arrival < local.arrival and not self._is_parked(request):
+            if request.arrival < local.arrival and self._grantable(request) is not None:
                 return "an older handoff waits for room"
         return ""
 
-    def _is_parked(self, request: DecodeRequest) -> bool:
-        """Whether the block that it misses first is on its way for another reservation, or its sender has its share."""
+    def _grantable(self, request: DecodeRequest) -> int | None:
+        """How many of its blocks are cached. None: it lets others pass, for the block that it misses first is on its
+        way for another reservation, or its sender has its share."""
         num_cached, missing = self._blocks.first_missing(request.sequence)
         if missing is not None and missing in self._arriving:
-            return True
+            return None
         num_blocks = blocks_for(request.sequence.num_tokens, self._blocks.pool.block_size) - num_cached
-        return not self._is_within_share(request, num_blocks)
+        return num_cached if self._is_within_share(request, num_blocks) else None
 
-    def _has_room(self, request: DecodeRequest, num_open: int) -> bool:
+    def _has_room(self, request: DecodeRequest, num_cached: int, num_open: int) -> bool:
         scheduler, pool, sequence = self._scheduler, self._blocks.pool, request.sequence
         if scheduler.waiting:
             # Preempted sequences and older local prompts come first, or reservations would starve them.
@@ -98,8 +100,8 @@ class Wishes:
                 return False
         if num_open >= scheduler.limits.max_running:
             return False
-        cached = self._blocks.num_cached_blocks(sequence)
         # Running sequences grow: a block for each of them keeps a new one from preempting at once, and what the
         # scheduler expects them to take keeps it from doing so later.
         headroom = max(len(scheduler.running) + 1, scheduler.num_headroom_blocks) if num_open else 0
-        return blocks_for(sequence.num_tokens, pool.block_size) - cached + headroom <= pool.num_available - cached
+        num_missing = blocks_for(sequence.num_tokens, pool.block_size) - num_cached
+        return num_missing + headroom <= pool.num_available - num_cached

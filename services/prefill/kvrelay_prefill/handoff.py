@@ -17,11 +17,12 @@ which the router names another decode worker and the asking starts again.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 from kvrelay.protocol.messages import FirstToken, Granted, PeerRef
 from kvrelay.transfer.base import BlockCopy
+from kvrelay.worker.transitions import IllegalTransition, moved
 
 
 class SenderState(StrEnum):
@@ -53,10 +54,6 @@ TRANSITIONS: dict[SenderState, frozenset[SenderState]] = {
     SenderState.DRAINING: frozenset({SenderState.RELEASED}),
     SenderState.RELEASED: frozenset(),
 }
-
-
-class IllegalTransition(Exception):
-    """An event that cannot happen in this state. Nothing was changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +149,6 @@ class _Grant:
     transport: str
     endpoint: dict[str, str]
     num_pushed: int = 0  # blocks from first_block on that were given to the transport
-    in_flight: set[int] = field(default_factory=set)
 
 
 class SenderHandoff:
@@ -309,12 +305,6 @@ class SenderHandoff:
 
     # -- from the transport -------------------------------------------------------------------------------------------
 
-    def pushed(self, reservation: str, indices: Iterable[int]) -> list[Instruction]:
-        """These blocks have left."""
-        if self._grant is not None and self._grant.reservation == reservation:
-            self._grant.in_flight.difference_update(indices)
-        return []
-
     def transfer_failed(self, reservation: str, cause: str) -> list[Instruction]:
         """The transport cannot reach decode's pool."""
         if self._grant is None or self._grant.reservation != reservation:
@@ -332,9 +322,7 @@ class SenderHandoff:
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _move(self, state: SenderState) -> None:
-        if state not in TRANSITIONS[self.state]:
-            raise IllegalTransition(f"{self.state} > {state}")
-        self.state = state
+        self.state = moved(TRANSITIONS, self.state, state)
 
     def _expect(self, *states: SenderState) -> None:
         if self.state not in states:
@@ -363,7 +351,6 @@ class SenderHandoff:
     def _push_indices(self, grant: _Grant, indices: list[int]) -> list[Instruction]:
         if not indices:
             return []
-        grant.in_flight.update(indices)
         copies = tuple(BlockCopy(i, self._blocks[i], grant.slots[i - grant.first_block]) for i in indices)
         return [PushBlocks(grant.reservation, grant.transport, grant.endpoint, copies)]
 

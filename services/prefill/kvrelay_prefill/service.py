@@ -42,30 +42,27 @@ from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.transfer.base import Pushed, SenderDrained, SenderEvent, TransferFailed, TransferSender
 from kvrelay.worker.context import WorkerContext
-from kvrelay.worker.sequences import make_sequence, sequence_key
+from kvrelay.worker.requests import OpenRequests, deadline_of
+from kvrelay.worker.sequences import sequence_key
 from kvrelay.worker.step_loop import StepCallbacks
-from kvrelay.worker.tombstones import Tombstones
 from kvrelay_prefill import handoff as machine
 from kvrelay_prefill.offers import TransportOffers
 
 log = logging.getLogger(__name__)
 
-DEADLINE_GRACE_S = 5.0
-"""The router ends a request at its deadline; a worker that heard nothing does so this much later."""
-
 
 @dataclass(slots=True, eq=False)
 class PrefillRequest:
-    """One sequence on this worker. `held`: blocks that the handoff itself holds, beside the scheduler."""
+    """One sequence on this worker. `held`: blocks that the handoff itself holds, beside the scheduler; `reservations`:
+    those whose transfers are to be reported to its machine."""
 
     sequence: Sequence
     prompt: Prompt
     handoff: machine.SenderHandoff
     deadline: float
     held: set[int] = field(default_factory=set)
+    reservations: set[str] = field(default_factory=set)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    started_at: float = 0.0
-    asked: set[PeerRef] = field(default_factory=set)
 
 
 class PrefillRole:
@@ -78,10 +75,8 @@ class PrefillRole:
         self._senders = senders
         self._offers = TransportOffers(senders)
         self._process = own_identity()
-        self._requests: dict[SequenceKey, PrefillRequest] = {}
+        self._requests: OpenRequests[PrefillRequest] = OpenRequests(context, self.name, self._cancel)
         self._by_reservation: dict[str, SequenceKey] = {}
-        self._tombstones = Tombstones()
-        self._draining = False
         self._totals: dict[str, float] = dict.fromkeys(
             (
                 "requests",
@@ -113,6 +108,10 @@ class PrefillRole:
     def num_open(self) -> int:
         return len(self._requests)
 
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._requests)
+
     def queues(self) -> dict[str, int]:
         queues = {state.value: 0 for state in machine.SenderState if state is not machine.SenderState.RELEASED}
         queues |= {"awaiting_grant": 0, "deferred": 0, "awaiting_router": 0}
@@ -127,14 +126,14 @@ class PrefillRole:
                 queues[name] += 1
         return queues | {
             "queued_tokens": sum(sequence.num_tokens for sequence in self._context.scheduler.waiting),
-            "tombstones": len(self._tombstones),
+            "tombstones": len(self._requests.tombstones),
         }
 
     def totals(self) -> dict[str, float]:
         return dict(self._totals)
 
     def begin_drain(self) -> None:
-        self._draining = True
+        self._requests.draining = True
 
     def abandon(self, reason: str) -> None:
         for key in list(self._requests):
@@ -160,8 +159,7 @@ class PrefillRole:
             self._start(event.header, event.peer, body)
             return
         if isinstance(body, Stop | Cancel):
-            self._cancel(key, body.reason if isinstance(body, Cancel) else "a stop string matched")
-            self._tombstones.bury(key, time.monotonic())
+            self._requests.end(key, body)
             return
         request = self._requests.get(key)
         if request is None:
@@ -195,41 +193,24 @@ class PrefillRole:
         key = sequence_key(header)
         match body:
             case Granted():
-                self._send(peer, key, Abort(reservation=body.reservation, reason="the request ended on prefill"))
-                self._send(peer, key, Drained(reservation=body.reservation))
+                abort = Abort(reservation=body.reservation, reason="the request ended on prefill")
+                self._requests.send(peer, key, abort)
+                self._requests.send(peer, key, Drained(reservation=body.reservation))
             case Released():
-                self._send(peer, key, Drained(reservation=body.reservation))
+                self._requests.send(peer, key, Drained(reservation=body.reservation))
             case Reassign():
-                self._send(peer, key, Failed(cause="the request is no longer held here", retriable=True))
+                self._requests.send(peer, key, Failed(cause="the request is no longer held here", retriable=True))
             case _:
                 pass
 
     def _start(self, header: Header, router: PeerRef, body: Prefill) -> None:
-        key = sequence_key(header)
-        if key in self._tombstones or key in self._requests:
+        sequence = self._requests.queue(header, router, body.prompt, prefill_only=True)
+        if sequence is None:
             return
-        if self._draining:
-            self._send(router, key, Failed(cause="the prefill worker is draining", retriable=True))
-            return
-        self._supersede(key)
-        try:
-            sequence = make_sequence(header, body.prompt, router, self._context.spec)
-            sequence.prefill_only = True
-            self._context.steps.add(sequence)
-        except (ValueError, OverflowError) as error:
-            self._send(router, key, Failed(cause=str(error), retriable=False))
-            return
-        now = time.monotonic()
-        deadline = now + body.prompt.timeout_s + DEADLINE_GRACE_S
         handoff = machine.SenderHandoff(body.decode)
-        self._requests[key] = PrefillRequest(sequence, body.prompt, handoff, deadline, started_at=now)
+        self._requests.add(PrefillRequest(sequence, body.prompt, handoff, deadline_of(body.prompt)))
         self._totals["requests"] += 1
         self._totals["prompt_blocks"] += blocks_for(sequence.num_tokens, self._context.spec.block_size)
-
-    def _supersede(self, key: SequenceKey) -> None:
-        """A newer attempt of the same sequence ends the older ones."""
-        for other in [k for k in self._requests if k[0] == key[0] and k[2] == key[2] and k[1] < key[1]]:
-            self._cancel(other, "a newer attempt took over")
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -267,7 +248,7 @@ class PrefillRole:
             cached_tokens=sequence.num_cached_tokens,
             finish=output.finish,
         )
-        self._send(sequence.router, sequence.key, message)
+        self._requests.send(sequence.router, sequence.key, message)
         if output.finish is None:
             self._hold(request, request.handoff.blocks)
             self._context.scheduler.abort(sequence.key)  # its blocks are the handoff's from here on
@@ -285,15 +266,12 @@ class PrefillRole:
         if isinstance(event, Pushed):
             self._totals["pushed_blocks"] += len(event.blocks)
             self._totals["pushed_bytes"] += event.num_bytes
-        if isinstance(event, SenderDrained):
-            self._by_reservation.pop(event.reservation, None)
-        request = self._requests.get(key) if key is not None else None
+        request = self._requests.get(key)
         if key is None or request is None:
             return
         match event:
-            case Pushed():
-                self._run(key, request.handoff.pushed(event.reservation, event.blocks))
             case SenderDrained():
+                self._forget_reservation(request, event.reservation)
                 self._run(key, request.handoff.drained(event.reservation))
             case TransferFailed():
                 self._note_failure(request.handoff, event)
@@ -316,27 +294,26 @@ class PrefillRole:
         key, router = request.sequence.key, request.sequence.router
         match instruction:
             case machine.AskDecode(decode):
-                request.asked.add(decode)
-                self._send(decode, key, self._reserve(request, decode))
+                self._requests.send(decode, key, self._reserve(request, decode))
             case machine.AskRouter(reason, excluded):
-                self._send(router, key, NeedDecode(reason=reason, excluded=list(excluded)))
+                self._requests.send(router, key, NeedDecode(reason=reason, excluded=list(excluded)))
             case machine.PushBlocks(reservation, transport, endpoint, copies):
-                self._by_reservation[reservation] = key
+                self._know_reservation(request, reservation)
                 self._hold(request, [copy.source for copy in copies])
                 self._senders[transport].push(reservation, endpoint, copies)
             case machine.SendHandoff(decode, reservation, num_blocks):
-                self._send(decode, key, self._handoff_message(request, reservation, num_blocks))
+                self._requests.send(decode, key, self._handoff_message(request, reservation, num_blocks))
             case machine.AbortTransfer(reservation, transport):
-                self._by_reservation[reservation] = key
+                self._know_reservation(request, reservation)
                 self._senders[transport].abort(reservation)
             case machine.SendAbort(decode, reservation, reason):
-                self._send(decode, key, Abort(reservation=reservation, reason=reason))
+                self._requests.send(decode, key, Abort(reservation=reservation, reason=reason))
             case machine.SendDrained(decode, reservation):
-                self._send(decode, key, Drained(reservation=reservation))
+                self._requests.send(decode, key, Drained(reservation=reservation))
             case machine.FailRequest(cause):
                 self._totals["failed"] += 1
                 self._context.steps.abort(key)  # it may still be queued, or in the middle of its prompt
-                self._send(router, key, Failed(cause=cause, retriable=True))
+                self._requests.send(router, key, Failed(cause=cause, retriable=True))
             case machine.ReleaseBlocks():
                 self._release(request)
 
@@ -356,7 +333,7 @@ class PrefillRole:
             reservation=reservation,
             index=first.index,
             token_id=first.token_id,
-            num_tokens=len(request.prompt.tokens) // 4,
+            num_tokens=request.prompt.num_tokens,
             num_blocks=num_blocks,
             logprobs=first.logprobs,
             cached_tokens=first.cached_tokens,
@@ -368,12 +345,21 @@ class PrefillRole:
         self._context.pool.hold(new, Owner.IN_FLIGHT)
         request.held.update(new)
 
+    def _know_reservation(self, request: PrefillRequest, reservation: str) -> None:
+        self._by_reservation[reservation] = request.sequence.key
+        request.reservations.add(reservation)
+
+    def _forget_reservation(self, request: PrefillRequest, reservation: str) -> None:
+        self._by_reservation.pop(reservation, None)
+        request.reservations.discard(reservation)
+
     def _release(self, request: PrefillRequest) -> None:
         self._context.pool.release(list(request.held), Owner.IN_FLIGHT)
         request.held.clear()
-        self._requests.pop(request.sequence.key, None)
-        for reservation in [r for r, key in self._by_reservation.items() if key == request.sequence.key]:
+        self._requests.remove(request.sequence.key)
+        for reservation in request.reservations:
             del self._by_reservation[reservation]
+        request.reservations.clear()
         self._context.steps.wake()
 
     # -- ends ---------------------------------------------------------------------------------------------------------
@@ -389,13 +375,8 @@ class PrefillRole:
     def _fail(self, key: SequenceKey, cause: str, *, retriable: bool) -> None:
         request = self._requests.get(key)
         if request is None or request.handoff.state is machine.SenderState.DRAINING:
-            return
+            return  # whatever led there, the router knows; nothing but the transport's word ends the wait for writes
         self._totals["failed"] += 1
-        self._send(request.sequence.router, key, Failed(cause=cause, retriable=retriable))
+        self._requests.send(request.sequence.router, key, Failed(cause=cause, retriable=retriable))
         self._context.steps.abort(key)
         self._run(key, request.handoff.cancel(cause))
-
-    def _send(self, peer: PeerRef, key: SequenceKey, body: AnyBody) -> None:
-        request = self._requests.get(key)
-        trace = request.sequence.trace if request is not None else ""
-        self._context.messenger.send(peer, body, request=key[0], attempt=key[1], sequence=key[2], trace=trace)

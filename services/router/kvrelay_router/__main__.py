@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import logging
-import sys
+from kvrelay.config import RouterConfig, load_config
+from kvrelay.process import service_main
+from kvrelay_router.server import run_router
 
-from kvrelay.config import ConfigError, RouterConfig, load_config
-from kvrelay.telemetry.logs import setup_logging
-from kvrelay_router.server import StartFailed, run_router
-
-log = logging.getLogger(__name__)
+PROG = "kvrelay router"
 
 
 def main() -> int:
     """Runs a router until it is told to stop; returns the exit status."""
-    try:
-        config = load_config(RouterConfig, prog="kvrelay router", description="One router.")
-    except ConfigError as error:
-        sys.stderr.write(f"kvrelay router: {error}\n")
-        return 2
-    setup_logging(config.log_level, config.log_format, router_id=config.router_id)
-    config.log_values(log)
-    try:
-        run_router(config)
-    except StartFailed as error:
-        log.error("the router cannot start: %s", error, exc_info=log.isEnabledFor(logging.DEBUG))
-        return 1
-    except Exception:
-        log.exception("the router ends")
-        return 1
-    return 0
+    return service_main(
+        PROG,
+        "router",
+        lambda: load_config(RouterConfig, prog=PROG, description="One router."),
+        run_router,
+        lambda config: {"router_id": config.router_id},
+    )
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ class FleetView:
         for record in records:
             present.add(record.worker_id)
             known = self._workers.get(record.worker_id)
-            if known is None or record.incarnation > known.record.incarnation:
+            if known is None or _is_succeeded_by(known, record):
                 peer = PeerRef(record.worker_id, record.incarnation, record.address)
                 self._workers[record.worker_id] = KnownWorker(record, peer)
             elif record.incarnation == known.record.incarnation:
@@ -173,6 +173,15 @@ class FleetView:
         state = known.state(now)
         if self._on_state is not None and state is not was:
             self._on_state(known, state, reason)
+
+
+def _is_succeeded_by(known: KnownWorker, record: WorkerRecord) -> bool:
+    """Names of starts sort by their clocks, so that a late answer of the registry's does not undo a newer one.
+
+    Where the known start is gone the registry's word stands: it lists one start of a worker; clocks may be set back.
+    """
+    is_gone = bool(known.lost or known.refused)
+    return record.incarnation > known.record.incarnation or (is_gone and record.incarnation != known.record.incarnation)
 
 
 def _describe(known: KnownWorker, own: WorkerLoad, is_live: bool, now: float) -> dict[str, Any]:

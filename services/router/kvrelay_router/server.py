@@ -15,7 +15,7 @@ from kvrelay.config.common import is_wildcard
 from kvrelay.config.router import RouterConfig
 from kvrelay.fleet import Registry
 from kvrelay.messaging.messenger import Messenger
-from kvrelay.process import event_loop_factory
+from kvrelay.process import StartFailed, event_loop_factory
 from kvrelay.protocol.link import LinkEvent, LinkSettings
 from kvrelay_router.api.app import create_app
 from kvrelay_router.api.server import HttpServer, serve
@@ -30,10 +30,6 @@ log = logging.getLogger(__name__)
 
 HTTP_GRACE_S = 5.0
 """After the drain, the last answers get so long to be written."""
-
-
-class StartFailed(Exception):
-    """A port that is taken, or a tokenizer that is not there: the text says all."""
 
 
 class RouterServer:

@@ -170,11 +170,6 @@ class Links:
         link.unacked.append(message)
         self._transmit(link, header, message.body, now)
 
-    def is_open(self, peer: PeerRef) -> bool:
-        """Whether this incarnation of the peer has a link that was not lost."""
-        link = self._links.get(peer.peer_id)
-        return link is not None and link.peer.incarnation == peer.incarnation
-
     def tick(self, now: float) -> None:
         """To be called every few ten milliseconds: repeats, life signs, and the detection of silence."""
         settings = self.settings

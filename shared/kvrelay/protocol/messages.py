@@ -24,15 +24,17 @@ PROTOCOL_VERSION = 1
 RejectCode = Literal["version", "fingerprint", "malformed"]
 
 
+TOKEN_BYTES = 4
+
+
 def pack_tokens(token_ids: list[int] | NDArray[np.int32]) -> bytes:
     """Token ids as little-endian int32 bytes."""
     return np.asarray(token_ids, dtype="<i4").tobytes()
 
 
-def unpack_tokens(data: bytes) -> list[int]:
-    """The inverse of `pack_tokens`."""
-    tokens: list[int] = np.frombuffer(data, dtype="<i4").tolist()
-    return tokens
+def unpack_tokens(data: bytes) -> NDArray[np.int32]:
+    """The inverse of `pack_tokens`: int32 [num_tokens]."""
+    return np.frombuffer(data, dtype="<i4").astype(np.int32)
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -79,6 +81,11 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cache_salt: str = ""
     priority: int = 0
     timeout_s: float = 600.0  # what is left of the request's deadline when this is sent
+
+    @property
+    def num_tokens(self) -> int:
+        """Of `tokens`."""
+        return len(self.tokens) // TOKEN_BYTES
 
 
 class Prefill(Body, frozen=True, kw_only=True, tag="prefill"):

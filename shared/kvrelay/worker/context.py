@@ -69,6 +69,11 @@ class Role(Protocol):
         """Requests that still hold anything here."""
         ...
 
+    @property
+    def num_unfinished(self) -> int:
+        """Those of them that a drain waits for: some end is to be expected."""
+        ...
+
     def queues(self) -> dict[str, int]:
         """Requests by waiting state."""
         ...

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import sys
 
-from kvrelay.config import ConfigError, WorkerConfig, load_config
+from kvrelay.config import WorkerConfig, load_config
 from kvrelay.config.worker import Role as RoleName
 from kvrelay.engine.batch import ModelRunner
+from kvrelay.process import service_main
 from kvrelay.scheduling.registry import WHOLE_PROMPTS
-from kvrelay.telemetry.logs import setup_logging
-from kvrelay.worker.shell import RoleFactory, StartFailed, run_worker
-
-log = logging.getLogger(__name__)
+from kvrelay.worker.shell import RoleFactory, run_worker
 
 DEFAULT_KV_MEMORY_BYTES = 1 << 30
 
@@ -24,22 +20,14 @@ def worker_main(role: RoleName, make_role: RoleFactory) -> int:
     # laptop share them, spinning takes the core from the thread that is waited for: steps then take 5 to 50 times as
     # long. Read by libgomp when torch loads it.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    try:
-        config = load_config(WorkerConfig, prog=f"kvrelay {role}", description=f"One {role} worker.", role=role)
-    except ConfigError as error:
-        print(f"kvrelay {role}: {error}", file=sys.stderr)
-        return 2
-    setup_logging(config.log_level, config.log_format, worker_id=config.worker_id)
-    config.log_values(log)
-    try:
-        run_worker(config, make_role, load_runner)
-    except StartFailed as error:
-        log.error("the %s worker cannot start: %s", role, error, exc_info=log.isEnabledFor(logging.DEBUG))
-        return 1
-    except Exception:
-        log.exception("the %s worker ends", role)
-        return 1
-    return 0
+    prog = f"kvrelay {role}"
+    return service_main(
+        prog,
+        f"{role} worker",
+        lambda: load_config(WorkerConfig, prog=prog, description=f"One {role} worker.", role=role),
+        lambda config: run_worker(config, make_role, load_runner),
+        lambda config: {"worker_id": config.worker_id},
+    )
 
 
 def load_runner(config: WorkerConfig) -> ModelRunner:

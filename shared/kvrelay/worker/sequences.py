@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from kvrelay.engine.batch import ModelSpec
 from kvrelay.kv.hashing import root_hash
 from kvrelay.kv.table import BlockTable, blocks_for
-from kvrelay.protocol.messages import Header, PeerRef, Prompt
+from kvrelay.protocol.messages import Header, PeerRef, Prompt, unpack_tokens
 from kvrelay.scheduling.sequence import Sequence, TokenBuffer
 
 
@@ -22,7 +20,7 @@ def sequence_key(header: Header) -> tuple[str, int, int]:
 
 def make_sequence(header: Header, prompt: Prompt, router: PeerRef, spec: ModelSpec) -> Sequence:
     """A waiting sequence. Raises PromptRefused."""
-    tokens = np.frombuffer(prompt.tokens, dtype="<i4").astype(np.int32)
+    tokens = unpack_tokens(prompt.tokens)
     if not 0 <= prompt.num_output < len(tokens):
         raise PromptRefused(f"a prompt of {len(tokens)} tokens of which {prompt.num_output} are output")
     if int(tokens.min()) < 0 or int(tokens.max()) >= spec.vocab_size:

@@ -21,7 +21,7 @@ from kvrelay.kv.ablations import NullCache, TableCache
 from kvrelay.kv.cache import Cache, PrefixCache
 from kvrelay.kv.pool import BlockPool
 from kvrelay.messaging.messenger import Messenger
-from kvrelay.process import event_loop_factory
+from kvrelay.process import StartFailed, event_loop_factory
 from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings, PeerLost
 from kvrelay.protocol.messages import PROTOCOL_VERSION, PeerRef, Status, StatusQuery
 from kvrelay.scheduling.base import SchedulerLimits
@@ -44,11 +44,6 @@ CLOSE_LINGER_S = 1.0
 
 RoleFactory = Callable[[WorkerContext, WorkerConfig], Role]
 RunnerFactory = Callable[[WorkerConfig], ModelRunner]
-
-
-class StartFailed(Exception):
-    """A port that is taken, a model that is not there or cannot be served, a size that does not fit: the text says
-    all."""
 
 
 class WorkerShell:
@@ -187,10 +182,10 @@ class WorkerShell:
             self.messenger.send(router, self._status(NOBODY_ASKED))
         await self.membership.announce(draining=True)
         log.info("draining: %d requests are open", self.role.num_open)
-        while self.role.num_open and time.monotonic() < self._drain_deadline:
+        while self.role.num_unfinished and time.monotonic() < self._drain_deadline:
             await asyncio.sleep(DRAIN_POLL_S)
-        if self.role.num_open:
-            log.warning("%d requests did not finish in time and go back to their routers", self.role.num_open)
+        if self.role.num_unfinished:
+            log.warning("%d requests did not finish in time and go back to their routers", self.role.num_unfinished)
             self.role.abandon("the worker shut down")
         last_words = time.monotonic() + CLOSE_LINGER_S
         while self.messenger.num_unacked and time.monotonic() < last_words:

@@ -14,7 +14,7 @@ from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.process_identity import identity_of
 from kvrelay.protocol.messages import AnyBody, Cancel, Reassign, Stop
 from kvrelay.protocol.sampling import Sampling
-from kvrelay_decode import service as decode_service
+from kvrelay_decode import receiving
 from kvrelay_prefill import service as prefill_service
 from tests.component.transfer.transports import NO_NIXL
 from tests.component.workers.rig import Fleet, fleet, prompt_of, run
@@ -70,7 +70,7 @@ def test_a_pair_takes_nixl_when_both_have_it_and_says_so_once(
                 assert got.output == expected_tokens(prompt_of(50), GREEDY, 512)
             await f.until_clean()
 
-    with caplog.at_level("INFO", logger=decode_service.__name__):
+    with caplog.at_level("INFO", logger=receiving.__name__):
         run(test)
     said = [record.getMessage() for record in caplog.records if "come by" in record.getMessage()]
     assert len(said) == 1

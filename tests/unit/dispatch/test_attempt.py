@@ -85,7 +85,7 @@ def test_the_prompt_goes_to_prefill_alone_and_names_decode() -> None:
     (send,) = SequenceAttempts(spec()).handle(Placed(P, D, 42.0))
     assert isinstance(send, Send) and isinstance(send.body, Prefill)
     assert (send.worker, send.attempt, send.body.decode) == (P, 1, D)
-    assert unpack_tokens(send.body.prompt.tokens) == PROMPT
+    assert unpack_tokens(send.body.prompt.tokens).tolist() == PROMPT
     assert (send.body.prompt.num_output, send.body.prompt.timeout_s) == (0, 42.0)
 
 
@@ -274,7 +274,7 @@ def test_before_the_commit_a_failure_cancels_both_and_starts_over(
     assert isinstance(instructions[-1], FindPlacement) and instructions[-1].attempt == 2
     (send,) = machine.handle(Placed(P2, D2, 30.0))
     assert isinstance(send, Send) and isinstance(send.body, Prefill) and send.attempt == 2
-    assert unpack_tokens(send.body.prompt.tokens) == [*PROMPT, 5]
+    assert unpack_tokens(send.body.prompt.tokens).tolist() == [*PROMPT, 5]
     assert send.body.prompt.num_output == 1
 
 

@@ -98,6 +98,18 @@ def test_a_newer_incarnation_takes_the_place_of_an_older_one_and_not_the_other_w
     assert fleet.usable() == ["d"]
 
 
+def test_a_start_with_an_earlier_clock_is_taken_where_the_known_one_is_gone() -> None:
+    fleet = Fleet(record("d", incarnation=5))
+    fleet.view.registered([record("d", incarnation=3)], fleet.now)
+    assert fleet.usable() == ["d"]
+    fleet.view.answered(ref(record("d", incarnation=3)), status(), fleet.now)
+    fleet.view.lost(ref(record("d", incarnation=5)), "killed", fleet.now)
+    fleet.view.registered([record("d", incarnation=3)], fleet.now)
+    assert fleet.states() == {"d": "joining"}
+    fleet.view.answered(ref(record("d", incarnation=3)), status(), fleet.now)
+    assert fleet.usable() == ["d"]
+
+
 def test_draining_workers_get_nothing_new_whoever_says_so() -> None:
     fleet = Fleet(record("a"), record("b"), record("c"))
     fleet.view.answered(ref(record("a")), status(draining=True), fleet.now)

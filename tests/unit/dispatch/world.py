@@ -171,13 +171,13 @@ class World:
         work = worker.work.get(attempt)
         match body:
             case Prefill(prompt=prompt, decode=decode) if attempt not in worker.cancelled:
-                tokens = unpack_tokens(prompt.tokens)
+                tokens = unpack_tokens(prompt.tokens).tolist()
                 assert tokens == PROMPT + [true_token(i) for i in range(prompt.num_output)]
                 worker.work[attempt] = Work(
                     attempt, prompt.num_output, prompt.sampling.max_tokens, prompt.num_output, decode
                 )
             case Generate(prompt=prompt) if attempt not in worker.cancelled:
-                tokens = unpack_tokens(prompt.tokens)
+                tokens = unpack_tokens(prompt.tokens).tolist()
                 assert tokens == PROMPT + [true_token(i) for i in range(prompt.num_output)]
                 worker.work[attempt] = Work(
                     attempt, prompt.num_output, prompt.sampling.max_tokens, prompt.num_output, committed=True

@@ -164,7 +164,7 @@ def test_fingerprints_must_agree_where_both_have_one(theirs: str, ours: str, is_
 def test_token_ids_survive_packing(token_ids: list[int]) -> None:
     packed = pack_tokens(token_ids)
     assert len(packed) == 4 * len(token_ids)
-    assert unpack_tokens(packed) == token_ids
+    assert unpack_tokens(packed).tolist() == token_ids
 
 
 def test_a_token_id_that_does_not_fit_is_no_token_id() -> None:

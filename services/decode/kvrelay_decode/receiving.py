@@ -1,0 +1,354 @@
+"""What a decode worker takes over from prefill: wishes, reservations, landing blocks, the commit, quarantine.
+
+The machine in `handoff.py` decides about one reservation. This module decides whether there is room for another one,
+feeds the machines events and carries out their instructions, up to the moment when the scheduler owns the sequence.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Iterator
+
+from kvrelay.engine.batch import SequenceKey
+from kvrelay.kv.pool import Owner
+from kvrelay.process_identity import has_ended
+from kvrelay.protocol.messages import (
+    Abort,
+    Committed,
+    Deferred,
+    Drained,
+    Granted,
+    Handoff,
+    Header,
+    PeerRef,
+    Refused,
+    Released,
+    Resend,
+    Reserve,
+    SequenceUsage,
+    TokenEntry,
+)
+from kvrelay.transfer.base import Landed, TransferReceiver
+from kvrelay.worker.context import WorkerContext
+from kvrelay.worker.requests import OpenRequests, deadline_of
+from kvrelay.worker.sequences import PromptRefused, make_sequence, sequence_key
+from kvrelay_decode import handoff as machine
+from kvrelay_decode.quarantine import Quarantine
+from kvrelay_decode.request import DecodeRequest
+from kvrelay_decode.shares import Shares
+from kvrelay_decode.stream import TokenStream
+from kvrelay_decode.wishes import Wishes
+
+log = logging.getLogger(__name__)
+
+RESEND_AFTER_S = 1.0
+"""Blocks that did not land this long after the handoff message, and after the last block, are asked for again."""
+
+
+class Receiving:
+    """See the module's text. `requests` are all of the role's; `arrivals` numbers those that begin here."""
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        receivers: dict[str, TransferReceiver],
+        requests: OpenRequests[DecodeRequest],
+        stream: TokenStream,
+        arrivals: Iterator[int],
+    ) -> None:
+        self.totals: dict[str, float] = {"handoffs_committed": 0, "resends": 0, "quarantines": 0}
+        self._context = context
+        self._receivers = receivers
+        self._requests = requests
+        self._stream = stream
+        self._arrivals = arrivals
+        self._by_reservation: dict[str, SequenceKey] = {}
+        self._reservation_numbers = itertools.count(1)
+        self._wishes = Wishes(context.scheduler, context.blocks, requests, self._is_within_share)
+        self._shares = Shares(context.pool.num_blocks)
+        self._quarantine = Quarantine(has_ended)
+        self._pairs: dict[PeerRef, str] = {}  # the transport that was last taken with a prefill worker
+        context.scheduler.gate = self._wishes.gate
+
+    def start(self) -> None:
+        """The event loop runs: blocks may land."""
+        for receiver in self._receivers.values():
+            receiver.start(self._on_landed)
+
+    def close(self) -> None:
+        """Stops the transports."""
+        for receiver in self._receivers.values():
+            receiver.close()
+
+    @property
+    def num_lost(self) -> int:
+        """Reservations in quarantine whose sender fell silent, without a proof so far that it cannot write."""
+        return self._quarantine.num_lost
+
+    # -- from the role ------------------------------------------------------------------------------------------------
+
+    def begin_drain(self) -> None:
+        """Nothing is granted any more."""
+        for request in list(self._wishes):
+            self._refuse_wish(request, "the decode worker is draining")
+
+    def grant_wishes(self) -> None:
+        """Something changed that may allow a grant."""
+        while (request := self._wishes.next(len(self._requests))) is not None:
+            if not self._grant(request, _machine_of(request)):
+                return
+
+    def made_room(self) -> None:
+        """Blocks are free: for the scheduler, and for those that wait here."""
+        self._context.steps.wake()
+        self.grant_wishes()
+
+    def give_up(self, request: DecodeRequest, reason: str) -> None:
+        """Ends what is not committed yet. Prefill hears of it."""
+        handoff = _machine_of(request)
+        if handoff.state is machine.ReceiverState.ASKED:
+            self._refuse_wish(request, reason)
+        else:
+            self._run(request, handoff.cancel(reason))
+
+    def peer_lost(self, peer: PeerRef, *, replaced: bool) -> None:
+        """A prefill worker is silent, or gone; the last is sure only where it was `replaced`."""
+        for request in list(self._requests.values()):
+            if request.prefill == peer and request.handoff is not None:
+                self._wishes.drop(request)
+                self._run(request, request.handoff.sender_lost())
+        self._pairs.pop(peer, None)
+        self._quarantine.lost(peer, time.monotonic(), replaced=replaced)
+
+    def tick_quarantine(self, now: float) -> None:
+        """Frees what is proven safe, and asks silent senders again."""
+        due = self._quarantine.tick(now)
+        for key in due.safe:
+            request = self._requests[key]
+            self._run(request, _machine_of(request).drained())
+        for key in due.ask:
+            request = self._requests[key]
+            reservation = _machine_of(request).reservation
+            self._send_prefill(request, Released(reservation=reservation, reason="its sender was silent"))
+
+    def check_overdue(self, request: DecodeRequest, now: float) -> None:
+        """Asks for blocks that were lost on the way."""
+        if request.handoff is not None and now - request.last_progress > RESEND_AFTER_S:
+            request.last_progress = now
+            self._run(request, request.handoff.overdue())
+
+    # -- from prefill -------------------------------------------------------------------------------------------------
+
+    def reserve(self, header: Header, prefill: PeerRef, body: Reserve) -> None:
+        """A handoff is asked for: granted, deferred, or refused."""
+        key = sequence_key(header)
+        refusal = self._why_not(key, body)
+        if refusal:
+            self._requests.send(prefill, key, Refused(reason=refusal))
+            return
+        self._requests.supersede(key)
+        known = self._requests.get(key)
+        if known is not None and known.prefill == prefill:
+            return  # a wish that was asked again; it is granted when its turn comes
+        if known is not None:
+            self._requests.cancel(key, "another prefill worker took over")
+        if key in self._requests:
+            self._requests.send(prefill, key, Refused(reason="slots of an earlier reservation are in quarantine"))
+            return
+        try:
+            request = self._make_request(header, prefill, body)
+        except PromptRefused as error:
+            self._requests.send(prefill, key, Refused(reason=str(error)))
+            return
+        self._requests.add(request)
+        self._wishes.add(request)
+        self.grant_wishes()
+        if _machine_of(request).state is machine.ReceiverState.ASKED:
+            self._send_prefill(request, Deferred(reason="no room for the prompt's blocks now"))
+
+    def from_prefill(self, key: SequenceKey, body: Handoff | Abort | Drained) -> None:
+        """About a reservation, or about a wish."""
+        request = self._requests.get(key)
+        if request is None or request.handoff is None:
+            return
+        if body.reservation and body.reservation != request.handoff.reservation:
+            return
+        match body:
+            case Handoff():
+                request.last_progress = time.monotonic()
+                self._run(request, request.handoff.handed(body))
+            case Abort():  # one that crossed the commit changes nothing: the request is the router's to end from there
+                self._wishes.drop(request)
+                self._run(request, request.handoff.aborted())
+            case Drained() if request.is_quarantined:
+                self._quarantine.drained(key)
+            case Drained():
+                pass  # nobody waits for it
+
+    def _make_request(self, header: Header, prefill: PeerRef, body: Reserve) -> DecodeRequest:
+        sequence = make_sequence(header, body.prompt, body.router, self._context.spec)
+        return DecodeRequest(
+            sequence,
+            deadline_of(body.prompt),
+            handoff=machine.ReceiverHandoff(),
+            prefill=prefill,
+            process=body.process,
+            transport=self._choose_transport(prefill, body.transports),
+            first_index=sequence.num_output,
+            arrival=next(self._arrivals),
+        )
+
+    def _why_not(self, key: SequenceKey, body: Reserve) -> str:
+        if self._requests.draining:
+            return "the decode worker is draining"
+        if key in self._requests.tombstones:
+            return "the request was cancelled"
+        if not any(name in self._receivers for name in body.transports):
+            return f"no common transport: {body.transports} offered, {list(self._receivers)} here"
+        return ""
+
+    def _choose_transport(self, prefill: PeerRef, offered: list[str]) -> str:
+        """The sender's best that is here too; logged when it is the pair's first, or another one than before."""
+        taken = next(name for name in offered if name in self._receivers)
+        if self._pairs.get(prefill) != taken:
+            self._pairs[prefill] = taken
+            log.info(
+                "KV blocks of %s come by %s: it offers %s, and %s can be taken here",
+                prefill.peer_id,
+                taken,
+                ", ".join(offered),
+                ", ".join(self._receivers),
+            )
+        return taken
+
+    # -- room ---------------------------------------------------------------------------------------------------------
+
+    def _is_within_share(self, request: DecodeRequest, num_wanted: int) -> bool:
+        if request.prefill is None or not self._receivers[request.transport].needs_quarantine:
+            return True
+        return self._shares.allows(request.prefill, num_wanted)
+
+    def _grant(self, request: DecodeRequest, handoff: machine.ReceiverHandoff) -> bool:
+        assert request.prefill is not None
+        sequence = request.sequence
+        if not self._context.blocks.admit(sequence, Owner.RESERVED):
+            return False
+        self._wishes.granted(request)
+        receiver = self._receivers[request.transport]
+        first_block = sequence.num_computed // self._context.spec.block_size
+        blocks = sequence.table.ids.tolist()
+        self._shares.granted(sequence.key, request.prefill, len(blocks))
+        reservation = f"{self._context.messenger.me.incarnation}-{next(self._reservation_numbers)}"
+        self._by_reservation[reservation] = sequence.key
+        handoff.granted(reservation, first_block, len(blocks), needs_quarantine=receiver.needs_quarantine)
+        receiver.admit(reservation, first_block, blocks[first_block:])
+        granted = Granted(
+            reservation=reservation,
+            first_block=first_block,
+            slots=blocks[first_block:],
+            transport=request.transport,
+            endpoint=receiver.endpoint,
+        )
+        self._send_prefill(request, granted)
+        return True
+
+    def _refuse_wish(self, request: DecodeRequest, reason: str) -> None:
+        self._requests.remove(request.sequence.key)
+        self._wishes.drop(request)
+        self._send_prefill(request, Refused(reason=reason))
+
+    # -- instructions -------------------------------------------------------------------------------------------------
+
+    def _on_landed(self, event: Landed) -> None:
+        request = self._requests.get(self._by_reservation.get(event.reservation))
+        if request is None:
+            return
+        request.last_progress = time.monotonic()
+        self._run(request, _machine_of(request).landed(event.reservation, event.blocks))
+        self._stream.flush()
+
+    def _run(self, request: DecodeRequest, instructions: list[machine.Instruction]) -> None:
+        for instruction in instructions:
+            self._carry_out(request, instruction)
+        handoff = _machine_of(request)
+        if handoff.state is machine.ReceiverState.FREED:
+            self._requests.remove(request.sequence.key)
+            self._by_reservation.pop(handoff.reservation, None)
+
+    def _carry_out(self, request: DecodeRequest, instruction: machine.Instruction) -> None:
+        sequence = request.sequence
+        match instruction:
+            case machine.StopReceiving(reservation):
+                self._receivers[request.transport].release(reservation)
+            case machine.Commit(handoff):
+                self._commit(request, handoff)
+            case machine.Quarantine():
+                assert request.prefill is not None
+                self._wishes.settled(request)
+                self.totals["quarantines"] += 1
+                self._quarantine.add(sequence.key, request.prefill, request.process)
+                self._context.blocks.change_owner(sequence, Owner.QUARANTINED)
+            case machine.FreeBlocks(num_whole):
+                self._settle(request)
+                prompt_end = sequence.num_prompt + request.first_index  # what a commit appended is not computed
+                sequence.num_computed = min(num_whole * self._context.spec.block_size, prompt_end)
+                self._context.blocks.publish(sequence)
+                self._context.blocks.free(sequence)
+                self.made_room()
+            case machine.AskForMissing(reservation, blocks):
+                self.totals["resends"] += 1
+                self._send_prefill(request, Resend(reservation=reservation, blocks=list(blocks)))
+            case machine.TellReleased(reservation, reason):
+                self._send_prefill(request, Released(reservation=reservation, reason=reason))
+
+    def _commit(self, request: DecodeRequest, handoff: Handoff) -> None:
+        sequence = request.sequence
+        sequence.num_computed = sequence.num_tokens
+        sequence.tokens.append(handoff.token_id)
+        self._context.blocks.change_owner(sequence, Owner.RUNNING)
+        try:
+            self._context.steps.adopt(sequence)
+        except (ValueError, OverflowError) as error:
+            log.warning("a handoff could not be taken over: %s", error)
+            self._run(request, _machine_of(request).not_adopted(str(error)))
+            return
+        self._settle(request)
+        self._by_reservation.pop(handoff.reservation, None)
+        self._send_prefill(request, Committed(reservation=handoff.reservation))
+        self._stream.put(sequence.router, _first_entry(request, handoff))
+        self.totals["handoffs_committed"] += 1
+        self.grant_wishes()  # those that waited for this prefix
+
+    def _settle(self, request: DecodeRequest) -> None:
+        """Nothing is written for it any more, and nobody has to wait for its blocks."""
+        self._wishes.settled(request)
+        self._shares.settled(request.sequence.key)
+
+    def _send_prefill(
+        self, request: DecodeRequest, body: Granted | Deferred | Refused | Committed | Resend | Released
+    ) -> None:
+        assert request.prefill is not None
+        self._requests.send(request.prefill, request.sequence.key, body)
+
+
+def _machine_of(request: DecodeRequest) -> machine.ReceiverHandoff:
+    assert request.handoff is not None
+    return request.handoff
+
+
+def _first_entry(request: DecodeRequest, handoff: Handoff) -> TokenEntry:
+    """The first token again, for a router that did not hear it from prefill, and what the prompt's blocks cost."""
+    received, cached = _machine_of(request).num_received, _machine_of(request).first_block
+    key = request.sequence.key
+    return TokenEntry(
+        request=key[0],
+        attempt=key[1],
+        sequence=key[2],
+        index=handoff.index,
+        token_ids=[handoff.token_id],
+        logprobs=[handoff.logprobs] if handoff.logprobs is not None else [],
+        cached_tokens=handoff.cached_tokens,
+        usage=SequenceUsage(prompt_blocks=received + cached, received_blocks=received, cached_blocks=cached),
+    )

@@ -1,0 +1,108 @@
+"""The requests that are open on a worker, and what both roles do alike about their beginning and their end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol, TypeVar
+
+from kvrelay.engine.batch import SequenceKey
+from kvrelay.protocol.messages import AnyBody, Cancel, Failed, Header, PeerRef, Prompt, Stop
+from kvrelay.scheduling.sequence import Sequence
+from kvrelay.worker.context import WorkerContext
+from kvrelay.worker.sequences import make_sequence, sequence_key
+from kvrelay.worker.tombstones import Tombstones
+
+DEADLINE_GRACE_S = 5.0
+"""The router ends a request at its deadline; a worker that heard nothing does so this much later."""
+
+
+class OpenRequest(Protocol):
+    """What a role's requests have in common."""
+
+    @property
+    def sequence(self) -> Sequence:
+        """The sequence itself."""
+        ...
+
+
+RequestT = TypeVar("RequestT", bound=OpenRequest)
+
+
+def deadline_of(prompt: Prompt) -> float:
+    """When a worker ends this request on its own; monotonic seconds."""
+    return time.monotonic() + prompt.timeout_s + DEADLINE_GRACE_S
+
+
+class OpenRequests(Mapping[SequenceKey, RequestT]):
+    """A role's requests by key. `cancel` is the role's way to end one of them; `role` names it in messages."""
+
+    def __init__(self, context: WorkerContext, role: str, cancel: Callable[[SequenceKey, str], None]) -> None:
+        self.cancel = cancel
+        self.draining = False
+        self.tombstones = Tombstones()
+        self._context = context
+        self._role = role
+        self._open: dict[SequenceKey, RequestT] = {}
+
+    def __getitem__(self, key: SequenceKey) -> RequestT:
+        return self._open[key]
+
+    def get(self, key: SequenceKey | None, default: object = None) -> RequestT | None:  # type: ignore[override]
+        """The request, or None."""
+        return self._open.get(key) if key is not None else None
+
+    def __iter__(self) -> Iterator[SequenceKey]:
+        return iter(self._open)
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, request: RequestT) -> None:
+        """It is open from now on."""
+        self._open[request.sequence.key] = request
+
+    def remove(self, key: SequenceKey) -> None:
+        """It holds nothing here any more. One that is not known is fine."""
+        self._open.pop(key, None)
+
+    # -- the beginning ------------------------------------------------------------------------------------------------
+
+    def queue(self, header: Header, router: PeerRef, prompt: Prompt, *, prefill_only: bool) -> Sequence | None:
+        """A sequence of the router's, handed to the scheduler; older attempts of it end. None where there is none to
+        start: it is known, cancelled, refused, or the worker drains. The router hears of the last two."""
+        key = sequence_key(header)
+        if key in self.tombstones or key in self._open:
+            return None
+        if self.draining:
+            self.send(router, key, Failed(cause=f"the {self._role} worker is draining", retriable=True))
+            return None
+        self.supersede(key)
+        try:
+            sequence = make_sequence(header, prompt, router, self._context.spec)
+            sequence.prefill_only = prefill_only
+            self._context.steps.add(sequence)
+        except (ValueError, OverflowError) as error:
+            self.send(router, key, Failed(cause=str(error), retriable=False))
+            return None
+        return sequence
+
+    def supersede(self, key: SequenceKey) -> None:
+        """A newer attempt of the same sequence ends the older ones."""
+        for other in [k for k in self._open if k[0] == key[0] and k[2] == key[2] and k[1] < key[1]]:
+            self.cancel(other, "a newer attempt took over")
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def end(self, key: SequenceKey, body: Stop | Cancel) -> None:
+        """The router ends it. Remembered, so that a request that comes later than its end is not started."""
+        self.cancel(key, body.reason if isinstance(body, Cancel) else "a stop string matched")
+        self.tombstones.bury(key, time.monotonic())
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def send(self, peer: PeerRef, key: SequenceKey, body: AnyBody) -> None:
+        """A message about a sequence, with its trace where the sequence is open here."""
+        request = self._open.get(key)
+        trace = request.sequence.trace if request is not None else ""
+        self._context.messenger.send(peer, body, request=key[0], attempt=key[1], sequence=key[2], trace=trace)

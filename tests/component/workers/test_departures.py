@@ -1,0 +1,79 @@
+"""Ends that are nobody's plan: a sampler that refuses a handoff, a drain with slots that nobody can prove safe."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from kvrelay.engine.batch import SequenceKey
+from kvrelay.protocol.messages import Reassign
+from kvrelay.protocol.sampling import Sampling
+from kvrelay.transfer.zmq_receiver import ZmqReceiver
+from tests.component.workers.rig import fleet, prompt_of, run
+from tests.fakes.hash_runner import HashRunner, expected_tokens
+
+pytestmark = pytest.mark.component
+GREEDY = Sampling(temperature=0.0, max_tokens=24, ignore_eos=True)
+
+
+class PickyRunner(HashRunner):
+    """Cannot take any sequence, as a sampler without some feature could not."""
+
+    def add_sequence(self, key: SequenceKey, sampling: Sampling, token_ids: Sequence[int], num_prompt: int) -> None:
+        raise ValueError("not with this sampler")
+
+
+@pytest.mark.parametrize("length", [5, 15, 16, 100])
+def test_a_handoff_that_the_scheduler_cannot_take_goes_to_another_decode_worker(redis_url: str, length: int) -> None:
+    async def test() -> None:
+        async with fleet(redis_url, [HashRunner()], [PickyRunner(), HashRunner()]) as f:
+            prompt = prompt_of(length)
+            got = f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt, GREEDY)
+            await got.until(lambda r: bool(r.need_decode))
+            assert got.need_decode[0].reason == "not with this sampler"
+            f.router.send(f.prefill[0].me, "a", Reassign(decode=f.decode[1].me))
+            assert (await got.finished()).output == expected_tokens(prompt, GREEDY, 512)
+            await f.until_clean()
+
+    run(test)
+
+
+def test_what_a_refused_handoff_leaves_in_the_cache_is_true(redis_url: str) -> None:
+    """The first token is appended before the scheduler says no; its K/V is not there, so its block is not published."""
+
+    async def test() -> None:
+        async with fleet(redis_url, [HashRunner()], [PickyRunner()]) as f:
+            prompt = prompt_of(31)
+            got = f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt, GREEDY)
+            await got.until(lambda r: bool(r.need_decode))
+            assert f.decode[0].blocks["cached"] == 1
+            f.router.send(f.prefill[0].me, "a", Reassign(decode=None))
+            await f.until_clean()
+
+    run(test)
+
+
+def test_a_drain_does_not_wait_for_slots_that_nobody_can_prove_safe(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ZmqReceiver, "needs_quarantine", True)
+
+    async def test() -> None:
+        settings = {"token_budget": 16, "max_running": 16, "drain_timeout_s": 3600.0}
+        async with fleet(redis_url, [HashRunner(step_s=0.05)], [HashRunner()], **settings) as f:
+            f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt_of(400), GREEDY)
+            decode = f.decode[0]
+            async with asyncio.timeout(10):
+                while not decode.blocks["reserved"]:
+                    await asyncio.sleep(0.005)
+            f.prefill.pop().die()
+            async with asyncio.timeout(10):
+                while not decode.shell.role.queues()["sender_lost"]:
+                    await asyncio.sleep(0.05)
+            assert decode.shell.role.num_open == 1
+            f.decode.clear()
+            await decode.stop()  # this process lives on, so its end is no proof; the test's own timeout would be
+
+    run(test)

@@ -56,6 +56,7 @@ class HashRunner:
         step_s: float = 0.0,
         block_padding_bytes: int = 0,
         fingerprint: str = "hash-model",
+        num_swap_slots: int = 0,
     ) -> None:
         entries_bytes = block_size * 8
         self.spec = ModelSpec(
@@ -71,7 +72,9 @@ class HashRunner:
             block_bytes=entries_bytes + block_padding_bytes,
             dtype="int32",
             fingerprint=fingerprint,
+            num_swap_slots=num_swap_slots,
         )
+        self._host = np.full((num_swap_slots, self.spec.block_bytes), 0xEE, np.uint8)
         self.pool_bytes = np.zeros((num_blocks, self.spec.block_bytes), np.uint8)
         self._entries = self.pool_bytes[:, :entries_bytes].view(np.int32).reshape(num_blocks, block_size, 2)
         self._sequences: dict[SequenceKey, Sampling] = {}
@@ -92,8 +95,16 @@ class HashRunner:
         started = time.perf_counter()
         if self.step_s:
             time.sleep(self.step_s)
+        self._swap(batch)
         rows = [self._run(row) for row in batch.rows]
         return StepResult(batch.step, rows, time.perf_counter() - started)
+
+    def _swap(self, batch: WorkerBatch) -> None:
+        """Slots hold nonsense until a block is copied there, so a wrong or missing copy gives other tokens."""
+        for block, slot in zip(*batch.swap_out, strict=True):
+            self._host[slot] = self.pool_bytes[block]
+        for block, slot in zip(*batch.swap_in, strict=True):
+            self.pool_bytes[block] = self._host[slot]
 
     def _run(self, row: WorkerRow) -> RowResult:
         size = self.spec.block_size

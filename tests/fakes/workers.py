@@ -74,8 +74,10 @@ class LocalWorker:
         return {owner.value: count for owner, count in self.shell.pool.counts().items()}
 
     def is_clean(self) -> bool:
-        """No request, and no block that anybody holds."""
+        """No request, no block that anybody holds, and nothing in the swap space."""
         busy = {owner: count for owner, count in self.blocks.items() if owner not in IDLE_OWNERS and count}
+        if self.shell.scheduler.swap_use.num_used_slots:
+            return False
         return not busy and self.shell.role.num_open == 0 and not self.shell.scheduler.has_work
 
     def die(self) -> None:

@@ -80,6 +80,7 @@ class DecodeRole:
         scheduler = self._context.scheduler
         return queues | {
             "waiting": len(scheduler.waiting),
+            "swapped": scheduler.swap_use.num_sequences,
             "running": len(scheduler.running),
             "queued_tokens": sum(sequence.num_tokens for sequence in scheduler.waiting),
             "tombstones": len(self._requests.tombstones),
@@ -87,8 +88,18 @@ class DecodeRole:
         }
 
     def totals(self) -> dict[str, float]:
+        scheduler = self._context.scheduler
+        use = scheduler.swap_use
         totals = self._totals | self._receiving.totals | self._stream.totals
-        return totals | {"preemptions": self._context.scheduler.num_preemptions}
+        return totals | {
+            "preemptions": scheduler.num_preemptions,
+            "preemptions_by_recompute": scheduler.num_preemptions - use.num_preemptions,
+            "preemptions_by_swap": use.num_preemptions,
+            "swap_copies_given_up": use.num_given_up,
+            "swapped_out_blocks": use.num_blocks_out,
+            "swapped_in_blocks": use.num_blocks_in,
+            "swap_s": use.copy_s,
+        }
 
     def begin_drain(self) -> None:
         self._requests.draining = True
@@ -143,7 +154,7 @@ class DecodeRole:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def _planned(self, plan: StepPlan) -> None:
-        for sequence in plan.preempted:
+        for sequence in plan.recomputed:
             self._requests[sequence.key].prompt_logprobs.clear()
 
     def _committed(self, outputs: list[SequenceOutput]) -> None:

@@ -202,6 +202,7 @@ def _describe(known: KnownWorker, own: WorkerLoad, is_live: bool, now: float) ->
         "in_flight_prompt_tokens": own.num_tokens,
         "queues": dict(status.queues) if status is not None else {},
         "blocks": dict(status.blocks) if status is not None else {},
+        "swap": dict(status.swap) if status is not None else {},
         "totals": dict(status.totals) if status is not None else {},
         "live": is_live,
         "age_s": round(now - known.heard_at, 3) if known.heard_at is not None else None,

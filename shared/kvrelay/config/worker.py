@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 from pydantic import ByteSize, Field, field_validator, model_validator
 
 from kvrelay.config.common import CommonConfig
-from kvrelay.scheduling.base import Chunking, QueueOrderName, Retraction, SchedulerSettings
+from kvrelay.scheduling.base import Chunking, Preemption, QueueOrderName, Retraction, SchedulerSettings
 from kvrelay.scheduling.registry import DEFAULT_SCHEDULER, WHOLE_PROMPTS, check_scheduler_name
 
 Role = Literal["prefill", "decode"]
@@ -99,6 +99,18 @@ class WorkerConfig(CommonConfig):
     retraction: Retraction = Field(
         default="latest", description="who loses its blocks when they run out: the latest, or who has the least output"
     )
+    preemption: Preemption = Field(
+        default="auto",
+        description="what becomes of the KV of a sequence that loses its blocks on a decode worker: computed again, or "
+        "copied to the swap space (if it has room) and back; auto: what is estimated to take less time",
+    )
+    swap_space: ByteSize | None = Field(
+        default=None,
+        ge=0,
+        le=1 << 44,
+        description="host memory for the KV of preempted sequences on a decode worker, as in 512MiB or 4GiB; 0: none "
+        "(default: a quarter of the pool's memory; on a CPU pages are taken when they are first written)",
+    )
     new_token_ratio: float = Field(
         default=0.0,
         ge=0,
@@ -143,7 +155,15 @@ class WorkerConfig(CommonConfig):
             chunking=self.chunking,
             retraction=self.retraction,
             new_token_ratio=self.new_token_ratio,
+            preemption=self.preemption,
         )
+
+    @property
+    def swap_bytes(self) -> int | None:
+        """Bytes of swap space; None: a part of the pool's size. Prefill workers swap nothing."""
+        if self.role == "prefill" or self.preemption == "recompute":
+            return 0
+        return self.swap_space
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -152,6 +172,8 @@ class WorkerConfig(CommonConfig):
                 f"chunking = dynamic needs a scheduler that cuts prompts (sarathi, simple_chunking), "
                 f"and scheduler = {self.scheduler} does not"
             )
+        if self.preemption == "swap" and self.swap_space == 0:
+            raise ValueError("preemption = swap needs a swap_space above 0")
         if self.max_running > self.token_budget:
             raise ValueError(
                 f"max_running ({self.max_running}) must be at most token_budget ({self.token_budget}): each running "

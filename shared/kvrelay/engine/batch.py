@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,12 +37,28 @@ class WorkerRow:
     is_prefill: bool
 
 
+class BlockCopies(NamedTuple):
+    """`blocks[i]` of the pool and `slots[i]` of the host's swap space are to hold the same bytes."""
+
+    blocks: tuple[int, ...] = ()
+    slots: tuple[int, ...] = ()
+
+
+NO_COPIES = BlockCopies()
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerBatch:
-    """The rows of one step, prefill chunks first."""
+    """The rows of one step, prefill chunks first, and what is copied between pool and host before them.
+
+    A block that is copied out may be copied into, or written by a row, in the same step; a slot that is copied in is
+    in no copy out of the same step.
+    """
 
     step: int
     rows: Sequence[WorkerRow]
+    swap_out: BlockCopies = NO_COPIES
+    swap_in: BlockCopies = NO_COPIES
 
     @property
     def num_tokens(self) -> int:
@@ -61,11 +77,12 @@ class RowResult:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Results in the order of the batch's rows, and the seconds the forward took."""
+    """Results in the order of the batch's rows, and the seconds that the forward and the copies before it took."""
 
     step: int
     rows: Sequence[RowResult]
     forward_s: float
+    copy_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +101,15 @@ class ModelSpec:
     block_bytes: int  # of one block of all layers
     dtype: str
     fingerprint: str  # hash over weights, dtype, KV layout, block size and tokenizer
+    num_swap_slots: int = 0  # blocks that fit the host's swap space
+    swap_block_s: float = 0.0  # seconds that copying a block to or from there took at the start; 0: not measured
 
 
 class RowsFailed(Exception):
-    """A step gave nothing because of the sequences in `keys`; without them it may be run again."""
+    """A step gave nothing because of the sequences in `keys`; without them it may be run again.
+
+    Its copies between pool and host were made; after any other exception they count as not made.
+    """
 
     def __init__(self, message: str, keys: Sequence[SequenceKey]) -> None:
         super().__init__(message)
@@ -115,8 +137,9 @@ class ModelRunner(Protocol):
         ...
 
     def execute(self, batch: WorkerBatch) -> StepResult:
-        """Runs one step: writes K/V of every row's tokens into its blocks, attends, samples. Thread-safe against
-        `add_sequence` and `drop_sequence` from another thread. A sampled token joins the sampler's history.
+        """Runs one step: copies blocks out to the host, then in from there, then writes K/V of every row's tokens into
+        its blocks, attends, samples. There may be copies and no rows. Thread-safe against `add_sequence` and
+        `drop_sequence` from another thread. A sampled token joins the sampler's history.
 
         Raises RowsFailed where some sequences alone are to blame."""
         ...

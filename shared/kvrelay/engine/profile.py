@@ -21,6 +21,8 @@ _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _MIB = 2**20
+SWAP_PART = 4
+"""Without a size of its own, the swap space has the pool's size divided by this."""
 
 
 class PoolDoesNotFit(ValueError):
@@ -39,18 +41,29 @@ class MemoryProfile:
         """What the share leaves for the pool; may be negative."""
         return int(self.total * memory_utilization) - self.resting - self.step
 
-    def num_blocks(self, memory_utilization: float, block_bytes: int, least: int) -> int:
-        """Blocks that fit. Raises PoolDoesNotFit where they are fewer than `least`."""
+    def num_blocks(self, memory_utilization: float, block_bytes: int, least: int, *, swap_bytes: int | None = 0) -> int:
+        """Blocks that fit beside a swap space of `swap_bytes`; None: of the pool's size divided by `SWAP_PART`.
+
+        Raises PoolDoesNotFit where they are fewer than `least`.
+        """
         available = self.pool_bytes(memory_utilization)
+        available = available * SWAP_PART // (SWAP_PART + 1) if swap_bytes is None else available - swap_bytes
         if available < least * block_bytes:
             raise PoolDoesNotFit(
                 f"memory_utilization {memory_utilization:g} of {self.total // _MIB} MiB is "
                 f"{int(self.total * memory_utilization) // _MIB} MiB; the process with its weights takes "
-                f"{self.resting // _MIB} MiB and the largest step {self.step // _MIB} MiB, which leaves "
+                f"{self.resting // _MIB} MiB and the largest step {self.step // _MIB} MiB"
+                f"{_and_swap(swap_bytes)}, which leaves "
                 f"{available // _MIB} MiB for a pool that takes at least {least * block_bytes // _MIB} MiB "
                 f"({least} blocks)"
             )
         return available // block_bytes
+
+
+def _and_swap(swap_bytes: int | None) -> str:
+    if swap_bytes is None:
+        return f", the swap space a part in {SWAP_PART + 1} of the rest"
+    return f" and the swap space {swap_bytes // _MIB} MiB" if swap_bytes else ""
 
 
 def machine_memory_bytes() -> int:

@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from kvrelay.backends.base import AttentionBackend, PackedRows, allocate_pool
 from kvrelay.engine.batch import ModelSpec, RowResult, SequenceKey, StepResult, WorkerBatch, WorkerRow
 from kvrelay.engine.fingerprint import find_model_dir, fingerprint
+from kvrelay.engine.host_buffer import HostBuffer
 from kvrelay.engine.logprobs import token_logprobs
 from kvrelay.engine.model import CausalModel, load_model, open_source
-from kvrelay.engine.profile import blocks_for_profile, profile_memory
+from kvrelay.engine.profile import SWAP_PART, blocks_for_profile, profile_memory
 from kvrelay.engine.sampler import Sampler
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
@@ -40,13 +41,16 @@ class _ScoredPrompt:
 class TransformersRunner:
     """A `ModelRunner` over a model of transformers and one pool."""
 
-    def __init__(self, model: CausalModel, num_blocks: int, name: str | None = None) -> None:
+    def __init__(
+        self, model: CausalModel, num_blocks: int, name: str | None = None, *, num_swap_slots: int = 0
+    ) -> None:
         """`name` is what the spec calls the model; its path or hub name if there is none."""
         layout, source = model.layout, model.source
         self._model = model
         self._backend = model.backend
         self._device = source.device
         self._pool = allocate_pool(layout, num_blocks, source.device)
+        self._host = HostBuffer(self._pool, num_swap_slots)
         self._sampler = Sampler(model.vocab_size, model.eos_token_ids, source.device)
         self._scored: dict[SequenceKey, _ScoredPrompt] = {}
         self._lock = threading.Lock()  # over sampler and scored prompts
@@ -63,6 +67,8 @@ class TransformersRunner:
             block_bytes=layout.block_bytes,
             dtype=str(layout.dtype).removeprefix("torch."),
             fingerprint=fingerprint(find_model_dir(source.name), layout),
+            num_swap_slots=num_swap_slots,
+            swap_block_s=self._host.measure(),
         )
 
     @property
@@ -106,7 +112,11 @@ class TransformersRunner:
         Raises:
             BadLogits: the model gave NaN or infinity for some sequences; the step may be run again without them.
             KeyError: a row that samples is unknown.
+            IndexError: a copy names a block or a slot that there is not.
         """
+        copy_s = self._host.swap(batch.swap_out, batch.swap_in)
+        if not batch.rows:
+            return StepResult(batch.step, [], 0.0, copy_s)
         started = time.perf_counter()
         with self._lock:
             unknown = [row.key for row in batch.rows if row.sample and row.key not in self._sampler]
@@ -123,7 +133,7 @@ class TransformersRunner:
         for index in range(len(batch.rows)):
             token_id, logprobs = sampled.get(index, (None, None))
             results.append(RowResult(token_id, logprobs, prompt_logprobs.get(index, [])))
-        return StepResult(batch.step, results, time.perf_counter() - started)
+        return StepResult(batch.step, results, time.perf_counter() - started, copy_s)
 
     def _sample(
         self, rows: Sequence[WorkerRow], packed: PackedRows, hidden: torch.Tensor
@@ -178,7 +188,7 @@ def pack_rows(rows: Sequence[WorkerRow]) -> PackedRows:
 
 @dataclass(frozen=True, slots=True)
 class PoolSizing:
-    """A share of the machine's memory for this process, and what bounds its steps."""
+    """A share of the machine's memory for this process, swap space included, and what bounds its steps."""
 
     memory_utilization: float
     token_budget: int
@@ -186,7 +196,7 @@ class PoolSizing:
     whole_prompts: bool = False  # the scheduler does not cut prompts: a step may be as long as the longest
 
 
-def _profiled_num_blocks(model: CausalModel, sizing: PoolSizing) -> int:
+def _profiled_num_blocks(model: CausalModel, sizing: PoolSizing, swap_bytes: int | None) -> int:
     block_size = model.layout.block_size
     num_tokens = sizing.token_budget
     if sizing.whole_prompts:
@@ -194,7 +204,10 @@ def _profiled_num_blocks(model: CausalModel, sizing: PoolSizing) -> int:
     small = TransformersRunner(model, blocks_for_profile(num_tokens, sizing.max_running, block_size))
     profile = profile_memory(small, num_tokens, sizing.max_running)
     num_blocks = profile.num_blocks(
-        sizing.memory_utilization, model.layout.block_bytes, blocks_for(sizing.token_budget, block_size)
+        sizing.memory_utilization,
+        model.layout.block_bytes,
+        blocks_for(sizing.token_budget, block_size),
+        swap_bytes=swap_bytes,
     )
     log.info(
         "memory: %d MiB with the weights, %d MiB for the largest step, %d MiB for the pool, of %d MiB",
@@ -214,6 +227,7 @@ def make_runner(
     num_blocks: int | None = None,
     memory_bytes: int = _DEFAULT_MEMORY_BYTES,
     size_pool: PoolSizing | None = None,
+    swap_bytes: int | None = 0,
     max_model_len: int | None = None,
     device: str = "cpu",
     num_threads: int | None = None,
@@ -223,6 +237,7 @@ def make_runner(
     """Loads `model` (a directory or a hub name) and allocates its pool: `num_blocks`, or what fits `memory_bytes`.
 
     With `size_pool` the pool is what a profile of the largest step leaves of a share of the machine's memory.
+    `swap_bytes` is the host's swap space; None: a quarter of the pool's memory.
     Without a `backend`, the fastest one that works is taken.
 
     Raises:
@@ -236,7 +251,7 @@ def make_runner(
     source = open_source(model, dtype, device, max_model_len)
     loaded = load_model(source, block_size, backend)
     if num_blocks is None and size_pool is not None:
-        num_blocks = _profiled_num_blocks(loaded, size_pool)
+        num_blocks = _profiled_num_blocks(loaded, size_pool, swap_bytes)
     elif num_blocks is None:
         num_blocks = memory_bytes // loaded.layout.block_bytes
     if num_blocks < 1:
@@ -247,4 +262,9 @@ def make_runner(
             f"{num_blocks * block_size}; it takes {blocks_for(max_model_len, block_size)} blocks, "
             f"{blocks_for(max_model_len, block_size) * loaded.layout.block_bytes} bytes"
         )
-    return TransformersRunner(loaded, num_blocks, name)
+    num_slots = num_blocks // SWAP_PART if swap_bytes is None else swap_bytes // loaded.layout.block_bytes
+    if swap_bytes and not num_slots:
+        raise ValueError(
+            f"swap_space = {swap_bytes}: a block takes {loaded.layout.block_bytes} bytes (allowed: 0, or at least that)"
+        )
+    return TransformersRunner(loaded, num_blocks, name, num_swap_slots=num_slots)

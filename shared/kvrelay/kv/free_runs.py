@@ -7,6 +7,7 @@ the bit length of their length. Taking a run and giving back a block are O(1), a
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 
 from kvrelay.kv.errors import IntegrityError
 
@@ -50,6 +51,25 @@ class FreeRuns:
         if not 0 <= block < self._num_blocks:
             return []
         return self._take_front(block, min(num_blocks, self._length[block + 1]))
+
+    def take_named(self, blocks: list[int]) -> None:
+        """Takes exactly these, which are free. O(number of runs), as tags inside a run mean nothing."""
+        runs = self.runs()
+        starts = [start for start, _ in runs]
+        taken_of: dict[int, list[int]] = {}
+        for block in sorted(blocks):
+            taken_of.setdefault(bisect_right(starts, block) - 1, []).append(block)
+        for index, taken in taken_of.items():
+            start, run_length = runs[index]
+            end = start + run_length
+            self._unlink(start, run_length)
+            self._length[start + 1] = self._length[end] = 0
+            for block in taken:
+                self._length[block + 1] = 0
+            for first, last in zip([start, *(block + 1 for block in taken)], [*taken, end], strict=True):
+                if first < last:
+                    self._link(first, last - first)
+        self.num_free -= len(blocks)
 
     def give_back(self, blocks: list[int]) -> None:
         """Adds blocks that are not free, and joins them with their free neighbours."""

@@ -32,7 +32,7 @@ class Owner(StrEnum):
     RUNNING = "running"  # a sequence reads it, or writes its next tokens into it
     COMPUTING = "computing"  # a prompt is being computed into it
     RESERVED = "reserved"  # granted to a handoff; the peer may write into it
-    IN_FLIGHT = "in_flight"  # a transfer reads it or writes into it
+    IN_FLIGHT = "in_flight"  # a transfer, or a planned step's copy to or from the host, reads it or writes into it
     QUARANTINED = "quarantined"  # its handoff is over, but a write may still land
 
 
@@ -187,6 +187,21 @@ class BlockPool:
             counts[labels[after.bit_length()]] += 1
         if pinned and self._cache is not None:
             self._cache.pin(pinned)
+
+    def claim(self, blocks: BlockIds, owner: Owner) -> None:
+        """Adds a hold to blocks whatever they are: free ones are allocated, by name. O(free runs) if any is free."""
+        _shift(owner)
+        ids = self._check_ids(blocks)
+        free = [block for block in ids if not self._holds[block] and not self._cached[block]]
+        if free:
+            one = 1 << _shift(owner)
+            self._free_runs.take_named(free)
+            for block in free:
+                self._holds[block] = one
+            self._label_counts[_FREE] -= len(free)
+            self._label_counts[_LABEL_BY_BIT_LENGTH[one.bit_length()]] += len(free)
+        taken = set(free)
+        self.hold([block for block in ids if block not in taken], owner)
 
     def fork(self, blocks: BlockIds, owner: Owner) -> None:
         """Another sequence takes over the same blocks as its prefix; `copy_on_write` parts them again."""

@@ -262,13 +262,14 @@ class StatusQuery(Body, frozen=True, kw_only=True, tag="status_query"):
 
 
 class Status(Body, frozen=True, kw_only=True, tag="status"):
-    """P,D>R: queues, blocks by owner, and totals since the start."""
+    """P,D>R: queues, blocks by owner, totals since the start, and the host's swap space (slots: total, used)."""
 
     query: int
     draining: bool
     queues: dict[str, int]
     blocks: dict[str, int]
     totals: dict[str, float]
+    swap: dict[str, int] = {}
 
 
 class Alive(Body, frozen=True, kw_only=True, tag="alive"):

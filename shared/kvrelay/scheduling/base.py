@@ -14,6 +14,7 @@ from kvrelay.scheduling.sequence import Sequence
 QueueOrderName = Literal["fcfs", "lpm", "dfs_weight", "priority", "sjf", "random"]
 Chunking = Literal["fixed", "dynamic"]
 Retraction = Literal["latest", "least_progress"]
+Preemption = Literal["auto", "recompute", "swap"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,9 @@ class SchedulerSettings:
 
     `queue_patience`: admissions that a waiting sequence lets pass before it is next, whatever the order.
     `new_token_ratio`: share of the tokens that running sequences may still draw for which admission leaves room, at
-    first; 0 leaves none. `retraction`: who goes when blocks run out.
+    first; 0 leaves none. `retraction`: who goes when blocks run out. `preemption`: what becomes of its K/V: computed
+    again later, copied to the host and back, or what is estimated to take less time. `num_swap_slots`: blocks that fit
+    the host's swap space. `swap_block_s`: seconds that copying a block takes one way, until steps have measured it.
     """
 
     queue_order: QueueOrderName = "fcfs"
@@ -49,15 +52,40 @@ class SchedulerSettings:
     chunking: Chunking = "fixed"
     retraction: Retraction = "latest"
     new_token_ratio: float = 0.0
+    preemption: Preemption = "auto"
+    num_swap_slots: int = 0
+    swap_block_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, kind in (("queue_order", QueueOrderName), ("chunking", Chunking), ("retraction", Retraction)):
+        choices = {
+            "queue_order": QueueOrderName,
+            "chunking": Chunking,
+            "retraction": Retraction,
+            "preemption": Preemption,
+        }
+        for name, kind in choices.items():
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} = {getattr(self, name)!r}: must be one of {', '.join(get_args(kind))}")
         if self.queue_patience < 1:
             raise ValueError(f"queue_patience = {self.queue_patience}: must be at least 1")
         if not 0 <= self.new_token_ratio <= 1:
             raise ValueError(f"new_token_ratio = {self.new_token_ratio}: must be 0 to 1")
+        if self.num_swap_slots < 0 or self.swap_block_s < 0:
+            raise ValueError("num_swap_slots and swap_block_s must be at least 0")
+
+
+@dataclass(slots=True)
+class SwapUse:
+    """Sums since the start, but for the last three: slots, those in use, and sequences that wait with a copy."""
+
+    num_preemptions: int = 0
+    num_blocks_out: int = 0
+    num_blocks_in: int = 0
+    num_given_up: int = 0
+    copy_s: float = 0.0
+    num_slots: int = 0
+    num_used_slots: int = 0
+    num_sequences: int = 0
 
 
 AdmissionGate = Callable[[Sequence], str]
@@ -93,6 +121,11 @@ class Scheduler(Protocol):
     @property
     def num_preemptions(self) -> int:
         """How often a sequence lost its blocks to others, since the start."""
+        ...
+
+    @property
+    def swap_use(self) -> SwapUse:
+        """What was copied to the host and back, since the start, and what lies there now."""
         ...
 
     @property

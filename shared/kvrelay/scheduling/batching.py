@@ -15,7 +15,7 @@ from kvrelay.kv.cache import Cache
 from kvrelay.kv.pool import BlockPool, Owner
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay.scheduling.admission import NewTokenRatio
-from kvrelay.scheduling.base import AdmissionGate, SchedulerLimits, SchedulerSettings
+from kvrelay.scheduling.base import AdmissionGate, SchedulerLimits, SchedulerSettings, SwapUse
 from kvrelay.scheduling.blocks import BlockManager
 from kvrelay.scheduling.chunks import Chunks
 from kvrelay.scheduling.orders import ORDERS
@@ -23,6 +23,7 @@ from kvrelay.scheduling.plan import PlanDraft, PlannedRow, SequenceOutput, StepP
 from kvrelay.scheduling.prefixes import PrefixesInProgress
 from kvrelay.scheduling.queue import WaitingQueue
 from kvrelay.scheduling.sequence import Sequence, SequenceState
+from kvrelay.scheduling.swapping import Swapper
 
 DEFAULT_SETTINGS = SchedulerSettings()
 
@@ -31,6 +32,8 @@ class BatchScheduler(ABC):
     """See the module's text. Implements `Scheduler`."""
 
     block_manager: ClassVar[type[BlockManager]] = BlockManager
+    mixes_prompts_and_decodes: ClassVar[bool] = False
+    """Whether a sequence that comes back from the host decodes in the step that admits it."""
 
     def __init__(
         self, limits: SchedulerLimits, blocks: BlockManager, settings: SchedulerSettings = DEFAULT_SETTINGS
@@ -41,6 +44,7 @@ class BatchScheduler(ABC):
         self.in_progress = PrefixesInProgress()
         self.waiting = WaitingQueue(ORDERS[settings.queue_order], blocks, self.in_progress, settings.queue_patience)
         self.running: dict[SequenceKey, Sequence] = {}
+        self.swaps = Swapper(blocks, settings)
         self.num_preemptions = 0
         self.new_token_ratio = NewTokenRatio(settings.new_token_ratio)
         self.chunks = self.make_chunks()
@@ -100,6 +104,11 @@ class BatchScheduler(ABC):
         return self.new_token_ratio.headroom(self.running.values(), self.blocks)
 
     @property
+    def swap_use(self) -> SwapUse:
+        """What was copied to the host and back, and what lies there."""
+        return self.swaps.use
+
+    @property
     def has_work(self) -> bool:
         """Whether any sequence waits or runs."""
         return bool(self._sequences)
@@ -110,10 +119,11 @@ class BatchScheduler(ABC):
         self._sequences[sequence.key] = sequence
 
     def _leave(self, sequence: Sequence) -> None:
-        if sequence.state is SequenceState.WAITING:
-            self.waiting.remove(sequence)
-        else:
+        if sequence.state is SequenceState.RUNNING:
             self._lose_blocks(sequence)
+        else:
+            self.waiting.remove(sequence)
+        self.swaps.drop(sequence)
         sequence.state = SequenceState.FINISHED
         del self._sequences[sequence.key]
         if not self.running:
@@ -132,7 +142,7 @@ class BatchScheduler(ABC):
         draft = PlanDraft(self.limits.token_budget)
         self.fill(draft)
         self._step += 1
-        plan = draft.finish(self._step)
+        plan = draft.finish(self._step, self.swaps.seal(draft))
         for row in plan.rows:
             row.sequence.num_planned = row.num_tokens
         return plan
@@ -175,6 +185,8 @@ class BatchScheduler(ABC):
             return "its prefix is being computed"
         if self.gate is not None and (reason := self.gate(sequence)):
             return reason
+        if sequence.state is SequenceState.SWAPPED:
+            return self._admit_swapped(sequence, draft, beyond_budget)
         position = self.blocks.num_cached_blocks(sequence) * self.blocks.pool.block_size
         num_tokens = self.chunks.size(sequence.num_tokens - position, position, draft)
         if not num_tokens and not beyond_budget:
@@ -185,6 +197,24 @@ class BatchScheduler(ABC):
         draft.admitted.append(sequence)
         if num_tokens:
             self._plan_chunk(sequence, num_tokens, draft)
+        return ""
+
+    def _admit_swapped(self, sequence: Sequence, draft: PlanDraft, beyond_budget: bool) -> str:
+        """As above, for one whose K/V comes back from the host: it goes on where it was."""
+        position = self.swaps.num_tokens(sequence)
+        num_remaining = sequence.num_tokens - position
+        decodes = num_remaining == 1 and sequence.num_output > 0
+        num_tokens = min(1, max(0, draft.budget_left)) if decodes else self.chunks.size(num_remaining, position, draft)
+        if not num_tokens and not beyond_budget:
+            return "budget spent"
+        if not self.swaps.resume(sequence, num_tokens, self.num_headroom_blocks, draft):
+            return "no blocks"
+        self._admitted(sequence)
+        draft.admitted.append(sequence)
+        if not decodes and num_tokens:
+            self._plan_chunk(sequence, num_tokens, draft)
+        elif num_tokens and self.mixes_prompts_and_decodes:
+            draft.add_decode(PlannedRow(sequence, position, 1, False, True))
         return ""
 
     def _give_blocks(self, sequence: Sequence, first_chunk: int) -> bool:
@@ -204,6 +234,7 @@ class BatchScheduler(ABC):
     def _admitted(self, sequence: Sequence) -> None:
         if not sequence.num_preemptions:
             sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt)
+        self.swaps.resumed(sequence)
         self.waiting.admitted(sequence)
         sequence.state = SequenceState.RUNNING
         self.running[sequence.key] = sequence
@@ -230,7 +261,7 @@ class BatchScheduler(ABC):
         """Blocks for `num_tokens` tokens, at the cost of others; False if the sequence was preempted itself."""
         while not self.blocks.grow(sequence, num_tokens):
             victim = self._victim()
-            self._preempt(victim)
+            self._preempt(victim, draft)
             draft.preempt(victim)
             if victim is sequence:
                 return False
@@ -243,20 +274,34 @@ class BatchScheduler(ABC):
             return next(latest_first)
         return min(latest_first, key=lambda sequence: sequence.num_output)
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """Recomputation: its output joins what there is to compute; published blocks may still be cached then."""
+    def _preempt(self, sequence: Sequence, draft: PlanDraft) -> None:
+        """Its K/V goes to the host, or is computed again: then its output joins what there is to compute, and what it
+        published may still be cached."""
+        if self.swaps.undo(sequence, draft):
+            self._requeue_swapped(sequence)
+            return
+        is_swapped = self.swaps.preempt(sequence, draft)
         self._lose_blocks(sequence)
-        sequence.state = SequenceState.WAITING
+        sequence.state = SequenceState.SWAPPED if is_swapped else SequenceState.WAITING
+        if not is_swapped:
+            draft.recomputed.append(sequence)
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.resume(sequence)
         self.new_token_ratio.retracted(self.running.values())
+
+    def _requeue_swapped(self, sequence: Sequence) -> None:
+        """Its K/V did not come back from the host, and is there still."""
+        self._lose_blocks(sequence)
+        sequence.state = SequenceState.SWAPPED
+        self.waiting.resume(sequence)
 
     # -- the result ---------------------------------------------------------------------------------------------------
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
         """Books a step's result; returns what is to be told about it. Finished sequences have left."""
         self.chunks.measured(plan, result.forward_s)
+        self.swaps.landed(plan, result.forward_s, result.copy_s)
         self.new_token_ratio.relax()
         outputs = []
         for row, given in zip(plan.rows, result.rows, strict=True):
@@ -294,7 +339,7 @@ class BatchScheduler(ABC):
     def fail_step(self, plan: StepPlan, keys: Collection[SequenceKey] | None = None) -> list[Sequence]:
         """The step could not be computed: the sequences with these keys leave (None: all of them). Returns them.
 
-        The others are where they were before the step.
+        The others are where they were before the step; its copies to and from the host were made if keys are given.
         """
         failed = []
         for row in plan.rows:
@@ -303,6 +348,11 @@ class BatchScheduler(ABC):
             if keys is None or sequence.key in keys or sequence.abort_requested:
                 self._leave(sequence)
                 failed.append(sequence)
+        if keys is not None:
+            self.swaps.landed(plan, 0.0, 0.0)
+        else:
+            for sequence in self.swaps.failed(plan):
+                self._requeue_swapped(sequence)
         return failed
 
     def _publish(self, sequence: Sequence) -> None:

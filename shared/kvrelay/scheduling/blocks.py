@@ -66,15 +66,33 @@ class BlockManager:
         it makes beyond. Without, there is room for all known tokens and no more (a handoff's slots).
         `headroom`: blocks that must be available besides.
         """
-        size, pool = self.pool.block_size, self.pool
-        num_cached = self.num_cached_blocks(sequence)
+        size = self.pool.block_size
         num_tokens = sequence.num_tokens
         if first_chunk is not None:
-            num_tokens = self._num_at_admission(sequence, num_cached * size + first_chunk)
-        num_missing = blocks_for(num_tokens, size) - num_cached
+            num_tokens = self._num_at_admission(sequence, self.num_cached_blocks(sequence) * size + first_chunk)
+        if not self._take(sequence, owner, self._num_reusable(sequence), num_tokens, headroom):
+            return False
+        sequence.num_computed = sequence.num_published * size
+        return True
+
+    def readmit(self, sequence: Sequence, owner: Owner, num_computed: int, num_next: int, headroom: int = 0) -> bool:
+        """As `admit`, for a sequence whose first `num_computed` tokens' K/V is elsewhere: what the cache still has of
+        it is shared (`num_published` says how many blocks), the rest is the caller's to bring. `num_next`: tokens that
+        are computed after the next step.
+        """
+        num_tokens = self._num_at_admission(sequence, num_next)
+        if not self._take(sequence, owner, num_computed // self.pool.block_size, num_tokens, headroom):
+            return False
+        sequence.num_computed = num_computed
+        return True
+
+    def _take(self, sequence: Sequence, owner: Owner, num_reusable: int, num_tokens: int, headroom: int) -> bool:
+        """Blocks for `num_tokens` tokens, up to `num_reusable` of them from the cache. All or nothing."""
+        pool, hashes = self.pool, sequence.block_hashes(num_reusable)
+        num_missing = blocks_for(num_tokens, pool.block_size) - self.cache.peek(hashes)
         if num_missing + headroom > pool.num_available:
             return False
-        cached = self.cached_prefix(sequence)
+        cached = self.cache.match(hashes)
         pool.hold(cached, owner)
         if num_missing + headroom > pool.num_available:  # now that the prefix cannot be evicted
             pool.release(cached, owner)
@@ -82,8 +100,7 @@ class BlockManager:
         sequence.owner = owner
         sequence.table.append(cached)
         sequence.table.append(pool.allocate(num_missing, owner))
-        sequence.num_computed = num_cached * size
-        sequence.num_published = num_cached
+        sequence.num_published = len(cached)
         return True
 
     def _num_at_admission(self, sequence: Sequence, num_next: int) -> int:
@@ -114,16 +131,37 @@ class BlockManager:
         return max(0, min(left, self.max_model_len - sequence.num_tokens))
 
     def publish(self, sequence: Sequence) -> list[BlockHash]:
-        """Offers the blocks whose K/V is complete to the cache; returns the hashes of the new ones."""
+        """Offers the blocks whose K/V is complete to the cache; returns the hashes of the new ones.
+
+        Where the cache has some of them already, the sequence takes the cached ones for its own. While that cannot be
+        (a step or a transfer uses its own) nothing is published: what is published under others' blocks pins them,
+        and a sequence that computed a cached prefix anew would keep it in the pool twice.
+        """
         num_full = sequence.num_computed // self.pool.block_size
         start = sequence.num_published
         if num_full <= start:
             return []
         hashes = sequence.block_hashes(num_full)
+        num_known = self.cache.peek(hashes[start:])
+        if num_known and not self._share(sequence, hashes[: start + num_known]):
+            return []
         parent = hashes[start - 1] if start else None
         self.cache.extend(parent, hashes[start:], sequence.table.ids[start:num_full].tolist())
         sequence.num_published = num_full
         return hashes[start:]
+
+    def _share(self, sequence: Sequence, hashes: list[BlockHash]) -> bool:
+        """Puts the cached blocks of a chain in the place of the sequence's own copies behind those it published."""
+        if sequence.prefill_only or sequence.num_planned:
+            return False
+        start = sequence.num_published
+        cached = self.cache.match(hashes)[start:]
+        own = sequence.table.ids[start : start + len(cached)].tolist()
+        self.pool.hold(cached, sequence.owner)
+        for index, block in enumerate(cached, start):
+            sequence.table.replace(index, block)
+        self.pool.release(own, sequence.owner)
+        return True
 
     def change_owner(self, sequence: Sequence, owner: Owner) -> None:
         """Lets a sequence's blocks count as `owner` from now on."""

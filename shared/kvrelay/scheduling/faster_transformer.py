@@ -26,6 +26,8 @@ class FasterTransformerScheduler(BatchScheduler):
         """A new batch; or the rest of its prompts; or its decodes."""
         if not self.running:
             self.admit_prompts(draft, beyond_budget=True)
+            if not draft.prompts:  # what was admitted comes back from the host in the middle of its output
+                self.plan_decodes(draft)
             return
         draft.held_back = "a batch is running" if self.waiting else "queue empty"
         self.plan_prompts(draft)

@@ -18,12 +18,14 @@ class OrcaScheduler(BatchScheduler):
     """All decodes, and whole prompts beside them."""
 
     block_manager = WholeSequenceBlocks
+    mixes_prompts_and_decodes = True
 
     def make_chunks(self) -> Chunks:
         """Prompts are not cut."""
         return WholePrompts()
 
     def fill(self, draft: PlanDraft) -> None:
-        """Decodes, then new prompts."""
+        """Decodes, then prompts: first those whose step failed because of others, then new ones."""
         self.plan_decodes(draft)
+        self.plan_prompts(draft)
         self.admit_prompts(draft)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvrelay.engine.batch import SequenceKey
+from kvrelay.engine.batch import BlockCopies, SequenceKey
+from kvrelay.kv.pool import Owner
 from kvrelay.protocol.sampling import FinishReason, TokenLogprobs
 from kvrelay.scheduling.sequence import Sequence
 
@@ -26,15 +27,62 @@ class PlannedRow(msgspec.Struct, frozen=True):
     sample: bool
 
 
+@dataclass(slots=True, eq=False)
+class SwapCopy:
+    """A preempted sequence's K/V on the host: the first `num_tokens` tokens', one slot a block, in table order.
+
+    `is_made`: the step that copies it out has landed. `gain_s`: what giving it up costs, by the estimate at its making.
+    """
+
+    sequence: Sequence
+    slots: tuple[int, ...]
+    num_tokens: int
+    owner: Owner
+    gain_s: float = 0.0
+    is_made: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SwapPlan:
+    """What a step copies between pool and host before its forward: first out, then in.
+
+    `leaving` and `returning`: whose K/V that is. `claimed`: the pool's blocks that these copies read or write, held as
+    `in_flight` from the plan's end until the step has landed, whoever holds them besides.
+    """
+
+    out: BlockCopies
+    back: BlockCopies
+    leaving: Seq[SwapCopy]
+    returning: Seq[SwapCopy]
+    claimed: Seq[int]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks copied, both ways."""
+        return len(self.out.blocks) + len(self.back.blocks)
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Rows of one step, prefill chunks first. `held_back` says why the head of the queue was not admitted."""
+    """Rows of one step, prefill chunks first. `held_back` says why the head of the queue was not admitted.
+
+    `preempted` lost their blocks; `recomputed` lost their K/V, in this step or since the one before: those preempted
+    without a copy, and those whose copy was given up. `swaps`: what is copied to the host and back, if anything; such
+    a step is to be executed even where it has no rows.
+    """
 
     step: int
     rows: Seq[PlannedRow]
     admitted: Seq[Sequence] = ()
     preempted: Seq[Sequence] = ()
     held_back: str = ""
+    recomputed: Seq[Sequence] = ()
+    swaps: SwapPlan | None = None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is anything to execute."""
+        return bool(self.rows) or self.swaps is not None
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -56,6 +104,9 @@ class PlanDraft:
         self.decodes: dict[SequenceKey, PlannedRow] = {}
         self.admitted: list[Sequence] = []
         self.preempted: list[Sequence] = []
+        self.recomputed: list[Sequence] = []
+        self.leaving: dict[SwapCopy, BlockCopies] = {}
+        self.returning: dict[SwapCopy, BlockCopies] = {}
         self.held_back = ""
 
     @property
@@ -80,9 +131,9 @@ class PlanDraft:
             self.budget_left += row.num_tokens
         self.preempted.append(sequence)
 
-    def finish(self, step: int) -> StepPlan:
+    def finish(self, step: int, swaps: SwapPlan | None = None) -> StepPlan:
         """The plan."""
-        return StepPlan(step, self.rows, self.admitted, self.preempted, self.held_back)
+        return StepPlan(step, self.rows, self.admitted, self.preempted, self.held_back, self.recomputed, swaps)
 
 
 class SequenceOutput(msgspec.Struct, frozen=True):

@@ -14,6 +14,8 @@ from kvrelay.scheduling.plan import PlanDraft
 class SarathiScheduler(BatchScheduler):
     """Decodes first, then chunks; a decode that finds no block preempts others."""
 
+    mixes_prompts_and_decodes = True
+
     def make_chunks(self) -> Chunks:
         """Chunks of fixed size or of equal time."""
         return make_chunks(self.settings.chunking, self.limits.token_budget)

@@ -2,7 +2,9 @@
 
 1. WAITING    queued; holds nothing. A preempted sequence is here again, with its output as part of what to compute.
 2. RUNNING    holds blocks; `num_computed` of its tokens have K/V. Prefilling until all but the newest token have it.
-3. FINISHED   left the scheduler, holds nothing there. Terminal.
+3. SWAPPED    preempted and queued; holds no block, but its K/V has a copy on the host. RUNNING again when that is to be
+              copied back; WAITING when the copy is given up.
+4. FINISHED   left the scheduler, holds nothing there. Terminal.
 
 Committed and planned lengths are kept apart: `num_computed` moves only when a step's result is committed, `num_planned`
 says how many tokens a step in flight is computing.
@@ -29,6 +31,7 @@ class SequenceState(StrEnum):
 
     WAITING = "waiting"
     RUNNING = "running"
+    SWAPPED = "swapped"
     FINISHED = "finished"
 
 

@@ -22,7 +22,8 @@ class VllmScheduler(BatchScheduler):
         return WholePrompts()
 
     def fill(self, draft: PlanDraft) -> None:
-        """Prompts if any can be admitted, else decodes."""
+        """Prompts if any can be admitted, or if the step that had them failed because of others; else decodes."""
+        self.plan_prompts(draft)
         self.admit_prompts(draft)
         if not draft.prompts:
             self.plan_decodes(draft)

@@ -34,10 +34,15 @@ class StepRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
     num_waiting: int
     num_running: int
     num_preempted: int
+    num_recomputed: int  # of them, and of those preempted before, lost their K/V in this step
+    num_swapped_out_blocks: int
+    num_swapped_in_blocks: int
+    num_used_swap_slots: int
     num_available_blocks: int
     num_allocated_slots: int  # tokens that the running sequences' blocks have room for
     num_committed_slots: int  # those whose K/V is there
     schedule_s: float
+    copy_s: float  # between pool and host, before the forward
     forward_s: float
     commit_s: float
     held_back: str
@@ -132,10 +137,15 @@ class MetricsStore:
                 len(scheduler.waiting),
                 len(scheduler.running),
                 len(plan.preempted),
+                len(plan.recomputed),
+                len(plan.swaps.out.blocks) if plan.swaps is not None else 0,
+                len(plan.swaps.back.blocks) if plan.swaps is not None else 0,
+                scheduler.swap_use.num_used_slots,
                 scheduler.blocks.pool.num_available,
                 slots.allocated,
                 slots.committed,
                 schedule_s,
+                result.copy_s,
                 result.forward_s,
                 commit_s,
                 plan.held_back,

@@ -47,6 +47,7 @@ def load_runner(config: WorkerConfig) -> ModelRunner:
         num_blocks=config.num_blocks,
         memory_bytes=config.kv_memory_bytes or DEFAULT_KV_MEMORY_BYTES,
         size_pool=sizing,
+        swap_bytes=config.swap_bytes,
         max_model_len=config.max_model_len,
         num_threads=config.threads,
     )

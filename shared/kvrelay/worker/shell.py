@@ -8,6 +8,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,12 +90,22 @@ class WorkerShell:
             spec.num_blocks * spec.block_bytes / 2**20,
             spec.max_model_len,
         )
+        if spec.num_swap_slots:
+            log.info(
+                "swap space: %d blocks (%.0f MiB); copying one takes %.3f ms",
+                spec.num_swap_slots,
+                spec.num_swap_slots * spec.block_bytes / 2**20,
+                1e3 * spec.swap_block_s,
+            )
         self.pool = BlockPool(spec.num_blocks, spec.block_size)
         cache = self._make_cache()
         limits = SchedulerLimits(
             config.token_budget, config.max_running, spec.max_model_len, frozenset(spec.eos_token_ids)
         )
-        self.scheduler = make_scheduler(config.scheduler, limits, self.pool, cache, config.scheduler_settings)
+        settings = replace(
+            config.scheduler_settings, num_swap_slots=spec.num_swap_slots, swap_block_s=spec.swap_block_s
+        )
+        self.scheduler = make_scheduler(config.scheduler, limits, self.pool, cache, settings)
         self.messenger = Messenger(
             config.worker_id,
             self._on_event,
@@ -224,6 +235,7 @@ class WorkerShell:
             draining=self._draining,
             queues=self.role.queues(),
             blocks=self._blocks(),
+            swap=self._swap(),
             totals=self.role.totals()
             | {
                 "steps": totals.num_steps,
@@ -239,6 +251,10 @@ class WorkerShell:
     def _blocks(self) -> dict[str, int]:
         blocks = {owner.value: count for owner, count in self.pool.counts().items()}
         return blocks | {"total": self.pool.num_blocks}
+
+    def _swap(self) -> dict[str, int]:
+        use = self.scheduler.swap_use
+        return {"total": use.num_slots, "used": use.num_used_slots}
 
     def _load(self) -> dict[str, float]:
         load: dict[str, float] = {"open": self.role.num_open, "queued_tokens": self.role.queues()["queued_tokens"]}

@@ -57,7 +57,10 @@ def worker_batch(plan: StepPlan) -> WorkerBatch:
         )
         for row in plan.rows
     ]
-    return WorkerBatch(plan.step, rows)
+    swaps = plan.swaps
+    if swaps is None:
+        return WorkerBatch(plan.step, rows)
+    return WorkerBatch(plan.step, rows, swaps.out, swaps.back)
 
 
 class StepLoop:
@@ -124,9 +127,9 @@ class StepLoop:
             self.totals.schedule_s += schedule_s
             if self._metrics is not None:
                 self._metrics.planned(plan)
-            self._in_flight = bool(plan.rows)
+            self._in_flight = plan.has_work
             callbacks.planned(plan)
-            if not plan.rows:
+            if not plan.has_work:
                 if not plan.preempted:  # else what they held is free now, and nobody else would say so
                     await self._wake.wait()
                 continue

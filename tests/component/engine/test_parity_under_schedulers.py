@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import get_args
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -22,7 +23,10 @@ from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.table import BlockTable
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sampling import Sampling
+from kvrelay.scheduling import swapping
 from kvrelay.scheduling.base import QueueOrderName, Scheduler, SchedulerLimits, SchedulerSettings
+from kvrelay.scheduling.batching import BatchScheduler
+from kvrelay.scheduling.plan import PlanDraft, StepPlan
 from kvrelay.scheduling.registry import BUILT_IN, make_scheduler
 from kvrelay.scheduling.sequence import Sequence, TokenBuffer
 from kvrelay.worker.step_loop import worker_batch
@@ -93,8 +97,8 @@ def run(scheduler: Scheduler, runner: TransformersRunner) -> list[list[int]]:
             sequences.append(sequence)
         del waiting[:3]
         plan = scheduler.schedule()
-        assert plan.rows or waiting, plan.held_back
-        if plan.rows:
+        assert plan.has_work or plan.preempted or waiting, plan.held_back
+        if plan.has_work:
             scheduler.commit(plan, runner.execute(worker_batch(plan)))
         scheduler.blocks.pool.check_integrity()
     return [s.tokens.view(s.num_prompt, s.num_tokens).tolist() for s in sequences]
@@ -112,7 +116,7 @@ def check(
     kept: Cache = PrefixCache(pool) if with_cache else NullCache()
     limits = SchedulerLimits(48, 8, LONGEST, frozenset())
     scheduler = make_scheduler(name, limits, pool, kept, settings)
-    outputs = run(scheduler, TransformersRunner(model, NUM_BLOCKS))
+    outputs = run(scheduler, TransformersRunner(model, NUM_BLOCKS, num_swap_slots=settings.num_swap_slots))
     for (prompt, max_tokens), output in zip(jobs(), outputs, strict=True):
         assert output == expected(prompt, max_tokens)
     return scheduler
@@ -137,3 +141,44 @@ def test_preemption(model: CausalModel, expected: Callable[[tuple[int, ...], int
     settings = SchedulerSettings(retraction="least_progress")
     scheduler = check(model, expected, "sarathi", settings, with_cache=True)
     assert scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("with_cache", [True, False])
+@pytest.mark.parametrize("num_slots", [12, 100])
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+def test_preemption_by_swapping(
+    model: CausalModel,
+    expected: Callable[[tuple[int, ...], int], list[int]],
+    name: str,
+    num_slots: int,
+    with_cache: bool,
+) -> None:
+    """Both ways of preemption in turn, by force; with few slots copies are given up, too."""
+    rng = random.Random(num_slots)
+    settings = SchedulerSettings(num_swap_slots=num_slots)
+    schedule = BatchScheduler.schedule
+
+    def schedule_after_preemptions(self: BatchScheduler) -> StepPlan:
+        """A fifth of the steps begin with a preemption."""
+        policy = self.fill
+
+        def fill_with_one_less(draft: PlanDraft) -> None:
+            if self.running and rng.random() < 0.2:
+                victim = rng.choice(list(self.running.values()))
+                self._preempt(victim, draft)
+                draft.preempt(victim)
+            policy(draft)
+
+        with patch.object(self, "fill", fill_with_one_less):
+            return schedule(self)
+
+    with (
+        patch.object(BatchScheduler, "schedule", schedule_after_preemptions),
+        patch.object(swapping, "prefers_swap", lambda *_: rng.random() < 0.8),
+    ):
+        scheduler = check(model, expected, name, settings, with_cache=with_cache)
+    use = scheduler.swap_use
+    assert use.num_blocks_out > 0 and use.num_blocks_in > 0
+    assert use.num_preemptions < scheduler.num_preemptions
+    assert use.num_used_slots == 0
+    scheduler.blocks.pool.check_integrity()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings
 from kvrelay.protocol.messages import AnyBody, Cancel, Reassign, Status, StatusQuery, Stop
 from kvrelay.protocol.sampling import FinishReason, Sampling
+from kvrelay.telemetry.metrics_store import StepRecord, read_metrics
 from tests.component.workers.rig import fleet, prompt_of, run
 from tests.fakes.hash_runner import EOS_TOKEN_ID, HashRunner, expected_tokens
 from tests.fakes.workers import Received, StubRouter
@@ -208,12 +210,19 @@ def test_a_resumed_attempt_goes_on_where_the_first_stopped(redis_url: str) -> No
     run(test)
 
 
-def test_many_requests_over_pools_too_small_for_them_all_finish_with_their_own_tokens(redis_url: str) -> None:
+@pytest.mark.parametrize(("preemption", "num_swap_slots"), [("recompute", 0), ("swap", 60), ("swap", 9), ("auto", 60)])
+def test_many_requests_over_pools_too_small_for_them_all_finish_with_their_own_tokens(
+    redis_url: str, tmp_path: Path, preemption: str, num_swap_slots: int
+) -> None:
     """Two of each, pools nearly full: deferred grants and preemptions, but nobody waits for ever."""
 
+    totals: list[dict[str, float]] = []
+
     async def test() -> None:
-        small = [HashRunner(num_blocks=14, max_model_len=224) for _ in range(4)]
-        async with fleet(redis_url, small[:2], small[2:], token_budget=48, max_running=8) as f:
+        small = [HashRunner(num_blocks=14, max_model_len=224, num_swap_slots=num_swap_slots) for _ in range(4)]
+        policy: dict[str, object] = {"token_budget": 48, "max_running": 8, "preemption": preemption}
+        policy["metrics_file"] = str(tmp_path / "{worker_id}")
+        async with fleet(redis_url, small[:2], small[2:], **policy) as f:
             rng = random.Random(5)
             jobs: list[tuple[list[int], Sampling, Received]] = []
             for number in range(120):
@@ -227,9 +236,20 @@ def test_many_requests_over_pools_too_small_for_them_all_finish_with_their_own_t
                 assert got.failed is None
                 assert got.output == expected_tokens(prompt, sampling, 224)
             await f.until_clean()
-            assert sum(worker.shell.scheduler.num_preemptions for worker in f.decode) > 0
+            totals.extend(worker.shell.role.totals() for worker in f.decode)
+            assert sum(each["preemptions"] for each in totals) > 0
+            assert (sum(each["preemptions_by_swap"] for each in totals) > 0) >= (preemption == "swap")
+            for each in totals:
+                assert each["preemptions"] == each["preemptions_by_swap"] + each["preemptions_by_recompute"]
+            for worker in f.decode:
+                assert worker.shell._status(0).swap == {"total": num_swap_slots, "used": 0}
 
     run(test)
+    found = [record for file in tmp_path.iterdir() for record in read_metrics(file)]
+    steps = [record for record in found if isinstance(record, StepRecord)]
+    assert sum(s.num_swapped_out_blocks for s in steps) == sum(each["swapped_out_blocks"] for each in totals)
+    assert sum(s.num_swapped_in_blocks for s in steps) == sum(each["swapped_in_blocks"] for each in totals)
+    assert max(s.num_used_swap_slots for s in steps) <= num_swap_slots
 
 
 def test_cancels_and_stops_at_any_moment_leave_nothing_behind(redis_url: str) -> None:

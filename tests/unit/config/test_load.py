@@ -97,6 +97,16 @@ def test_values_are_typed() -> None:
     assert config.device == "cuda:1"
 
 
+def test_the_swap_space_is_a_size_and_for_decode_workers_alone() -> None:
+    assert worker(["--swap-space=2GiB"]).swap_space == 2 << 30
+    values = {"model": "m", "swap_space": 1 << 30}
+    decode = WorkerConfig.model_validate(values | {"role": "decode"})
+    assert decode.swap_bytes == 1 << 30
+    assert WorkerConfig.model_validate(values | {"role": "prefill"}).swap_bytes == 0
+    assert WorkerConfig.model_validate(values | {"role": "decode", "preemption": "recompute"}).swap_bytes == 0
+    assert WorkerConfig.model_validate({"model": "m", "role": "decode"}).swap_bytes is None
+
+
 def test_switches_from_the_environment() -> None:
     assert worker(environ={"KVRELAY_PREFIX_CACHE": "false"}).prefix_cache is False
     assert worker(["--prefix-cache"], {"KVRELAY_PREFIX_CACHE": "false"}).prefix_cache is True
@@ -156,6 +166,9 @@ def test_a_config_cannot_be_changed() -> None:
         ("--block-size=256", "8 to 128"),
         ("--memory-utilization=0", "more than 0 to 1"),
         ("--num-blocks=1", "2 or more"),
+        ("--preemption=never", "auto, recompute, swap"),
+        ("--swap-space=-1", "0 to 17592186044416"),
+        ("--swap-space=lots", "0 to 17592186044416"),
         ("--kv-memory-bytes=1KiB", "1048576 or more"),
         ("--drain-timeout-s=-1", "0 to 3600"),
         ("--redis=localhost", "redis://, rediss:// or unix://"),
@@ -196,6 +209,7 @@ def test_all_bad_values_are_named_at_once() -> None:
     [
         (["--max-running=600"], ("max_running (600)", "token_budget (512)")),
         (["--peer-timeout-s=0.6"], ("peer_interval_s (0.5)", "peer_timeout_s (0.6)")),
+        (["--preemption=swap", "--swap-space=0"], ("preemption = swap", "swap_space above 0")),
         (["--lease-ttl-s=1.5"], ("lease_interval_s (1)", "lease_ttl_s (1.5)")),
     ],
 )

@@ -23,6 +23,14 @@ def test_the_numbers_add_up() -> None:
     assert profile.num_blocks(0.5, block_bytes=MIB, least=10) == 100
 
 
+def test_the_swap_space_is_part_of_the_share() -> None:
+    profile = MemoryProfile(total=1000 * MIB, resting=300 * MIB, step=100 * MIB)
+    assert profile.num_blocks(0.5, block_bytes=MIB, least=10, swap_bytes=30 * MIB) == 70
+    assert profile.num_blocks(0.5, block_bytes=MIB, least=10, swap_bytes=None) == 80  # and a quarter of it beside
+    with pytest.raises(PoolDoesNotFit, match="the swap space 95 MiB, which leaves 5 MiB"):
+        profile.num_blocks(0.5, block_bytes=MIB, least=10, swap_bytes=95 * MIB)
+
+
 def test_a_share_that_is_too_small_is_refused_with_the_numbers() -> None:
     profile = MemoryProfile(total=1000 * MIB, resting=300 * MIB, step=100 * MIB)
     with pytest.raises(PoolDoesNotFit, match=r"0\.41 of 1000 MiB is 410 MiB.*300 MiB.*100 MiB.*leaves 10 MiB.*20 MiB"):

@@ -31,6 +31,11 @@ def test_random_histories_match_a_set(num_blocks: int, random, num_operations: i
             assert taken == [block for block in range(after + 1, after + 1 + len(taken)) if block in free]
             free -= set(taken)
             used += taken
+        elif random.random() < 0.3:
+            named = random.sample(sorted(free), random.randint(0, len(free)))
+            runs.take_named(named)
+            free -= set(named)
+            used += named
         else:
             random.shuffle(used)
             cut = random.randint(0, len(used))

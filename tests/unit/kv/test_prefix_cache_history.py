@@ -1,7 +1,8 @@
 """Random histories of pool and prefix cache against a slow, obvious oracle.
 
 The oracle keeps the cached prefixes as a dict and recomputes everything else by its definition: what is pinned, what is
-evictable, which leaf goes first.
+evictable, which leaf goes first. It also keeps what every block and every slot of the swap space contains, which proves
+that no copy to the host or back reads a block too late or writes one too early.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvrelay.kv.cache import PrefixCache, Removed, Stored
-from kvrelay.kv.errors import BlockError, OutOfBlocks
+from kvrelay.kv.errors import BlockError, OutOfBlocks, OutOfSlots
 from kvrelay.kv.hashing import BlockHash, hash_blocks, root_hash
 from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.kv.swap_space import SwapSpace
 from kvrelay.kv.table import BlockTable, copy_on_write, finish_copy
 
 BLOCK_SIZE = 2
@@ -113,11 +115,39 @@ class Sequence:
         return blocks
 
 
+@dataclass
+class Swapped:
+    """A sequence whose blocks are on the host, and what each of them contains."""
+
+    hashes: list[BlockHash]
+    owner: Owner
+    slots: tuple[int, ...]
+    contents: list[object]
+
+
+@dataclass
+class Step:
+    """A planned step: its copies, whoever waits for it, what it writes in the end; its blocks are claimed till then."""
+
+    claimed: list[int]
+    out: list[tuple[int, int]] = field(default_factory=list)  # block, slot
+    back: list[tuple[int, int]] = field(default_factory=list)
+    written: dict[int, object] = field(default_factory=dict)
+    leaving: list[Swapped] = field(default_factory=list)
+    returning: list[Swapped] = field(default_factory=list)
+    coming: list[Sequence] = field(default_factory=list)
+
+
 class PoolAndCache(RuleBasedStateMachine):
     """Sequences come, publish, fork, write and go."""
 
-    @initialize(num_blocks=st.integers(1, 24))
-    def start(self, num_blocks: int) -> None:
+    @initialize(num_blocks=st.integers(1, 24), num_slots=st.integers(0, 16))
+    def start(self, num_blocks: int, num_slots: int) -> None:
+        self.space = SwapSpace(num_slots)
+        self.contents: list[object] = [None] * num_blocks
+        self.host: list[object] = [None] * num_slots
+        self.swapped: list[Swapped] = []
+        self.step: Step | None = None
         self.pool = BlockPool(num_blocks, BLOCK_SIZE)
         self.cache = PrefixCache(self.pool, record_events=True)
         self.oracle = Oracle()
@@ -141,6 +171,8 @@ class PoolAndCache(RuleBasedStateMachine):
         assert len(set(blocks)) == num_blocks
         assert all(self.oracle.label(block) is Owner.FREE for block in blocks)
         self.oracle.holds.update((block, owner) for block in blocks)
+        for block in blocks:
+            self.contents[block] = object()  # whoever got it may write at once
         return blocks
 
     def hold(self, blocks: list[int], owner: Owner) -> None:
@@ -169,6 +201,8 @@ class PoolAndCache(RuleBasedStateMachine):
         if fresh is None:
             self.release(matched, owner)
         else:
+            for block, block_hash in zip(fresh, hashes[len(matched) :], strict=False):
+                self.contents[block] = block_hash
             self.sequences.append(Sequence(hashes, BlockTable(BLOCK_SIZE, matched + fresh), owner, len(matched)))
 
     @precondition(lambda self: self.sequences)
@@ -238,10 +272,11 @@ class PoolAndCache(RuleBasedStateMachine):
         copy = copy_on_write(self.pool, sequence.table, sequence.table.num_blocks - 1, sequence.owner)
         assert (copy is not None) == shared
         if copy is None:
-            return
+            return  # written in place, behind what is hashed
         if self.oracle.label(copy.target) is Owner.CACHED:
             assert self.oracle.evict(1) == [copy.target]
         self.oracle.holds[copy.target, sequence.owner] += 1
+        self.contents[copy.target] = object()
         finish_copy(self.pool, copy)
         self.oracle.holds[source, sequence.owner] -= 1
         self.oracle.let_go(pinned)
@@ -255,6 +290,99 @@ class PoolAndCache(RuleBasedStateMachine):
         sequence = self.sequences.pop(number % len(self.sequences))
         blocks = sequence.table.clear()
         self.release(blocks[::-1] if backwards else blocks, sequence.owner)
+
+    def claim(self, blocks: list[int]) -> list[int]:
+        claimed = list(dict.fromkeys(blocks))
+        self.pool.claim(claimed, Owner.IN_FLIGHT)
+        self.oracle.holds.update((block, Owner.IN_FLIGHT) for block in claimed)
+        return claimed
+
+    @precondition(lambda self: self.sequences and self.step is None)
+    @rule(number=PICK, num_taken=st.integers(0, 4))
+    def swap_out(self, number: int, num_taken: int) -> None:
+        """A sequence leaves for the host; a row of the same step takes up to `num_taken` of its blocks at once."""
+        sequence = self.pick(number)
+        names = [*sequence.hashes, *[None] * len(sequence.blocks)][: len(sequence.blocks)]
+        num_new = self.space.num_new(names)
+        if num_new > self.space.num_free:
+            with pytest.raises(OutOfSlots):
+                self.space.store(names)
+            return
+        stored = self.space.store(names)
+        assert len(stored.new) == num_new
+        blocks = sequence.blocks
+        contents = [self.contents[block] for block in blocks]
+        self.sequences.remove(sequence)
+        self.release(blocks, sequence.owner)
+        before = list(self.contents)
+        taken = self.allocate(num_taken, Owner.RUNNING) or []
+        written = {block: self.contents[block] for block in taken}
+        self.contents = before
+        step = Step(self.claim([blocks[index] for index in stored.new]), written=written)
+        step.out = [(blocks[index], stored.slots[index]) for index in stored.new]
+        step.leaving.append(Swapped(list(sequence.hashes), sequence.owner, stored.slots, contents))
+        if taken:
+            step.coming.append(Sequence([], BlockTable(BLOCK_SIZE, taken), Owner.RUNNING))
+        self.step = step
+
+    @precondition(lambda self: self.swapped and self.step is None)
+    @rule(number=PICK)
+    def swap_in(self, number: int) -> None:
+        """What the cache still has is shared, the rest is copied back."""
+        swapped = self.swapped[number % len(self.swapped)]
+        matched = self.cache.match(swapped.hashes)
+        self.oracle.use(set(self.oracle.prefix(swapped.hashes)))
+        self.hold(matched, swapped.owner)
+        before = list(self.contents)
+        fresh = self.allocate(len(swapped.slots) - len(matched), swapped.owner)
+        self.contents = before
+        if fresh is None:
+            self.release(matched, swapped.owner)
+            return
+        self.swapped.remove(swapped)
+        back = list(zip(fresh, swapped.slots[len(matched) :], strict=True))
+        table = BlockTable(BLOCK_SIZE, matched + fresh)
+        coming = Sequence(swapped.hashes, table, swapped.owner, len(matched))
+        self.step = Step(self.claim(fresh), back=back, returning=[swapped], coming=[coming])
+
+    @precondition(lambda self: self.step is not None)
+    @rule(abort=st.booleans())
+    def land(self, abort: bool) -> None:
+        """The step is executed: out, then in, then its rows' writes. With `abort`, those that come are gone already."""
+        step = self.step
+        assert step is not None
+        granted: list[int] = []
+        if abort:
+            for sequence in step.coming:
+                self.release(sequence.table.clear(), sequence.owner)
+            granted = self.allocate(self.pool.num_available, Owner.RESERVED) or []
+            if granted:  # whose holder writes before the step is executed
+                self.sequences.append(Sequence([], BlockTable(BLOCK_SIZE, granted), Owner.RESERVED))
+        theirs = [self.contents[block] for block in granted]
+        for block, slot in step.out:
+            self.host[slot] = self.contents[block]
+        for block, slot in step.back:
+            self.contents[block] = self.host[slot]
+        assert [self.contents[block] for block in granted] == theirs
+        if not abort:
+            for block, content in step.written.items():
+                self.contents[block] = content
+            self.sequences += step.coming
+        for swapped in step.returning:
+            if not abort:
+                assert [self.contents[block] for block in step.coming[0].blocks] == swapped.contents
+            self.space.release(swapped.slots)
+        self.swapped += step.leaving
+        self.release(step.claimed, Owner.IN_FLIGHT)
+        self.step = None
+
+    @precondition(lambda self: self.swapped)
+    @rule(number=PICK)
+    def give_up_a_copy(self, number: int) -> None:
+        swapped = self.swapped.pop(number % len(self.swapped))
+        num_free, num_released = self.space.num_free, self.space.num_released_by(swapped.slots)
+        self.space.release(swapped.slots)
+        assert self.space.num_free == num_free + num_released
 
     @rule(num_blocks=st.integers(0, 8))
     def evict(self, num_blocks: int) -> None:
@@ -299,6 +427,22 @@ class PoolAndCache(RuleBasedStateMachine):
         assert self.cache.num_evictable == len(self.oracle.nodes.keys() - self.oracle.pinned())
         for block_hash, node in self.oracle.nodes.items():
             assert self.cache.block_of(block_hash) == node.block
+
+    @invariant()
+    def blocks_and_slots_contain_what_their_holders_rely_on(self) -> None:
+        self.space.check_integrity()
+        coming = {block for sequence in self.step.coming for block in sequence.blocks} if self.step else set()
+        for sequence in self.sequences:
+            for block, block_hash in zip(sequence.blocks, sequence.hashes, strict=False):
+                assert self.contents[block] == block_hash
+        for block_hash, node in self.oracle.nodes.items():
+            assert node.block in coming or self.contents[node.block] == block_hash
+        for swapped in self.swapped:
+            assert [self.host[slot] for slot in swapped.slots] == swapped.contents
+        in_use = self.swapped + (self.step.leaving + self.step.returning if self.step else [])
+        assert {slot for swapped in in_use for slot in swapped.slots} == {
+            slot for slot in range(self.space.num_slots) if self.space._num_holders[slot]
+        }
 
     @invariant()
     def events_feed_an_index_that_is_closed_under_prefixes(self) -> None:

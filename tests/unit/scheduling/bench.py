@@ -99,6 +99,7 @@ class Bench:
         decoding = [s for s in self.scheduler.running.values() if s.is_decoding]
         plan = self.scheduler.schedule()
         self.check_plan(plan, decoding)
+        self.between_plan_and_landing(plan)
         outputs = self.scheduler.commit(plan, self.forward(plan))
         for output in outputs:
             if output.sequence.prefill_only and output.prefilled and output.finish is None:
@@ -112,9 +113,20 @@ class Bench:
         while self.scheduler.has_work:
             assert len(plans) < max_steps, "it does not end"
             plan, _ = self.step()
-            assert plan.rows, f"work waits and nothing runs: {plan.held_back}"
+            assert plan.has_work, f"work waits and nothing runs: {plan.held_back}"
             plans.append(plan)
         return plans
+
+    def between_plan_and_landing(self, plan: StepPlan) -> None:
+        """A handoff that is granted all there is now, and writes into it at once, touches nothing of the step's."""
+        if plan.swaps is None:
+            return
+        granted = set(self.pool.allocate(self.pool.num_available, Owner.RESERVED))
+        assert granted.isdisjoint(plan.swaps.out.blocks)
+        assert granted.isdisjoint(plan.swaps.back.blocks)
+        assert not set(plan.swaps.out.slots) & set(plan.swaps.back.slots)
+        self.pool.check_integrity()
+        self.pool.release(list(granted), Owner.RESERVED)
 
     def check_plan(self, plan: StepPlan, decoding: list[Sequence]) -> None:
         self.check_budget(plan)
@@ -124,7 +136,8 @@ class Bench:
         preempted = {s.key for s in plan.preempted}
         assert not preempted & {row.sequence.key for row in plan.rows}
         if isinstance(self.scheduler, SarathiScheduler):
-            assert planned == {s.key for s in decoding} - preempted, "a running decode was left out"
+            back = {copy.sequence.key for copy in plan.swaps.returning} if plan.swaps is not None else set()
+            assert planned - back == {s.key for s in decoding} - preempted, "a running decode was left out"
         for row in plan.rows:
             assert row.position == row.sequence.num_computed
             assert row.sequence.table.capacity_tokens >= row.position + row.num_tokens
@@ -141,6 +154,7 @@ class Bench:
     def check_pool(self) -> None:
         self.pool.check_integrity()
         self.scheduler.waiting.check_integrity()
+        self.scheduler.swaps.check_integrity()
         running = list(self.scheduler.running.values())
         assert len(running) <= self.scheduler.limits.max_running
         held = {block for s in running for block in s.table.ids.tolist()}

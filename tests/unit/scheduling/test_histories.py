@@ -29,6 +29,9 @@ policies = st.builds(
     chunking=st.sampled_from(["fixed", "dynamic"]),
     retraction=st.sampled_from(["latest", "least_progress"]),
     new_token_ratio=st.sampled_from([0.0, 0.0, 0.3, 1.0]),
+    preemption=st.sampled_from(["auto", "recompute", "swap", "swap"]),
+    num_swap_slots=st.sampled_from([0, 3, 8, 40]),
+    swap_block_s=st.sampled_from([0.0, 1e-9, 1e3]),
 )
 
 
@@ -55,7 +58,7 @@ class History:
 
     def step(self) -> None:
         plan, outputs = self.bench.step()
-        assert plan.rows or not self.bench.scheduler.has_work, f"work waits and nothing runs: {plan.held_back}"
+        assert plan.has_work or not self.bench.scheduler.has_work, f"work waits and nothing runs: {plan.held_back}"
         assert all(not o.finish or o.sequence.key[0] not in self.finished for o in outputs), "finished twice"
         self.finished |= {o.sequence.key[0]: o.finish for o in outputs if o.finish}
 
@@ -67,6 +70,7 @@ class History:
             assert sequence.prefill_only or name in self.finished
         assert self.bench.pool.num_available == NUM_BLOCKS
         assert not self.bench.scheduler.in_progress
+        assert self.bench.scheduler.swap_use.num_used_slots == 0
 
 
 def run_history(bench: Bench, wanted: list[tuple[list[int], int, int, int, str]]) -> None:

@@ -6,8 +6,36 @@ import asyncio
 from typing import Any
 from unittest.mock import Mock
 
-from kvrelay.scheduling.plan import StepPlan
+from kvrelay.engine.batch import BlockCopies, StepResult
+from kvrelay.scheduling.plan import StepPlan, SwapPlan
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
+
+
+def test_a_step_without_rows_is_executed_for_its_copies() -> None:
+    """Else what a sequence that preempted itself left for the host would never be free."""
+    swaps = SwapPlan(BlockCopies((3,), (0,)), BlockCopies(), (), (), (3,))
+    plans = [StepPlan(1, [], swaps=swaps), StepPlan(2, [])]
+    runner: Any = Mock(execute=lambda batch: StepResult(batch.step, [], 0.0, 0.1))
+    committed: list[tuple[StepPlan, float]] = []
+    planned: list[int] = []
+
+    def commit(plan: StepPlan, result: StepResult) -> list[Any]:
+        committed.append((plan, result.copy_s))
+        return []
+
+    scheduler: Any = Mock(schedule=lambda: plans[min(len(planned), 1)], commit=commit)
+    loop = StepLoop(runner, scheduler)
+
+    async def test() -> None:
+        callbacks = StepCallbacks(lambda plan: planned.append(plan.step), Mock(), Mock())
+        running = asyncio.create_task(loop.run(callbacks))
+        while planned != [1, 2]:
+            await asyncio.sleep(0)
+        assert committed == [(plans[0], 0.1)]
+        loop.stop()
+        await running
+
+    asyncio.run(asyncio.wait_for(test(), 5))
 
 
 def test_a_sequence_that_preempted_itself_is_planned_again_at_once() -> None:

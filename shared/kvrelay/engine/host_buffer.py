@@ -1,0 +1,76 @@
+"""The host's buffer of a swap space: one slot a block, in pinned memory beside an accelerator's pool.
+
+On a CPU the pool is host memory as well, and the buffer is plain memory whose pages are taken when they are first
+written. Neighbours in both pool and buffer are copied as one run; a block of all layers is contiguous in either.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+
+from kvrelay.engine.batch import BlockCopies
+
+_MEASURED_BLOCKS = 16
+
+
+class HostBuffer:
+    """`num_slots` slots beside a pool whose first dimension is the block. Copies run on the caller's thread."""
+
+    def __init__(self, pool: torch.Tensor, num_slots: int) -> None:
+        """Raises ValueError where there is not so much memory."""
+        self._pool = pool.view(pool.shape[0], -1)
+        self._pinned = pool.device.type == "cuda"
+        shape = (num_slots, self._pool.shape[1])
+        try:
+            self._slots = torch.empty(shape, dtype=pool.dtype, pin_memory=self._pinned)
+        except RuntimeError as error:
+            num_bytes = shape[0] * shape[1] * pool.element_size()
+            raise ValueError(f"swap_space: the host does not give {num_bytes} bytes of memory ({error})") from error
+
+    def swap(self, out: BlockCopies, back: BlockCopies) -> float:
+        """Copies blocks out to their slots, then others in from theirs; returns the seconds that it took.
+
+        Raises:
+            IndexError: a block or slot that there is not.
+        """
+        if not out.blocks and not back.blocks:
+            return 0.0
+        started = time.perf_counter()
+        self._check(out)
+        self._check(back)
+        # On one stream copies keep their order, and the forward comes behind them: nothing waits but the clock below.
+        for block, slot, length in _runs(out):
+            self._slots[slot : slot + length].copy_(self._pool[block : block + length], non_blocking=self._pinned)
+        for block, slot, length in _runs(back):
+            self._pool[block : block + length].copy_(self._slots[slot : slot + length], non_blocking=self._pinned)
+        if self._pinned:
+            torch.cuda.current_stream(self._pool.device).synchronize()
+        return time.perf_counter() - started
+
+    def measure(self) -> float:
+        """Seconds that copying a block takes one way; the pool's content is the same afterwards. 0 without slots."""
+        count = min(len(self._slots), len(self._pool), _MEASURED_BLOCKS)
+        if not count:
+            return 0.0
+        copies = BlockCopies(tuple(range(count)), tuple(range(count)))
+        self.swap(copies, copies)  # takes the pages
+        return self.swap(copies, copies) / (2 * count)
+
+    def _check(self, copies: BlockCopies) -> None:
+        for name, ids, limit in (("block", copies.blocks, len(self._pool)), ("slot", copies.slots, len(self._slots))):
+            if ids and (min(ids) < 0 or max(ids) >= limit):
+                raise IndexError(f"{name}s from {min(ids)} to {max(ids)}, but there are {limit}")
+
+
+def _runs(copies: BlockCopies) -> Iterator[tuple[int, int, int]]:
+    """(block, slot, length) of the longest runs that are neighbours on both sides."""
+    start = 0
+    blocks, slots = copies
+    for end in range(1, len(blocks) + 1):
+        if end < len(blocks) and blocks[end] == blocks[end - 1] + 1 and slots[end] == slots[end - 1] + 1:
+            continue
+        yield blocks[start], slots[start], end - start
+        start = end

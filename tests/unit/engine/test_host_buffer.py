@@ -1,0 +1,94 @@
+"""Copies between a pool and the host's buffer, against plain lists."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrelay.engine.batch import BlockCopies
+from kvrelay.engine.host_buffer import HostBuffer
+
+pytestmark = pytest.mark.unit
+NUM_BLOCKS, NUM_SLOTS = 9, 7
+
+
+def make_pool(dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
+    """As the engine's, each block full of its own number."""
+    numbers = torch.arange(NUM_BLOCKS, dtype=dtype, device=device)
+    return numbers.view(-1, 1, 1, 1, 1, 1).expand(-1, 2, 2, 4, 1, 8).contiguous()
+
+
+def contents(pool: torch.Tensor) -> list[float]:
+    flat = pool.view(NUM_BLOCKS, -1).float()
+    assert bool((flat == flat[:, :1]).all())
+    return flat[:, 0].tolist()
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> list[tuple[BlockCopies, BlockCopies]]:
+    """Steps of a run: no block or slot twice on one side, none of the slots that are read is written."""
+    drawn = []
+    for _ in range(draw(st.integers(1, 6))):
+        slots = draw(st.permutations(range(NUM_SLOTS)))
+        cut = draw(st.integers(0, NUM_SLOTS))
+        both = []
+        for part in (slots[:cut], slots[cut:]):
+            blocks = draw(st.permutations(range(NUM_BLOCKS)))[: len(part)]
+            pairs = list(zip(blocks, part, strict=True))
+            pairs = sorted(pairs) if draw(st.booleans()) else pairs
+            both.append(BlockCopies(tuple(b for b, _ in pairs), tuple(s for _, s in pairs)))
+        drawn.append((both[0], both[1]))
+    return drawn
+
+
+def check(course: list[tuple[BlockCopies, BlockCopies]], dtype: torch.dtype, device: str) -> None:
+    pool = make_pool(dtype, device)
+    buffer = HostBuffer(pool, NUM_SLOTS)
+    everywhere = BlockCopies(tuple(range(NUM_SLOTS)), tuple(range(NUM_SLOTS)))
+    buffer.swap(everywhere, BlockCopies())
+    blocks, slots = [float(n) for n in range(NUM_BLOCKS)], [float(n) for n in range(NUM_SLOTS)]
+    for number, (out, back) in enumerate(course):
+        assert buffer.swap(out, back) >= 0
+        for block, slot in zip(*out, strict=True):
+            slots[slot] = blocks[block]
+        for block, slot in zip(*back, strict=True):
+            blocks[block] = slots[slot]
+        pool[number % NUM_BLOCKS] = 100 + number  # the step's forward
+        blocks[number % NUM_BLOCKS] = 100.0 + number
+        assert contents(pool) == blocks
+
+
+@given(steps(), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_blocks_go_out_before_others_come_in(course: list[tuple[BlockCopies, BlockCopies]], dtype: torch.dtype) -> None:
+    check(course, dtype, "cpu")
+
+
+@pytest.mark.gpu
+@given(steps(), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_the_same_between_an_accelerator_and_pinned_memory(
+    course: list[tuple[BlockCopies, BlockCopies]], dtype: torch.dtype
+) -> None:
+    check(course, dtype, "cuda")
+
+
+def test_measuring_changes_no_block() -> None:
+    pool = make_pool(torch.float32)
+    assert HostBuffer(pool, NUM_SLOTS).measure() > 0
+    assert contents(pool) == list(range(NUM_BLOCKS))
+    assert HostBuffer(pool, 0).measure() == 0
+
+
+def test_more_memory_than_there_is_is_refused_by_the_settings_name() -> None:
+    with pytest.raises(ValueError, match="swap_space: the host does not give"):
+        HostBuffer(make_pool(torch.float32), 1 << 50)
+
+
+@pytest.mark.parametrize("copies", [BlockCopies((9,), (0,)), BlockCopies((-1,), (0,)), BlockCopies((0,), (7,))])
+def test_a_block_or_slot_that_there_is_not_is_refused(copies: BlockCopies) -> None:
+    pool = make_pool(torch.float32)
+    with pytest.raises(IndexError, match="but there are"):
+        HostBuffer(pool, NUM_SLOTS).swap(copies, BlockCopies())
+    with pytest.raises(IndexError, match="but there are"):
+        HostBuffer(pool, NUM_SLOTS).swap(BlockCopies(), copies)

@@ -1,0 +1,320 @@
+"""Preemption by swapping, over a fake model whose tokens prove what its K/V was."""
+
+from __future__ import annotations
+
+import random
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrelay.engine.batch import RowsFailed
+from kvrelay.kv.ablations import NullCache, TableCache
+from kvrelay.kv.cache import Cache, PrefixCache
+from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.protocol.sampling import Sampling
+from kvrelay.scheduling import swapping
+from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
+from kvrelay.scheduling.batching import BatchScheduler
+from kvrelay.scheduling.plan import PlanDraft, StepPlan
+from kvrelay.scheduling.registry import find_scheduler
+from kvrelay.scheduling.sequence import Sequence, SequenceState
+from kvrelay.worker.step_loop import worker_batch
+from tests.fakes.hash_runner import HashRunner, expected_tokens
+from tests.unit.scheduling.bench import BLOCK_SIZE, SCHEDULERS, Bench, make_sequence
+
+pytestmark = pytest.mark.unit
+GARBAGE = 0xAB
+
+
+class World:
+    """A scheduler, a runner that computes, and peers that write into every block that they can be granted."""
+
+    def __init__(
+        self, name: str, policy: SchedulerSettings, num_blocks: int, make_cache: type[Cache], seed: int
+    ) -> None:
+        self.rng = random.Random(seed)
+        self.pool = BlockPool(num_blocks, BLOCK_SIZE)
+        self.runner = HashRunner(num_blocks, BLOCK_SIZE, num_swap_slots=policy.num_swap_slots)
+        cache = NullCache() if make_cache is NullCache else make_cache(self.pool)  # type: ignore[call-arg]
+        limits = SchedulerLimits(16, 6, self.runner.spec.max_model_len, frozenset({0}))
+        scheduler = find_scheduler(name)(limits, self.pool, cache, policy)
+        assert isinstance(scheduler, BatchScheduler)
+        self.scheduler = scheduler
+        self.sequences: list[Sequence] = []
+        self.ended: set[str] = set()  # by an abort or a failed step
+        self.num_forced = 0
+        self.scored: dict[str, int] = {}  # prompt and output positions computed since the K/V was last lost
+        self._fill = scheduler.fill
+        scheduler.fill = self._fill_after_preemptions  # type: ignore[method-assign]
+
+    def _fill_after_preemptions(self, draft: PlanDraft) -> None:
+        """Now and then somebody loses its blocks for no reason; never all of the time, or nothing would end."""
+        for sequence in list(self.scheduler.running.values()):
+            if self.num_forced < 40 and self.rng.random() < 0.1:
+                self.num_forced += 1
+                self.scheduler._preempt(sequence, draft)
+                draft.preempt(sequence)
+        self._fill(draft)
+
+    def add(self, prompt: list[int], max_tokens: int) -> None:
+        sequence = make_sequence(prompt, max_tokens, f"r{len(self.sequences)}")
+        sequence.sampling = Sampling(
+            temperature=0.0, max_tokens=max_tokens, prompt_logprobs=self.rng.choice([None, None, 1])
+        )
+        self.sequences.append(sequence)
+        self.runner.add_sequence(sequence.key, sequence.sampling, prompt, len(prompt))
+        self.scheduler.add(sequence)
+
+    def abort_somebody(self, plan: StepPlan) -> None:
+        """Those whose blocks are being copied first: nothing but the copies' own hold keeps them from others."""
+        alive = [s for s in self.sequences if s.state is not SequenceState.FINISHED]
+        if plan.swaps is not None:
+            alive = [copy.sequence for copy in (*plan.swaps.returning, *plan.swaps.leaving)]
+        if alive:
+            sequence = self.rng.choice(alive)
+            self.ended.add(sequence.key[0])
+            self.scheduler.abort(sequence.key)
+
+    def step(self, fault: str) -> None:
+        plan = self.scheduler.schedule()
+        self.scored |= {sequence.key[0]: 0 for sequence in plan.recomputed}
+        if not plan.has_work:
+            assert not self.scheduler.has_work or plan.preempted, plan.held_back
+            return
+        batch = worker_batch(plan)
+        if fault == "abort":
+            self.abort_somebody(plan)
+        num_available = self.pool.num_available
+        granted = self.pool.allocate(self.rng.choice([0, num_available // 2, num_available]), Owner.RESERVED)
+        self.runner.pool_bytes[granted] = GARBAGE  # a one-sided write, before the step's copies are made
+        if fault == "not executed":
+            self.ended |= {s.key[0] for s in self.scheduler.fail_step(plan)}
+        elif fault == "rows failed" and plan.rows:
+            with pytest.raises(RowsFailed):
+                self._fail(plan)
+        else:
+            result = self.runner.execute(batch)
+            assert (self.runner.pool_bytes[granted] == GARBAGE).all(), "a copy wrote into a block that was granted"
+            self.note_scored(plan)
+            self.scheduler.commit(plan, result)
+        self.pool.release(granted, Owner.RESERVED)
+        self.check()
+
+    def note_scored(self, plan: StepPlan) -> None:
+        """Where prompts are scored, every position is computed once; again only where the plans said it was lost."""
+        for row in plan.rows:
+            if row.sequence.sampling.prompt_logprobs is not None:
+                name = row.sequence.key[0]
+                assert row.position == self.scored.get(name, 0)
+                self.scored[name] = row.position + row.num_tokens
+
+    def _fail(self, plan: StepPlan) -> None:
+        """The copies are made, the forward gives nothing, and one row is to blame."""
+        batch = worker_batch(plan)
+        self.runner._swap(batch)
+        spoiled = self.rng.choice(plan.rows).sequence.key
+        self.ended.add(spoiled[0])
+        self.ended |= {s.key[0] for s in self.scheduler.fail_step(plan, frozenset({spoiled}))}
+        raise RowsFailed("one row", [spoiled])
+
+    def check(self) -> None:
+        self.pool.check_integrity()
+        self.scheduler.swaps.check_integrity()
+        self.scheduler.waiting.check_integrity()
+        assert self.pool.counts()[Owner.IN_FLIGHT] == 0
+
+    def check_end(self) -> None:
+        longest = self.runner.spec.max_model_len
+        for sequence in self.sequences:
+            if sequence.key[0] not in self.ended:
+                prompt = sequence.tokens.view(0, sequence.num_prompt).tolist()
+                output = sequence.tokens.view(sequence.num_prompt, sequence.num_tokens).tolist()
+                assert output == expected_tokens(prompt, sequence.sampling, longest)
+        assert self.pool.num_available == self.pool.num_blocks
+        use = self.scheduler.swap_use
+        assert (use.num_used_slots, use.num_sequences) == (0, 0)
+        assert not self.scheduler.in_progress
+        assert not self.scheduler.swaps._expected
+
+
+requests = st.lists(st.tuples(st.lists(st.integers(1, 2), min_size=1, max_size=24), st.integers(1, 20)), max_size=10)
+faults = st.lists(st.sampled_from(["", "", "", "abort", "not executed", "rows failed"]), max_size=60)
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@settings(max_examples=250, deadline=None)
+@given(
+    wanted=requests,
+    course=faults,
+    num_blocks=st.integers(11, 20),
+    num_slots=st.sampled_from([0, 2, 6, 12, 60]),
+    retraction=st.sampled_from(["latest", "least_progress"]),
+    cache=st.sampled_from([PrefixCache, PrefixCache, NullCache, TableCache]),
+    seed=st.integers(0, 1 << 16),
+)
+def test_tokens_are_those_of_an_undisturbed_run_whatever_is_preempted_and_how(
+    name: str, wanted: list[tuple[list[int], int]], course: list[str], num_blocks: int, num_slots: int,
+    retraction: str, cache: type[Cache], seed: int,
+) -> None:  # fmt: skip
+    policy = SchedulerSettings(num_swap_slots=num_slots, retraction=retraction)  # type: ignore[arg-type]
+    world = World(name, policy, num_blocks, cache, seed)
+    with patch.object(swapping, "prefers_swap", lambda *_: world.rng.random() < 0.7):
+        for prompt, max_tokens in wanted:
+            world.add(prompt, max_tokens)
+            for _ in range(world.rng.randint(0, 4)):
+                world.step(course.pop() if course else "")
+        for _ in range(2000):
+            if not world.scheduler.has_work:
+                break
+            world.step(course.pop() if course else "")
+    world.check_end()
+
+
+def swap_bench(**settings_of: object) -> Bench:
+    policy = {"preemption": "swap", "num_swap_slots": 16} | settings_of
+    return Bench(num_blocks=8, token_budget=16, settings=SchedulerSettings(**policy), cache=False)  # type: ignore[arg-type]
+
+
+def two_that_do_not_fit(bench: Bench) -> tuple[Sequence, Sequence]:
+    """Each fits alone; together they run out of blocks while they decode."""
+    return bench.add([1] * 12, 14), bench.add([2] * 12, 14)
+
+
+def step_until_preempted(bench: Bench) -> StepPlan:
+    while not (plan := bench.step()[0]).preempted:
+        pass
+    return plan
+
+
+def test_a_swapped_sequence_goes_on_where_it_was_and_nothing_is_computed_again() -> None:
+    bench = swap_bench()
+    sequences = two_that_do_not_fit(bench)
+    plans = bench.run()
+    assert sum(len(plan.preempted) for plan in plans) > 0
+    assert sum(plan.num_prefill_tokens for plan in plans) == 24
+    assert [sequence.num_output for sequence in sequences] == [14, 14]
+    assert not any(plan.recomputed for plan in plans)
+    use = bench.scheduler.swap_use
+    assert use.num_preemptions == bench.scheduler.num_preemptions
+    assert use.num_blocks_out == use.num_blocks_in > 0
+
+
+def test_a_row_takes_a_block_in_the_step_that_copies_it_out() -> None:
+    bench = swap_bench()
+    first, second = two_that_do_not_fit(bench)
+    while True:
+        plan = bench.scheduler.schedule()
+        if plan.preempted:
+            break
+        bench.scheduler.commit(plan, bench.forward(plan))
+    assert (first.state, second.state) == (SequenceState.RUNNING, SequenceState.SWAPPED)
+    assert plan.swaps is not None
+    assert set(first.table.ids.tolist()) & set(plan.swaps.out.blocks)
+    assert bench.pool.counts()[Owner.IN_FLIGHT] == len(plan.swaps.out.blocks)
+    bench.scheduler.commit(plan, bench.forward(plan))
+    assert bench.pool.counts()[Owner.IN_FLIGHT] == 0
+
+
+def test_an_abort_frees_the_slots_of_a_swapped_sequence() -> None:
+    bench = swap_bench()
+    _, second = two_that_do_not_fit(bench)
+    step_until_preempted(bench)
+    assert bench.scheduler.swap_use.num_used_slots > 0
+    assert bench.scheduler.abort(second.key)
+    assert bench.scheduler.swap_use.num_used_slots == 0
+    bench.run()
+
+
+def test_an_abort_before_the_copy_back_is_made_gives_nobody_its_blocks() -> None:
+    """Under vllm a sequence that comes back has no row beside prompts, so an abort takes it out at once."""
+    policy = SchedulerSettings(preemption="swap", num_swap_slots=16)
+    bench = Bench(num_blocks=8, token_budget=16, settings=policy, cache=False, scheduler="vllm")
+    first, second = two_that_do_not_fit(bench)
+    step_until_preempted(bench)
+    bench.scheduler.abort(first.key)
+    third = bench.add([3] * 4, 2)
+    plan = bench.scheduler.schedule()
+    assert [row.sequence for row in plan.rows] == [third]
+    assert plan.swaps is not None and [copy.sequence for copy in plan.swaps.returning] == [second]
+    assert bench.scheduler.abort(second.key)
+    granted = bench.pool.allocate(bench.pool.num_available, Owner.RESERVED)
+    assert len(granted) == 8 - len(plan.swaps.back.blocks) - third.table.num_blocks
+    bench.scheduler.commit(plan, bench.forward(plan))
+    assert bench.pool.counts()[Owner.FREE] == len(plan.swaps.back.blocks)
+    assert bench.scheduler.swap_use.num_used_slots == 0
+
+
+def test_without_room_in_the_swap_space_it_is_computed_again() -> None:
+    bench = swap_bench(num_swap_slots=2)
+    _, second = two_that_do_not_fit(bench)
+    plan = step_until_preempted(bench)
+    assert plan.recomputed == [second]
+    assert second.state is SequenceState.WAITING
+    bench.run()
+
+
+def test_a_copy_yields_to_a_sequence_that_is_resumed_before_it() -> None:
+    policy = SchedulerSettings(preemption="swap", num_swap_slots=5)
+    bench = Bench(num_blocks=10, token_budget=32, settings=policy, cache=False)
+    first, second, third = (bench.add([token] * 9, 20) for token in (1, 2, 3))
+    assert step_until_preempted(bench).preempted == [third]
+    while second.state is SequenceState.RUNNING:
+        plan, _ = bench.step()
+    assert third in plan.recomputed and second not in plan.recomputed
+    assert (second.state, third.state) == (SequenceState.SWAPPED, SequenceState.WAITING)
+    bench.run()
+    assert [s.num_output for s in (first, second, third)] == [20, 20, 20]
+
+
+def test_samples_of_one_prompt_share_its_slots() -> None:
+    policy = SchedulerSettings(preemption="swap", num_swap_slots=40)
+    bench = Bench(num_blocks=16, token_budget=32, settings=policy)
+    sequences = [bench.add([1] * 16 + [number], 8) for number in range(3)]
+    for _ in range(4):
+        bench.step()
+    draft = PlanDraft(32)
+    for sequence in sequences:
+        assert sequence.is_decoding
+        bench.scheduler._preempt(sequence, draft)
+    num_blocks = sum(len(copy.slots) for copy in draft.leaving)
+    assert bench.scheduler.swap_use.num_used_slots == num_blocks - 2 * 4  # four blocks of prompt
+
+
+def test_auto_swaps_only_where_copying_takes_less_time() -> None:
+    for block_s, swaps in ((1e-9, True), (1.0, False)):
+        bench = swap_bench(preemption="auto", swap_block_s=block_s)
+        _, second = two_that_do_not_fit(bench)
+        step_until_preempted(bench)
+        assert (second.state is SequenceState.SWAPPED) == swaps
+
+
+def test_a_prompt_computed_for_its_scores_is_kept_once_beside_the_cache() -> None:
+    """It may not start from the cached prefix; what it publishes must not pin a second copy of it."""
+    bench = Bench(num_blocks=12, token_budget=64)
+    prompt = list(range(1, 33))
+    bench.add(prompt, 1)
+    bench.run()
+    scored = make_sequence(prompt, 8, "scored")
+    scored.sampling = Sampling(max_tokens=8, prompt_logprobs=1)
+    bench.scheduler.add(scored)
+    plans = bench.run()
+    assert not any(plan.preempted for plan in plans)
+    assert scored.num_output == 8
+
+
+def test_blocks_of_a_prompt_for_a_handoff_stay_its_own() -> None:
+    bench = Bench(num_blocks=32, token_budget=64)
+    prompt = list(range(1, 33))
+    bench.add(prompt, 1)
+    bench.run()
+    sequence = make_sequence(prompt, 8, "handed over")
+    sequence.prefill_only = True
+    bench.scheduler.add(sequence)
+    plan = bench.scheduler.schedule()
+    before = sequence.table.ids.tolist()
+    bench.scheduler.commit(plan, bench.forward(plan))
+    assert sequence.table.ids.tolist() == before
+    assert np.array_equal(sequence.table.ids, before)

@@ -50,6 +50,9 @@ class Quarantine:
         self._has_ended = has_ended
         self._entries: dict[SequenceKey, _Entry] = {}
 
+    def __len__(self) -> int:
+        return len(self._entries)
+
     @property
     def num_lost(self) -> int:
         """Reservations whose sender fell silent, without a proof so far."""

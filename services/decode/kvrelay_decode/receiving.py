@@ -96,7 +96,7 @@ class Receiving:
 
     def grant_wishes(self) -> None:
         """Something changed that may allow a grant."""
-        while (request := self._wishes.next(len(self._requests))) is not None:
+        while (request := self._wishes.next(len(self._quarantine))) is not None:
             if not self._grant(request, _machine_of(request)):
                 return
 
@@ -117,7 +117,7 @@ class Receiving:
         """A prefill worker is silent, or gone; the last is sure only where it was `replaced`."""
         for request in list(self._requests.values()):
             if request.prefill == peer and request.handoff is not None:
-                self._wishes.drop(request)
+                self._drop_wish(request)
                 self._run(request, request.handoff.sender_lost())
         self._pairs.pop(peer, None)
         self._quarantine.lost(peer, time.monotonic(), replaced=replaced)
@@ -180,7 +180,7 @@ class Receiving:
                 request.last_progress = time.monotonic()
                 self._run(request, request.handoff.handed(body))
             case Abort():  # one that crossed the commit changes nothing: the request is the router's to end from there
-                self._wishes.drop(request)
+                self._drop_wish(request)
                 self._run(request, request.handoff.aborted())
             case Drained() if request.is_quarantined:
                 self._quarantine.drained(key)
@@ -252,12 +252,17 @@ class Receiving:
             endpoint=receiver.endpoint,
         )
         self._send_prefill(request, granted)
+        self._context.steps.wake()  # local prompts may have been held back for it
         return True
 
     def _refuse_wish(self, request: DecodeRequest, reason: str) -> None:
         self._requests.remove(request.sequence.key)
-        self._wishes.drop(request)
+        self._drop_wish(request)
         self._send_prefill(request, Refused(reason=reason))
+
+    def _drop_wish(self, request: DecodeRequest) -> None:
+        self._wishes.drop(request)
+        self._context.steps.wake()  # local prompts may have been held back for it
 
     # -- instructions -------------------------------------------------------------------------------------------------
 

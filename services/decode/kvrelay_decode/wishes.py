@@ -63,12 +63,17 @@ class Wishes:
         """Its blocks are published, or given up: nobody has to wait for them any more."""
         self._arriving.give_up(request.sequence.key)
 
-    def next(self, num_requests: int) -> DecodeRequest | None:
-        """The wish to grant now; None if there is none, or no room for it. `num_requests`: all, wishes included."""
+    def next(self, num_quarantined: int = 0) -> DecodeRequest | None:
+        """The wish to grant now; None if there is none, or no room for it. `num_quarantined`: requests that are over.
+
+        Local prompts that still wait take no place: they may be waiting for this very wish.
+        """
+        num_idle = num_quarantined + len(self._waiting) + len(self._scheduler.waiting)
+        num_open = len(self._requests) - num_idle
         for request in self._waiting.values():
             num_cached = self._grantable(request)
             if num_cached is not None:
-                return request if self._has_room(request, num_cached, num_requests - len(self._waiting)) else None
+                return request if self._has_room(request, num_cached, num_open) else None
         return None
 
     def gate(self, sequence: Sequence) -> str:
@@ -77,8 +82,12 @@ class Wishes:
         if sequence.num_preemptions or local is None:
             return ""
         for request in self._waiting.values():
-            if request.arrival < local.arrival and self._grantable(request) is not None:
-                return "an older handoff waits for room"
+            if request.arrival > local.arrival:
+                return ""
+            if self._grantable(request) is not None:
+                # One that lets the oldest local prompt go first waits for that and not for room: were this prompt,
+                # which the queue's order prefers to the oldest, to wait for it, none of the three would ever move.
+                return "" if self._yields(request) else "an older handoff waits for room"
         return ""
 
     def _grantable(self, request: DecodeRequest) -> int | None:
@@ -90,14 +99,18 @@ class Wishes:
         num_blocks = blocks_for(request.sequence.num_tokens, self._blocks.pool.block_size) - num_cached
         return num_cached if self._is_within_share(request, num_blocks) else None
 
+    def _yields(self, request: DecodeRequest) -> bool:
+        """Whether preempted sequences or older local prompts come first; reservations would starve them otherwise."""
+        oldest = next(iter(self._scheduler.waiting), None)
+        if oldest is None:
+            return False
+        local = self._requests.get(oldest.key)
+        return bool(oldest.num_preemptions) or local is None or local.arrival < request.arrival
+
     def _has_room(self, request: DecodeRequest, num_cached: int, num_open: int) -> bool:
         scheduler, pool, sequence = self._scheduler, self._blocks.pool, request.sequence
-        if scheduler.waiting:
-            # Preempted sequences and older local prompts come first, or reservations would starve them.
-            head = next(iter(scheduler.waiting))
-            older = self._requests.get(head.key)
-            if head.num_preemptions or older is None or older.arrival < request.arrival:
-                return False
+        if self._yields(request):
+            return False
         if num_open >= scheduler.limits.max_running:
             return False
         # Running sequences grow: a block for each of them keeps a new one from preempting at once, and what the

@@ -146,8 +146,14 @@ class ReceiverHandoff:
         return self._commit_if_complete()
 
     def overdue(self) -> list[Instruction]:
-        """The handoff came a while ago and blocks are still missing: they were lost on the way."""
+        """The handoff came a while ago and blocks are still missing: they were lost on the way.
+
+        Where the sender writes by itself nothing is lost, a write is late or its sender knows that it failed; asked for
+        again, the late one would land when the slots may have another owner.
+        """
         if self.state is not ReceiverState.FILLING or self._handoff is None or not self._missing:
+            return []
+        if self._needs_quarantine:
             return []
         return [AskForMissing(self.reservation, tuple(sorted(self._missing)))]
 

@@ -189,10 +189,13 @@ class Receiving:
 
     def _make_request(self, header: Header, prefill: PeerRef, body: Reserve) -> DecodeRequest:
         sequence = make_sequence(header, body.prompt, body.router, self._context.spec)
+        handoff = machine.ReceiverHandoff()
+        if self._context.events is not None:
+            self._context.events.watch("receiver", sequence.key, handoff)
         return DecodeRequest(
             sequence,
             deadline_of(body.prompt),
-            handoff=machine.ReceiverHandoff(),
+            handoff=handoff,
             prefill=prefill,
             process=body.process,
             transport=self._choose_transport(prefill, body.transports),

@@ -208,6 +208,8 @@ class PrefillRole:
         if sequence is None:
             return
         handoff = machine.SenderHandoff(body.decode)
+        if self._context.events is not None:
+            self._context.events.watch("sender", sequence.key, handoff, body.decode)
         self._requests.add(PrefillRequest(sequence, body.prompt, handoff, deadline_of(body.prompt)))
         self._totals["requests"] += 1
         self._totals["prompt_blocks"] += blocks_for(sequence.num_tokens, self._context.spec.block_size)

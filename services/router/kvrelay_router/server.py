@@ -17,6 +17,7 @@ from kvrelay.fleet import Registry
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.process import StartFailed, event_loop_factory
 from kvrelay.protocol.link import LinkEvent, LinkSettings
+from kvrelay.telemetry.event_log import EventLog
 from kvrelay_router.api.app import create_app
 from kvrelay_router.api.server import HttpServer, serve
 from kvrelay_router.api.settings import ApiSettings
@@ -40,6 +41,7 @@ class RouterServer:
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._text: TextService | None = None
+        self._events: EventLog | None = None
         self._registry: Registry | None = None
         self._dispatcher: RouterDispatcher | None = None
         self._http: HttpServer | None = None
@@ -64,12 +66,14 @@ class RouterServer:
         started = time.monotonic()
         self._text = await asyncio.to_thread(TextService.load, config.model)
         log.info("tokenizer of %s loaded in %.1f s", config.model, time.monotonic() - started)
+        self._events = config.open_event_log(config.router_id)
         self._registry = registry = Registry(config.redis_url, config.redis_prefix)
         api = ApiSettings.from_config(config)
         self._dispatcher = RouterDispatcher(
             self._open_messenger,
             lambda: registry.list_workers(config.served_model_name),
             _dispatch_settings(config, api),
+            self._events,
         )
         self._dispatcher.start()
         app = create_app(api, self._dispatcher, self._text)
@@ -101,6 +105,8 @@ class RouterServer:
             await self._registry.close()
         if self._text is not None:
             self._text.close()
+        if self._events is not None:
+            self._events.close()
 
     async def _drain(self, http: HttpServer, dispatcher: RouterDispatcher) -> None:
         log.info("draining: %d requests are running", dispatcher.num_running)

@@ -27,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.add_parser("up", add_help=False, help="start everything on this machine")
     for service, text in SERVICES.items():
         commands.add_parser(service, add_help=False, help=text)
+    commands.add_parser("replay", add_help=False, help="check and read event logs")
     commands.add_parser("version", help="print the version")
     command = parser.parse_args(arguments[:1]).command
     rest = arguments[1:]
@@ -37,6 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from kvrelay.cli.up import up
 
         return up(rest)
+    if command == "replay":
+        from kvrelay.cli.replay import replay
+
+        return replay(rest)
     print(f"kvrelay {metadata.version('kvrelay')}")
     return 0
 

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit, urlunsplit
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from kvrelay.config.demo import DEMO_MODEL_NAME, demo_model_path
+from kvrelay.telemetry.event_log import EventLog
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -93,6 +94,14 @@ class CommonConfig(BaseModel):
     )
     log_level: LogLevel = Field(default="info", description="least severe level that is logged")
     log_format: LogFormat = Field(default="text", description="text for people, json for machines")
+    event_log: Path | None = Field(
+        default=None,
+        description="file for the events and instructions of each handoff's state machines, for `kvrelay replay`; "
+        "{name} stands for the service's id; holds prompts and output as token ids (default: none)",
+    )
+    event_log_bytes: int = Field(
+        default=64 << 20, ge=4096, description="size at which the event log begins anew; one earlier file is kept"
+    )
 
     @field_validator("redis_url")
     @classmethod
@@ -133,6 +142,11 @@ class CommonConfig(BaseModel):
         if self.advertise_host:
             return self.advertise_host
         return socket.gethostname() if is_wildcard(self.host) else self.host
+
+    def open_event_log(self, name: str) -> EventLog | None:
+        """The log of the service with this id, or None where none is wanted. Raises OSError."""
+        path = self.event_log
+        return None if path is None else EventLog(Path(str(path).replace("{name}", name)), self.event_log_bytes)
 
     def printable(self) -> dict[str, Any]:
         """All values, JSON-ready, with secrets masked."""

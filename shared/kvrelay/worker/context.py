@@ -15,6 +15,7 @@ from kvrelay.protocol.link import Delivered
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.scheduling.base import Scheduler
 from kvrelay.scheduling.blocks import BlockManager
+from kvrelay.telemetry.event_log import EventLog
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 
 
@@ -29,6 +30,7 @@ class WorkerContext:
     scheduler: Scheduler
     steps: StepLoop
     messenger: Messenger
+    events: EventLog | None = None
 
 
 class Role(Protocol):

@@ -27,6 +27,7 @@ from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings, PeerLost
 from kvrelay.protocol.messages import PROTOCOL_VERSION, PeerRef, Status, StatusQuery
 from kvrelay.scheduling.base import SchedulerLimits
 from kvrelay.scheduling.registry import make_scheduler
+from kvrelay.telemetry.event_log import EventLog
 from kvrelay.telemetry.metrics_store import MetricsStore
 from kvrelay.worker.context import Role, WorkerContext
 from kvrelay.worker.membership import Membership
@@ -58,6 +59,7 @@ class WorkerShell:
         self._quiet_since = 0.0  # 0: nothing happened since the last check
         self._stop = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self._events: EventLog | None = None
         self._routers: dict[str, PeerRef] = {}  # those that ask for reports, by their ids
 
     async def serve(self) -> None:
@@ -97,6 +99,7 @@ class WorkerShell:
                 spec.num_swap_slots * spec.block_bytes / 2**20,
                 1e3 * spec.swap_block_s,
             )
+        self._events = config.open_event_log(config.worker_id)
         self.pool = BlockPool(spec.num_blocks, spec.block_size)
         cache = self._make_cache()
         limits = SchedulerLimits(
@@ -124,6 +127,7 @@ class WorkerShell:
             scheduler=self.scheduler,
             steps=self.steps,
             messenger=self.messenger,
+            events=self._events,
         )
         self.role = self._make_role(context, config)
         self.role.start()
@@ -168,6 +172,8 @@ class WorkerShell:
         await self.membership.leave()
         self.role.close()
         self.messenger.close()
+        if self._events is not None:
+            self._events.close()
 
     def _make_cache(self) -> Cache:
         if not self.config.prefix_cache:

@@ -337,3 +337,13 @@ def test_decode_that_lost_us_and_asks_again_is_told_when_its_reservation_has_dra
 
 def granted(reservation: str) -> Granted:
     return Granted(reservation=reservation, first_block=0, slots=[5], transport="t", endpoint={})
+
+
+@pytest.mark.parametrize("one_sided", [True, False])
+def test_a_missing_block_is_asked_for_again_only_where_a_double_can_be_refused(one_sided: bool) -> None:
+    """A late write over a one-sided transport would land after its double, when the slot may have another owner."""
+    receiver = decode.ReceiverHandoff()
+    receiver.granted("r", 0, 2, needs_quarantine=one_sided)
+    receiver.landed("r", [0])
+    receiver.handed(Handoff(reservation="r", index=0, token_id=1, num_tokens=5, num_blocks=2))
+    assert receiver.overdue() == ([] if one_sided else [decode.AskForMissing("r", (1,))])

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.engine.batch import SequenceKey
-from kvrelay.scheduling.base import SchedulerSettings
+from kvrelay.scheduling.base import QueueOrderName, SchedulerSettings
 from kvrelay.scheduling.orders import ORDERS
 from kvrelay_decode.handoff import ReceiverHandoff
 from kvrelay_decode.request import DecodeRequest
@@ -36,8 +36,8 @@ def test_a_wish_leaves_room_for_what_running_sequences_are_expected_to_draw(rati
 class Waiting:
     """Local prompts and wishes in the order of their arrival on a worker where nothing runs."""
 
-    def __init__(self, settings: SchedulerSettings | None = None, **bench: int) -> None:
-        self.bench = Bench(settings=settings, cache=False, **bench)
+    def __init__(self, settings: SchedulerSettings | None = None, num_blocks: int = 16, max_running: int = 8) -> None:
+        self.bench = Bench(num_blocks, max_running=max_running, settings=settings, cache=False)
         self.requests: dict[SequenceKey, DecodeRequest] = {}
         self.wishes = Wishes(self.bench.scheduler, self.bench.blocks, self.requests, lambda request, num_blocks: True)
         self.bench.scheduler.gate = self.wishes.gate
@@ -86,7 +86,9 @@ def test_prompts_that_wait_for_a_wish_take_none_of_the_places_for_running_ones()
     st.sampled_from(list(ORDERS)),
     st.integers(1, 3),
 )
-def test_where_nothing_runs_somebody_moves(arrivals: list[tuple[bool, int]], order: str, max_running: int) -> None:
+def test_where_nothing_runs_somebody_moves(
+    arrivals: list[tuple[bool, int]], order: QueueOrderName, max_running: int
+) -> None:
     waiting = Waiting(SchedulerSettings(queue_order=order), num_blocks=8, max_running=max_running)
     for is_wish, num_tokens in arrivals:
         if is_wish:

@@ -15,6 +15,7 @@ from typing import Any
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import Delivered, LinkEvent, PeerLost, PeerRefused
 from kvrelay.protocol.messages import Cancel, Failed, FirstToken, NeedDecode, PeerRef, Status, TokenBatch, pack_tokens
+from kvrelay.telemetry.event_log import EventLog
 from kvrelay_router.dispatch.attempt import SequenceAttempts, SequenceSpec
 from kvrelay_router.dispatch.events import (
     AttemptFailed,
@@ -53,7 +54,9 @@ class RouterDispatcher:
         open_messenger: Callable[[Callable[[LinkEvent], None]], Messenger],
         list_workers: ListWorkers,
         settings: DispatchSettings | None = None,
+        events: EventLog | None = None,
     ) -> None:
+        self._events = events
         self.settings = settings or DispatchSettings()
         self.load = OutstandingLoad()
         self.view = FleetView(self.load, _log_state)
@@ -212,7 +215,10 @@ class RouterDispatcher:
                 priority=request.priority,
                 max_attempts=self.settings.max_attempts,
             )
-            sequence = RunningSequence(index, SequenceAttempts(spec), running, record.sequences[index])
+            machine = SequenceAttempts(spec)
+            if self._events is not None:
+                self._events.watch("attempts", (record.request_id, 0, index), machine, spec)
+            sequence = RunningSequence(index, machine, running, record.sequences[index])
             running.sequences[index] = self._sequences[request.request_id, index] = sequence
         self._running[handle] = running
         self._records.add(record)

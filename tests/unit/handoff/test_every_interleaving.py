@@ -1,0 +1,176 @@
+"""Every order in which the events of small handoffs can come, with the real machines; and that the search finds bugs.
+
+`KVRELAY_MODEL_STATES` bounds the larger instances, which run in part unless it is set high enough.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvrelay.engine.batch import SequenceKey
+from kvrelay_decode import handoff as decode
+from kvrelay_prefill import handoff as prefill
+from kvrelay_router.dispatch.attempt import SequenceAttempts
+from tests.unit.handoff.check.search import Counterexample, Explored, explore
+from tests.unit.handoff.check.world import DISTURBANCES, Size, World, start
+
+pytestmark = pytest.mark.unit
+
+LARGE_STATES = int(os.environ.get("KVRELAY_MODEL_STATES", "4000"))
+TINY = Size(num_blocks=1, prefill_pool=1, decode_pool=1)
+
+
+def search(size: Size, at_most: int = 10**9, make: type[World] = World) -> Explored:
+    return explore(start(size, make), DISTURBANCES.__contains__, at_most)
+
+
+@pytest.mark.parametrize("one_sided", [True, False], ids=["one-sided", "copied"])
+@pytest.mark.parametrize("disturbance", ["", *sorted(DISTURBANCES - {"cut"})])
+def test_one_disturbance_at_any_moment_leaves_nobody_waiting_and_nothing_held(
+    disturbance: str, one_sided: bool
+) -> None:
+    budget = ((disturbance, 1),) if disturbance else ()
+    explored = search(Size(one_sided=one_sided, budget=budget))
+    assert explored.is_complete
+    assert explored.num_good_ends > 1
+
+
+@pytest.mark.parametrize("one_sided", [True, False], ids=["one-sided", "copied"])
+def test_two_requests_share_pools_that_hold_one(one_sided: bool) -> None:
+    assert search(replace(TINY, num_requests=2, one_sided=one_sided)).is_complete
+
+
+LARGE = {
+    "a link breaks": Size(budget=(("cut", 1),)),
+    "two of each": replace(TINY, num_requests=2, prefills=("p1", "p2"), decodes=("d1", "d2")),
+    "two decode workers, one dies": replace(TINY, decodes=("d1", "d2"), budget=(("die", 1),)),
+    "a cancel and a death": replace(TINY, budget=(("cancel", 1), ("die", 1))),
+    "everything once": Size(budget=tuple((name, 1) for name in sorted(DISTURBANCES))),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_larger_instances_as_far_as_the_bound_allows(name: str) -> None:
+    explored = search(LARGE[name], LARGE_STATES)
+    assert explored.is_complete or explored.num_states == LARGE_STATES
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_walks_through_large_instances_end_well(seed: int) -> None:
+    """Two of each, three requests, pools for two, every disturbance twice: too large to be visited whole."""
+    rng = random.Random(seed)
+    budget = tuple((name, 2 if name != "die" else 1) for name in sorted(DISTURBANCES))
+    for one_sided in (True, False):
+        size = Size(3, ("p1", "p2"), ("d1", "d2"), 2, 4, 4, 3, one_sided, budget)
+        world: World = start(size)
+        for number in range(3000):
+            steps = list(world.steps())
+            fair = [step for step in steps if step[0] not in DISTURBANCES]
+            if not fair:
+                break
+            may_disturb = number < 200 and rng.random() < 0.1
+            world = world.after(rng.choice(steps if may_disturb else fair))
+            world.check()
+        assert world.is_good_end
+
+
+# -- the search finds what is wrong -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def broken(target: type[Any], name: str, replacement: object) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target, name, replacement)
+        yield
+
+
+def _commit_with_the_handoff_alone(self: decode.ReceiverHandoff) -> list[decode.Instruction]:
+    if self._handoff is None:
+        return []
+    self._move(decode.ReceiverState.RUNNING)
+    return [decode.StopReceiving(self.reservation), decode.Commit(self._handoff)]
+
+
+def _free_at_once(self: decode.ReceiverHandoff, tell: str | None) -> list[decode.Instruction]:
+    self._needs_quarantine = False
+    return _give_up(self, tell)
+
+
+def _release_without_draining(self: prefill.SenderHandoff) -> list[prefill.Instruction]:
+    self._grant = None
+    return []
+
+
+def _ask_for_late_ones_too(self: decode.ReceiverHandoff) -> list[decode.Instruction]:
+    if self.state is not decode.ReceiverState.FILLING or self._handoff is None or not self._missing:
+        return []
+    return [decode.AskForMissing(self.reservation, tuple(self._missing))]
+
+
+def _drained_says_nothing(self: prefill.SenderHandoff, reservation: str) -> list[prefill.Instruction]:
+    self._draining.pop(reservation, None)
+    return self._finish_draining() if self.state is prefill.SenderState.DRAINING else []
+
+
+def _refused_asks_nobody(self: prefill.SenderHandoff, peer: Any, reason: str) -> list[prefill.Instruction]:
+    return _refused(self, peer, reason)[:-1]
+
+
+def _takes_any_reservation(
+    self: decode.ReceiverHandoff, reservation: str, indices: list[int]
+) -> list[decode.Instruction]:
+    return _landed(self, self.reservation, indices)
+
+
+def _repeats_the_first_token(self: SequenceAttempts, arrival: Any) -> list[Any]:
+    self.output.extend([arrival.token_id] if hasattr(arrival, "token_id") else arrival.token_ids)
+    return []
+
+
+_give_up = decode.ReceiverHandoff._give_up
+_landed = decode.ReceiverHandoff.landed
+_refused = prefill.SenderHandoff.refused
+
+BUGS = {
+    "decode runs without all blocks": (
+        decode.ReceiverHandoff, "_commit_if_complete", _commit_with_the_handoff_alone, "", "runs on d with blocks",
+    ),
+    "no quarantine": (decode.ReceiverHandoff, "_give_up", _free_at_once, "cancel", "which is free or another's"),
+    "a grant is dropped with writes in flight": (
+        prefill.SenderHandoff, "_drop_grant", _release_without_draining, "cancel", "which is free or another's",
+    ),
+    "a late block is asked for again": (
+        decode.ReceiverHandoff, "overdue", _ask_for_late_ones_too, "resend", "which a running sequence reads",
+    ),
+    "Drained is not sent": (prefill.SenderHandoff, "drained", _drained_says_nothing, "cancel", "a good end"),
+    "a refusal is not passed on": (prefill.SenderHandoff, "refused", _refused_asks_nobody, "deadline", "a good end"),
+    "a token is delivered twice": (SequenceAttempts, "_take", _repeats_the_first_token, "", "tokens [0, 0]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_the_search_finds_a_known_bug_and_shows_the_way_to_it(name: str) -> None:
+    target, method, replacement, disturbance, trouble = BUGS[name]
+    with broken(target, method, replacement), pytest.raises(Counterexample) as found:
+        search(Size(budget=((disturbance, 1),) if disturbance else ()))
+    assert trouble in str(found.value)
+    assert found.value.trace[0][0] in ("place", "cancel")
+
+
+class ForgetfulTombstones(World):
+    """A cancel that overtakes nothing is not remembered."""
+
+    def _cancel_sending(self, who: str, key: SequenceKey) -> None:
+        """Nothing is ended here."""
+
+
+def test_the_search_finds_a_cancel_that_is_not_carried_out() -> None:
+    with pytest.raises(Counterexample, match=r"a good end|IllegalTransition|do not add up|free or another's"):
+        search(Size(budget=(("cancel", 1),)), make=ForgetfulTombstones)

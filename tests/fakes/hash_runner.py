@@ -78,6 +78,7 @@ class HashRunner:
         self.pool_bytes = np.zeros((num_blocks, self.spec.block_bytes), np.uint8)
         self._entries = self.pool_bytes[:, :entries_bytes].view(np.int32).reshape(num_blocks, block_size, 2)
         self._sequences: dict[SequenceKey, Sampling] = {}
+        self._drawn: dict[SequenceKey, int] = {}
         self.step_s = step_s
 
     @property
@@ -90,6 +91,7 @@ class HashRunner:
 
     def drop_sequence(self, key: SequenceKey) -> None:
         self._sequences.pop(key, None)
+        self._drawn.pop(key, None)
 
     def execute(self, batch: WorkerBatch) -> StepResult:
         started = time.perf_counter()
@@ -110,7 +112,8 @@ class HashRunner:
         size = self.spec.block_size
         end = row.position + len(row.token_ids)
         positions = np.arange(row.position, end)
-        self._entries[row.block_ids[positions // size], positions % size, 0] = row.token_ids
+        token_ids = [*row.token_ids[:-1], self._drawn[row.key]] if row.follows_draw else row.token_ids
+        self._entries[row.block_ids[positions // size], positions % size, 0] = token_ids
         self._entries[row.block_ids[positions // size], positions % size, 1] = positions
         read = self._entries[row.block_ids[: (end + size - 1) // size]].reshape(-1, 2)[:end]
         if not np.array_equal(read[:, 1], np.arange(end)):
@@ -119,5 +122,6 @@ class HashRunner:
             return RowResult(None)
         sampling = self._sequences[row.key]
         token_id = next_token(read[:, 0], sampling, row.key[2])
+        self._drawn[row.key] = token_id
         logprobs = TokenLogprobs(token_id, -1.0, [], []) if sampling.logprobs is not None else None
         return RowResult(token_id, logprobs)

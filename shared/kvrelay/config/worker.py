@@ -119,6 +119,11 @@ class WorkerConfig(CommonConfig):
         "it adapts. 0: none",
     )
 
+    overlap: bool = Field(
+        default=True,
+        description="plan the next step and publish the last one while a step is computed; off: one after the other",
+    )
+
     metrics_file: Path | None = Field(
         default=None,
         description="file for one JSON line a step and a sequence; {worker_id} in it is replaced (default: none)",

@@ -27,6 +27,8 @@ class WorkerRow:
 
     `block_ids` is the sequence's block table, long enough for position + len(token_ids) tokens; the K/V of the earlier
     `position` tokens lie in it already. With `sample`, one token is drawn from the logits after the last token.
+    With `follows_draw`, the last of `token_ids` is a placeholder: it stands for the token that was drawn last for this
+    key, by a step that was in flight when the batch was made.
     """
 
     key: SequenceKey
@@ -35,6 +37,7 @@ class WorkerRow:
     block_ids: Int32Array
     sample: bool
     is_prefill: bool
+    follows_draw: bool = False
 
 
 class BlockCopies(NamedTuple):
@@ -139,7 +142,8 @@ class ModelRunner(Protocol):
     def execute(self, batch: WorkerBatch) -> StepResult:
         """Runs one step: copies blocks out to the host, then in from there, then writes K/V of every row's tokens into
         its blocks, attends, samples. There may be copies and no rows. Thread-safe against `add_sequence` and
-        `drop_sequence` from another thread. A sampled token joins the sampler's history.
+        `drop_sequence` from another thread. A sampled token joins the sampler's history, and is what a row of the next
+        batch with `follows_draw` is about.
 
         Raises RowsFailed where some sequences alone are to blame."""
         ...

@@ -111,7 +111,7 @@ class TransformersRunner:
 
         Raises:
             BadLogits: the model gave NaN or infinity for some sequences; the step may be run again without them.
-            KeyError: a row that samples is unknown.
+            KeyError: a row that samples, or follows a draw, is unknown.
             IndexError: a copy names a block or a slot that there is not.
         """
         copy_s = self._host.swap(batch.swap_out, batch.swap_in)
@@ -119,11 +119,12 @@ class TransformersRunner:
             return StepResult(batch.step, [], 0.0, copy_s)
         started = time.perf_counter()
         with self._lock:
-            unknown = [row.key for row in batch.rows if row.sample and row.key not in self._sampler]
+            asked = (row.key for row in batch.rows if row.sample or row.follows_draw)
+            unknown = [key for key in asked if key not in self._sampler]
         if unknown:
             raise KeyError(f"sequences never added, or dropped before the step: {unknown}")
         packed = pack_rows(batch.rows)
-        token_ids = torch.from_numpy(np.concatenate([row.token_ids for row in batch.rows]).astype(np.int64))
+        token_ids = torch.from_numpy(self._token_ids(batch.rows, packed))
         positions = torch.from_numpy(packed.token_positions.astype(np.int64))
         step = self._backend.plan(self._pool, packed)
         hidden = self._model.hidden_states(token_ids.to(self._device), positions.to(self._device), step)
@@ -134,6 +135,16 @@ class TransformersRunner:
             token_id, logprobs = sampled.get(index, (None, None))
             results.append(RowResult(token_id, logprobs, prompt_logprobs.get(index, [])))
         return StepResult(batch.step, results, time.perf_counter() - started, copy_s)
+
+    def _token_ids(self, rows: Sequence[WorkerRow], packed: PackedRows) -> NDArray[np.int64]:
+        """The step's tokens; placeholders are replaced by what was drawn."""
+        token_ids = np.concatenate([row.token_ids for row in rows]).astype(np.int64)
+        following = [index for index, row in enumerate(rows) if row.follows_draw]
+        if following:
+            with self._lock:
+                drawn = self._sampler.last_drawn([rows[index].key for index in following])
+            token_ids[packed.query_starts[1:][following] - 1] = drawn
+        return token_ids
 
     def _sample(
         self, rows: Sequence[WorkerRow], packed: PackedRows, hidden: torch.Tensor

@@ -50,6 +50,14 @@ class Sampler:
         """Forgets a sequence; unknown keys are ignored."""
         self._state.drop(key)
 
+    def last_drawn(self, keys: Sequence[SequenceKey]) -> NDArray[np.int64]:
+        """The token that `sample` drew last for each key, `[keys]`.
+
+        Raises:
+            KeyError: an unknown key.
+        """
+        return self._state.last(keys)
+
     def sample(
         self, keys: Sequence[SequenceKey], positions: NDArray[np.int64], logits: torch.Tensor
     ) -> tuple[NDArray[np.int64], list[TokenLogprobs | None]]:
@@ -67,6 +75,7 @@ class Sampler:
             token_ids = self._draw(keys, slots, parameters, positions, logits)
         else:
             token_ids = self._most_likely(keys, logits)
+        self._state.set_last(slots, token_ids)
         counts = parameters["counts"]
         if (counts >= 0).any():
             self._state.counts.append(counts[counts >= 0], token_ids[counts >= 0])

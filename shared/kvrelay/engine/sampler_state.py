@@ -31,6 +31,7 @@ _PARAMETERS = np.dtype(
         ("logprobs", np.int64),  # -1 is off
         ("counts", np.int64),  # row of the penalty tables, or -1
         ("adjusted", np.bool_),  # logits change before the draw: penalties, bias, or min_tokens
+        ("last", np.int64),  # the token drawn last
     ]
 )
 
@@ -93,6 +94,7 @@ class SamplerState:
             -1 if sampling.logprobs is None else sampling.logprobs,
             counts,
             penalised or bool(sampling.logit_bias) or bool(sampling.min_tokens),
+            0,
         )
         self._slots[key] = slot
 
@@ -117,6 +119,19 @@ class SamplerState:
         """
         slots = np.fromiter((self._slots[key] for key in keys), np.int64, len(keys))
         return slots, self._parameters[slots]
+
+    def set_last(self, slots: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
+        """These tokens were drawn for the sequences in `slots`."""
+        self._parameters["last"][slots] = token_ids
+
+    def last(self, keys: Sequence[SequenceKey]) -> NDArray[np.int64]:
+        """The token drawn last for each key, `[keys]`.
+
+        Raises:
+            KeyError: a key is unknown.
+        """
+        slots = np.fromiter((self._slots[key] for key in keys), np.int64, len(keys))
+        return self._parameters["last"][slots]
 
     def biases(self, slots: NDArray[np.int64]) -> list[tuple[int, SparseLogits]]:
         """`(row, bias)` of the rows that have one."""

@@ -155,7 +155,18 @@ class Scheduler(Protocol):
         ...
 
     def schedule(self) -> StepPlan:
-        """Plans the next step. To be followed by `commit` with its result before the next call."""
+        """Plans the next step; a plan with rows is to be committed or failed before the next call."""
+        ...
+
+    def schedule_ahead(self) -> StepPlan | None:
+        """Plans the step behind the one in flight; None where that one must be committed first. Preempts nobody.
+
+        Plans are committed in order. If the step in flight fails, `cancel_plan` comes before `fail_step`.
+        """
+        ...
+
+    def cancel_plan(self, plan: StepPlan) -> None:
+        """A step that was planned ahead does not run: its sequences are where they were. Who was admitted stays."""
         ...
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:

@@ -19,7 +19,7 @@ from kvrelay.scheduling.base import AdmissionGate, SchedulerLimits, SchedulerSet
 from kvrelay.scheduling.blocks import BlockManager
 from kvrelay.scheduling.chunks import Chunks
 from kvrelay.scheduling.orders import ORDERS
-from kvrelay.scheduling.plan import PlanDraft, PlannedRow, SequenceOutput, StepPlan
+from kvrelay.scheduling.plan import NeedsCommit, PlanDraft, PlannedRow, SequenceOutput, StepPlan
 from kvrelay.scheduling.prefixes import PrefixesInProgress
 from kvrelay.scheduling.queue import WaitingQueue
 from kvrelay.scheduling.sequence import Sequence, SequenceState
@@ -50,6 +50,9 @@ class BatchScheduler(ABC):
         self.chunks = self.make_chunks()
         self._sequences: dict[SequenceKey, Sequence] = {}
         self._step = 0
+        self._uncommitted: list[StepPlan] = []  # in flight, and planned behind it
+        self._zombies: set[Sequence] = set()  # ended, while a step may still write into their blocks
+        self._admitted_ahead: list[Sequence] = []  # for a plan that came to nothing: the next one reports them
         self.gate: AdmissionGate | None = None
         self._refused: tuple[SequenceKey, int, int] | None = None  # who, with how many blocks available, and headroom
 
@@ -110,8 +113,8 @@ class BatchScheduler(ABC):
 
     @property
     def has_work(self) -> bool:
-        """Whether any sequence waits or runs."""
-        return bool(self._sequences)
+        """Whether any sequence waits or runs, or holds blocks until a step lands."""
+        return bool(self._sequences or self._zombies)
 
     def _enter(self, sequence: Sequence) -> None:
         if sequence.key in self._sequences:
@@ -120,7 +123,11 @@ class BatchScheduler(ABC):
 
     def _leave(self, sequence: Sequence) -> None:
         if sequence.state is SequenceState.RUNNING:
-            self._lose_blocks(sequence)
+            self._stop_running(sequence)
+            if sequence.num_planned:  # a step writes into its blocks: nobody else may have them before that landed
+                self._zombies.add(sequence)
+            else:
+                self.blocks.free(sequence)
         else:
             self.waiting.remove(sequence)
         self.swaps.drop(sequence)
@@ -130,35 +137,105 @@ class BatchScheduler(ABC):
             self.new_token_ratio.idle()
 
     def _lose_blocks(self, sequence: Sequence) -> None:
-        del self.running[sequence.key]
+        self._stop_running(sequence)
         self.blocks.free(sequence)
+
+    def _stop_running(self, sequence: Sequence) -> None:
+        del self.running[sequence.key]
         self.waiting.prefixes_changed(self.in_progress.give_up(sequence.key))
+
+    def _row_is_over(self, row: PlannedRow) -> bool:
+        """A row's step landed, or will not run. False: its sequence has ended before, the result is nobody's."""
+        sequence = row.sequence
+        sequence.num_planned -= row.num_tokens
+        if row.sample:
+            sequence.num_expected -= 1
+        if sequence.state is not SequenceState.FINISHED:
+            return True
+        if not sequence.num_planned:
+            self._zombies.remove(sequence)
+            self.blocks.free(sequence)
+        return False
 
     # -- the decision -------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
-        """Plans the next step. To be followed by `commit` with its result before the next call."""
+        """Plans the next step; a plan with rows is to be committed or failed before the next call."""
+        if self._uncommitted:
+            raise RuntimeError(f"step {self._uncommitted[0].step} is in flight: only schedule_ahead may plan behind it")
         self.waiting.refresh()
         draft = PlanDraft(self.limits.token_budget)
         self.fill(draft)
+        return self._planned(draft)
+
+    def schedule_ahead(self) -> StepPlan | None:
+        """Plans the step behind the one in flight; None where that one must be committed first. Preempts nobody."""
+        if len(self._uncommitted) != 1:
+            raise RuntimeError(f"{len(self._uncommitted)} steps are in flight or planned, 1 can be planned behind")
+        if any(row.sequence.needs_commit_first for row in self._uncommitted[0].rows):
+            return None
+        self.waiting.refresh()
+        draft = PlanDraft(self.limits.token_budget, ahead=True)
+        try:
+            self.fill(draft)
+        except NeedsCommit:
+            if not draft.admitted:  # else what is there makes a step: a policy need not come back to them
+                return None
+        if not draft.rows:
+            self._admitted_ahead += draft.admitted
+            return None
+        return self._planned(draft)
+
+    def cancel_plan(self, plan: StepPlan) -> None:
+        """A step that was planned ahead does not run: its sequences are where they were. Who was admitted stays."""
+        if self._uncommitted[-1] is not plan:
+            raise RuntimeError(f"step {plan.step} is not the last one planned")
+        self._uncommitted.pop()
+        for row in plan.rows:
+            self._row_is_over(row)
+
+    def _planned(self, draft: PlanDraft) -> StepPlan:
         self._step += 1
+        if self._admitted_ahead:
+            draft.admitted = [*self._admitted_ahead, *draft.admitted]
+            self._admitted_ahead = []
         plan = draft.finish(self._step, self.swaps.seal(draft))
         for row in plan.rows:
-            row.sequence.num_planned = row.num_tokens
+            sequence = row.sequence
+            sequence.num_planned += row.num_tokens
+            if row.sample:
+                sequence.num_expected += 1
+        if plan.has_work:
+            self._uncommitted.append(plan)
         return plan
+
+    def _goes_on(self, sequence: Sequence) -> bool:
+        """Whether a sequence with a step in flight has one behind it, unless it draws a token that ends it."""
+        if sequence.abort_requested:
+            return False
+        expected = sequence.num_expected
+        return not expected or not (
+            sequence.prefill_only
+            or sequence.num_output + expected >= sequence.sampling.max_tokens
+            or sequence.num_tokens + expected >= self.limits.max_model_len
+        )
 
     def plan_decodes(self, draft: PlanDraft) -> None:
         """Every running decode, one token each; those that find no block take it from others, or go themselves."""
         for sequence in [s for s in self.running.values() if s.is_decoding]:
-            position = sequence.num_computed
+            if sequence.num_planned and not self._goes_on(sequence):
+                continue
+            position = sequence.num_computed + sequence.num_planned
             if sequence.state is SequenceState.RUNNING and self._make_room(sequence, position + 1, draft):
                 draft.add_decode(PlannedRow(sequence, position, 1, False, True))
 
     def plan_prompts(self, draft: PlanDraft) -> None:
         """The next chunks of the prompts that hold blocks, in the order of their admission."""
         for sequence in [s for s in self.running.values() if not s.is_decoding and s.num_remaining]:
+            if sequence.num_planned and not self._goes_on(sequence):
+                continue
             if sequence.state is SequenceState.RUNNING:
-                num_tokens = self.chunks.size(sequence.num_remaining, sequence.num_computed, draft)
+                num_tokens = self.chunks.size(sequence.num_remaining, sequence.next_position, draft)
                 num_tokens = self._room_for_chunk(sequence, num_tokens, draft)
                 if not num_tokens:
                     return
@@ -200,7 +277,10 @@ class BatchScheduler(ABC):
         return ""
 
     def _admit_swapped(self, sequence: Sequence, draft: PlanDraft, beyond_budget: bool) -> str:
-        """As above, for one whose K/V comes back from the host: it goes on where it was."""
+        """As above, for one whose K/V comes back from the host: it goes on where it was. Not while a step is in flight:
+        what is copied when is for one step at a time to say."""
+        if draft.ahead:
+            raise NeedsCommit
         position = self.swaps.num_tokens(sequence)
         num_remaining = sequence.num_tokens - position
         decodes = num_remaining == 1 and sequence.num_output > 0
@@ -245,21 +325,23 @@ class BatchScheduler(ABC):
     def _plan_chunk(self, sequence: Sequence, num_tokens: int, draft: PlanDraft) -> None:
         completes = num_tokens == sequence.num_remaining
         sample = completes and sequence.wants_token
-        draft.add_chunk(PlannedRow(sequence, sequence.num_computed, num_tokens, is_prefill=True, sample=sample))
+        draft.add_chunk(PlannedRow(sequence, sequence.next_position, num_tokens, is_prefill=True, sample=sample))
 
     # -- room ---------------------------------------------------------------------------------------------------------
 
     def _room_for_chunk(self, sequence: Sequence, num_tokens: int, draft: PlanDraft) -> int:
         """The chunk shrinks to the blocks there are; where there are none, others make room for its first token."""
-        table = sequence.table
+        table, position = sequence.table, sequence.next_position
         available = self.blocks.pool.num_available * table.block_size
-        room = table.capacity_tokens + available - sequence.num_computed
+        room = table.capacity_tokens + available - position
         num_tokens = min(num_tokens, max(room, 1))
-        return num_tokens if self._make_room(sequence, sequence.num_computed + num_tokens, draft) else 0
+        return num_tokens if self._make_room(sequence, position + num_tokens, draft) else 0
 
     def _make_room(self, sequence: Sequence, num_tokens: int, draft: PlanDraft) -> bool:
         """Blocks for `num_tokens` tokens, at the cost of others; False if the sequence was preempted itself."""
         while not self.blocks.grow(sequence, num_tokens):
+            if draft.ahead:
+                raise NeedsCommit
             victim = self._victim()
             self._preempt(victim, draft)
             draft.preempt(victim)
@@ -300,6 +382,7 @@ class BatchScheduler(ABC):
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
         """Books a step's result; returns what is to be told about it. Finished sequences have left."""
+        self._landed(plan)
         self.chunks.measured(plan, result.forward_s)
         self.swaps.landed(plan, result.forward_s, result.copy_s)
         self.new_token_ratio.relax()
@@ -310,9 +393,16 @@ class BatchScheduler(ABC):
                 outputs.append(output)
         return outputs
 
+    def _landed(self, plan: StepPlan) -> None:
+        if plan.has_work:
+            if not self._uncommitted or self._uncommitted[0] is not plan:
+                raise RuntimeError(f"step {plan.step} is not the one in flight")
+            del self._uncommitted[0]
+
     def _commit_row(self, row: PlannedRow, given: RowResult) -> SequenceOutput | None:
         sequence = row.sequence
-        sequence.num_planned = 0
+        if not self._row_is_over(row):
+            return None
         sequence.num_computed += row.num_tokens
         if sequence.abort_requested:
             self._leave(sequence)
@@ -320,7 +410,7 @@ class BatchScheduler(ABC):
         if sequence.num_computed >= (sequence.num_published + 1) * self.blocks.pool.block_size:
             self._publish(sequence)
         # Not by the row: the last token of a resumed prompt is output, and alone in its step it looks like a decode.
-        prefilled = sequence.owner is Owner.COMPUTING and sequence.num_remaining == 0
+        prefilled = sequence.owner is Owner.COMPUTING and sequence.num_computed == sequence.num_tokens
         index = sequence.num_output
         finish = None
         if given.token_id is not None:
@@ -341,10 +431,14 @@ class BatchScheduler(ABC):
 
         The others are where they were before the step; its copies to and from the host were made if keys are given.
         """
+        self._landed(plan)
+        if self._uncommitted:
+            raise RuntimeError(f"step {self._uncommitted[0].step} is planned upon the one that failed")
         failed = []
         for row in plan.rows:
             sequence = row.sequence
-            sequence.num_planned = 0
+            if not self._row_is_over(row):
+                continue
             if keys is None or sequence.key in keys or sequence.abort_requested:
                 self._leave(sequence)
                 failed.append(sequence)

@@ -18,7 +18,10 @@ from kvrelay.scheduling.sequence import Sequence
 
 
 class PlannedRow(msgspec.Struct, frozen=True):
-    """`num_tokens` tokens of a sequence, from `position` on. `sample`: its last token's logits give a token."""
+    """`num_tokens` tokens of a sequence, from `position` on. `sample`: its last token's logits give a token.
+
+    A decode that was planned ahead is for a token that the step in flight draws: it is not in the sequence yet.
+    """
 
     sequence: Sequence
     position: int
@@ -95,11 +98,19 @@ class StepPlan:
         return sum(row.num_tokens for row in self.rows if not row.is_prefill)
 
 
-class PlanDraft:
-    """A plan while it is made. `budget_left` may fall below 0 where a policy runs a prompt longer than the budget."""
+class NeedsCommit(Exception):
+    """A step cannot be planned before the one in flight is committed: it would have to take blocks from somebody."""
 
-    def __init__(self, token_budget: int) -> None:
+
+class PlanDraft:
+    """A plan while it is made. `budget_left` may fall below 0 where a policy runs a prompt longer than the budget.
+
+    `ahead`: a step is in flight; nobody may be preempted.
+    """
+
+    def __init__(self, token_budget: int, *, ahead: bool = False) -> None:
         self.budget_left = token_budget
+        self.ahead = ahead
         self.prompts: dict[SequenceKey, PlannedRow] = {}
         self.decodes: dict[SequenceKey, PlannedRow] = {}
         self.admitted: list[Sequence] = []

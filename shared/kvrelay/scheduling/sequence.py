@@ -6,8 +6,10 @@
               copied back; WAITING when the copy is given up.
 4. FINISHED   left the scheduler, holds nothing there. Terminal.
 
-Committed and planned lengths are kept apart: `num_computed` moves only when a step's result is committed, `num_planned`
-says how many tokens a step in flight is computing.
+Committed and planned lengths are kept apart: `num_computed` and the tokens move only when a step's result is committed;
+`num_planned` says how many tokens the steps that are planned and not committed compute, and `num_expected` how many
+they draw. There may be two such steps: one in flight, and the one planned behind it. What is asked about the next step
+(`next_position`, `num_remaining`, `is_decoding`) counts as if they had gone well.
 """
 
 from __future__ import annotations
@@ -77,10 +79,12 @@ class Sequence:
     owner: Owner = Owner.COMPUTING  # what its blocks count as
     num_computed: int = 0
     num_planned: int = 0
+    num_expected: int = 0
     num_cached_tokens: int = 0  # of the prompt, found in this worker's cache at first admission
     num_published: int = 0  # blocks offered to the cache
     hashes: list[BlockHash] = field(default_factory=list)
     abort_requested: bool = False  # while a step in flight computes it
+    needs_commit_first: bool = False  # its next step depends on what the host makes of this one: no planning ahead
     num_preemptions: int = 0
 
     @property
@@ -94,9 +98,14 @@ class Sequence:
         return self.tokens.num_tokens - self.num_prompt
 
     @property
+    def next_position(self) -> int:
+        """Where the next step goes on."""
+        return self.num_computed + self.num_planned
+
+    @property
     def num_remaining(self) -> int:
-        """Tokens without K/V; 1 for a decoding sequence."""
-        return self.tokens.num_tokens - self.num_computed
+        """Tokens without K/V, and not planned; 1 for a decoding sequence."""
+        return self.tokens.num_tokens + self.num_expected - self.num_computed - self.num_planned
 
     @property
     def num_full_blocks(self) -> int:
@@ -106,8 +115,9 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         """Only the newest token lacks K/V, and that token is output."""
-        num_tokens = self.tokens.num_tokens
-        return num_tokens - self.num_computed == 1 and num_tokens > self.num_prompt and self.num_computed > 0
+        num_tokens = self.tokens.num_tokens + self.num_expected
+        position = self.num_computed + self.num_planned
+        return num_tokens - position == 1 and num_tokens > self.num_prompt and position > 0
 
     @property
     def wants_token(self) -> bool:

@@ -1,7 +1,8 @@
 """What each step and each sequence took, as JSON lines in a file that plots can read.
 
-One line a step, one line a sequence when it ends; nothing per token. Times are in seconds, `at` is seconds since the
-epoch. Writing goes through a buffer that is flushed once a second at most, so a step costs some microseconds.
+One line a step, one line a sequence when it ends, and a few events a step; nothing per token. Times are in seconds,
+`at` is seconds since the epoch. Writing goes through a buffer that is flushed once a second at most, so a step costs
+some microseconds.
 """
 
 from __future__ import annotations
@@ -18,12 +19,16 @@ from kvrelay.protocol.sampling import FinishReason
 from kvrelay.scheduling.base import Scheduler
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.sequence import Sequence
+from kvrelay.telemetry.step_trace import StepEvent, StepTrace
 
 FLUSH_INTERVAL_S = 1.0
 
 
 class StepRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
-    """One step: what was in it, what waited beside it, and where its time went."""
+    """One step: what was in it, what waited beside it, and where its time went.
+
+    `ahead`: it was planned while the step before was in flight. The counts beside it are those after its commit.
+    """
 
     at: float
     step: int
@@ -46,6 +51,7 @@ class StepRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
     forward_s: float
     commit_s: float
     held_back: str
+    ahead: bool = False
 
 
 class SequenceRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="sequence"):
@@ -66,7 +72,7 @@ class SequenceRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="sequenc
     finish: FinishReason | None  # None: it left before its end (handed over, cancelled, failed)
 
 
-Record = StepRecord | SequenceRecord
+Record = StepRecord | SequenceRecord | StepEvent
 _decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
 
 
@@ -99,6 +105,7 @@ class MetricsStore:
         self._buffer = bytearray()
         self._flushed = clock()
         self._courses: dict[SequenceKey, _Course] = {}
+        self.trace = StepTrace(clock)
 
     def arrived(self, sequence: Sequence, *, is_running: bool) -> None:
         """A sequence was queued, or joined those that run."""
@@ -121,6 +128,8 @@ class MetricsStore:
         scheduler: Scheduler,
         schedule_s: float,
         commit_s: float,
+        *,
+        ahead: bool,
     ) -> None:
         """A step is done."""
         now = self._clock()
@@ -149,8 +158,10 @@ class MetricsStore:
                 result.forward_s,
                 commit_s,
                 plan.held_back,
+                ahead,
             )
         )
+        self._write_trace()
         for output in outputs:
             course = self._courses.get(output.sequence.key)
             if course is not None and course.first_token is None and output.token_id is not None:
@@ -187,8 +198,13 @@ class MetricsStore:
     def close(self) -> None:
         """Writes what is left. Idempotent."""
         if not self._file.closed:
+            self._write_trace()
             self._flush()
             self._file.close()
+
+    def _write_trace(self) -> None:
+        for event in self.trace.drain():
+            self._write(event)
 
     def _write(self, record: Record) -> None:
         self._buffer += self._encoder.encode(record)

@@ -118,7 +118,7 @@ class WorkerShell:
             fingerprint=spec.fingerprint,
             settings=LinkSettings(alive_interval_s=config.peer_interval_s, peer_timeout_s=config.peer_timeout_s),
         )
-        self.steps = StepLoop(runner, self.scheduler, self._metrics_store())
+        self.steps = StepLoop(runner, self.scheduler, self._metrics_store(), overlap=config.overlap)
         context = WorkerContext(
             spec=spec,
             pool=self.pool,
@@ -245,6 +245,7 @@ class WorkerShell:
             totals=self.role.totals()
             | {
                 "steps": totals.num_steps,
+                "steps_ahead": totals.num_steps_ahead,
                 "failed_steps": totals.num_failed_steps,
                 "prefill_tokens": totals.num_prefill_tokens,
                 "decode_tokens": totals.num_decode_tokens,

@@ -1,7 +1,8 @@
 """Schedule, run, commit, publish; again. Policy and bookkeeping stay on the event loop's thread, the forward does not.
 
-While a forward runs on its thread, the event loop goes on with messages, cancels and transfers. State of the scheduler
-is touched on the event loop's thread only, so there is nothing to lock.
+While a forward runs on its thread, the event loop goes on with messages, cancels and transfers; with overlap it also
+publishes the step before and plans the next one (as SGLang's overlapped scheduling does). State of the scheduler is
+touched on the event loop's thread only, so there is nothing to lock.
 """
 
 from __future__ import annotations
@@ -9,15 +10,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvrelay.engine.batch import ModelRunner, RowsFailed, SequenceKey, StepResult, WorkerBatch, WorkerRow
 from kvrelay.scheduling.base import Scheduler
-from kvrelay.scheduling.plan import SequenceOutput, StepPlan
+from kvrelay.scheduling.plan import PlannedRow, SequenceOutput, StepPlan
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.telemetry.metrics_store import MetricsStore
+from kvrelay.telemetry.step_trace import Mark, StepEventName
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +32,7 @@ class StepTotals:
     """Sums since the start; seconds are of the wall clock."""
 
     num_steps: int = 0
+    num_steps_ahead: int = 0  # of them, planned while the step before was in flight
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
     num_failed_steps: int = 0
@@ -44,38 +50,68 @@ class StepCallbacks:
     failed: Callable[[list[Sequence], str], None]
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step that is planned. `ahead`: while the one before was in flight."""
+
+    plan: StepPlan
+    batch: WorkerBatch
+    schedule_s: float
+    ahead: bool
+
+
+_PLACEHOLDER = np.zeros(1, np.int32)
+
+
 def worker_batch(plan: StepPlan) -> WorkerBatch:
     """The second stage: only what a forward needs, as views of the sequences' arrays."""
-    rows = [
-        WorkerRow(
-            key=row.sequence.key,
-            token_ids=row.sequence.tokens.view(row.position, row.position + row.num_tokens),
-            position=row.position,
-            block_ids=row.sequence.table.ids,
-            sample=row.sample,
-            is_prefill=row.is_prefill,
-        )
-        for row in plan.rows
-    ]
-    swaps = plan.swaps
+    rows, swaps = [_worker_row(row) for row in plan.rows], plan.swaps
     if swaps is None:
         return WorkerBatch(plan.step, rows)
     return WorkerBatch(plan.step, rows, swaps.out, swaps.back)
 
 
-class StepLoop:
-    """Drives a scheduler and a runner until stopped; sleeps on an event while there is nothing to do."""
+def _worker_row(row: PlannedRow) -> WorkerRow:
+    sequence, position = row.sequence, row.position
+    follows_draw = position >= sequence.num_tokens  # planned ahead: the step in flight draws its token
+    return WorkerRow(
+        key=sequence.key,
+        token_ids=_PLACEHOLDER if follows_draw else sequence.tokens.view(position, position + row.num_tokens),
+        position=position,
+        block_ids=sequence.table.ids,
+        sample=row.sample,
+        is_prefill=row.is_prefill,
+        follows_draw=follows_draw,
+    )
 
-    def __init__(self, runner: ModelRunner, scheduler: Scheduler, metrics: MetricsStore | None = None) -> None:
+
+class StepLoop:
+    """Drives a scheduler and a runner until stopped; sleeps on an event while there is nothing to do.
+
+    With `overlap`, a step's forward hides the planning of the next one and the booking and publishing of the one
+    before: a step that was planned ahead starts as soon as the one in flight lands, and that one is booked then.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        metrics: MetricsStore | None = None,
+        *,
+        overlap: bool = True,
+    ) -> None:
         self.runner = runner
         self.scheduler = scheduler
         self.totals = StepTotals()
+        self.overlap = overlap
         self._metrics = metrics
+        self._trace = metrics.trace if metrics is not None else None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="step")
         self._wake = asyncio.Event()
-        self._in_flight = False
+        self._last_planned = 0
+        self._last_landed = 0
         self._stopping = False
-        self._forget: list[SequenceKey] = []
+        self._forget: deque[tuple[int, SequenceKey]] = deque()  # with the last step that may have a row for it
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence. Raises ValueError when its key is known, or the sampler cannot take its parameters."""
@@ -92,17 +128,17 @@ class StepLoop:
             self._metrics.arrived(sequence, is_running=True)
 
     def abort(self, key: SequenceKey) -> None:
-        """Ends a sequence; it is in no step after the one in flight."""
+        """Ends a sequence; it is in no step after those in flight and planned."""
         self.scheduler.abort(key)
         self.forget(key)
         self.wake()
 
     def forget(self, key: SequenceKey) -> None:
-        """Drops the sampler's state of a sequence that left, once no step in flight uses it."""
+        """Drops the sampler's state of a sequence that left, once no step in flight or planned uses it."""
         if self._metrics is not None:
             self._metrics.left(key)
-        if self._in_flight:
-            self._forget.append(key)
+        if self._last_landed < self._last_planned:
+            self._forget.append((self._last_planned, key))
         else:
             self.runner.drop_sequence(key)
 
@@ -117,66 +153,141 @@ class StepLoop:
 
     async def run(self, callbacks: StepCallbacks) -> None:
         """The loop itself."""
-        loop = asyncio.get_running_loop()
         while not self._stopping:
             self._wake.clear()
-            started = time.perf_counter()
-            plan = self.scheduler.schedule()
-            batch = worker_batch(plan)
-            schedule_s = time.perf_counter() - started
-            self.totals.schedule_s += schedule_s
-            if self._metrics is not None:
-                self._metrics.planned(plan)
-            self._in_flight = plan.has_work
-            callbacks.planned(plan)
-            if not plan.has_work:
-                if not plan.preempted:  # else what they held is free now, and nobody else would say so
-                    await self._wake.wait()
-                continue
-            try:
-                result = await loop.run_in_executor(self._executor, self.runner.execute, batch)
-            except Exception as error:
-                log.exception("step %d failed", plan.step)
-                keys = error.keys if isinstance(error, RowsFailed) else None
-                callbacks.failed(self._fail(plan, keys), f"{type(error).__name__}: {error}")
-            else:
-                callbacks.committed(self._commit(plan, result, schedule_s))
+            step = self._plan(callbacks)
+            if step.plan.has_work:
+                await self._run_from(step, callbacks)
+            elif not step.plan.preempted:  # else what they held is free now, and nobody else would say so
+                await self._wake.wait()
         self._executor.shutdown(wait=True)
         if self._metrics is not None:
             self._metrics.close()
+
+    async def _run_from(self, first: _Step, callbacks: StepCallbacks) -> None:
+        """Runs a step, and those behind it as long as each can be planned ahead."""
+        step, forward = first, await self._launch(first)
+        while True:
+            following = self._plan_ahead(callbacks)
+            try:
+                result = await forward
+            except Exception as error:
+                log.exception("step %d failed", step.plan.step)
+                self._cancel(following, step)
+                self._fail(step, error, callbacks)
+                return
+            if self._stopping:
+                self._cancel(following, step)
+                following = None
+            if following is not None:
+                forward = await self._launch(following)
+            self._publish(step, result, callbacks)
+            if following is None:
+                return
+            step = following
+
+    # -- one step -----------------------------------------------------------------------------------------------------
+
+    def _plan(self, callbacks: StepCallbacks) -> _Step:
+        mark, started = self._mark(), time.perf_counter()
+        plan = self.scheduler.schedule()
+        return self._planned(plan, started, mark, callbacks, ahead=False)
+
+    def _plan_ahead(self, callbacks: StepCallbacks) -> _Step | None:
+        if not self.overlap or self._stopping:
+            return None
+        mark, started = self._mark(), time.perf_counter()
+        plan = self.scheduler.schedule_ahead()
+        if plan is None:
+            self.totals.schedule_s += time.perf_counter() - started
+            return None
+        return self._planned(plan, started, mark, callbacks, ahead=True)
+
+    def _planned(
+        self, plan: StepPlan, started: float, mark: Mark | None, callbacks: StepCallbacks, *, ahead: bool
+    ) -> _Step:
+        step = _Step(plan, worker_batch(plan), time.perf_counter() - started, ahead)
+        self.totals.schedule_s += step.schedule_s
+        if self._metrics is not None:
+            self._metrics.planned(plan)
+        if plan.has_work:
+            self._last_planned = plan.step
+        callbacks.planned(plan)
+        if self._trace is not None and plan.has_work:
+            self._trace.note("plan_begins", plan.step, mark)
+            self._trace.note("planned", plan.step)
+        return step
+
+    async def _launch(self, step: _Step) -> asyncio.Future[StepResult]:
+        """Returns once the forward runs: this thread holds the interpreter's lock, and would keep it waiting."""
+        loop, begun = asyncio.get_running_loop(), asyncio.Event()
+        forward = loop.run_in_executor(self._executor, self._execute, step.batch, loop, begun)
+        await begun.wait()
+        return forward
+
+    def _execute(self, batch: WorkerBatch, loop: asyncio.AbstractEventLoop, begun: asyncio.Event) -> StepResult:
+        """On the steps' own thread."""
+        if self._trace is not None:
+            self._trace.note("forward_begins", batch.step)
+        loop.call_soon_threadsafe(begun.set)
+        if self._trace is None:
+            return self.runner.execute(batch)
+        try:
+            return self.runner.execute(batch)
+        finally:
+            self._trace.note("forward_ends", batch.step)
+
+    def _publish(self, step: _Step, result: StepResult, callbacks: StepCallbacks) -> None:
+        """Books a step that landed, and tells about it."""
+        plan, started = step.plan, time.perf_counter()
+        outputs = self.scheduler.commit(plan, result)
+        self._landed(plan)
+        self.totals.num_steps += 1
+        self.totals.num_steps_ahead += step.ahead
+        self.totals.num_prefill_tokens += plan.num_prefill_tokens
+        self.totals.num_decode_tokens += plan.num_decode_tokens
+        self.totals.forward_s += result.forward_s
+        commit_s = time.perf_counter() - started
+        self.totals.commit_s += commit_s
+        self._note("committed", plan)
+        if self._metrics is not None:
+            self._metrics.committed(plan, result, outputs, self.scheduler, step.schedule_s, commit_s, ahead=step.ahead)
+        for output in outputs:
+            if output.finish is not None:
+                self.forget(output.sequence.key)
+        callbacks.committed(outputs)
+        self._note("published", plan)
+
+    def _fail(self, step: _Step, error: Exception, callbacks: StepCallbacks) -> None:
+        keys = error.keys if isinstance(error, RowsFailed) else None
+        failed = self.scheduler.fail_step(step.plan, keys)
+        self._landed(step.plan)
+        self.totals.num_failed_steps += 1
+        self._note("failed", step.plan)
+        for sequence in failed:
+            self.forget(sequence.key)
+        callbacks.failed(failed, f"{type(error).__name__}: {error}")
+
+    def _cancel(self, following: _Step | None, step: _Step) -> None:
+        """The step that was planned behind `step` does not run."""
+        if following is not None:
+            self.scheduler.cancel_plan(following.plan)
+            self._last_planned = step.plan.step
+            self._note("plan_cancelled", following.plan)
+
+    def _landed(self, plan: StepPlan) -> None:
+        self._last_landed = plan.step
+        while self._forget and (self._forget[0][0] <= plan.step or plan.step >= self._last_planned):
+            self.runner.drop_sequence(self._forget.popleft()[1])
 
     def _introduce(self, sequence: Sequence) -> None:
         tokens = sequence.tokens.view(0, sequence.num_tokens)
         self.runner.add_sequence(sequence.key, sequence.sampling, tokens.tolist(), sequence.num_prompt)
         self.wake()
 
-    def _commit(self, plan: StepPlan, result: StepResult, schedule_s: float) -> list[SequenceOutput]:
-        started = time.perf_counter()
-        outputs = self.scheduler.commit(plan, result)
-        self._landed()
-        self.totals.num_steps += 1
-        self.totals.num_prefill_tokens += plan.num_prefill_tokens
-        self.totals.num_decode_tokens += plan.num_decode_tokens
-        self.totals.forward_s += result.forward_s
-        commit_s = time.perf_counter() - started
-        self.totals.commit_s += commit_s
-        if self._metrics is not None:
-            self._metrics.committed(plan, result, outputs, self.scheduler, schedule_s, commit_s)
-        for output in outputs:
-            if output.finish is not None:
-                self.forget(output.sequence.key)
-        return outputs
+    def _mark(self) -> Mark | None:
+        return self._trace.mark() if self._trace is not None else None
 
-    def _fail(self, plan: StepPlan, keys: frozenset[SequenceKey] | None) -> list[Sequence]:
-        failed = self.scheduler.fail_step(plan, keys)
-        self._landed()
-        self.totals.num_failed_steps += 1
-        for sequence in failed:
-            self.forget(sequence.key)
-        return failed
-
-    def _landed(self) -> None:
-        self._in_flight = False
-        for key in self._forget:
-            self.runner.drop_sequence(key)
-        self._forget.clear()
+    def _note(self, event: StepEventName, plan: StepPlan) -> None:
+        if self._trace is not None:
+            self._trace.note(event, plan.step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable
 from functools import cache
@@ -26,10 +27,10 @@ from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling import swapping
 from kvrelay.scheduling.base import QueueOrderName, Scheduler, SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.batching import BatchScheduler
-from kvrelay.scheduling.plan import PlanDraft, StepPlan
+from kvrelay.scheduling.plan import PlanDraft, SequenceOutput, StepPlan
 from kvrelay.scheduling.registry import BUILT_IN, make_scheduler
 from kvrelay.scheduling.sequence import Sequence, TokenBuffer
-from kvrelay.worker.step_loop import worker_batch
+from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 from tests.tiny_models import build_model
 
 BLOCK_SIZE = 8
@@ -75,33 +76,49 @@ def jobs() -> list[tuple[tuple[int, ...], int]]:
     return made
 
 
-def run(scheduler: Scheduler, runner: TransformersRunner) -> list[list[int]]:
-    """All jobs, three of them arriving at each step."""
-    sequences = []
-    waiting = [
+def until(tokens: list[int], stop: int | None) -> list[int]:
+    """Up to the stop token and with it."""
+    return tokens[: tokens.index(stop) + 1] if stop in tokens else tokens
+
+
+def run(
+    scheduler: Scheduler, runner: TransformersRunner, stops: list[int | None], *, overlap: bool
+) -> tuple[list[list[int]], StepLoop]:
+    """All jobs on a worker's step loop, three of them arriving with each step."""
+    sequences = [
         Sequence(
             key=(str(number), 1, 0),
             tokens=TokenBuffer(np.array(prompt, np.int32)),
             num_prompt=len(prompt),
-            sampling=Sampling(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
+            sampling=Sampling(
+                temperature=0.0, max_tokens=max_tokens, ignore_eos=True, stop_token_ids=() if stop is None else (stop,)
+            ),
             root=root_hash(model="test"),
             table=BlockTable(BLOCK_SIZE),
             router=PeerRef("router", "1", "tcp://nowhere"),
         )
-        for number, (prompt, max_tokens) in enumerate(jobs())
+        for number, ((prompt, max_tokens), stop) in enumerate(zip(jobs(), stops, strict=True))
     ]
-    while waiting or scheduler.has_work:
+    waiting = list(sequences)
+    loop = StepLoop(runner, scheduler, overlap=overlap)
+
+    def arrive() -> None:
         for sequence in waiting[:3]:
-            runner.add_sequence(sequence.key, sequence.sampling, sequence.tokens.view(0, 999).tolist(), 0)
-            scheduler.add(sequence)
-            sequences.append(sequence)
+            loop.add(sequence)
         del waiting[:3]
-        plan = scheduler.schedule()
-        assert plan.has_work or plan.preempted or waiting, plan.held_back
-        if plan.has_work:
-            scheduler.commit(plan, runner.execute(worker_batch(plan)))
+
+    def committed(outputs: list[SequenceOutput]) -> None:
         scheduler.blocks.pool.check_integrity()
-    return [s.tokens.view(s.num_prompt, s.num_tokens).tolist() for s in sequences]
+        arrive()
+        if not scheduler.has_work:
+            loop.stop()
+
+    def failed(failed: list[Sequence], cause: str) -> None:
+        raise AssertionError(cause)
+
+    arrive()
+    asyncio.run(asyncio.wait_for(loop.run(StepCallbacks(lambda plan: None, committed, failed)), 60))
+    return [s.tokens.view(s.num_prompt, s.num_tokens).tolist() for s in sequences], loop
 
 
 def check(
@@ -111,35 +128,48 @@ def check(
     settings: SchedulerSettings,
     *,
     with_cache: bool,
+    overlap: bool,
 ) -> Scheduler:
+    """Every third job ends early, by a stop token that nobody knew to come."""
     pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
     kept: Cache = PrefixCache(pool) if with_cache else NullCache()
     limits = SchedulerLimits(48, 8, LONGEST, frozenset())
     scheduler = make_scheduler(name, limits, pool, kept, settings)
-    outputs = run(scheduler, TransformersRunner(model, NUM_BLOCKS, num_swap_slots=settings.num_swap_slots))
-    for (prompt, max_tokens), output in zip(jobs(), outputs, strict=True):
-        assert output == expected(prompt, max_tokens)
+    outputs = [expected(prompt, max_tokens) for prompt, max_tokens in jobs()]
+    stops = [None if number % 3 else output[len(output) // 2] for number, output in enumerate(outputs)]
+    runner = TransformersRunner(model, NUM_BLOCKS, num_swap_slots=settings.num_swap_slots)
+    got, loop = run(scheduler, runner, stops, overlap=overlap)
+    assert got == [until(output, stop) for output, stop in zip(outputs, stops, strict=True)]
+    assert pool.num_available == NUM_BLOCKS
+    assert bool(loop.totals.num_steps_ahead) is overlap
     return scheduler
 
 
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("with_cache", [True, False])
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
 def test_every_scheduler(
-    model: CausalModel, expected: Callable[[tuple[int, ...], int], list[int]], name: str, with_cache: bool
+    model: CausalModel,
+    expected: Callable[[tuple[int, ...], int], list[int]],
+    name: str,
+    with_cache: bool,
+    overlap: bool,
 ) -> None:
-    check(model, expected, name, SchedulerSettings(), with_cache=with_cache)
+    check(model, expected, name, SchedulerSettings(), with_cache=with_cache, overlap=overlap)
 
 
 @pytest.mark.parametrize("order", get_args(QueueOrderName))
 def test_every_queue_order(
     model: CausalModel, expected: Callable[[tuple[int, ...], int], list[int]], order: QueueOrderName
 ) -> None:
-    check(model, expected, "sarathi", SchedulerSettings(queue_order=order, chunking="dynamic"), with_cache=True)
+    settings = SchedulerSettings(queue_order=order, chunking="dynamic")
+    check(model, expected, "sarathi", settings, with_cache=True, overlap=True)
 
 
-def test_preemption(model: CausalModel, expected: Callable[[tuple[int, ...], int], list[int]]) -> None:
+@pytest.mark.parametrize("overlap", [True, False])
+def test_preemption(model: CausalModel, expected: Callable[[tuple[int, ...], int], list[int]], overlap: bool) -> None:
     settings = SchedulerSettings(retraction="least_progress")
-    scheduler = check(model, expected, "sarathi", settings, with_cache=True)
+    scheduler = check(model, expected, "sarathi", settings, with_cache=True, overlap=overlap)
     assert scheduler.num_preemptions > 0
 
 
@@ -176,7 +206,7 @@ def test_preemption_by_swapping(
         patch.object(BatchScheduler, "schedule", schedule_after_preemptions),
         patch.object(swapping, "prefers_swap", lambda *_: rng.random() < 0.8),
     ):
-        scheduler = check(model, expected, name, settings, with_cache=with_cache)
+        scheduler = check(model, expected, name, settings, with_cache=with_cache, overlap=False)
     use = scheduler.swap_use
     assert use.num_blocks_out > 0 and use.num_blocks_in > 0
     assert use.num_preemptions < scheduler.num_preemptions

@@ -9,13 +9,13 @@ import pytest
 
 from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.protocol.sampling import FinishReason, Sampling
-from kvrelay.telemetry.metrics_store import SequenceRecord, StepRecord, read_metrics
+from kvrelay.telemetry.metrics_store import Record, SequenceRecord, StepRecord, read_metrics
 from tests.fakes.hash_runner import HashRunner
 from tests.fakes.workers import LocalWorker, StubRouter
 
 
 @pytest.fixture
-def records(redis_server: EmbeddedRedis, tmp_path: Path) -> dict[str, list[StepRecord | SequenceRecord]]:
+def records(redis_server: EmbeddedRedis, tmp_path: Path) -> dict[str, list[Record]]:
     """Of a prefill and a decode worker after three requests of 40 tokens, with 10 tokens of output."""
 
     async def serve() -> None:
@@ -39,7 +39,7 @@ def records(redis_server: EmbeddedRedis, tmp_path: Path) -> dict[str, list[StepR
     return {role: list(read_metrics(tmp_path / f"{role}.jsonl")) for role in ("prefill", "decode")}
 
 
-def test_steps_add_up_to_the_work(records: dict[str, list[StepRecord | SequenceRecord]]) -> None:
+def test_steps_add_up_to_the_work(records: dict[str, list[Record]]) -> None:
     steps = {role: [r for r in found if isinstance(r, StepRecord)] for role, found in records.items()}
     assert sum(step.num_prefill_tokens for step in steps["prefill"]) == 3 * 40
     assert all(step.num_prefill_tokens <= 16 and step.num_decodes == 0 for step in steps["prefill"])
@@ -51,7 +51,7 @@ def test_steps_add_up_to_the_work(records: dict[str, list[StepRecord | SequenceR
     assert all(step.forward_s > 0 and step.schedule_s > 0 and step.commit_s > 0 for step in steps["decode"])
 
 
-def test_each_sequence_has_its_course(records: dict[str, list[StepRecord | SequenceRecord]]) -> None:
+def test_each_sequence_has_its_course(records: dict[str, list[Record]]) -> None:
     sequences = {role: [r for r in found if isinstance(r, SequenceRecord)] for role, found in records.items()}
     assert [s.request for s in sequences["prefill"]] == [s.request for s in sequences["decode"]] == ["r0", "r1", "r2"]
     for one in sequences["prefill"]:

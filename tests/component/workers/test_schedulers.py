@@ -24,15 +24,23 @@ POLICIES: list[Policy] = [
 ]
 
 
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(("scheduler", "order", "more"), POLICIES, ids=lambda value: str(value))
 def test_handed_over_and_local_prompts_end_with_their_own_tokens(
-    redis_url: str, scheduler: str, order: str, more: dict[str, object]
+    redis_url: str, scheduler: str, order: str, more: dict[str, object], overlap: bool
 ) -> None:
     """Two thirds are handed over, a third is decode's own; every prompt shares its beginning with some others."""
 
     async def test() -> None:
         small = [HashRunner(num_blocks=14, max_model_len=MAX_MODEL_LEN) for _ in range(2)]
-        settings = {"token_budget": 48, "max_running": 8, "scheduler": scheduler, "queue_order": order} | more
+        settings = {
+            "token_budget": 48,
+            "max_running": 8,
+            "scheduler": scheduler,
+            "queue_order": order,
+            "overlap": overlap,
+        }
+        settings |= more
         async with fleet(redis_url, small[:1], small[1:], **settings) as f:
             rng = random.Random(5)
             jobs: list[tuple[list[int], Sampling, Received]] = []

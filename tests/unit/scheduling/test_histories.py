@@ -13,6 +13,7 @@ from kvrelay.scheduling.base import QueueOrderName, SchedulerSettings
 from kvrelay.scheduling.blocks import OnDemandBlocks
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from tests.unit.scheduling.bench import BLOCK_SIZE, SCHEDULERS, Bench
+from tests.unit.scheduling.overlapped import OverlappedBench
 
 pytestmark = pytest.mark.unit
 NUM_BLOCKS = 16
@@ -86,23 +87,27 @@ def run_history(bench: Bench, wanted: list[tuple[list[int], int, int, int, str]]
     history.check_end()
 
 
+@pytest.mark.parametrize("kind", [Bench, OverlappedBench])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(requests, policies, st.integers(8, 40), st.integers(1, 8), st.booleans())
 def test_every_sequence_ends_with_all_its_tokens_whatever_the_policy(
     scheduler: str,
+    kind: type[Bench],
     wanted: list[tuple[list[int], int, int, int, str]],
     policy: SchedulerSettings,
     token_budget: int,
     max_running: int,
     cache: bool,
 ) -> None:
-    run_history(Bench(NUM_BLOCKS, token_budget, max_running, cache, scheduler, policy), wanted)
+    run_history(kind(NUM_BLOCKS, token_budget, max_running, cache, scheduler, policy), wanted)
 
 
+@pytest.mark.parametrize("kind", [Bench, OverlappedBench])
 @settings(max_examples=100, deadline=None)
 @given(requests, policies, st.integers(8, 40), st.integers(1, 8), st.booleans())
 def test_chunks_shrink_to_the_blocks_that_there_are(
+    kind: type[Bench],
     wanted: list[tuple[list[int], int, int, int, str]],
     policy: SchedulerSettings,
     token_budget: int,
@@ -110,7 +115,7 @@ def test_chunks_shrink_to_the_blocks_that_there_are(
     cache: bool,
 ) -> None:
     """Blocks on demand under sarathi: prompts half computed compete for the last blocks, and all end."""
-    bench = Bench(NUM_BLOCKS, token_budget, max_running, cache, "sarathi", policy, OnDemandBlocks)
+    bench = kind(NUM_BLOCKS, token_budget, max_running, cache, "sarathi", policy, OnDemandBlocks)
     run_history(bench, wanted)
 
 

@@ -23,7 +23,7 @@ def test_a_step_without_rows_is_executed_for_its_copies() -> None:
         committed.append((plan, result.copy_s))
         return []
 
-    scheduler: Any = Mock(schedule=lambda: plans[min(len(planned), 1)], commit=commit)
+    scheduler: Any = Mock(schedule=lambda: plans[min(len(planned), 1)], commit=commit, schedule_ahead=lambda: None)
     loop = StepLoop(runner, scheduler)
 
     async def test() -> None:

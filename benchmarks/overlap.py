@@ -140,7 +140,7 @@ def main() -> None:
         "|---:|---:|---:|---:|---|---|---:|---:|",
     ]
     for num_sequences in RUNNING:
-        num_tokens = max(40, 2000 // num_sequences)
+        num_tokens = max(20, 600 // num_sequences)
         pairs = []
         for repeat in range(arguments.repeats):
             first, second = (measure(runner, num_sequences, num_tokens, overlap=bool(repeat % 2 ^ on)) for on in (0, 1))

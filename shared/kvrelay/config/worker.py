@@ -119,6 +119,23 @@ class WorkerConfig(CommonConfig):
         "it adapts. 0: none",
     )
 
+    prefill_delayer: bool = Field(
+        default=False,
+        description="decode workers: prompts wait until the running sequences leave slots for a whole batch of them",
+    )
+    prefill_delayer_max_passes: int = Field(
+        default=30,
+        ge=1,
+        le=1 << 16,
+        description="passes less one that a prompt waits for those of other workers that step with this one",
+    )
+    prefill_delayer_low_watermark: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="share of the KV pool in use below which a prompt does not wait for those of other workers "
+        "(default: it always waits)",
+    )
     overlap: bool = Field(
         default=True,
         description="plan the next step and publish the last one while a step is computed; off: one after the other",
@@ -172,6 +189,8 @@ class WorkerConfig(CommonConfig):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
+        if self.prefill_delayer and self.role == "prefill":
+            raise ValueError("prefill_delayer is for workers that run both phases: decode workers")
         if self.chunking == "dynamic" and self.scheduler in WHOLE_PROMPTS:
             raise ValueError(
                 f"chunking = dynamic needs a scheduler that cuts prompts (sarathi, simple_chunking), "

@@ -92,11 +92,26 @@ AdmissionGate = Callable[[Sequence], str]
 """Why a waiting sequence may not be admitted now although there is room for it; empty: it may."""
 
 
+class PrefillGate(Protocol):
+    """Has a say in whether prompts are admitted in a pass at all (a pass is one plan)."""
+
+    def ask(self, num_running: int, kv_usage: float) -> str:
+        """Why no prompt may be admitted in this pass; empty: they may. Asked when there is one that could be."""
+        ...
+
+    def passed(self, num_running: int, num_admitted: int) -> None:
+        """The pass is planned."""
+        ...
+
+
 class Scheduler(Protocol):
     """Decides what each step computes, and books what it gave. Pure: no I/O, no clock, no tensor."""
 
     gate: AdmissionGate | None
     """Asked before each admission, where somebody outside has a say in it."""
+
+    prefill_gate: PrefillGate | None
+    """Asked in each pass with a prompt to admit. A prompt that was begun goes on without."""
 
     @property
     def limits(self) -> SchedulerLimits:

@@ -15,7 +15,7 @@ from kvrelay.kv.cache import Cache
 from kvrelay.kv.pool import BlockPool, Owner
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay.scheduling.admission import NewTokenRatio
-from kvrelay.scheduling.base import AdmissionGate, SchedulerLimits, SchedulerSettings, SwapUse
+from kvrelay.scheduling.base import AdmissionGate, PrefillGate, SchedulerLimits, SchedulerSettings, SwapUse
 from kvrelay.scheduling.blocks import BlockManager
 from kvrelay.scheduling.chunks import Chunks
 from kvrelay.scheduling.orders import ORDERS
@@ -54,6 +54,7 @@ class BatchScheduler(ABC):
         self._zombies: set[Sequence] = set()  # ended, while a step may still write into their blocks
         self._admitted_ahead: list[Sequence] = []  # for a plan that came to nothing: the next one reports them
         self.gate: AdmissionGate | None = None
+        self.prefill_gate: PrefillGate | None = None
         self._refused: tuple[SequenceKey, int, int] | None = None  # who, with how many blocks available, and headroom
 
     @classmethod
@@ -200,6 +201,8 @@ class BatchScheduler(ABC):
             draft.admitted = [*self._admitted_ahead, *draft.admitted]
             self._admitted_ahead = []
         plan = draft.finish(self._step, self.swaps.seal(draft))
+        if self.prefill_gate is not None:
+            self.prefill_gate.passed(len(self.running), len(plan.admitted) - len(draft.returning))
         for row in plan.rows:
             sequence = row.sequence
             sequence.num_planned += row.num_tokens
@@ -264,6 +267,9 @@ class BatchScheduler(ABC):
             return reason
         if sequence.state is SequenceState.SWAPPED:
             return self._admit_swapped(sequence, draft, beyond_budget)
+        if self.prefill_gate is not None and (reason := self.prefill_gate.ask(len(self.running), self._kv_usage)):
+            draft.delayed = True
+            return reason
         position = self.blocks.num_cached_blocks(sequence) * self.blocks.pool.block_size
         num_tokens = self.chunks.size(sequence.num_tokens - position, position, draft)
         if not num_tokens and not beyond_budget:
@@ -296,6 +302,12 @@ class BatchScheduler(ABC):
         elif num_tokens and self.mixes_prompts_and_decodes:
             draft.add_decode(PlannedRow(sequence, position, 1, False, True))
         return ""
+
+    @property
+    def _kv_usage(self) -> float:
+        """Share of the pool that cannot be had."""
+        pool = self.blocks.pool
+        return 1 - pool.num_available / pool.num_blocks
 
     def _give_blocks(self, sequence: Sequence, first_chunk: int) -> bool:
         """Admission as SGLang's paper has it: free and evictable blocks must hold the part that is not cached, and what

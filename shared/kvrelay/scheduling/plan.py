@@ -71,7 +71,8 @@ class StepPlan:
 
     `preempted` lost their blocks; `recomputed` lost their K/V, in this step or since the one before: those preempted
     without a copy, and those whose copy was given up. `swaps`: what is copied to the host and back, if anything; such
-    a step is to be executed even where it has no rows.
+    a step is to be executed even where it has no rows. `delayed`: a prefill gate held the head back. That is decided
+    anew in the next pass, whether or not anything happened.
     """
 
     step: int
@@ -81,6 +82,7 @@ class StepPlan:
     held_back: str = ""
     recomputed: Seq[Sequence] = ()
     swaps: SwapPlan | None = None
+    delayed: bool = False
 
     @property
     def has_work(self) -> bool:
@@ -119,6 +121,7 @@ class PlanDraft:
         self.leaving: dict[SwapCopy, BlockCopies] = {}
         self.returning: dict[SwapCopy, BlockCopies] = {}
         self.held_back = ""
+        self.delayed = False
 
     @property
     def rows(self) -> tuple[PlannedRow, ...]:
@@ -144,7 +147,9 @@ class PlanDraft:
 
     def finish(self, step: int, swaps: SwapPlan | None = None) -> StepPlan:
         """The plan."""
-        return StepPlan(step, self.rows, self.admitted, self.preempted, self.held_back, self.recomputed, swaps)
+        return StepPlan(
+            *(step, self.rows, self.admitted, self.preempted, self.held_back, self.recomputed, swaps, self.delayed)
+        )
 
 
 class SequenceOutput(msgspec.Struct, frozen=True):

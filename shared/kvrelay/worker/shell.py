@@ -26,11 +26,13 @@ from kvrelay.process import StartFailed, event_loop_factory
 from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings, PeerLost
 from kvrelay.protocol.messages import PROTOCOL_VERSION, PeerRef, Status, StatusQuery
 from kvrelay.scheduling.base import SchedulerLimits
+from kvrelay.scheduling.prefill_delay import DelayerSettings, LocalExchange
 from kvrelay.scheduling.registry import make_scheduler
 from kvrelay.telemetry.event_log import EventLog
 from kvrelay.telemetry.metrics_store import MetricsStore
 from kvrelay.worker.context import Role, WorkerContext
 from kvrelay.worker.membership import Membership
+from kvrelay.worker.prefill_delayer import PrefillDelayer
 from kvrelay.worker.step_loop import StepLoop
 
 log = logging.getLogger(__name__)
@@ -109,6 +111,8 @@ class WorkerShell:
             config.scheduler_settings, num_swap_slots=spec.num_swap_slots, swap_block_s=spec.swap_block_s
         )
         self.scheduler = make_scheduler(config.scheduler, limits, self.pool, cache, settings)
+        self.delayer = self._make_delayer()
+        self.scheduler.prefill_gate = self.delayer
         self.messenger = Messenger(
             config.worker_id,
             self._on_event,
@@ -179,6 +183,15 @@ class WorkerShell:
         if not self.config.prefix_cache:
             return NullCache()
         return PrefixCache(self.pool) if self.config.prefix_lookup == "tree" else TableCache(self.pool)
+
+    def _make_delayer(self) -> PrefillDelayer | None:
+        config = self.config
+        if not config.prefill_delayer:
+            return None
+        settings = DelayerSettings(
+            config.max_running, config.prefill_delayer_max_passes, config.prefill_delayer_low_watermark
+        )
+        return PrefillDelayer(settings, LocalExchange())
 
     def _metrics_store(self) -> MetricsStore | None:
         path = self.config.metrics_file
@@ -252,7 +265,8 @@ class WorkerShell:
                 "schedule_s": totals.schedule_s,
                 "forward_s": totals.forward_s,
                 "commit_s": totals.commit_s,
-            },
+            }
+            | (self.delayer.status() if self.delayer is not None else {}),
         )
 
     def _blocks(self) -> dict[str, int]:

@@ -158,6 +158,8 @@ class StepLoop:
             step = self._plan(callbacks)
             if step.plan.has_work:
                 await self._run_from(step, callbacks)
+            elif step.plan.delayed:
+                await asyncio.sleep(0)
             elif not step.plan.preempted:  # else what they held is free now, and nobody else would say so
                 await self._wake.wait()
         self._executor.shutdown(wait=True)

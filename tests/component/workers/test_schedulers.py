@@ -59,3 +59,24 @@ def test_handed_over_and_local_prompts_end_with_their_own_tokens(
             await f.until_clean()
 
     run(test)
+
+
+def test_a_decode_worker_with_a_prefill_delayer_delays_prompts_and_serves_all(redis_url: str) -> None:
+    async def test() -> None:
+        runner = HashRunner(num_blocks=64, max_model_len=MAX_MODEL_LEN)
+        async with fleet(redis_url, [], [runner], max_running=4, token_budget=64, prefill_delayer=True) as f:
+            jobs = []
+            for number in range(24):
+                prompt = prompt_of(20, number)
+                sampling = Sampling(temperature=0.0, seed=number, max_tokens=5 + 7 * (number % 5))
+                jobs.append((prompt, sampling, f.router.generate(f.decode[0].me, f"r{number}", prompt, sampling)))
+            for prompt, sampling, got in jobs:
+                await got.finished(40)
+                assert got.output == expected_tokens(prompt, sampling, MAX_MODEL_LEN)
+            await f.until_clean()
+            totals = f.decode[0].shell._status(0).totals
+            assert totals["prefill_delayed_passes"] > 0
+            assert totals["prefill_delay_s"] > 0
+            assert totals["prefill_allowed_ran"] > 1
+
+    run(test)

@@ -219,6 +219,12 @@ def test_values_that_do_not_fit_together_are_both_named(argv: list[str], names: 
     assert all(name in str(raised.value) for name in names)
 
 
+def test_the_prefill_delayer_is_for_workers_that_run_both_phases() -> None:
+    assert worker(["--prefill-delayer"]).prefill_delayer
+    with pytest.raises(ConfigError, match="prefill_delayer is for workers that run both phases"):
+        worker(["--prefill-delayer"], role="prefill")
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -1,0 +1,93 @@
+"""The prefill delayer around a scheduler: one exchange and one decision a pass, and what came of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvrelay.scheduling.prefill_delay import (
+    DelayDecision,
+    DelayerSettings,
+    DelayerState,
+    DelayReason,
+    GroupExchange,
+    RankLoad,
+    decide,
+)
+
+
+@dataclass(slots=True)
+class DelayerTotals:
+    """Sums since the start. `num_delayed_passes` and `waiting_s` are those of prompts on this rank.
+
+    `num_ran`, `num_idle`: passes in which this rank asked and was allowed, and a prompt was admitted, or was not (no
+    blocks, say). `by_reason`: decisions about passes in which this rank asked.
+    """
+
+    num_delayed_passes: int = 0
+    waiting_s: float = 0.0
+    num_ran: int = 0
+    num_idle: int = 0
+    by_reason: dict[DelayReason, int] = field(default_factory=dict)
+
+
+class PrefillDelayer:
+    """Implements `PrefillGate`. A rank that is not asked in a pass takes part in the exchange as not prefillable."""
+
+    def __init__(
+        self, settings: DelayerSettings, exchange: GroupExchange, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.settings = settings
+        self.totals = DelayerTotals()
+        self._exchange = exchange
+        self._clock = clock
+        self._state = DelayerState()
+        self._largest_prefill = 0
+        self._decision: DelayDecision | None = None  # of this pass, if this rank has asked
+        self._waiting_since: float | None = None
+
+    def ask(self, num_running: int, kv_usage: float) -> str:
+        """Why no prompt may be admitted in this pass; empty: they may. Decided once, however often it is asked."""
+        if self._decision is None:
+            low = self.settings.low_watermark
+            forced = low is not None and kv_usage < low
+            self._decision = self._decide(RankLoad(1, int(forced), num_running, self._largest_prefill))
+            self._count(self._decision)
+        return "" if self._decision.allowed else f"delayed: {self._decision.reason}"
+
+    def passed(self, num_running: int, num_admitted: int) -> None:
+        """The pass is planned; `num_admitted` prompts were let in."""
+        if self._decision is None:
+            self._decide(RankLoad(0, 0, num_running, self._largest_prefill))
+        elif self._decision.allowed:
+            self.totals.num_ran += bool(num_admitted)
+            self.totals.num_idle += not num_admitted
+        self._largest_prefill = max(self._largest_prefill, num_admitted)
+        self._decision = None
+
+    def _decide(self, load: RankLoad) -> DelayDecision:
+        self._state, decision = decide(self._state, self._exchange.share(load), self.settings)
+        return decision
+
+    def _count(self, decision: DelayDecision) -> None:
+        totals = self.totals
+        totals.by_reason[decision.reason] = totals.by_reason.get(decision.reason, 0) + 1
+        if not decision.allowed:
+            totals.num_delayed_passes += 1
+            if self._waiting_since is None:
+                self._waiting_since = self._clock()
+        elif self._waiting_since is not None:
+            totals.waiting_s += self._clock() - self._waiting_since
+            self._waiting_since = None
+
+    def status(self) -> dict[str, float]:
+        """The totals, flat, for a worker's status; reasons by their words joined."""
+        totals = self.totals
+        return {
+            "prefill_delayed_passes": totals.num_delayed_passes,
+            "prefill_delay_s": totals.waiting_s,
+            "prefill_allowed_ran": totals.num_ran,
+            "prefill_allowed_idle": totals.num_idle,
+            **{f"prefill_delayer: {reason}": count for reason, count in totals.by_reason.items()},
+        }

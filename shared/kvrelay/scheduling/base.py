@@ -8,6 +8,7 @@ from typing import Literal, Protocol, get_args
 
 from kvrelay.engine.batch import SequenceKey, StepResult
 from kvrelay.scheduling.blocks import BlockManager
+from kvrelay.scheduling.cost import StepCost
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.sequence import Sequence
 
@@ -151,6 +152,10 @@ class Scheduler(Protocol):
     @property
     def has_work(self) -> bool:
         """Whether any sequence waits or runs."""
+        ...
+
+    def calibrate(self, cost: StepCost) -> None:
+        """What steps cost here was measured; for policies that cut prompts by time."""
         ...
 
     def add(self, sequence: Sequence) -> None:

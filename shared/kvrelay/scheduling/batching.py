@@ -18,6 +18,7 @@ from kvrelay.scheduling.admission import NewTokenRatio
 from kvrelay.scheduling.base import AdmissionGate, PrefillGate, SchedulerLimits, SchedulerSettings, SwapUse
 from kvrelay.scheduling.blocks import BlockManager
 from kvrelay.scheduling.chunks import Chunks
+from kvrelay.scheduling.cost import StepCost
 from kvrelay.scheduling.orders import ORDERS
 from kvrelay.scheduling.plan import NeedsCommit, PlanDraft, PlannedRow, SequenceOutput, StepPlan
 from kvrelay.scheduling.prefixes import PrefixesInProgress
@@ -71,6 +72,10 @@ class BatchScheduler(ABC):
     @abstractmethod
     def fill(self, draft: PlanDraft) -> None:
         """Puts into a step what belongs there."""
+
+    def calibrate(self, cost: StepCost) -> None:
+        """What steps cost here was measured; for policies that cut prompts by time."""
+        self.chunks.calibrate(cost)
 
     # -- sequences come and go ----------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from kvrelay.scheduling.base import Chunking
-from kvrelay.scheduling.cost import CalibratedCost, pairs
+from kvrelay.scheduling.cost import CalibratedCost, StepCost, pairs
 from kvrelay.scheduling.plan import PlanDraft, StepPlan
 
 MIN_CHUNK = 16
@@ -23,6 +23,10 @@ class Chunks(Protocol):
         """A step took so long."""
         ...
 
+    def calibrate(self, cost: StepCost) -> None:
+        """What steps cost was measured at the start."""
+        ...
+
 
 class FixedChunks:
     """What is left of the token budget (Agrawal et al., Sarathi-Serve, OSDI 2024, section 4.2)."""
@@ -34,6 +38,9 @@ class FixedChunks:
     def measured(self, plan: StepPlan, forward_s: float) -> None:
         """Learns nothing."""
 
+    def calibrate(self, cost: StepCost) -> None:
+        """Needs no cost."""
+
 
 class WholePrompts:
     """Prompts in one piece within the token budget; one that is longer is its step's only prompt."""
@@ -44,6 +51,9 @@ class WholePrompts:
 
     def measured(self, plan: StepPlan, forward_s: float) -> None:
         """Learns nothing."""
+
+    def calibrate(self, cost: StepCost) -> None:
+        """Needs no cost."""
 
 
 class DynamicChunks:
@@ -66,6 +76,10 @@ class DynamicChunks:
     def measured(self, plan: StepPlan, forward_s: float) -> None:
         """Corrects the cost model."""
         self.cost.observe(*_load(plan), forward_s)
+
+    def calibrate(self, cost: StepCost) -> None:
+        """Starts from this model; measured steps correct it as before."""
+        self.cost = CalibratedCost(cost)
 
 
 def make_chunks(chunking: Chunking, token_budget: int) -> Chunks:

@@ -6,6 +6,7 @@ the given ones (scaled to the machine's speed) where the steps so far say nothin
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from math import sqrt
 
@@ -44,6 +45,15 @@ class StepCost:
         return int(2 * seconds / (linear + sqrt(linear * linear + 2 * self.pair_s * seconds)) + 1e-6)
 
 
+@dataclass(frozen=True, slots=True)
+class CostSample:
+    """A step of `num_tokens` tokens and `num_pairs` pairs took `seconds`."""
+
+    num_tokens: int
+    num_pairs: float
+    seconds: float
+
+
 def pairs(position: int, num_tokens: int) -> float:
     """Pairs of a chunk's tokens and those they attend to."""
     return num_tokens * (position + num_tokens / 2)
@@ -70,12 +80,26 @@ class CalibratedCost:
         if self._num_observed % SOLVE_EVERY_STEPS == 0:
             self._solve()
 
+    def fitted(self) -> StepCost:
+        """What all steps so far say, at once."""
+        if self._num_observed:
+            self._solve()
+        return self.current
+
     def _solve(self) -> None:
         slowness = float(self._given @ self._targets / (self._given @ self._products @ self._given))
         pull = PULL * np.diag(np.diag(self._products))
         fitted = _non_negative(self._products + pull, self._targets + pull @ self._given * slowness) * _SCALES
         if fitted[1] > 0:
             self.current = StepCost(*fitted.tolist())
+
+
+def fit(samples: Seq[CostSample], given: StepCost = StepCost()) -> StepCost:
+    """The cost that these samples tell; `given` where they do not."""
+    cost = CalibratedCost(given)
+    for sample in samples:
+        cost.observe(sample.num_tokens, sample.num_pairs, sample.seconds)
+    return cost.fitted()
 
 
 def _non_negative(products: NDArray[np.float64], targets: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -16,6 +16,7 @@ import zmq
 
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.engine.batch import ModelRunner
+from kvrelay.engine.calibrate import measure_costs
 from kvrelay.fleet.records import WorkerRecord
 from kvrelay.fleet.registry import Registry
 from kvrelay.kv.ablations import NullCache, TableCache
@@ -26,6 +27,7 @@ from kvrelay.process import StartFailed, event_loop_factory
 from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings, PeerLost
 from kvrelay.protocol.messages import PROTOCOL_VERSION, PeerRef, Status, StatusQuery
 from kvrelay.scheduling.base import SchedulerLimits
+from kvrelay.scheduling.cost import fit
 from kvrelay.scheduling.prefill_delay import DelayerSettings, LocalExchange
 from kvrelay.scheduling.registry import make_scheduler
 from kvrelay.telemetry.event_log import EventLog
@@ -111,6 +113,8 @@ class WorkerShell:
             config.scheduler_settings, num_swap_slots=spec.num_swap_slots, swap_block_s=spec.swap_block_s
         )
         self.scheduler = make_scheduler(config.scheduler, limits, self.pool, cache, settings)
+        if config.chunking == "dynamic":
+            await asyncio.to_thread(self._calibrate, runner)
         self.delayer = self._make_delayer()
         self.scheduler.prefill_gate = self.delayer
         self.messenger = Messenger(
@@ -183,6 +187,19 @@ class WorkerShell:
         if not self.config.prefix_cache:
             return NullCache()
         return PrefixCache(self.pool) if self.config.prefix_lookup == "tree" else TableCache(self.pool)
+
+    def _calibrate(self, runner: ModelRunner) -> None:
+        """Measures what steps cost here, before anything uses the pool."""
+        started = time.monotonic()
+        cost = fit(measure_costs(runner, self.config.token_budget))
+        self.scheduler.calibrate(cost)
+        log.info(
+            "calibrated in %.1f s: a step takes %.2f ms, %.4f more a token, %.2f more a million pairs that attend",
+            time.monotonic() - started,
+            1e3 * cost.fixed_s,
+            1e3 * cost.token_s,
+            1e9 * cost.pair_s,
+        )
 
     def _make_delayer(self) -> PrefillDelayer | None:
         config = self.config

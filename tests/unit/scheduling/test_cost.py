@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.scheduling.cost import CalibratedCost, StepCost, pairs
+from kvrelay.scheduling.cost import CalibratedCost, CostSample, StepCost, fit, pairs
 
 pytestmark = pytest.mark.unit
 
@@ -62,3 +62,16 @@ def test_coefficients_are_never_negative_and_steps_without_a_time_teach_nothing(
     for _ in range(50):
         cost.observe(100, 5000.0, 0.0)
     assert cost.current == before
+
+
+@pytest.mark.parametrize("true", [StepCost(2e-3, 1e-5, 1e-9), StepCost(0.02, 4e-4, 2e-7)], ids=repr)
+def test_a_fit_of_a_few_clean_samples_predicts_the_others(true: StepCost) -> None:
+    loads = [(tokens, pairs(position, tokens)) for tokens in (1, 128, 512) for position in (0, 1024, 2048)]
+    cost = fit([CostSample(*load, true.step_s(*load)) for load in loads])
+    for tokens, position in ((64, 100), (300, 1500), (512, 2000)):
+        load = tokens, pairs(position, tokens)
+        assert cost.step_s(*load) == pytest.approx(true.step_s(*load), rel=0.1)
+
+
+def test_no_samples_leave_what_was_given() -> None:
+    assert fit([], StepCost(1.0, 2.0, 3.0)) == StepCost(1.0, 2.0, 3.0)

@@ -1,0 +1,1 @@
+"""Random fault schedules over real processes: see `python -m tests.faults.storm --help`."""

@@ -1,0 +1,85 @@
+"""`python -m tests.faults.storm --requests 2000 --transport nixl --seed 7`: a long storm, with a report."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from tests.faults.storm.processes import StackSettings
+from tests.faults.storm.schedule import WEIGHTS
+from tests.faults.storm.storm import Report, StormOptions, run_storm
+
+
+def main() -> int:
+    flags = _parser().parse_args()
+    settings = StackSettings(
+        transport=flags.transport,
+        num_prefill=flags.prefill,
+        num_decode=flags.decode,
+        num_routers=flags.routers,
+        peer_timeout_s=flags.peer_timeout_s,
+        request_timeout_s=flags.request_timeout_s,
+        max_attempts=flags.max_attempts,
+    )
+    options = StormOptions(
+        flags.requests,
+        flags.seed,
+        num_kinds=flags.kinds,
+        concurrency=flags.concurrency,
+        think_s=flags.think_s,
+        at_a_time=flags.at_a_time,
+        pause_s=flags.pause_s,
+        kinds=tuple(flags.only or WEIGHTS),
+    )
+    state_dir = flags.state_dir or Path(tempfile.mkdtemp(prefix="kvrelay-storm-"))
+    print(f"logs: {state_dir}", flush=True)
+    try:
+        report = asyncio.run(run_storm(state_dir, settings, options, lambda line: print(line, flush=True)))
+    except AssertionError as error:
+        print(f"FAILED: {error}", file=sys.stderr)
+        return 1
+    report.settings = vars(flags) | {"state_dir": str(state_dir)}
+    print_report(report)
+    if flags.json:
+        flags.json.write_text(json.dumps(asdict(report), indent=1))
+    return 0
+
+
+def print_report(report: Report) -> None:
+    print(f"{report.took_s:.0f} s, the slowest request {report.slowest_s:.1f} s")
+    for title, counts in (("requests", report.requests), ("faults", report.faults), ("totals", report.totals)):
+        print(f"{title}: " + ", ".join(f"{name} {count:g}" for name, count in sorted(counts.items())))
+    for error in report.errors:
+        print(f"error answer: {error}")
+    print("no output changed, nothing left behind, no request later than its deadline")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.storm", description=__doc__)
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--transport", choices=["zmq", "nixl", "auto"], default="zmq")
+    parser.add_argument("--seed", type=int, default=1, help="of the requests and of the faults")
+    parser.add_argument("--kinds", type=int, default=150, help="distinct requests")
+    parser.add_argument("--concurrency", type=int, default=24)
+    parser.add_argument("--think-s", type=float, default=1.0, help="a client's mean pause before a request")
+    parser.add_argument("--at-a-time", type=int, default=2, help="faults at once")
+    parser.add_argument("--pause-s", type=float, default=1.0, help="mean pause before the next fault")
+    parser.add_argument("--only", nargs="+", choices=list(WEIGHTS), help="kinds of faults (default: all)")
+    parser.add_argument("--prefill", type=int, default=2)
+    parser.add_argument("--decode", type=int, default=2)
+    parser.add_argument("--routers", type=int, default=2)
+    parser.add_argument("--peer-timeout-s", type=float, default=2.5)
+    parser.add_argument("--request-timeout-s", type=float, default=90.0)
+    parser.add_argument("--max-attempts", type=int, default=8)
+    parser.add_argument("--state-dir", type=Path, help="for the logs (default: a new one)")
+    parser.add_argument("--json", type=Path, help="also write the report there")
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,303 @@
+"""Requests of every kind, their undisturbed outcomes, and clients that hold what they get against them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MODEL = "kvrelay-demo"
+LOGPROB_TOLERANCE = 2e-3
+"""The sums of a forward pass depend on what is computed together; tokens do not, in float32."""
+DEADLINE_GRACE_S = 6.0
+"""The HTTP layer gives up 5 s after the deadline, should dispatch ever forget it."""
+TRIES_AFTER_LOST_ROUTER = 50
+_WORDS = ("the", "moon", "sea", "a little", "boat sang", "of winter", "to its old friend", "and then", "they went home")
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a client got. `logprobs` are concatenated over a stream's chunks."""
+
+    texts: dict[int, str] = field(default_factory=dict)
+    token_ids: dict[int, list[int]] = field(default_factory=dict)
+    finish_reasons: dict[int, str] = field(default_factory=dict)
+    logprobs: dict[int, Any] = field(default_factory=dict)
+    usage: dict[str, Any] | None = None
+
+    def add(self, choice: dict[str, Any]) -> None:
+        """Takes a choice of an answer, or a piece of one out of a stream."""
+        index = choice["index"]
+        message = choice.get("delta") or choice.get("message") or {}
+        text = choice.get("text") or message.get("content") or ""
+        self.texts[index] = self.texts.get(index, "") + text
+        self.token_ids.setdefault(index, []).extend(choice.get("token_ids") or [])
+        if choice.get("logprobs"):
+            self.logprobs[index] = _join(self.logprobs.get(index), choice["logprobs"])
+        if choice.get("finish_reason"):
+            assert index not in self.finish_reasons, "a choice ended twice"
+            self.finish_reasons[index] = choice["finish_reason"]
+
+
+def _join(one: Any, other: Any) -> Any:
+    if one is None:
+        return other
+    if isinstance(one, dict):
+        return {key: _join(one.get(key), other.get(key)) for key in one | other}
+    return [*(one or []), *(other or [])]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request. `leave_after_s`, `leave_after_chunks`: when its client goes away; None: it stays."""
+
+    number: int
+    kind: int
+    path: str
+    body: dict[str, Any]
+    leave_after_s: float | None = None
+    leave_after_chunks: int | None = None
+
+    @property
+    def stays(self) -> bool:
+        return self.leave_after_s is None and self.leave_after_chunks is None
+
+
+def make_kind(kind: int, seed: int) -> tuple[str, dict[str, Any]]:
+    """One of the distinct requests: (path, body)."""
+    rng = random.Random(f"{seed}/{kind}")
+    body: dict[str, Any] = {
+        "model": MODEL,
+        "max_tokens": rng.choice([1, 2, rng.randint(5, 40), rng.randint(40, 150), rng.randint(200, 500)]),
+        "temperature": rng.choice([0.0, 0.0, 0.8, 1.0]),
+        "seed": rng.getrandbits(40),
+        "ignore_eos": rng.random() < 0.6,
+        "return_token_ids": True,
+    }
+    if rng.random() < 0.15:
+        body["n"] = rng.choice([2, 3])
+    if rng.random() < 0.25:
+        body["stop"] = rng.sample([" the", "and", "e", ".", "\n", "boat", "q"], 2)
+    if rng.random() < 0.15:
+        body |= {"repetition_penalty": 1.2, "presence_penalty": 0.3}
+    if rng.random() < 0.5:
+        body["stream"] = True
+        if rng.random() < 0.5:
+            body["stream_options"] = {"include_usage": True}
+    wants_logprobs = rng.random() < 0.15
+    if rng.random() < 0.25:
+        if wants_logprobs:
+            body |= {"logprobs": True, "top_logprobs": 2}
+        text = " ".join(rng.choices(_WORDS, k=rng.choice([5, 50, 150])))
+        body["messages"] = [{"role": "system", "content": "Answer in a song."}, {"role": "user", "content": text}]
+        return CHAT, body
+    if wants_logprobs:
+        body["logprobs"] = 2
+    family = random.Random(f"family {rng.randrange(4)}").choices(range(4, 2048), k=400)  # prefixes to be shared
+    shared = family[: rng.choice([0, 0, 48, 200, 400])]
+    body["prompt"] = shared + rng.choices(range(4, 2048), k=rng.choice([3, 20, 90, 300]))
+    return COMPLETIONS, body
+
+
+def make_jobs(number: int, seed: int, num_kinds: int) -> list[Job]:
+    """Some share the prefix cache with all others, most have one of their own, so that blocks have to travel."""
+    rng = random.Random(f"jobs {seed}")
+    kinds = [make_kind(kind, seed) for kind in range(num_kinds)]
+    jobs = []
+    for each in range(number):
+        kind = each if each < num_kinds else rng.randrange(num_kinds)
+        path, body = kinds[kind]
+        salt = {} if rng.random() < 0.3 else {"cache_salt": f"{seed}-{each}"}
+        leave_after_s = leave_after_chunks = None
+        if rng.random() < 0.12:
+            if body.get("stream"):
+                leave_after_chunks = rng.randint(0, 15)
+            else:
+                leave_after_s = rng.random() * 2
+        jobs.append(Job(each, kind, path, body | salt, leave_after_s, leave_after_chunks))
+    return jobs
+
+
+class Mismatch(AssertionError):
+    """An output is not that of the undisturbed run."""
+
+
+@dataclass(slots=True)
+class Load:
+    """Runs jobs against routers and counts how they end. `stood_still_s` says for how long a router was stopped since a
+    moment: it cannot keep a deadline meanwhile."""
+
+    urls: list[str]
+    request_timeout_s: float
+    stood_still_s: Callable[[str, float], float] = lambda url, since: 0.0
+    counts: Counter[str] = field(default_factory=Counter)
+    errors: list[str] = field(default_factory=list)
+    slowest_s: float = 0.0
+
+    async def references(self, jobs: list[Job], concurrency: int) -> dict[int, Outcome]:
+        """One undisturbed run for each kind of request."""
+        room = asyncio.Semaphore(concurrency)
+        found: dict[int, Outcome] = {}
+        firsts = {job.kind: job for job in reversed(jobs)}
+        async with httpx.AsyncClient(timeout=self.request_timeout_s) as client:
+
+            async def one(job: Job) -> None:
+                async with room:
+                    salt = {"cache_salt": f"reference {job.kind}"}
+                    kept = Job(job.number, job.kind, job.path, job.body | salt)
+                    outcome = await self._ask(client, self.urls[0], kept, None)
+                    assert outcome is not None
+                    found[job.kind] = outcome
+
+            async with asyncio.TaskGroup() as group:
+                for job in firsts.values():
+                    group.create_task(one(job))
+        return found
+
+    async def run(self, job: Job, expected: Outcome) -> None:
+        """Raises Mismatch, and AssertionError for an answer that is late or no answer at all."""
+        urls = self.urls[job.number % len(self.urls) :] + self.urls[: job.number % len(self.urls)]
+        for each in range(TRIES_AFTER_LOST_ROUTER):
+            url = urls[each % len(urls)]
+            began = time.monotonic()
+            try:
+                # A client of its own: a connection that a dead router left in a pool would be another test.
+                async with httpx.AsyncClient(timeout=None) as client:
+                    outcome = await asyncio.wait_for(self._ask(client, url, job, expected), 10 * self.request_timeout_s)
+            except httpx.TransportError:
+                self.counts["asked again, the router was gone"] += 1
+                await asyncio.sleep(0.2)
+                continue
+            except NotNow as refusal:
+                self.counts[f"asked again after {refusal.status}"] += 1
+                await asyncio.sleep(refusal.retry_after_s)
+                continue
+            except ErrorAnswer as error:
+                self.counts["error answers"] += 1
+                self.errors.append(f"job {job.number}: {error}")
+                outcome = None
+            took_s = time.monotonic() - began
+            self.slowest_s = max(self.slowest_s, took_s)
+            allowed_s = self.request_timeout_s + DEADLINE_GRACE_S + self.stood_still_s(url, began)
+            assert took_s <= allowed_s, f"job {job.number} took {took_s:.1f} s, its deadline is {allowed_s:.1f} s"
+            if outcome is not None:
+                self.counts["equal"] += 1
+            return
+        raise AssertionError(f"job {job.number}: no router answered")
+
+    # -- one exchange -------------------------------------------------------------------------------------------------
+
+    async def _ask(self, client: httpx.AsyncClient, url: str, job: Job, expected: Outcome | None) -> Outcome | None:
+        """None: the client left."""
+        try:
+            async with asyncio.timeout(job.leave_after_s):
+                if job.body.get("stream"):
+                    outcome = await self._stream(client, url, job, expected)
+                else:
+                    outcome = await self._whole(client, url, job)
+        except TimeoutError:
+            outcome = None
+        if outcome is None:
+            self.counts["left"] += 1
+        elif expected is not None:
+            check_equal(job, outcome, expected)
+        return outcome
+
+    async def _whole(self, client: httpx.AsyncClient, url: str, job: Job) -> Outcome:
+        answer = await client.post(url + job.path, json=job.body)
+        _check_status(answer.status_code, answer.headers, answer.content)
+        content = answer.json()
+        outcome = Outcome(usage=content["usage"])
+        for choice in content["choices"]:
+            outcome.add(choice)
+        return outcome
+
+    async def _stream(self, client: httpx.AsyncClient, url: str, job: Job, expected: Outcome | None) -> Outcome | None:
+        outcome = Outcome()
+        num_chunks, is_done = 0, False
+        async with client.stream("POST", url + job.path, json=job.body) as answer:
+            if answer.status_code != 200:
+                _check_status(answer.status_code, answer.headers, await answer.aread())
+            async for line in answer.aiter_lines():
+                if not line:
+                    continue
+                assert not is_done, "something came after [DONE]"
+                if line == "data: [DONE]":
+                    is_done = True
+                    continue
+                chunk = json.loads(line.removeprefix("data: "))
+                if "error" in chunk:
+                    raise ErrorAnswer(f"in the stream: {chunk['error']}")
+                for choice in chunk["choices"]:
+                    outcome.add(choice)
+                outcome.usage = chunk.get("usage") or outcome.usage
+                if expected is not None:
+                    check_prefix(job, outcome, expected)
+                num_chunks += 1
+                if job.leave_after_chunks is not None and num_chunks > job.leave_after_chunks:
+                    return None
+        assert is_done, f"job {job.number}: a stream ended without [DONE]"
+        return outcome
+
+
+class NotNow(Exception):
+    """429 or 503 with Retry-After: come again."""
+
+    def __init__(self, status: int, retry_after_s: float) -> None:
+        super().__init__(status)
+        self.status = status
+        self.retry_after_s = retry_after_s
+
+
+class ErrorAnswer(Exception):
+    """The request ended without its output, and the client was told so."""
+
+
+def _check_status(status: int, headers: httpx.Headers, content: bytes) -> None:
+    if status in (429, 503):
+        raise NotNow(status, float(headers["retry-after"]))
+    if status in (502, 504):
+        raise ErrorAnswer(f"{status}: {content.decode()}")
+    assert status == 200, f"{status}: {content.decode()}"
+
+
+def check_prefix(job: Job, outcome: Outcome, expected: Outcome) -> None:
+    """What came so far is the beginning of what must come. Raises Mismatch."""
+    for index, text in outcome.texts.items():
+        if not expected.texts[index].startswith(text):
+            raise Mismatch(f"job {job.number}/{index}: {text!r} does not begin {expected.texts[index]!r}")
+
+
+def check_equal(job: Job, outcome: Outcome, expected: Outcome) -> None:
+    """Raises Mismatch."""
+    for name in ("texts", "token_ids", "finish_reasons"):
+        got, wanted = getattr(outcome, name), getattr(expected, name)
+        if got != wanted:
+            raise Mismatch(f"job {job.number} ({job.body}): {name} are {got}, not {wanted}")
+    if not _are_close(outcome.logprobs, expected.logprobs):
+        raise Mismatch(f"job {job.number}: logprobs are {outcome.logprobs}, not {expected.logprobs}")
+    if _counts_of(outcome.usage) != _counts_of(expected.usage):
+        raise Mismatch(f"job {job.number}: usage is {outcome.usage}, not {expected.usage}")
+
+
+def _counts_of(usage: dict[str, Any] | None) -> list[int] | None:
+    """Without the cached tokens, which depend on where a request runs."""
+    return None if usage is None else [usage[name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")]
+
+
+def _are_close(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, float):
+        return abs(one - other) <= LOGPROB_TOLERANCE
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_are_close(value, other[key]) for key, value in one.items())
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_are_close, one, other))
+    return bool(one == other)

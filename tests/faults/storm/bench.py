@@ -1,0 +1,123 @@
+"""A system and its load for tests that inject one fault at a chosen moment."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tests.faults.storm.load import CHAT, COMPLETIONS, MODEL, Job, Load, Outcome
+from tests.faults.storm.processes import FaultStack, StackSettings
+
+T = TypeVar("T")
+_WAIT_S = 60.0
+
+
+@dataclass(slots=True)
+class Bench:
+    """`runner` is the event loop on which everything lives: proxies only work while it runs something."""
+
+    runner: asyncio.Runner
+    stack: FaultStack
+    _references: dict[int, Outcome] = field(default_factory=dict)
+    _round: int = 0
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self.runner.run(coroutine)
+
+    def load(self, *routers: str) -> Load:
+        settings = self.stack.settings
+        urls = [self.stack.url(router) for router in routers or self.stack.names("router")]
+        return Load(urls, settings.request_timeout_s, self.stack.stood_still_s)
+
+    async def jobs(self, number: int, *, max_tokens: int = 250) -> list[tuple[Job, Outcome]]:
+        """Long prompts and long streams of one router's clients, with what must come; another salt at each call."""
+        self._round += 1
+        jobs = [_make_job(each, max_tokens, f"round {self._round}") for each in range(number)]
+        missing = [job for job in jobs if _kind(job) not in self._references]
+        found = await self.load().references(missing, 8)
+        self._references |= {_kind(job): found[job.kind] for job in missing}
+        return [(job, self._references[_kind(job)]) for job in jobs]
+
+    async def under_load(
+        self, load: Load, jobs: list[tuple[Job, Outcome]], disturb: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Every client asks again and again until `disturb` is done; all outputs must be equal, none an error."""
+        disturbing = asyncio.ensure_future(disturb())
+
+        async def client(job: Job, expected: Outcome) -> None:
+            number = 0
+            while True:
+                salted = Job(
+                    job.number, job.kind, job.path, job.body | {"cache_salt": f"{job.body['cache_salt']} {number}"}
+                )
+                await load.run(salted, expected)
+                number += 1
+                if disturbing.done():
+                    return
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for job, expected in jobs:
+                    group.create_task(client(job, expected))
+            await disturbing
+        finally:
+            disturbing.cancel()
+        assert not load.errors, load.errors
+
+    async def until_none_running(self, router: str) -> None:
+        """At one router alone, while another is away."""
+        deadline = asyncio.get_running_loop().time() + _WAIT_S
+        held: dict[str, Any] = {}
+        while asyncio.get_running_loop().time() < deadline:
+            held = {}
+            for name, worker in (await self.stack.workers(router)).items():
+                blocks = {owner: n for owner, n in worker["blocks"].items() if owner not in ("free", "cached", "total")}
+                if any(blocks.values()) or not worker["live"]:
+                    held[name] = blocks
+            if not held:
+                return
+            await asyncio.sleep(0.05)
+        raise AssertionError(f"still held: {held}")
+
+
+@contextmanager
+def open_bench(state_dir: Path, settings: StackSettings) -> Iterator[Bench]:
+    """A running system, ended at the end."""
+    with asyncio.Runner() as runner:
+        stack = runner.run(_make_stack(state_dir, settings))
+        try:
+            runner.run(stack.start())
+            yield Bench(runner, stack)
+        finally:
+            runner.run(stack.close())
+
+
+async def _make_stack(state_dir: Path, settings: StackSettings) -> FaultStack:
+    return FaultStack(state_dir, settings)
+
+
+def _kind(job: Job) -> int:
+    return hash((job.kind, job.body["max_tokens"]))
+
+
+def _make_job(number: int, max_tokens: int, salt: str) -> Job:
+    rng = random.Random(f"bench {number}")
+    body: dict[str, Any] = {
+        "model": MODEL,
+        "max_tokens": max_tokens,
+        "temperature": number % 2,
+        "seed": number,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "stream": number % 4 != 3,
+        "cache_salt": salt,
+    }
+    if number % 5 == 4:
+        return Job(number, number, CHAT, body | {"messages": [{"role": "user", "content": "a boat " * 60}]})
+    prompt = rng.choices(range(4, 2048), k=rng.choice([40, 300, 700]))
+    return Job(number, number, COMPLETIONS, body | {"prompt": prompt})

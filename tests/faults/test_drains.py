@@ -1,0 +1,110 @@
+"""Workers drain while others die, stop or drain too: no request fails, and every output is that of an undisturbed run."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from tests.faults.nixl import needs_nixl
+from tests.faults.storm.bench import Bench, open_bench
+from tests.faults.storm.processes import StackSettings
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def settings(transport: str) -> StackSettings:
+    return StackSettings(transport=transport, num_prefill=2, num_decode=2)
+
+
+@pytest.fixture(scope="module", params=["zmq", "nixl"])
+def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    if request.param == "nixl":
+        needs_nixl()
+    with open_bench(tmp_path_factory.mktemp("drains"), settings(request.param)) as bench:
+        yield bench
+
+
+async def restarted(bench: Bench, name: str, old: dict[str, str]) -> None:
+    """After its drain, which must end well."""
+    assert await bench.stack.until_gone(name) == 0
+    bench.stack.spawn(name)
+    await bench.stack.until_ready(name, since=old)
+
+
+@pytest.mark.parametrize(
+    ("drained", "killed", "owner"),
+    [
+        ("prefill-0", "decode-0", "in_flight"),
+        ("decode-0", "prefill-0", "reserved"),
+        ("decode-0", "decode-1", "reserved"),
+    ],
+)
+def test_a_worker_drains_while_another_dies(bench: Bench, drained: str, killed: str, owner: str) -> None:
+    """SIGTERM comes while handoffs are in flight."""
+
+    async def scenario() -> None:
+        stack = bench.stack
+
+        async def disturb() -> None:
+            old = await stack.incarnations()
+            await stack.until_busy(drained, owner)
+            stack.terminate(drained)
+            stack.kill(killed)
+            stack.spawn(killed)
+            await asyncio.gather(restarted(bench, drained, old), stack.until_ready(killed, since=old))
+
+        await bench.under_load(bench.load(), await bench.jobs(12), disturb)
+        await stack.until_clean()
+
+    bench.run(scenario())
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_rolling_restart_in_any_order_fails_nothing(bench: Bench, seed: int) -> None:
+    async def scenario() -> None:
+        stack = bench.stack
+        before = (await stack.fleet())["requests"]
+
+        async def disturb() -> None:
+            for name in random.Random(seed).sample(stack.names("prefill", "decode"), 4):
+                old = await stack.incarnations()
+                stack.terminate(name)
+                await restarted(bench, name, old)
+
+        load = bench.load()
+        await bench.under_load(load, await bench.jobs(8), disturb)
+        assert load.counts["asked again after 503"] == 0
+        after = (await stack.fleet())["requests"]
+        assert after["failed"] == before["failed"]
+        await stack.until_clean()
+
+    bench.run(scenario())
+
+
+def test_a_decode_worker_drains_although_a_prefill_worker_stands_still(bench: Bench) -> None:
+    """What that one was to send is not waited for beyond its silence."""
+
+    async def scenario() -> None:
+        stack = bench.stack
+
+        async def disturb() -> None:
+            old = await stack.incarnations()
+            await stack.until_busy("decode-0", "reserved")
+            stack.stop("prefill-0")
+            stack.terminate("decode-0")
+            began = asyncio.get_running_loop().time()
+            assert await stack.until_gone("decode-0") == 0
+            took_s = asyncio.get_running_loop().time() - began
+            assert took_s < stack.settings.drain_timeout_s, "the drain waited for the stopped sender"
+            stack.spawn("decode-0")
+            await stack.until_ready("decode-0", since=old)
+            stack.resume("prefill-0")
+
+        await bench.under_load(bench.load(), await bench.jobs(12), disturb)
+        await stack.until_clean()
+        assert stack.services["prefill-0"].is_running
+
+    bench.run(scenario())

@@ -1,0 +1,93 @@
+"""A router dies under load: workers free what it had, other routers do not notice, and a new start serves at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.faults.storm.bench import Bench, open_bench
+from tests.faults.storm.load import Load
+from tests.faults.storm.processes import StackSettings
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    settings = StackSettings(num_prefill=1, num_decode=1, num_routers=2)
+    with open_bench(tmp_path_factory.mktemp("routers"), settings) as bench:
+        yield bench
+
+
+async def lose_a_router(bench: Bench, load: Load) -> None:
+    """Long streams through router-0, which is killed once decode runs them; every client must notice."""
+    jobs = await bench.jobs(6, max_tokens=2000)
+
+    async def client(number: int) -> None:
+        job, _ = jobs[number]
+        async with httpx.AsyncClient(timeout=None) as http:
+            with pytest.raises(httpx.TransportError):
+                async with http.stream("POST", load.urls[0] + job.path, json=job.body | {"stream": True}) as answer:
+                    async for _ in answer.aiter_bytes():
+                        pass
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(len(jobs)):
+            group.create_task(client(number))
+        await bench.stack.until_busy("decode-0", "running", "router-1")
+        bench.stack.kill("router-0")
+
+
+def test_what_a_dead_router_had_is_freed_and_its_new_start_serves(bench: Bench) -> None:
+    async def scenario() -> None:
+        await lose_a_router(bench, bench.load("router-0"))
+        await bench.until_none_running("router-1")  # it is not back yet: its silence is what frees the blocks
+        bench.stack.spawn("router-0")
+        await bench.stack.until_router_serves("router-0")
+        load = bench.load("router-0")
+        for job, expected in await bench.jobs(5):
+            await load.run(job, expected)
+        assert load.counts["equal"] == 5
+        await bench.stack.until_clean()
+
+    bench.run(scenario())
+
+
+def test_a_router_that_is_back_before_its_silence_was_noticed_finds_workers_free_of_its_past(bench: Bench) -> None:
+    async def scenario() -> None:
+        await lose_a_router(bench, bench.load("router-0"))
+        bench.stack.spawn("router-0")
+        await bench.stack.until_router_serves("router-0")
+        load = bench.load("router-0")
+        for job, expected in await bench.jobs(5):
+            await load.run(job, expected)
+        assert load.counts["equal"] == 5
+        await bench.stack.until_clean()
+
+    bench.run(scenario())
+
+
+def test_streams_of_the_other_router_go_on(bench: Bench) -> None:
+    async def scenario() -> None:
+        load = bench.load("router-1")
+        workers = await bench.stack.workers("router-1")
+        before = (await bench.stack.fleet("router-1"))["requests"]
+
+        async def disturb() -> None:
+            await lose_a_router(bench, bench.load("router-0"))
+            bench.stack.spawn("router-0")
+            await bench.stack.until_router_serves("router-0")
+
+        await bench.under_load(load, await bench.jobs(6), disturb)
+        after = (await bench.stack.fleet("router-1"))["requests"]
+        assert after["retries"] == before["retries"]
+        assert after["failed"] == before["failed"]
+        assert load.counts["equal"] >= 6
+        assert load.counts["asked again, the router was gone"] == 0
+        await bench.stack.until_clean()
+        assert await bench.stack.incarnations() == {name: each["incarnation"] for name, each in workers.items()}
+
+    bench.run(scenario())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -40,15 +41,16 @@ class FleetWatch:
         self._asked: dict[str, str] = {}  # worker id to the incarnation that was asked at least once
         self._questions: dict[int, tuple[set[str], set[str], asyncio.Event]] = {}  # awaited, answered, all are there
         self._tasks: list[asyncio.Task[None]] = []
+        self._closing = asyncio.Event()
 
     def start(self) -> None:
         """To be called on the event loop."""
         self._tasks = [asyncio.create_task(self._watch_registry()), asyncio.create_task(self._ask_regularly())]
 
     async def close(self) -> None:
-        """Stops looking and asking."""
-        for task in self._tasks:
-            task.cancel()
+        """Stops looking and asking, after the look that is under way. An event and no cancellation: redis swallows one
+        that comes at the wrong moment, and the wait for its end would never end."""
+        self._closing.set()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def on_status(self, peer: PeerRef, status: Status) -> None:
@@ -106,19 +108,25 @@ class FleetWatch:
         self._asked = {peer.peer_id: peer.incarnation for peer in peers}
 
     async def _watch_registry(self) -> None:
-        while True:
+        while not self._closing.is_set():
             try:
                 await self.look()
             except Exception:
                 log.exception("looking into the registry failed")
-            await asyncio.sleep(self._registry_interval_s)
+            await self._pause(self._registry_interval_s)
 
     async def _ask_regularly(self) -> None:
-        while True:
-            await asyncio.sleep(self._status_interval_s)
+        while not await self._pause(self._status_interval_s):
             query = self._next_query()
             for peer in self._view.peers():
                 self._send(peer, StatusQuery(query=query))
+
+    async def _pause(self, seconds: float) -> bool:
+        """Whether it ended early, because this closes."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._closing.wait()
+        return self._closing.is_set()
 
     def _next_query(self) -> int:
         self._last_query += 1

@@ -1,4 +1,4 @@
-"""Workers drain while others die, stop or drain too: no request fails, and every output is that of an undisturbed run."""
+"""Workers drain while others die or stand still: no request fails, every output is that of an undisturbed run."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.faults.storm.bench import Bench, open_bench
-from tests.faults.storm.load import Load
+from tests.faults.storm.load import Job, Load
 from tests.faults.storm.processes import StackSettings
 
 pytestmark = pytest.mark.timeout(180)
@@ -24,19 +24,21 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 async def lose_a_router(bench: Bench, load: Load) -> None:
     """Long streams through router-0, which is killed once decode runs them; every client must notice."""
-    jobs = await bench.jobs(6, max_tokens=2000)
+    jobs = bench.make_jobs(6, max_tokens=2000)
 
-    async def client(number: int) -> None:
-        job, _ = jobs[number]
-        async with httpx.AsyncClient(timeout=None) as http:
-            with pytest.raises(httpx.TransportError):
-                async with http.stream("POST", load.urls[0] + job.path, json=job.body | {"stream": True}) as answer:
-                    async for _ in answer.aiter_bytes():
-                        pass
+    async def read(job: Job) -> None:
+        url, body = load.urls[0] + job.path, job.body | {"stream": True}
+        async with httpx.AsyncClient(timeout=None) as http, http.stream("POST", url, json=body) as answer:
+            async for _ in answer.aiter_bytes():
+                pass
+
+    async def client(job: Job) -> None:
+        with pytest.raises(httpx.TransportError):
+            await read(job)
 
     async with asyncio.TaskGroup() as group:
-        for number in range(len(jobs)):
-            group.create_task(client(number))
+        for job in jobs:
+            group.create_task(client(job))
         await bench.stack.until_busy("decode-0", "running", "router-1")
         bench.stack.kill("router-0")
 

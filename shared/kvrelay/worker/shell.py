@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import signal
 import time
 from collections.abc import Callable
@@ -60,6 +61,7 @@ class WorkerShell:
         self._make_role = make_role
         self._make_runner = make_runner
         self._draining = False
+        self._drain_deadline = math.inf
         self._quiet_since = 0.0  # 0: nothing happened since the last check
         self._stop = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -223,7 +225,8 @@ class WorkerShell:
     async def _drain(self) -> None:
         """No new requests; the running ones finish, within the time allowed for it."""
         self._draining = True
-        self._drain_deadline = time.monotonic() + self.config.drain_timeout_s
+        # Not later than a second signal has said, which may have come before the first was seen here.
+        self._drain_deadline = min(self._drain_deadline, time.monotonic() + self.config.drain_timeout_s)
         self.role.begin_drain()
         for router in self._routers.values():  # unasked: until they know, they send requests that would be refused
             self.messenger.send(router, self._status(NOBODY_ASKED))

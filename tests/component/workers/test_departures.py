@@ -77,3 +77,19 @@ def test_a_drain_does_not_wait_for_slots_that_nobody_can_prove_safe(
             await decode.stop()  # this process lives on, so its end is no proof; the test's own timeout would be
 
     run(test)
+
+
+def test_a_second_signal_right_after_the_first_is_not_lost(redis_url: str) -> None:
+    """Both come before the worker looks up from what it does."""
+
+    async def test() -> None:
+        runners = [HashRunner(), HashRunner(step_s=0.02)]
+        async with fleet(redis_url, runners[:1], runners[1:], drain_timeout_s=3600.0) as f:
+            sampling = Sampling(temperature=0.0, max_tokens=480, ignore_eos=True)
+            got = f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt_of(20), sampling)
+            await got.until(lambda r: len(r.tokens) > 3)
+            f.decode[0].shell._on_signal()
+            f.decode[0].shell._on_signal()
+            assert (await got.finished()).failed == "the worker shut down"
+
+    run(test)

@@ -34,10 +34,14 @@ class Bench:
         urls = [self.stack.url(router) for router in routers or self.stack.names("router")]
         return Load(urls, settings.request_timeout_s, self.stack.stood_still_s)
 
-    async def jobs(self, number: int, *, max_tokens: int = 250) -> list[tuple[Job, Outcome]]:
-        """Long prompts and long streams of one router's clients, with what must come; another salt at each call."""
+    def make_jobs(self, number: int, *, max_tokens: int = 250) -> list[Job]:
+        """Long prompts and long streams; with another salt at each call, so that no cache spares the work."""
         self._round += 1
-        jobs = [_make_job(each, max_tokens, f"round {self._round}") for each in range(number)]
+        return [_make_job(each, max_tokens, f"round {self._round}") for each in range(number)]
+
+    async def jobs(self, number: int) -> list[tuple[Job, Outcome]]:
+        """With what must come."""
+        jobs = self.make_jobs(number)
         missing = [job for job in jobs if _kind(job) not in self._references]
         found = await self.load().references(missing, 8)
         self._references |= {_kind(job): found[job.kind] for job in missing}
@@ -52,9 +56,8 @@ class Bench:
         async def client(job: Job, expected: Outcome) -> None:
             number = 0
             while True:
-                salted = Job(
-                    job.number, job.kind, job.path, job.body | {"cache_salt": f"{job.body['cache_salt']} {number}"}
-                )
+                salt = {"cache_salt": f"{job.body['cache_salt']} {number}"}
+                salted = Job(job.number, job.kind, job.path, job.body | salt)
                 await load.run(salted, expected)
                 number += 1
                 if disturbing.done():

@@ -32,6 +32,7 @@ WEIGHTS: dict[FaultKind, int] = {
     "stop router": 1,
 }
 PAIR_FAULTS: dict[FaultKind, Way] = {"partition": Way.CUT, "stall": Way.STALLED, "one-way stall": Way.STALLED}
+RESTARTS: tuple[FaultKind, ...] = ("kill", "drain", "drain in a hurry", "kill router")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,8 @@ def draw_faults(
 
 @dataclass(slots=True)
 class Trouble:
-    """Carries faults out, up to `at_a_time` at once, and none on a target that has one."""
+    """Carries faults out, up to `at_a_time` at once, and none on a target that has one. Of the workers of a role one at
+    a time is down: without any, requests rightly fail after a while."""
 
     stack: FaultStack
     faults: Iterator[Fault]
@@ -97,12 +99,18 @@ class Trouble:
                 await room.acquire()
                 if until.is_set():
                     return
-                touched = {fault.target, fault.other} - {""}
+                touched = self._touched(fault)
                 if touched & self._busy:
                     room.release()
                     continue
                 self._busy |= touched
                 group.create_task(self._one(fault, touched, room))
+
+    def _touched(self, fault: Fault) -> set[str]:
+        touched = {fault.target, fault.other} - {""}
+        if fault.kind in RESTARTS:
+            touched.add(f"a {self.stack.services[fault.target].role} is down")
+        return touched
 
     async def _one(self, fault: Fault, touched: set[str], room: asyncio.Semaphore) -> None:
         try:

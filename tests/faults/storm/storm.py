@@ -24,8 +24,8 @@ WORKER_TOTALS = ("handed_over", "handoffs_committed", "local_prompts", "resends"
 
 @dataclass(frozen=True, slots=True)
 class StormOptions:
-    """`concurrency` clients, each waiting `think_s` on average before its next request; up to `at_a_time` faults at once,
-    `pause_s` on average between two beginnings."""
+    """`concurrency` clients, each waiting `think_s` on average before its next request; up to `at_a_time` faults at
+    once, `pause_s` on average between two beginnings."""
 
     num_requests: int
     seed: int

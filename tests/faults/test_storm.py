@@ -1,0 +1,30 @@
+"""A short storm of random faults over real processes; `python -m tests.faults.storm` is the long one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.faults.nixl import needs_nixl
+from tests.faults.storm.__main__ import print_report
+from tests.faults.storm.processes import StackSettings
+from tests.faults.storm.storm import StormOptions, run_storm
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("transport", ["zmq", "nixl"])
+def test_random_faults_change_no_output_and_leave_nothing(transport: str, tmp_path: Path) -> None:
+    if transport == "nixl":
+        needs_nixl()
+    seed = int(time.time())
+    print(f"seed {seed}")
+    settings = StackSettings(transport=transport, num_routers=2)
+    options = StormOptions(200, seed, num_kinds=60, pause_s=0.7)
+    report = asyncio.run(run_storm(tmp_path, settings, options))
+    print_report(report)
+    assert not report.errors
+    assert sum(report.faults.values()) >= 5
+    assert report.requests["equal"] + report.requests["left"] == 200

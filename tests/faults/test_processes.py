@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from tests.fakes.stack import Stack
+from tests.faults.storm.load import TOP_K
 
 pytestmark = pytest.mark.timeout(300)  # workers that died often start again after longer and longer pauses
 DEMO_MODEL = Path(__file__).parents[2] / "models" / "demo"
@@ -146,6 +147,7 @@ def make_bodies(model: str) -> list[dict[str, Any]]:
             "max_tokens": rng.randint(80, 160),
             "temperature": number % 2,
             "seed": number,
+            "top_k": TOP_K,
             "ignore_eos": True,
             "return_token_ids": True,
         }

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tests.faults.storm.load import CHAT, COMPLETIONS, MODEL, Job, Load, Outcome
+from tests.faults.storm.load import CHAT, COMPLETIONS, MODEL, TOP_K, Job, Load, Outcome
 from tests.faults.storm.processes import FaultStack, StackSettings
 
 T = TypeVar("T")
@@ -115,6 +115,7 @@ def _make_job(number: int, max_tokens: int, salt: str) -> Job:
         "max_tokens": max_tokens,
         "temperature": number % 2,
         "seed": number,
+        "top_k": TOP_K,
         "ignore_eos": True,
         "return_token_ids": True,
         "stream": number % 4 != 3,

@@ -19,6 +19,11 @@ LOGPROB_TOLERANCE = 2e-3
 """The sums of a forward pass depend on what is computed together; tokens do not, in float32."""
 DEADLINE_GRACE_S = 6.0
 """The HTTP layer gives up 5 s after the deadline, should dispatch ever forget it."""
+TOP_K = 20
+"""A draw from the whole vocabulary has a boundary for each token: once in some thousand tokens the random number falls
+so near to one that the rounding of float32 decides, and what is computed together decides the rounding."""
+HANGS_AFTER = 5
+"""Deadlines; until then a late answer is told with its time."""
 TRIES_AFTER_LOST_ROUTER = 50
 _WORDS = ("the", "moon", "sea", "a little", "boat sang", "of winter", "to its old friend", "and then", "they went home")
 
@@ -79,6 +84,7 @@ def make_kind(kind: int, seed: int) -> tuple[str, dict[str, Any]]:
         "max_tokens": rng.choice([1, 2, rng.randint(5, 40), rng.randint(40, 150), rng.randint(200, 500)]),
         "temperature": rng.choice([0.0, 0.0, 0.8, 1.0]),
         "seed": rng.getrandbits(40),
+        "top_k": TOP_K,
         "ignore_eos": rng.random() < 0.6,
         "return_token_ids": True,
     }
@@ -171,7 +177,7 @@ class Load:
             try:
                 # A client of its own: a connection that a dead router left in a pool would be another test.
                 async with httpx.AsyncClient(timeout=None) as client:
-                    outcome = await asyncio.wait_for(self._ask(client, url, job, expected), 10 * self.request_timeout_s)
+                    outcome = await self._ask(client, url, job, expected)
             except httpx.TransportError:
                 self.counts["asked again, the router was gone"] += 1
                 await asyncio.sleep(0.2)
@@ -196,15 +202,18 @@ class Load:
     # -- one exchange -------------------------------------------------------------------------------------------------
 
     async def _ask(self, client: httpx.AsyncClient, url: str, job: Job, expected: Outcome | None) -> Outcome | None:
-        """None: the client left."""
+        """None: the client left. Raises TimeoutError if nothing came for far longer than the deadline."""
+        exchange = self._stream(client, url, job, expected) if job.body.get("stream") else self._whole(client, url, job)
+        asking = asyncio.ensure_future(exchange)
+        # Not asyncio.timeout: a cancellation may come out of the client as such, and would end the caller unnoticed.
         try:
-            async with asyncio.timeout(job.leave_after_s):
-                if job.body.get("stream"):
-                    outcome = await self._stream(client, url, job, expected)
-                else:
-                    outcome = await self._whole(client, url, job)
-        except TimeoutError:
-            outcome = None
+            await asyncio.wait([asking], timeout=job.leave_after_s or HANGS_AFTER * self.request_timeout_s)
+        finally:
+            has_left = asking.cancel()
+            await asyncio.wait([asking])
+        if has_left and job.leave_after_s is None:
+            raise TimeoutError(f"job {job.number} hangs")
+        outcome = None if has_left else asking.result()
         if outcome is None:
             self.counts["left"] += 1
         elif expected is not None:

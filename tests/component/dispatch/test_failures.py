@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from kvrelay.protocol.link import PeerLost
 from kvrelay.protocol.messages import Cancel, Failed, Generate, NeedDecode, Prefill, Reassign
 from kvrelay_router.dispatch.interface import NoWorkerReady, RequestFailed
 from tests.component.dispatch.fake_workers import FakeDecode, FakePrefill, true_tokens
@@ -51,6 +52,21 @@ async def test_prefills_death_after_the_commit_costs_no_attempt(rig: Rig) -> Non
     gate.open.set()
     assert await read(handle) == {0: true_tokens(0, 6)}
     assert rig.record(handle)["num_attempts"] == 1
+
+
+async def test_workers_that_are_lost_together_cost_one_attempt(rig: Rig) -> None:
+    """A retry on one that is known to be lost would fail at once."""
+    prefills, decode = [FakePrefill("p0"), FakePrefill("p1")], FakeDecode("d0")
+    gates = [prefill.hold("start") for prefill in prefills]
+    await rig.start(*prefills, decode)
+    handle = rig.submit()
+    for prefill in prefills:
+        rig.dispatcher._on_event(PeerLost(prefill.messenger.me, "silent"))
+    assert await read(handle) == {0: true_tokens(0, 6)}
+    assert rig.record(handle)["num_attempts"] == 2
+    for gate in gates:
+        gate.open.set()
+    await rig.nothing_is_left()
 
 
 async def test_decodes_death_before_the_commit_changes_the_decode_worker_only(rig: Rig) -> None:

@@ -90,12 +90,13 @@ class Bench:
 
 @contextmanager
 def open_bench(state_dir: Path, settings: StackSettings) -> Iterator[Bench]:
-    """A running system, ended at the end."""
+    """A running system; at the end its workers recount their blocks, and it is ended."""
     with asyncio.Runner() as runner:
         stack = runner.run(_make_stack(state_dir, settings))
         try:
             runner.run(stack.start())
             yield Bench(runner, stack)
+            runner.run(stack.until_recounted())
         finally:
             runner.run(stack.close())
 

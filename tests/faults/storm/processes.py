@@ -342,19 +342,22 @@ class FaultStack:
         raise AssertionError(f"{name} held no {owner} blocks in 30 s")
 
     async def until_clean(self, timeout_s: float = 15.0) -> None:
-        """All run and are ready, nothing is held by anybody, and the workers' own count of their blocks adds up."""
+        """All run and are ready again, and nothing is held by anybody."""
         self.network.heal()
         for service in self.services.values():
             if service.is_stopped:
                 self.resume(service.name)
         await self.until_ready()
         await self.until("clean", _is_clean, timeout_s)
+        assert not (lines := self.alarming_lines()), "\n".join(lines[:20])
+
+    async def until_recounted(self) -> None:
+        """Clean, and the workers' own count of their blocks, when they are quiet, adds up."""
+        await self.until_clean()
         before = await self.incarnations()
         await asyncio.sleep(QUIET_CHECK_S)
-        self.check_nobody_crashed()
-        await self.until("clean", _is_clean, timeout_s)
+        await self.until_clean()
         assert await self.incarnations() == before, "a worker started again by itself"
-        assert not (lines := self.alarming_lines()), "\n".join(lines[:20])
 
 
 def _is_clean(fleet: dict[str, Any]) -> bool:

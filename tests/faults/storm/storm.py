@@ -114,7 +114,7 @@ async def run_storm(
             raise _first_failure(failures, stack, options) from failures
         took_s = time.monotonic() - began
         assert num_ended == len(jobs), f"{num_ended} of {len(jobs)} requests ended"
-        await stack.until_clean()
+        await stack.until_recounted()
         await totals.sample()
         return Report(load.counts, trouble.counts, totals.sum(), load.errors, load.slowest_s, took_s)
     finally:

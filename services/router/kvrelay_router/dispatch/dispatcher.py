@@ -77,6 +77,7 @@ class RouterDispatcher:
         self._running: dict[RunningRequest, Running] = {}
         self._sequences: dict[tuple[str, int], RunningSequence] = {}
         self._counts: Counter[str] = Counter()
+        self._gone: list[tuple[PeerRef, str]] = []
         self._is_accepting = True
         self._is_closed = False
         self._idle = asyncio.Event()
@@ -281,10 +282,10 @@ class RouterDispatcher:
                 self._on_message(event)
             case PeerLost(peer=peer, reason=reason):
                 self.view.lost(peer, reason, time.monotonic())
-                self._worker_gone(peer, reason)
+                self._worker_gone_soon(peer, reason)
             case PeerRefused(peer=peer, reason=reason):
                 self.view.refused(peer, reason, time.monotonic())
-                self._worker_gone(peer, reason)
+                self._worker_gone_soon(peer, reason)
 
     def _on_message(self, message: Delivered) -> None:
         peer, header, body = message.peer, message.header, message.body
@@ -327,10 +328,18 @@ class RouterDispatcher:
             trace=header.trace,
         )
 
-    def _worker_gone(self, peer: PeerRef, reason: str) -> None:
-        for sequence in list(self._sequences.values()):
-            if sequence.machine.involves(peer):
-                self._runner.feed(sequence, WorkerLost(peer, reason))
+    def _worker_gone_soon(self, peer: PeerRef, reason: str) -> None:
+        """Once all that were lost at the same time are known: a retry placed on one of them would fail at once."""
+        if not self._gone:
+            asyncio.get_running_loop().call_soon(self._tell_of_the_gone)
+        self._gone.append((peer, reason))
+
+    def _tell_of_the_gone(self) -> None:
+        gone, self._gone = self._gone, []
+        for peer, reason in gone:
+            for sequence in list(self._sequences.values()):
+                if sequence.machine.involves(peer):
+                    self._runner.feed(sequence, WorkerLost(peer, reason))
 
 
 def _log_state(worker: KnownWorker, state: WorkerState, reason: str) -> None:

@@ -21,7 +21,7 @@ def test_random_faults_change_no_output_and_leave_nothing(transport: str, tmp_pa
         needs_nixl()
     seed = int(time.time())
     print(f"seed {seed}")
-    settings = StackSettings(transport=transport, num_routers=2)
+    settings = StackSettings(transport=transport, num_routers=2, request_timeout_s=150)
     options = StormOptions(150, seed, num_kinds=50, think_s=1.5, pause_s=0.5)
     report = asyncio.run(run_storm(tmp_path, settings, options))
     print_report(report)

@@ -7,8 +7,9 @@ import asyncio
 import json
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from tests.faults.storm.processes import StackSettings
 from tests.faults.storm.schedule import WEIGHTS
@@ -46,8 +47,13 @@ def main() -> int:
     report.settings = vars(flags) | {"state_dir": str(state_dir)}
     print_report(report)
     if flags.json:
-        flags.json.write_text(json.dumps(asdict(report), indent=1))
+        flags.json.write_text(json.dumps(vars_of(report), default=str, indent=1))
     return 0
+
+
+def vars_of(report: Report) -> dict[str, Any]:
+    """As `dataclasses.asdict`, which in Python 3.11 spoils counters."""
+    return {each.name: getattr(report, each.name) for each in fields(report)}
 
 
 def print_report(report: Report) -> None:

@@ -16,8 +16,12 @@ _LOCAL_ADDRESS = re.compile(r"ipc://@[\w.-]{1,90}")
 Endpoint = dict[str, str]
 
 
-class MalformedEndpoint(ValueError):
-    """No receiver can be reached by these words; the text says why."""
+class Unreachable(Exception):
+    """A push to this receiver cannot be made; the text says why."""
+
+
+class MalformedEndpoint(Unreachable, ValueError):
+    """No receiver can be reached by these words."""
 
 
 def machine_id() -> str | None:

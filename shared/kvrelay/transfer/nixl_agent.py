@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from kvrelay.transfer.endpoints import Unreachable
 from kvrelay.transfer.wire import Bytes, Indices
 
 PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
@@ -32,7 +33,7 @@ class TransportUnavailable(RuntimeError):
     """This transport cannot work in this process; the text says why and what to do."""
 
 
-class NixlError(RuntimeError):
+class NixlError(Unreachable):
     """NIXL refused a call, or the other side is gone."""
 
 

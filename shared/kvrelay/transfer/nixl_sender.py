@@ -1,4 +1,4 @@
-"""The sending end over NIXL: one agent, and one thread that posts the writes.
+"""The sending end over NIXL: one agent, whose writes the sender's thread posts (see `sender_thread`).
 
 What is to be written, and in which order, stands in `outbox`; here are the agent and the clock. A push is cut into
 pieces of at most 64 MiB, each one posted write with its own notification: posting may block for the copy, and what was
@@ -23,23 +23,20 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
-from threading import Thread
 from typing import Any
 
 import numpy as np
 
-from kvrelay.transfer.base import BlockCopy, SenderEvent, TransferFailed
+from kvrelay.transfer.base import SenderEvent
 from kvrelay.transfer.counters import SenderCounters
-from kvrelay.transfer.endpoints import Endpoint, MalformedEndpoint
-from kvrelay.transfer.loop_port import LoopPort
+from kvrelay.transfer.endpoints import MalformedEndpoint
 from kvrelay.transfer.nixl_agent import NixlAgent, NixlError, Region, Write
 from kvrelay.transfer.nixl_endpoint import NixlEndpoint
 from kvrelay.transfer.outbox import Loan, Outbox
 from kvrelay.transfer.plan import Copies, Piece
+from kvrelay.transfer.sender_thread import Courier, Push, SenderThread
 from kvrelay.transfer.wire import Bytes, encode_header
 
 log = logging.getLogger(__name__)
@@ -67,26 +64,6 @@ class NixlSettings:
     close_timeout_s: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Push:
-    reservation: str
-    endpoint: Endpoint
-    copies: Copies
-
-
-@dataclass(frozen=True, slots=True)
-class _Abort:
-    reservation: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Close:
-    pass
-
-
-_Command = _Push | _Abort | _Close
-
-
 @dataclass(slots=True, eq=False)
 class _Peer:
     region: Region
@@ -103,10 +80,11 @@ class _InFlight:
     posted_at: float
 
 
-class NixlSender:
+class NixlSender(SenderThread):
     """Pushes blocks out of `pool_bytes`, uint8 of shape [num_blocks, block_bytes], C-contiguous.
 
-    Raises ValueError for a pool of another kind, TransportUnavailable where NIXL or UCX does not work.
+    `SenderDrained` comes when nothing is in flight any more. Raises ValueError for a pool of another kind,
+    TransportUnavailable where NIXL or UCX does not work.
     """
 
     name = "nixl"
@@ -116,127 +94,56 @@ class NixlSender:
         self._pool = pool_bytes  # kept alive: UCX reads there
         self._region = Region.of(pool_bytes)
         self._agent = NixlAgent(self._region, ucx_transports=self._settings.ucx_transports)
-        self.counters = SenderCounters()
-        self._commands: SimpleQueue[_Command] = SimpleQueue()
-        self._thread: Thread | None = None
-
-    def start(self, on_event: Callable[[SenderEvent], None]) -> None:
-        """Must be called once, on the event loop's thread, which then gets the events."""
-        port = LoopPort(on_event)
-        self._thread = Thread(target=self._run, args=(port,), name="kv-sender-nixl", daemon=True)
-        self._thread.start()
-
-    def push(self, reservation: str, endpoint: Endpoint, copies: Sequence[BlockCopy]) -> None:
-        """Queues a push; a `Pushed` for each piece, or `TransferFailed` for a receiver that cannot be written to.
-
-        The caller keeps the source blocks until `Pushed`, or `SenderDrained` after a failure. Raises ValueError for a
-        source outside the pool. No copies, no event.
-        """
-        if copies:
-            self._commands.put(_Push(reservation, dict(endpoint), Copies.of(copies, self._region.num_blocks)))
-
-    def abort(self, reservation: str) -> None:
-        """Drops what is queued; `SenderDrained` follows, also for an unknown reservation, when nothing is in flight."""
-        self._commands.put(_Abort(reservation))
+        super().__init__("kv-sender-nixl", self._region.num_blocks, self._courier)
 
     def close(self) -> None:
         """Stops the thread and leaves UCX; the pool is not read after this returns. Idempotent."""
-        if self._thread is not None:
-            self._commands.put(_Close())
-            self._thread.join()
+        super().close()
         self._agent.close()
 
-    def _run(self, port: LoopPort[SenderEvent]) -> None:
-        poster = _Poster(self._agent, self._region, self._settings, self._commands, self.counters)
-        try:
-            poster.run(port.emit)
-        except Exception as error:
-            port.report_crash("kv-sender-nixl", error)
-        finally:
-            poster.close()
+    def _courier(self, wake: Callable[[], None]) -> Courier:
+        return _NixlCourier(self._agent, self._region, self._settings, self.counters)
 
 
-class _Poster:
-    """What the sender's thread has: the outbox, the peers, and the writes in flight."""
+class _NixlCourier:
+    """The agent, the peers, and the writes in flight."""
 
-    def __init__(
-        self,
-        agent: NixlAgent,
-        region: Region,
-        settings: NixlSettings,
-        commands: SimpleQueue[_Command],
-        counters: SenderCounters,
-    ) -> None:
+    def __init__(self, agent: NixlAgent, region: Region, settings: NixlSettings, counters: SenderCounters) -> None:
         self._agent = agent
         self._region = region
         self._settings = settings
-        self._commands = commands
         self._counters = counters
         self._blocks = agent.prepare(region)
-        self._outbox = Outbox(
+        self.outbox = Outbox(
             region.block_bytes, window=settings.window, drain_timeout_s=math.inf, idle_close_s=settings.idle_forget_s
         )
         self._peers: dict[str, _Peer] = {}
         self._in_flight: list[_InFlight] = []
         self._moved_at = 0.0
 
-    def run(self, emit: Callable[[SenderEvent], None]) -> None:
-        """Works until told to close. Between two pieces it obeys what was asked meanwhile."""
-        wait_s = IDLE_WAIT_S
-        while True:
-            for command in self._take_commands(wait_s):
-                if isinstance(command, _Close):
-                    return
-                for event in self._obey(command):
-                    emit(event)
-            for event in self._collect():
-                emit(event)
-            self._forget_idle()
-            loan = self._outbox.lend()
-            if loan is not None:
-                for event in self._post(loan):
-                    emit(event)
-            wait_s = 0.0 if loan is not None else self._patience_s()
+    def enqueue(self, push: Push) -> None:
+        """Gets to know the peer first, where it has to."""
+        endpoint = NixlEndpoint.decode(push.endpoint)
+        self._check(push.copies, self._peer_at(endpoint))
+        self.outbox.push(endpoint.agent, self._cut(push.reservation, push.copies))
 
     def close(self) -> None:
         """Gives writes in flight a moment, and lets go of everything."""
         deadline = time.monotonic() + self._settings.close_timeout_s
         while self._in_flight and time.monotonic() < deadline:
-            self._collect()
+            self.collect()
             time.sleep(POLL_S)
         for name in list(self._peers):
             self._forget(name)
         self._agent.discard(self._blocks)
 
-    def _take_commands(self, wait_s: float) -> list[_Command]:
-        """What is there now, and no more, so that a steady flow of commands holds up no write."""
-        commands: list[_Command] = []
-        if wait_s > 0:
-            with suppress(Empty):
-                commands.append(self._commands.get(timeout=wait_s))
-        commands += [self._commands.get_nowait() for _ in range(self._commands.qsize())]
-        return commands
-
-    def _patience_s(self) -> float:
+    def patience_s(self) -> float:
+        """NIXL has nothing to wait for: writes in flight are asked for."""
         now = time.monotonic()
         if self._in_flight:
             return POLL_S if now - self._moved_at < SLOW_AFTER_S else SLOW_POLL_S
-        deadline = self._outbox.next_deadline()
+        deadline = self.outbox.next_deadline()
         return IDLE_WAIT_S if deadline is None else min(IDLE_WAIT_S, max(POLL_S, deadline - now))
-
-    def _obey(self, command: _Push | _Abort) -> list[SenderEvent]:
-        if isinstance(command, _Abort):
-            return self._outbox.abort(command.reservation, time.monotonic())
-        if self._outbox.is_aborting(command.reservation):
-            return [TransferFailed(command.reservation, "the reservation is being aborted")]
-        try:
-            endpoint = NixlEndpoint.decode(command.endpoint)
-            peer = self._peer_at(endpoint)
-            self._check(command.copies, peer)
-        except (MalformedEndpoint, NixlError) as error:
-            return [TransferFailed(command.reservation, str(error))]
-        self._outbox.push(endpoint.agent, self._cut(command.reservation, command.copies))
-        return []
 
     def _peer_at(self, endpoint: NixlEndpoint) -> _Peer:
         peer = self._peers.get(endpoint.agent)
@@ -263,7 +170,8 @@ class _Poster:
         for first in range(0, len(ordered), step):
             yield Piece(reservation, ordered.take(slice(first, first + step)), direct=True)
 
-    def _post(self, loan: Loan) -> list[SenderEvent]:
+    def send(self, loan: Loan) -> list[SenderEvent]:
+        """Posts a write, which may take as long as the copy itself."""
         copies, peer = loan.piece.copies, self._peers[loan.peer]
         header = encode_header(loan.piece.reservation, self._region.block_bytes, copies.indices, copies.slots)
         began = time.perf_counter()
@@ -282,7 +190,7 @@ class _Poster:
         self._in_flight.append(_InFlight(loan, write, self._moved_at))
         return []
 
-    def _collect(self) -> list[SenderEvent]:
+    def collect(self) -> list[SenderEvent]:
         """Writes that have ended."""
         events: list[SenderEvent] = []
         for flight in list(self._in_flight):
@@ -296,7 +204,7 @@ class _Poster:
             else:
                 self._peers[flight.loan.peer].connected = True
                 self._end(flight)
-                events += self._outbox.give_back(flight.loan.number, time.monotonic()).events
+                events += self.outbox.give_back(flight.loan.number, time.monotonic()).events
         return events
 
     def _give_up_connecting(self, flight: _InFlight) -> None:
@@ -318,13 +226,14 @@ class _Poster:
             log.warning("the connection to %s broke: %s", loan.peer, error)
             peer.broken = str(error)
         self._counters.num_resets += 1
-        events = self._outbox.lose(loan.number, f"NIXL: {error}", time.monotonic())
+        events = self.outbox.lose(loan.number, f"NIXL: {error}", time.monotonic())
         if not any(flight.loan.peer == loan.peer for flight in self._in_flight):
             self._forget(loan.peer)
         return events
 
-    def _forget_idle(self) -> None:
-        for name in self._outbox.expire(time.monotonic()).idle:
+    def expire(self) -> None:
+        """Forgets peers that nobody used for long."""
+        for name in self.outbox.expire(time.monotonic()).idle:
             if name in self._peers:
                 self._forget(name)
 

@@ -1,0 +1,180 @@
+"""What the sending ends have in common: a thread of their own, the commands to it, and the turns it takes.
+
+The event loop only ever puts commands into a queue. The thread obeys them, gives out what ended, and lends the next
+piece of the outbox to its transport (the courier); between two pieces it obeys what was asked meanwhile, an abort above
+all. It never waits for anything but that queue.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Protocol
+
+from kvrelay.transfer.base import BlockCopy, SenderEvent, TransferFailed
+from kvrelay.transfer.counters import SenderCounters
+from kvrelay.transfer.endpoints import Endpoint, Unreachable
+from kvrelay.transfer.loop_port import LoopPort
+from kvrelay.transfer.outbox import Loan, Outbox
+from kvrelay.transfer.plan import Copies
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """Blocks to be sent to a receiver."""
+
+    reservation: str
+    endpoint: Endpoint
+    copies: Copies
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    reservation: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Wake:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Close:
+    pass
+
+
+_Command = Push | _Abort | _Wake | _Close
+
+
+class Courier(Protocol):
+    """One transport's part of the work. All of it is called on the sender's thread."""
+
+    outbox: Outbox
+
+    def enqueue(self, push: Push) -> None:
+        """Cuts a push and puts it into the outbox. Raises Unreachable."""
+        ...
+
+    def collect(self) -> list[SenderEvent]:
+        """Gives loans back that ended since the last call."""
+        ...
+
+    def expire(self) -> None:
+        """Closes connections whose time is over."""
+        ...
+
+    def send(self, loan: Loan) -> list[SenderEvent]:
+        """Begins to send a piece."""
+        ...
+
+    def patience_s(self) -> float | None:
+        """How long to wait for a command when there is nothing to lend; None: until one comes."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of everything. The pool is not read after this returns."""
+        ...
+
+
+CourierFactory = Callable[[Callable[[], None]], Courier]
+
+
+class SenderThread:
+    """A sender whose courier is made and used on a thread named `thread_name`. `num_blocks`: of the sender's pool.
+
+    `make_courier` gets a function that may be called from anywhere and ends the thread's wait.
+    """
+
+    def __init__(self, thread_name: str, num_blocks: int, make_courier: CourierFactory) -> None:
+        self.counters = SenderCounters()
+        self._thread_name = thread_name
+        self._num_blocks = num_blocks
+        self._make_courier = make_courier
+        self._commands: SimpleQueue[_Command] = SimpleQueue()
+        self._thread: Thread | None = None
+
+    def start(self, on_event: Callable[[SenderEvent], None]) -> None:
+        """Must be called once, on the event loop's thread, which then gets the events."""
+        port = LoopPort(on_event)
+        self._thread = Thread(target=self._run, args=(port,), name=self._thread_name, daemon=True)
+        self._thread.start()
+
+    def push(self, reservation: str, endpoint: Endpoint, copies: Sequence[BlockCopy]) -> None:
+        """Queues a push; a `Pushed` for each piece of it, or `TransferFailed` for a receiver that cannot be reached.
+
+        The caller keeps the source blocks until `Pushed`, or `SenderDrained` after a failure. Raises ValueError for a
+        source outside the pool. No copies, no event.
+        """
+        if copies:
+            self._commands.put(Push(reservation, dict(endpoint), Copies.of(copies, self._num_blocks)))
+
+    def abort(self, reservation: str) -> None:
+        """Drops what is queued; `SenderDrained` follows, always, also for an unknown reservation."""
+        self._commands.put(_Abort(reservation))
+
+    def close(self) -> None:
+        """Stops the thread; the pool is not read after this returns. Idempotent."""
+        if self._thread is not None:
+            self._commands.put(_Close())
+            self._thread.join()
+
+    def _wake(self) -> None:
+        self._commands.put(_Wake())
+
+    def _run(self, port: LoopPort[SenderEvent]) -> None:
+        try:
+            courier = self._make_courier(self._wake)
+            try:
+                self._serve(courier, port.emit)
+            finally:
+                courier.close()
+        except Exception as error:
+            port.report_crash(self._thread_name, error)
+
+    def _serve(self, courier: Courier, emit: Callable[[SenderEvent], None]) -> None:
+        wait_s: float | None = None
+        while True:
+            for command in self._take_commands(wait_s):
+                if isinstance(command, _Close):
+                    return
+                _emit_all(self._obey(courier, command), emit)
+            _emit_all(courier.collect(), emit)
+            courier.expire()
+            loan = courier.outbox.lend()
+            if loan is not None:
+                _emit_all(courier.send(loan), emit)
+            wait_s = courier.patience_s() if loan is None else 0.0
+
+    def _take_commands(self, wait_s: float | None) -> list[_Command]:
+        """What is there now, and no more, so that a steady flow of commands holds up no piece."""
+        commands: list[_Command] = []
+        if wait_s is None or wait_s > 0:
+            with suppress(Empty):
+                commands.append(self._commands.get(timeout=wait_s))
+        commands += [self._commands.get_nowait() for _ in range(self._commands.qsize())]
+        return commands
+
+    @staticmethod
+    def _obey(courier: Courier, command: Push | _Abort | _Wake) -> list[SenderEvent]:
+        match command:
+            case _Wake():
+                return []
+            case _Abort(reservation):
+                return courier.outbox.abort(reservation, time.monotonic())
+            case Push(reservation) if courier.outbox.is_aborting(reservation):
+                return [TransferFailed(reservation, "the reservation is being aborted")]
+            case Push(reservation):
+                try:
+                    courier.enqueue(command)
+                except Unreachable as error:
+                    return [TransferFailed(reservation, str(error))]
+                return []
+
+
+def _emit_all(events: list[SenderEvent], emit: Callable[[SenderEvent], None]) -> None:
+    for event in events:
+        emit(event)

@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.naive_nixl import NaiveReceiver, NaiveSender
-from kvrelay.transfer.base import BlockCopy, Landed, TransferReceiver, TransferSender
+from kvrelay.transfer.base import BlockCopy, Landed, ReceiverEvent, TransferReceiver, TransferSender
 from kvrelay.transfer.nixl_agent import import_api
 from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender, TransportUnavailable
 from kvrelay.transfer.wire import Bytes
@@ -136,13 +136,18 @@ class Pair:
         """On the event loop's thread."""
         loop = asyncio.get_running_loop()
         for receiver in self.receivers.values():
-            receiver.start(self.landed.put_nowait)
+            receiver.start(self.take)
 
         def put(landed: Landed) -> None:
             loop.call_soon_threadsafe(self.landed.put_nowait, landed)
 
         if self.naive is not None:
             self.naive.start(put)
+
+    def take(self, event: ReceiverEvent) -> None:
+        """Blocks that came in true."""
+        if isinstance(event, Landed):
+            self.landed.put_nowait(event)
 
     def scattered(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Sources and slots of one push, drawn at random from the whole pools."""

@@ -9,17 +9,26 @@
                 sender is gone.
 6. FREED        holds nothing. Terminal.
 
-Decode never runs before every block of the prompt has landed and the handoff has come, in whatever order.
+Decode never runs before every block of the prompt has landed and the handoff has come, in whatever order. Blocks that
+do not come, or come corrupted, are asked for again, a bounded number of times. Where the sender writes one-sidedly, its
+answer to the last of these questions is awaited too: until then a repeated write may be under way, and would hit a tail
+block into which this worker writes its own tokens.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
 from kvrelay.protocol.messages import Handoff
 from kvrelay.worker.transitions import moved
+
+MAX_SILENT_ROUNDS = 6
+"""So often blocks are asked for again without any of them coming."""
+MAX_CORRUPTIONS = 3
+"""So often one block may come corrupted."""
 
 
 class ReceiverState(StrEnum):
@@ -71,18 +80,21 @@ class FreeBlocks:
 
 @dataclass(frozen=True, slots=True)
 class AskForMissing:
-    """Ask prefill to push these blocks again."""
+    """Ask prefill to push these blocks again. `number` counts the questions of this reservation."""
 
     reservation: str
     blocks: tuple[int, ...]
+    number: int
+    corrupted: bool
 
 
 @dataclass(frozen=True, slots=True)
 class TellReleased:
-    """Tell prefill that the reservation was given up."""
+    """Tell prefill that the reservation was given up; `transport_failed`: because blocks did not come, or not true."""
 
     reservation: str
     reason: str
+    transport_failed: bool = False
 
 
 Instruction = Commit | StopReceiving | Quarantine | FreeBlocks | AskForMissing | TellReleased
@@ -99,6 +111,19 @@ class ReceiverHandoff:
         self._num_blocks = 0
         self._missing: set[int] = set()
         self._handoff: Handoff | None = None
+        self._num_asked = 0
+        self._num_silent_rounds = 0
+        self._num_corruptions: Counter[int] = Counter()
+
+    @property
+    def num_silent_rounds(self) -> int:
+        """How often blocks were asked for again since the last one landed."""
+        return self._num_silent_rounds
+
+    @property
+    def num_resends(self) -> int:
+        """How often blocks were asked for again."""
+        return self._num_asked
 
     @property
     def num_missing(self) -> int:
@@ -131,7 +156,23 @@ class ReceiverHandoff:
         if self.state is ReceiverState.RESERVED:
             self._move(ReceiverState.FILLING)
         self._missing.difference_update(indices)
+        self._num_silent_rounds = 0
         return self._commit_if_complete()
+
+    def corrupted(self, reservation: str, indices: Iterable[int]) -> list[Instruction]:
+        """Blocks came with other bytes than were sent."""
+        if reservation != self.reservation or self.state not in (ReceiverState.RESERVED, ReceiverState.FILLING):
+            return []
+        if self.state is ReceiverState.RESERVED:
+            self._move(ReceiverState.FILLING)
+        wrong = self._missing.intersection(indices)
+        if not wrong:
+            return []
+        self._num_corruptions.update(wrong)
+        worst, num_times = max(self._num_corruptions.items(), key=lambda item: item[1])
+        if num_times > MAX_CORRUPTIONS:
+            return self._give_up(f"block {worst} came corrupted {num_times} times", transport_failed=True)
+        return [self._ask_for(wrong, corrupted=True)]
 
     def handed(self, message: Handoff) -> list[Instruction]:
         """Prefill's last word on the sequence. A repeated one changes nothing."""
@@ -146,16 +187,14 @@ class ReceiverHandoff:
         return self._commit_if_complete()
 
     def overdue(self) -> list[Instruction]:
-        """The handoff came a while ago and blocks are still missing: they were lost on the way.
-
-        Where the sender writes by itself nothing is lost, a write is late or its sender knows that it failed; asked for
-        again, the late one would land when the slots may have another owner.
-        """
-        if self.state is not ReceiverState.FILLING or self._handoff is None or not self._missing:
+        """The handoff came a while ago, and blocks or the answer to a question are still missing."""
+        if self.state is not ReceiverState.FILLING or self._handoff is None:
             return []
-        if self._needs_quarantine:
-            return []
-        return [AskForMissing(self.reservation, tuple(sorted(self._missing)))]
+        if self._num_silent_rounds == MAX_SILENT_ROUNDS:
+            cause = f"{len(self._missing)} blocks did not come, although asked for {MAX_SILENT_ROUNDS} times"
+            return self._give_up(cause, transport_failed=True)
+        self._num_silent_rounds += 1
+        return [self._ask_for(self._missing, corrupted=False)]
 
     def aborted(self) -> list[Instruction]:
         """Prefill gave up; it sends Drained when nothing is in flight."""
@@ -184,10 +223,16 @@ class ReceiverHandoff:
     def _commit_if_complete(self) -> list[Instruction]:
         if self._missing or self._handoff is None:
             return []
+        if self._needs_quarantine and self._handoff.resend < self._num_asked:
+            return []
         self._move(ReceiverState.RUNNING)
         return [StopReceiving(self.reservation), Commit(self._handoff)]
 
-    def _give_up(self, tell: str | None) -> list[Instruction]:
+    def _ask_for(self, blocks: Iterable[int], *, corrupted: bool) -> AskForMissing:
+        self._num_asked += 1
+        return AskForMissing(self.reservation, tuple(sorted(blocks)), self._num_asked, corrupted)
+
+    def _give_up(self, tell: str | None, *, transport_failed: bool = False) -> list[Instruction]:
         if self.state is ReceiverState.ASKED:
             self._move(ReceiverState.FREED)
             return []
@@ -195,7 +240,7 @@ class ReceiverHandoff:
             return []
         instructions: list[Instruction] = [StopReceiving(self.reservation)]
         if tell is not None:
-            instructions.append(TellReleased(self.reservation, tell))
+            instructions.append(TellReleased(self.reservation, tell, transport_failed))
         if self._needs_quarantine:
             self._move(ReceiverState.QUARANTINED)
             return [*instructions, Quarantine()]

@@ -30,7 +30,7 @@ from kvrelay.protocol.messages import (
     SequenceUsage,
     TokenEntry,
 )
-from kvrelay.transfer.base import Landed, TransferReceiver
+from kvrelay.transfer.base import Landed, ReceiverEvent, TransferReceiver
 from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.requests import OpenRequests, deadline_of
 from kvrelay.worker.sequences import PromptRefused, make_sequence, sequence_key
@@ -44,7 +44,8 @@ from kvrelay_decode.wishes import Wishes
 log = logging.getLogger(__name__)
 
 RESEND_AFTER_S = 1.0
-"""Blocks that did not land this long after the handoff message, and after the last block, are asked for again."""
+"""Blocks that did not land this long after the handoff message, and after the last block, are asked for again; then
+after twice this time, and so on."""
 
 
 class Receiving:
@@ -58,7 +59,9 @@ class Receiving:
         stream: TokenStream,
         arrivals: Iterator[int],
     ) -> None:
-        self.totals: dict[str, float] = {"handoffs_committed": 0, "resends": 0, "quarantines": 0}
+        self.totals: dict[str, float] = dict.fromkeys(
+            ("handoffs_committed", "resends", "corrupted_blocks", "failed_transfers", "quarantines"), 0
+        )
         self._context = context
         self._receivers = receivers
         self._requests = requests
@@ -75,7 +78,7 @@ class Receiving:
     def start(self) -> None:
         """The event loop runs: blocks may land."""
         for receiver in self._receivers.values():
-            receiver.start(self._on_landed)
+            receiver.start(self._on_transfer)
 
     def close(self) -> None:
         """Stops the transports."""
@@ -135,7 +138,10 @@ class Receiving:
 
     def check_overdue(self, request: DecodeRequest, now: float) -> None:
         """Asks for blocks that were lost on the way."""
-        if request.handoff is not None and now - request.last_progress > RESEND_AFTER_S:
+        if request.handoff is None:
+            return
+        # Longer after each question: a crowded network must not get more to carry for it.
+        if now - request.last_progress > RESEND_AFTER_S * 2**request.handoff.num_silent_rounds:
             request.last_progress = now
             self._run(request, request.handoff.overdue())
 
@@ -269,12 +275,16 @@ class Receiving:
 
     # -- instructions -------------------------------------------------------------------------------------------------
 
-    def _on_landed(self, event: Landed) -> None:
+    def _on_transfer(self, event: ReceiverEvent) -> None:
         request = self._requests.get(self._by_reservation.get(event.reservation))
         if request is None:
             return
         request.last_progress = time.monotonic()
-        self._run(request, _machine_of(request).landed(event.reservation, event.blocks))
+        if isinstance(event, Landed):
+            self._run(request, _machine_of(request).landed(event.reservation, event.blocks))
+        else:
+            self.totals["corrupted_blocks"] += len(event.blocks)
+            self._run(request, _machine_of(request).corrupted(event.reservation, event.blocks))
         self._stream.flush()
 
     def _run(self, request: DecodeRequest, instructions: list[machine.Instruction]) -> None:
@@ -305,11 +315,14 @@ class Receiving:
                 self._context.blocks.publish(sequence)
                 self._context.blocks.free(sequence)
                 self.made_room()
-            case machine.AskForMissing(reservation, blocks):
+            case machine.AskForMissing(reservation, blocks, number, corrupted):
                 self.totals["resends"] += 1
-                self._send_prefill(request, Resend(reservation=reservation, blocks=list(blocks)))
-            case machine.TellReleased(reservation, reason):
-                self._send_prefill(request, Released(reservation=reservation, reason=reason))
+                resend = Resend(reservation=reservation, blocks=list(blocks), number=number, corrupted=corrupted)
+                self._send_prefill(request, resend)
+            case machine.TellReleased(reservation, reason, transport_failed):
+                self.totals["failed_transfers"] += transport_failed
+                released = Released(reservation=reservation, reason=reason, transport_failed=transport_failed)
+                self._send_prefill(request, released)
 
     def _commit(self, request: DecodeRequest, handoff: Handoff) -> None:
         sequence = request.sequence

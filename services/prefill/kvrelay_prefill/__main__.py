@@ -11,7 +11,12 @@ from kvrelay_prefill.service import PrefillRole
 
 def make_role(context: WorkerContext, config: WorkerConfig) -> PrefillRole:
     """The prefill role with its transports."""
-    senders = make_senders(config.transfer, context.pool_bytes, ucx_transports=config.nixl_transports)
+    senders = make_senders(
+        config.transfer,
+        context.pool_bytes,
+        ucx_transports=config.nixl_transports,
+        checksums=config.transfer_checksums,
+    )
     return PrefillRole(context, senders)
 
 

@@ -83,11 +83,12 @@ class PushBlocks:
 
 @dataclass(frozen=True, slots=True)
 class SendHandoff:
-    """Send Handoff for this reservation."""
+    """Send Handoff for this reservation; `resend`: the last question for blocks that is answered with it."""
 
     decode: PeerRef
     reservation: str
     num_blocks: int
+    resend: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +150,11 @@ class _Grant:
     transport: str
     endpoint: dict[str, str]
     num_pushed: int = 0  # blocks from first_block on that were given to the transport
+    in_flight: set[int] = field(default_factory=set)
+    resend: int = 0  # the last question for blocks
+    answered: int = 0
+    asked_for: set[int] = field(default_factory=set)  # by it, and not known to have left since
+    again: set[int] = field(default_factory=set)  # came corrupted while still in flight: to be pushed once more
 
 
 class SenderHandoff:
@@ -266,14 +272,25 @@ class SenderHandoff:
         self._move(SenderState.RELEASED)
         return [ReleaseBlocks()]
 
-    def resend(self, reservation: str, indices: Iterable[int]) -> list[Instruction]:
-        """Decode misses blocks although the handoff came."""
+    def resend(
+        self, reservation: str, indices: Iterable[int], number: int = 0, *, corrupted: bool = False
+    ) -> list[Instruction]:
+        """Decode misses blocks although the handoff came, or blocks came corrupted.
+
+        What is in flight is not pushed beside itself: the network is slow, it did not lose it. The answer, a repeated
+        Handoff, goes out when all of them have left.
+        """
         grant = self._grant
-        if grant is None or grant.reservation != reservation or self.state is not SenderState.HANDED:
+        if grant is None or grant.reservation != reservation:
             return []
-        last = grant.first_block + len(grant.slots)
+        last = grant.first_block + grant.num_pushed
         missing = [index for index in indices if grant.first_block <= index < last]
-        return self._push_indices(grant, missing)
+        grant.resend = max(grant.resend, number)
+        grant.asked_for.update(missing)
+        if corrupted:
+            grant.again.update(grant.in_flight.intersection(missing))
+        instructions = self._push_indices(grant, [index for index in missing if index not in grant.in_flight])
+        return [*instructions, *self._answer_resend(grant)]
 
     # -- from the router ----------------------------------------------------------------------------------------------
 
@@ -304,6 +321,18 @@ class SenderHandoff:
         return self._give_up(reason)
 
     # -- from the transport -------------------------------------------------------------------------------------------
+
+    def pushed(self, reservation: str, indices: Iterable[int]) -> list[Instruction]:
+        """These blocks have left."""
+        grant = self._grant
+        if grant is None or grant.reservation != reservation:
+            return []
+        left = set(indices)
+        again = left & grant.again
+        grant.again -= again
+        grant.in_flight -= left
+        grant.asked_for -= left - again
+        return [*self._push_indices(grant, sorted(again)), *self._answer_resend(grant)]
 
     def transfer_failed(self, reservation: str, cause: str) -> list[Instruction]:
         """The transport cannot reach decode's pool."""
@@ -345,12 +374,23 @@ class SenderHandoff:
         instructions = self._push_indices(grant, ready)
         if self.state is SenderState.SENDING and self.first_token is not None:
             self._move(SenderState.HANDED)
-            instructions.append(SendHandoff(grant.decode, grant.reservation, len(grant.slots)))
+            instructions.append(self._handoff(grant))
         return instructions
+
+    def _answer_resend(self, grant: _Grant) -> list[Instruction]:
+        if grant.asked_for or grant.answered == grant.resend:
+            return []
+        grant.answered = grant.resend
+        return [self._handoff(grant)] if self.state is SenderState.HANDED else []
+
+    @staticmethod
+    def _handoff(grant: _Grant) -> SendHandoff:
+        return SendHandoff(grant.decode, grant.reservation, len(grant.slots), grant.answered)
 
     def _push_indices(self, grant: _Grant, indices: list[int]) -> list[Instruction]:
         if not indices:
             return []
+        grant.in_flight.update(indices)
         copies = tuple(BlockCopy(i, self._blocks[i], grant.slots[i - grant.first_block]) for i in indices)
         return [PushBlocks(grant.reservation, grant.transport, grant.endpoint, copies)]
 

@@ -176,12 +176,14 @@ class PrefillRole:
             case Refused():
                 return handoff.refused(peer, body.reason)
             case Released():
+                if body.transport_failed:
+                    self._note_failure(handoff, TransferFailed(body.reservation, body.reason))
                 return handoff.released(peer, body.reservation, body.reason)
             case Committed():
                 self._totals["handed_over"] += 1
                 return handoff.committed(body.reservation)
             case Resend():
-                return handoff.resend(body.reservation, body.blocks)
+                return handoff.resend(body.reservation, body.blocks, body.number, corrupted=body.corrupted)
             case Reassign():
                 return handoff.reassigned(body.decode)
             case _:
@@ -272,6 +274,8 @@ class PrefillRole:
         if key is None or request is None:
             return
         match event:
+            case Pushed():
+                self._run(key, request.handoff.pushed(event.reservation, event.blocks))
             case SenderDrained():
                 self._forget_reservation(request, event.reservation)
                 self._run(key, request.handoff.drained(event.reservation))
@@ -303,8 +307,8 @@ class PrefillRole:
                 self._know_reservation(request, reservation)
                 self._hold(request, [copy.source for copy in copies])
                 self._senders[transport].push(reservation, endpoint, copies)
-            case machine.SendHandoff(decode, reservation, num_blocks):
-                self._requests.send(decode, key, self._handoff_message(request, reservation, num_blocks))
+            case machine.SendHandoff(decode, reservation, num_blocks, resend):
+                self._requests.send(decode, key, self._handoff_message(request, reservation, num_blocks, resend))
             case machine.AbortTransfer(reservation, transport):
                 self._know_reservation(request, reservation)
                 self._senders[transport].abort(reservation)
@@ -328,7 +332,7 @@ class PrefillRole:
             process=self._process,
         )
 
-    def _handoff_message(self, request: PrefillRequest, reservation: str, num_blocks: int) -> Handoff:
+    def _handoff_message(self, request: PrefillRequest, reservation: str, num_blocks: int, resend: int) -> Handoff:
         first = request.handoff.first_token
         assert first is not None and first.token_id is not None
         return Handoff(
@@ -339,6 +343,7 @@ class PrefillRole:
             num_blocks=num_blocks,
             logprobs=first.logprobs,
             cached_tokens=first.cached_tokens,
+            resend=resend,
         )
 
     def _hold(self, request: PrefillRequest, blocks: list[int]) -> None:

@@ -36,6 +36,10 @@ class WorkerConfig(CommonConfig):
         default="auto",
         description="how KV blocks travel; auto: by nixl between workers that both have it, by zmq otherwise",
     )
+    transfer_checksums: bool = Field(
+        default=False,
+        description="send a checksum with each KV block; decode verifies it and asks again for a block that fails",
+    )
     nixl_transports: str = Field(
         default="",
         pattern=r"^[a-z0-9_,^:]*$",

@@ -164,7 +164,10 @@ class FirstToken(Body, frozen=True, kw_only=True, tag="first_token"):
 
 
 class Handoff(Body, frozen=True, kw_only=True, tag="handoff"):
-    """P>D: everything that decode needs beside the blocks. Sent after the first token was sampled."""
+    """P>D: everything that decode needs beside the blocks. Sent after the first token was sampled.
+
+    Sent again, with its number in `resend`, when the pushes that a Resend asked for are complete.
+    """
 
     reservation: str
     index: int  # the first token's index in the output
@@ -173,6 +176,7 @@ class Handoff(Body, frozen=True, kw_only=True, tag="handoff"):
     num_blocks: int  # that P pushed for this reservation
     logprobs: TokenLogprobs | None = None
     cached_tokens: int = 0
+    resend: int = 0
 
 
 class Committed(Body, frozen=True, kw_only=True, tag="committed"):
@@ -182,10 +186,14 @@ class Committed(Body, frozen=True, kw_only=True, tag="committed"):
 
 
 class Resend(Body, frozen=True, kw_only=True, tag="resend"):
-    """D>P: the handoff came but these blocks (indices in the prompt) did not; push them again."""
+    """D>P: these blocks (indices in the prompt) did not come although the handoff did, or came corrupted; push them
+    again. `number` counts the Resends of a reservation.
+    """
 
     reservation: str
     blocks: list[int]
+    number: int = 0
+    corrupted: bool = False
 
 
 class Abort(Body, frozen=True, kw_only=True, tag="abort"):
@@ -196,10 +204,14 @@ class Abort(Body, frozen=True, kw_only=True, tag="abort"):
 
 
 class Released(Body, frozen=True, kw_only=True, tag="released"):
-    """D>P: D gave the reservation up; P stops pushing and answers Drained."""
+    """D>P: D gave the reservation up; P stops pushing and answers Drained.
+
+    `transport_failed`: because blocks did not come, or not as they were sent.
+    """
 
     reservation: str
     reason: str
+    transport_failed: bool = False
 
 
 class Drained(Body, frozen=True, kw_only=True, tag="drained"):

@@ -51,6 +51,13 @@ class Writes:
     slots: Indices
     blocks: tuple[int, ...]
 
+    def take(self, which: NDArray[np.bool_]) -> Writes:
+        """Those for which `which`, of shape [num_blocks], holds."""
+        if which.all():
+            return self
+        chosen = np.flatnonzero(which)
+        return Writes(self.rows[chosen], self.slots[chosen], tuple(self.blocks[i] for i in chosen.tolist()))
+
 
 class AdmissionBook:
     """Slots of one pool of `num_blocks` blocks of `block_bytes` bytes."""

@@ -31,6 +31,17 @@ class Landed:
 
 
 @dataclass(frozen=True, slots=True)
+class Corrupted:
+    """At the receiver: these blocks came with other bytes than were sent. They count as not landed."""
+
+    reservation: str
+    blocks: tuple[int, ...]
+
+
+ReceiverEvent = Landed | Corrupted
+
+
+@dataclass(frozen=True, slots=True)
 class Pushed:
     """At the sender: these blocks have left; their memory is no longer read."""
 
@@ -91,7 +102,7 @@ class TransferReceiver(Protocol):
         """What a sender needs to reach this pool; travels in Granted."""
         ...
 
-    def start(self, on_landed: Callable[[Landed], None]) -> None:
+    def start(self, on_event: Callable[[ReceiverEvent], None]) -> None:
         """Must be called on the event loop's thread, which then gets the events."""
         ...
 

@@ -20,6 +20,7 @@ class SenderCounters:
     gather_s: float = 0.0
     post_s: float = 0.0
     """In calls that post one-sided writes; within one machine that is the copy itself."""
+    checksum_s: float = 0.0
     num_resets: int = 0
     """Connections closed because an abort did not drain in time, or a write failed."""
 
@@ -36,3 +37,5 @@ class ReceiverCounters:
     """Messages by cause."""
     num_duplicate_blocks: int = 0
     """Blocks of accepted messages that had landed before, and were skipped."""
+    num_corrupted_blocks: int = 0
+    """Blocks that came with other bytes than were sent, as often as they did."""

@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from kvrelay.transfer.base import SenderEvent
+from kvrelay.transfer.checksums import PoolChecksums
 from kvrelay.transfer.counters import SenderCounters
 from kvrelay.transfer.endpoints import MalformedEndpoint
 from kvrelay.transfer.nixl_agent import NixlAgent, NixlError, Region, Write
@@ -83,14 +84,18 @@ class _InFlight:
 class NixlSender(SenderThread):
     """Pushes blocks out of `pool_bytes`, uint8 of shape [num_blocks, block_bytes], C-contiguous.
 
-    `SenderDrained` comes when nothing is in flight any more. Raises ValueError for a pool of another kind,
-    TransportUnavailable where NIXL or UCX does not work.
+    `SenderDrained` comes when nothing is in flight any more. With `checksums`, the notification of a write carries
+    those of its blocks. Raises ValueError for a pool of another kind, TransportUnavailable where NIXL or UCX does not
+    work.
     """
 
     name = "nixl"
 
-    def __init__(self, pool_bytes: Bytes, *, settings: NixlSettings | None = None) -> None:
+    def __init__(
+        self, pool_bytes: Bytes, *, settings: NixlSettings | None = None, checksums: PoolChecksums | None = None
+    ) -> None:
         self._settings = settings or NixlSettings()
+        self._checksums = checksums
         self._pool = pool_bytes  # kept alive: UCX reads there
         self._region = Region.of(pool_bytes)
         self._agent = NixlAgent(self._region, ucx_transports=self._settings.ucx_transports)
@@ -102,16 +107,24 @@ class NixlSender(SenderThread):
         self._agent.close()
 
     def _courier(self, wake: Callable[[], None]) -> Courier:
-        return _NixlCourier(self._agent, self._region, self._settings, self.counters)
+        return _NixlCourier(self._agent, self._region, self._settings, self._checksums, self.counters)
 
 
 class _NixlCourier:
     """The agent, the peers, and the writes in flight."""
 
-    def __init__(self, agent: NixlAgent, region: Region, settings: NixlSettings, counters: SenderCounters) -> None:
+    def __init__(
+        self,
+        agent: NixlAgent,
+        region: Region,
+        settings: NixlSettings,
+        checksums: PoolChecksums | None,
+        counters: SenderCounters,
+    ) -> None:
         self._agent = agent
         self._region = region
         self._settings = settings
+        self._checksums = checksums
         self._counters = counters
         self._blocks = agent.prepare(region)
         self.outbox = Outbox(
@@ -173,7 +186,12 @@ class _NixlCourier:
     def send(self, loan: Loan) -> list[SenderEvent]:
         """Posts a write, which may take as long as the copy itself."""
         copies, peer = loan.piece.copies, self._peers[loan.peer]
-        header = encode_header(loan.piece.reservation, self._region.block_bytes, copies.indices, copies.slots)
+        began = time.perf_counter()
+        checksums = None if self._checksums is None else self._checksums.of(copies.sources)
+        header = encode_header(
+            loan.piece.reservation, self._region.block_bytes, copies.indices, copies.slots, checksums
+        )
+        self._counters.checksum_s += time.perf_counter() - began
         began = time.perf_counter()
         try:
             write = self._agent.post(self._blocks, copies.sources, peer.blocks, copies.slots, header)

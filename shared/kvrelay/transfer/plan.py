@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvrelay.transfer.base import BlockCopy
-from kvrelay.transfer.wire import Bytes, Indices
+from kvrelay.transfer.wire import Bytes, Checksums, Indices
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,8 @@ class Piece:
     """Whether the blocks are neighbours in the pool, so that the frame can be a view of it."""
     staging: Bytes | None = None
     """The buffer the blocks were gathered into, [num_blocks, block_bytes]; None before, and for direct pieces."""
+    checksums: Checksums | None = None
+    """Of its blocks, once they were taken."""
 
 
 def frame_blocks(block_bytes: int, sizes: FrameSizes) -> int:

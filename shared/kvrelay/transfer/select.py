@@ -10,6 +10,7 @@ import logging
 from typing import Literal
 
 from kvrelay.transfer.base import TransferReceiver, TransferSender
+from kvrelay.transfer.checksums import PoolChecksums
 from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender, NixlSettings, TransportUnavailable
 from kvrelay.transfer.wire import Bytes
 from kvrelay.transfer.zmq_transport import ZmqReceiver, ZmqSender
@@ -19,16 +20,22 @@ log = logging.getLogger(__name__)
 TransferChoice = Literal["auto", "nixl", "zmq"]
 
 
-def make_senders(choice: TransferChoice, pool: Bytes, *, ucx_transports: str = "") -> dict[str, TransferSender]:
-    """By name, best first. Raises TransportUnavailable where NIXL is asked for by name and does not work."""
+def make_senders(
+    choice: TransferChoice, pool: Bytes, *, ucx_transports: str = "", checksums: bool = False
+) -> dict[str, TransferSender]:
+    """By name, best first; with `checksums`, each block goes with its own.
+
+    Raises TransportUnavailable where NIXL is asked for by name and does not work.
+    """
     senders: dict[str, TransferSender] = {}
+    sums = PoolChecksums(pool) if checksums else None
     if choice != "zmq":
         try:
-            senders["nixl"] = NixlSender(pool, settings=NixlSettings(ucx_transports=ucx_transports))
+            senders["nixl"] = NixlSender(pool, settings=NixlSettings(ucx_transports=ucx_transports), checksums=sums)
         except TransportUnavailable as error:
             _explain(choice, error)
     if choice != "nixl":
-        senders["zmq"] = ZmqSender(pool)
+        senders["zmq"] = ZmqSender(pool, checksums=sums)
     return senders
 
 

@@ -1,4 +1,4 @@
-"""What one message of the ZMQ transport says: a small header frame, then one data frame with the blocks back to back.
+"""What one message of a transport says: a small header, and with ZMQ one data frame with the blocks back to back.
 
 The header names each block twice, by its index in the prompt and by the slot the sender was told. The receiver writes
 by its own record of the slot; the sender's word only has to agree with it, so that a sender with another idea of the
@@ -7,7 +7,6 @@ reservation is found out before a byte is written.
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass
 
 import msgspec
@@ -19,8 +18,9 @@ WIRE_VERSION = 1
 
 Indices = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
+Checksums = NDArray[np.uint32]
 
-_INDEX_DTYPE = np.dtype("<u4")
+_INDEX_DTYPE = _CHECKSUM_DTYPE = np.dtype("<u4")
 
 
 class MalformedBlocks(ValueError):
@@ -34,21 +34,21 @@ class _Header(msgspec.Struct, array_like=True, frozen=True):
     block_bytes: int
     indices: bytes
     slots: bytes
-    checksum: int | None = None
+    checksums: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksHeader:
     """A header that was checked in itself: as many indices as slots, at least one.
 
-    `indices` and `slots` are int64 of shape [num_blocks]; `checksum` is the CRC-32 of the data frame, if sent.
+    `indices` and `slots` are int64 of shape [num_blocks]; `checksums`, if sent, one CRC-32 per block, uint32.
     """
 
     reservation: str
     block_bytes: int
     indices: Indices
     slots: Indices
-    checksum: int | None
+    checksums: Checksums | None
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -56,7 +56,7 @@ _decoder = msgspec.msgpack.Decoder(_Header)
 
 
 def encode_header(
-    reservation: str, block_bytes: int, indices: Indices, slots: Indices, checksum: int | None = None
+    reservation: str, block_bytes: int, indices: Indices, slots: Indices, checksums: Checksums | None = None
 ) -> bytes:
     """The header frame; indices and slots are int64 of shape [num_blocks], each below 2**32."""
     return _encoder.encode(
@@ -67,7 +67,7 @@ def encode_header(
             block_bytes,
             indices.astype(_INDEX_DTYPE).tobytes(),
             slots.astype(_INDEX_DTYPE).tobytes(),
-            checksum,
+            None if checksums is None else checksums.astype(_CHECKSUM_DTYPE).tobytes(),
         )
     )
 
@@ -82,14 +82,15 @@ def decode_header(frame: bytes | memoryview) -> BlocksHeader:
         raise MalformedBlocks(f"header says {header.magic!r} version {header.version}, not {MAGIC!r} {WIRE_VERSION}")
     if not header.indices or len(header.indices) != len(header.slots) or len(header.indices) % _INDEX_DTYPE.itemsize:
         raise MalformedBlocks(f"{len(header.indices)} bytes of block indices, {len(header.slots)} of slots")
+    if header.checksums is not None and len(header.checksums) != len(header.indices):
+        raise MalformedBlocks(f"{len(header.indices)} bytes of block indices, {len(header.checksums)} of checksums")
     return BlocksHeader(
-        header.reservation, header.block_bytes, _indices(header.indices), _indices(header.slots), header.checksum
+        header.reservation,
+        header.block_bytes,
+        _indices(header.indices),
+        _indices(header.slots),
+        None if header.checksums is None else np.frombuffer(header.checksums, _CHECKSUM_DTYPE).astype(np.uint32),
     )
-
-
-def checksum_of(data: memoryview) -> int:
-    """CRC-32 of a data frame."""
-    return zlib.crc32(data)
 
 
 def _indices(packed: bytes) -> Indices:

@@ -19,12 +19,13 @@ import numpy as np
 import zmq
 
 from kvrelay.transfer.base import SenderEvent
+from kvrelay.transfer.checksums import PoolChecksums
 from kvrelay.transfer.counters import SenderCounters
 from kvrelay.transfer.endpoints import MalformedEndpoint, choose_address, machine_id
 from kvrelay.transfer.outbox import Loan, Outbox
 from kvrelay.transfer.plan import FrameSizes, Piece, cut, frame_blocks
 from kvrelay.transfer.sender_thread import Courier, Push, SenderThread
-from kvrelay.transfer.wire import Bytes, checksum_of, encode_header
+from kvrelay.transfer.wire import Bytes, Checksums, encode_header
 
 log = logging.getLogger(__name__)
 
@@ -34,47 +35,54 @@ RECONNECT_AT_MOST_MS = 1000
 @dataclass(frozen=True, slots=True)
 class SenderSettings:
     """`window` frames per receiver may be with ZMQ at once. An abort that has not drained after `drain_timeout_s`
-    closes the connection; one that nobody used for `idle_close_s` is closed too. `checksum` adds a CRC-32 per frame,
-    which costs about as much as another copy.
+    closes the connection; one that nobody used for `idle_close_s` is closed too.
     """
 
     sizes: FrameSizes = field(default_factory=FrameSizes)
     window: int = 8
     drain_timeout_s: float = 2.0
     idle_close_s: float = 60.0
-    checksum: bool = False
 
 
 class ZmqSender(SenderThread):
     """Pushes blocks out of `pool_bytes`, uint8 of shape [num_blocks, block_bytes], C-contiguous.
 
     A receiver that cannot be reached causes no event: the frames wait for it until `abort`. Bytes that the kernel took
-    before that may still arrive; a receiver of this transport refuses them by itself. Raises ValueError for a pool of
-    another kind.
+    before that may still arrive; a receiver of this transport refuses them by itself. With `checksums`, each block goes
+    with its own. Raises ValueError for a pool of another kind.
     """
 
     name = "zmq"
 
-    def __init__(self, pool_bytes: Bytes, *, settings: SenderSettings | None = None) -> None:
+    def __init__(
+        self, pool_bytes: Bytes, *, settings: SenderSettings | None = None, checksums: PoolChecksums | None = None
+    ) -> None:
         if pool_bytes.ndim != 2 or not pool_bytes.flags.c_contiguous:
             raise ValueError("a pool is a C-contiguous array of shape [num_blocks, block_bytes]")
         self._settings = settings or SenderSettings()
         self._pool = pool_bytes
+        self._checksums = checksums
         super().__init__("kv-sender", len(pool_bytes), self._courier)
 
     def _courier(self, wake: Callable[[], None]) -> Courier:
-        return _ZmqCourier(self._pool, self._settings, self.counters, wake)
+        return _ZmqCourier(self._pool, self._settings, self._checksums, self.counters, wake)
 
 
 class _ZmqCourier:
     """The sockets by address, the views that ZMQ holds, and staging buffers to gather into."""
 
     def __init__(
-        self, pool: Bytes, settings: SenderSettings, counters: SenderCounters, wake: Callable[[], None]
+        self,
+        pool: Bytes,
+        settings: SenderSettings,
+        checksums: PoolChecksums | None,
+        counters: SenderCounters,
+        wake: Callable[[], None],
     ) -> None:
         self._pool = pool
         self._block_bytes = pool.shape[1]
         self._settings = settings
+        self._checksums = checksums
         self._counters = counters
         self._wake = wake
         self._machine = machine_id()
@@ -140,9 +148,9 @@ class _ZmqCourier:
         # A view that only ZMQ will hold: its end says that the memory is no longer read.
         view = self._view_of(piece)
         self._views[loan.number] = weakref.ref(view, lambda _: self._gave_back(loan.number))
-        checksum = checksum_of(view.data) if self._settings.checksum else None
         copies = piece.copies
-        header = encode_header(piece.reservation, self._block_bytes, copies.indices, copies.slots, checksum)
+        checksums = self._checksums_of(piece)
+        header = encode_header(piece.reservation, self._block_bytes, copies.indices, copies.slots, checksums)
         socket = self._socket_to(loan.peer)
         socket.send(header, zmq.SNDMORE)
         socket.send(zmq.Frame(view, copy=False))
@@ -151,6 +159,14 @@ class _ZmqCourier:
         self._counters.num_bytes += view.nbytes
         self._counters.num_direct_bytes += view.nbytes if piece.direct else 0
         return events
+
+    def _checksums_of(self, piece: Piece) -> Checksums | None:
+        """Kept with the piece: it may be sent again when its blocks are no longer held."""
+        if self._checksums is not None and piece.checksums is None:
+            began = time.perf_counter()
+            piece.checksums = self._checksums.of(piece.copies.sources)
+            self._counters.checksum_s += time.perf_counter() - began
+        return piece.checksums
 
     def _gather(self, piece: Piece) -> Bytes:
         began = time.perf_counter()

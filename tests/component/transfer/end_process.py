@@ -12,7 +12,7 @@ import sys
 from dataclasses import astuple
 from typing import Any
 
-from kvrelay.transfer.base import BlockCopy, Landed, SenderEvent
+from kvrelay.transfer.base import BlockCopy, ReceiverEvent, SenderEvent
 from kvrelay.transfer.wire import Bytes
 from tests.component.transfer.rig import ReceivingEnd, Rig, SendingEnd
 from tests.component.transfer.transports import TRANSPORTS, source_pool, target_pool
@@ -23,7 +23,7 @@ def say(kind: str, *what: object) -> None:
     print(json.dumps([kind, *what]), flush=True)
 
 
-def report(event: SenderEvent | Landed) -> None:
+def report(event: SenderEvent | ReceiverEvent) -> None:
     """An event of the end, named by its type."""
     say(type(event).__name__, *astuple(event))
 

@@ -12,6 +12,7 @@ from kvrelay.transfer.base import (
     BlockCopy,
     Landed,
     Pushed,
+    ReceiverEvent,
     SenderDrained,
     SenderEvent,
     TransferFailed,
@@ -28,12 +29,12 @@ class Log:
     """Events in order, and a way to wait for what they amount to."""
 
     def __init__(self) -> None:
-        self.events: list[SenderEvent | Landed] = []
-        self.tell: Callable[[SenderEvent | Landed], None] | None = None
+        self.events: list[SenderEvent | ReceiverEvent] = []
+        self.tell: Callable[[SenderEvent | ReceiverEvent], None] | None = None
         """Also told of every event, if set."""
         self._news = asyncio.Event()
 
-    def add(self, event: SenderEvent | Landed) -> None:
+    def add(self, event: SenderEvent | ReceiverEvent) -> None:
         """The callback that ends are started with."""
         self.events.append(event)
         self._news.set()

@@ -10,9 +10,10 @@ import pytest
 import zmq
 
 from kvrelay.transfer.admission import DropCause
-from kvrelay.transfer.base import BlockCopy
+from kvrelay.transfer.base import BlockCopy, Corrupted, Landed
+from kvrelay.transfer.checksums import checksums_of
 from kvrelay.transfer.endpoints import tcp_address
-from kvrelay.transfer.wire import Bytes, checksum_of, encode_header
+from kvrelay.transfer.wire import Bytes, encode_header
 from kvrelay.transfer.zmq_transport import SenderSettings, ZmqReceiver, ZmqSender
 from tests.component.transfer.rig import PATIENCE_S, Plan, Rig, SendingEnd, scattered
 from tests.component.transfer.transports import TRANSPORTS, source_pool, target_pool
@@ -65,7 +66,10 @@ DATA = bytes(2 * BLOCK_BYTES)
         ("index", [encode_header("r", BLOCK_BYTES, np.array([6, 7]), np.array([1, 3])), DATA]),
         ("slot", [encode_header("r", BLOCK_BYTES, np.array([5, 6]), np.array([1, 2])), DATA]),
         ("repeated_index", [encode_header("r", BLOCK_BYTES, np.array([5, 5]), np.array([1, 1])), DATA]),
-        ("checksum", [encode_header("r", BLOCK_BYTES, np.array([5, 6]), np.array([1, 3]), 12345), DATA]),
+        (
+            "checksum",
+            [encode_header("r", BLOCK_BYTES, np.array([5, 6]), np.array([1, 3]), np.array([1, 2], np.uint32)), DATA],
+        ),
     ],
 )
 async def test_bad_messages_are_dropped_counted_and_do_no_harm(
@@ -87,9 +91,22 @@ async def test_a_true_checksum_is_accepted(rig: Rig, stranger: zmq.Socket[bytes]
     target = rig.receiver(target_pool(8, BLOCK_BYTES))
     target.receiver.admit("r", 5, [1, 3])
     stranger.connect(target.endpoint["address"])
-    checksum = checksum_of(memoryview(DATA))
-    stranger.send_multipart([encode_header("r", BLOCK_BYTES, np.array([5, 6]), np.array([1, 3]), checksum), DATA])
+    sums = checksums_of([np.zeros(BLOCK_BYTES, np.uint8)] * 2)
+    stranger.send_multipart([encode_header("r", BLOCK_BYTES, np.array([5, 6]), np.array([1, 3]), sums), DATA])
     await target.until_landed("r", [5, 6])
+
+
+async def test_of_a_frame_only_the_blocks_that_are_as_they_were_sent_land(
+    rig: Rig, stranger: zmq.Socket[bytes]
+) -> None:
+    target = rig.receiver(target_pool(8, BLOCK_BYTES))
+    target.receiver.admit("r", 5, [1, 3])
+    stranger.connect(target.endpoint["address"])
+    sums = checksums_of([np.zeros(BLOCK_BYTES, np.uint8), np.ones(BLOCK_BYTES, np.uint8)])
+    stranger.send_multipart([encode_header("r", BLOCK_BYTES, np.array([5, 6]), np.array([1, 3]), sums), DATA])
+    await target.log.until(lambda: len(target.log.events) == 2)
+    assert target.log.events == [Landed("r", (5,)), Corrupted("r", (6,))]
+    target.assert_untouched([3])
 
 
 async def test_a_landed_block_is_not_written_again_even_if_the_source_changed(rig: Rig) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvrelay.transfer.base import TransferReceiver, TransferSender
+from kvrelay.transfer.checksums import PoolChecksums
 from kvrelay.transfer.nixl_agent import PACKAGES
 from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender, NixlSettings
 from kvrelay.transfer.wire import Bytes
@@ -39,15 +40,19 @@ NO_NIXL = "" if any(map(find_spec, PACKAGES)) else "NIXL is not installed (scrip
 
 def zmq_sender(pool: Bytes, *, checksum: bool = False) -> ZmqSender:
     """A sender whose aborts do not make a test wait."""
-    return ZmqSender(pool, settings=SenderSettings(drain_timeout_s=DRAIN_TIMEOUT_S, checksum=checksum))
+    return ZmqSender(
+        pool,
+        settings=SenderSettings(drain_timeout_s=DRAIN_TIMEOUT_S),
+        checksums=PoolChecksums(pool) if checksum else None,
+    )
 
 
-def nixl(name: str, ucx_transports: str) -> Transport:
+def nixl(name: str, ucx_transports: str, *, checksum: bool = False) -> Transport:
     """NIXL over these transports of UCX; writes so small that a push takes several."""
     settings = NixlSettings(ucx_transports=ucx_transports, piece_bytes=1 << 20, piece_blocks=1024)
     return Transport(
         name,
-        lambda pool: NixlSender(pool, settings=settings),
+        lambda pool: NixlSender(pool, settings=settings, checksums=PoolChecksums(pool) if checksum else None),
         lambda pool: NixlReceiver(pool, ucx_transports=ucx_transports),
         one_sided=True,
         why_not=NO_NIXL,
@@ -62,6 +67,7 @@ TRANSPORTS = {
         Transport("zmq-checksum", lambda pool: zmq_sender(pool, checksum=True), ZmqReceiver),
         nixl("nixl", ""),
         nixl("nixl-tcp", "tcp"),
+        nixl("nixl-checksum", "", checksum=True),
     )
 }
 

@@ -1,4 +1,7 @@
-"""Sender and receiver machines joined by ordered links and a transport that lands blocks in any order.
+"""Sender and receiver machines joined by ordered links and a transport that lands blocks in any order, loses some and
+corrupts some.
+
+What a write does to the memory, what the receiver hears of it, and what the sender hears of it are events of their own.
 
 Random walks over everything that may happen; at the end of each, nobody waits and nobody holds anything.
 """
@@ -6,7 +9,7 @@ Random walks over everything that may happen; at the end of each, nobody waits a
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import pytest
@@ -15,11 +18,14 @@ from hypothesis import strategies as st
 
 from kvrelay.protocol.messages import FirstToken, Granted, Handoff, PeerRef
 from kvrelay.protocol.sampling import FinishReason
+from kvrelay.transfer.base import BlockCopy
 from kvrelay.worker.transitions import IllegalTransition
 from kvrelay_decode import handoff as decode
 from kvrelay_prefill import handoff as prefill
 
 NUM_BLOCKS = 5
+Write = tuple[str, str, int]
+"""Receiver, reservation, block."""
 
 
 @dataclass
@@ -44,12 +50,16 @@ class Receiver:
 class World:
     """One request between a prefill worker, two decode workers and the router."""
 
-    def __init__(self, rng: random.Random, one_sided: bool) -> None:
+    def __init__(self, rng: random.Random, one_sided: bool, most_faults: int = 0) -> None:
         self.rng = rng
+        self.most_faults = most_faults
         self.receivers = {name: Receiver(name, one_sided) for name in ("d1", "d2")}
         self.sender = prefill.SenderHandoff(self.receivers["d1"].peer)
         self.to_prefill: deque[tuple[str, str, object]] = deque()
-        self.writes: set[tuple[str, str, int]] = set()  # (receiver, reservation, block) that may still land
+        self.writes: Counter[Write] = Counter()  # that may still land
+        self.notices: list[tuple[str, Write]] = []  # that the receiver has not heard of
+        self.completions: list[Write] = []  # that the sender has not heard of
+        self.num_faults = 0
         self.aborting: set[str] = set()
         self.where: dict[str, str] = {}
         self.computed = -1
@@ -72,9 +82,16 @@ class World:
                     assert not self.blocks_released
                     for copy in copies:
                         assert copy.index <= self.computed, "a block was pushed before it was computed"
-                        self.writes.add((self.where[reservation], reservation, copy.index))
-                case prefill.SendHandoff(to, reservation, num_blocks):
-                    message = Handoff(reservation=reservation, index=0, token_id=1, num_tokens=1, num_blocks=num_blocks)
+                        self.writes[self.where[reservation], reservation, copy.index] += 1
+                case prefill.SendHandoff(to, reservation, num_blocks, resend):
+                    message = Handoff(
+                        reservation=reservation,
+                        index=0,
+                        token_id=1,
+                        num_tokens=1,
+                        num_blocks=num_blocks,
+                        resend=resend,
+                    )
                     self.receivers[to.peer_id].inbox.append(("handoff", message))
                 case prefill.AbortTransfer(reservation, _):
                     self.aborting.add(reservation)
@@ -97,6 +114,7 @@ class World:
             match instruction:
                 case decode.Commit(message):
                     assert receiver.landed[message.reservation] == set(range(1, NUM_BLOCKS))
+                    assert not receiver.one_sided or not any(w[1] == message.reservation for w in self.writes)
                     receiver.committed += 1
                     self.to_prefill.append((receiver.name, "committed", message.reservation))
                 case decode.FreeBlocks():
@@ -104,8 +122,10 @@ class World:
                         reservation = receiver.machine.reservation if receiver.machine else ""
                         assert not any(w[:2] == (receiver.name, reservation) for w in self.writes)
                     receiver.slots_held = False
-                case decode.TellReleased(reservation, _):
+                case decode.TellReleased(reservation, _, _):
                     self.to_prefill.append((receiver.name, "released", reservation))
+                case decode.AskForMissing():
+                    self.to_prefill.append((receiver.name, "resend", instruction))
                 case _:
                     pass
         if receiver.machine is not None and receiver.machine.state is decode.ReceiverState.FREED:
@@ -172,22 +192,50 @@ class World:
                 self.run_sender(sender.released(peer, content, "released"))
             case "committed" if isinstance(content, str):
                 self.run_sender(sender.committed(content))
+            case "resend" if isinstance(content, decode.AskForMissing):
+                self.run_sender(
+                    sender.resend(content.reservation, content.blocks, content.number, corrupted=content.corrupted)
+                )
 
-    def land(self, write: tuple[str, str, int]) -> None:
-        self.writes.discard(write)
-        name, reservation, index = write
+    def take_write(self, write: Write) -> None:
+        self.writes -= Counter([write])
+
+    def land(self, write: Write, *, faulty: bool = False) -> None:
+        """Its bytes are there. A transport that copies on the receiving side looks at its book only now."""
+        self.take_write(write)
+        self.completions.append(write)
+        self.num_faults += faulty
+        fate = self.rng.choice(["lost", "corrupted"]) if faulty else "landed"
+        if fate != "lost":
+            self.notices.append((fate, write))
+
+    def notify(self, notice: tuple[str, Write]) -> None:
+        self.notices.remove(notice)
+        fate, (name, reservation, index) = notice
         receiver = self.receivers[name]
-        if receiver.alive and receiver.machine is not None and receiver.machine.reservation == reservation:
+        machine = receiver.machine
+        if not receiver.alive or machine is None or machine.reservation != reservation:
+            return
+        if index in receiver.landed[reservation]:
+            return  # the book drops a repeated block
+        if fate == "corrupted":
+            self.run_receiver(receiver, machine.corrupted(reservation, [index]))
+        else:
             receiver.landed[reservation].add(index)
-            self.run_receiver(receiver, receiver.machine.landed(reservation, [index]))
+            self.run_receiver(receiver, machine.landed(reservation, [index]))
+
+    def complete(self, write: Write) -> None:
+        self.completions.remove(write)
+        self.run_sender(self.sender.pushed(write[1], [write[2]]))
 
     def drain(self, reservation: str) -> None:
         """The transport stops: what was queued vanishes, what was on the wire landed before."""
         self.aborting.discard(reservation)
-        for write in [w for w in self.writes if w[1] == reservation]:
+        for write in [w for w in self.writes.elements() if w[1] == reservation]:
             if self.rng.random() < 0.5:
                 self.land(write)
-            self.writes.discard(write)
+            else:
+                self.take_write(write)
         self.run_sender(self.sender.drained(reservation))
 
     def compute(self) -> None:
@@ -233,12 +281,18 @@ class World:
 
     def choices(self, calm: bool) -> list[tuple[str, object]]:
         events: list[tuple[str, object]] = [("land", write) for write in sorted(self.writes)]
+        events += [("notice", notice) for notice in self.notices]
+        events += [("complete", write) for write in self.completions]
+        if self.writes and self.num_faults < self.most_faults:
+            events += [("fault", write) for write in sorted(self.writes)]
         events += [("drain", reservation) for reservation in sorted(self.aborting)]
         events += [("receiver", r) for r in self.receivers.values() if r.alive and r.inbox]
         events += [("grant", r) for r in self.receivers.values() if r.alive and r.machine and r.wish_deferred]
         events += [("prefill", None)] * bool(self.to_prefill)
         active = self.sender.state in (prefill.SenderState.QUEUED, prefill.SenderState.COMPUTING)
         events += [("compute", None)] * (active and not self.cancelled)
+        if not events or (not calm and self.rng.random() < 0.2):
+            events += [("overdue", r) for r in self.receivers.values() if self.is_overdue(r)]
         events += [("router", None)] * (self.router_owes_decode is not None and not self.cancelled)
         if not calm and not self.cancelled and self.rng.random() < 0.03:
             events = [("cancel", None)]
@@ -246,8 +300,13 @@ class World:
             events = [("kill", self.receivers["d1"])]
         return events
 
+    @staticmethod
+    def is_overdue(receiver: Receiver) -> bool:
+        machine = receiver.machine
+        return receiver.alive and machine is not None and machine.state is decode.ReceiverState.FILLING
+
     def walk(self, calm: bool) -> None:
-        for _ in range(500):
+        for _ in range(1000):
             events = self.choices(calm)
             if not events:
                 return
@@ -255,6 +314,15 @@ class World:
             match kind, what:
                 case "land", tuple() as write:
                     self.land(write)
+                case "fault", tuple() as write:
+                    self.land(write, faulty=True)
+                case "notice", tuple() as notice:
+                    self.notify(notice)
+                case "complete", tuple() as write:
+                    self.complete(write)
+                case "overdue", Receiver() as receiver:
+                    assert receiver.machine is not None
+                    self.run_receiver(receiver, receiver.machine.overdue())
                 case "drain", str() as reservation:
                     self.drain(reservation)
                 case "receiver", Receiver() as receiver:
@@ -275,9 +343,11 @@ class World:
 
 
 @settings(max_examples=600, deadline=None)
-@given(st.integers(0, 2**32), st.booleans(), st.booleans())
-def test_every_walk_ends_with_one_owner_or_none_and_nothing_held(seed: int, one_sided: bool, calm: bool) -> None:
-    world = World(random.Random(seed), one_sided)
+@given(st.integers(0, 2**32), st.booleans(), st.booleans(), st.sampled_from([0, 1, 3, 40]))
+def test_every_walk_ends_with_one_owner_or_none_and_nothing_held(
+    seed: int, one_sided: bool, calm: bool, most_faults: int
+) -> None:
+    world = World(random.Random(seed), one_sided, most_faults)
     world.walk(calm)
     assert world.sender.state is prefill.SenderState.RELEASED
     assert world.blocks_released
@@ -333,6 +403,61 @@ def test_decode_that_lost_us_and_asks_again_is_told_when_its_reservation_has_dra
     assert sender.released(first, "r1", "asks again") == []
     assert sender.drained("r1") == [prefill.SendDrained(first, "r1")]
     assert sender.released(first, "r1", "asks again") == [prefill.SendDrained(first, "r1")]
+
+
+def filling(*, one_sided: bool = False) -> decode.ReceiverHandoff:
+    receiver = decode.ReceiverHandoff()
+    receiver.granted("r", 0, 3, needs_quarantine=one_sided)
+    receiver.landed("r", [0])
+    receiver.handed(Handoff(reservation="r", index=0, token_id=1, num_tokens=1, num_blocks=3))
+    return receiver
+
+
+def test_a_block_that_comes_corrupted_is_asked_for_at_once_and_not_for_ever() -> None:
+    receiver = filling()
+    for number in range(1, decode.MAX_CORRUPTIONS + 1):
+        asked = receiver.corrupted("r", [0, 2])  # 0 has landed: what comes of it does not matter any more
+        assert asked == [decode.AskForMissing("r", (2,), number, corrupted=True)]
+    cause = f"block 2 came corrupted {decode.MAX_CORRUPTIONS + 1} times"
+    assert receiver.corrupted("r", [2]) == [
+        decode.StopReceiving("r"),
+        decode.TellReleased("r", cause, transport_failed=True),
+        decode.FreeBlocks(1),
+    ]
+
+
+def test_blocks_that_never_come_are_given_up_and_any_that_lands_starts_the_count_again() -> None:
+    receiver = filling()
+    for _ in range(decode.MAX_SILENT_ROUNDS):
+        receiver.overdue()
+    receiver.landed("r", [1])
+    for _ in range(decode.MAX_SILENT_ROUNDS):
+        assert isinstance(receiver.overdue()[0], decode.AskForMissing)
+    told = receiver.overdue()[1]
+    assert isinstance(told, decode.TellReleased)
+    assert told.transport_failed and "1 blocks did not come" in told.reason
+
+
+def test_a_corrupted_block_that_is_still_in_flight_is_pushed_again_when_it_has_left() -> None:
+    first = PeerRef("d1", "1", "tcp://d1")
+    sender = prefill.SenderHandoff(first)
+    sender.scheduled([10, 11])
+    sender.granted(first, Granted(reservation="r", first_block=0, slots=[5, 6], transport="t", endpoint={}))
+    sender.computed(1)
+    assert sender.resend("r", [0, 1], 1, corrupted=True) == []  # 1 was never pushed
+    [again] = sender.pushed("r", [0])
+    assert again == prefill.PushBlocks("r", "t", {}, (BlockCopy(0, 10, 5),))
+    assert prefill.SendHandoff(first, "r", 2, resend=0) in sender.prefilled(FirstToken(index=0, token_id=1))
+    assert sender.pushed("r", [1]) == []
+    assert sender.pushed("r", [0]) == [prefill.SendHandoff(first, "r", 2, resend=1)]
+
+
+def test_where_writes_are_one_sided_the_answer_to_the_last_question_is_awaited() -> None:
+    receiver = filling(one_sided=True)
+    receiver.corrupted("r", [1])
+    assert receiver.landed("r", [1, 2]) == []
+    message = Handoff(reservation="r", index=0, token_id=1, num_tokens=1, num_blocks=3, resend=1)
+    assert decode.Commit(message) in receiver.handed(message)
 
 
 def granted(reservation: str) -> Granted:

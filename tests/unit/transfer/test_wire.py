@@ -11,11 +11,13 @@ from kvrelay.transfer.wire import MAGIC, WIRE_VERSION, MalformedBlocks, decode_h
 pytestmark = pytest.mark.unit
 
 
-@pytest.mark.parametrize("checksum", [None, 0xDEADBEEF])
-def test_a_header_comes_back_as_it_was(checksum: int | None) -> None:
+@pytest.mark.parametrize("checksums", [None, [0, 0xDEADBEEF, (1 << 32) - 1]])
+def test_a_header_comes_back_as_it_was(checksums: list[int] | None) -> None:
     indices, slots = np.array([0, 7, (1 << 32) - 1]), np.array([5, 0, 1])
-    header = decode_header(encode_header("r", 4096, indices, slots, checksum))
-    assert (header.reservation, header.block_bytes, header.checksum) == ("r", 4096, checksum)
+    sent = None if checksums is None else np.array(checksums, np.uint32)
+    header = decode_header(encode_header("r", 4096, indices, slots, sent))
+    assert (header.reservation, header.block_bytes) == ("r", 4096)
+    assert (None if header.checksums is None else header.checksums.tolist()) == checksums
     assert header.indices.tolist() == indices.tolist()
     assert header.slots.tolist() == slots.tolist()
 
@@ -28,6 +30,8 @@ def test_a_header_comes_back_as_it_was(checksum: int | None) -> None:
         [MAGIC, WIRE_VERSION, "r", 8, b"", b""],
         [MAGIC, WIRE_VERSION, "r", 8, b"1234", b"12345678"],
         [MAGIC, WIRE_VERSION, "r", 8, b"123", b"123"],
+        [MAGIC, WIRE_VERSION, "r", 8, b"1234", b"1234", b"12345678"],
+        [MAGIC, WIRE_VERSION, "r", 8, b"1234", b"1234", 5],
         [MAGIC, WIRE_VERSION, 5, 8, b"1234", b"1234"],
         [MAGIC, WIRE_VERSION, "r"],
         {"magic": MAGIC},

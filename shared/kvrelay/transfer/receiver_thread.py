@@ -1,0 +1,141 @@
+"""What the receiving ends have in common: a thread of their own, the book of what may land, and what becomes of a
+message.
+
+A block lands once. With checksums it lands only if its bytes are those that were sent; others are reported as
+`Corrupted`, and may be sent again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from threading import Lock, Thread
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrelay.transfer.admission import AdmissionBook, Dropped, Writes
+from kvrelay.transfer.base import Corrupted, Landed, ReceiverEvent
+from kvrelay.transfer.checksums import checksums_of
+from kvrelay.transfer.counters import ReceiverCounters
+from kvrelay.transfer.loop_port import LoopPort
+from kvrelay.transfer.wire import BlocksHeader, Bytes, Checksums, MalformedBlocks, decode_header
+
+log = logging.getLogger(__name__)
+
+
+class ReceiverThread:
+    """A receiver into `pool`. Subclasses say in `_serve` how messages come, and pass each to `_take`.
+
+    Raises ValueError for what is no pool of uint8 of shape [num_blocks, block_bytes], C-contiguous and writable.
+    """
+
+    def __init__(self, thread_name: str, pool: Bytes) -> None:
+        if pool.ndim != 2 or not pool.flags.c_contiguous or not pool.flags.writeable or not pool.shape[1]:
+            raise ValueError("a pool is a writable C-contiguous array of shape [num_blocks, block_bytes]")
+        self._thread_name = thread_name
+        self._pool = pool
+        self._book = AdmissionBook(*pool.shape)
+        self._lock = Lock()
+        self.counters = ReceiverCounters()
+        self._thread: Thread | None = None
+        self._closed = False
+
+    def start(self, on_event: Callable[[ReceiverEvent], None]) -> None:
+        """Must be called once, on the event loop's thread, which then gets the events."""
+        port = LoopPort(on_event)
+        self._thread = Thread(target=self._run, args=(port,), name=self._thread_name, daemon=True)
+        self._thread.start()
+
+    def admit(self, reservation: str, first_block: int, slots: Sequence[int]) -> None:
+        """From now on block `first_block + i` may land in `slots[i]`.
+
+        Raises ValueError, changing nothing, for a reservation that is admitted already, and for slots outside the pool,
+        named twice, or still claimed by another reservation (a slot is free again once its block landed).
+        """
+        with self._lock:
+            self._book.admit(reservation, first_block, slots)
+
+    def release(self, reservation: str) -> None:
+        """Ends a reservation, known or not; nothing of it is taken in after this returns."""
+        with self._lock:
+            self._book.release(reservation)
+
+    def _run(self, port: LoopPort[ReceiverEvent]) -> None:
+        try:
+            self._serve(port.emit)
+        except Exception as error:
+            port.report_crash(self._thread_name, error)
+
+    def _serve(self, emit: Callable[[ReceiverEvent], None]) -> None:
+        """Takes messages until closed."""
+        raise NotImplementedError
+
+    def _take(self, header_bytes: bytes | memoryview, data: memoryview | None) -> list[ReceiverEvent]:
+        """One message. `data`: its blocks back to back, to be copied; None: they are in their slots already."""
+        self.counters.num_messages += 1
+        try:
+            header = decode_header(header_bytes)
+            return self._check_and_land(header, data)
+        except MalformedBlocks as error:
+            self._malformed(error)
+        except Dropped as dropped:
+            self.counters.dropped[dropped.cause] += 1
+        return []
+
+    def _malformed(self, error: MalformedBlocks) -> None:
+        self.counters.dropped["malformed"] += 1
+        log.warning("dropped a malformed message: %s", error)
+
+    def _check_and_land(self, header: BlocksHeader, data: memoryview | None) -> list[ReceiverEvent]:
+        rows = None if data is None else np.frombuffer(data, np.uint8)
+        size = header.indices.size * header.block_bytes if rows is None else rows.size
+        with self._lock:
+            writes = self._book.check(header, size)
+            self.counters.num_duplicate_blocks += header.indices.size - len(writes.blocks)
+            if header.checksums is None:
+                return self._land(header, writes, rows)
+        is_whole = self._verify(writes, header.checksums, rows)  # without the lock, which the event loop takes too
+        events: list[ReceiverEvent] = []
+        if not is_whole.all():
+            events.append(self._corrupted(header, writes.take(~is_whole)))
+        with self._lock:
+            writes = self._book.check(header, size)  # it may have been released meanwhile
+            return self._land(header, writes.take(is_whole), rows) + events
+
+    def _land(self, header: BlocksHeader, writes: Writes, rows: Bytes | None) -> list[ReceiverEvent]:
+        if not writes.blocks:
+            return []
+        if rows is not None:
+            self._write(rows.reshape(-1, header.block_bytes), writes)
+        self._book.land(header.reservation, writes.blocks)
+        self.counters.num_blocks += len(writes.blocks)
+        self.counters.num_bytes += len(writes.blocks) * header.block_bytes
+        return [Landed(header.reservation, writes.blocks)]
+
+    def _verify(self, writes: Writes, checksums: Checksums, rows: Bytes | None) -> NDArray[np.bool_]:
+        """Which of the blocks to be written, or that lie in their slots already, are as they were sent."""
+        if rows is None:
+            found = checksums_of(self._pool[slot] for slot in writes.slots.tolist())
+        else:
+            blocks = rows.reshape(-1, self._pool.shape[1])
+            found = checksums_of(blocks[row] for row in writes.rows.tolist())
+        is_same: NDArray[np.bool_] = found == checksums[writes.rows]
+        return is_same
+
+    def _corrupted(self, header: BlocksHeader, writes: Writes) -> Corrupted:
+        self.counters.dropped["checksum"] += 1
+        self.counters.num_corrupted_blocks += len(writes.blocks)
+        log.warning("%s: %d blocks came with other bytes than were sent", header.reservation, len(writes.blocks))
+        return Corrupted(header.reservation, writes.blocks)
+
+    def _write(self, rows: Bytes, writes: Writes) -> None:
+        began = time.perf_counter()
+        wanted = rows if writes.rows.size == len(rows) else rows[writes.rows]
+        first, last = int(writes.slots[0]), int(writes.slots[-1])
+        if last - first + 1 == writes.slots.size and (np.diff(writes.slots) == 1).all():
+            self._pool[first : last + 1] = wanted
+        else:
+            self._pool[writes.slots] = wanted
+        self.counters.copy_s += time.perf_counter() - began

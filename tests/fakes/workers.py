@@ -27,7 +27,7 @@ from kvrelay.protocol.messages import (
 from kvrelay.protocol.sampling import FinishReason, Sampling
 from kvrelay.transfer.select import make_receivers, make_senders
 from kvrelay.worker.context import Role, WorkerContext
-from kvrelay.worker.shell import WorkerShell
+from kvrelay.worker.shell import RoleFactory, WorkerShell
 from kvrelay_decode.service import DecodeRole
 from kvrelay_prefill.service import PrefillRole
 from tests.fakes.hash_runner import HashRunner
@@ -55,9 +55,14 @@ class LocalWorker:
         def make_runner(_: WorkerConfig) -> ModelRunner:
             return runner
 
-        self.shell = WorkerShell(self.config, prefill_role if role == "prefill" else decode_role, make_runner)
+        self._make_runner = make_runner
+        self.use(prefill_role if role == "prefill" else decode_role)
         self.runner = runner
         self._task: asyncio.Task[None] | None = None
+
+    def use(self, make_role: RoleFactory) -> None:
+        """Before `start`: a role that is made in another way."""
+        self.shell = WorkerShell(self.config, make_role, self._make_runner)
 
     async def start(self) -> PeerRef:
         try:

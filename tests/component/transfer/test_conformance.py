@@ -115,6 +115,8 @@ async def test_a_repeated_push_is_harmless(rig: Rig, random: np.random.Generator
     await target.until_landed("r", plan.blocks[:60])
     source.push("r", target.endpoint, plan.copies)
     source.push("r", target.endpoint, plan.copies[20:30])
+    await target.until_landed("r", plan.blocks)
+    await source.until_pushed("r", [*plan.blocks, *plan.blocks[:60], *plan.blocks[20:30]])
     source.push("marker", target.endpoint, marker.copies)
     await target.until_landed("marker", [0])
     assert target.landed("r") == list(plan.blocks), "each block is reported once"

@@ -27,6 +27,12 @@ LINE_LIMIT_BYTES = 1 << 20
 REPOSITORY = Path(__file__).parents[3]
 
 
+@pytest.fixture(autouse=True)
+def _real_ones_only(transport: Transport) -> None:
+    if not transport.across_processes:
+        pytest.skip("works within one process only")
+
+
 class Child:
     """An end in another process."""
 

@@ -16,6 +16,9 @@ from kvrelay.transfer.nixl_agent import PACKAGES
 from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender, NixlSettings
 from kvrelay.transfer.wire import Bytes
 from kvrelay.transfer.zmq_transport import SenderSettings, ZmqReceiver, ZmqSender
+from tests.fakes.fault_schedule import BENIGN, Fault, Faults, Point, Seeded
+from tests.fakes.faulty_transport import FaultyReceiver, FaultySender, InnerSender
+from tests.fakes.memory_transport import MemoryReceiver, MemorySender
 
 DRAIN_TIMEOUT_S = 0.2
 EMPTY = 0xEE
@@ -33,6 +36,7 @@ class Transport:
     """Whether what is under way cannot be taken back."""
     why_not: str = ""
     """Why it cannot be tested here."""
+    across_processes: bool = True
 
 
 NO_NIXL = "" if any(map(find_spec, PACKAGES)) else "NIXL is not installed (scripts/install-nixl)"
@@ -59,15 +63,69 @@ def nixl(name: str, ucx_transports: str, *, checksum: bool = False) -> Transport
     )
 
 
+REPORTED_ONCE = frozenset({(Point.DRAINED, Fault.DUPLICATE), (Point.LANDED, Fault.DUPLICATE)})
+
+
+def faulty(inner: Transport, make_inner: InnerSender) -> Transport:
+    """The other one, with everything late, in another order, and sent twice, by a seed; but nothing reported twice."""
+
+    def faults() -> Faults:
+        return Faults(Seeded(20, BENIGN, REPORTED_ONCE))
+
+    return Transport(
+        f"faulty-{inner.name}",
+        lambda pool: FaultySender(pool, make_inner, faults()),
+        lambda pool: FaultyReceiver(inner.make_receiver(pool), faults()),
+        one_sided=inner.one_sided,
+        why_not=inner.why_not,
+        across_processes=False,
+    )
+
+
+def inner_zmq(pool: Bytes, checksums: PoolChecksums | None) -> TransferSender:
+    return ZmqSender(pool, settings=SenderSettings(drain_timeout_s=DRAIN_TIMEOUT_S), checksums=checksums)
+
+
+def inner_nixl(pool: Bytes, checksums: PoolChecksums | None) -> TransferSender:
+    return NixlSender(pool, checksums=checksums)
+
+
+def inner_memory(pool: Bytes, checksums: PoolChecksums | None) -> TransferSender:
+    return MemorySender(pool, checksums=checksums)
+
+
+MEMORY = Transport("memory", MemorySender, MemoryReceiver, across_processes=False)
+MEMORY_ONE_SIDED = Transport(
+    "memory-one-sided",
+    MemorySender,
+    lambda pool: MemoryReceiver(pool, one_sided=True),
+    one_sided=True,
+    across_processes=False,
+)
+ZMQ = Transport("zmq", zmq_sender, ZmqReceiver)
+NIXL = nixl("nixl", "")
+
+WRAPPED = {
+    inner.name: (inner, make_inner)
+    for inner, make_inner in (
+        (MEMORY, inner_memory),
+        (MEMORY_ONE_SIDED, inner_memory),
+        (ZMQ, inner_zmq),
+        (NIXL, inner_nixl),
+    )
+}
+"""What the faulty transport wraps, and how the sender in it is made."""
+
 TRANSPORTS = {
     transport.name: transport
     for transport in (
         Transport("zmq-local", zmq_sender, ZmqReceiver),
         Transport("zmq-tcp", zmq_sender, lambda pool: ZmqReceiver(pool, local=False)),
         Transport("zmq-checksum", lambda pool: zmq_sender(pool, checksum=True), ZmqReceiver),
-        nixl("nixl", ""),
+        NIXL,
         nixl("nixl-tcp", "tcp"),
         nixl("nixl-checksum", "", checksum=True),
+        *(faulty(inner, make_inner) for inner, make_inner in WRAPPED.values()),
     )
 }
 

@@ -1,0 +1,256 @@
+"""What a transport does under each fault: nothing wrong counts as landed, nothing lands once it drained, and whoever
+asks again for what is missing gets it, or hears that it failed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvrelay.transfer.base import Corrupted, Landed, ReceiverEvent, SenderEvent
+from tests.component.transfer.rig import PATIENCE_S, Plan, ReceivingEnd, SendingEnd, scattered
+from tests.component.transfer.transports import (
+    MEMORY,
+    MEMORY_ONE_SIDED,
+    WRAPPED,
+    Transport,
+    inner_memory,
+    source_pool,
+    target_pool,
+)
+from tests.fakes.fault_schedule import POSSIBLE, Every, Fault, Faults, Point, Schedule, Script, Seeded, parse_schedule
+from tests.fakes.faulty_transport import FaultyReceiver, FaultySender, InnerSender
+from tests.fakes.virtual_time import VirtualTimeLoop
+
+pytestmark = [pytest.mark.component, pytest.mark.timeout(3 * PATIENCE_S)]
+
+NUM_BLOCKS, BLOCK_BYTES, COUNT = 160, 8 * 1024, 100
+MOST_ROUNDS = 60
+ASK_AGAIN_AFTER_S = 0.15
+EVERYTHING: dict[Fault, float] = dict.fromkeys(set(Fault) - {Fault.NONE, Fault.DIE}, 0.08)
+
+
+@dataclass
+class Couple:
+    """Two ends of a faulty transport, a plan between them, and a check of every block at the moment it lands."""
+
+    source: SendingEnd
+    target: ReceivingEnd
+    plan: Plan
+
+    def __post_init__(self) -> None:
+        self.target.log.tell = self._check
+
+    def _check(self, event: SenderEvent | ReceiverEvent) -> None:
+        if isinstance(event, Landed):
+            for block in event.blocks:
+                place = block - self.plan.first_block
+                slot, origin = self.plan.slots[place], self.plan.sources[place]
+                assert np.array_equal(self.target.pool[slot], self.source.pool[origin]), "wrong bytes were reported"
+
+    @property
+    def missing(self) -> list[int]:
+        return sorted(set(self.plan.blocks) - set(self.target.landed("r")))
+
+    def push(self, blocks: list[int]) -> None:
+        copies = self.plan.copies
+        self.source.push("r", self.target.endpoint, [copies[block - self.plan.first_block] for block in blocks])
+
+    async def transfer(self) -> str:
+        """As decode does: what does not come, or comes wrong, is asked for again; "" when all landed, or a cause."""
+        self.push(self.missing)
+        for _ in range(MOST_ROUNDS):
+            num_events = len(self.target.log.events)
+            try:
+                async with asyncio.timeout(ASK_AGAIN_AFTER_S):
+                    await self.target.log.until(lambda before=num_events: self._has_news(before))  # type: ignore[misc]
+            except TimeoutError:
+                pass
+            if not self.missing:
+                return ""
+            if self.source.failures("r"):
+                return self.source.failures("r")[0]
+            if len(self.target.log.events) == num_events or self._is_corrupted(num_events):
+                self.push(self.missing)
+        raise AssertionError(f"no outcome: {len(self.missing)} blocks are missing")
+
+    def _has_news(self, before: int) -> bool:
+        return not self.missing or self._is_corrupted(before) or bool(self.source.failures("r"))
+
+    def _is_corrupted(self, before: int) -> bool:
+        return any(isinstance(event, Corrupted) for event in self.target.log.events[before:])
+
+    async def assert_drained_is_the_end(self) -> None:
+        """Nothing is written after the sender drained, and nothing reported."""
+        await self.source.abort("r")
+        drained = self.target.pool.copy()
+        self.target.receiver.release("r")
+        before = drained if self.target.receiver.needs_quarantine else self.target.pool.copy()
+        await asyncio.sleep(0)  # what was reported before that is still on its way to the log
+        num_events = len(self.target.log.events)
+        await asyncio.sleep(0.1)
+        assert np.array_equal(self.target.pool, before)
+        assert len(self.target.log.events) == num_events
+
+
+Builder = Callable[..., Couple]
+
+
+@pytest.fixture(params=list(WRAPPED.values()), ids=list(WRAPPED))
+def inner(request: pytest.FixtureRequest) -> tuple[Transport, InnerSender]:
+    """What is wrapped."""
+    transport, make_inner = request.param
+    if transport.why_not:
+        pytest.skip(transport.why_not)
+    return transport, make_inner
+
+
+@pytest.fixture
+def couple(inner: tuple[Transport, InnerSender]) -> Iterator[Builder]:
+    """Makes ends that are closed when the test is over."""
+    made: list[Couple] = []
+
+    def build(sender: Faults, receiver: Faults | None = None, *, checksums: bool = True) -> Couple:
+        made.append(make_couple(*inner, sender, receiver or Faults(), checksums=checksums))
+        return made[-1]
+
+    yield build
+    for one in made:
+        close(one)
+
+
+def make_couple(
+    transport: Transport, make_inner: InnerSender, sender: Faults, receiver: Faults, *, checksums: bool = True
+) -> Couple:
+    pool = source_pool(NUM_BLOCKS, BLOCK_BYTES)
+    source = SendingEnd(pool, FaultySender(pool, make_inner, sender, checksums=checksums))
+    landing = target_pool(NUM_BLOCKS, BLOCK_BYTES)
+    target = ReceivingEnd(landing, FaultyReceiver(transport.make_receiver(landing), receiver))
+    source.sender.start(source.log.add)
+    target.receiver.start(target.log.add)
+    plan = scattered("r", COUNT, NUM_BLOCKS, np.random.default_rng(3), first_block=2)
+    plan.admit(target)
+    return Couple(source, target, plan)
+
+
+def close(one: Couple) -> None:
+    one.source.sender.close()
+    one.target.receiver.close()
+
+
+@pytest.mark.parametrize("number", [1, 6, 13])
+@pytest.mark.parametrize("fault", sorted(POSSIBLE[Point.PUSH] - {Fault.NONE, Fault.DIE}))
+async def test_one_fault_of_a_message_costs_at_most_a_repetition(couple: Builder, fault: Fault, number: int) -> None:
+    faults = Faults(Script({(Point.PUSH, number): fault}))
+    one = couple(faults)
+    assert await one.transfer() == ""
+    assert faults.log == [(Point.PUSH, number, fault)]
+    one.plan.assert_arrived(one.source.pool, one.target.pool)
+    one.target.assert_untouched(set(range(NUM_BLOCKS)) - set(one.plan.slots))
+    await one.assert_drained_is_the_end()
+
+
+@pytest.mark.parametrize(
+    ("point", "fault"),
+    [
+        (point, fault)
+        for point in (Point.PUSHED, Point.DRAINED, Point.LANDED)
+        for fault in sorted(POSSIBLE[point] - {Fault.NONE, Fault.DIE})
+    ],
+)
+async def test_reports_that_are_late_mixed_up_or_doubled_do_no_harm(
+    couple: Builder, point: Point, fault: Fault
+) -> None:
+    one = couple(Faults(Every(point, fault)), Faults(Every(point, fault)))
+    assert await one.transfer() == ""
+    await one.source.log.until(lambda: set(one.source.pushed("r")) == set(one.plan.blocks))
+    await one.assert_drained_is_the_end()
+
+
+async def test_a_connection_that_breaks_is_reported_and_drains(couple: Builder) -> None:
+    one = couple(Faults(Script({(Point.PUSH, 5): Fault.DIE})))
+    assert await one.transfer() == "the connection broke"
+    await one.assert_drained_is_the_end()
+
+
+@pytest.mark.parametrize("fault", [Fault.DROP, Fault.CORRUPT])
+async def test_blocks_that_never_come_true_never_land(couple: Builder, fault: Fault) -> None:
+    one = couple(Faults(Every(Point.PUSH, fault)))
+    spoiled = 8 if fault is Fault.DROP else 1  # of each message
+    for _ in range(3):
+        one.push(one.missing)
+        await one.source.log.until(lambda: not set(one.plan.blocks) - set(one.source.pushed("r")))
+        await asyncio.sleep(0.05)
+    assert len(one.missing) >= spoiled
+    await one.assert_drained_is_the_end()
+
+
+@pytest.mark.parametrize("moment", [1, 7, 13])
+@pytest.mark.parametrize("fault", sorted(POSSIBLE[Point.PUSH] - {Fault.NONE}))
+async def test_an_abort_in_the_middle_of_a_fault_drains(couple: Builder, fault: Fault, moment: int) -> None:
+    one = couple(Faults(Every(Point.PUSH, fault)))
+    one.push(list(one.plan.blocks)[: 8 * moment])
+    await one.assert_drained_is_the_end()
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_whatever_a_seed_brings_ends_with_the_right_bytes(couple: Builder, seed: int) -> None:
+    one = couple(Faults(Seeded(seed, EVERYTHING)), Faults(Seeded(seed, EVERYTHING)))
+    assert await one.transfer() == ""
+    one.plan.assert_arrived(one.source.pool, one.target.pool)
+    await one.assert_drained_is_the_end()
+
+
+async def test_without_checksums_a_corrupted_block_goes_unnoticed(couple: Builder) -> None:
+    """Which is what they are for: else the tests above would prove nothing."""
+    one = couple(Faults(Script({(Point.PUSH, 1): Fault.CORRUPT})), checksums=False)
+    one.target.log.tell = None
+    assert await one.transfer() == ""
+    wrong = [
+        block
+        for block, slot, origin in zip(one.plan.blocks, one.plan.slots, one.plan.sources, strict=True)
+        if not np.array_equal(one.target.pool[slot], one.source.pool[origin])
+    ]
+    assert len(wrong) == 1
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 1 << 32), one_sided=st.booleans())
+def test_a_run_is_replayed_from_its_log(seed: int, one_sided: bool) -> None:
+    shares = EVERYTHING | {Fault.DIE: 0.01}
+    transport = MEMORY_ONE_SIDED if one_sided else MEMORY
+
+    async def run(schedules: tuple[Schedule, Schedule]) -> tuple[str, tuple[Script, Script], bytes]:
+        faults = [Faults(schedule, delay_s=0.001, stall_s=0.003) for schedule in schedules]
+        one = make_couple(transport, inner_memory, *faults)
+        try:
+            one.push(one.missing)
+            await asyncio.sleep(0.02)
+            await one.source.abort("r")
+            return str(one.source.failures("r")), (faults[0].replay(), faults[1].replay()), one.target.pool.tobytes()
+        finally:
+            close(one)
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        outcome, logs, pool = runner.run(run((Seeded(seed, shares), Seeded(seed + 1, shares))))
+        again, same_logs, same_pool = runner.run(run(logs))
+    assert (again, same_logs) == (outcome, logs)
+    assert same_pool == pool
+
+
+def test_a_schedule_is_read_from_json_and_impossible_ones_are_refused() -> None:
+    assert parse_schedule('{"faults": [["push", 3, "drop"]]}') == Script({(Point.PUSH, 3): Fault.DROP})
+    assert parse_schedule('{"seed": 7, "shares": {"delay": 0.5}}') == Seeded(7, {Fault.DELAY: 0.5})
+    with pytest.raises(ValueError, match="not possible"):
+        parse_schedule('{"faults": [["drained", 1, "drop"]]}')
+
+
+def test_a_command_goes_before_the_schedule() -> None:
+    faults = Faults(Script({(Point.PUSH, 1): Fault.DROP, (Point.PUSH, 2): Fault.DELAY}))
+    faults.command(Point.PUSH, Fault.CORRUPT)
+    assert [faults.at(Point.PUSH) for _ in range(3)] == [Fault.CORRUPT, Fault.DELAY, Fault.NONE]

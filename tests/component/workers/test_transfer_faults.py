@@ -1,0 +1,187 @@
+"""Real services whose transport goes wrong: a request gets exactly its tokens, or is given up with a cause, and nothing
+stays behind. With the hash model every token proves that the right blocks were read."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from kvrelay.config.worker import WorkerConfig
+from kvrelay.fleet.embedded import EmbeddedRedis
+from kvrelay.protocol.messages import Cancel, Reassign
+from kvrelay.protocol.sampling import Sampling
+from kvrelay.transfer.base import TransferReceiver, TransferSender
+from kvrelay.worker.context import Role, WorkerContext
+from kvrelay_decode import service as decode_service
+from kvrelay_decode.service import DecodeRole
+from kvrelay_prefill.service import PrefillRole
+from tests.component.transfer.transports import WRAPPED, Transport
+from tests.component.workers.rig import Fleet, prompt_of, run
+from tests.fakes.fault_schedule import Every, Fault, Faults, Point, Schedule, Script, Seeded
+from tests.fakes.faulty_transport import FaultyReceiver, FaultySender, InnerSender
+from tests.fakes.hash_runner import HashRunner, expected_tokens
+from tests.fakes.workers import LocalWorker, StubRouter
+
+pytestmark = pytest.mark.component
+GREEDY = Sampling(temperature=0.0, max_tokens=40, ignore_eos=True)
+SETTINGS = {"token_budget": 64, "max_running": 16}
+SHARES = dict.fromkeys((Fault.DELAY, Fault.REORDER, Fault.DROP, Fault.CORRUPT, Fault.STALL), 0.06)
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_service, "RESEND_AFTER_S", 0.1)
+
+
+@pytest.fixture(params=list(WRAPPED.values()), ids=list(WRAPPED))
+def inner(request: pytest.FixtureRequest) -> tuple[Transport, InnerSender]:
+    """What is wrapped."""
+    transport, make_inner = request.param
+    if transport.why_not:
+        pytest.skip(transport.why_not)
+    return transport, make_inner
+
+
+@dataclass
+class FaultyFleet:
+    """A prefill worker and some decode workers over faulty transports."""
+
+    inner: tuple[Transport, InnerSender]
+    sending: Schedule
+    landing: Schedule = field(default_factory=Script)
+    num_decode: int = 1
+    checksums: bool = True
+
+    def prefill_role(self, context: WorkerContext, _: WorkerConfig) -> Role:
+        faults = Faults(self.sending)
+        sender: TransferSender = FaultySender(context.pool_bytes, self.inner[1], faults, checksums=self.checksums)
+        return PrefillRole(context, {sender.name: sender})
+
+    def decode_role(self, context: WorkerContext, _: WorkerConfig) -> Role:
+        receiver: TransferReceiver = FaultyReceiver(
+            self.inner[0].make_receiver(context.pool_bytes), Faults(self.landing)
+        )
+        return DecodeRole(context, {receiver.name: receiver})
+
+    async def serve(self, test: Callable[[Fleet], Awaitable[None]], redis_url: str) -> None:
+        roles = ["prefill", *["decode"] * self.num_decode]
+        workers = [LocalWorker(redis_url, role, HashRunner(), **SETTINGS) for role in roles]
+        for worker in workers:
+            worker.use(self.prefill_role if worker.config.role == "prefill" else self.decode_role)
+        for worker in workers:
+            await worker.start()
+        fleet = Fleet(StubRouter(), workers[:1], workers[1:])
+        try:
+            await test(fleet)
+            await fleet.until_clean(10)
+        finally:
+            for worker in workers:
+                await worker.stop()
+            fleet.router.close()
+
+
+@pytest.fixture(scope="module")
+def redis_url() -> Iterator[str]:
+    with EmbeddedRedis() as redis:
+        yield redis.url
+
+
+def serve(redis_url: str, fleet: FaultyFleet, test: Callable[[Fleet], Awaitable[None]]) -> None:
+    run(lambda: fleet.serve(test, redis_url))
+
+
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("fault", [Fault.DELAY, Fault.REORDER, Fault.DUPLICATE, Fault.DROP, Fault.CORRUPT, Fault.STALL])
+def test_a_faulty_message_costs_time_and_no_token(
+    inner: tuple[Transport, InnerSender], redis_url: str, fault: Fault, number: int
+) -> None:
+    if fault is Fault.DUPLICATE and inner[0].one_sided:
+        pytest.skip(
+            "a transport that writes one-sidedly must not write twice by itself: nobody could know when it ended"
+        )
+
+    async def test(f: Fleet) -> None:
+        prompt = prompt_of(400)
+        got = await f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt, GREEDY).finished()
+        assert got.output == expected_tokens(prompt, GREEDY, 512)
+
+    serve(redis_url, FaultyFleet(inner, Script({(Point.PUSH, number): fault})), test)
+
+
+@pytest.mark.parametrize("fault", [Fault.DELAY, Fault.REORDER, Fault.DUPLICATE, Fault.STALL])
+def test_late_or_doubled_reports_cost_time_and_no_token(
+    inner: tuple[Transport, InnerSender], redis_url: str, fault: Fault
+) -> None:
+    async def test(f: Fleet) -> None:
+        for number in range(3):
+            prompt = prompt_of(150 + number)
+            got = await f.router.prefill(f.prefill[0].me, f.decode[0].me, f"r{number}", prompt, GREEDY).finished()
+            assert got.output == expected_tokens(prompt, GREEDY, 512)
+
+    sending = Every(Point.PUSHED, Fault.DELAY if fault is Fault.DUPLICATE else fault)
+    serve(redis_url, FaultyFleet(inner, sending, Every(Point.LANDED, fault)), test)
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"), [(Fault.CORRUPT, "corrupted"), (Fault.DROP, "did not come"), (Fault.DIE, "broke")]
+)
+def test_a_transport_that_never_delivers_is_given_up_and_another_decode_worker_is_asked_for(
+    inner: tuple[Transport, InnerSender], redis_url: str, fault: Fault, cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_service, "RESEND_AFTER_S", 0.01)
+
+    async def test(f: Fleet) -> None:
+        got = f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt_of(60), GREEDY)
+        await got.until(lambda r: bool(r.need_decode))
+        assert cause in got.need_decode[0].reason
+        f.router.send(f.prefill[0].me, "a", Reassign(decode=None))
+        await got.finished()
+        assert got.failed == "no decode worker is left"
+
+    serve(redis_url, FaultyFleet(inner, Every(Point.PUSH, fault)), test)
+
+
+def test_a_request_goes_on_elsewhere_when_its_blocks_came_corrupted_too_often(
+    inner: tuple[Transport, InnerSender], redis_url: str
+) -> None:
+    async def test(f: Fleet) -> None:
+        prompt = prompt_of(60)  # in one chunk, so in one message
+        got = f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt, GREEDY)
+        await got.until(lambda r: bool(r.need_decode))
+        f.router.send(f.prefill[0].me, "a", Reassign(decode=f.decode[1].me))
+        assert (await got.finished()).output == expected_tokens(prompt, GREEDY, 512)
+
+    serve(redis_url, FaultyFleet(inner, Every(Point.PUSH, Fault.CORRUPT, until=4), num_decode=2), test)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_many_requests_with_cancels_over_a_bad_network_get_their_tokens_or_end(
+    inner: tuple[Transport, InnerSender], redis_url: str, seed: int
+) -> None:
+    async def test(f: Fleet) -> None:
+        rng = random.Random(seed)
+        kept = []
+        for number in range(40):
+            prompt = prompt_of(rng.randint(1, 150), number)
+            got = f.router.prefill(f.prefill[0].me, f.decode[0].me, f"r{number}", prompt, GREEDY)
+            if number % 2:
+                kept.append((prompt, got))
+            else:
+                await asyncio.sleep(rng.random() * 0.03)
+                for worker in (f.prefill[0].me, f.decode[0].me):
+                    f.router.send(worker, f"r{number}", Cancel(reason="the client is gone"))
+        for prompt, got in kept:
+            await got.until(lambda r: bool(r.finish or r.failed or r.need_decode), 30)
+            if got.need_decode:  # too many faults in a row: an outcome with a cause
+                name = next(key[0] for key, value in f.router.received.items() if value is got)
+                f.router.send(f.prefill[0].me, name, Reassign(decode=None))
+                await got.finished()
+            else:
+                assert got.output == expected_tokens(prompt, GREEDY, 512)
+        assert sum(not got.need_decode for _, got in kept) > len(kept) / 2
+
+    serve(redis_url, FaultyFleet(inner, Seeded(seed, SHARES), Seeded(seed, SHARES)), test)

@@ -17,7 +17,7 @@ which the router names another decode worker and the asking starts again.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvrelay.protocol.messages import FirstToken, Granted, PeerRef

@@ -125,6 +125,7 @@ class FaultySender:
         self._inner = make_inner(self._wire, PoolChecksums(pool) if checksums else None)
         self._faults = faults
         self.name = self._inner.name
+        self.counters = self._inner.counters
         self._doubled: Counter[tuple[str, int]] = Counter()  # by reservation and block: copies nobody asked for
         self._active: set[str] = set()
         self._lossy: set[str] = set()

@@ -15,6 +15,7 @@ import numpy as np
 
 from kvrelay.transfer.base import BlockCopy, Pushed, ReceiverEvent, SenderDrained, SenderEvent, TransferFailed
 from kvrelay.transfer.checksums import PoolChecksums
+from kvrelay.transfer.counters import SenderCounters
 from kvrelay.transfer.plan import Copies
 from kvrelay.transfer.receiver_thread import ReceiverThread
 from kvrelay.transfer.wire import Bytes, encode_header
@@ -61,6 +62,7 @@ class MemorySender:
     def __init__(self, pool: Bytes, *, checksums: PoolChecksums | None = None) -> None:
         self._pool = pool
         self._checksums = checksums
+        self.counters = SenderCounters()
         self._queue: deque[tuple[str, str, Copies]] = deque()
         self._turn_is_due = False
 

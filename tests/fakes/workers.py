@@ -36,7 +36,7 @@ IDLE_OWNERS = {Owner.FREE.value, Owner.CACHED.value, "total"}
 
 
 def prefill_role(context: WorkerContext, config: WorkerConfig) -> Role:
-    return PrefillRole(context, make_senders(config.transfer, context.pool_bytes))
+    return PrefillRole(context, make_senders(config.transfer, context.pool_bytes), push_when=config.push_when)
 
 
 def decode_role(context: WorkerContext, config: WorkerConfig) -> Role:

@@ -121,9 +121,9 @@ class ReceiverHandoff:
         return self._num_silent_rounds
 
     @property
-    def num_resends(self) -> int:
-        """How often blocks were asked for again."""
-        return self._num_asked
+    def awaits_resend(self) -> bool:
+        """Whether blocks were asked for again, and the handoff is not complete yet."""
+        return self.state is ReceiverState.FILLING and self._num_asked > 0
 
     @property
     def num_missing(self) -> int:

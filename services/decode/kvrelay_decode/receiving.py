@@ -30,6 +30,8 @@ from kvrelay.protocol.messages import (
     SequenceUsage,
     TokenEntry,
 )
+from kvrelay.scheduling.plan import StepPlan
+from kvrelay.telemetry.handoffs import HandoffCourse, HandoffMeter
 from kvrelay.transfer.base import Landed, ReceiverEvent, TransferReceiver
 from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.requests import OpenRequests, deadline_of
@@ -43,6 +45,7 @@ from kvrelay_decode.wishes import Wishes
 
 log = logging.getLogger(__name__)
 
+WAITING = (machine.ReceiverState.ASKED, machine.ReceiverState.RESERVED, machine.ReceiverState.FILLING)
 RESEND_AFTER_S = 1.0
 """Blocks that did not land this long after the handoff message, and after the last block, are asked for again; then
 after twice this time, and so on."""
@@ -73,6 +76,8 @@ class Receiving:
         self._shares = Shares(context.pool.num_blocks)
         self._quarantine = Quarantine(has_ended)
         self._pairs: dict[PeerRef, str] = {}  # the transport that was last taken with a prefill worker
+        self._meter = HandoffMeter("decode", context.spec.block_bytes, context.instruments, context.metrics)
+        self._not_stepped: dict[SequenceKey, HandoffCourse] = {}  # committed, and in no step so far
         context.scheduler.gate = self._wishes.gate
 
     def start(self) -> None:
@@ -90,6 +95,11 @@ class Receiving:
         """Reservations in quarantine whose sender fell silent, without a proof so far that it cannot write."""
         return self._quarantine.num_lost
 
+    @property
+    def num_resent(self) -> int:
+        """Reservations that wait for blocks that they asked for again."""
+        return sum(request.handoff is not None and request.handoff.awaits_resend for request in self._requests.values())
+
     # -- from the role ------------------------------------------------------------------------------------------------
 
     def begin_drain(self) -> None:
@@ -103,6 +113,16 @@ class Receiving:
             if not self._grant(request, _machine_of(request)):
                 return
 
+    def planned(self, plan: StepPlan) -> None:
+        """A step begins: for some it is the first since their commit."""
+        if self._not_stepped:
+            for key in [key for key in self._not_stepped if key not in self._requests]:
+                del self._not_stepped[key]
+            for row in plan.rows:
+                course = self._not_stepped.pop(row.sequence.key, None)
+                if course is not None:
+                    self._meter.first_step(course, row.sequence.key)
+
     def made_room(self) -> None:
         """Blocks are free: for the scheduler, and for those that wait here."""
         self._context.steps.wake()
@@ -111,6 +131,8 @@ class Receiving:
     def give_up(self, request: DecodeRequest, reason: str) -> None:
         """Ends what is not committed yet. Prefill hears of it."""
         handoff = _machine_of(request)
+        if handoff.state in WAITING:
+            self._meter.failed("cancelled")
         if handoff.state is machine.ReceiverState.ASKED:
             self._refuse_wish(request, reason)
         else:
@@ -121,6 +143,8 @@ class Receiving:
         for request in list(self._requests.values()):
             if request.prefill == peer and request.handoff is not None:
                 self._drop_wish(request)
+                if request.handoff.state in WAITING:
+                    self._meter.failed("prefill_lost")
                 self._run(request, request.handoff.sender_lost())
         self._pairs.pop(peer, None)
         self._quarantine.lost(peer, time.monotonic(), replaced=replaced)
@@ -169,6 +193,7 @@ class Receiving:
             self._requests.send(prefill, key, Refused(reason=str(error)))
             return
         self._requests.add(request)
+        self._meter.asked(request.course)
         self._wishes.add(request)
         self.grant_wishes()
         if _machine_of(request).state is machine.ReceiverState.ASKED:
@@ -183,10 +208,13 @@ class Receiving:
             return
         match body:
             case Handoff():
+                self._meter.complete(request.course)
                 request.last_progress = time.monotonic()
                 self._run(request, request.handoff.handed(body))
             case Abort():  # one that crossed the commit changes nothing: the request is the router's to end from there
                 self._drop_wish(request)
+                if request.handoff.state in WAITING:
+                    self._meter.failed("aborted")
                 self._run(request, request.handoff.aborted())
             case Drained() if request.is_quarantined:
                 self._quarantine.drained(key)
@@ -261,6 +289,8 @@ class Receiving:
             endpoint=receiver.endpoint,
         )
         self._send_prefill(request, granted)
+        self._meter.granted(request.course, request.transport)
+        request.course.num_blocks = len(blocks) - first_block
         self._context.steps.wake()  # local prompts may have been held back for it
         return True
 
@@ -317,10 +347,13 @@ class Receiving:
                 self.made_room()
             case machine.AskForMissing(reservation, blocks, number, corrupted):
                 self.totals["resends"] += 1
+                request.course.num_resends += 1
                 resend = Resend(reservation=reservation, blocks=list(blocks), number=number, corrupted=corrupted)
                 self._send_prefill(request, resend)
             case machine.TellReleased(reservation, reason, transport_failed):
-                self.totals["failed_transfers"] += transport_failed
+                if transport_failed:
+                    self.totals["failed_transfers"] += 1
+                    self._meter.failed("transfer")
                 released = Released(reservation=reservation, reason=reason, transport_failed=transport_failed)
                 self._send_prefill(request, released)
 
@@ -338,6 +371,8 @@ class Receiving:
         self._settle(request)
         self._by_reservation.pop(handoff.reservation, None)
         self._send_prefill(request, Committed(reservation=handoff.reservation))
+        self._meter.committed(request.course, sequence.key)
+        self._not_stepped[sequence.key] = request.course
         self._stream.put(sequence.router, _first_entry(request, handoff))
         self.totals["handoffs_committed"] += 1
         self.grant_wishes()  # those that waited for this prefix

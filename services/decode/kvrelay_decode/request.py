@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay.scheduling.sequence import Sequence
+from kvrelay.telemetry.handoffs import HandoffCourse
 from kvrelay_decode.handoff import ReceiverHandoff, ReceiverState
 
 
@@ -24,6 +25,7 @@ class DecodeRequest:
     first_index: int = 0  # of the first token that this attempt sends
     arrival: int = 0  # counts up; who came first is served first
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    course: HandoffCourse = field(default_factory=HandoffCourse)
 
     @property
     def is_quarantined(self) -> bool:

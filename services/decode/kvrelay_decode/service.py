@@ -85,6 +85,7 @@ class DecodeRole:
             "queued_tokens": sum(sequence.num_tokens for sequence in scheduler.waiting),
             "tombstones": len(self._requests.tombstones),
             "sender_lost": self._receiving.num_lost,
+            "resent": self._receiving.num_resent,
         }
 
     def totals(self) -> dict[str, float]:
@@ -154,6 +155,7 @@ class DecodeRole:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def _planned(self, plan: StepPlan) -> None:
+        self._receiving.planned(plan)
         for sequence in plan.recomputed:
             self._requests[sequence.key].prompt_logprobs.clear()
 

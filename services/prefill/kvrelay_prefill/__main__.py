@@ -17,7 +17,7 @@ def make_role(context: WorkerContext, config: WorkerConfig) -> PrefillRole:
         ucx_transports=config.nixl_transports,
         checksums=config.transfer_checksums,
     )
-    return PrefillRole(context, senders)
+    return PrefillRole(context, senders, push_when=config.push_when)
 
 
 if __name__ == "__main__":

@@ -19,10 +19,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
 
 from kvrelay.protocol.messages import FirstToken, Granted, PeerRef
 from kvrelay.transfer.base import BlockCopy
 from kvrelay.worker.transitions import IllegalTransition, moved
+
+PushWhen = Literal["chunk", "prompt"]
+"""Whether blocks leave as soon as their chunk is computed, or all after the last one."""
 
 
 class SenderState(StrEnum):
@@ -160,7 +164,8 @@ class _Grant:
 class SenderHandoff:
     """The machine. `blocks` are the sequence's blocks in order, all of them held before decode is asked."""
 
-    def __init__(self, decode: PeerRef | None) -> None:
+    def __init__(self, decode: PeerRef | None, push_when: PushWhen = "chunk") -> None:
+        self._push_when = push_when
         self.state = SenderState.QUEUED
         self.reservation = Reservation.NONE
         self.decode = decode
@@ -367,6 +372,8 @@ class SenderHandoff:
         """Whatever is complete, granted and not pushed yet; after the last of it, the handoff message."""
         grant = self._grant
         if grant is None or self.state not in (SenderState.COMPUTING, SenderState.SENDING):
+            return []
+        if self._push_when == "prompt" and self.state is SenderState.COMPUTING:
             return []
         start = grant.first_block + grant.num_pushed
         ready = list(range(start, min(self._num_complete, grant.first_block + len(grant.slots))))

@@ -40,6 +40,7 @@ from kvrelay.protocol.messages import (
 from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.sequence import Sequence
+from kvrelay.telemetry.handoffs import HandoffCourse, HandoffMeter
 from kvrelay.transfer.base import Pushed, SenderDrained, SenderEvent, TransferFailed, TransferSender
 from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.requests import OpenRequests, deadline_of
@@ -63,6 +64,7 @@ class PrefillRequest:
     held: set[int] = field(default_factory=set)
     reservations: set[str] = field(default_factory=set)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    course: HandoffCourse = field(default_factory=HandoffCourse)
 
 
 class PrefillRole:
@@ -70,7 +72,11 @@ class PrefillRole:
 
     name = "prefill"
 
-    def __init__(self, context: WorkerContext, senders: dict[str, TransferSender]) -> None:
+    def __init__(
+        self, context: WorkerContext, senders: dict[str, TransferSender], *, push_when: machine.PushWhen = "chunk"
+    ) -> None:
+        self._push_when = push_when
+        self._meter = HandoffMeter(self.name, context.spec.block_bytes, context.instruments, context.metrics)
         self._context = context
         self._senders = senders
         self._offers = TransportOffers(senders)
@@ -114,10 +120,11 @@ class PrefillRole:
 
     def queues(self) -> dict[str, int]:
         queues = {state.value: 0 for state in machine.SenderState if state is not machine.SenderState.RELEASED}
-        queues |= {"awaiting_grant": 0, "deferred": 0, "awaiting_router": 0}
+        queues |= {"awaiting_grant": 0, "deferred": 0, "granted": 0, "awaiting_router": 0}
         waiting = {
             machine.Reservation.ASKED: "awaiting_grant",
             machine.Reservation.DEFERRED: "deferred",
+            machine.Reservation.GRANTED: "granted",
             machine.Reservation.REFUSED: "awaiting_router",
         }
         for request in self._requests.values():
@@ -130,7 +137,11 @@ class PrefillRole:
         }
 
     def totals(self) -> dict[str, float]:
-        return dict(self._totals)
+        counters = [sender.counters for sender in self._senders.values()]
+        return self._totals | {
+            "push_messages": sum(each.num_messages for each in counters),
+            "push_runs": sum(each.num_runs for each in counters),
+        }
 
     def begin_drain(self) -> None:
         self._requests.draining = True
@@ -149,6 +160,7 @@ class PrefillRole:
             if request.sequence.router == peer:
                 self._cancel(key, f"the router is gone: {reason}")
             elif request.handoff.decode == peer:
+                self._meter.failed("decode_lost")
                 self._run(key, request.handoff.decode_lost(peer, f"{peer.peer_id}: {reason}"))
 
     # -- messages -----------------------------------------------------------------------------------------------------
@@ -165,7 +177,26 @@ class PrefillRole:
         if request is None:
             self._answer_for_unknown(event.header, event.peer, body)
             return
+        self._measure(request, event.peer, body)
         self._run(key, self._to_machine(request.handoff, event.peer, body))
+
+    def _measure(self, request: PrefillRequest, peer: PeerRef, body: AnyBody) -> None:
+        handoff = request.handoff
+        if peer != handoff.decode:
+            return  # about a reservation that was given up before
+        match body:
+            case Granted():
+                self._meter.granted(request.course, body.transport)
+            case Refused():
+                self._meter.failed("refused")
+            case Released():
+                self._meter.failed("transfer" if body.transport_failed else "released")
+            case Committed() if handoff.state is machine.SenderState.HANDED:
+                self._meter.committed(request.course, request.sequence.key)
+            case Resend():
+                request.course.num_resends += 1
+            case _:
+                pass
 
     def _to_machine(self, handoff: machine.SenderHandoff, peer: PeerRef, body: AnyBody) -> list[machine.Instruction]:
         match body:
@@ -209,9 +240,9 @@ class PrefillRole:
         sequence = self._requests.queue(header, router, body.prompt, prefill_only=True)
         if sequence is None:
             return
-        handoff = machine.SenderHandoff(body.decode)
+        handoff = machine.SenderHandoff(body.decode, self._push_when)
         if self._context.events is not None:
-            self._context.events.watch("sender", sequence.key, handoff, body.decode)
+            self._context.events.watch("sender", sequence.key, handoff, body.decode, self._push_when)
         self._requests.add(PrefillRequest(sequence, body.prompt, handoff, deadline_of(body.prompt)))
         self._totals["requests"] += 1
         self._totals["prompt_blocks"] += blocks_for(sequence.num_tokens, self._context.spec.block_size)
@@ -257,6 +288,7 @@ class PrefillRole:
             self._hold(request, request.handoff.blocks)
             self._context.scheduler.abort(sequence.key)  # its blocks are the handoff's from here on
         self._context.steps.forget(sequence.key)
+        self._meter.complete(request.course)
         self._run(sequence.key, request.handoff.prefilled(message))
 
     def _failed(self, sequences: list[Sequence], cause: str) -> None:
@@ -280,6 +312,7 @@ class PrefillRole:
                 self._forget_reservation(request, event.reservation)
                 self._run(key, request.handoff.drained(event.reservation))
             case TransferFailed():
+                self._meter.failed("transfer")
                 self._note_failure(request.handoff, event)
                 self._run(key, request.handoff.transfer_failed(event.reservation, event.cause))
 
@@ -300,6 +333,7 @@ class PrefillRole:
         key, router = request.sequence.key, request.sequence.router
         match instruction:
             case machine.AskDecode(decode):
+                self._meter.asked(request.course)
                 self._requests.send(decode, key, self._reserve(request, decode))
             case machine.AskRouter(reason, excluded):
                 self._requests.send(router, key, NeedDecode(reason=reason, excluded=list(excluded)))
@@ -307,7 +341,9 @@ class PrefillRole:
                 self._know_reservation(request, reservation)
                 self._hold(request, [copy.source for copy in copies])
                 self._senders[transport].push(reservation, endpoint, copies)
+                self._meter.pushed(request.course, len(copies))
             case machine.SendHandoff(decode, reservation, num_blocks, resend):
+                request.course.is_handed = True
                 self._requests.send(decode, key, self._handoff_message(request, reservation, num_blocks, resend))
             case machine.AbortTransfer(reservation, transport):
                 self._know_reservation(request, reservation)

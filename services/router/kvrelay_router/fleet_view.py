@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+import msgspec
+
 from kvrelay.fleet import WorkerRecord
 from kvrelay.protocol.messages import PeerRef, Status
 from kvrelay_router.dispatch.interface import ModelLimits
@@ -204,6 +206,7 @@ def _describe(known: KnownWorker, own: WorkerLoad, is_live: bool, now: float) ->
         "blocks": dict(status.blocks) if status is not None else {},
         "swap": dict(status.swap) if status is not None else {},
         "totals": dict(status.totals) if status is not None else {},
+        "histograms": msgspec.to_builtins(status.histograms) if status is not None else {},
         "live": is_live,
         "age_s": round(now - known.heard_at, 3) if known.heard_at is not None else None,
     }

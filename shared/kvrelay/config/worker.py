@@ -40,6 +40,11 @@ class WorkerConfig(CommonConfig):
         default=False,
         description="send a checksum with each KV block; decode verifies it and asks again for a block that fails",
     )
+    push_when: Literal["chunk", "prompt"] = Field(
+        default="chunk",
+        description="prefill sends a prompt's KV blocks as soon as each chunk is computed; or all after the last chunk, "
+        "to measure what sending meanwhile is worth",
+    )
     nixl_transports: str = Field(
         default="",
         pattern=r"^[a-z0-9_,^:]*$",

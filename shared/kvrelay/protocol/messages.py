@@ -273,8 +273,18 @@ class StatusQuery(Body, frozen=True, kw_only=True, tag="status_query"):
     query: int
 
 
+class HistogramReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`counts[i]` values were at most `bounds[i]` and above the bound before; the last of the counts, above all."""
+
+    unit: str
+    bounds: list[float]
+    counts: list[int]
+    total: float
+
+
 class Status(Body, frozen=True, kw_only=True, tag="status"):
-    """P,D>R: queues, blocks by owner, totals since the start, and the host's swap space (slots: total, used)."""
+    """P,D>R: queues, blocks by owner, totals and histograms since the start, and the host's swap space (slots: total,
+    used)."""
 
     query: int
     draining: bool
@@ -282,6 +292,7 @@ class Status(Body, frozen=True, kw_only=True, tag="status"):
     blocks: dict[str, int]
     totals: dict[str, float]
     swap: dict[str, int] = {}
+    histograms: dict[str, HistogramReport] = {}
 
 
 class Alive(Body, frozen=True, kw_only=True, tag="alive"):

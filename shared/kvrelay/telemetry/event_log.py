@@ -40,13 +40,13 @@ KINDS = {
         "SenderHandoff",
         (
             "scheduled", "computed", "prefilled", "granted", "deferred", "refused", "decode_lost", "released",
-            "committed", "resend", "reassigned", "cancel", "transfer_failed", "drained",
+            "committed", "resend", "reassigned", "cancel", "pushed", "transfer_failed", "drained",
         ),
     ),
     "receiver": MachineKind(
         "kvrelay_decode.handoff",
         "ReceiverHandoff",
-        ("granted", "landed", "handed", "overdue", "aborted", "cancel", "sender_lost", "drained", "not_adopted"),
+        ("granted", "landed", "corrupted", "handed", "overdue", "aborted", "cancel", "sender_lost", "drained", "not_adopted"),
     ),
     "attempts": MachineKind("kvrelay_router.dispatch.attempt", "SequenceAttempts", ("handle",)),
 }  # fmt: skip

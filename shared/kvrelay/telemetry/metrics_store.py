@@ -1,8 +1,8 @@
 """What each step and each sequence took, as JSON lines in a file that plots can read.
 
-One line a step, one line a sequence when it ends, and a few events a step; nothing per token. Times are in seconds,
-`at` is seconds since the epoch. Writing goes through a buffer that is flushed once a second at most, so a step costs
-some microseconds.
+One line a step, one line a sequence when it ends, one line a handoff, and a few events a step; nothing per token. Times
+are in seconds, `at` is seconds since the epoch. Writing goes through a buffer that is flushed once a second at most, so
+a step costs some microseconds.
 """
 
 from __future__ import annotations
@@ -72,7 +72,27 @@ class SequenceRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="sequenc
     finish: FinishReason | None  # None: it left before its end (handed over, cancelled, failed)
 
 
-Record = StepRecord | SequenceRecord | StepEvent
+class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="handoff"):
+    """One handoff as one side saw it, written when it was over there: on prefill `at` the commit, on decode `at` the
+    first step with the sequence. See `kvrelay.telemetry.handoffs` for the times; `num_tail_blocks` is prefill's.
+    """
+
+    at: float
+    request: str
+    attempt: int
+    sequence: int
+    role: str
+    transport: str
+    num_blocks: int
+    num_bytes: int
+    num_tail_blocks: int
+    num_resends: int
+    grant_wait_s: float
+    duration_s: float
+    exposed_s: float
+
+
+Record = StepRecord | SequenceRecord | StepEvent | HandoffRecord
 _decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
 
 
@@ -194,6 +214,12 @@ class MetricsStore:
                 finish,
             )
         )
+
+    def handoff(self, record: HandoffRecord) -> None:
+        """A handoff is over on this worker."""
+        if not self._file.closed:  # the last ones may end after the last step
+            self._write(record)
+            self._flush_sometimes(self._clock())
 
     def close(self) -> None:
         """Writes what is left. Idempotent."""

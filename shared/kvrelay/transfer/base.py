@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvrelay.transfer.counters import SenderCounters
+
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
@@ -72,6 +74,7 @@ class TransferSender(Protocol):
     """Pushes blocks out of a pool. One per process and transport."""
 
     name: str
+    counters: SenderCounters
 
     def start(self, on_event: Callable[[SenderEvent], None]) -> None:
         """Must be called on the event loop's thread, which then gets the events."""

@@ -14,6 +14,8 @@ class SenderCounters:
 
     num_messages: int = 0
     num_blocks: int = 0
+    num_runs: int = 0
+    """Neighbours on both sides count as one: the descriptors that a write needs."""
     num_bytes: int = 0
     num_direct_bytes: int = 0
     """Of `num_bytes`, those read from the pool itself, not from a copy."""

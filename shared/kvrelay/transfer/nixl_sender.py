@@ -203,6 +203,7 @@ class _NixlCourier:
         num_bytes = len(copies) * self._region.block_bytes
         self._counters.num_messages += 1
         self._counters.num_blocks += len(copies)
+        self._counters.num_runs += copies.num_runs
         self._counters.num_bytes += num_bytes
         self._counters.num_direct_bytes += num_bytes
         self._in_flight.append(_InFlight(loan, write, self._moved_at))

@@ -47,6 +47,12 @@ class Copies:
     def __len__(self) -> int:
         return int(self.indices.size)
 
+    @property
+    def num_runs(self) -> int:
+        """Of blocks that are neighbours on both sides."""
+        is_next = (np.diff(self.sources) == 1) & (np.diff(self.slots) == 1)
+        return len(self) - int(np.count_nonzero(is_next))
+
     def take(self, rows: slice | Indices) -> Copies:
         """The copies in these rows."""
         return Copies(self.indices[rows], self.sources[rows], self.slots[rows])

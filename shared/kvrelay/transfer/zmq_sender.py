@@ -156,6 +156,7 @@ class _ZmqCourier:
         socket.send(zmq.Frame(view, copy=False))
         self._counters.num_messages += 1
         self._counters.num_blocks += len(copies)
+        self._counters.num_runs += copies.num_runs
         self._counters.num_bytes += view.nbytes
         self._counters.num_direct_bytes += view.nbytes if piece.direct else 0
         return events

@@ -16,6 +16,8 @@ from kvrelay.protocol.messages import PeerRef
 from kvrelay.scheduling.base import Scheduler
 from kvrelay.scheduling.blocks import BlockManager
 from kvrelay.telemetry.event_log import EventLog
+from kvrelay.telemetry.instruments import Instruments
+from kvrelay.telemetry.metrics_store import MetricsStore
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 
 
@@ -30,6 +32,8 @@ class WorkerContext:
     scheduler: Scheduler
     steps: StepLoop
     messenger: Messenger
+    instruments: Instruments
+    metrics: MetricsStore | None
     events: EventLog | None = None
 
 

@@ -32,6 +32,7 @@ from kvrelay.scheduling.cost import fit
 from kvrelay.scheduling.prefill_delay import DelayerSettings, LocalExchange
 from kvrelay.scheduling.registry import make_scheduler
 from kvrelay.telemetry.event_log import EventLog
+from kvrelay.telemetry.instruments import Instruments
 from kvrelay.telemetry.metrics_store import MetricsStore
 from kvrelay.worker.context import Role, WorkerContext
 from kvrelay.worker.membership import Membership
@@ -66,6 +67,7 @@ class WorkerShell:
         self._stop = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._events: EventLog | None = None
+        self._instruments = Instruments()
         self._routers: dict[str, PeerRef] = {}  # those that ask for reports, by their ids
 
     async def serve(self) -> None:
@@ -128,7 +130,8 @@ class WorkerShell:
             fingerprint=spec.fingerprint,
             settings=LinkSettings(alive_interval_s=config.peer_interval_s, peer_timeout_s=config.peer_timeout_s),
         )
-        self.steps = StepLoop(runner, self.scheduler, self._metrics_store(), overlap=config.overlap)
+        metrics = self._metrics_store()
+        self.steps = StepLoop(runner, self.scheduler, metrics, overlap=config.overlap)
         context = WorkerContext(
             spec=spec,
             pool=self.pool,
@@ -138,6 +141,8 @@ class WorkerShell:
             steps=self.steps,
             messenger=self.messenger,
             events=self._events,
+            instruments=self._instruments,
+            metrics=metrics,
         )
         self.role = self._make_role(context, config)
         self.role.start()
@@ -275,7 +280,9 @@ class WorkerShell:
             queues=self.role.queues(),
             blocks=self._blocks(),
             swap=self._swap(),
+            histograms={name: histogram.report() for name, histogram in self._instruments.histograms()},
             totals=self.role.totals()
+            | self._sums()
             | {
                 "steps": totals.num_steps,
                 "steps_ahead": totals.num_steps_ahead,
@@ -288,6 +295,14 @@ class WorkerShell:
             }
             | (self.delayer.status() if self.delayer is not None else {}),
         )
+
+    def _sums(self) -> dict[str, float]:
+        """Of the counters, by name and value of their attribute."""
+        return {
+            f"{name.removeprefix('kvrelay.').replace('.', '_')}.{value}": amount
+            for name, counter in self._instruments.counters()
+            for value, amount in counter.sums.items()
+        }
 
     def _blocks(self) -> dict[str, int]:
         blocks = {owner.value: count for owner, count in self.pool.counts().items()}

@@ -9,7 +9,7 @@ import pytest
 
 from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.protocol.sampling import FinishReason, Sampling
-from kvrelay.telemetry.metrics_store import Record, SequenceRecord, StepRecord, read_metrics
+from kvrelay.telemetry.metrics_store import HandoffRecord, Record, SequenceRecord, StepRecord, read_metrics
 from tests.fakes.hash_runner import HashRunner
 from tests.fakes.workers import LocalWorker, StubRouter
 
@@ -63,6 +63,18 @@ def test_each_sequence_has_its_course(records: dict[str, list[Record]]) -> None:
         assert one.finish is FinishReason.LENGTH
         assert (one.num_prompt_tokens, one.num_output_tokens) == (40, 9)
         assert one.tpot_s is not None and one.tpot_s > 0
+
+
+def test_each_handoff_is_told_by_both_sides(records: dict[str, list[Record]]) -> None:
+    handoffs = {role: [r for r in found if isinstance(r, HandoffRecord)] for role, found in records.items()}
+    for role, found in handoffs.items():
+        assert [(one.request, one.role, one.transport) for one in found] == [(f"r{i}", role, "zmq") for i in range(3)]
+        for one in found:
+            assert (one.num_blocks, one.num_resends) == (3, 0)
+            assert one.num_bytes > 0 and one.exposed_s >= 0
+            assert 0 <= one.grant_wait_s <= one.duration_s
+    for sent, taken in zip(handoffs["prefill"], handoffs["decode"], strict=True):
+        assert sent.num_bytes == taken.num_bytes
 
 
 def test_a_line_that_a_crash_cut_off_is_left_out(tmp_path: Path) -> None:

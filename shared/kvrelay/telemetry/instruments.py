@@ -1,0 +1,84 @@
+"""Counters and histograms of one process, to be read at any moment by whoever exports them.
+
+Recorded per request or handoff, never per token or block. Names follow OpenTelemetry's manner (as in
+`kvrelay.handoff.duration`, with the unit beside it), so that an exporter has nothing to translate. Not thread-safe:
+written on the event loop's thread.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter as Tally
+from collections.abc import Iterator
+
+from kvrelay.protocol.messages import HistogramReport
+
+SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+BYTES = tuple(float(4**power) for power in range(6, 18))
+"""4 KiB to 16 GiB."""
+GIGABYTES_PER_SECOND = (0.001, 0.01, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
+
+
+class Histogram:
+    """Counts of values by fixed bounds: bucket `i` holds those at most `bounds[i]`, the last one all above."""
+
+    def __init__(self, unit: str, bounds: tuple[float, ...]) -> None:
+        if list(bounds) != sorted(set(bounds)):
+            raise ValueError("bounds rise")
+        self.unit = unit
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def record(self, value: float) -> None:
+        """Takes a value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def report(self) -> HistogramReport:
+        """As it travels."""
+        return HistogramReport(unit=self.unit, bounds=list(self.bounds), counts=list(self.counts), total=self.total)
+
+
+class Counter:
+    """Sums by one attribute, whose values are few and known (causes, transports)."""
+
+    def __init__(self, attribute: str) -> None:
+        self.attribute = attribute
+        self.sums: Tally[str] = Tally()
+
+    def add(self, value: str, amount: int = 1) -> None:
+        """Adds to the sum of this value of the attribute."""
+        self.sums[value] += amount
+
+
+class Instruments:
+    """All of a process, by name."""
+
+    def __init__(self) -> None:
+        self._histograms: dict[str, Histogram] = {}
+        self._counters: dict[str, Counter] = {}
+
+    def histogram(self, name: str, unit: str, bounds: tuple[float, ...]) -> Histogram:
+        """A new one. Raises ValueError for a name that is taken."""
+        self._claim(name)
+        self._histograms[name] = made = Histogram(unit, bounds)
+        return made
+
+    def counter(self, name: str, attribute: str) -> Counter:
+        """A new one. Raises ValueError for a name that is taken."""
+        self._claim(name)
+        self._counters[name] = made = Counter(attribute)
+        return made
+
+    def histograms(self) -> Iterator[tuple[str, Histogram]]:
+        """By name."""
+        return iter(sorted(self._histograms.items()))
+
+    def counters(self) -> Iterator[tuple[str, Counter]]:
+        """By name."""
+        return iter(sorted(self._counters.items()))
+
+    def _claim(self, name: str) -> None:
+        if name in self._histograms or name in self._counters:
+            raise ValueError(f"there is an instrument {name} already")

@@ -1,0 +1,84 @@
+"""What workers report of their handoffs, and what is left to send when a prompt's last chunk is done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvrelay.fleet.embedded import EmbeddedRedis
+from kvrelay.protocol.messages import Reassign, Status
+from kvrelay.protocol.sampling import Sampling
+from kvrelay.telemetry.metrics_store import HandoffRecord, read_metrics
+from tests.component.workers.rig import fleet, prompt_of, run
+from tests.fakes.hash_runner import HashRunner, expected_tokens
+from tests.fakes.workers import LocalWorker
+
+pytestmark = pytest.mark.component
+GREEDY = Sampling(temperature=0.0, max_tokens=10, ignore_eos=True)
+CHUNK_TOKENS, BLOCK_TOKENS = 64, 16
+
+
+@pytest.fixture(scope="module")
+def redis_url() -> Iterator[str]:
+    with EmbeddedRedis() as redis:
+        yield redis.url
+
+
+def report(worker: LocalWorker) -> Status:
+    return worker.shell._status(1)
+
+
+@pytest.mark.parametrize("push_when", ["chunk", "prompt"])
+def test_after_the_last_chunk_only_its_own_blocks_are_outstanding_whatever_the_prompt(
+    redis_url: str, push_when: str, tmp_path: Path
+) -> None:
+    lengths = [64, 128, 192, 320, 448]
+
+    async def test() -> None:
+        runners = [HashRunner(step_s=0.05), HashRunner()]  # decode has answered before the second chunk
+        settings = {"push_when": push_when, "token_budget": CHUNK_TOKENS, "max_running": 8}
+        path = str(tmp_path / "{worker_id}.jsonl")
+        async with fleet(redis_url, [], runners[1:], **settings) as f:
+            prefill = LocalWorker(redis_url, "prefill", runners[0], worker_id="p", metrics_file=path, **settings)
+            f.prefill.append(prefill)
+            await prefill.start()
+            for length in lengths:
+                prompt = prompt_of(length)
+                got = await f.router.prefill(prefill.me, f.decode[0].me, f"r{length}", prompt, GREEDY).finished()
+                assert got.output == expected_tokens(prompt, GREEDY, 512)
+
+    run(test)
+    handoffs = [record for record in read_metrics(tmp_path / "p.jsonl") if isinstance(record, HandoffRecord)]
+    assert [record.num_blocks for record in handoffs] == [length // BLOCK_TOKENS for length in lengths]
+    whole = [record.num_blocks for record in handoffs]
+    of_a_chunk = [CHUNK_TOKENS // BLOCK_TOKENS] * len(lengths)
+    assert [record.num_tail_blocks for record in handoffs] == (of_a_chunk if push_when == "chunk" else whole)
+
+
+def test_both_sides_report_times_sizes_and_failures_by_cause(redis_url: str) -> None:
+    async def test() -> None:
+        async with fleet(redis_url, [HashRunner()], [HashRunner(), HashRunner()]) as f:
+            for number in range(4):
+                got = f.router.prefill(f.prefill[0].me, f.decode[0].me, f"r{number}", prompt_of(50, number), GREEDY)
+                await got.finished()
+            f.decode[1].shell.role.begin_drain()
+            refused = f.router.prefill(f.prefill[0].me, f.decode[1].me, "refused", prompt_of(60), GREEDY)
+            await refused.until(lambda r: bool(r.need_decode))
+            f.router.send(f.prefill[0].me, "refused", Reassign(decode=f.decode[0].me))
+            await refused.finished()
+            await f.until_clean()
+            for worker in (f.prefill[0], f.decode[0]):
+                found = report(worker).histograms
+                for name in ("duration", "grant_wait", "exposed", "size", "rate"):
+                    assert sum(found[f"kvrelay.handoff.{name}"].counts) == 5, name
+                block_bytes = worker.shell.pool.num_blocks and worker.runner.pool_bytes.shape[1]
+                assert found["kvrelay.handoff.size"].total == 5 * 4 * block_bytes
+            totals = report(f.prefill[0]).totals
+            assert totals["handoff_failures.refused"] == 1
+            assert totals["push_runs"] <= totals["pushed_blocks"] == 20
+            queues = report(f.decode[0]).queues
+            assert (queues["resent"], report(f.prefill[0]).queues["granted"]) == (0, 0)
+
+    run(test)

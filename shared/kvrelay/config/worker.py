@@ -42,8 +42,8 @@ class WorkerConfig(CommonConfig):
     )
     push_when: Literal["chunk", "prompt"] = Field(
         default="chunk",
-        description="prefill sends a prompt's KV blocks as soon as each chunk is computed; or all after the last chunk, "
-        "to measure what sending meanwhile is worth",
+        description="prefill sends a prompt's KV blocks as each chunk is computed; or all after the last chunk, to "
+        "measure what sending meanwhile is worth",
     )
     nixl_transports: str = Field(
         default="",

@@ -37,7 +37,8 @@ class HandoffMeter:
     """For one role. Blocks are of `block_bytes` bytes.
 
     `duration` is from the question for slots to the commit; `exposed` is what is left of it after the last chunk: on
-    prefill from the chunk's end to the commit's arrival, on decode from the handoff message to the first step. `rate` is bytes by the time from the grant to the commit, in which prefill may still have computed.
+    prefill from the chunk's end to the commit's arrival, on decode from the handoff message to the first step. `rate`
+    is bytes by the time from the grant to the commit, in which prefill may still have computed.
     """
 
     def __init__(

@@ -1,0 +1,142 @@
+"""What of a handoff a client can feel: from the end of the last chunk to decode's first step with the request.
+
+`kvrelay up` with the demo model, one prefill and one decode worker, for each transport and for both values of
+`--push-when`: `chunk` sends blocks while the prompt is being computed, `prompt` all of them after the last chunk.
+Prompts are random tokens, so that nothing is cached; one request at a time; lengths and modes take turns, so that a
+busy machine is unfair to all alike. The first turn is thrown away. The times are those of the workers' metrics files.
+
+The slope is that of a straight line through a turn's times over its prompt lengths.
+
+    python -m benchmarks.handoff [--repeats 9] [--write benchmarks/results/handoff.md]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.transfer import has_nixl
+from kvrelay.telemetry.metrics_store import HandoffRecord, read_metrics
+from tests.fakes.stack import Stack
+
+LENGTHS = (512, 1024, 2048, 4096, 8176)
+"""The last one leaves room for the output in the model's 8192."""
+MODES = ("chunk", "prompt")
+VOCABULARY = range(3, 2048)
+NUM_OUTPUT = 4
+
+
+@dataclass(slots=True)
+class Series:
+    """Of one transport and mode, by prompt length: one exposed time per turn, in ms, and what was sent after the chunk."""
+
+    exposed_ms: dict[int, list[float]] = field(default_factory=lambda: {length: [] for length in LENGTHS})
+    tail_kib: dict[int, list[float]] = field(default_factory=lambda: {length: [] for length in LENGTHS})
+
+    @property
+    def slopes_us(self) -> list[float]:
+        """Microseconds a token, one per turn."""
+        turns = zip(*(self.exposed_ms[length] for length in LENGTHS), strict=True)
+        return [1e3 * float(np.polyfit(LENGTHS, turn, 1)[0]) for turn in turns]
+
+
+def measure(transport: str, repeats: int, flags: Sequence[str]) -> dict[str, Series]:
+    """Both modes of one transport, in turns."""
+    rng = random.Random(transport)
+    with tempfile.TemporaryDirectory() as folder:
+        paths = {mode: Path(folder) / mode for mode in MODES}
+        with ExitStack() as running:
+            stacks = {}
+            for mode, path in paths.items():
+                metrics = str(path / "{worker_id}.jsonl")
+                own = ("--transfer", transport, "--push-when", mode, "--metrics-file", metrics)
+                stacks[mode] = running.enter_context(Stack(None, path, *own, *flags))
+            for turn in range(repeats + 1):
+                for length in LENGTHS:
+                    for stack in stacks.values():
+                        stack.complete(rng.choices(VOCABULARY, k=length), NUM_OUTPUT, ignore_eos=True)
+                print(f"{transport}: turn {turn} of {repeats}", file=sys.stderr)
+        return {mode: read(path) for mode, path in paths.items()}
+
+
+def read(folder: Path) -> Series:
+    """The exposed times of a stack that has ended, without its first turn."""
+    records = [
+        record
+        for path in sorted(folder.glob("*.jsonl"))
+        for record in read_metrics(path)
+        if isinstance(record, HandoffRecord)
+    ]
+    first_steps = {record.request: record.at for record in records if record.role == "decode"}
+    sent = sorted((record for record in records if record.role == "prefill"), key=lambda record: record.at)
+    series = Series()
+    for number, record in enumerate(sent):
+        if number >= len(LENGTHS):
+            length = LENGTHS[number % len(LENGTHS)]
+            last_chunk = record.at - record.exposed_s
+            series.exposed_ms[length].append(1e3 * (first_steps[record.request] - last_chunk))
+            series.tail_kib[length].append(record.num_bytes / record.num_blocks * record.num_tail_blocks / 1024)
+    return series
+
+
+def report(results: dict[str, dict[str, Series]], repeats: int, load: float) -> str:
+    """The results as a Markdown page."""
+    lines = [
+        "# What of a handoff is exposed",
+        "",
+        "From the end of a prompt's last chunk (512 tokens) to the decode worker's first step with the request: ms, "
+        f"median (min to max) of {repeats} turns, and what was still to be sent after the chunk. `kvrelay up` with the "
+        "demo model in float32 (4 KiB of KV a token), one request at a time.",
+        f"Machine: {platform.machine()}, {os.cpu_count()} cores, shared, load average {load:.1f} before the run; "
+        f"Python {platform.python_version()}. Repeat with `python -m benchmarks.handoff`.",
+        "",
+        "| transport | sent | " + " | ".join(f"{length} tokens" for length in LENGTHS) + " | slope, µs a token |",
+        "|---|---|" + "--:|" * (len(LENGTHS) + 1),
+    ]
+    for transport, by_mode in results.items():
+        for mode, series in by_mode.items():
+            words = "with each chunk" if mode == "chunk" else "after the last"
+            cells = [
+                f"{spread(series.exposed_ms[length])}; {statistics.median(series.tail_kib[length]):,.0f} KiB"
+                for length in LENGTHS
+            ]
+            lines.append(f"| {transport} | {words} | " + " | ".join(cells) + f" | {spread(series.slopes_us, 2)} |")
+    return "\n".join(lines) + "\n"
+
+
+def spread(figures: list[float], digits: int = 1) -> str:
+    """Median (min-max)."""
+    return f"{statistics.median(figures):.{digits}f} ({min(figures):.{digits}f} to {max(figures):.{digits}f})"
+
+
+def main() -> None:
+    """Reads the flags, measures, shows the page, and writes it where asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--threads", type=int, help="of each worker (default: an equal share of the cores)")
+    parser.add_argument("--write", type=Path)
+    arguments = parser.parse_args()
+    load = os.getloadavg()[0]
+    flags = ("--threads", str(arguments.threads)) if arguments.threads else ()
+    transports = ("zmq", "nixl") if has_nixl() else ("zmq",)
+    page = report(
+        {transport: measure(transport, arguments.repeats, flags) for transport in transports}, arguments.repeats, load
+    )
+    sys.stdout.write(page)
+    if arguments.write is not None:
+        arguments.write.write_text(page)
+
+
+if __name__ == "__main__":
+    main()

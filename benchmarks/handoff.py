@@ -39,7 +39,7 @@ NUM_OUTPUT = 4
 
 @dataclass(slots=True)
 class Series:
-    """Of one transport and mode, by prompt length: one exposed time per turn, in ms, and what was sent after the chunk."""
+    """Of one transport and mode, by prompt length, one figure a turn: ms exposed, KiB sent after the last chunk."""
 
     exposed_ms: dict[int, list[float]] = field(default_factory=lambda: {length: [] for length in LENGTHS})
     tail_kib: dict[int, list[float]] = field(default_factory=lambda: {length: [] for length in LENGTHS})

@@ -6,7 +6,7 @@ One push of scattered blocks, from the call of `push` in the one process to the 
 yardstick copies as many blocks, one by one, out of a pool that both processes map; the others send a copy of it that
 lies in ordinary memory, as a worker's pool does. The first run of each is thrown away, and runs of all contenders take
 turns, so that a busy machine is unfair to all alike. NIXL takes part where it is installed, as this transport uses it
-and as its examples do (`naive_nixl.py`).
+and as its examples do (`naive_nixl.py`). With checksums, both ends take a CRC-32 of every block.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import numpy as np
 
 from benchmarks.naive_nixl import NaiveReceiver, NaiveSender
 from kvrelay.transfer.base import BlockCopy, Landed, ReceiverEvent, TransferReceiver, TransferSender
+from kvrelay.transfer.checksums import PoolChecksums
 from kvrelay.transfer.nixl_agent import import_api
 from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender, TransportUnavailable
 from kvrelay.transfer.wire import Bytes
@@ -46,10 +47,19 @@ class Contender:
     title: str
     transport: str
     words: tuple[str, ...] | None = None
+    checksums: bool = False
 
 
-ZMQ = (Contender("zmq, Unix socket", "zmq"), Contender("zmq, TCP loopback", "zmq", ("address",)))
-NIXL = (Contender("nixl", "nixl"), Contender("nixl, naive", "naive"))
+ZMQ = (
+    Contender("zmq, Unix socket", "zmq"),
+    Contender("zmq, Unix socket, checksums", "zmq", checksums=True),
+    Contender("zmq, TCP loopback", "zmq", ("address",)),
+)
+NIXL = (
+    Contender("nixl", "nixl"),
+    Contender("nixl, checksums", "nixl", checksums=True),
+    Contender("nixl, naive", "naive"),
+)
 
 
 @dataclass(frozen=True)
@@ -57,6 +67,7 @@ class PushOrder:
     """What the sending process is asked to push. Without a transport it ends."""
 
     transport: str = ""
+    checksums: bool = False
     reservation: str = ""
     endpoint: dict[str, str] = field(default_factory=dict)
     sources: tuple[int, ...] = ()
@@ -87,18 +98,22 @@ def send_as_ordered(memory_name: str, block_bytes: int, with_nixl: bool, orders:
     memory = SharedMemory(memory_name)
 
     async def serve(pool: Bytes) -> None:
-        senders: dict[str, TransferSender] = {"zmq": ZmqSender(pool)}
-        if with_nixl:
-            senders["nixl"] = NixlSender(pool)
+        senders: dict[tuple[str, bool], TransferSender] = {}
+        for checksums in (None, PoolChecksums(pool)):
+            senders["zmq", checksums is not None] = ZmqSender(pool, checksums=checksums)
+            if with_nixl:
+                senders["nixl", checksums is not None] = NixlSender(pool, checksums=checksums)
         naive = NaiveSender(pool) if with_nixl else None
         for sender in senders.values():
             sender.start(lambda event: None)
         while (order := await asyncio.to_thread(orders.recv)).transport:
             pairs = zip(order.sources, order.slots, strict=True)
             copies = [BlockCopy(index, source, slot) for index, (source, slot) in enumerate(pairs)]
-            nixl = senders.get("nixl")
+            nixl = senders.get(("nixl", False))
             orders.send((time.monotonic(), nixl.counters.post_s if isinstance(nixl, NixlSender) else 0.0))
-            pusher = naive if order.transport == "naive" and naive is not None else senders[order.transport]
+            pusher = (
+                naive if order.transport == "naive" and naive is not None else senders[order.transport, order.checksums]
+            )
             pusher.push(order.reservation, order.endpoint, copies)
         for sender in senders.values():
             sender.close()
@@ -171,7 +186,11 @@ class Pair:
         receiver = self.receivers.get(contender.transport)
         if receiver is not None:
             receiver.admit(reservation, 0, slots)
-        self.orders.send(PushOrder(contender.transport, reservation, self.endpoint_for(contender), sources, slots))
+        self.orders.send(
+            PushOrder(
+                contender.transport, contender.checksums, reservation, self.endpoint_for(contender), sources, slots
+            )
+        )
         num_landed = 0
         async with asyncio.timeout(PUSH_TIMEOUT_S):
             while num_landed < len(slots):

@@ -121,6 +121,11 @@ class ReceiverHandoff:
         return self._num_silent_rounds
 
     @property
+    def awaits_blocks(self) -> bool:
+        """Whether the handoff message came, and blocks or the answer to a question for them did not."""
+        return self.state is ReceiverState.FILLING and self._handoff is not None
+
+    @property
     def awaits_resend(self) -> bool:
         """Whether blocks were asked for again, and the handoff is not complete yet."""
         return self.state is ReceiverState.FILLING and self._num_asked > 0
@@ -188,7 +193,7 @@ class ReceiverHandoff:
 
     def overdue(self) -> list[Instruction]:
         """The handoff came a while ago, and blocks or the answer to a question are still missing."""
-        if self.state is not ReceiverState.FILLING or self._handoff is None:
+        if not self.awaits_blocks:
             return []
         if self._num_silent_rounds == MAX_SILENT_ROUNDS:
             cause = f"{len(self._missing)} blocks did not come, although asked for {MAX_SILENT_ROUNDS} times"

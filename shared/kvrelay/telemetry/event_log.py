@@ -46,7 +46,10 @@ KINDS = {
     "receiver": MachineKind(
         "kvrelay_decode.handoff",
         "ReceiverHandoff",
-        ("granted", "landed", "corrupted", "handed", "overdue", "aborted", "cancel", "sender_lost", "drained", "not_adopted"),
+        (
+            "granted", "landed", "corrupted", "handed", "overdue", "aborted", "cancel", "sender_lost", "drained",
+            "not_adopted",
+        ),
     ),
     "attempts": MachineKind("kvrelay_router.dispatch.attempt", "SequenceAttempts", ("handle",)),
 }  # fmt: skip

@@ -465,10 +465,11 @@ def granted(reservation: str) -> Granted:
 
 
 @pytest.mark.parametrize("one_sided", [True, False])
-def test_a_missing_block_is_asked_for_again_only_where_a_double_can_be_refused(one_sided: bool) -> None:
+def test_a_missing_block_is_asked_for_again_and_a_late_double_awaited_where_it_cannot_be_refused(
+    one_sided: bool,
+) -> None:
     """A late write over a one-sided transport would land after its double, when the slot may have another owner."""
-    receiver = decode.ReceiverHandoff()
-    receiver.granted("r", 0, 2, needs_quarantine=one_sided)
-    receiver.landed("r", [0])
-    receiver.handed(Handoff(reservation="r", index=0, token_id=1, num_tokens=5, num_blocks=2))
-    assert receiver.overdue() == ([] if one_sided else [decode.AskForMissing("r", (1,))])
+    receiver = filling(one_sided=one_sided)
+    assert receiver.overdue() == [decode.AskForMissing("r", (1, 2), 1, corrupted=False)]
+    committed = [type(each) for each in receiver.landed("r", [1, 2])]
+    assert committed == ([] if one_sided else [decode.StopReceiving, decode.Commit])

@@ -108,10 +108,14 @@ def _release_without_draining(self: prefill.SenderHandoff) -> list[prefill.Instr
     return []
 
 
-def _ask_for_late_ones_too(self: decode.ReceiverHandoff) -> list[decode.Instruction]:
-    if self.state is not decode.ReceiverState.FILLING or self._handoff is None or not self._missing:
+def _push_late_ones_too(
+    self: prefill.SenderHandoff, reservation: str, indices: list[int], number: int = 0, *, corrupted: bool = False
+) -> list[prefill.Instruction]:
+    grant = self._grant
+    if grant is None or grant.reservation != reservation:
         return []
-    return [decode.AskForMissing(self.reservation, tuple(self._missing))]
+    grant.resend = grant.answered = number
+    return [*self._push_indices(grant, list(indices)), self._handoff(grant)]
 
 
 def _drained_says_nothing(self: prefill.SenderHandoff, reservation: str) -> list[prefill.Instruction]:
@@ -146,8 +150,8 @@ BUGS = {
     "a grant is dropped with writes in flight": (
         prefill.SenderHandoff, "_drop_grant", _release_without_draining, "cancel", "which is free or another's",
     ),
-    "a late block is asked for again": (
-        decode.ReceiverHandoff, "overdue", _ask_for_late_ones_too, "resend", "which a running sequence reads",
+    "a late block is pushed again beside itself": (
+        prefill.SenderHandoff, "resend", _push_late_ones_too, "resend", "which a running sequence reads",
     ),
     "Drained is not sent": (prefill.SenderHandoff, "drained", _drained_says_nothing, "cancel", "a good end"),
     "a refusal is not passed on": (prefill.SenderHandoff, "refused", _refused_asks_nobody, "deadline", "a good end"),

@@ -224,7 +224,7 @@ class World:
                 yield ("decode", who, key)
             elif machine is None and len(self._free(who)) >= self.size.num_blocks:
                 yield ("local", who, key)
-            if machine is not None and machine.state is D.FILLING and machine.overdue():
+            if machine is not None and machine.awaits_blocks:
                 if self._is_lost(machine) and not self.links.get((who, receiving.prefill)):
                     yield ("repeat", who, key)
                 elif self.budget.get("resend"):
@@ -482,8 +482,8 @@ class World:
                 return machine.released(source, reservation, "released")
             case "committed", (reservation,):
                 return machine.committed(reservation)
-            case "resend", (reservation, blocks):
-                return machine.resend(reservation, blocks)
+            case "resend", (reservation, blocks, number):
+                return machine.resend(reservation, blocks, number)
             case "reassign", (to,):
                 return machine.reassigned(peer(to) if to is not None else None)
         raise AssertionError(kind)
@@ -516,9 +516,10 @@ class World:
                     self._post(who, R, "need", key, excluded)
                 case prefill.PushBlocks(reservation, _, endpoint, copies):
                     self._push(who, sending, reservation, endpoint["d"], [(c.index, c.source, c.slot) for c in copies])
-                case prefill.SendHandoff(to, reservation, _):
+                case prefill.SendHandoff(to, reservation, _, resend):
                     assert sending.machine.first_token is not None
-                    self._post(who, to.peer_id, "handoff", key, reservation, sending.machine.first_token.index)
+                    index = sending.machine.first_token.index
+                    self._post(who, to.peer_id, "handoff", key, reservation, index, resend)
                 case prefill.AbortTransfer(reservation, _):
                     sending.aborting |= {reservation}
                 case prefill.SendAbort(to, reservation, _):
@@ -623,9 +624,14 @@ class World:
         assert receiving.machine is not None
         match kind:
             case "handoff":
-                index = more[0]
+                index, resend = more
                 body = Handoff(
-                    reservation=reservation, index=index, token_id=index, num_tokens=1, num_blocks=self.size.num_blocks
+                    reservation=reservation,
+                    index=index,
+                    token_id=index,
+                    num_tokens=1,
+                    num_blocks=self.size.num_blocks,
+                    resend=resend,
                 )
                 self._run_receiver(who, key, receiving.machine.handed(body))
             case "abort":
@@ -649,9 +655,9 @@ class World:
                     self._quarantine(who).add(key, peer(receiving.prefill), receiving.prefill)
                 case decode.FreeBlocks():
                     receiving.slots = ()
-                case decode.AskForMissing(reservation, blocks):
-                    self._post(who, receiving.prefill, "resend", key, reservation, blocks)
-                case decode.TellReleased(reservation, _):
+                case decode.AskForMissing(reservation, blocks, number):
+                    self._post(who, receiving.prefill, "resend", key, reservation, blocks, number)
+                case decode.TellReleased(reservation):
                     self._post(who, receiving.prefill, "released", key, reservation)
         if machine.state is D.FREED:
             del self.receivers[who][key]
@@ -747,7 +753,8 @@ class World:
 
     def _land(self, write: Write) -> None:
         self.writes -= {write}
-        _, d, reservation, index, _ = write
+        p, d, reservation, index, _ = write
+        self._tell_pushed(p, reservation, index)
         for key, found in list(self.receivers[d].items()):
             machine = found.machine
             if machine is not None and machine.reservation == reservation:
@@ -762,6 +769,11 @@ class World:
 
     def _lose(self, write: Write) -> None:
         self.writes -= {write}
+        self._tell_pushed(write[0], write[2], write[3])
+
+    def _tell_pushed(self, p: str, reservation: str, index: int) -> None:
+        for key in list(self.senders[p]):
+            self._run_sender(p, key, self._sending(p, key).machine.pushed(reservation, [index]))
 
 
 def _frozen_all(workers: Mapping[str, Mapping[SequenceKey, Sending | Receiving]]) -> Hashable:

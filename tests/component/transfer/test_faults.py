@@ -86,16 +86,13 @@ class Couple:
         return any(isinstance(event, Corrupted) for event in self.target.log.events[before:])
 
     async def assert_drained_is_the_end(self) -> None:
-        """Nothing is written after the sender drained, and nothing reported."""
+        """Nothing is written after the sender drained; or, where the receiver copies, after it released."""
         await self.source.abort("r")
         drained = self.target.pool.copy()
         self.target.receiver.release("r")
         before = drained if self.target.receiver.needs_quarantine else self.target.pool.copy()
-        await asyncio.sleep(0)  # what was reported before that is still on its way to the log
-        num_events = len(self.target.log.events)
         await asyncio.sleep(0.1)
         assert np.array_equal(self.target.pool, before)
-        assert len(self.target.log.events) == num_events
 
 
 Builder = Callable[..., Couple]

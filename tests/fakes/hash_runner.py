@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.engine.batch import ModelSpec, RowResult, SequenceKey, StepResult, WorkerBatch, WorkerRow
+from kvrelay.engine.batch import Candidates, ModelSpec, RowResult, SequenceKey, StepResult, WorkerBatch, WorkerRow
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 
 VOCAB_SIZE = 1000
@@ -33,6 +33,17 @@ def next_token(tokens: NDArray[np.int32], sampling: Sampling, sequence: int) -> 
     if number % 50 == 0 and not sampling.ignore_eos:
         return EOS_TOKEN_ID
     return 1 + number // 50 % (VOCAB_SIZE - 1)
+
+
+def next_candidates(tokens: NDArray[np.int32], sampling: Sampling, count: int) -> Candidates:
+    """The best continuations that a beam of these tokens has: deterministic, with close calls, and EOS now and then."""
+    digest = hashlib.blake2b(np.ascontiguousarray(tokens, "<i4").tobytes(), digest_size=8, key=b"beam").digest()
+    rng = np.random.default_rng(int.from_bytes(digest, "little"))
+    token_ids = 1 + rng.permutation(VOCAB_SIZE - 1)[:count].astype(np.int32)
+    if rng.random() < 0.3 and not sampling.ignore_eos:
+        token_ids[rng.integers(0, min(3, count))] = EOS_TOKEN_ID
+    logprobs = -0.2 - np.cumsum(rng.exponential(0.4, count))
+    return Candidates(token_ids, logprobs.astype(np.float32))
 
 
 def expected_tokens(prompt: Sequence[int], sampling: Sampling, max_model_len: int, sequence: int = 0) -> list[int]:
@@ -98,6 +109,10 @@ class HashRunner:
         if self.step_s:
             time.sleep(self.step_s)
         self._swap(batch)
+        if batch.copies:
+            sources, targets = [copy.source for copy in batch.copies], [copy.target for copy in batch.copies]
+            assert len({*sources, *targets}) == len(set(sources)) + len(targets), "a target is in another copy"
+            self.pool_bytes[targets] = self.pool_bytes[sources]
         rows = [self._run(row) for row in batch.rows]
         return StepResult(batch.step, rows, time.perf_counter() - started)
 
@@ -121,6 +136,9 @@ class HashRunner:
         if not row.sample:
             return RowResult(None)
         sampling = self._sequences[row.key]
+        if row.beam is not None:
+            assert np.array_equal(row.beam.history, read[:, 0])
+            return RowResult(None, candidates=next_candidates(read[:, 0], sampling, row.beam.num_candidates))
         token_id = next_token(read[:, 0], sampling, row.key[2])
         self._drawn[row.key] = token_id
         logprobs = TokenLogprobs(token_id, -1.0, [], []) if sampling.logprobs is not None else None

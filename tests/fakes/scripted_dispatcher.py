@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvrelay.protocol.sampling import FinishReason, TokenLogprobs
+from kvrelay.protocol.sampling import BeamResult, FinishReason, TokenLogprobs
 from kvrelay_router.dispatch.interface import (
     GenerateRequest,
     ModelLimits,
@@ -32,6 +32,7 @@ class Script:
     failure: RequestFailed | None = None
     end_silently: bool = False  # the last delta says no finish reason
     logprob: float = -0.5
+    beams: list[BeamResult] = field(default_factory=list)  # of a beam search: in one delta, without tokens
 
 
 def score(token_id: int, num_top: int, logprob: float = -0.5) -> TokenLogprobs:
@@ -77,6 +78,8 @@ class ScriptedHandle:
 
     def _plan(self, sequence: int, script: Script) -> list[SequenceDelta]:
         sampling = self.request.sampling
+        if script.beams:
+            return [SequenceDelta(sequence, [], cached_tokens=16, finish=script.beams[0].finish, beams=script.beams)]
         token_ids, finish = script.token_ids, script.finish
         if len(token_ids) > sampling.max_tokens:
             token_ids, finish = token_ids[: sampling.max_tokens], FinishReason.LENGTH
@@ -108,7 +111,7 @@ class ScriptedDispatcher:
     """Implements `Dispatcher`."""
 
     script: Callable[[GenerateRequest, int], Script]
-    model_limits: ModelLimits | None = field(default_factory=lambda: ModelLimits(512, 400))
+    model_limits: ModelLimits | None = field(default_factory=lambda: ModelLimits(512, 400, 64, 200, 16))
     is_ready: bool = True
     handles: list[ScriptedHandle] = field(default_factory=list)
     refuse_after: int | None = None  # submits before NoWorkerReady

@@ -24,7 +24,7 @@ from kvrelay.protocol.messages import (
     TokenBatch,
     pack_tokens,
 )
-from kvrelay.protocol.sampling import FinishReason, Sampling
+from kvrelay.protocol.sampling import BeamResult, FinishReason, Sampling
 from kvrelay.transfer.select import make_receivers, make_senders
 from kvrelay.worker.context import Role, WorkerContext
 from kvrelay.worker.shell import RoleFactory, WorkerShell
@@ -124,6 +124,7 @@ class Received:
     finish: FinishReason | None = None
     failed: str | None = None
     usage: SequenceUsage | None = None
+    beams: list[BeamResult] = field(default_factory=list)
     cached_tokens: int | None = None
     need_decode: list[NeedDecode] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -199,6 +200,7 @@ class StubRouter:
                 self._take(received, entry.index, entry.token_ids)
                 received.finish = entry.finish or received.finish
                 received.usage = entry.usage or received.usage
+                received.beams = entry.beams or received.beams
                 received.changed.set()
             return
         received = self.received[header.request, header.attempt, header.sequence]
@@ -207,6 +209,7 @@ class StubRouter:
                 received.first_from_prefill = not received.tokens
                 self._take(received, body.index, [body.token_id] if body.token_id is not None else [])
                 received.finish = body.finish or received.finish
+                received.beams = body.beams or received.beams
                 received.cached_tokens = body.cached_tokens
             case Failed():
                 received.failed = body.cause

@@ -33,6 +33,7 @@ from kvrelay.protocol.messages import (
 from kvrelay.scheduling.plan import StepPlan
 from kvrelay.telemetry.handoffs import HandoffCourse, HandoffMeter
 from kvrelay.transfer.base import Landed, ReceiverEvent, TransferReceiver
+from kvrelay.worker.candidates import unpack_candidates
 from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.requests import OpenRequests, deadline_of
 from kvrelay.worker.sequences import PromptRefused, make_sequence, sequence_key
@@ -40,7 +41,7 @@ from kvrelay_decode import handoff as machine
 from kvrelay_decode.quarantine import Quarantine
 from kvrelay_decode.request import DecodeRequest
 from kvrelay_decode.shares import Shares
-from kvrelay_decode.stream import TokenStream
+from kvrelay_decode.stream import TokenStream, entry_of
 from kvrelay_decode.wishes import Wishes
 
 log = logging.getLogger(__name__)
@@ -222,7 +223,8 @@ class Receiving:
                 pass  # nobody waits for it
 
     def _make_request(self, header: Header, prefill: PeerRef, body: Reserve) -> DecodeRequest:
-        sequence = make_sequence(header, body.prompt, body.router, self._context.spec)
+        max_running = self._context.scheduler.limits.max_running
+        sequence = make_sequence(header, body.prompt, body.router, self._context.spec, max_running)
         handoff = machine.ReceiverHandoff()
         if self._context.events is not None:
             self._context.events.watch("receiver", sequence.key, handoff)
@@ -360,10 +362,12 @@ class Receiving:
     def _commit(self, request: DecodeRequest, handoff: Handoff) -> None:
         sequence = request.sequence
         sequence.num_computed = sequence.num_tokens
-        sequence.tokens.append(handoff.token_id)
+        if handoff.token_id is not None:
+            sequence.tokens.append(handoff.token_id)
         self._context.blocks.change_owner(sequence, Owner.RUNNING)
         try:
-            self._context.steps.adopt(sequence)
+            candidates = unpack_candidates(handoff.candidates) if handoff.candidates is not None else None
+            output = self._context.steps.adopt(sequence, candidates)
         except (ValueError, OverflowError) as error:
             log.warning("a handoff could not be taken over: %s", error)
             self._run(request, _machine_of(request).not_adopted(str(error)))
@@ -375,6 +379,9 @@ class Receiving:
         self._not_stepped[sequence.key] = request.course
         self._stream.put(sequence.router, _first_entry(request, handoff))
         self.totals["handoffs_committed"] += 1
+        if output is not None:  # a beam search that ends with the prompt, which prefill saw differently
+            self._stream.put(sequence.router, entry_of(output))
+            self._requests.remove(sequence.key)
         self.grant_wishes()  # those that waited for this prefix
 
     def _settle(self, request: DecodeRequest) -> None:
@@ -403,7 +410,7 @@ def _first_entry(request: DecodeRequest, handoff: Handoff) -> TokenEntry:
         attempt=key[1],
         sequence=key[2],
         index=handoff.index,
-        token_ids=[handoff.token_id],
+        token_ids=[handoff.token_id] if handoff.token_id is not None else [],
         logprobs=[handoff.logprobs] if handoff.logprobs is not None else [],
         cached_tokens=handoff.cached_tokens,
         usage=SequenceUsage(prompt_blocks=received + cached, received_blocks=received, cached_blocks=cached),

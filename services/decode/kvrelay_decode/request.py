@@ -31,3 +31,8 @@ class DecodeRequest:
     def is_quarantined(self) -> bool:
         """Given up, and its slots may still be written."""
         return self.handoff is not None and self.handoff.state is ReceiverState.QUARANTINED
+
+    @property
+    def is_received(self) -> bool:
+        """On its way here: it will be committed, or end."""
+        return self.handoff is not None and self.handoff.state in (ReceiverState.RESERVED, ReceiverState.FILLING)

@@ -33,7 +33,7 @@ from kvrelay.worker.step_loop import StepCallbacks
 from kvrelay_decode import handoff as machine
 from kvrelay_decode.receiving import Receiving
 from kvrelay_decode.request import DecodeRequest
-from kvrelay_decode.stream import TokenStream
+from kvrelay_decode.stream import TokenStream, entry_of
 
 log = logging.getLogger(__name__)
 
@@ -173,21 +173,9 @@ class DecodeRole:
         self._receiving.grant_wishes()
 
     def _entry(self, request: DecodeRequest, output: SequenceOutput) -> TokenEntry:
-        key = output.sequence.key
-        is_first = output.index == request.first_index and request.handoff is None
-        usage = self._local_usage(request) if is_first else None
-        return TokenEntry(
-            request=key[0],
-            attempt=key[1],
-            sequence=key[2],
-            index=output.index,
-            token_ids=[output.token_id] if output.token_id is not None else [],
-            logprobs=[output.logprobs] if output.logprobs is not None else [],
-            prompt_logprobs=request.prompt_logprobs if is_first else [],
-            cached_tokens=output.sequence.num_cached_tokens if is_first else None,
-            finish=output.finish,
-            usage=usage,
-        )
+        if request.handoff is None and output.index == request.first_index:
+            return entry_of(output, request.prompt_logprobs, self._local_usage(request))
+        return entry_of(output)
 
     def _local_usage(self, request: DecodeRequest) -> SequenceUsage:
         size = self._context.spec.block_size

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvrelay.protocol.messages import PeerRef, TokenBatch, TokenEntry
+from kvrelay.protocol.messages import PeerRef, SequenceUsage, TokenBatch, TokenEntry
+from kvrelay.protocol.sampling import TokenLogprobs
+from kvrelay.scheduling.plan import SequenceOutput
 
 
 class TokenStream:
@@ -32,3 +34,23 @@ class TokenStream:
         pending, self._pending = self._pending, {}
         for router, entries in pending.items():
             self._send(router, TokenBatch(entries=entries))
+
+
+def entry_of(
+    output: SequenceOutput, prompt_logprobs: list[TokenLogprobs] | None = None, usage: SequenceUsage | None = None
+) -> TokenEntry:
+    """What a step gave a sequence. With `usage` it is the first that comes of a prompt that was computed here."""
+    key = output.sequence.key
+    return TokenEntry(
+        request=key[0],
+        attempt=key[1],
+        sequence=key[2],
+        index=output.index,
+        token_ids=[output.token_id] if output.token_id is not None else [],
+        logprobs=[output.logprobs] if output.logprobs is not None else [],
+        prompt_logprobs=prompt_logprobs or [],
+        cached_tokens=output.sequence.num_cached_tokens if usage is not None else None,
+        finish=output.finish,
+        usage=usage,
+        beams=output.beams,
+    )

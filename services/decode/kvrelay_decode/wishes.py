@@ -77,7 +77,11 @@ class Wishes:
         return None
 
     def gate(self, sequence: Sequence) -> str:
-        """Asked by the scheduler before it admits a local prompt: an older handoff that waits for room goes first."""
+        """Asked by the scheduler before it admits a local prompt: what is being received will run, and an older handoff
+        that waits for room goes first. O(requests)."""
+        num_receiving = sum(each.sequence.num_slots for each in self._requests.values() if each.is_received)
+        if self._scheduler.num_slots + num_receiving + sequence.num_slots > self._scheduler.limits.max_running:
+            return "what is being received takes the rest of max_running"
         local = self._requests.get(sequence.key)
         if sequence.num_preemptions or local is None:
             return ""
@@ -111,10 +115,18 @@ class Wishes:
         scheduler, pool, sequence = self._scheduler, self._blocks.pool, request.sequence
         if self._yields(request):
             return False
-        if num_open >= scheduler.limits.max_running:
+        if num_open + self._num_more_beams() + sequence.num_slots > scheduler.limits.max_running:
             return False
         # Running sequences grow: a block for each of them keeps a new one from preempting at once, and what the
         # scheduler expects them to take keeps it from doing so later.
         headroom = max(len(scheduler.running) + 1, scheduler.num_headroom_blocks) if num_open else 0
+        if sequence.sampling.beams is not None:
+            headroom += sequence.num_slots  # each beam's next token
         num_missing = blocks_for(sequence.num_tokens, pool.block_size) - num_cached
         return num_missing + headroom <= pool.num_available - num_cached
+
+    def _num_more_beams(self) -> int:
+        """Running sequences that the open requests are, beyond one each. O(requests)."""
+        return sum(
+            request.sequence.num_slots - 1 for key, request in self._requests.items() if key not in self._waiting
+        )

@@ -9,7 +9,7 @@ import logging
 import time
 from dataclasses import dataclass, field
 
-from kvrelay.engine.batch import SequenceKey
+from kvrelay.engine.batch import Candidates, SequenceKey
 from kvrelay.kv.pool import Owner
 from kvrelay.kv.table import blocks_for
 from kvrelay.process_identity import own_identity
@@ -42,6 +42,7 @@ from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.telemetry.handoffs import HandoffCourse, HandoffMeter
 from kvrelay.transfer.base import Pushed, SenderDrained, SenderEvent, TransferFailed, TransferSender
+from kvrelay.worker.candidates import pack_candidates
 from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.requests import OpenRequests, deadline_of
 from kvrelay.worker.sequences import sequence_key
@@ -65,6 +66,7 @@ class PrefillRequest:
     reservations: set[str] = field(default_factory=set)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     course: HandoffCourse = field(default_factory=HandoffCourse)
+    candidates: Candidates | None = None  # that follow the prompt of a beam search
 
 
 class PrefillRole:
@@ -282,8 +284,11 @@ class PrefillRole:
             prompt_logprobs=request.prompt_logprobs,
             cached_tokens=sequence.num_cached_tokens,
             finish=output.finish,
+            beams=output.beams,
         )
-        self._requests.send(sequence.router, sequence.key, message)
+        request.candidates = output.candidates
+        if output.candidates is None or output.finish is not None:  # of a beam search the router gets its end alone
+            self._requests.send(sequence.router, sequence.key, message)
         if output.finish is None:
             self._hold(request, request.handoff.blocks)
             self._context.scheduler.abort(sequence.key)  # its blocks are the handoff's from here on
@@ -370,7 +375,8 @@ class PrefillRole:
 
     def _handoff_message(self, request: PrefillRequest, reservation: str, num_blocks: int, resend: int) -> Handoff:
         first = request.handoff.first_token
-        assert first is not None and first.token_id is not None
+        candidates = request.candidates
+        assert first is not None and (first.token_id is not None or candidates is not None)
         return Handoff(
             reservation=reservation,
             index=first.index,
@@ -380,6 +386,7 @@ class PrefillRole:
             logprobs=first.logprobs,
             cached_tokens=first.cached_tokens,
             resend=resend,
+            candidates=pack_candidates(candidates) if candidates is not None else None,
         )
 
     def _hold(self, request: PrefillRequest, blocks: list[int]) -> None:

@@ -140,8 +140,14 @@ class FleetView:
         records = records or [known.record for known in self._workers.values() if not known.refused]
         if not records:
             return None
+        knows_beams = all(record.max_running for record in records)
+        decode = [record for record in records if record.role == "decode" and knows_beams]
         return ModelLimits(
-            min(record.max_model_len for record in records), min(record.vocab_size for record in records)
+            min(record.max_model_len for record in records),
+            min(record.vocab_size for record in records),
+            min((record.max_running for record in decode), default=0),
+            min((record.num_blocks for record in decode), default=0),
+            min((record.block_size for record in decode), default=0),
         )
 
     def describe(self, live: frozenset[str], now: float) -> list[dict[str, Any]]:

@@ -127,6 +127,10 @@ class WorkerConfig(CommonConfig):
         description="share of the output still allowed to running sequences that admission leaves room for, at first; "
         "it adapts. 0: none",
     )
+    gang_samples: bool = Field(
+        default=True,
+        description="whether the n samples of a request lose and get back their blocks together, as beams always do",
+    )
 
     prefill_delayer: bool = Field(
         default=False,
@@ -187,6 +191,7 @@ class WorkerConfig(CommonConfig):
             retraction=self.retraction,
             new_token_ratio=self.new_token_ratio,
             preemption=self.preemption,
+            gang_samples=self.gang_samples,
         )
 
     @property

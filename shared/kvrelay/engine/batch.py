@@ -22,11 +22,24 @@ Int32Array = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
+class BeamRow:
+    """What a beam's row gives in place of a token: its `num_candidates` most likely continuations.
+
+    `history` is all of its tokens, of which the first `num_prompt` are the prompt: penalties look at them.
+    """
+
+    num_candidates: int
+    history: Int32Array
+    num_prompt: int
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerRow:
     """One sequence's part in a step: `len(token_ids)` tokens from `position` on.
 
     `block_ids` is the sequence's block table, long enough for position + len(token_ids) tokens; the K/V of the earlier
-    `position` tokens lie in it already. With `sample`, one token is drawn from the logits after the last token.
+    `position` tokens lie in it already. With `sample`, one token is drawn from the logits after the last token; with
+    `beam` the best candidates are found instead, and `key` is that of all beams of one request.
     With `follows_draw`, the last of `token_ids` is a placeholder: it stands for the token that was drawn last for this
     key, by a step that was in flight when the batch was made.
     """
@@ -38,6 +51,15 @@ class WorkerRow:
     sample: bool
     is_prefill: bool
     follows_draw: bool = False
+    beam: BeamRow | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """The K/V of block `source` goes to block `target` before any row of the step is computed."""
+
+    source: int
+    target: int
 
 
 class BlockCopies(NamedTuple):
@@ -52,21 +74,34 @@ NO_COPIES = BlockCopies()
 
 @dataclass(frozen=True, slots=True)
 class WorkerBatch:
-    """The rows of one step, prefill chunks first, and what is copied between pool and host before them.
+    """The rows of one step, prefill chunks first, and what is copied before them: between pool and host, then from
+    block to block (copy-on-write).
 
     A block that is copied out may be copied into, or written by a row, in the same step; a slot that is copied in is
-    in no copy out of the same step.
+    in no copy out of the same step. No target of a copy from block to block is a source, or another one's target.
     """
 
     step: int
     rows: Sequence[WorkerRow]
     swap_out: BlockCopies = NO_COPIES
     swap_in: BlockCopies = NO_COPIES
+    copies: Sequence[BlockCopy] = ()
 
     @property
     def num_tokens(self) -> int:
         """Tokens computed in this step."""
         return sum(len(row.token_ids) for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """A beam's most likely continuations, the likeliest first: tokens and float32 log-probabilities, both `[k]`.
+
+    Log-probabilities are of the model's distribution, with penalties, biases and minimum length applied to them.
+    """
+
+    token_ids: Int32Array
+    logprobs: NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +111,7 @@ class RowResult:
     token_id: int | None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    candidates: Candidates | None = None  # of a beam's row that samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +176,10 @@ class ModelRunner(Protocol):
         ...
 
     def execute(self, batch: WorkerBatch) -> StepResult:
-        """Runs one step: copies blocks out to the host, then in from there, then writes K/V of every row's tokens into
-        its blocks, attends, samples. There may be copies and no rows. Thread-safe against `add_sequence` and
-        `drop_sequence` from another thread. A sampled token joins the sampler's history, and is what a row of the next
-        batch with `follows_draw` is about.
+        """Runs one step: copies blocks out to the host, then in from there, then from block to block; then writes K/V
+        of every row's tokens into its blocks, attends, samples. There may be copies and no rows. Thread-safe against
+        `add_sequence` and `drop_sequence` from another thread. A sampled token joins the sampler's history, and is what
+        a row of the next batch with `follows_draw` is about.
 
-        Raises RowsFailed where some sequences alone are to blame."""
+        Raises RowsFailed where some sequences alone are to blame; the copies were made then."""
         ...

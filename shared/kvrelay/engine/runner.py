@@ -14,7 +14,17 @@ import torch
 from numpy.typing import NDArray
 
 from kvrelay.backends.base import AttentionBackend, PackedRows, allocate_pool
-from kvrelay.engine.batch import ModelSpec, RowResult, SequenceKey, StepResult, WorkerBatch, WorkerRow
+from kvrelay.engine.batch import (
+    BlockCopy,
+    Candidates,
+    ModelSpec,
+    RowResult,
+    SequenceKey,
+    StepResult,
+    WorkerBatch,
+    WorkerRow,
+)
+from kvrelay.engine.beams import best_candidates
 from kvrelay.engine.fingerprint import find_model_dir, fingerprint
 from kvrelay.engine.host_buffer import HostBuffer
 from kvrelay.engine.logprobs import token_logprobs
@@ -115,6 +125,7 @@ class TransformersRunner:
             IndexError: a copy names a block or a slot that there is not.
         """
         copy_s = self._host.swap(batch.swap_out, batch.swap_in)
+        self._copy_blocks(batch.copies)
         if not batch.rows:
             return StepResult(batch.step, [], 0.0, copy_s)
         started = time.perf_counter()
@@ -130,10 +141,11 @@ class TransformersRunner:
         hidden = self._model.hidden_states(token_ids.to(self._device), positions.to(self._device), step)
         prompt_logprobs = self._score_prompts(batch.rows, packed, hidden)
         sampled = self._sample(batch.rows, packed, hidden)
+        candidates = self._find_candidates(batch.rows, packed, hidden)
         results = []
         for index in range(len(batch.rows)):
             token_id, logprobs = sampled.get(index, (None, None))
-            results.append(RowResult(token_id, logprobs, prompt_logprobs.get(index, [])))
+            results.append(RowResult(token_id, logprobs, prompt_logprobs.get(index, []), candidates.get(index)))
         return StepResult(batch.step, results, time.perf_counter() - started, copy_s)
 
     def _token_ids(self, rows: Sequence[WorkerRow], packed: PackedRows) -> NDArray[np.int64]:
@@ -150,11 +162,10 @@ class TransformersRunner:
         self, rows: Sequence[WorkerRow], packed: PackedRows, hidden: torch.Tensor
     ) -> dict[int, tuple[int, TokenLogprobs | None]]:
         """Token and log-probability by row, of the rows that sample and are still known."""
-        wanted = [index for index, row in enumerate(rows) if row.sample]
+        wanted = [index for index, row in enumerate(rows) if row.sample and row.beam is None]
         if not wanted:
             return {}
-        last = torch.from_numpy(packed.query_starts[1:][wanted].astype(np.int64) - 1).to(self._device)
-        logits = self._model.logits(hidden[last])
+        logits = self._last_logits(wanted, packed, hidden)
         with self._lock:
             known = [at for at, index in enumerate(wanted) if rows[index].key in self._sampler]
             if not known:
@@ -165,6 +176,37 @@ class TransformersRunner:
             drawn = (packed.positions + packed.query_lens)[wanted].astype(np.int64)
             token_ids, logprobs = self._sampler.sample([rows[index].key for index in wanted], drawn, logits)
         return dict(zip(wanted, zip(token_ids.tolist(), logprobs, strict=True), strict=True))
+
+    def _find_candidates(
+        self, rows: Sequence[WorkerRow], packed: PackedRows, hidden: torch.Tensor
+    ) -> dict[int, Candidates]:
+        """Candidates by row, of the beams' rows that sample and are still known."""
+        wanted = [(index, row.key, row.beam) for index, row in enumerate(rows) if row.sample and row.beam is not None]
+        if not wanted:
+            return {}
+        logits = self._last_logits([index for index, _, _ in wanted], packed, hidden)
+        with self._lock:
+            known = [at for at, (_, key, _) in enumerate(wanted) if key in self._sampler]
+            if not known:
+                return {}
+            indices, keys, beams = zip(*(wanted[at] for at in known), strict=True)
+            if len(known) < len(wanted):
+                logits = logits[torch.tensor(known, device=self._device)]
+            positions = (packed.positions + packed.query_lens)[list(indices)].astype(np.int64)
+            found = best_candidates(self._sampler, keys, beams, positions, logits)
+        return dict(zip(indices, found, strict=True))
+
+    def _last_logits(self, rows: list[int], packed: PackedRows, hidden: torch.Tensor) -> torch.Tensor:
+        """The logits after the last token of these rows, `[rows, vocab]`."""
+        last = torch.from_numpy(packed.query_starts[1:][rows].astype(np.int64) - 1).to(self._device)
+        return self._model.logits(hidden[last])
+
+    def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """All copies at once; every source is read before any target is written."""
+        if copies:
+            sources = torch.tensor([copy.source for copy in copies], device=self._device)
+            targets = torch.tensor([copy.target for copy in copies], device=self._device)
+            self._pool.index_copy_(0, targets, self._pool.index_select(0, sources))
 
     def _score_prompts(
         self, rows: Sequence[WorkerRow], packed: PackedRows, hidden: torch.Tensor

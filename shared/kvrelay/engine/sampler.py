@@ -21,6 +21,9 @@ from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 
 Parameters = np.ndarray[tuple[int], np.dtype[np.void]]
 
+Seen = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]
+"""Tokens that came before, flat over all rows: the row, the token id, how often it came in the output."""
+
 
 class BadLogits(RowsFailed):
     """The model gave logits without a finite maximum (NaN or infinity) for the sequences in `keys`.
@@ -81,10 +84,32 @@ class Sampler:
             self._state.counts.append(counts[counts >= 0], token_ids[counts >= 0])
         return token_ids, _logprobs(parameters["logprobs"], logits, token_ids)
 
+    def adjust(
+        self, keys: Sequence[SequenceKey], positions: NDArray[np.int64], scores: torch.Tensor, seen: Seen
+    ) -> None:
+        """Applies penalties, biases and min_tokens to `scores`, `[rows, vocab]` float32, in place; draws nothing.
+
+        Keys may repeat. `seen`: what the rows' penalties look at. Raises KeyError for an unknown key.
+        """
+        slots, parameters = self._state.gather(keys)
+        if parameters["adjusted"].any():
+            if len(seen[0]):
+                self._penalise_seen(scores, parameters, seen)
+            self._add_biases(scores, slots)
+            self._forbid_ends(scores, slots, parameters, positions)
+
+    def penalises(self, keys: Sequence[SequenceKey]) -> NDArray[np.bool_]:
+        """By row, whether it has a penalty, `[rows]`. Raises KeyError for an unknown key."""
+        _, parameters = self._state.gather(keys)
+        penalised: NDArray[np.bool_] = (
+            (parameters["presence"] != 0) | (parameters["frequency"] != 0) | (parameters["repetition"] != 1)
+        )
+        return penalised
+
     def _most_likely(self, keys: Sequence[SequenceKey], logits: torch.Tensor) -> NDArray[np.int64]:
         logits = logits.float()  # torch is several times slower to find the best of 16-bit numbers
         best = logits.argmax(dim=-1)
-        _check_finite(keys, logits.gather(1, best[:, None])[:, 0])  # argmax finds a NaN before any number
+        check_finite(keys, logits.gather(1, best[:, None])[:, 0])  # argmax finds a NaN before any number
         return _to_numpy(best)
 
     def _draw(
@@ -95,7 +120,7 @@ class Sampler:
         positions: NDArray[np.int64],
         logits: torch.Tensor,
     ) -> NDArray[np.int64]:
-        _check_finite(keys, logits.amax(dim=-1))
+        check_finite(keys, logits.amax(dim=-1))
         work = logits.to(torch.float32, copy=True)
         self._penalise(work, parameters)
         self._add_biases(work, slots)
@@ -128,18 +153,20 @@ class Sampler:
         return token_ids
 
     def _penalise(self, logits: torch.Tensor, parameters: Parameters) -> None:
-        """Repetition scales seen tokens of prompt and output; presence and frequency subtract for output tokens."""
         some = np.flatnonzero(parameters["counts"] >= 0)
-        if not len(some):
-            return
-        which, token_ids, in_output = self._state.counts.seen(parameters["counts"][some])
-        where = (torch.from_numpy(some[which]).to(self._device), torch.from_numpy(token_ids).to(self._device))
-        rows = parameters[some]
-        repetition = torch.from_numpy(rows["repetition"][which]).to(self._device)
-        minus = rows["frequency"][which] * in_output + rows["presence"][which] * (in_output > 0)
-        seen = logits[where]
-        seen = torch.where(seen > 0, seen / repetition, seen * repetition)
-        logits[where] = seen - torch.from_numpy(minus.astype(np.float32)).to(self._device)
+        if len(some):
+            which, token_ids, in_output = self._state.counts.seen(parameters["counts"][some])
+            self._penalise_seen(logits, parameters, (some[which], token_ids, in_output))
+
+    def _penalise_seen(self, logits: torch.Tensor, parameters: Parameters, seen: Seen) -> None:
+        """Repetition scales seen tokens of prompt and output; presence and frequency subtract for output tokens."""
+        which, token_ids, in_output = seen
+        where = (torch.from_numpy(which).to(self._device), torch.from_numpy(token_ids).to(self._device))
+        repetition = torch.from_numpy(parameters["repetition"][which]).to(self._device)
+        minus = parameters["frequency"][which] * in_output + parameters["presence"][which] * (in_output > 0)
+        values = logits[where]
+        values = torch.where(values > 0, values / repetition, values * repetition)
+        logits[where] = values - torch.from_numpy(minus.astype(np.float32)).to(self._device)
 
     def _add_biases(self, logits: torch.Tensor, slots: NDArray[np.int64]) -> None:
         biases = self._state.biases(slots)
@@ -167,7 +194,8 @@ def _some_rows(tensor: torch.Tensor, chosen: NDArray[np.bool_]) -> torch.Tensor:
     return tensor[torch.from_numpy(np.flatnonzero(chosen)).to(tensor.device)]
 
 
-def _check_finite(keys: Sequence[SequenceKey], peaks: torch.Tensor) -> None:
+def check_finite(keys: Sequence[SequenceKey], peaks: torch.Tensor) -> None:
+    """Raises BadLogits for rows whose greatest logit, `[rows]`, is not finite."""
     finite = torch.isfinite(peaks)
     if not finite.all():
         raise BadLogits([key for key, fine in zip(keys, finite.tolist(), strict=True) if not fine])

@@ -73,7 +73,8 @@ class SamplerState:
         if not self._free:
             self._grow()
         slot = self._free.pop()
-        counts = self.counts.add(token_ids, num_prompt) if penalised else -1
+        # What a beam has written so far comes with each of its rows: there is nothing to remember.
+        counts = self.counts.add(token_ids, num_prompt) if penalised and sampling.beams is None else -1
         if sampling.logit_bias:
             ids, values = zip(*sorted(sampling.logit_bias.items()), strict=True)
             self._biases[slot] = SparseLogits(np.array(ids, np.int64), np.array(values, np.float32))

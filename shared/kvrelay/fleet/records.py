@@ -32,6 +32,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     num_blocks: int
     max_model_len: int
     vocab_size: int
+    max_running: int = 0
+    """Sequences that run at a time; 0 from a version that does not tell, which knows no beam search either."""
     slot: int = NO_SLOT
     draining: bool = False
     load: dict[str, float] = {}

@@ -18,6 +18,12 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
+def blocks_for_group(num_shared: int, longest: int, width: int, block_size: int) -> int:
+    """Blocks that `width` sequences of up to `longest` tokens take at most, if they share the first `num_shared`."""
+    num_full = num_shared // block_size
+    return num_full + width * (blocks_for(longest, block_size) - num_full)
+
+
 class BlockTable:
     """A sequence's blocks in order. Holds nothing in the pool: that is its sequence's business.
 
@@ -25,7 +31,7 @@ class BlockTable:
     batch that is being computed.
     """
 
-    def __init__(self, block_size: int, blocks: Sequence[int] = ()) -> None:
+    def __init__(self, block_size: int, blocks: Sequence[int] | NDArray[np.int32] = ()) -> None:
         self.block_size = block_size
         self._storage = np.empty(0, np.int32)
         self._num_blocks = 0

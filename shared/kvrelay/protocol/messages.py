@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.protocol.sampling import FinishReason, Sampling, TokenLogprobs
+from kvrelay.protocol.sampling import BeamResult, FinishReason, Sampling, TokenLogprobs
 
 PROTOCOL_VERSION = 1
 """Neighbouring versions talk to each other (rolling upgrades); others are refused."""
@@ -80,6 +80,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sampling: Sampling
     cache_salt: str = ""
     priority: int = 0
+    num_samples: int = 1  # that the request wants of this prompt; this is one of them
     timeout_s: float = 600.0  # what is left of the request's deadline when this is sent
 
     @property
@@ -153,7 +154,10 @@ class Reassign(Body, frozen=True, kw_only=True, tag="reassign"):
 
 
 class FirstToken(Body, frozen=True, kw_only=True, tag="first_token"):
-    """P>R: the first token (none when the prompt was only scored), with its index in the output."""
+    """P>R: the first token (none when the prompt was only scored), with its index in the output.
+
+    Of a beam search only its end, if it ends with the prompt: `finish` and `beams`.
+    """
 
     index: int
     token_id: int | None = None
@@ -161,22 +165,32 @@ class FirstToken(Body, frozen=True, kw_only=True, tag="first_token"):
     prompt_logprobs: list[TokenLogprobs] = []
     cached_tokens: int = 0
     finish: FinishReason | None = None
+    beams: list[BeamResult] = []
+
+
+class PackedCandidates(msgspec.Struct, frozen=True, array_like=True):
+    """What may follow the prompt of a beam search, the likeliest first: ids as int32, log-probabilities as float32."""
+
+    token_ids: bytes
+    logprobs: bytes
 
 
 class Handoff(Body, frozen=True, kw_only=True, tag="handoff"):
     """P>D: everything that decode needs beside the blocks. Sent after the first token was sampled.
 
+    A beam search has `candidates` in place of the token.
     Sent again, with its number in `resend`, when the pushes that a Resend asked for are complete.
     """
 
     reservation: str
     index: int  # the first token's index in the output
-    token_id: int
+    token_id: int | None = None
     num_tokens: int  # whose K/V lie in the blocks
     num_blocks: int  # that P pushed for this reservation
     logprobs: TokenLogprobs | None = None
     cached_tokens: int = 0
     resend: int = 0
+    candidates: PackedCandidates | None = None
 
 
 class Committed(Body, frozen=True, kw_only=True, tag="committed"):
@@ -230,7 +244,10 @@ class SequenceUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class TokenEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """New tokens of one sequence. `index` is the output index of the first of them."""
+    """New tokens of one sequence. `index` is the output index of the first of them.
+
+    Of a beam search an entry without tokens comes when it was handed over, and its `beams` with `finish` at the end.
+    """
 
     request: str
     attempt: int
@@ -242,6 +259,7 @@ class TokenEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cached_tokens: int | None = None
     finish: FinishReason | None = None
     usage: SequenceUsage | None = None
+    beams: list[BeamResult] = []
 
 
 class TokenBatch(Body, frozen=True, kw_only=True, tag="token_batch"):

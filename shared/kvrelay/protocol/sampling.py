@@ -3,8 +3,24 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Literal
 
 import msgspec
+
+EarlyStopping = bool | Literal["never"]
+
+
+class BeamSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A beam search in place of drawing. Names and meanings are those of `transformers`' generation.
+
+    `early_stopping`: True ends it with `width` finished texts; False when the best live beam, at its present length, is
+    worse than the worst of them; "never" only when it could not become better at any length.
+    """
+
+    width: int  # beams that live at a time
+    num_returned: int  # texts to answer with, at most `width`
+    length_penalty: float = 1.0  # a text's score is its log-probability / its tokens ** length_penalty
+    early_stopping: EarlyStopping = False
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -28,6 +44,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     min_tokens: int = 0  # no end-of-sequence or stop token before that many output tokens
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    beams: BeamSpec | None = None  # temperature, truncation and seed do not matter then
 
 
 class FinishReason(StrEnum):
@@ -46,3 +63,12 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     logprob: float
     top_ids: list[int]  # most likely first
     top_logprobs: list[float]
+
+
+class BeamResult(msgspec.Struct, frozen=True, array_like=True):
+    """A finished text of a beam search. `token_ids` includes the end token, if one ended it."""
+
+    token_ids: list[int]
+    score: float  # logprob / len(token_ids) ** length_penalty
+    logprob: float  # of all its tokens, after penalties and biases
+    finish: FinishReason

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
-from kvrelay.engine.batch import SequenceKey, StepResult
+from kvrelay.engine.batch import Candidates, SequenceKey, StepResult
 from kvrelay.scheduling.blocks import BlockManager
 from kvrelay.scheduling.cost import StepCost
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
@@ -46,6 +46,7 @@ class SchedulerSettings:
     first; 0 leaves none. `retraction`: who goes when blocks run out. `preemption`: what becomes of its K/V: computed
     again later, copied to the host and back, or what is estimated to take less time. `num_swap_slots`: blocks that fit
     the host's swap space. `swap_block_s`: seconds that copying a block takes one way, until steps have measured it.
+    `gang_samples`: whether the samples of a request go and come back together.
     """
 
     queue_order: QueueOrderName = "fcfs"
@@ -56,6 +57,7 @@ class SchedulerSettings:
     preemption: Preemption = "auto"
     num_swap_slots: int = 0
     swap_block_s: float = 0.0
+    gang_samples: bool = True
 
     def __post_init__(self) -> None:
         choices = {
@@ -150,6 +152,11 @@ class Scheduler(Protocol):
         ...
 
     @property
+    def num_slots(self) -> int:
+        """Running sequences, and those that beam searches among them will become: at most `max_running`."""
+        ...
+
+    @property
     def has_work(self) -> bool:
         """Whether any sequence waits or runs."""
         ...
@@ -162,8 +169,12 @@ class Scheduler(Protocol):
         """Queues a sequence. Raises ValueError for one that is known already."""
         ...
 
-    def adopt(self, sequence: Sequence) -> None:
-        """Takes over a sequence whose prompt's K/V is computed and whose blocks it holds as `running`."""
+    def adopt(self, sequence: Sequence, candidates: Candidates | None = None) -> SequenceOutput | None:
+        """Takes over a sequence whose prompt's K/V is computed and whose blocks it holds as `running`.
+
+        A beam search comes with the candidates that follow its prompt; its output is returned if they end it. Raises
+        ValueError for a sequence that is known already, and for candidates that are missing or out of place.
+        """
         ...
 
     def abort(self, key: SequenceKey) -> bool:

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
+from collections.abc import Sequence as Seq
 from typing import ClassVar, Self
 
-from kvrelay.engine.batch import RowResult, SequenceKey, StepResult
+from kvrelay.engine.batch import Candidates, RowResult, SequenceKey, StepResult
 from kvrelay.kv.cache import Cache
 from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay.scheduling.admission import NewTokenRatio
 from kvrelay.scheduling.base import AdmissionGate, PrefillGate, SchedulerLimits, SchedulerSettings, SwapUse
+from kvrelay.scheduling.beams import BeamGroup, BeamGroups
 from kvrelay.scheduling.blocks import BlockManager
 from kvrelay.scheduling.chunks import Chunks
 from kvrelay.scheduling.cost import StepCost
+from kvrelay.scheduling.gangs import Gangs
 from kvrelay.scheduling.orders import ORDERS
 from kvrelay.scheduling.plan import NeedsCommit, PlanDraft, PlannedRow, SequenceOutput, StepPlan
 from kvrelay.scheduling.prefixes import PrefixesInProgress
@@ -46,6 +50,8 @@ class BatchScheduler(ABC):
         self.waiting = WaitingQueue(ORDERS[settings.queue_order], blocks, self.in_progress, settings.queue_patience)
         self.running: dict[SequenceKey, Sequence] = {}
         self.swaps = Swapper(blocks, settings)
+        self.beams = BeamGroups(blocks, self.running, limits.eos_token_ids, limits.max_model_len)
+        self.gangs = Gangs()
         self.num_preemptions = 0
         self.new_token_ratio = NewTokenRatio(settings.new_token_ratio)
         self.chunks = self.make_chunks()
@@ -84,20 +90,30 @@ class BatchScheduler(ABC):
         self._enter(sequence)
         self.waiting.add(sequence)
 
-    def adopt(self, sequence: Sequence) -> None:
-        """Takes over a sequence whose prompt's K/V is computed and whose blocks it holds as `running`."""
+    def adopt(self, sequence: Sequence, candidates: Candidates | None = None) -> SequenceOutput | None:
+        """Takes over a sequence whose prompt's K/V is computed and whose blocks it holds as `running`.
+
+        A beam search comes with the candidates that follow its prompt; its output is returned if they end it.
+        """
+        if (sequence.sampling.beams is None) != (candidates is None or not len(candidates.token_ids)):
+            raise ValueError(f"sequence {sequence.key}: candidates belong to a beam search, and it to them")
         self._enter(sequence)
         sequence.state = SequenceState.RUNNING
         self.running[sequence.key] = sequence
+        if sequence.beams is not None and candidates is not None:
+            sequence.beams.offer(sequence, candidates)
+            output = self._advance_beams(sequence.beams)
+            return output if output is not None and output.finish is not None else None
         self._publish(sequence)
         self.blocks.adopt(sequence)
+        return None
 
     def abort(self, key: SequenceKey) -> bool:
         """Ends a sequence without output. One in a step in flight ends when that step is committed. Whether known."""
         sequence = self._sequences.get(key)
         if sequence is None:
             return False
-        if sequence.num_planned:
+        if sequence.num_planned or (sequence.beams is not None and sequence.beams.is_in_flight):
             sequence.abort_requested = True
         else:
             self._leave(sequence)
@@ -110,7 +126,12 @@ class BatchScheduler(ABC):
     @property
     def num_headroom_blocks(self) -> int:
         """Blocks that the running sequences are expected to take, beyond those they have. O(running) unless off."""
-        return self.new_token_ratio.headroom(self.running.values(), self.blocks)
+        return self.new_token_ratio.headroom(self.running.values(), self.blocks) + self.beams.num_claimed_blocks
+
+    @property
+    def num_slots(self) -> int:
+        """Running sequences, and those that beam searches among them will become."""
+        return len(self.running) + self.beams.num_claimed_slots
 
     @property
     def swap_use(self) -> SwapUse:
@@ -126,9 +147,15 @@ class BatchScheduler(ABC):
         if sequence.key in self._sequences:
             raise ValueError(f"sequence {sequence.key} is known already")
         self._sequences[sequence.key] = sequence
+        self.beams.enter(sequence)
+        if not self.settings.gang_samples:
+            sequence.gang = ""
+        self.gangs.enter(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
-        if sequence.state is SequenceState.RUNNING:
+        if sequence.state is SequenceState.RUNNING and sequence.beams is not None:
+            self._lose_beams(sequence.beams)  # no step behind the one that ended them was planned
+        elif sequence.state is SequenceState.RUNNING:
             self._stop_running(sequence)
             if sequence.num_planned:  # a step writes into its blocks: nobody else may have them before that landed
                 self._zombies.add(sequence)
@@ -139,6 +166,7 @@ class BatchScheduler(ABC):
         self.swaps.drop(sequence)
         sequence.state = SequenceState.FINISHED
         del self._sequences[sequence.key]
+        self.gangs.leave(sequence)
         if not self.running:
             self.new_token_ratio.idle()
 
@@ -162,6 +190,10 @@ class BatchScheduler(ABC):
             self._zombies.remove(sequence)
             self.blocks.free(sequence)
         return False
+
+    def _lose_beams(self, group: BeamGroup) -> None:
+        self.beams.leave(group)
+        self.waiting.prefixes_changed(self.in_progress.give_up(group.leader.key))
 
     # -- the decision -------------------------------------------------------------------------------------------------
 
@@ -197,6 +229,7 @@ class BatchScheduler(ABC):
         if self._uncommitted[-1] is not plan:
             raise RuntimeError(f"step {plan.step} is not the last one planned")
         self._uncommitted.pop()
+        self.blocks.copies.cancelled(plan.copies)
         for row in plan.rows:
             self._row_is_over(row)
 
@@ -205,7 +238,7 @@ class BatchScheduler(ABC):
         if self._admitted_ahead:
             draft.admitted = [*self._admitted_ahead, *draft.admitted]
             self._admitted_ahead = []
-        plan = draft.finish(self._step, self.swaps.seal(draft))
+        plan = draft.finish(self._step, self.swaps.seal(draft), self.blocks.copies.plan())
         if self.prefill_gate is not None:
             self.prefill_gate.passed(len(self.running), len(plan.admitted) - len(draft.returning))
         for row in plan.rows:
@@ -263,18 +296,28 @@ class BatchScheduler(ABC):
             return "decodes were preempted in this step"
         if not self.waiting:
             return "queue empty"
-        if len(self.running) >= self.limits.max_running:
+        num_slots = self.num_slots
+        if num_slots >= self.limits.max_running:
             return "max_running reached"
         sequence = self.waiting.head()
         if sequence is None:
             return "its prefix is being computed"
+        if num_slots + sequence.num_slots > self.limits.max_running:
+            return "max_running leaves no room for all its beams"
         if self.gate is not None and (reason := self.gate(sequence)):
             return reason
-        if sequence.state is SequenceState.SWAPPED:
-            return self._admit_swapped(sequence, draft, beyond_budget)
-        if self.prefill_gate is not None and (reason := self.prefill_gate.ask(len(self.running), self._kv_usage)):
+        is_swapped = sequence.state is SequenceState.SWAPPED
+        gate = None if is_swapped else self.prefill_gate
+        if gate is not None and (reason := gate.ask(len(self.running), self._kv_usage)):
             draft.delayed = True
             return reason
+        if len(gang := self.gangs.preempted_with(sequence)) > 1 and sequence in gang:
+            if self._admit_gang(gang, draft):
+                return ""
+            if self.running:
+                return "no room for the whole gang"
+        if is_swapped:
+            return self._admit_swapped(sequence, draft, beyond_budget)
         position = self.blocks.num_cached_blocks(sequence) * self.blocks.pool.block_size
         num_tokens = self.chunks.size(sequence.num_tokens - position, position, draft)
         if not num_tokens and not beyond_budget:
@@ -308,6 +351,38 @@ class BatchScheduler(ABC):
             draft.add_decode(PlannedRow(sequence, position, 1, False, True))
         return ""
 
+    def _admit_gang(self, gang: Seq[Sequence], draft: PlanDraft) -> bool:
+        """All of them, whatever the budget, or nobody. Not while a step is in flight, as one that is swapped."""
+        if draft.ahead:
+            raise NeedsCommit
+        size = self.blocks.pool.block_size
+        missing = [blocks_for(each.num_tokens, size) - self.blocks.num_cached_blocks(each) for each in gang]
+        if self.num_slots + len(gang) > self.limits.max_running or sum(missing) > self.blocks.pool.num_available:
+            return False
+        for index, sequence in enumerate(gang):
+            if not self._give_all_blocks(sequence, draft):
+                for given in reversed(gang[:index]):
+                    self.swaps.undo(given, draft)
+                    self.blocks.free(given)
+                return False
+        for sequence in gang:
+            self._admitted(sequence)
+            draft.admitted.append(sequence)
+            if sequence.is_decoding:
+                if self.mixes_prompts_and_decodes and draft.budget_left > 0:
+                    draft.add_decode(PlannedRow(sequence, sequence.num_computed, 1, False, True))
+            elif num_tokens := self.chunks.size(sequence.num_remaining, sequence.num_computed, draft):
+                self._plan_chunk(sequence, num_tokens, draft)
+        return True
+
+    def _give_all_blocks(self, sequence: Sequence, draft: PlanDraft) -> bool:
+        """Blocks for all known tokens of a preempted sequence, swapped or not."""
+        headroom = self.num_headroom_blocks
+        if sequence.state is SequenceState.SWAPPED:
+            num_next = sequence.num_tokens - self.swaps.num_tokens(sequence)
+            return self.swaps.resume(sequence, num_next, headroom, draft)
+        return self.blocks.admit(sequence, Owner.COMPUTING, first_chunk=sequence.num_tokens, headroom=headroom)
+
     @property
     def _kv_usage(self) -> float:
         """Share of the pool that cannot be had."""
@@ -320,6 +395,8 @@ class BatchScheduler(ABC):
         """
         available = self.blocks.pool.num_available
         headroom = self.num_headroom_blocks
+        if sequence.beams is not None:
+            headroom += sequence.beams.num_claimed_blocks()
         if self._refused is not None:
             key, available_then, headroom_then = self._refused
             if key == sequence.key and available <= available_then and headroom >= headroom_then:
@@ -335,6 +412,8 @@ class BatchScheduler(ABC):
         self.waiting.admitted(sequence)
         sequence.state = SequenceState.RUNNING
         self.running[sequence.key] = sequence
+        if sequence.beams is not None:
+            self.beams.admitted(sequence.beams)
         if self.blocks.shares_prefixes:
             hashes = sequence.block_hashes(sequence.num_full_blocks)
             self.in_progress.promise(sequence.key, hashes[sequence.num_published :])
@@ -359,10 +438,9 @@ class BatchScheduler(ABC):
         while not self.blocks.grow(sequence, num_tokens):
             if draft.ahead:
                 raise NeedsCommit
-            victim = self._victim()
-            self._preempt(victim, draft)
-            draft.preempt(victim)
-            if victim is sequence:
+            for victim in reversed(self.gangs.running_with(self._victim())):
+                self._preempt(victim, draft)
+            if sequence.state is not SequenceState.RUNNING:
                 return False
         return True
 
@@ -375,12 +453,19 @@ class BatchScheduler(ABC):
 
     def _preempt(self, sequence: Sequence, draft: PlanDraft) -> None:
         """Its K/V goes to the host, or is computed again: then its output joins what there is to compute, and what it
-        published may still be cached."""
-        if self.swaps.undo(sequence, draft):
+        published may still be cached. Beams go all together; what they have in common is computed again."""
+        is_swapped = False
+        if sequence.beams is not None:
+            sequence = sequence.beams.leader
+            self._preempt_beams(sequence, draft)
+        elif self.swaps.undo(sequence, draft):
+            draft.preempt(sequence)
             self._requeue_swapped(sequence)
             return
-        is_swapped = self.swaps.preempt(sequence, draft)
-        self._lose_blocks(sequence)
+        else:
+            is_swapped = self.swaps.preempt(sequence, draft)
+            self._lose_blocks(sequence)
+        draft.preempt(sequence)
         sequence.state = SequenceState.SWAPPED if is_swapped else SequenceState.WAITING
         if not is_swapped:
             draft.recomputed.append(sequence)
@@ -388,6 +473,11 @@ class BatchScheduler(ABC):
         self.num_preemptions += 1
         self.waiting.resume(sequence)
         self.new_token_ratio.retracted(self.running.values())
+
+    def _preempt_beams(self, leader: Sequence, draft: PlanDraft) -> None:
+        assert leader.beams is not None
+        self.beams.preempt(leader.beams, draft.drop_row)
+        self.waiting.prefixes_changed(self.in_progress.give_up(leader.key))
 
     def _requeue_swapped(self, sequence: Sequence) -> None:
         """Its K/V did not come back from the host, and is there still."""
@@ -400,15 +490,55 @@ class BatchScheduler(ABC):
     def commit(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
         """Books a step's result; returns what is to be told about it. Finished sequences have left."""
         self._landed(plan)
+        self.blocks.copies.done(plan.copies)
         self.chunks.measured(plan, result.forward_s)
         self.swaps.landed(plan, result.forward_s, result.copy_s)
         self.new_token_ratio.relax()
         outputs = []
+        groups: dict[BeamGroup, None] = {}
         for row, given in zip(plan.rows, result.rows, strict=True):
+            if (group := row.sequence.beams) is not None:
+                self._commit_beam(row, given)
+                groups[group] = None
+                continue
             output = self._commit_row(row, given)
             if output is not None:
                 outputs.append(output)
-        return outputs
+        return outputs + [output for group in groups if (output := self._advance_beams(group)) is not None]
+
+    def _commit_beam(self, row: PlannedRow, given: RowResult) -> None:
+        sequence = row.sequence
+        assert sequence.beams is not None
+        self._row_is_over(row)  # they end with a commit only
+        sequence.num_computed += row.num_tokens
+        if given.candidates is not None:
+            sequence.beams.offer(sequence, given.candidates)
+
+    def _advance_beams(self, group: BeamGroup) -> SequenceOutput | None:
+        """A step of a beam search, once all that it needs was computed."""
+        leader = group.leader
+        if leader.abort_requested:
+            self._leave(leader)
+            return None
+        is_trunk = not group.is_forked
+        if is_trunk:
+            self._publish(leader)  # beams are not: those that nobody follows leave nothing behind
+        if not group.is_ready:
+            return None
+        step = self.beams.advance(group)
+        finish = step.results[0].finish if step.results else None
+        if finish:
+            self._leave(leader)
+        if not finish and not (is_trunk and step.first is not None):
+            return None
+        return SequenceOutput(
+            leader,
+            0,
+            finish=finish,
+            prefilled=is_trunk,
+            candidates=step.first if is_trunk else None,
+            beams=step.results,
+        )
 
     def _landed(self, plan: StepPlan) -> None:
         if plan.has_work:
@@ -451,11 +581,10 @@ class BatchScheduler(ABC):
         self._landed(plan)
         if self._uncommitted:
             raise RuntimeError(f"step {self._uncommitted[0].step} is planned upon the one that failed")
+        self.blocks.copies.done(plan.copies)
         failed = []
-        for row in plan.rows:
-            sequence = row.sequence
-            if not self._row_is_over(row):
-                continue
+        landed = [row for row in plan.rows if self._row_is_over(row)]
+        for sequence in dict.fromkeys(_accountable(row) for row in landed):
             if keys is None or sequence.key in keys or sequence.abort_requested:
                 self._leave(sequence)
                 failed.append(sequence)
@@ -481,3 +610,8 @@ class BatchScheduler(ABC):
         if num_tokens - sequence.num_prompt >= sampling.max_tokens or num_tokens >= self.limits.max_model_len:
             return FinishReason.LENGTH
         return None
+
+
+def _accountable(row: PlannedRow) -> Sequence:
+    """The sequence, or the leader of the beams that it is one of."""
+    return row.sequence if row.sequence.beams is None else row.sequence.beams.leader

@@ -15,6 +15,7 @@ from kvrelay.kv.cache import Cache
 from kvrelay.kv.hashing import BlockHash
 from kvrelay.kv.pool import BlockPool, Owner
 from kvrelay.kv.table import blocks_for
+from kvrelay.scheduling.copies import BlockCopies
 from kvrelay.scheduling.sequence import Sequence
 
 
@@ -38,6 +39,7 @@ class BlockManager:
         self.pool = pool
         self.cache = cache
         self.max_model_len = max_model_len
+        self.copies = BlockCopies(pool)
         self.shares_prefixes = not isinstance(cache, NullCache)
 
     def cached_prefix(self, sequence: Sequence) -> list[int]:
@@ -112,7 +114,12 @@ class BlockManager:
         self.grow(sequence, self._num_at_admission(sequence, sequence.num_tokens))
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Makes the table long enough for `num_tokens` tokens. All or nothing."""
+        """Makes the table long enough for `num_tokens` tokens. All or nothing.
+
+        A beam also gets a copy of the block that its next token goes to, where others share it.
+        """
+        if sequence.beams is not None:
+            return self._grow_beam(sequence, num_tokens)
         table = sequence.table
         if num_tokens <= table.num_blocks * table.block_size:
             return True
@@ -121,6 +128,19 @@ class BlockManager:
             return False
         last = int(table.ids[-1]) if table.num_blocks else None
         table.append(self.pool.allocate(num_missing, sequence.owner, after=last))
+        return True
+
+    def _grow_beam(self, sequence: Sequence, num_tokens: int) -> bool:
+        table = sequence.table
+        index = sequence.num_computed // table.block_size
+        must_copy = index < table.num_blocks and self.copies.must_copy(int(table.ids[index]))
+        num_missing = max(0, blocks_for(num_tokens, table.block_size) - table.num_blocks)
+        if num_missing + must_copy > self.pool.num_available:
+            return False
+        if must_copy:
+            self.copies.make_own(table, index)
+        if num_missing:
+            table.append(self.pool.allocate(num_missing, sequence.owner, after=int(table.ids[-1])))
         return True
 
     def remaining_output(self, sequence: Sequence) -> int:
@@ -170,8 +190,11 @@ class BlockManager:
 
     def free(self, sequence: Sequence) -> None:
         """Lets go of a sequence's blocks; published ones stay cached. Committed K/V is given up exactly once."""
-        self.pool.release(sequence.table.ids.tolist(), sequence.owner)
+        blocks = sequence.table.ids[sequence.num_borrowed :].tolist()
+        self.copies.drop(blocks)
+        self.pool.release(blocks, sequence.owner)
         sequence.table.clear()
+        sequence.num_borrowed = 0
         sequence.num_computed = 0
         sequence.num_published = 0
 
@@ -195,5 +218,7 @@ class WholeSequenceBlocks(BlockManager):
     """Room for the longest sequence that this can become, at once (Yu et al., Orca, OSDI 2022, section 4.2)."""
 
     def _num_at_admission(self, sequence: Sequence, num_next: int) -> int:
+        if sequence.beams is not None:
+            return sequence.num_tokens  # a trunk draws nothing; its beams take blocks as tokens come
         # The last token drawn is never computed.
         return max(sequence.num_tokens, sequence.num_tokens + self.remaining_output(sequence) - 1)

@@ -25,7 +25,7 @@ class OrcaScheduler(BatchScheduler):
         return WholePrompts()
 
     def fill(self, draft: PlanDraft) -> None:
-        """Decodes, then prompts: first those whose step failed because of others, then new ones."""
+        """Decodes, then prompts: first those whose step failed because of others, or beams that lost their blocks."""
         self.plan_decodes(draft)
         self.plan_prompts(draft)
         self.admit_prompts(draft)

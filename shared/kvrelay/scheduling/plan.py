@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvrelay.engine.batch import BlockCopies, SequenceKey
+from kvrelay.engine.batch import BlockCopies, BlockCopy, Candidates, SequenceKey
 from kvrelay.kv.pool import Owner
-from kvrelay.protocol.sampling import FinishReason, TokenLogprobs
+from kvrelay.protocol.sampling import BeamResult, FinishReason, TokenLogprobs
 from kvrelay.scheduling.sequence import Sequence
 
 
@@ -71,8 +71,9 @@ class StepPlan:
 
     `preempted` lost their blocks; `recomputed` lost their K/V, in this step or since the one before: those preempted
     without a copy, and those whose copy was given up. `swaps`: what is copied to the host and back, if anything; such
-    a step is to be executed even where it has no rows. `delayed`: a prefill gate held the head back. That is decided
-    anew in the next pass, whether or not anything happened.
+    a step is to be executed even where it has no rows. `copies`: blocks that the step copies after that and before it
+    computes. `delayed`: a prefill gate held the head back. That is decided anew in the next pass, whether or not
+    anything happened. A beam search is preempted as its leader alone.
     """
 
     step: int
@@ -83,11 +84,12 @@ class StepPlan:
     recomputed: Seq[Sequence] = ()
     swaps: SwapPlan | None = None
     delayed: bool = False
+    copies: Seq[BlockCopy] = ()
 
     @property
     def has_work(self) -> bool:
         """Whether there is anything to execute."""
-        return bool(self.rows) or self.swaps is not None
+        return bool(self.rows or self.copies) or self.swaps is not None
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -140,22 +142,28 @@ class PlanDraft:
 
     def preempt(self, sequence: Sequence) -> None:
         """A sequence loses its part, if it had one, and its blocks."""
+        self.drop_row(sequence)
+        self.preempted.append(sequence)
+
+    def drop_row(self, sequence: Sequence) -> None:
+        """A sequence loses its part, if it had one."""
         row = self.prompts.pop(sequence.key, None) or self.decodes.pop(sequence.key, None)
         if row is not None:
             self.budget_left += row.num_tokens
-        self.preempted.append(sequence)
 
-    def finish(self, step: int, swaps: SwapPlan | None = None) -> StepPlan:
+    def finish(self, step: int, swaps: SwapPlan | None = None, copies: Seq[BlockCopy] = ()) -> StepPlan:
         """The plan."""
         return StepPlan(
-            *(step, self.rows, self.admitted, self.preempted, self.held_back, self.recomputed, swaps, self.delayed)
+            *(step, self.rows, self.admitted, self.preempted, self.held_back, self.recomputed, swaps, self.delayed),
+            copies=copies,
         )
 
 
 class SequenceOutput(msgspec.Struct, frozen=True):
     """What a committed step gave one sequence. `index` is the output index of `token_id`.
 
-    `prefilled`: this was the step that completed the prompt's K/V.
+    `prefilled`: this was the step that completed the prompt's K/V. A beam search gives no tokens: on a prefill worker
+    the prompt's `candidates`, and its `beams` when it is over.
     """
 
     sequence: Sequence
@@ -165,3 +173,5 @@ class SequenceOutput(msgspec.Struct, frozen=True):
     prompt_logprobs: list[TokenLogprobs] = []
     finish: FinishReason | None = None
     prefilled: bool = False
+    candidates: Candidates | None = None
+    beams: list[BeamResult] = []

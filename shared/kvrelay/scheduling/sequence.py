@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,9 @@ from kvrelay.kv.pool import Owner
 from kvrelay.kv.table import BlockTable
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sampling import Sampling
+
+if TYPE_CHECKING:
+    from kvrelay.scheduling.beams import BeamGroup
 
 
 class SequenceState(StrEnum):
@@ -55,6 +59,15 @@ class TokenBuffer:
             self._data = grown
         self._data[self.num_tokens] = token_id
         self.num_tokens += 1
+
+    def fork(self) -> TokenBuffer:
+        """A copy that grows on its own."""
+        return TokenBuffer(self._data[: self.num_tokens])
+
+    def truncate(self, num_tokens: int) -> None:
+        """Keeps the first `num_tokens` tokens. Views taken before stay as they are."""
+        self._data = self._data[:num_tokens].copy()
+        self.num_tokens = num_tokens
 
     def view(self, start: int, stop: int) -> NDArray[np.int32]:
         """Tokens [start, stop), not copied."""
@@ -86,6 +99,9 @@ class Sequence:
     abort_requested: bool = False  # while a step in flight computes it
     needs_commit_first: bool = False  # its next step depends on what the host makes of this one: no planning ahead
     num_preemptions: int = 0
+    gang: str = ""  # that it is preempted and resumed with; empty: none
+    beams: BeamGroup | None = None  # of the beam search that it is a beam of
+    num_borrowed: int = 0  # blocks at its table's start that its beam group holds for it
 
     @property
     def num_tokens(self) -> int:
@@ -108,6 +124,11 @@ class Sequence:
         return self.tokens.num_tokens + self.num_expected - self.num_computed - self.num_planned
 
     @property
+    def num_slots(self) -> int:
+        """Running sequences that a waiting one becomes: all beams of a search."""
+        return 1 if self.sampling.beams is None or self.prefill_only else self.sampling.beams.width
+
+    @property
     def num_full_blocks(self) -> int:
         """Blocks that its tokens fill."""
         return self.tokens.num_tokens // self.table.block_size
@@ -117,11 +138,14 @@ class Sequence:
         """Only the newest token lacks K/V, and that token is output."""
         num_tokens = self.tokens.num_tokens + self.num_expected
         position = self.num_computed + self.num_planned
-        return num_tokens - position == 1 and num_tokens > self.num_prompt and position > 0
+        is_last = num_tokens - position == 1 and num_tokens > self.num_prompt and position > 0
+        return is_last and (self.beams is None or self.beams.wants_candidates)
 
     @property
     def wants_token(self) -> bool:
         """Whether a token is to be drawn once all K/V is there; a prompt that is only scored wants none."""
+        if self.beams is not None:
+            return self.beams.wants_candidates
         return self.sampling.max_tokens > self.num_output
 
     def block_hashes(self, num_blocks: int) -> list[BlockHash]:

@@ -162,7 +162,7 @@ class Swapper:
 
     def seal(self, draft: PlanDraft) -> SwapPlan | None:
         """The plan is made: from here on nobody else may touch what its copies read and write."""
-        draft.recomputed += [sequence for sequence in self._lost if sequence.state is SequenceState.WAITING]
+        draft.recomputed += [sequence for sequence in self._lost if sequence.state is not SequenceState.FINISHED]
         self._lost.clear()
         if not draft.leaving and not draft.returning:
             return None

@@ -22,7 +22,7 @@ class VllmScheduler(BatchScheduler):
         return WholePrompts()
 
     def fill(self, draft: PlanDraft) -> None:
-        """Prompts if any can be admitted, or if the step that had them failed because of others; else decodes."""
+        """Prompts if any can be admitted, or run: because their step failed, or as beams that lost their blocks."""
         self.plan_prompts(draft)
         self.admit_prompts(draft)
         if not draft.prompts:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from kvrelay.engine.batch import ModelSpec
 from kvrelay.kv.hashing import root_hash
-from kvrelay.kv.table import BlockTable, blocks_for
+from kvrelay.kv.table import BlockTable, blocks_for, blocks_for_group
 from kvrelay.protocol.messages import Header, PeerRef, Prompt, unpack_tokens
+from kvrelay.protocol.sampling import BeamSpec
 from kvrelay.scheduling.sequence import Sequence, TokenBuffer
 
 
@@ -18,8 +19,10 @@ def sequence_key(header: Header) -> tuple[str, int, int]:
     return header.request, header.attempt, header.sequence
 
 
-def make_sequence(header: Header, prompt: Prompt, router: PeerRef, spec: ModelSpec) -> Sequence:
-    """A waiting sequence. Raises PromptRefused."""
+def make_sequence(
+    header: Header, prompt: Prompt, router: PeerRef, spec: ModelSpec, max_running: int | None = None
+) -> Sequence:
+    """A waiting sequence. `max_running`: of the scheduler that runs its output, if any does. Raises PromptRefused."""
     tokens = unpack_tokens(prompt.tokens)
     if not 0 <= prompt.num_output < len(tokens):
         raise PromptRefused(f"a prompt of {len(tokens)} tokens of which {prompt.num_output} are output")
@@ -32,6 +35,8 @@ def make_sequence(header: Header, prompt: Prompt, router: PeerRef, spec: ModelSp
     num_blocks = blocks_for(max(longest, len(tokens)), spec.block_size)
     if num_blocks > spec.num_blocks:
         raise PromptRefused(f"it may grow to {num_blocks} blocks, the pool has {spec.num_blocks}")
+    if prompt.sampling.beams is not None:
+        _check_beams(prompt, prompt.sampling.beams, len(tokens), longest, spec, max_running)
     return Sequence(
         key=sequence_key(header),
         tokens=TokenBuffer(tokens),
@@ -42,4 +47,25 @@ def make_sequence(header: Header, prompt: Prompt, router: PeerRef, spec: ModelSp
         router=router,
         trace=header.trace,
         priority=prompt.priority,
+        gang=header.request if prompt.num_samples > 1 else "",
     )
+
+
+def _check_beams(
+    prompt: Prompt, beams: BeamSpec, num_tokens: int, longest: int, spec: ModelSpec, max_running: int | None
+) -> None:
+    """All beams of a search run at a time. Raises PromptRefused."""
+    if not 1 <= beams.num_returned <= beams.width or prompt.num_output or prompt.sampling.max_tokens < 1:
+        raise PromptRefused(
+            f"no beam search of {prompt.sampling.max_tokens} tokens with {beams.width} beams, {beams.num_returned} to "
+            f"be returned, after {prompt.num_output} tokens of output"
+        )
+    if max_running is None:
+        return
+    if beams.width > max_running:
+        raise PromptRefused(f"{beams.width} beams run at a time, and max_running is {max_running}")
+    num_blocks = blocks_for_group(num_tokens, longest, beams.width, spec.block_size)
+    if num_blocks > spec.num_blocks:
+        raise PromptRefused(
+            f"{beams.width} beams may grow to {num_blocks} blocks together, the pool has {spec.num_blocks}"
+        )

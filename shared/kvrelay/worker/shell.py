@@ -330,6 +330,7 @@ class WorkerShell:
             num_blocks=context.spec.num_blocks,
             max_model_len=context.spec.max_model_len,
             vocab_size=context.spec.vocab_size,
+            max_running=self.config.max_running,
         )
 
 

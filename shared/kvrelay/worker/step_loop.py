@@ -17,7 +17,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvrelay.engine.batch import ModelRunner, RowsFailed, SequenceKey, StepResult, WorkerBatch, WorkerRow
+from kvrelay.engine.batch import (
+    BeamRow,
+    Candidates,
+    ModelRunner,
+    RowsFailed,
+    SequenceKey,
+    StepResult,
+    WorkerBatch,
+    WorkerRow,
+)
 from kvrelay.scheduling.base import Scheduler
 from kvrelay.scheduling.plan import PlannedRow, SequenceOutput, StepPlan
 from kvrelay.scheduling.sequence import Sequence
@@ -67,21 +76,29 @@ def worker_batch(plan: StepPlan) -> WorkerBatch:
     """The second stage: only what a forward needs, as views of the sequences' arrays."""
     rows, swaps = [_worker_row(row) for row in plan.rows], plan.swaps
     if swaps is None:
-        return WorkerBatch(plan.step, rows)
-    return WorkerBatch(plan.step, rows, swaps.out, swaps.back)
+        return WorkerBatch(plan.step, rows, copies=plan.copies)
+    return WorkerBatch(plan.step, rows, swaps.out, swaps.back, plan.copies)
+
+
+def _beam_row(sequence: Sequence) -> BeamRow | None:
+    if sequence.beams is None:
+        return None
+    history = sequence.tokens.view(0, sequence.num_tokens)
+    return BeamRow(sequence.beams.num_candidates, history, sequence.num_prompt)
 
 
 def _worker_row(row: PlannedRow) -> WorkerRow:
     sequence, position = row.sequence, row.position
     follows_draw = position >= sequence.num_tokens  # planned ahead: the step in flight draws its token
     return WorkerRow(
-        key=sequence.key,
+        key=sequence.key if sequence.beams is None else sequence.beams.leader.key,
         token_ids=_PLACEHOLDER if follows_draw else sequence.tokens.view(position, position + row.num_tokens),
         position=position,
         block_ids=sequence.table.ids,
         sample=row.sample,
         is_prefill=row.is_prefill,
         follows_draw=follows_draw,
+        beam=_beam_row(sequence),
     )
 
 
@@ -120,12 +137,15 @@ class StepLoop:
         if self._metrics is not None:
             self._metrics.arrived(sequence, is_running=False)
 
-    def adopt(self, sequence: Sequence) -> None:
-        """Takes over a sequence whose prompt is computed. Raises as `add` does."""
+    def adopt(self, sequence: Sequence, candidates: Candidates | None = None) -> SequenceOutput | None:
+        """Takes over a sequence whose prompt is computed, see `Scheduler.adopt`. Raises as `add` does."""
         self._introduce(sequence)
-        self.scheduler.adopt(sequence)
+        output = self.scheduler.adopt(sequence, candidates)
         if self._metrics is not None:
             self._metrics.arrived(sequence, is_running=True)
+        if output is not None:
+            self.forget(sequence.key)
+        return output
 
     def abort(self, key: SequenceKey) -> None:
         """Ends a sequence; it is in no step after those in flight and planned."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from kvrelay.protocol.messages import (
     TokenEntry,
     unpack_tokens,
 )
-from kvrelay.protocol.sampling import FinishReason, TokenLogprobs
+from kvrelay.protocol.sampling import BeamResult, BeamSpec, FinishReason, Sampling, TokenLogprobs
 from kvrelay_router.dispatch.attempt import AttemptState, IllegalEvent, SequenceAttempts
 from kvrelay_router.dispatch.events import (
     AttemptFailed,
@@ -430,3 +431,55 @@ def test_after_the_end_events_from_outside_are_void_and_those_of_the_shell_illeg
     for late in own:
         with pytest.raises(IllegalEvent):
             machine.handle(late)
+
+
+# -- beam search ------------------------------------------------------------------------------------------------------
+
+BEAMS = [BeamResult([1, 2, 3], -0.5, -1.5, LENGTH), BeamResult([4], -0.7, -0.7, FinishReason.STOP_TOKEN)]
+
+
+def searching() -> SequenceAttempts:
+    machine = placed()
+    sampling = Sampling(max_tokens=3, beams=BeamSpec(width=2, num_returned=2))
+    machine.spec = dataclasses.replace(machine.spec, sampling=sampling)
+    return machine
+
+
+def test_a_beam_search_is_silent_until_its_texts_come() -> None:
+    machine = searching()
+    assert machine.handle(tokens(0, cached_tokens=16, usage=SequenceUsage(prompt_blocks=2))) == []
+    assert machine.state is AttemptState.STREAMING
+    deliver, ended = machine.handle(tokens(0, finish=LENGTH, beams=BEAMS))
+    assert isinstance(deliver, Deliver)
+    assert (deliver.delta.beams, deliver.delta.finish, deliver.delta.token_ids) == (BEAMS, LENGTH, [])
+    assert (deliver.delta.cached_tokens, deliver.delta.usage) == (16, SequenceUsage(prompt_blocks=2))
+    assert ended == Ended(None)
+
+
+def test_prefill_may_end_a_beam_search() -> None:
+    machine = searching()
+    body = FirstToken(index=0, finish=LENGTH, beams=BEAMS, cached_tokens=3)
+    deliver, _ = machine.handle(FirstTokenCame(P, 1, body))
+    assert isinstance(deliver, Deliver) and deliver.delta.beams == BEAMS
+    assert machine.state is AttemptState.DONE
+
+
+def test_a_beam_search_starts_again_with_the_prompt() -> None:
+    machine = searching()
+    machine.handle(tokens(0))
+    *_, find = machine.handle(WorkerLost(D, "silent"))
+    assert isinstance(find, FindPlacement)
+    (send,) = machine.handle(Placed(P2, D2, 30.0))
+    assert isinstance(send, Send) and isinstance(send.body, Prefill)
+    assert unpack_tokens(send.body.prompt.tokens).tolist() == PROMPT
+    assert send.body.prompt.num_output == 0
+
+
+@pytest.mark.parametrize(
+    "event", [first(7), tokens(0, 7), tokens(0, finish=LENGTH), tokens(0, 7, finish=LENGTH, beams=BEAMS)]
+)
+def test_tokens_are_no_answer_to_a_beam_search(event: Event) -> None:
+    machine = searching()
+    with pytest.raises(IllegalEvent, match="beam search"):
+        machine.handle(event)
+    assert machine.state is AttemptState.PREFILLING

@@ -160,6 +160,21 @@ def test_limits_are_the_least_of_the_ready_workers() -> None:
     assert limits is not None and limits.max_model_len == 100
 
 
+def test_limits_of_beam_searches_are_those_of_decode_workers() -> None:
+    workers = [
+        record("p", role="prefill", max_running=2, num_blocks=10),
+        record("d", max_running=9, num_blocks=70),
+        record("e", max_running=12, num_blocks=60),
+    ]
+    limits = (fleet := Fleet(*workers)).view.limits(fleet.now)
+    assert limits is not None
+    assert (limits.max_running, limits.num_blocks, limits.block_size) == (9, 60, 16)
+    fleet = Fleet(*workers, record("old", role="prefill"))
+    limits = fleet.view.limits(fleet.now)
+    assert limits is not None
+    assert limits.max_running == 0, "one that does not tell knows no beam search"
+
+
 def test_limits_stay_known_while_all_workers_are_away() -> None:
     fleet = Fleet(record("a"))
     fleet.view.lost(ref(record("a")), "silent", fleet.now)

@@ -21,6 +21,7 @@ from kvrelay.kv.hashing import BlockHash, hash_blocks, root_hash
 from kvrelay.kv.pool import BlockPool, Owner
 from kvrelay.kv.swap_space import SwapSpace
 from kvrelay.kv.table import BlockTable, copy_on_write, finish_copy
+from kvrelay.scheduling.copies import BlockCopies
 
 BLOCK_SIZE = 2
 ROOT = root_hash(model="m")
@@ -151,6 +152,8 @@ class PoolAndCache(RuleBasedStateMachine):
         self.pool = BlockPool(num_blocks, BLOCK_SIZE)
         self.cache = PrefixCache(self.pool, record_events=True)
         self.oracle = Oracle()
+        self.copies = BlockCopies(self.pool)
+        self.pending: dict[int, int] = {}  # copies that are not made yet: target to source
         self.sequences: list[Sequence] = []
         self.index: set[BlockHash] = set()
         self.parents: dict[BlockHash, BlockHash | None] = {}
@@ -284,10 +287,53 @@ class PoolAndCache(RuleBasedStateMachine):
         del sequence.hashes[sequence.table.num_blocks - 1 :]
         sequence.num_published = min(sequence.num_published, len(sequence.hashes))
 
+    @precondition(lambda self: any(sequence.owner is Owner.RUNNING for sequence in self.sequences))
+    @rule(number=PICK)
+    def write_at_the_end_in_the_next_step(self, number: int) -> None:
+        """As above, but the copy is made later, with those of others: the last holder needs none."""
+        running = [sequence for sequence in self.sequences if sequence.owner is Owner.RUNNING]
+        sequence = running[number % len(running)]
+        source = sequence.blocks[-1]
+        num_others = sum(self.oracle.holds[source, kind] for kind in KINDS) - 1
+        num_others -= list(self.pending.values()).count(source)
+        assert self.copies.must_copy(source) == (num_others > 0 or self.pool.is_cached(source))
+        if source in self.pending or not self.copies.must_copy(source) or not self.pool.num_available:
+            return
+        pinned = self.oracle.pinned()
+        self.copies.make_own(sequence.table, sequence.table.num_blocks - 1)
+        target = sequence.blocks[-1]
+        if self.oracle.label(target) is Owner.CACHED:
+            assert self.oracle.evict(1) == [target]
+        self.oracle.holds[target, Owner.RUNNING] += 1
+        self.oracle.let_go(pinned)
+        self.pending[target] = source
+        del sequence.hashes[sequence.table.num_blocks - 1 :]
+        sequence.num_published = min(sequence.num_published, len(sequence.hashes))
+
+    @rule()
+    def execute_a_step(self) -> None:
+        pinned = self.oracle.pinned()
+        copies = self.copies.plan()
+        assert {copy.target: copy.source for copy in copies} == self.pending
+        for source in self.pending.values():
+            assert self.pool.num_holds(source, Owner.RUNNING) > 0, "its source could be given to somebody else"
+        self.copies.done(copies)
+        self.oracle.holds.subtract((source, Owner.RUNNING) for source in self.pending.values())
+        self.oracle.let_go(pinned)
+        self.pending.clear()
+
     @precondition(lambda self: self.sequences)
     @rule(number=PICK, backwards=st.booleans())
     def finish(self, number: int, backwards: bool) -> None:
         sequence = self.sequences.pop(number % len(self.sequences))
+        pinned = self.oracle.pinned()
+        shared = {block for other in self.sequences for block in other.blocks}
+        doomed = [block for block in sequence.blocks if block not in shared]
+        self.copies.drop(doomed)
+        for block in doomed:
+            if block in self.pending:
+                self.oracle.holds[self.pending.pop(block), Owner.RUNNING] -= 1
+        self.oracle.let_go(pinned)
         blocks = sequence.table.clear()
         self.release(blocks[::-1] if backwards else blocks, sequence.owner)
 

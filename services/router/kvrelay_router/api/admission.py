@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from kvrelay.kv.table import blocks_for_group
 from kvrelay.protocol.sampling import Sampling
 from kvrelay_router.api.errors import ApiError, context_length_exceeded, model_not_found, no_worker_ready
 from kvrelay_router.api.front import RequestNames
+from kvrelay_router.api.schema.beams import BeamFields
 from kvrelay_router.api.schema.generation import GenerationFields
 from kvrelay_router.api.settings import ApiSettings
 from kvrelay_router.dispatch.interface import Dispatcher, GenerateRequest, ModelLimits
@@ -90,8 +92,33 @@ def check_scores(num_prompt_tokens: int, num_top: int) -> None:
         )
 
 
+def check_beams(fields: BeamFields, num_prompt_tokens: int, max_tokens: int, limits: ModelLimits) -> None:
+    """All beams of a search run at a time, or none. Raises 400 where they can never, 503 while nobody runs any."""
+    beams = fields.beams
+    if beams is None:
+        return
+    param = "n" if fields.best_of is None else "best_of"
+    if not limits.max_running:
+        raise no_worker_ready("No decode worker that runs beam searches is ready", 1.0)
+    most = min(limits.max_running, limits.vocab_size)
+    if beams.width > most:
+        raise ApiError(
+            f"Invalid value for '{param}': {beams.width} beams are too many, the workers run up to {most} sequences",
+            param=param,
+            code="invalid_value",
+        )
+    needed = blocks_for_group(num_prompt_tokens, num_prompt_tokens + max_tokens, beams.width, limits.block_size)
+    if needed > limits.num_blocks:
+        raise ApiError(
+            f"{beams.width} beams of up to {max_tokens} tokens after {num_prompt_tokens} of the prompt may take "
+            f"{needed} blocks of {limits.block_size} tokens; a worker has {limits.num_blocks}",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
 def make_sampling(
-    fields: GenerationFields,
+    fields: BeamFields,
     defaults: SamplingDefaults,
     *,
     max_tokens: int,
@@ -105,6 +132,8 @@ def make_sampling(
             f"Invalid value for 'min_tokens': {fields.min_tokens} is more than the {max_tokens} tokens to generate",
             param="min_tokens",
         )
+    if fields.use_beam_search:
+        defaults = replace(defaults, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
     return Sampling(
         temperature=_or(fields.temperature, defaults.temperature),
         top_p=_or(fields.top_p, defaults.top_p),
@@ -121,6 +150,7 @@ def make_sampling(
         min_tokens=fields.min_tokens,
         stop_token_ids=tuple(dict.fromkeys(fields.stop_token_ids)),
         ignore_eos=fields.ignore_eos,
+        beams=fields.beams,
     )
 
 
@@ -143,10 +173,9 @@ def make_seed(asked: int | None) -> int:
 def make_requests(
     names: RequestNames,
     settings: ApiSettings,
-    fields: GenerationFields,
+    fields: BeamFields,
     prompts: list[list[int]],
     samplings: list[Sampling],
-    num_sequences: int,
 ) -> list[GenerateRequest]:
     """One request a prompt; those of several prompts are numbered."""
     many = len(prompts) > 1
@@ -155,7 +184,7 @@ def make_requests(
             request_id=f"{names.unique}-{index}" if many else names.unique,
             prompt_ids=prompt_ids,
             sampling=sampling,
-            num_sequences=num_sequences,
+            num_sequences=1 if fields.use_beam_search else fields.num_sequences,
             cache_salt=fields.cache_salt,
             priority=fields.priority,
             timeout_s=settings.request_timeout_s,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kvrelay.protocol.sampling import TokenLogprobs
+from kvrelay.protocol.sampling import BeamResult, TokenLogprobs
 from kvrelay_router.api.choice import Choice, Piece
 from kvrelay_router.api.generation import PromptRun, Step
 
@@ -22,6 +22,7 @@ class Collected:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     stop_reason: str | int | None = None
+    beam: BeamResult | None = None
 
     def add(self, piece: Piece) -> None:
         """Takes the next piece."""
@@ -31,6 +32,8 @@ class Collected:
         self.offsets += piece.offsets
         if piece.stop_reason is not None:
             self.stop_reason = piece.stop_reason
+        if piece.beam is not None:
+            self.beam = piece.beam
 
     def whole(self) -> Piece:
         """All of it as one piece."""
@@ -41,6 +44,7 @@ class Collected:
             self.offsets,
             self.choice.finish_reason,
             self.stop_reason,
+            self.beam,
         )
 
 
@@ -58,6 +62,13 @@ class AnswerFormat(Protocol):
     def whole(self, choices: list[Collected], usage: dict[str, Any]) -> dict[str, Any]:
         """The plain answer."""
         ...
+
+
+def beam_scores(piece: Piece) -> dict[str, Any]:
+    """What a choice that a beam search found says beside its text."""
+    if piece.beam is None:
+        return {}
+    return {"score": piece.beam.score, "cumulative_logprob": piece.beam.logprob}
 
 
 def usage_of(runs: Sequence[PromptRun]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from kvrelay_router.api.admission import (
     OutputLimits,
     allowed_output,
+    check_beams,
     check_model,
     check_vocabulary,
     known_limits,
@@ -18,7 +19,7 @@ from kvrelay_router.api.admission import (
     make_sampling,
     make_seed,
 )
-from kvrelay_router.api.answer import Collected
+from kvrelay_router.api.answer import Collected, beam_scores
 from kvrelay_router.api.body import read_json_object
 from kvrelay_router.api.choice import Choice, Piece, StopRules
 from kvrelay_router.api.delivery import GenerationResponse
@@ -58,15 +59,17 @@ class ChatEndpoint:
         service = self._service
         param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         output = OutputLimits(asked=request.wanted_tokens, default=None, param=param)
+        max_tokens = allowed_output(len(prompt_ids), output, limits, "messages")
+        check_beams(request, len(prompt_ids), max_tokens, limits)
         sampling = make_sampling(
             request,
             service.text.sampling_defaults,
-            max_tokens=allowed_output(len(prompt_ids), output, limits, "messages"),
+            max_tokens=max_tokens,
             logprobs=request.top_logprobs if request.logprobs else None,
             prompt_logprobs=None,
             seed=make_seed(request.seed),
         )
-        (generate,) = make_requests(service.names(http), service.settings, request, [prompt_ids], [sampling], request.n)
+        (generate,) = make_requests(service.names(http), service.settings, request, [prompt_ids], [sampling])
         service.aliases.remember(service.names(http), [generate])
         stop = StopRules(
             request.stop, frozenset(request.stop_token_ids), request.min_tokens, request.include_stop_str_in_output
@@ -111,6 +114,7 @@ class ChatFormat:
             "finish_reason": piece.finish_reason,
             "stop_reason": piece.stop_reason,
         }
+        rest |= beam_scores(piece)
         if self._request.return_token_ids:
             rest["token_ids"] = piece.token_ids
         return opening + self._event(choice.index, delta, b"," + orjson.dumps(rest)[1:-1])
@@ -148,6 +152,7 @@ class ChatFormat:
             "logprobs": self._logprobs(piece),
             "finish_reason": piece.finish_reason,
             "stop_reason": piece.stop_reason,
+            **beam_scores(piece),
         }
         if self._request.return_token_ids:
             content["token_ids"] = piece.token_ids

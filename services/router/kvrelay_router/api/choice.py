@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvrelay.protocol.sampling import FinishReason, TokenLogprobs
+from kvrelay.protocol.sampling import BeamResult, FinishReason, TokenLogprobs
 from kvrelay_router.dispatch.interface import RequestFailed, SequenceDelta
 from kvrelay_router.text.detokenizer import Detokenizer
 from kvrelay_router.text.stop_strings import StopMatcher
@@ -34,6 +34,7 @@ class Piece:
     offsets: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    beam: BeamResult | None = None  # of a beam search: the whole text
 
 
 class Choice:

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from kvrelay_router.api.admission import (
     OutputLimits,
     allowed_output,
+    check_beams,
     check_model,
     check_scores,
     check_token_ids,
@@ -21,7 +22,7 @@ from kvrelay_router.api.admission import (
     make_sampling,
     make_seed,
 )
-from kvrelay_router.api.answer import Collected
+from kvrelay_router.api.answer import Collected, beam_scores
 from kvrelay_router.api.body import read_json_object
 from kvrelay_router.api.choice import Choice, Piece, StopRules
 from kvrelay_router.api.delivery import GenerationResponse
@@ -56,7 +57,8 @@ class CompletionsEndpoint:
         limits = known_limits(service.dispatcher)
         check_vocabulary(request, limits)
         num_prompts = len(request.prompt)
-        if num_prompts * request.num_sequences > service.settings.max_sequences:
+        num_each = max(request.num_sequences, request.best_of or 1)
+        if num_prompts * num_each > service.settings.max_sequences:
             raise ApiError(
                 f"At most {service.settings.max_sequences} completions can be asked for at once", param="prompt"
             )
@@ -101,20 +103,21 @@ class CompletionsEndpoint:
         if request.echo and request.logprobs is not None:
             for ids in prompts.token_ids:
                 check_scores(len(ids), request.logprobs)
-        samplings = [
-            make_sampling(
-                request,
-                service.text.sampling_defaults,
-                max_tokens=allowed_output(len(ids), output, limits, "prompt"),
-                logprobs=0 if ranked and request.logprobs is None else request.logprobs,
-                prompt_logprobs=request.logprobs if request.echo else None,
-                seed=make_seed(request.seed),
+        samplings = []
+        for ids in prompts.token_ids:
+            max_tokens = allowed_output(len(ids), output, limits, "prompt")
+            check_beams(request, len(ids), max_tokens, limits)
+            samplings.append(
+                make_sampling(
+                    request,
+                    service.text.sampling_defaults,
+                    max_tokens=max_tokens,
+                    logprobs=0 if ranked and request.logprobs is None else request.logprobs,
+                    prompt_logprobs=request.logprobs if request.echo else None,
+                    seed=make_seed(request.seed),
+                )
             )
-            for ids in prompts.token_ids
-        ]
-        requests = make_requests(
-            service.names(http), service.settings, request, prompts.token_ids, samplings, request.num_sequences
-        )
+        requests = make_requests(service.names(http), service.settings, request, prompts.token_ids, samplings)
         service.aliases.remember(service.names(http), requests)
         stop = StopRules(
             request.stop, frozenset(request.stop_token_ids), request.min_tokens, request.include_stop_str_in_output
@@ -199,6 +202,7 @@ class CompletionFormat:
             "logprobs": self._logprobs(run, piece, echo),
             "finish_reason": piece.finish_reason,
             "stop_reason": piece.stop_reason,
+            **beam_scores(piece),
         }
         if self._request.return_token_ids:
             content["token_ids"] = piece.token_ids

@@ -107,6 +107,9 @@ class Generation:
         run = self.runs[number]
         steps = []
         for delta in deltas:
+            if delta.beams:
+                steps += self._take_beams(run, delta)
+                continue
             choice = run.choices[delta.sequence]
             if choice.finish_reason is not None:
                 continue
@@ -119,6 +122,19 @@ class Generation:
                 self._num_unfinished -= 1
                 if delta.finish is None:
                     self._handles[number].stop(delta.sequence)
+            steps.append(Step(run, choice, piece))
+        return steps
+
+    def _take_beams(self, run: PromptRun, delta: SequenceDelta) -> list[Step]:
+        """The texts of a beam search, all at once, best first."""
+        if len(delta.beams) != len(run.choices):
+            raise RequestFailed(f"the beam search found {len(delta.beams)} texts, {len(run.choices)} were asked for")
+        run.saw_cached(delta.cached_tokens or 0)
+        steps = []
+        for choice, beam in zip(run.choices, delta.beams, strict=True):
+            piece = choice.feed(SequenceDelta(choice.index, beam.token_ids, finish=beam.finish))
+            piece.beam = beam
+            self._num_unfinished -= 1
             steps.append(Step(run, choice, piece))
         return steps
 

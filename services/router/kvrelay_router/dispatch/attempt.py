@@ -17,7 +17,7 @@ D's first entry repeats P's first token, so whichever of the two comes first is 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from kvrelay.protocol.messages import (
@@ -81,6 +81,7 @@ class SequenceSpec:
     sampling: Sampling
     cache_salt: str = ""
     priority: int = 0
+    num_samples: int = 1  # of the request
     max_attempts: int = 3
 
 
@@ -170,6 +171,7 @@ class SequenceAttempts:
             sampling=self.spec.sampling,
             cache_salt=self.spec.cache_salt,
             priority=self.spec.priority,
+            num_samples=self.spec.num_samples,
             timeout_s=event.timeout_s,
         )
         if event.prefill is not None:
@@ -254,6 +256,8 @@ class SequenceAttempts:
 
     def _check_arrival(self, arrival: FirstToken | TokenEntry, *, has_prompt: bool) -> None:
         """Raises IllegalEvent. `has_prompt`: the sender computed the prompt, so it has the prompt's logprobs."""
+        if self.spec.sampling.beams is not None and not _is_of_beam_search(arrival):
+            raise IllegalEvent("tokens came of a beam search, or an end without texts")
         if arrival.index < self._num_resumed:
             raise IllegalEvent(f"output index {arrival.index} is older than the attempt, {self._num_resumed}")
         if has_prompt and self._lacks_prompt_logprobs(arrival) and arrival.index == self._num_resumed:
@@ -303,6 +307,8 @@ class SequenceAttempts:
             finish,
             self._usage,
         )
+        if finish is not None and self.spec.sampling.beams is not None:
+            delta = replace(delta, beams=arrival.beams)
         self._prompt_logprobs_due = False
         self._cached_tokens = self._usage = None
         if finish is None:
@@ -408,6 +414,11 @@ def _tokens_of(arrival: FirstToken | TokenEntry) -> tuple[list[int], list[TokenL
         return arrival.token_ids, arrival.logprobs
     token_ids = [] if arrival.token_id is None else [arrival.token_id]
     return token_ids, [] if arrival.logprobs is None else [arrival.logprobs]
+
+
+def _is_of_beam_search(arrival: FirstToken | TokenEntry) -> bool:
+    has_end = arrival.finish not in (None, FinishReason.ABORT)
+    return not _tokens_of(arrival)[0] and has_end == bool(arrival.beams)
 
 
 _Transition = Callable[..., list[Instruction]]

@@ -214,6 +214,7 @@ class RouterDispatcher:
                 sampling=request.sampling,
                 cache_salt=request.cache_salt,
                 priority=request.priority,
+                num_samples=request.num_sequences,
                 max_attempts=self.settings.max_attempts,
             )
             machine = SequenceAttempts(spec)

@@ -99,4 +99,5 @@ def _merge(deltas: list[SequenceDelta]) -> SequenceDelta:
         cached[0] if cached else None,
         deltas[-1].finish,
         usages[-1] if usages else None,
+        deltas[-1].beams,
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvrelay.protocol.messages import SequenceUsage
-from kvrelay.protocol.sampling import FinishReason, Sampling, TokenLogprobs
+from kvrelay.protocol.sampling import BeamResult, FinishReason, Sampling, TokenLogprobs
 
 
 class NoWorkerReady(Exception):
@@ -28,7 +28,10 @@ class RequestFailed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """A validated, tokenized request. Sequence i of `num_sequences` draws with (sampling.seed, i, position)."""
+    """A validated, tokenized request. Sequence i of `num_sequences` draws with (sampling.seed, i, position).
+
+    A beam search is one sequence, whatever its width.
+    """
 
     request_id: str
     prompt_ids: list[int]
@@ -46,7 +49,8 @@ class SequenceDelta:
 
     `prompt_logprobs` (for prompt tokens 1, 2, ...) and `cached_tokens` come with a sequence's first delta.
     With `finish` STOP_TOKEN the last token is the end-of-sequence or stop token. With max_tokens 0 one delta comes,
-    with no token, finish LENGTH and the prompt's logprobs.
+    with no token, finish LENGTH and the prompt's logprobs. A beam search gives one delta without tokens: its `beams`,
+    best first, with the best one's finish.
     """
 
     sequence: int
@@ -56,6 +60,7 @@ class SequenceDelta:
     cached_tokens: int | None = None
     finish: FinishReason | None = None
     usage: SequenceUsage | None = None
+    beams: list[BeamResult] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -86,10 +91,17 @@ class RequestHandle(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What the ready workers can take. `max_model_len` counts prompt and output tokens of a sequence."""
+    """What the ready workers can take. `max_model_len` counts prompt and output tokens of a sequence.
+
+    `max_running` (sequences at a time), `num_blocks` and `block_size` are those of decode workers; 0 where there is
+    none, or an older worker that knows no beam search.
+    """
 
     max_model_len: int
     vocab_size: int
+    max_running: int = 0
+    num_blocks: int = 0
+    block_size: int = 0
 
 
 class Dispatcher(Protocol):

@@ -128,7 +128,7 @@ class SequenceRunner:
         record = sequence.record
         if record.first_token_ms is None:
             record.first_token_ms = sequence.running.record.elapsed_ms()
-        record.num_output_tokens += len(delta.token_ids)
+        record.num_output_tokens += len(delta.token_ids) + sum(len(beam.token_ids) for beam in delta.beams)
         if delta.cached_tokens is not None:
             record.cached_tokens = delta.cached_tokens
         if delta.usage is not None:

@@ -8,10 +8,10 @@ import orjson
 from pydantic import BeforeValidator, Field
 
 from kvrelay_router.api.errors import ApiError
+from kvrelay_router.api.schema.beams import BeamFields
 from kvrelay_router.api.schema.generation import (
     MAX_LOGPROBS,
     Flag,
-    GenerationFields,
     check_stream_options,
     or_default,
 )
@@ -130,7 +130,7 @@ class ChatFields(RequestModel):
         )
 
 
-class ChatRequest(ChatFields, GenerationFields):
+class ChatRequest(ChatFields, BeamFields):
     """A validated chat completion request."""
 
     max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -150,6 +150,13 @@ def parse_chat(content: dict[str, Any]) -> ChatRequest:
     request = parse(ChatRequest, content)
     if reason := check_stream_options(content):
         raise ApiError(f"Invalid value for 'stream_options': {reason}", param="stream_options")
+    request.check_beams(wants_logprobs=request.logprobs, max_tokens=request.wanted_tokens)
+    if request.num_sequences > request.n:
+        raise ApiError(
+            "Invalid value for 'best_of': without 'use_beam_search' it is not supported here",
+            param="best_of",
+            code="unsupported_parameter",
+        )
     if request.top_logprobs and not request.logprobs:
         raise ApiError("Invalid value for 'top_logprobs': it needs 'logprobs' to be true", param="top_logprobs")
     return request

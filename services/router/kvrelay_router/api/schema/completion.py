@@ -7,14 +7,8 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from kvrelay_router.api.errors import ApiError
-from kvrelay_router.api.schema.generation import (
-    MAX_CHOICES,
-    MAX_LOGPROBS,
-    Flag,
-    FlagOn,
-    GenerationFields,
-    check_stream_options,
-)
+from kvrelay_router.api.schema.beams import BeamFields
+from kvrelay_router.api.schema.generation import MAX_LOGPROBS, Flag, FlagOn, check_stream_options
 from kvrelay_router.api.schema.parsing import invalid, parse, wrong_type
 from kvrelay_router.api.schema.unsupported import COMPLETION, refuse_unsupported
 
@@ -43,19 +37,13 @@ def _are_token_ids(items: list[Any]) -> bool:
     return set(map(type, items)) <= {int}
 
 
-class CompletionRequest(GenerationFields):
+class CompletionRequest(BeamFields):
     """A validated completion request. Token ids are integers, but not yet held against the vocabulary."""
 
     prompt: Annotated[list[Any], BeforeValidator(_prompt_list)]
-    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     echo: Flag = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: FlagOn = True
-
-    @property
-    def num_sequences(self) -> int:
-        """How many continuations are drawn for each prompt."""
-        return self.best_of or self.n
 
 
 def parse_completion(content: dict[str, Any]) -> CompletionRequest:
@@ -64,8 +52,7 @@ def parse_completion(content: dict[str, Any]) -> CompletionRequest:
     request = parse(CompletionRequest, content)
     if reason := check_stream_options(content):
         raise ApiError(f"Invalid value for 'stream_options': {reason}", param="stream_options")
-    if request.best_of is not None and request.best_of < request.n:
-        raise ApiError("Invalid value for 'best_of': it must not be less than 'n'", param="best_of")
+    request.check_beams(wants_logprobs=request.logprobs is not None, max_tokens=request.max_tokens)
     if request.num_sequences > request.n and request.stream:
         raise ApiError("Invalid value for 'best_of': results cannot be streamed", param="best_of")
     return request

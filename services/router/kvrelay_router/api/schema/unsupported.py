@@ -19,8 +19,6 @@ COMMON: dict[str, tuple[Any, ...]] = {
     "guided_regex": NOTHING,
     "guided_choice": NOTHING,
     "guided_grammar": NOTHING,
-    "use_beam_search": NOTHING,
-    "length_penalty": (None, 1, 1.0),
     "logits_processors": NOTHING,
     "logit_processors": NOTHING,
     "bad_words": NOTHING,
@@ -44,7 +42,6 @@ CHAT: dict[str, tuple[Any, ...]] = {
     "documents": NOTHING,
     "chat_template": NOTHING,
     "echo": NOTHING,
-    "best_of": (None, 1),
 }
 
 

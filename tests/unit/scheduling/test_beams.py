@@ -1,0 +1,303 @@
+"""Beam groups under every scheduler, over random histories: all or nothing, the right K/V, and the right texts.
+
+The model is the hash model: a candidate proves that every block in a beam's table holds what it should.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrelay.engine.batch import SequenceKey
+from kvrelay.kv.ablations import NullCache
+from kvrelay.kv.cache import Cache, PrefixCache
+from kvrelay.kv.hashing import root_hash
+from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.kv.table import BlockTable, blocks_for_group
+from kvrelay.protocol.messages import PeerRef
+from kvrelay.protocol.sampling import BeamResult, BeamSpec, Sampling
+from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
+from kvrelay.scheduling.batching import BatchScheduler
+from kvrelay.scheduling.plan import SequenceOutput, StepPlan
+from kvrelay.scheduling.registry import find_scheduler
+from kvrelay.scheduling.sequence import Sequence, SequenceState, TokenBuffer
+from kvrelay.worker.step_loop import worker_batch
+from tests.fakes.beam_oracle import Text, expected_beams
+from tests.fakes.hash_runner import EOS_TOKEN_ID, HashRunner, expected_tokens, next_candidates
+from tests.unit.scheduling.bench import SCHEDULERS
+
+pytestmark = pytest.mark.unit
+BLOCK_SIZE = 4
+MAX_MODEL_LEN = 48
+
+
+class World:
+    """A scheduler over the hash model's pool. Every step is held against the invariants."""
+
+    def __init__(
+        self,
+        num_blocks: int = 24,
+        token_budget: int = 16,
+        max_running: int = 8,
+        cache: bool = True,
+        scheduler: str = "sarathi",
+        policy: SchedulerSettings | None = None,
+    ) -> None:
+        self.runner = HashRunner(num_blocks, BLOCK_SIZE, MAX_MODEL_LEN)
+        self.pool = BlockPool(num_blocks, BLOCK_SIZE)
+        kept: Cache = PrefixCache(self.pool) if cache else NullCache()
+        limits = SchedulerLimits(token_budget, max_running, MAX_MODEL_LEN, frozenset({EOS_TOKEN_ID}))
+        built = find_scheduler(scheduler)(limits, self.pool, kept, policy or SchedulerSettings())
+        assert isinstance(built, BatchScheduler)
+        self.scheduler = built
+        self.results: dict[Sequence, list[BeamResult]] = {}
+        self.num_copies = 0
+        self._number = 0
+
+    def fits(self, prompt: list[int], sampling: Sampling) -> bool:
+        """What is refused at the door is not tried."""
+        longest = min(len(prompt) + sampling.max_tokens, MAX_MODEL_LEN)
+        width = sampling.beams.width if sampling.beams is not None else 1
+        needed = blocks_for_group(len(prompt), longest, width, BLOCK_SIZE)
+        return needed <= self.pool.num_blocks and width <= self.scheduler.limits.max_running
+
+    def make(
+        self,
+        prompt: list[int],
+        sampling: Sampling,
+        *,
+        prefill_only: bool = False,
+        key: SequenceKey | None = None,
+    ) -> Sequence:
+        self._number += 1
+        sequence = Sequence(
+            key=key or (str(self._number), 1, 0),
+            tokens=TokenBuffer(np.array(prompt, np.int32)),
+            num_prompt=len(prompt),
+            sampling=sampling,
+            root=root_hash(model="test"),
+            table=BlockTable(BLOCK_SIZE),
+            router=PeerRef("router", "1", "tcp://nowhere"),
+            prefill_only=prefill_only,
+        )
+        self.runner.add_sequence(sequence.key, sampling, prompt, len(prompt))
+        return sequence
+
+    def add(self, prompt: list[int], sampling: Sampling, *, prefill_only: bool = False) -> Sequence:
+        sequence = self.make(prompt, sampling, prefill_only=prefill_only)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def adopt(self, prompt: list[int], sampling: Sampling) -> Sequence | None:
+        """As a decode worker does with what prefill computed. None: no room."""
+        sequence = self.make(prompt, sampling)
+        scheduler = self.scheduler
+        if scheduler.num_slots + sequence.num_slots > scheduler.limits.max_running:
+            return None
+        if not scheduler.blocks.admit(sequence, Owner.RESERVED, headroom=sequence.num_slots):
+            return None
+        positions = np.arange(len(prompt))
+        blocks = sequence.table.ids[positions // BLOCK_SIZE]
+        self.runner._entries[blocks, positions % BLOCK_SIZE] = np.stack([prompt, positions], axis=1)
+        sequence.num_computed = len(prompt)
+        scheduler.blocks.change_owner(sequence, Owner.RUNNING)
+        assert sampling.beams is not None
+        count = max(2, 1 + len(sampling.stop_token_ids) + 1) * sampling.beams.width
+        output = scheduler.adopt(sequence, next_candidates(np.array(prompt, np.int32), sampling, count))
+        self.take([output] if output is not None else [])
+        self.check()
+        return sequence
+
+    def step(self) -> StepPlan:
+        plan = self.scheduler.schedule()
+        self.check_plan(plan)
+        if plan.has_work:
+            self.num_copies += len(plan.copies)
+            self.take(self.scheduler.commit(plan, self.runner.execute(worker_batch(plan))))
+        self.check()
+        return plan
+
+    def take(self, outputs: list[SequenceOutput]) -> None:
+        for output in outputs:
+            if output.sequence.prefill_only and output.finish is None:
+                assert output.prefilled
+                self.scheduler.abort(output.sequence.key)
+            if output.finish is not None and output.sequence.sampling.beams is not None:
+                assert output.sequence not in self.results, "finished twice"
+                self.results[output.sequence] = output.beams
+
+    def run(self) -> None:
+        for _ in range(4000):
+            if not self.scheduler.has_work:
+                break
+            plan = self.step()
+            assert plan.has_work or plan.preempted, f"work waits and nothing runs: {plan.held_back}"
+        assert not self.scheduler.has_work
+        assert self.pool.num_available == self.pool.num_blocks
+        assert not self.scheduler.running
+        assert not len(self.scheduler.blocks.copies)
+        assert not self.scheduler.in_progress
+
+    def check_plan(self, plan: StepPlan) -> None:
+        sources = {copy.source for copy in plan.copies}
+        targets = [copy.target for copy in plan.copies]
+        assert len(sources | set(targets)) == len(sources) + len(targets)
+        planned = {row.sequence for row in plan.rows}
+        for sequence in plan.preempted:
+            group = sequence.beams
+            if group is not None:
+                assert group.leader is sequence, "a gang is preempted as its leader"
+                assert group.members == [sequence]
+                assert sequence not in planned
+        for row in plan.rows:
+            assert row.sequence.key in self.scheduler.running
+
+    def check(self) -> None:
+        self.pool.check_integrity()
+        self.scheduler.waiting.check_integrity()
+        running = self.scheduler.running
+        assert len(running) <= self.scheduler.num_slots <= self.scheduler.limits.max_running
+        for group in {s.beams for s in [*running.values(), *self.scheduler.waiting] if s.beams is not None}:
+            together = [member.key in running for member in group.members]
+            assert all(together) or not any(together), "a part of a gang runs"
+            assert any(together) == (group.leader.state is SequenceState.RUNNING)
+            if not any(together):
+                assert group.members == [group.leader]
+                assert not group.leader.table.num_blocks, "a gang that waits holds something"
+
+
+def check_texts(got: list[BeamResult], expected: list[Text]) -> None:
+    assert [tuple(each.token_ids) for each in got] == [text.token_ids for text in expected]
+    assert [each.score for each in got] == [text.score for text in expected]
+    assert [each.logprob for each in got] == [float(text.logprob) for text in expected]
+
+
+specs = st.builds(
+    BeamSpec,
+    width=st.integers(1, 5),
+    num_returned=st.just(1),
+    length_penalty=st.sampled_from([-0.5, 0.0, 1.0, 2.0]),
+    early_stopping=st.sampled_from([True, False, "never"]),
+)
+searches = st.builds(
+    lambda spec, max_tokens, ignore_eos: Sampling(max_tokens=max_tokens, beams=spec, ignore_eos=ignore_eos),
+    specs,
+    st.integers(1, 12),
+    st.booleans(),
+)
+prompts = st.lists(st.integers(1, 2), min_size=1, max_size=20)
+kinds = st.sampled_from(["beams", "beams", "adopted", "greedy", "greedy", "aborted", "prefill_only"])
+arrivals = st.lists(st.tuples(kinds, prompts, searches, st.integers(0, 3)), min_size=1, max_size=10)
+policies = st.builds(
+    SchedulerSettings,
+    chunking=st.sampled_from(["fixed", "dynamic"]),
+    retraction=st.sampled_from(["latest", "least_progress"]),
+    new_token_ratio=st.sampled_from([0.0, 0.3]),
+)
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@settings(max_examples=120, deadline=None)
+@given(arrivals, policies, st.integers(10, 30), st.integers(8, 24), st.integers(1, 8), st.booleans())
+def test_gangs_run_all_or_nothing_and_find_the_best_texts(
+    scheduler: str,
+    wanted: list[tuple[str, list[int], Sampling, int]],
+    policy: SchedulerSettings,
+    num_blocks: int,
+    token_budget: int,
+    max_running: int,
+    cache: bool,
+) -> None:
+    world = World(num_blocks, token_budget, max_running, cache, scheduler, policy)
+    expected: dict[Sequence, list[Text]] = {}
+    greedy: dict[Sequence, list[int]] = {}
+    aborted: list[Sequence] = []
+    for kind, prompt, sampling, gap in wanted:
+        plain = Sampling(temperature=0.0, max_tokens=sampling.max_tokens)
+        if not world.fits(prompt, plain if kind == "greedy" else sampling):
+            continue
+        if kind == "greedy":
+            greedy[world.add(prompt, plain)] = expected_tokens(prompt, plain, MAX_MODEL_LEN)
+        elif kind == "adopted":
+            sequence = world.adopt(prompt, sampling)
+            if sequence is not None:
+                expected[sequence] = expected_beams(prompt, sampling, MAX_MODEL_LEN)
+        elif kind == "prefill_only":
+            world.add(prompt, sampling, prefill_only=True)
+        else:
+            sequence = world.add(prompt, sampling)
+            expected[sequence] = expected_beams(prompt, sampling, MAX_MODEL_LEN)
+            if kind == "aborted":
+                aborted.append(sequence)
+        for _ in range(gap):
+            world.step()
+        if kind == "aborted" and aborted and world.scheduler.abort(aborted[-1].key):
+            del expected[aborted[-1]]
+    world.run()
+    for sequence, texts in expected.items():
+        check_texts(world.results[sequence], texts)
+    for sequence, tokens in greedy.items():
+        assert sequence.tokens.view(sequence.num_prompt, sequence.num_tokens).tolist() == tokens
+
+
+def search_of(width: int, max_tokens: int, **rest: Any) -> Sampling:
+    return Sampling(max_tokens=max_tokens, beams=BeamSpec(width=width, num_returned=width), ignore_eos=True, **rest)
+
+
+def test_the_prompt_is_stored_once_and_its_tail_is_copied_when_it_is_written() -> None:
+    world = World(num_blocks=64, token_budget=32)
+    sampling = search_of(4, 8)
+    world.add([1] * 18, sampling)
+    world.step()
+    assert world.pool.counts()[Owner.RUNNING] == 5, "4 full blocks and a tail for four beams"
+    plan = world.step()
+    assert len(plan.copies) == 3, "the last of four writes in place"
+    assert {copy.source for copy in plan.copies} == {plan.copies[0].source}
+    assert world.pool.counts()[Owner.RUNNING] <= 4 + 4
+    world.run()
+
+
+def test_what_nobody_follows_is_freed_at_once() -> None:
+    world = World(num_blocks=64, token_budget=32, cache=False)
+    world.add([1] * 16, search_of(5, 20))
+    while world.scheduler.has_work:
+        world.step()
+        tables = [sequence.table.ids.tolist() for sequence in world.scheduler.running.values()]
+        assert world.pool.num_blocks - world.pool.num_free == len({block for table in tables for block in table})
+
+
+def test_a_gang_is_admitted_when_there_is_room_for_all_of_it() -> None:
+    world = World(num_blocks=64, token_budget=32, max_running=6)
+    world.add([1] * 5, Sampling(temperature=0.0, max_tokens=6, ignore_eos=True))
+    world.add([2] * 5, Sampling(temperature=0.0, max_tokens=30, ignore_eos=True))
+    world.step()
+    gang = world.add([1, 2] * 4, search_of(5, 4))
+    plan = world.step()
+    assert gang.state is SequenceState.WAITING
+    assert "beams" in plan.held_back
+    while world.scheduler.has_work:
+        world.step()
+        if len(world.scheduler.running) > 2:
+            assert len(world.scheduler.running) == 6
+    assert gang in world.results
+
+
+def test_a_preempted_gang_computes_what_its_beams_share_once() -> None:
+    world = World(num_blocks=64, token_budget=32, cache=False)
+    gang = world.add([1] * 16, search_of(4, 12))
+    for _ in range(6):
+        world.step()
+    from kvrelay.scheduling.plan import PlanDraft
+
+    before = expected_beams([1] * 16, gang.sampling, MAX_MODEL_LEN)
+    world.scheduler._preempt(gang, PlanDraft(1))
+    assert len(world.scheduler.running) == 0
+    assert world.pool.num_free == 64
+    plan = world.step()
+    assert [row.sequence for row in plan.rows] == [gang], "the trunk alone"
+    world.run()
+    check_texts(world.results[gang], before)

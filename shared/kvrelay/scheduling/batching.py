@@ -231,7 +231,9 @@ class BatchScheduler(ABC):
         self._uncommitted.pop()
         self.blocks.copies.cancelled(plan.copies)
         for row in plan.rows:
-            self._row_is_over(row)
+            sequence = row.sequence
+            if self._row_is_over(row) and sequence.abort_requested and not sequence.num_planned:
+                self._leave(sequence)
 
     def _planned(self, draft: PlanDraft) -> StepPlan:
         self._step += 1

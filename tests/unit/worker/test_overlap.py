@@ -266,7 +266,7 @@ def test_tokens_are_right_and_nothing_is_left_behind(
 @settings(max_examples=60, deadline=None)
 @given(jobs)
 def test_overlap_changes_no_outcome(wanted: list[Job]) -> None:
-    """Without aborts, whose moment is another one, what becomes of a sequence does not depend on what runs beside it."""
+    """Without aborts, whose moment is another one, nothing depends on what runs beside a sequence."""
     wanted = [replace(job, abort_at=None) for job in wanted]
     on, off = (serve(wanted, "sarathi", 0, overlap=overlap, blame=True).served for overlap in (True, False))
     assert on.output == off.output

@@ -35,6 +35,8 @@ class Stack:
         command += flags
         self.state_dir = state_dir
         environment = {name: value for name, value in os.environ.items() if not name.startswith("KVRELAY_")}
+        # Most tests are about handoffs of short prompts, which would otherwise stay on decode once speeds are measured.
+        environment["KVRELAY_LOCAL_PREFILL_TOKENS"] = "0"
         with self._log_path.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         self.base_url = self._wait_until_ready()

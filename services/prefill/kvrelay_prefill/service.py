@@ -44,6 +44,7 @@ from kvrelay.telemetry.handoffs import HandoffCourse, HandoffMeter
 from kvrelay.transfer.base import Pushed, SenderDrained, SenderEvent, TransferFailed, TransferSender
 from kvrelay.worker.candidates import pack_candidates
 from kvrelay.worker.context import WorkerContext
+from kvrelay.worker.load_report import PushClock
 from kvrelay.worker.requests import OpenRequests, deadline_of
 from kvrelay.worker.sequences import sequence_key
 from kvrelay.worker.step_loop import StepCallbacks
@@ -83,6 +84,8 @@ class PrefillRole:
         self._senders = senders
         self._offers = TransportOffers(senders)
         self._process = own_identity()
+        self._push_clock = PushClock()
+        self._num_pushing: dict[str, int] = {}  # blocks under way, by reservation
         self._requests: OpenRequests[PrefillRequest] = OpenRequests(context, self.name, self._cancel)
         self._by_reservation: dict[str, SequenceKey] = {}
         self._totals: dict[str, float] = dict.fromkeys(
@@ -143,7 +146,9 @@ class PrefillRole:
         return self._totals | {
             "push_messages": sum(each.num_messages for each in counters),
             "push_runs": sum(each.num_runs for each in counters),
+            "push_busy_s": self._push_clock.busy_s(time.monotonic()),
         }
+
 
     def begin_drain(self) -> None:
         self._requests.draining = True
@@ -304,6 +309,7 @@ class PrefillRole:
 
     def _on_transfer(self, event: SenderEvent) -> None:
         key = self._by_reservation.get(event.reservation)
+        self._note_push(event)
         if isinstance(event, Pushed):
             self._totals["pushed_blocks"] += len(event.blocks)
             self._totals["pushed_bytes"] += event.num_bytes
@@ -320,6 +326,14 @@ class PrefillRole:
                 self._meter.failed("transfer")
                 self._note_failure(request.handoff, event)
                 self._run(key, request.handoff.transfer_failed(event.reservation, event.cause))
+
+    def _note_push(self, event: SenderEvent) -> None:
+        """Blocks of a reservation that ended in any way are under way no more."""
+        num_open = self._num_pushing.pop(event.reservation, 0)
+        num_ended = min(num_open, len(event.blocks)) if isinstance(event, Pushed) else num_open
+        if num_ended < num_open:
+            self._num_pushing[event.reservation] = num_open - num_ended
+        self._push_clock.ended(num_ended, time.monotonic())
 
     def _note_failure(self, handoff: machine.SenderHandoff, event: TransferFailed) -> None:
         self._totals["failed_pushes"] += 1
@@ -345,6 +359,8 @@ class PrefillRole:
             case machine.PushBlocks(reservation, transport, endpoint, copies):
                 self._know_reservation(request, reservation)
                 self._hold(request, [copy.source for copy in copies])
+                self._num_pushing[reservation] = self._num_pushing.get(reservation, 0) + len(copies)
+                self._push_clock.begun(len(copies), time.monotonic())
                 self._senders[transport].push(reservation, endpoint, copies)
                 self._meter.pushed(request.course, len(copies))
             case machine.SendHandoff(decode, reservation, num_blocks, resend):

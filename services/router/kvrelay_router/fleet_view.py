@@ -19,7 +19,8 @@ from typing import Any
 import msgspec
 
 from kvrelay.fleet import WorkerRecord
-from kvrelay.protocol.messages import PeerRef, Status
+from kvrelay.protocol.messages import LoadReport, PeerRef, Status
+from kvrelay.scheduling.cost import StepCost
 from kvrelay_router.dispatch.interface import ModelLimits
 from kvrelay_router.dispatch.load import OutstandingLoad, WorkerLoad, worker_key
 from kvrelay_router.routing.candidates import Candidate, Candidates
@@ -102,10 +103,7 @@ class FleetView:
         if known is None or known.refused:
             return
         was = known.state(now)
-        own = self._load.of(worker_key(peer))
-        num_tokens = status.queues.get("queued_tokens", 0) - own.num_tokens
-        num_sequences = status.queues.get("waiting", 0) + status.queues.get("running", 0) - own.num_sequences
-        known.foreign = WorkerLoad(max(0, num_tokens), max(0, num_sequences))
+        known.foreign = _foreign(status, self._load.of(worker_key(peer)))
         known.status, known.heard_at, known.lost = status, now, ""
         self._tell(known, was, "it answers", now)
 
@@ -167,14 +165,27 @@ class FleetView:
     def _candidate(self, known: KnownWorker) -> Candidate:
         own = self._load.of(worker_key(known.peer))
         foreign = known.foreign or WorkerLoad()
-        blocks = known.status.blocks if known.status is not None else {}
+        record, status = known.record, known.status
+        blocks = status.blocks if status is not None else {}
+        report = (status.load if status is not None else None) or LoadReport()
+        # Those of a handoff to come that the worker has reserved already are not free any more.
+        num_promised = max(0, own.num_pending_blocks - blocks.get("reserved", 0))
         return Candidate(
             peer=known.peer,
-            role=known.record.role,
-            fingerprint=known.record.fingerprint,
+            role=record.role,
+            fingerprint=record.fingerprint,
             queued_tokens=own.num_tokens + foreign.num_tokens,
             num_sequences=own.num_sequences + foreign.num_sequences,
-            num_free_blocks=blocks.get("free", 0) + blocks.get("cached", 0),
+            num_free_blocks=blocks.get("free", 0) + blocks.get("cached", 0) - num_promised,
+            queued_pairs=own.num_pairs + foreign.num_pairs,
+            num_pending=own.num_pending + foreign.num_pending,
+            context_tokens=report.context_tokens,
+            num_blocks=record.num_blocks,
+            block_size=record.block_size,
+            block_bytes=record.block_bytes,
+            token_budget=record.token_budget,
+            step_cost=StepCost(*report.step_cost) if report.step_cost is not None else None,
+            transfer_bytes_s=report.transfer_bytes_s,
         )
 
     def _tell(self, known: KnownWorker, was: WorkerState, reason: str, now: float) -> None:
@@ -190,6 +201,23 @@ def _is_succeeded_by(known: KnownWorker, record: WorkerRecord) -> bool:
     """
     is_gone = bool(known.lost or known.refused)
     return record.incarnation > known.record.incarnation or (is_gone and record.incarnation != known.record.incarnation)
+
+
+def _foreign(status: Status, own: WorkerLoad) -> WorkerLoad:
+    """What others have on a worker: its report names this router's share as it was at that moment."""
+    queues = status.queues
+    num_arriving = sum(queues.get(name, 0) for name in ("asked", "reserved", "filling"))
+    num_pending = max(0, num_arriving - own.num_pending)
+    if (report := status.load) is not None:
+        return WorkerLoad(
+            max(0, report.queued_tokens - report.own_queued_tokens),
+            max(0, report.num_sequences - report.own_sequences) + num_pending,
+            max(0.0, report.queued_pairs - report.own_queued_pairs),
+            num_pending,
+        )
+    num_tokens = queues.get("queued_tokens", 0) - own.num_tokens
+    num_sequences = queues.get("waiting", 0) + queues.get("running", 0) - own.num_sequences
+    return WorkerLoad(max(0, num_tokens), max(0, num_sequences))
 
 
 def _describe(known: KnownWorker, own: WorkerLoad, is_live: bool, now: float) -> dict[str, Any]:
@@ -213,6 +241,7 @@ def _describe(known: KnownWorker, own: WorkerLoad, is_live: bool, now: float) ->
         "swap": dict(status.swap) if status is not None else {},
         "totals": dict(status.totals) if status is not None else {},
         "histograms": msgspec.to_builtins(status.histograms) if status is not None else {},
+        "load": msgspec.to_builtins(status.load) if status is not None and status.load is not None else {},
         "live": is_live,
         "age_s": round(now - known.heard_at, 3) if known.heard_at is not None else None,
     }

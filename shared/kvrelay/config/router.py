@@ -45,14 +45,15 @@ class RouterConfig(CommonConfig):
     max_queued_requests: int = Field(
         default=1024, ge=1, le=1 << 20, description="requests in progress beyond which new ones get 429"
     )
-    routing_policy: Literal["least_loaded", "round_robin", "random"] = Field(
-        default="least_loaded", description="how workers are chosen among those that are ready"
+    routing_policy: Literal["cost", "least_loaded", "round_robin", "random", "prefix_only", "sticky"] = Field(
+        default="cost", description="how workers are chosen among those that are ready"
     )
-    local_prefill_tokens: int = Field(
-        default=0,
+    local_prefill_tokens: int | None = Field(
+        default=None,
         ge=0,
         le=1 << 20,
-        description="prompts of at most so many tokens go to a decode worker alone, without a handoff; 0: none",
+        description="prompts of at most so many tokens go to a decode worker alone, without a handoff; 0: none "
+        "(default: where routing_policy cost expects it to be faster)",
     )
     fleet_interval_s: float = Field(
         default=0.5, ge=0.05, le=60, description="time between looks into the registry, in seconds"

@@ -37,6 +37,10 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     slot: int = NO_SLOT
     draining: bool = False
     load: dict[str, float] = {}
+    block_bytes: int = 0
+    """Of one block of all layers; 0: a worker of an older version."""
+    token_budget: int = 0
+    """Tokens that one of its steps holds; 0: a worker of an older version."""
 
 
 _encoder = msgspec.msgpack.Encoder()

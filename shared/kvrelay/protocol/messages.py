@@ -300,6 +300,24 @@ class HistogramReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     total: float
 
 
+class LoadReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a router needs for its choice. `own_*`: of the same sum, what came from the router that reads it.
+
+    `queued_tokens`: prompt tokens to be computed, without those that are cached; `queued_pairs`: pairs of one of them
+    and a token it attends to. `step_cost`: seconds a step, a token and a pair, as measured; None: not yet.
+    """
+
+    queued_tokens: int = 0
+    queued_pairs: float = 0.0
+    num_sequences: int = 0  # that wait or run
+    context_tokens: int = 0  # of those that decode
+    own_queued_tokens: int = 0
+    own_queued_pairs: float = 0.0
+    own_sequences: int = 0
+    step_cost: tuple[float, float, float] | None = None
+    transfer_bytes_s: float | None = None  # at which blocks are pushed
+
+
 class Status(Body, frozen=True, kw_only=True, tag="status"):
     """P,D>R: queues, blocks by owner, totals and histograms since the start, and the host's swap space (slots: total,
     used)."""
@@ -311,6 +329,7 @@ class Status(Body, frozen=True, kw_only=True, tag="status"):
     totals: dict[str, float]
     swap: dict[str, int] = {}
     histograms: dict[str, HistogramReport] = {}
+    load: LoadReport | None = None  # a worker of an older version sends none
 
 
 class Alive(Body, frozen=True, kw_only=True, tag="alive"):

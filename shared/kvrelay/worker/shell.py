@@ -26,7 +26,7 @@ from kvrelay.kv.pool import BlockPool
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.process import StartFailed, event_loop_factory
 from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings, PeerLost
-from kvrelay.protocol.messages import PROTOCOL_VERSION, PeerRef, Status, StatusQuery
+from kvrelay.protocol.messages import PROTOCOL_VERSION, Generate, LoadReport, PeerRef, Prefill, Status, StatusQuery
 from kvrelay.scheduling.base import SchedulerLimits
 from kvrelay.scheduling.cost import fit
 from kvrelay.scheduling.prefill_delay import DelayerSettings, LocalExchange
@@ -35,6 +35,7 @@ from kvrelay.telemetry.event_log import EventLog
 from kvrelay.telemetry.instruments import Instruments
 from kvrelay.telemetry.metrics_store import MetricsStore
 from kvrelay.worker.context import Role, WorkerContext
+from kvrelay.worker.load_report import report_load
 from kvrelay.worker.membership import Membership
 from kvrelay.worker.prefill_delayer import PrefillDelayer
 from kvrelay.worker.step_loop import StepLoop
@@ -44,6 +45,8 @@ log = logging.getLogger(__name__)
 TICK_S = 0.1
 QUIET_BEFORE_CHECK_S = 2.0
 """The pool's books are checked after that long without a request, once per quiet time: it takes a moment."""
+NEWS_INTERVAL_S = 0.05
+"""After a request came, the other routers hear of the new load within that time, without asking."""
 DRAIN_POLL_S = 0.05
 NOBODY_ASKED = 0
 """The query of a status that answers none; routers count theirs from 1."""
@@ -69,6 +72,7 @@ class WorkerShell:
         self._events: EventLog | None = None
         self._instruments = Instruments()
         self._routers: dict[str, PeerRef] = {}  # those that ask for reports, by their ids
+        self._news_from: set[str] = set()  # routers whose requests came since the others were told
 
     async def serve(self) -> None:
         """Runs until SIGTERM or SIGINT, then drains. A second signal ends it at once."""
@@ -160,6 +164,7 @@ class WorkerShell:
         self._tasks = [
             asyncio.create_task(self.steps.run(self.role.callbacks()), name="steps"),
             asyncio.create_task(self._tick(), name="tick"),
+            asyncio.create_task(self._tell_news(), name="news"),
             asyncio.create_task(self.membership.run(), name="membership"),
         ]
         stop = asyncio.create_task(self._stop.wait(), name="stop")
@@ -181,7 +186,7 @@ class WorkerShell:
         self.steps.stop()
         self.membership.stop()
         for task in self._tasks:
-            if task.get_name() == "tick":
+            if task.get_name() in ("tick", "news"):
                 task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.membership.leave()
@@ -233,8 +238,7 @@ class WorkerShell:
         # Not later than a second signal has said, which may have come before the first was seen here.
         self._drain_deadline = min(self._drain_deadline, time.monotonic() + self.config.drain_timeout_s)
         self.role.begin_drain()
-        for router in self._routers.values():  # unasked: until they know, they send requests that would be refused
-            self.messenger.send(router, self._status(NOBODY_ASKED))
+        self._report_to(list(self._routers.values()))  # until they know, they send requests that would be refused
         await self.membership.announce(draining=True)
         log.info("draining: %d requests are open", self.role.num_open)
         while self.role.num_unfinished and time.monotonic() < self._drain_deadline:
@@ -253,6 +257,26 @@ class WorkerShell:
             self.role.on_tick(now)
             self._check_when_quiet(now)
 
+    async def _tell_news(self) -> None:
+        """A burst over several routers spreads only if each counts what the others have just sent."""
+        while True:
+            await asyncio.sleep(NEWS_INTERVAL_S)
+            sources, self._news_from = self._news_from, set()
+            if sources:
+                others = [p for name, p in self._routers.items() if sources != {name}]
+                self._report_to(others)
+
+    def _report_to(self, routers: list[PeerRef]) -> None:
+        if routers:
+            plain, named = self._load_reports()
+            for router in routers:
+                self.messenger.send(router, self._status(NOBODY_ASKED, named.get(router, plain)))
+
+    def _load_reports(self) -> tuple[LoadReport, dict[PeerRef, LoadReport]]:
+        totals = self.role.totals()
+        self.steps.speeds.pushed(totals.get("pushed_bytes", 0.0), totals.get("push_busy_s", 0.0))
+        return report_load(self.scheduler, self.steps.speeds)
+
     def _check_when_quiet(self, now: float) -> None:
         if self.role.num_open or self.scheduler.has_work:
             self._quiet_since = now
@@ -268,11 +292,14 @@ class WorkerShell:
             self.role.on_peer_lost(event.peer, event.reason, replaced=isinstance(event, PeerLost) and event.replaced)
         elif isinstance(event.body, StatusQuery):
             self._routers[event.peer.peer_id] = event.peer
-            self.messenger.send(event.peer, self._status(event.body.query))
+            plain, named = self._load_reports()
+            self.messenger.send(event.peer, self._status(event.body.query, named.get(event.peer, plain)))
         else:
             self.role.on_message(event)
+            if len(self._routers) > 1 and isinstance(event.body, Prefill | Generate):
+                self._news_from.add(event.peer.peer_id)
 
-    def _status(self, query: int) -> Status:
+    def _status(self, query: int, load: LoadReport) -> Status:
         totals = self.steps.totals
         return Status(
             query=query,
@@ -294,6 +321,7 @@ class WorkerShell:
                 "commit_s": totals.commit_s,
             }
             | (self.delayer.status() if self.delayer is not None else {}),
+            load=load,
         )
 
     def _sums(self) -> dict[str, float]:
@@ -313,7 +341,12 @@ class WorkerShell:
         return {"total": use.num_slots, "used": use.num_used_slots}
 
     def _load(self) -> dict[str, float]:
-        load: dict[str, float] = {"open": self.role.num_open, "queued_tokens": self.role.queues()["queued_tokens"]}
+        report, _ = self._load_reports()
+        load: dict[str, float] = {"open": self.role.num_open, "queued_tokens": report.queued_tokens}
+        if report.step_cost is not None:
+            load |= dict(zip(("step_fixed_s", "step_token_s", "step_pair_s"), report.step_cost, strict=True))
+        if report.transfer_bytes_s is not None:
+            load["transfer_bytes_s"] = report.transfer_bytes_s
         return load | self._blocks()
 
     def _record(self, context: WorkerContext) -> WorkerRecord:
@@ -331,6 +364,8 @@ class WorkerShell:
             max_model_len=context.spec.max_model_len,
             vocab_size=context.spec.vocab_size,
             max_running=self.config.max_running,
+            block_bytes=context.spec.block_bytes,
+            token_budget=self.config.token_budget,
         )
 
 

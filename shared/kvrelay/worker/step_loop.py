@@ -32,6 +32,7 @@ from kvrelay.scheduling.plan import PlannedRow, SequenceOutput, StepPlan
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.telemetry.metrics_store import MetricsStore
 from kvrelay.telemetry.step_trace import Mark, StepEventName
+from kvrelay.worker.load_report import SpeedMeter
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +122,7 @@ class StepLoop:
         self.scheduler = scheduler
         self.totals = StepTotals()
         self.overlap = overlap
+        self.speeds = SpeedMeter()
         self._metrics = metrics
         self._trace = metrics.trace if metrics is not None else None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="step")
@@ -269,6 +271,7 @@ class StepLoop:
         self.totals.num_prefill_tokens += plan.num_prefill_tokens
         self.totals.num_decode_tokens += plan.num_decode_tokens
         self.totals.forward_s += result.forward_s
+        self.speeds.stepped(plan, result.forward_s)
         commit_s = time.perf_counter() - started
         self.totals.commit_s += commit_s
         self._note("committed", plan)

@@ -35,7 +35,7 @@ async def test_the_record_says_who_did_it_when_and_why(rig: Rig) -> None:
     (sequence,) = record["sequences"]
     (attempt,) = sequence["attempts"]
     assert (record["state"], record["num_attempts"], record["num_prompt_tokens"]) == ("finished", 1, len(PROMPT))
-    assert (attempt["prefill"], attempt["decode"], attempt["policy"]) == ("p0", "d0", "least_loaded")
+    assert (attempt["prefill"], attempt["decode"], attempt["policy"]) == ("p0", "d0", "cost")
     assert all(name in " ".join(attempt["reasons"]) for name in ("p0", "d0"))
     assert (sequence["num_output_tokens"], sequence["finish"]) == (6, "length")
     assert (sequence["usage"]["prompt_blocks"], sequence["usage"]["received_blocks"]) == (1, 1)

@@ -186,6 +186,7 @@ def make_requests(
             sampling=sampling,
             num_sequences=1 if fields.use_beam_search else fields.num_sequences,
             cache_salt=fields.cache_salt,
+            session=names.session or fields.user,
             priority=fields.priority,
             timeout_s=settings.request_timeout_s,
             trace=names.trace,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import aclosing
 
 import orjson
+from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -18,6 +19,9 @@ from kvrelay_router.api.service import ApiService
 
 TIMEOUT_GRACE_S = 5.0
 """Dispatch keeps the deadline; this much later the HTTP layer gives up on its own, so that nothing ever hangs."""
+
+ROUTE_HEADER = "x-kvrelay-route"
+"""Sent with any value, it asks for the decision of the router, with its reasons, in the answer's header."""
 
 DONE = b"data: [DONE]\n\n"
 
@@ -49,9 +53,11 @@ class GenerationResponse(Response):
         self._timeout_s = service.settings.request_timeout_s + TIMEOUT_GRACE_S
         self._stream_started = False
         self._whole_started = False
+        self._wants_route = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Runs the generation to its end, in one way or another."""
+        self._wants_route = Headers(scope=scope).get(ROUTE_HEADER, "") not in ("", "0", "false")
         try:
             async with ClientWatch(receive):
                 try:
@@ -82,7 +88,7 @@ class GenerationResponse(Response):
                 for step in steps:
                     by_choice[id(step.choice)].add(step.piece)
         content = self._answer.whole(collected, usage_of(self._runs))
-        return json_response(content, headers=generation.served_by_headers())
+        return json_response(content, headers=self._answer_headers(generation))
 
     async def _send_stream(self, generation: Generation, send: Send) -> None:
         """The answer starts with the first delta, so whatever fails before it still gets its status."""
@@ -96,9 +102,13 @@ class GenerationResponse(Response):
         ending = self._answer.usage_chunk(usage_of(self._runs)) if self._include_usage else b""
         await send({"type": "http.response.body", "body": ending + DONE})
 
+    def _answer_headers(self, generation: Generation) -> dict[str, str]:
+        headers = generation.served_by_headers()
+        return headers | {ROUTE_HEADER: generation.routes()} if self._wants_route else headers
+
     async def _start_stream(self, generation: Generation, send: Send) -> None:
         self._stream_started = True
-        headers = STREAM_HEADERS | generation.served_by_headers()
+        headers = STREAM_HEADERS | self._answer_headers(generation)
         raw = [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
 

@@ -32,6 +32,7 @@ class RequestNames:
     public: str
     unique: str
     trace: str
+    session: str = ""  # from `x-kvrelay-session`: what `sticky` routing keeps on one worker
 
 
 def name_request(headers: Headers) -> RequestNames:
@@ -41,9 +42,11 @@ def name_request(headers: Headers) -> RequestNames:
     trace = headers.get("traceparent", "")
     if not TRACEPARENT.fullmatch(trace):
         trace = f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"
+    session = headers.get("x-kvrelay-session", "")
+    session = session if SANE_REQUEST_ID.fullmatch(session) else ""
     if SANE_REQUEST_ID.fullmatch(own):
-        return RequestNames(own, f"{own}-{generated[:12]}", trace)
-    return RequestNames(generated, generated, trace)
+        return RequestNames(own, f"{own}-{generated[:12]}", trace, session)
+    return RequestNames(generated, generated, trace, session)
 
 
 class KeyRing:

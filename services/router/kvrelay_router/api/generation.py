@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
@@ -88,6 +89,11 @@ class Generation:
             "x-kvrelay-decode": _joined([each.decode for each in served]),
         }
         return {name: value for name, value in headers.items() if value}
+
+    def routes(self) -> str:
+        """The decisions behind it as JSON in one line of ASCII, one for each prompt."""
+        routes = [handle.served_by.route for handle in self._handles]
+        return json.dumps(routes[0] if len(routes) == 1 else routes, separators=(",", ":"))
 
     async def steps(self) -> AsyncGenerator[list[Step], None]:
         """Batches of steps, one a wake-up. Raises RequestFailed, also for a sequence that ends without a reason."""

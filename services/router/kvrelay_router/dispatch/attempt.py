@@ -142,10 +142,15 @@ class SequenceAttempts:
         return self.state in (AttemptState.DONE, AttemptState.FAILED)
 
     @property
-    def prefill_is_busy(self) -> bool:
-        """P still has the prompt, or a part of it, to compute."""
+    def computes(self) -> PeerRef | None:
+        """Who still has the prompt, or a part of it, to compute."""
         waits = self.state is AttemptState.PREFILLING and len(self.output) == self._num_resumed
-        return waits and self._legs.prefill is not None
+        return (self._legs.prefill or self._legs.decode) if waits else None
+
+    @property
+    def handoff_is_to_come(self) -> bool:
+        """D has not committed yet."""
+        return self.state is AttemptState.PREFILLING and self._legs.prefill is not None
 
     @property
     def needs_decode(self) -> bool:

@@ -30,13 +30,14 @@ from kvrelay_router.dispatch.events import (
 from kvrelay_router.dispatch.handle import RunningRequest
 from kvrelay_router.dispatch.interface import GenerateRequest, ModelLimits, NoWorkerReady, RequestFailed
 from kvrelay_router.dispatch.load import OutstandingLoad
-from kvrelay_router.dispatch.placement import Placement
+from kvrelay_router.dispatch.placement import Placement, PromptPrefixes
 from kvrelay_router.dispatch.records import RequestRecord, RequestRecords
 from kvrelay_router.dispatch.runner import SequenceRunner
 from kvrelay_router.dispatch.running import DispatchSettings, Running, RunningSequence
 from kvrelay_router.fleet_view import FleetView, KnownWorker, WorkerState
 from kvrelay_router.fleet_watch import FleetWatch, ListWorkers
 from kvrelay_router.routing.candidates import NoPlacement
+from kvrelay_router.routing.prefix_view import PrefixView
 
 log = logging.getLogger(__name__)
 
@@ -55,13 +56,20 @@ class RouterDispatcher:
         list_workers: ListWorkers,
         settings: DispatchSettings | None = None,
         events: EventLog | None = None,
+        index: PrefixView | None = None,
     ) -> None:
         self._events = events
         self.settings = settings or DispatchSettings()
         self.load = OutstandingLoad()
         self.view = FleetView(self.load, _log_state)
         self.messenger = open_messenger(self._on_event)
-        self._placement = Placement(self.view, self.settings.policy, self.settings.local_prefill_tokens)
+        self._placement = Placement(
+            self.view,
+            self.settings.policy,
+            self.settings.local_prefill_tokens,
+            index,
+            num_last_decisions=self.settings.num_last_decisions,
+        )
         self._runner = SequenceRunner(
             self.messenger.send, self._placement, self.load, self._sequence_ended, self.settings.wait_for_worker_s
         )
@@ -136,15 +144,14 @@ class RouterDispatcher:
     def submit(self, request: GenerateRequest) -> RunningRequest:
         """See `Dispatcher`. Raises NoWorkerReady, also when too many requests are in progress."""
         self._check_room(request)
+        prompt = PromptPrefixes(request.prompt_ids, request.cache_salt, request.session)
         decision = self._placement.place(
-            request.request_id,
-            num_prompt_tokens=len(request.prompt_ids),
-            needs_decode=request.sampling.max_tokens > 1,
+            request.request_id, prompt=prompt, needs_decode=request.sampling.max_tokens > 1
         )
         if isinstance(decision, NoPlacement):
             self._counts["refused"] += 1
             raise NoWorkerReady(decision.reason)
-        running = self._begin(request)
+        running = self._begin(request, prompt)
         try:
             for sequence in list(running.sequences.values()):
                 self._runner.place(sequence, decision, "")
@@ -180,6 +187,7 @@ class RouterDispatcher:
                 "active": fallbacks.is_active,
                 "reason": fallbacks.reason,
             },
+            "last_decisions": list(self._placement.last_decisions),
         }
 
     def recent_request(self, request_id: str) -> dict[str, Any] | None:
@@ -199,12 +207,12 @@ class RouterDispatcher:
         if self._records.get(request.request_id) is not None:
             raise ValueError(f"request id {request.request_id} was used already")
 
-    def _begin(self, request: GenerateRequest) -> Running:
+    def _begin(self, request: GenerateRequest, prefixes: PromptPrefixes) -> Running:
         handle = RunningRequest(request, self._stop, self._cancel)
         record = RequestRecord(request)
         loop = asyncio.get_running_loop()
         timer = loop.call_later(request.timeout_s, self._deadline_passed, handle)
-        running = Running(handle, record, time.monotonic() + request.timeout_s, timer)
+        running = Running(handle, record, time.monotonic() + request.timeout_s, timer, prefixes)
         prompt = pack_tokens(request.prompt_ids)
         for index in range(request.num_sequences):
             spec = SequenceSpec(
@@ -331,6 +339,7 @@ class RouterDispatcher:
 
     def _worker_gone_soon(self, peer: PeerRef, reason: str) -> None:
         """Once all that were lost at the same time are known: a retry placed on one of them would fail at once."""
+        self._placement.gone(peer.peer_id)
         if not self._gone:
             asyncio.get_running_loop().call_soon(self._tell_of_the_gone)
         self._gone.append((peer, reason))

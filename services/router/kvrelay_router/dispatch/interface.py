@@ -38,6 +38,7 @@ class GenerateRequest:
     sampling: Sampling
     num_sequences: int = 1
     cache_salt: str = ""
+    session: str = ""  # requests of one session belong to one worker where the policy is `sticky`
     priority: int = 0
     timeout_s: float = 600.0
     trace: str = ""
@@ -69,6 +70,7 @@ class ServedBy:
 
     prefill: str | None = None
     decode: str | None = None
+    route: dict[str, Any] = field(default_factory=dict)  # the decision with its reasons, JSON-ready
 
 
 class RequestHandle(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvrelay.protocol.messages import PeerRef
 
@@ -17,19 +17,33 @@ def worker_key(peer: PeerRef) -> WorkerKey:
 
 @dataclass(slots=True)
 class WorkerLoad:
-    """Of one worker, from this router."""
+    """Of one worker, from one source."""
 
-    num_tokens: int = 0  # of prompts that prefill has not answered yet
+    num_tokens: int = 0  # of prompts that are not computed yet, without what was expected in the cache
     num_sequences: int = 0
+    num_pairs: float = 0.0  # of those tokens and what they attend to
+    num_pending: int = 0  # sequences whose handoff is still to come
+    num_pending_blocks: int = 0  # that those will take
+
+    def add(self, other: WorkerLoad, sign: int = 1) -> None:
+        """Adds another load, or takes it off."""
+        self.num_tokens += sign * other.num_tokens
+        self.num_sequences += sign * other.num_sequences
+        self.num_pairs += sign * other.num_pairs
+        self.num_pending += sign * other.num_pending
+        self.num_pending_blocks += sign * other.num_pending_blocks
 
 
 @dataclass(slots=True)
 class Held:
     """What one sequence adds to its workers' load at the moment."""
 
-    prefill: WorkerKey | None = None
-    num_tokens: int = 0
-    decode: WorkerKey | None = None
+    shares: dict[WorkerKey, WorkerLoad] = field(default_factory=dict)
+
+    @property
+    def is_waiting(self) -> bool:
+        """For its prompt, or for its handoff: the next message may change what it adds."""
+        return any(share.num_tokens or share.num_pending for share in self.shares.values())
 
 
 class OutstandingLoad:
@@ -42,18 +56,34 @@ class OutstandingLoad:
         """A worker's load; zero where nothing is outstanding."""
         return self._workers.get(key) or WorkerLoad()
 
-    def move(self, held: Held, prefill: PeerRef | None, num_tokens: int, decode: PeerRef | None) -> None:
-        """A sequence now waits for `prefill` to compute `num_tokens`, and rests on `decode`."""
-        prefill_key = worker_key(prefill) if prefill is not None else None
-        decode_key = worker_key(decode) if decode is not None else None
-        if prefill_key != held.prefill:
-            self._add(held.prefill, -held.num_tokens, -1)
-            held.prefill, held.num_tokens = prefill_key, num_tokens
-            self._add(prefill_key, num_tokens, 1)
-        if decode_key != held.decode:
-            self._add(held.decode, 0, -1)
-            held.decode = decode_key
-            self._add(decode_key, 0, 1)
+    def move(
+        self,
+        held: Held,
+        computes: PeerRef | None,
+        num_tokens: int,
+        decode: PeerRef | None,
+        *,
+        num_pairs: float = 0.0,
+        num_pending_blocks: int = 0,
+    ) -> None:
+        """A sequence now waits for `computes` to compute `num_tokens`, and rests on `decode`.
+
+        `num_pending_blocks`: what it will take there at a handoff that is still to come; 0 once it has.
+        """
+        shares: dict[WorkerKey, WorkerLoad] = {}
+        if decode is not None:
+            is_pending = num_pending_blocks > 0
+            shares[worker_key(decode)] = WorkerLoad(0, 1, 0.0, int(is_pending), num_pending_blocks)
+        if computes is not None:
+            share = shares.setdefault(worker_key(computes), WorkerLoad(0, 1))
+            share.num_tokens, share.num_pairs = num_tokens, num_pairs
+        if shares == held.shares:
+            return
+        for key, share in held.shares.items():
+            self._add(key, share, -1)
+        held.shares = shares
+        for key, share in shares.items():
+            self._add(key, share, 1)
 
     @property
     def is_empty(self) -> bool:
@@ -64,12 +94,10 @@ class OutstandingLoad:
         """Raises AssertionError where something was taken off that had not been added."""
         for key, load in self._workers.items():
             assert load.num_tokens >= 0 and load.num_sequences > 0, (key, load)
+            assert 0 <= load.num_pending <= load.num_sequences and load.num_pending_blocks >= 0, (key, load)
 
-    def _add(self, key: WorkerKey | None, num_tokens: int, num_sequences: int) -> None:
-        if key is None:
-            return
+    def _add(self, key: WorkerKey, share: WorkerLoad, sign: int) -> None:
         load = self._workers.setdefault(key, WorkerLoad())
-        load.num_tokens += num_tokens
-        load.num_sequences += num_sequences
+        load.add(share, sign)
         if load.num_sequences == 0:
             del self._workers[key]

@@ -1,17 +1,29 @@
-"""Applies the routing policy to the fleet as it is now, and keeps an eye on fallbacks."""
+"""Applies the routing policy to the fleet as it is now, remembers what it decided, and keeps an eye on fallbacks."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from kvrelay.kv.hashing import BlockHash, hash_blocks, root_hash
 from kvrelay.protocol.messages import PeerRef
+from kvrelay.scheduling.cost import pairs
 from kvrelay_router.fleet_view import FleetView
-from kvrelay_router.routing.candidates import Decision, Demand, NoPlacement
+from kvrelay_router.routing.candidates import Candidates, Decision, Demand, NoPlacement
+from kvrelay_router.routing.expected_prefixes import ExpectedPrefixes
 from kvrelay_router.routing.policy import PolicyName, decide, decide_decode
+from kvrelay_router.routing.prefix_view import PrefixView, WorkerId
 
 log = logging.getLogger(__name__)
+
+AFFINITY_TOKENS = 512
+"""Requests without a session or user belong together where their prompts' first tokens, up to so many, are equal."""
+EXPECTED_LIFETIME_S = 30.0
+"""How long a decision stands in for what the index has not heard yet, where there is an index."""
 
 
 @dataclass(slots=True)
@@ -23,14 +35,66 @@ class Fallbacks:
     reason: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What an attempt adds to its workers: prompt tokens and pairs to compute, and blocks that decode will take."""
+
+    num_tokens: int = 0
+    num_pairs: float = 0.0
+    num_decode_blocks: int = 0
+
+
+class PromptPrefixes:
+    """A prompt's block hashes, made once for each model and block size of the fleet."""
+
+    def __init__(self, prompt_ids: Sequence[int], cache_salt: str = "", affinity: str = "") -> None:
+        self._prompt_ids = prompt_ids
+        self._cache_salt = cache_salt
+        self._affinity = affinity
+        self._hashes: dict[tuple[str, int], list[BlockHash]] = {}
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the prompt."""
+        return len(self._prompt_ids)
+
+    @property
+    def affinity(self) -> str:
+        """What `sticky` keeps together."""
+        if not self._affinity:
+            beginning = self._prompt_ids[:AFFINITY_TOKENS]
+            self._affinity = hash_blocks(root_hash(model="", cache_salt=self._cache_salt), beginning, len(beginning))[
+                0
+            ].hex()
+        return self._affinity
+
+    def hashes(self, fingerprint: str, block_size: int) -> list[BlockHash]:
+        """Of the prompt's full blocks, as workers with this fingerprint name them."""
+        key = fingerprint, block_size
+        if key not in self._hashes:
+            root = root_hash(model=fingerprint, cache_salt=self._cache_salt)
+            self._hashes[key] = hash_blocks(root, self._prompt_ids, block_size)
+        return self._hashes[key]
+
+
 class Placement:
     """Places attempts. Synchronous: nothing else happens between the choice and the load that it adds."""
 
-    def __init__(self, view: FleetView, policy: PolicyName, local_prefill_tokens: int) -> None:
+    def __init__(
+        self,
+        view: FleetView,
+        policy: PolicyName,
+        local_prefill_tokens: int | None,
+        index: PrefixView | None = None,
+        *,
+        num_last_decisions: int = 50,
+    ) -> None:
         self.fallbacks = Fallbacks()
+        self.last_decisions: deque[dict[str, Any]] = deque(maxlen=num_last_decisions)
         self._view = view
         self._policy = policy
         self._local_prefill_tokens = local_prefill_tokens
+        self._prefixes = ExpectedPrefixes(index, None if index is None else EXPECTED_LIFETIME_S)
         self._ordinal = 0
 
     def is_possible(self) -> bool:
@@ -41,34 +105,75 @@ class Placement:
         self,
         request_id: str,
         *,
-        num_prompt_tokens: int,
+        prompt: PromptPrefixes,
         needs_decode: bool,
+        num_output: int = 0,
         avoid: frozenset[str] = frozenset(),
     ) -> Decision | NoPlacement:
-        """Chooses workers for a new attempt."""
+        """Chooses workers for a new attempt. `num_output`: tokens of earlier attempts, computed again as prompt."""
         demand = Demand(
             request_id=request_id,
-            num_prompt_tokens=num_prompt_tokens,
+            num_prompt_tokens=prompt.num_tokens + num_output,
             needs_decode=needs_decode,
             ordinal=self._next_ordinal(),
             avoid=avoid,
             local_prefill_tokens=self._local_prefill_tokens,
+            affinity=prompt.affinity if self._policy == "sticky" else "",
         )
-        decision = decide(self._policy, demand, self._view.candidates(time.monotonic()))
+        candidates = self._view.candidates(time.monotonic())
+        decision = decide(self._policy, demand, candidates, self._cached_blocks(prompt, candidates))
+        self._record(demand, decision)
         if isinstance(decision, Decision):
             self._note_fallback(decision)
         return decision
 
-    def place_decode(self, request_id: str, fingerprint: str, excluded: frozenset[str]) -> PeerRef | None:
+    def placed(self, decision: Decision, prompt: PromptPrefixes) -> None:
+        """The decision was carried out: its workers will hold the prompt's blocks."""
+        self._prefixes.now = time.monotonic()
+        for worker in (decision.prefill, decision.decode):
+            if worker is not None:
+                hashes = prompt.hashes(worker.fingerprint, worker.block_size)
+                self._prefixes.sent(worker.worker_id, hashes, worker.num_blocks)
+
+    def gone(self, worker_id: str) -> None:
+        """A worker ended, and its cache with it."""
+        self._prefixes.gone(worker_id)
+
+    def place_decode(
+        self, request_id: str, prompt: PromptPrefixes, fingerprint: str, excluded: frozenset[str]
+    ) -> PeerRef | None:
         """Chooses another decode worker for a handoff that is under way."""
-        demand = Demand(request_id=request_id, num_prompt_tokens=0, needs_decode=True, ordinal=self._next_ordinal())
+        demand = Demand(
+            request_id=request_id,
+            num_prompt_tokens=prompt.num_tokens,
+            needs_decode=True,
+            ordinal=self._next_ordinal(),
+            affinity=prompt.affinity if self._policy == "sticky" else "",
+        )
         candidates = self._view.candidates(time.monotonic())
-        chosen = decide_decode(self._policy, demand, candidates, fingerprint, excluded)
+        cached = self._cached_blocks(prompt, candidates)
+        chosen = decide_decode(self._policy, demand, candidates, fingerprint, excluded, cached)
         return chosen.peer if chosen is not None else None
+
+    def _cached_blocks(self, prompt: PromptPrefixes, candidates: Candidates) -> Mapping[WorkerId, int]:
+        self._prefixes.now = time.monotonic()
+        cached: dict[WorkerId, int] = {}
+        for fingerprint, block_size in {
+            (c.fingerprint, c.block_size) for c in (*candidates.prefill, *candidates.decode)
+        }:
+            # Hashes cover the fingerprint, so workers of another one match nothing.
+            cached.update(self._prefixes.match(prompt.hashes(fingerprint, block_size)))
+        return cached
 
     def _next_ordinal(self) -> int:
         self._ordinal += 1
         return self._ordinal - 1
+
+    def _record(self, demand: Demand, decision: Decision | NoPlacement) -> None:
+        record = {"request_id": demand.request_id, "num_prompt_tokens": demand.num_prompt_tokens, "at": time.time()}
+        record |= as_json(decision)
+        self.last_decisions.append(record)
+        log.debug("route %s: %s", demand.request_id, record)
 
     def _note_fallback(self, decision: Decision) -> None:
         if decision.is_fallback:
@@ -80,3 +185,31 @@ class Placement:
         elif self.fallbacks.is_active and decision.prefill is not None:
             log.info("prefill workers take part again, after %d requests without", self.fallbacks.num_requests)
             self.fallbacks.is_active = False
+
+
+def work_of(decision: Decision, num_tokens: int) -> Work:
+    """What an attempt with a prompt of `num_tokens` adds where it was placed."""
+    num_uncached = max(0, num_tokens - decision.num_cached_tokens)
+    num_blocks = 0
+    if decision.prefill is not None and decision.decode is not None:
+        num_blocks = max(1, -(-num_tokens // decision.decode.block_size) - decision.num_cached_blocks)
+    return Work(num_uncached, pairs(decision.num_cached_tokens, num_uncached), num_blocks)
+
+
+def as_json(decision: Decision | NoPlacement) -> dict[str, Any]:
+    """JSON-ready, with its reasons."""
+    if isinstance(decision, NoPlacement):
+        return {"refused": decision.reason}
+    expected = decision.expected
+    return {
+        "prefill": decision.prefill.worker_id if decision.prefill is not None else None,
+        "decode": decision.decode.worker_id if decision.decode is not None else None,
+        "policy": decision.policy,
+        "reasons": list(decision.reasons),
+        "cached_tokens": decision.num_cached_tokens,
+        "expected_ms": {
+            "queue": round(expected.queue_s * 1e3, 3),
+            "compute": round(expected.compute_s * 1e3, 3),
+            "transfer": round(expected.transfer_s * 1e3, 3),
+        },
+    }

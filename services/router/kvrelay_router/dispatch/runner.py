@@ -27,7 +27,7 @@ from kvrelay_router.dispatch.events import (
 )
 from kvrelay_router.dispatch.interface import SequenceDelta
 from kvrelay_router.dispatch.load import OutstandingLoad
-from kvrelay_router.dispatch.placement import Placement
+from kvrelay_router.dispatch.placement import Placement, as_json, work_of
 from kvrelay_router.dispatch.running import RunningSequence
 from kvrelay_router.routing.candidates import Decision
 
@@ -76,7 +76,7 @@ class SequenceRunner:
         for instruction in instructions:
             self._follow(sequence, instruction)
         is_plain = len(instructions) == 1 and type(instructions[0]) is Deliver
-        if sequence.held.prefill is not None or not is_plain:
+        if sequence.held.is_waiting or not is_plain:
             self._move_load(sequence)
 
     def place(self, sequence: RunningSequence, decision: Decision, cause: str) -> None:
@@ -85,10 +85,14 @@ class SequenceRunner:
         decode = decision.decode.peer if decision.decode is not None else None
         running = sequence.running
         sequence.fingerprint = decision.fingerprint
+        machine = sequence.machine
+        sequence.work = work_of(decision, machine.spec.num_prompt_tokens + len(machine.output))
+        self._placement.placed(decision, running.prompt)
         running.record.placed(sequence.index, sequence.machine.attempt, decision, cause)
         served_by = running.handle.served_by
         served_by.prefill = prefill.peer_id if prefill is not None else None
         served_by.decode = decode.peer_id if decode is not None else None
+        served_by.route = as_json(decision)
         timeout_s = max(0.0, running.deadline - time.monotonic())
         self.feed(sequence, Placed(prefill, decode, timeout_s))
 
@@ -141,7 +145,8 @@ class SequenceRunner:
         machine = sequence.machine
         decision = self._placement.place(
             sequence.request_id,
-            num_prompt_tokens=machine.spec.num_prompt_tokens + len(machine.output),
+            prompt=sequence.running.prompt,
+            num_output=len(machine.output),
             needs_decode=machine.needs_decode,
             avoid=wish.avoid,
         )
@@ -162,7 +167,8 @@ class SequenceRunner:
         self._waiting.pop(sequence, None)
 
     def _find_decode(self, sequence: RunningSequence, wish: FindDecode) -> None:
-        decode = self._placement.place_decode(sequence.request_id, sequence.fingerprint, wish.excluded)
+        prompt = sequence.running.prompt
+        decode = self._placement.place_decode(sequence.request_id, prompt, sequence.fingerprint, wish.excluded)
         sequence.running.record.reassigned(sequence.index, decode, wish.cause)
         sequence.running.handle.served_by.decode = decode.peer_id if decode is not None else None
         self.feed(sequence, DecodeChosen(decode))
@@ -174,8 +180,15 @@ class SequenceRunner:
         if machine.is_over:
             self._load.move(sequence.held, None, 0, None)
             return
-        num_tokens = machine.spec.num_prompt_tokens + len(machine.output)
-        self._load.move(sequence.held, machine.prefill if machine.prefill_is_busy else None, num_tokens, machine.decode)
+        work = sequence.work
+        self._load.move(
+            sequence.held,
+            machine.computes,
+            work.num_tokens,
+            machine.decode,
+            num_pairs=work.num_pairs,
+            num_pending_blocks=work.num_decode_blocks if machine.handoff_is_to_come else 0,
+        )
 
     def _contradicted(self, sequence: RunningSequence, event: Event, error: IllegalEvent) -> None:
         """A worker broke the protocol. Dropping its message alone could leave the client waiting: the attempt ends."""

@@ -9,6 +9,7 @@ from kvrelay_router.dispatch.attempt import SequenceAttempts
 from kvrelay_router.dispatch.events import FindPlacement
 from kvrelay_router.dispatch.handle import RunningRequest
 from kvrelay_router.dispatch.load import Held
+from kvrelay_router.dispatch.placement import PromptPrefixes, Work
 from kvrelay_router.dispatch.records import RequestRecord, SequenceRecord
 from kvrelay_router.routing.policy import PolicyName
 
@@ -17,12 +18,13 @@ from kvrelay_router.routing.policy import PolicyName
 class DispatchSettings:
     """Times in seconds."""
 
-    policy: PolicyName = "least_loaded"
-    local_prefill_tokens: int = 0  # prompts not longer than this go to decode alone
+    policy: PolicyName = "cost"
+    local_prefill_tokens: int | None = None  # prompts not longer than this go to decode alone; None: the policy decides
     max_attempts: int = 3
     max_requests: int = 1024  # in progress; more are refused
     wait_for_worker_s: float = 30.0  # a retry that finds no worker ready waits so long for one
     num_recent_requests: int = 2000
+    num_last_decisions: int = 50
     registry_interval_s: float = 0.5
     status_interval_s: float = 1.0
     live_timeout_s: float = 0.5
@@ -36,6 +38,7 @@ class Running:
     record: RequestRecord
     deadline: float  # monotonic
     deadline_timer: asyncio.TimerHandle
+    prompt: PromptPrefixes
     sequences: dict[int, RunningSequence] = field(default_factory=dict)  # the unfinished ones
     outcome: str = "finished"
 
@@ -50,6 +53,7 @@ class RunningSequence:
     record: SequenceRecord
     held: Held = field(default_factory=Held)
     fingerprint: str = ""  # of the current attempt's workers
+    work: Work = field(default_factory=Work)  # of the current attempt, as its placement expected
     waiting_for: FindPlacement | None = None  # while no worker is ready
     waiting_timer: asyncio.TimerHandle | None = None
 

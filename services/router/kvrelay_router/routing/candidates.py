@@ -7,20 +7,30 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvrelay.protocol.messages import PeerRef
+from kvrelay.scheduling.cost import StepCost
 
 Role = Literal["prefill", "decode"]
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A worker that takes new requests, with its load as known at this moment."""
+    """A worker that takes new requests, with its load and its speeds as known at this moment."""
 
     peer: PeerRef
     role: Role
     fingerprint: str
-    queued_tokens: int = 0  # prompt tokens that wait for prefill or are in it
-    num_sequences: int = 0  # that run or wait
-    num_free_blocks: int = 0  # free, or cached and evictable
+    queued_tokens: int = 0  # prompt tokens that wait for their computation or are in it, without cached ones
+    num_sequences: int = 0  # that run, wait, or are to be handed over to it
+    num_free_blocks: int = 0  # free, or cached and evictable, less those of handoffs to come
+    queued_pairs: float = 0.0  # of the queued tokens and what they attend to
+    num_pending: int = 0  # of the sequences, those whose handoff is still to come
+    context_tokens: int = 0  # of the running sequences
+    num_blocks: int = 0  # of the pool; 0: not known
+    block_size: int = 16
+    block_bytes: int = 0  # 0: not known
+    token_budget: int = 0  # 0: not known
+    step_cost: StepCost | None = None  # None: nothing was measured yet
+    transfer_bytes_s: float | None = None  # at which it pushes blocks; None: nothing was measured yet
 
     @property
     def worker_id(self) -> str:
@@ -54,7 +64,22 @@ class Demand:
     needs_decode: bool  # more than one token is to come
     ordinal: int = 0
     avoid: frozenset[str] = frozenset()  # worker ids to be taken only where no others are
-    local_prefill_tokens: int = 0  # prompts not longer than this go to decode alone
+    local_prefill_tokens: int | None = None  # up to so many go to decode alone; None: the policy's own judgement
+    affinity: str = ""  # what `sticky` keeps together: a session, a user, or the prompt's beginning
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Seconds until a request's tokens flow, as far as the measured speeds tell."""
+
+    queue_s: float = 0.0  # prompts ahead of it
+    compute_s: float = 0.0  # its own prompt, without what is cached
+    transfer_s: float = 0.0  # what of the handoff is not hidden behind the computation
+
+    @property
+    def ttft_s(self) -> float:
+        """All of it."""
+        return self.queue_s + self.compute_s + self.transfer_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +91,20 @@ class Decision:
     policy: str
     reasons: tuple[str, ...]
     is_fallback: bool = False
+    expected: Expected = Expected()
+    num_cached_tokens: int = 0  # of the prompt, expected on the worker that computes it
+    num_cached_blocks: int = 0  # expected on the decode worker
 
     @property
     def fingerprint(self) -> str:
         """Of the workers chosen."""
         chosen = self.prefill or self.decode
         return chosen.fingerprint if chosen is not None else ""
+
+    @property
+    def computes(self) -> Candidate | None:
+        """Who computes the prompt."""
+        return self.prefill or self.decode
 
 
 @dataclass(frozen=True, slots=True)

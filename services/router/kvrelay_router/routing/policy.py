@@ -1,62 +1,124 @@
-"""The policies: pure functions that choose a prefill and a decode worker.
+"""Placing a request: a pure function from the request, the fleet and what it holds of the prompt to a decision.
 
-`least_loaded` takes the prefill worker with the fewest prompt tokens ahead, and the decode worker with the fewest
-sequences (then the most free blocks); equals take turns. `round_robin` takes turns always, `random` draws by the
-request's id. Only workers of one fingerprint are paired.
+The policies (`cost.py`, `baselines.py`) choose among workers that may be taken at all; who that is, is decided here and
+is the same for all: only workers of one fingerprint are paired, and where an attempt has failed is avoided.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, get_args
 
-from kvrelay_router.routing.candidates import Candidate, Candidates, Decision, Demand, NoPlacement
+from kvrelay_router.routing import baselines
+from kvrelay_router.routing.candidates import Candidate, Candidates, Decision, Demand, Expected, NoPlacement
+from kvrelay_router.routing.cost import better_alone, pick_decode, pick_prefill
+from kvrelay_router.routing.estimates import Estimates, TypicalSpeeds
+from kvrelay_router.routing.prefix_view import WorkerId
 
-PolicyName = Literal["least_loaded", "round_robin", "random"]
-Picker = Callable[[Sequence[Candidate], Demand], tuple[Candidate, str]]
+PolicyName = Literal["cost", "least_loaded", "round_robin", "random", "prefix_only", "sticky"]
+Picker = Callable[[Sequence[Candidate], Estimates], tuple[Candidate, str]]
+NOTHING_CACHED: Mapping[WorkerId, int] = {}
 
 
-def decide(policy: PolicyName, demand: Demand, candidates: Candidates) -> Decision | NoPlacement:
-    """Places a request.
+def decide(
+    policy: PolicyName,
+    demand: Demand,
+    candidates: Candidates,
+    cached_blocks: Mapping[WorkerId, int] = NOTHING_CACHED,
+) -> Decision | NoPlacement:
+    """Places a request. `cached_blocks`: leading blocks of its prompt that each worker holds, as a `PrefixView` says.
 
     Prefill and decode where both are needed and there; prefill alone for a request of one token; decode alone for a
     short prompt, or where no prefill worker goes with it.
     """
-    pick = _PICKERS[policy]
+    estimates = Estimates(demand, TypicalSpeeds.of(candidates), cached_blocks)
     if not demand.needs_decode and candidates.prefill:
-        prefill, reason = pick(_unavoided(candidates.prefill, demand.avoid), demand)
-        return Decision(prefill, None, policy, ("at most one token is to come: prefill alone", f"prefill: {reason}"))
+        prefill, reason = _pick_prefill(policy, candidates.prefill, estimates)
+        reasons = ("at most one token is to come: prefill alone", f"prefill: {reason}")
+        return _decision(policy, prefill, None, reasons, estimates.alone(prefill), estimates)
     if not candidates.decode:
         missing = "no decode worker is ready" if candidates.prefill else "no worker is ready"
         return NoPlacement(missing)
-    if demand.needs_decode and demand.num_prompt_tokens <= demand.local_prefill_tokens:
+    threshold = demand.local_prefill_tokens
+    if demand.needs_decode and threshold is not None and demand.num_prompt_tokens <= threshold:
         short = f"the prompt's {demand.num_prompt_tokens} tokens are at most local_prefill_tokens: decode alone"
-        return _decode_alone(policy, demand, candidates.decode, short)
+        return _decode_alone(policy, candidates.decode, estimates, short)
     prefills = _with_fingerprint(candidates.prefill, {decode.fingerprint for decode in candidates.decode})
     if not prefills:
         missing = "no prefill worker goes with a decode worker" if candidates.prefill else "no prefill worker is ready"
-        return replace(_decode_alone(policy, demand, candidates.decode, f"{missing}: decode alone"), is_fallback=True)
-    prefill, prefill_reason = pick(_unavoided(prefills, demand.avoid), demand)
-    decodes = _with_fingerprint(candidates.decode, {prefill.fingerprint})
-    decode, decode_reason = pick(_unavoided(decodes, demand.avoid), demand)
-    return Decision(prefill, decode, policy, (f"prefill: {prefill_reason}", f"decode: {decode_reason}"))
+        alone = _decode_alone(policy, candidates.decode, estimates, f"{missing}: decode alone")
+        return replace(alone, is_fallback=True)
+    return _both(policy, prefills, candidates.decode, estimates)
 
 
 def decide_decode(
-    policy: PolicyName, demand: Demand, candidates: Candidates, fingerprint: str, excluded: frozenset[str]
+    policy: PolicyName,
+    demand: Demand,
+    candidates: Candidates,
+    fingerprint: str,
+    excluded: frozenset[str],
+    cached_blocks: Mapping[WorkerId, int] = NOTHING_CACHED,
 ) -> Candidate | None:
     """Another decode worker for a handoff whose first one is out of reach."""
     fitting = [c for c in _with_fingerprint(candidates.decode, {fingerprint}) if c.worker_id not in excluded]
     if not fitting:
         return None
-    return _PICKERS[policy](_unavoided(fitting, demand.avoid), demand)[0]
+    estimates = Estimates(demand, TypicalSpeeds.of(candidates), cached_blocks)
+    return _pick_decode(policy, fitting, None, estimates)[0]
 
 
-def _decode_alone(policy: PolicyName, demand: Demand, decodes: Sequence[Candidate], why: str) -> Decision:
-    decode, reason = _PICKERS[policy](_unavoided(decodes, demand.avoid), demand)
-    return Decision(None, decode, policy, (why, f"decode: {reason}"))
+def _both(
+    policy: PolicyName, prefills: Sequence[Candidate], decodes: Sequence[Candidate], estimates: Estimates
+) -> Decision:
+    prefill, prefill_reason = _pick_prefill(policy, prefills, estimates)
+    fitting = _with_fingerprint(decodes, {prefill.fingerprint})
+    decode, decode_reason = _pick_decode(policy, fitting, prefill, estimates)
+    expected = estimates.handed_over(prefill, decode)
+    if policy == "cost" and estimates.demand.local_prefill_tokens is None:
+        unavoided = _unavoided(decodes, estimates.demand.avoid)
+        if (alone := better_alone(expected, decode, unavoided, estimates)) is not None:
+            worker, reason = alone
+            return _decision(policy, None, worker, (f"decode alone: {reason}",), estimates.alone(worker), estimates)
+    reasons = (f"prefill: {prefill_reason}", f"decode: {decode_reason}")
+    return _decision(policy, prefill, decode, reasons, expected, estimates)
+
+
+def _decode_alone(policy: PolicyName, decodes: Sequence[Candidate], estimates: Estimates, why: str) -> Decision:
+    decode, reason = _pick_decode(policy, decodes, None, estimates)
+    return _decision(policy, None, decode, (why, f"decode: {reason}"), estimates.alone(decode), estimates)
+
+
+def _decision(
+    policy: PolicyName,
+    prefill: Candidate | None,
+    decode: Candidate | None,
+    reasons: tuple[str, ...],
+    expected: Expected,
+    estimates: Estimates,
+) -> Decision:
+    computes = prefill or decode
+    return Decision(
+        prefill,
+        decode,
+        policy,
+        reasons,
+        expected=expected,
+        num_cached_tokens=estimates.cached_tokens(computes) if computes is not None else 0,
+        num_cached_blocks=estimates.held_blocks(decode) if decode is not None else 0,
+    )
+
+
+def _pick_prefill(policy: PolicyName, workers: Sequence[Candidate], estimates: Estimates) -> tuple[Candidate, str]:
+    workers = _unavoided(workers, estimates.demand.avoid)
+    return pick_prefill(workers, estimates) if policy == "cost" else _PICKERS[policy](workers, estimates)
+
+
+def _pick_decode(
+    policy: PolicyName, workers: Sequence[Candidate], prefill: Candidate | None, estimates: Estimates
+) -> tuple[Candidate, str]:
+    workers = _unavoided(workers, estimates.demand.avoid)
+    return pick_decode(workers, prefill, estimates) if policy == "cost" else _PICKERS[policy](workers, estimates)
 
 
 def _with_fingerprint(candidates: Iterable[Candidate], fingerprints: set[str]) -> list[Candidate]:
@@ -67,31 +129,11 @@ def _unavoided(candidates: Sequence[Candidate], avoid: frozenset[str]) -> Sequen
     return [candidate for candidate in candidates if candidate.worker_id not in avoid] or candidates
 
 
-def _least_loaded(candidates: Sequence[Candidate], demand: Demand) -> tuple[Candidate, str]:
-    turn = demand.ordinal % len(candidates)
-    in_turn = [*candidates[turn:], *candidates[:turn]]
-    if candidates[0].role == "prefill":
-        chosen = min(in_turn, key=lambda candidate: candidate.queued_tokens)
-        return chosen, f"{chosen.worker_id} has the fewest prompt tokens ahead, {chosen.queued_tokens}"
-    chosen = min(in_turn, key=lambda candidate: (candidate.num_sequences, -candidate.num_free_blocks))
-    return chosen, (
-        f"{chosen.worker_id} has the fewest sequences, {chosen.num_sequences}, and {chosen.num_free_blocks} free blocks"
-    )
-
-
-def _round_robin(candidates: Sequence[Candidate], demand: Demand) -> tuple[Candidate, str]:
-    turn = demand.ordinal % len(candidates)
-    return candidates[turn], f"{candidates[turn].worker_id} is next, number {turn + 1} of {len(candidates)}"
-
-
-def _random(candidates: Sequence[Candidate], demand: Demand) -> tuple[Candidate, str]:
-    draw = random.Random(f"{demand.request_id}/{demand.ordinal}/{candidates[0].role}").randrange(len(candidates))
-    return candidates[draw], f"{candidates[draw].worker_id} was drawn out of {len(candidates)}"
-
-
 _PICKERS: dict[PolicyName, Picker] = {
-    "least_loaded": _least_loaded,
-    "round_robin": _round_robin,
-    "random": _random,
+    "least_loaded": baselines.least_loaded,
+    "round_robin": baselines.round_robin,
+    "random": baselines.random,
+    "prefix_only": baselines.prefix_only,
+    "sticky": baselines.sticky,
 }
-assert set(_PICKERS) == set(get_args(PolicyName))
+assert {*_PICKERS, "cost"} == set(get_args(PolicyName))

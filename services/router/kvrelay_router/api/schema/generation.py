@@ -100,6 +100,7 @@ class GenerationFields(RequestModel):
     skip_special_tokens: FlagOn = True
     return_token_ids: Flag = False
     cache_salt: Annotated[str, Field(max_length=1024), or_default("")] = ""
+    user: Annotated[str, Field(max_length=1024), or_default("")] = ""
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31), or_default(0)] = 0
 
     @property

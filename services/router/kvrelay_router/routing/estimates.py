@@ -1,0 +1,146 @@
+"""What a placement is expected to take, from the workers' own measured speeds and what they hold of the prompt.
+
+A worker's steps cost `StepCost`: so much a step, a token, and a pair of a token and what it attends to. A worker that
+has measured nothing yet is taken for the typical one of its role, and while nobody has, for a default one: the ratio
+between workers is what decides, and it is right whatever the unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import ceil
+from statistics import median
+
+from kvrelay.scheduling.cost import StepCost, pairs
+from kvrelay_router.routing.candidates import Candidate, Candidates, Demand, Expected
+from kvrelay_router.routing.prefix_view import WorkerId
+
+DEFAULT_COST = StepCost()
+DEFAULT_BUDGET = 512
+HORIZON_TOKENS = 64
+"""Output tokens over which a decode worker's slowness counts against the time that its handoff takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class TypicalSpeeds:
+    """Medians over those workers that have measured something. `transfer_bytes_s` 0: nobody has."""
+
+    prefill: StepCost = DEFAULT_COST
+    decode: StepCost = DEFAULT_COST
+    transfer_bytes_s: float = 0.0
+
+    @classmethod
+    def of(cls, candidates: Candidates) -> TypicalSpeeds:
+        """A role of which nothing is known borrows the other's: they run the same model."""
+        prefill, decode = _median_cost(candidates.prefill), _median_cost(candidates.decode)
+        rates = [c.transfer_bytes_s for c in candidates.prefill if c.transfer_bytes_s]
+        return cls(
+            prefill or decode or DEFAULT_COST,
+            decode or prefill or DEFAULT_COST,
+            median(rates) if rates else 0.0,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Estimates:
+    """About one request. `cached_blocks`: leading blocks of the prompt by worker; who is not in it has none."""
+
+    demand: Demand
+    typical: TypicalSpeeds = field(default_factory=TypicalSpeeds)
+    cached_blocks: Mapping[WorkerId, int] = field(default_factory=dict)
+
+    def cost(self, worker: Candidate) -> StepCost:
+        """Of the worker's steps."""
+        if worker.step_cost is not None:
+            return worker.step_cost
+        return self.typical.prefill if worker.role == "prefill" else self.typical.decode
+
+    def cached_tokens(self, worker: Candidate) -> int:
+        """Of the prompt, on this worker; at least one token is always computed."""
+        held = self.cached_blocks.get(worker.worker_id, 0) * worker.block_size
+        most = max(0, self.demand.num_prompt_tokens - 1)
+        return min(held, most - most % worker.block_size)
+
+    def held_blocks(self, worker: Candidate) -> int:
+        """Full blocks of the prompt that need not be sent to this worker."""
+        return min(self.cached_blocks.get(worker.worker_id, 0), self.demand.num_prompt_tokens // worker.block_size)
+
+    def queue_s(self, worker: Candidate) -> float:
+        """Until the prompts are computed that are ahead."""
+        return self._work_s(worker, worker.queued_tokens, worker.queued_pairs)
+
+    def compute_s(self, worker: Candidate) -> float:
+        """For what the worker does not have of the prompt."""
+        cached = self.cached_tokens(worker)
+        num_tokens = self.demand.num_prompt_tokens - cached
+        return self._work_s(worker, num_tokens, pairs(cached, num_tokens))
+
+    def alone(self, worker: Candidate) -> Expected:
+        """On this worker, without a handoff."""
+        return Expected(self.queue_s(worker), self.compute_s(worker))
+
+    def handed_over(self, prefill: Candidate, decode: Candidate) -> Expected:
+        """From one to the other. Only what the computation does not hide of the transfer counts."""
+        compute_s = self.compute_s(prefill)
+        return Expected(self.queue_s(prefill), compute_s, self._transfer_s(prefill, decode, compute_s))
+
+    def stall_s(self, decode: Candidate) -> float:
+        """What computing the prompt on a decode worker takes from the streams there, in sum."""
+        cached = self.cached_tokens(decode)
+        num_tokens = self.demand.num_prompt_tokens - cached
+        cost = self.cost(decode)
+        added_s = cost.token_s * num_tokens + cost.pair_s * pairs(cached, num_tokens)
+        return added_s * (decode.num_sequences - decode.num_pending)
+
+    def decode_s(self, decode: Candidate) -> float:
+        """For the first tokens in the batch as it will be, with the handoffs that are on their way."""
+        num_ahead = decode.num_sequences
+        num_running = max(1, num_ahead - decode.num_pending)
+        context = decode.context_tokens / num_running if decode.context_tokens else self.demand.num_prompt_tokens
+        return HORIZON_TOKENS * self.cost(decode).step_s(num_ahead + 1, context * (num_ahead + 1))
+
+    def has_room(self, decode: Candidate) -> bool:
+        """Whether the prompt's missing blocks and one more fit; true where the pool is not known."""
+        num_blocks = -(-self.demand.num_prompt_tokens // decode.block_size) + 1
+        return not decode.num_blocks or num_blocks - self.held_blocks(decode) <= decode.num_free_blocks
+
+    def chunk_room(self, decode: Candidate) -> int:
+        """Prompt tokens that one of its steps holds beside the decodes."""
+        return max(1, (decode.token_budget or DEFAULT_BUDGET) - decode.num_sequences)
+
+    def _work_s(self, worker: Candidate, num_tokens: int, num_pairs: float) -> float:
+        """Prompt chunks in steps that they share with the worker's decodes."""
+        if num_tokens <= 0:
+            return 0.0
+        cost = self.cost(worker)
+        if worker.role == "decode":
+            num_steps = ceil(num_tokens / self.chunk_room(worker))
+            step_s = cost.step_s(worker.num_sequences - worker.num_pending, worker.context_tokens)
+        else:
+            num_steps = ceil(num_tokens / (worker.token_budget or DEFAULT_BUDGET))
+            step_s = cost.fixed_s
+        return num_steps * step_s + cost.token_s * num_tokens + cost.pair_s * num_pairs
+
+    def _transfer_s(self, prefill: Candidate, decode: Candidate, compute_s: float) -> float:
+        rate = prefill.transfer_bytes_s or self.typical.transfer_bytes_s
+        if not rate or not decode.block_bytes:
+            return 0.0
+        size = decode.block_size
+        num_missing = -(-self.demand.num_prompt_tokens // size) - self.held_blocks(decode)
+        num_uncached = self.demand.num_prompt_tokens - self.cached_tokens(prefill)
+        # Blocks leave while later chunks are computed; those of the last chunk cannot.
+        num_last = min(num_missing, -(-min(num_uncached, prefill.token_budget or DEFAULT_BUDGET) // size))
+        block_s = decode.block_bytes / rate
+        return max(num_missing * block_s - compute_s, num_last * block_s)
+
+
+def _median_cost(workers: Iterable[Candidate]) -> StepCost | None:
+    costs = [worker.step_cost for worker in workers if worker.step_cost is not None]
+    if not costs:
+        return None
+    return StepCost(
+        median(cost.fixed_s for cost in costs),
+        median(cost.token_s for cost in costs),
+        median(cost.pair_s for cost in costs),
+    )

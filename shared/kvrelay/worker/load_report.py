@@ -1,0 +1,140 @@
+"""What a worker tells routers about its load and its speed: prompts ahead by router, steps and pushes as measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from kvrelay.protocol.messages import LoadReport, PeerRef
+from kvrelay.scheduling.base import Scheduler
+from kvrelay.scheduling.cost import CalibratedCost, pairs
+from kvrelay.scheduling.plan import StepPlan
+from kvrelay.scheduling.sequence import Sequence
+
+LEAST_CHUNK_TOKENS = 16
+LEAST_CHUNKED_STEPS = 2
+"""A cost for prompts is reported once so many steps had a chunk of at least that length: decodes alone cannot tell."""
+
+
+class SpeedMeter:
+    """Follows what steps cost and how fast blocks leave."""
+
+    def __init__(self) -> None:
+        self._cost = CalibratedCost()
+        self._num_chunked = 0
+        self._pushed_bytes = 0.0
+        self._push_busy_s = 0.0
+        self._transfer_bytes_s: float | None = None
+
+    def stepped(self, plan: StepPlan, forward_s: float) -> None:
+        """A step took so long."""
+        num_tokens, num_pairs, longest = 0, 0.0, 0
+        for row in plan.rows:
+            num_tokens += row.num_tokens
+            num_pairs += pairs(row.position, row.num_tokens)
+            longest = max(longest, row.num_tokens)
+        self._cost.observe(num_tokens, num_pairs, forward_s)
+        self._num_chunked += longest >= LEAST_CHUNK_TOKENS
+
+    def pushed(self, total_bytes: float, total_busy_s: float) -> None:
+        """Totals since the start; the rate is that of the time since the last call with news."""
+        num_bytes, busy_s = total_bytes - self._pushed_bytes, total_busy_s - self._push_busy_s
+        if num_bytes > 0 and busy_s > 0:
+            rate = num_bytes / busy_s
+            old = self._transfer_bytes_s
+            self._transfer_bytes_s = rate if old is None else (old + rate) / 2
+            self._pushed_bytes, self._push_busy_s = total_bytes, total_busy_s
+
+    @property
+    def step_cost(self) -> tuple[float, float, float] | None:
+        """Seconds a step, a token, and a pair of a token and what it attends to."""
+        if self._num_chunked < LEAST_CHUNKED_STEPS:
+            return None
+        cost = self._cost.current
+        return cost.fixed_s, cost.token_s, cost.pair_s
+
+    @property
+    def transfer_bytes_s(self) -> float | None:
+        """Of the pushes while any was under way."""
+        return self._transfer_bytes_s
+
+
+class PushClock:
+    """How long pushes were under way: the union of their times, in seconds of the caller's clock."""
+
+    def __init__(self) -> None:
+        self._num_open = 0
+        self._since = 0.0
+        self._busy_s = 0.0
+
+    def begun(self, num_blocks: int, now: float) -> None:
+        """So many blocks were given to the transport."""
+        if not self._num_open:
+            self._since = now
+        self._num_open += num_blocks
+
+    def ended(self, num_blocks: int, now: float) -> None:
+        """So many of them arrived, or were given up."""
+        if self._num_open and self._num_open <= num_blocks:
+            self._busy_s += now - self._since
+        self._num_open = max(0, self._num_open - num_blocks)
+
+    def busy_s(self, now: float) -> float:
+        """So far."""
+        return self._busy_s + (now - self._since if self._num_open else 0.0)
+
+
+def report_load(scheduler: Scheduler, speeds: SpeedMeter) -> tuple[LoadReport, dict[PeerRef, LoadReport]]:
+    """The report for a router that has nothing here, and for each router that has, with its own share named.
+
+    O(sequences here).
+    """
+    total = _Sum()
+    by_router: dict[PeerRef, _Sum] = {}
+    for sequence, num_uncached in _backlog(scheduler):
+        num_pairs = pairs(sequence.num_tokens - num_uncached, num_uncached) if num_uncached > 1 else 0.0
+        for each in (total, by_router.setdefault(sequence.router, _Sum())):
+            each.add(sequence, num_uncached, num_pairs)
+    plain = LoadReport(
+        queued_tokens=total.num_tokens,
+        queued_pairs=total.num_pairs,
+        num_sequences=total.num_sequences,
+        context_tokens=total.context_tokens,
+        step_cost=speeds.step_cost,
+        transfer_bytes_s=speeds.transfer_bytes_s,
+    )
+    named = {
+        router: msgspec.structs.replace(
+            plain,
+            own_queued_tokens=own.num_tokens,
+            own_queued_pairs=own.num_pairs,
+            own_sequences=own.num_sequences,
+        )
+        for router, own in by_router.items()
+    }
+    return plain, named
+
+
+class _Sum:
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self.num_pairs = 0.0
+        self.num_sequences = 0
+        self.context_tokens = 0
+
+    def add(self, sequence: Sequence, num_uncached: int, num_pairs: float) -> None:
+        self.num_tokens += num_uncached
+        self.num_pairs += num_pairs
+        self.num_sequences += 1
+        if not num_uncached:
+            self.context_tokens += sequence.num_tokens
+
+
+def _backlog(scheduler: Scheduler) -> Iterable[tuple[Sequence, int]]:
+    """Every sequence with the prompt tokens that are still to be computed for it."""
+    size = scheduler.blocks.pool.block_size
+    for sequence in scheduler.waiting:
+        yield sequence, sequence.num_tokens - size * scheduler.blocks.num_cached_blocks(sequence)
+    for sequence in scheduler.running.values():
+        yield sequence, 0 if sequence.is_decoding else sequence.num_remaining

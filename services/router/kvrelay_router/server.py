@@ -14,6 +14,7 @@ import zmq
 from kvrelay.config.common import is_wildcard
 from kvrelay.config.router import RouterConfig
 from kvrelay.fleet import Registry
+from kvrelay.fleet.limits import SharedLimits
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.process import StartFailed, event_loop_factory
 from kvrelay.protocol.link import LinkEvent, LinkSettings
@@ -45,6 +46,7 @@ class RouterServer:
         self._registry: Registry | None = None
         self._dispatcher: RouterDispatcher | None = None
         self._http: HttpServer | None = None
+        self._limits: SharedLimits | None = None
 
     async def serve(self) -> None:
         """Runs until SIGTERM or SIGINT, then drains. A second signal ends the drain at once."""
@@ -76,7 +78,8 @@ class RouterServer:
             self._events,
         )
         self._dispatcher.start()
-        app = create_app(api, self._dispatcher, self._text)
+        self._limits = SharedLimits(config.redis_url, config.redis_prefix, config.served_model_name)
+        app = create_app(api, self._dispatcher, self._text, self._limits)
         self._http = await serve(
             app, config.host, config.port, graceful_timeout_s=config.drain_timeout_s + HTTP_GRACE_S
         )
@@ -101,6 +104,8 @@ class RouterServer:
             await self._dispatcher.close()
         if self._http is not None:
             await self._http.stop()
+        if self._limits is not None:
+            await self._limits.close()
         if self._registry is not None:
             await self._registry.close()
         if self._text is not None:
@@ -160,6 +165,7 @@ def _dispatch_settings(config: RouterConfig, api: ApiSettings) -> DispatchSettin
     return DispatchSettings(
         policy=config.routing_policy,
         local_prefill_tokens=config.local_prefill_tokens,
+        ttft_deadline_s=config.ttft_deadline_s,
         max_attempts=config.max_attempts,
         # The HTTP layer bounds its requests; one of them may still bring many prompts.
         max_requests=config.max_queued_requests + api.max_sequences,

@@ -28,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for service, text in SERVICES.items():
         commands.add_parser(service, add_help=False, help=text)
     commands.add_parser("replay", add_help=False, help="check and read event logs")
+    commands.add_parser("drain", add_help=False, help="have routers send a worker nothing new")
     commands.add_parser("version", help="print the version")
     command = parser.parse_args(arguments[:1]).command
     rest = arguments[1:]
@@ -42,6 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from kvrelay.cli.replay import replay
 
         return replay(rest)
+    if command == "drain":
+        from kvrelay.cli.drain import drain
+
+        return drain(rest)
     print(f"kvrelay {metadata.version('kvrelay')}")
     return 0
 

@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 import secrets
+import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ByteSize, Field, SecretStr, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from kvrelay.config.common import CommonConfig
+
+
+class OwnKeyLimits(BaseModel):
+    """One [[key]] table of key_limits_file. What is left out is as for all keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    key: SecretStr
+    requests_per_minute: float | None = Field(default=None, gt=0, le=1e6)
+    burst: int = Field(default=10, ge=1, le=1 << 20)
+    concurrency: int | None = Field(default=None, ge=1, le=1 << 20)
+    least_priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
 
 
 class RouterConfig(CommonConfig):
@@ -45,6 +67,33 @@ class RouterConfig(CommonConfig):
     max_queued_requests: int = Field(
         default=1024, ge=1, le=1 << 20, description="requests in progress beyond which new ones get 429"
     )
+    key_requests_per_minute: float | None = Field(
+        default=None, gt=0, le=1e6, description="requests a minute that one API key may send, over all routers"
+    )
+    key_burst: int = Field(
+        default=10, ge=1, le=1 << 20, description="requests that a key may send at once after a pause"
+    )
+    key_concurrency: int | None = Field(
+        default=None, ge=1, le=1 << 20, description="requests that one API key may have in progress, over all routers"
+    )
+    key_least_priority: int | None = Field(
+        default=None,
+        ge=-(2**31),
+        lt=2**31,
+        description="smallest, which is the most urgent, priority that a request may ask for",
+    )
+    key_limits_file: Path | None = Field(
+        default=None,
+        description="TOML file with limits of single keys: [[key]] tables with the key, requests_per_minute, burst, "
+        "concurrency, least_priority",
+    )
+    ttft_deadline_s: float | None = Field(
+        default=None,
+        gt=0,
+        le=86400,
+        description="requests whose first token is expected later than this are refused at once with 429; a request's "
+        "own x-request-timeout always counts",
+    )
     routing_policy: Literal["cost", "least_loaded", "round_robin", "random", "prefix_only", "sticky"] = Field(
         default="cost", description="how workers are chosen among those that are ready"
     )
@@ -69,6 +118,17 @@ class RouterConfig(CommonConfig):
             raise ValueError("an empty key would let everybody in")
         return keys
 
+    @field_validator("key_limits_file")
+    @classmethod
+    def _limits_can_be_read(cls, path: Path | None) -> Path | None:
+        if path is not None:
+            _read_key_limits(path)
+        return path
+
+    def own_key_limits(self) -> dict[str, OwnKeyLimits]:
+        """The entries of `key_limits_file`, by key."""
+        return _read_key_limits(self.key_limits_file) if self.key_limits_file is not None else {}
+
     @model_validator(mode="before")
     @classmethod
     def _read_keys(cls, values: Any) -> Any:
@@ -84,3 +144,26 @@ class RouterConfig(CommonConfig):
         if not keys:
             raise ValueError(f"api_keys_file: {path} holds no key")
         return {**values, "api_keys": (*values.get("api_keys", ()), *keys)}
+
+
+def _read_key_limits(path: Path) -> dict[str, OwnKeyLimits]:
+    """Raises ValueError that names the file and what is wrong, but no key."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid TOML: {error}") from error
+    tables = content.get("key", [])
+    if set(content) - {"key"} or not isinstance(tables, list):
+        raise ValueError(f"{path} must hold [[key]] tables and nothing else")
+    limits = {}
+    for number, table in enumerate(tables, 1):
+        try:
+            own = OwnKeyLimits.model_validate(table)
+        except ValidationError as error:
+            detail = error.errors(include_url=False, include_input=False)[0]
+            name = ".".join(str(part) for part in detail["loc"])
+            raise ValueError(f"{path}: [[key]] number {number}: {name}: {detail['msg']}") from None
+        limits[own.key.get_secret_value()] = own
+    return limits

@@ -69,6 +69,7 @@ class Registry:
         self._renew = self._script("renew")
         self._leave = self._script("leave")
         self._list = self._script("list")
+        self._drain = self._script("drain")
 
     async def check_server(self) -> None:
         """Whether this Redis can be used. Raises RegistryMisconfigured with what to change."""
@@ -123,16 +124,29 @@ class Registry:
         A record that cannot be read (of a version to come) is left out, with a warning.
         """
         workers = []
-        for data in await self._call(self._list(keys=self._keys(model))):
+        answer = await self._call(self._list(keys=[*self._keys(model), self._drains(model)]))
+        for data, shall_drain in zip(answer[::2], answer[1::2], strict=True):
             try:
-                workers.append(decode_record(data))
+                record = decode_record(data)
+                workers.append(msgspec.structs.replace(record, draining=True) if shall_drain else record)
             except msgspec.DecodeError as error:
                 log.warning("a worker's record cannot be read: %s", error)
         return sorted(workers, key=lambda worker: worker.slot)
 
+    async def mark_draining(self, model: str, worker_id: str, *, draining: bool) -> bool:
+        """Has routers send this start of a worker nothing new, or takes that back; False where it is not there.
+
+        Raises RegistryUnavailable.
+        """
+        keys = [self._keys(model)[0], self._drains(model)]
+        return bool(await self._call(self._drain(keys=keys, args=[worker_id, "1" if draining else "0"])))
+
     async def close(self) -> None:
         """Closes the connections. The leases stay."""
         await self._redis.aclose()
+
+    def _drains(self, model: str) -> str:
+        return f"{self._keys(model)[0].removesuffix(':leases')}:drains"
 
     def _keys(self, model: str) -> list[str]:
         """All keys of a model share a hash tag, so that they lie on one node of a Cluster."""

@@ -256,3 +256,18 @@ async def test_a_server_that_evicts_is_refused(own_server: EmbeddedRedis, caplog
         await registry.check_server()
     await client.aclose()
     await registry.close()
+
+
+async def test_a_worker_marked_to_drain_is_listed_so_until_it_is_taken_back_or_starts_again(registry: Registry) -> None:
+    record = await registry.join(worker("w"), TTL_S)
+    await registry.join(worker("v"), TTL_S)
+    assert await registry.mark_draining("m", "w", draining=True)
+    assert {each.worker_id: each.draining for each in await registry.list_workers("m")} == {"w": True, "v": False}
+    await registry.renew(record, TTL_S)
+    assert [each.draining for each in await registry.list_workers("m")] == [True, False]
+    assert await registry.mark_draining("m", "w", draining=False)
+    assert not any(each.draining for each in await registry.list_workers("m"))
+    assert await registry.mark_draining("m", "w", draining=True)
+    await registry.join(worker("w", incarnation="later"), TTL_S)
+    assert not any(each.draining for each in await registry.list_workers("m"))
+    assert not await registry.mark_draining("m", "nobody", draining=True)

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import openai
 
+from kvrelay.fleet.limits import SharedLimits
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay_router.api.app import create_app
 from kvrelay_router.api.server import HttpServer, serve
@@ -53,10 +54,12 @@ class Router:
 
 
 @asynccontextmanager
-async def running_router(text: TextService, **settings: Any) -> AsyncIterator[Router]:
+async def running_router(
+    text: TextService, *, limits: SharedLimits | None = None, **settings: Any
+) -> AsyncIterator[Router]:
     """A router with these settings."""
     dispatcher = ScriptedDispatcher(lambda request, sequence: Script([]))
-    app = create_app(ApiSettings(model_names=(MODEL, "alias"), **settings), dispatcher, text)
+    app = create_app(ApiSettings(model_names=(MODEL, "alias"), **settings), dispatcher, text, limits)
     router = Router(await serve(app, "127.0.0.1", 0, graceful_timeout_s=2), dispatcher, text)
     router.answers("An otter is a mammal.")
     try:

@@ -14,6 +14,7 @@ from kvrelay.fleet import WorkerRecord
 from kvrelay.kv.hashing import hash_blocks, root_hash
 from kvrelay.protocol.messages import LoadReport, PeerRef, Status
 from kvrelay.scheduling.cost import StepCost
+from kvrelay_router.dispatch.interface import TooLate
 from kvrelay_router.dispatch.load import Held, OutstandingLoad
 from kvrelay_router.dispatch.placement import Placement, PromptPrefixes, work_of
 from kvrelay_router.fleet_view import FleetView
@@ -286,6 +287,31 @@ def test_the_last_decisions_are_kept_with_their_reasons() -> None:
     latest = fleet.placement.last_decisions
     assert len(latest) == 50 and latest[-1]["request_id"] == "r59"
     assert latest[-1]["prefill"] == "p0" and latest[-1]["reasons"] and latest[-1]["expected_ms"]["compute"] > 0
+
+
+def test_what_no_placement_serves_in_time_is_refused_and_what_another_policy_would_miss_is_not() -> None:
+    fleet = Fleet("p0", "p1", "d0", policy="prefix_only")
+    long = PromptPrefixes(list(range(4096)))
+    for number in range(20):  # all on one worker, which holds the prefix
+        fleet.place([*range(4096), *[number] * 2000], number)
+    late = fleet.placement.place("r", prompt=long, needs_decode=True)
+    soon = fleet.placement.place("r", prompt=long, needs_decode=True, deadline_s=1.0)
+    assert isinstance(late, Decision) and isinstance(soon, Decision)
+    assert _chosen(late) != _chosen(soon)
+    assert late.expected.ttft_s > 1.0 > soon.expected.ttft_s
+    with pytest.raises(TooLate) as caught:
+        fleet.placement.place("r", prompt=long, needs_decode=True, deadline_s=0.05)
+    assert caught.value.retry_after_s == pytest.approx(soon.expected.ttft_s - 0.05)
+
+
+def test_speeds_that_nobody_measured_refuse_nobody() -> None:
+    fleet = Fleet("p0", "d0")
+    for name, record in fleet.records.items():
+        status = Status(query=1, draining=False, queues={}, blocks={"free": 4096}, totals={})
+        fleet.view.answered(_peer(record), status, 0.0)
+        assert name in fleet.records
+    decision = fleet.placement.place("r", prompt=PromptPrefixes([1] * 4096), needs_decode=True, deadline_s=1e-6)
+    assert isinstance(decision, Decision)
 
 
 # -- expected prefixes ------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from kvrelay.kv.table import blocks_for_group
 from kvrelay.protocol.sampling import Sampling
 from kvrelay_router.api.errors import ApiError, context_length_exceeded, model_not_found, no_worker_ready
 from kvrelay_router.api.front import RequestNames
+from kvrelay_router.api.limits import check_timeout
 from kvrelay_router.api.schema.beams import BeamFields
 from kvrelay_router.api.schema.generation import GenerationFields
 from kvrelay_router.api.settings import ApiSettings
@@ -177,8 +178,9 @@ def make_requests(
     prompts: list[list[int]],
     samplings: list[Sampling],
 ) -> list[GenerateRequest]:
-    """One request a prompt; those of several prompts are numbered."""
+    """One request a prompt; those of several prompts are numbered. Raises 400 for a bad `x-request-timeout`."""
     many = len(prompts) > 1
+    timeout_s = check_timeout(names.timeout, settings.request_timeout_s)
     return [
         GenerateRequest(
             request_id=f"{names.unique}-{index}" if many else names.unique,
@@ -188,7 +190,7 @@ def make_requests(
             cache_salt=fields.cache_salt,
             session=names.session or fields.user,
             priority=fields.priority,
-            timeout_s=settings.request_timeout_s,
+            timeout_s=timeout_s,
             trace=names.trace,
         )
         for index, (prompt_ids, sampling) in enumerate(zip(prompts, samplings, strict=True))

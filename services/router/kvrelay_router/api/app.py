@@ -7,10 +7,12 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 
+from kvrelay.fleet.limits import SharedLimits
 from kvrelay_router.api.chat import ChatEndpoint
 from kvrelay_router.api.completions import CompletionsEndpoint
 from kvrelay_router.api.errors import ApiError, on_api_error, on_http_exception
 from kvrelay_router.api.front import Front
+from kvrelay_router.api.limits import Door
 from kvrelay_router.api.operations import OperationRoutes
 from kvrelay_router.api.schema.chat import ChatRequest
 from kvrelay_router.api.schema.completion import CompletionRequest
@@ -22,9 +24,12 @@ from kvrelay_router.dispatch.interface import Dispatcher
 from kvrelay_router.text.service import TextService
 
 
-def create_app(settings: ApiSettings, dispatcher: Dispatcher, text: TextService) -> FastAPI:
-    """The ASGI application. It owns neither the dispatcher nor the text service: closing them is the caller's."""
-    service = ApiService(settings, dispatcher, text, InProgress(settings.max_requests))
+def create_app(
+    settings: ApiSettings, dispatcher: Dispatcher, text: TextService, limits: SharedLimits | None = None
+) -> FastAPI:
+    """The ASGI application. It owns none of dispatcher, text service and limits: closing them is the caller's."""
+    door = Door(settings.key_rules, settings.own_key_rules, limits)
+    service = ApiService(settings, dispatcher, text, InProgress(settings.max_requests), door)
     app = FastAPI(title="kvrelay", redirect_slashes=False)
     app.add_middleware(Front, api_keys=settings.api_keys)
     app.add_exception_handler(ApiError, on_api_error)

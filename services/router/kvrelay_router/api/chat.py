@@ -42,6 +42,7 @@ class ChatEndpoint:
         request = parse_chat(await read_json_object(http, service.settings.max_body_bytes))
         check_model(service.settings, request.model)
         options = request.options
+        service.door.check_priority(service.names(http).key, request.priority)
         limits = known_limits(service.dispatcher)
         check_vocabulary(request, limits)
         prompt_ids = await service.encode_chat(request.messages, options)

@@ -54,6 +54,7 @@ class CompletionsEndpoint:
         service = self._service
         request = parse_completion(await read_json_object(http, service.settings.max_body_bytes))
         check_model(service.settings, request.model)
+        service.door.check_priority(service.names(http).key, request.priority)
         limits = known_limits(service.dispatcher)
         check_vocabulary(request, limits)
         num_prompts = len(request.prompt)

@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from kvrelay_router.api.answer import AnswerFormat, Collected, usage_of
 from kvrelay_router.api.client_watch import ClientGone, ClientWatch
 from kvrelay_router.api.errors import ApiError, as_api_error, json_response
+from kvrelay_router.api.front import RequestNames
 from kvrelay_router.api.generation import Generation, PromptRun
 from kvrelay_router.api.service import ApiService
 
@@ -72,11 +73,14 @@ class GenerationResponse(Response):
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with asyncio.timeout(self._timeout_s):
-            with self._service.in_progress, Generation(self._service.dispatcher, self._runs) as generation:
-                if self._stream:
-                    await self._send_stream(generation, send)
-                    return
-                response = await self._whole(generation)
+            names: RequestNames = scope["state"]["names"]
+            with self._service.in_progress:
+                async with self._service.door.admit(names.key, names.unique, self._timeout_s):
+                    with Generation(self._service.dispatcher, self._runs) as generation:
+                        if self._stream:
+                            await self._send_stream(generation, send)
+                            return
+                        response = await self._whole(generation)
         self._whole_started = True
         await response(scope, receive, send)
 

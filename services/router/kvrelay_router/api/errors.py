@@ -10,7 +10,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvrelay_router.dispatch.interface import NoWorkerReady, RequestFailed
+from kvrelay_router.dispatch.interface import NoWorkerReady, RequestFailed, TooLate
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +89,14 @@ def as_api_error(error: BaseException) -> ApiError:
         return error
     if isinstance(error, NoWorkerReady):
         return no_worker_ready(str(error), error.retry_after_s)
+    if isinstance(error, TooLate):
+        return ApiError(
+            str(error),
+            status=429,
+            error_type="rate_limit_error",
+            code="deadline_unreachable",
+            headers={"retry-after": str(max(1, math.ceil(error.retry_after_s)))},
+        )
     if isinstance(error, RequestFailed):
         status, code = (504, "request_timeout") if error.timed_out else (502, "request_failed")
         return ApiError(str(error), status=status, error_type="server_error", code=code)

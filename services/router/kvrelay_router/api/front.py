@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import hmac
 import re
@@ -32,6 +33,8 @@ class RequestNames:
     public: str
     unique: str
     trace: str
+    key: str = ""  # the API key, where keys are set
+    timeout: str = ""  # `x-request-timeout` as it was sent
     session: str = ""  # from `x-kvrelay-session`: what `sticky` routing keeps on one worker
 
 
@@ -44,9 +47,14 @@ def name_request(headers: Headers) -> RequestNames:
         trace = f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"
     session = headers.get("x-kvrelay-session", "")
     session = session if SANE_REQUEST_ID.fullmatch(session) else ""
-    if SANE_REQUEST_ID.fullmatch(own):
-        return RequestNames(own, f"{own}-{generated[:12]}", trace, session)
-    return RequestNames(generated, generated, trace, session)
+    is_own = SANE_REQUEST_ID.fullmatch(own) is not None
+    return RequestNames(
+        public=own if is_own else generated,
+        unique=f"{own}-{generated[:12]}" if is_own else generated,
+        trace=trace,
+        timeout=headers.get("x-request-timeout", ""),
+        session=session,
+    )
 
 
 class KeyRing:
@@ -55,10 +63,10 @@ class KeyRing:
     def __init__(self, keys: tuple[str, ...]) -> None:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
-    def check(self, headers: Headers) -> None:
-        """Raises 401 unless the request carries one of the keys, or none are set."""
+    def check(self, headers: Headers) -> str:
+        """The request's key; empty where none are set. Raises 401 unless it is one of them."""
         if not self._digests:
-            return
+            return ""
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise _unauthorized("You didn't provide an API key (Authorization: Bearer KEY)", None)
@@ -66,6 +74,7 @@ class KeyRing:
         accepted = [hmac.compare_digest(digest, known) for known in self._digests]
         if not any(accepted):
             raise _unauthorized("Incorrect API key provided", "invalid_api_key")
+        return key.strip()
 
 
 def _unauthorized(message: str, code: str | None) -> ApiError:
@@ -98,7 +107,8 @@ class Front:
 
         try:
             if scope["path"] not in OPEN_PATHS:
-                self._keys.check(headers)
+                key = self._keys.check(headers)
+                scope["state"]["names"] = dataclasses.replace(names, key=key)
             await self._app(scope, receive, send_named)
         except Exception as error:
             api_error = as_api_error(error)

@@ -11,6 +11,7 @@ from starlette.requests import Request
 
 from kvrelay_router.api.errors import ApiError, too_many_requests
 from kvrelay_router.api.front import RequestNames
+from kvrelay_router.api.limits import Door
 from kvrelay_router.api.settings import ApiSettings
 from kvrelay_router.dispatch.interface import Dispatcher, GenerateRequest
 from kvrelay_router.text.chat_template import ChatTemplateError, Message
@@ -62,6 +63,7 @@ class ApiService:
     dispatcher: Dispatcher
     text: TextService
     in_progress: InProgress
+    door: Door = field(default_factory=Door)
     aliases: RequestAliases = field(default_factory=RequestAliases)
 
     def names(self, http: Request) -> RequestNames:

@@ -15,6 +15,7 @@ from typing import Any
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import Delivered, LinkEvent, PeerLost, PeerRefused
 from kvrelay.protocol.messages import Cancel, Failed, FirstToken, NeedDecode, PeerRef, Status, TokenBatch, pack_tokens
+from kvrelay.protocol.sampling import FinishReason
 from kvrelay.telemetry.event_log import EventLog
 from kvrelay_router.dispatch.attempt import SequenceAttempts, SequenceSpec
 from kvrelay_router.dispatch.events import (
@@ -28,8 +29,8 @@ from kvrelay_router.dispatch.events import (
     WorkerLost,
 )
 from kvrelay_router.dispatch.handle import RunningRequest
-from kvrelay_router.dispatch.interface import GenerateRequest, ModelLimits, NoWorkerReady, RequestFailed
-from kvrelay_router.dispatch.load import OutstandingLoad
+from kvrelay_router.dispatch.interface import GenerateRequest, ModelLimits, NoWorkerReady, RequestFailed, TooLate
+from kvrelay_router.dispatch.load import OutstandingLoad, worker_key
 from kvrelay_router.dispatch.placement import Placement, PromptPrefixes
 from kvrelay_router.dispatch.records import RequestRecord, RequestRecords
 from kvrelay_router.dispatch.runner import SequenceRunner
@@ -142,12 +143,20 @@ class RouterDispatcher:
         return {"prefill": len(candidates.prefill), "decode": len(candidates.decode)}
 
     def submit(self, request: GenerateRequest) -> RunningRequest:
-        """See `Dispatcher`. Raises NoWorkerReady, also when too many requests are in progress."""
+        """See `Dispatcher`. Raises NoWorkerReady, also when too many requests are in progress; TooLate."""
         self._check_room(request)
         prompt = PromptPrefixes(request.prompt_ids, request.cache_salt, request.session)
-        decision = self._placement.place(
-            request.request_id, prompt=prompt, needs_decode=request.sampling.max_tokens > 1
-        )
+        deadline_s = min(request.timeout_s, self.settings.ttft_deadline_s or request.timeout_s)
+        try:
+            decision = self._placement.place(
+                request.request_id,
+                prompt=prompt,
+                needs_decode=request.sampling.max_tokens > 1,
+                deadline_s=deadline_s,
+            )
+        except TooLate:
+            self._counts["refused"] += 1
+            raise
         if isinstance(decision, NoPlacement):
             self._counts["refused"] += 1
             raise NoWorkerReady(decision.reason)
@@ -173,7 +182,7 @@ class RouterDispatcher:
                 "accepting": self._is_accepting,
                 "registry": self.watch.registry_is_away or "ok",
             },
-            "workers": self.view.describe(live, time.monotonic()),
+            "workers": self._describe_workers(live),
             "requests": {
                 "running": len(self._running),
                 "running_sequences": len(self._sequences),
@@ -189,6 +198,14 @@ class RouterDispatcher:
             },
             "last_decisions": list(self._placement.last_decisions),
         }
+
+    def _describe_workers(self, live: frozenset[str]) -> list[dict[str, Any]]:
+        now = time.monotonic()
+        workers = self.view.describe(live, now)
+        for worker in workers:
+            key = worker["worker_id"], worker["incarnation"]
+            worker["breaker"] = str(self._placement.breakers.state(key, now))
+        return workers
 
     def recent_request(self, request_id: str) -> dict[str, Any] | None:
         """See `Dispatcher`."""
@@ -302,11 +319,14 @@ class RouterDispatcher:
             case TokenBatch(entries=entries):
                 for entry in entries:
                     sequence = self._sequences.get((entry.request, entry.sequence))
+                    if entry.finish is not None and entry.finish is not FinishReason.ABORT:
+                        self._placement.breakers.succeeded(worker_key(peer))
                     if sequence is not None:
                         self._runner.feed(sequence, TokensCame(peer, entry))
                     elif entry.usage is not None:
                         self._records.usage_came_late(entry.request, entry.sequence, entry.usage)
             case FirstToken():
+                self._placement.breakers.succeeded(worker_key(peer))
                 self._tell(message, FirstTokenCame(peer, header.attempt, body))
             case NeedDecode(reason=reason, excluded=excluded):
                 if (header.request, header.sequence) in self._sequences:
@@ -314,11 +334,17 @@ class RouterDispatcher:
                 else:
                     self._let_go(message)
             case Failed(cause=cause, retriable=retriable):
+                if retriable:  # else no worker could serve it: the request is to blame, or its deadline
+                    self._note_failure(peer, cause)
                 self._tell(message, AttemptFailed(peer, header.attempt, cause, retriable))
             case Status():
                 self.watch.on_status(peer, body)
             case _:
                 log.warning("%s sent a %s, which is not for a router", peer.peer_id, type(body).__name__)
+
+    def _note_failure(self, peer: PeerRef, cause: str) -> None:
+        if self._placement.breakers.failed(worker_key(peer), time.monotonic()):
+            log.warning("%s fails again and again and gets no requests for a while: %s", peer.peer_id, cause)
 
     def _tell(self, message: Delivered, event: Event) -> None:
         sequence = self._sequences.get((message.header.request, message.header.sequence))

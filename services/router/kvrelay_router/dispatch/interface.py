@@ -18,6 +18,16 @@ class NoWorkerReady(Exception):
         self.retry_after_s = retry_after_s
 
 
+class TooLate(Exception):
+    """No placement is expected to give a first token in time: HTTP 429 with Retry-After."""
+
+    def __init__(self, expected_s: float, deadline_s: float) -> None:
+        super().__init__(
+            f"The first token is expected after {expected_s:.1f} s, the deadline is {deadline_s:g} s; try again later"
+        )
+        self.retry_after_s = expected_s - deadline_s
+
+
 class RequestFailed(Exception):
     """A request that was accepted could not be finished, after all retries. `timed_out`: its deadline passed."""
 

@@ -12,6 +12,9 @@ from typing import Any
 from kvrelay.kv.hashing import BlockHash, hash_blocks, root_hash
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.scheduling.cost import pairs
+from kvrelay_router.dispatch.breaker import Breakers
+from kvrelay_router.dispatch.interface import TooLate
+from kvrelay_router.dispatch.load import worker_key
 from kvrelay_router.fleet_view import FleetView
 from kvrelay_router.routing.candidates import Candidates, Decision, Demand, NoPlacement
 from kvrelay_router.routing.expected_prefixes import ExpectedPrefixes
@@ -90,6 +93,7 @@ class Placement:
         num_last_decisions: int = 50,
     ) -> None:
         self.fallbacks = Fallbacks()
+        self.breakers = Breakers()
         self.last_decisions: deque[dict[str, Any]] = deque(maxlen=num_last_decisions)
         self._view = view
         self._policy = policy
@@ -109,8 +113,13 @@ class Placement:
         needs_decode: bool,
         num_output: int = 0,
         avoid: frozenset[str] = frozenset(),
+        deadline_s: float | None = None,
     ) -> Decision | NoPlacement:
-        """Chooses workers for a new attempt. `num_output`: tokens of earlier attempts, computed again as prompt."""
+        """Chooses workers for a new attempt. `num_output`: tokens of earlier attempts, computed again as prompt.
+
+        Where the policy's choice is expected beyond `deadline_s`, the soonest placement of all is taken; raises TooLate
+        where that is too late as well. Speeds that nobody has measured refuse nobody.
+        """
         demand = Demand(
             request_id=request_id,
             num_prompt_tokens=prompt.num_tokens + num_output,
@@ -120,8 +129,13 @@ class Placement:
             local_prefill_tokens=self._local_prefill_tokens,
             affinity=prompt.affinity if self._policy == "sticky" else "",
         )
-        candidates = self._view.candidates(time.monotonic())
-        decision = decide(self._policy, demand, candidates, self._cached_blocks(prompt, candidates))
+        candidates = self._candidates()
+        cached = self._cached_blocks(prompt, candidates)
+        decision = decide(self._policy, demand, candidates, cached)
+        if _is_late(decision, deadline_s):
+            decision = decide("cost", demand, candidates, cached)
+            if isinstance(decision, Decision) and deadline_s is not None and _is_late(decision, deadline_s):
+                raise TooLate(decision.expected.ttft_s, deadline_s)
         self._record(demand, decision)
         if isinstance(decision, Decision):
             self._note_fallback(decision)
@@ -132,11 +146,13 @@ class Placement:
         self._prefixes.now = time.monotonic()
         for worker in (decision.prefill, decision.decode):
             if worker is not None:
+                self.breakers.dispatched(worker_key(worker.peer), time.monotonic())
                 hashes = prompt.hashes(worker.fingerprint, worker.block_size)
                 self._prefixes.sent(worker.worker_id, hashes, worker.num_blocks)
 
     def gone(self, worker_id: str) -> None:
         """A worker ended, and its cache with it."""
+        self.breakers.gone(worker_id)
         self._prefixes.gone(worker_id)
 
     def place_decode(
@@ -150,10 +166,14 @@ class Placement:
             ordinal=self._next_ordinal(),
             affinity=prompt.affinity if self._policy == "sticky" else "",
         )
-        candidates = self._view.candidates(time.monotonic())
+        candidates = self._candidates()
         cached = self._cached_blocks(prompt, candidates)
         chosen = decide_decode(self._policy, demand, candidates, fingerprint, excluded, cached)
         return chosen.peer if chosen is not None else None
+
+    def _candidates(self) -> Candidates:
+        now = time.monotonic()
+        return self.breakers.usable(self._view.candidates(now), now)
 
     def _cached_blocks(self, prompt: PromptPrefixes, candidates: Candidates) -> Mapping[WorkerId, int]:
         self._prefixes.now = time.monotonic()
@@ -185,6 +205,12 @@ class Placement:
         elif self.fallbacks.is_active and decision.prefill is not None:
             log.info("prefill workers take part again, after %d requests without", self.fallbacks.num_requests)
             self.fallbacks.is_active = False
+
+
+def _is_late(decision: Decision | NoPlacement, deadline_s: float | None) -> bool:
+    if deadline_s is None or isinstance(decision, NoPlacement):
+        return False
+    return decision.expected.is_measured and decision.expected.ttft_s > deadline_s
 
 
 def work_of(decision: Decision, num_tokens: int) -> Work:

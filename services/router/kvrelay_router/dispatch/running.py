@@ -20,6 +20,7 @@ class DispatchSettings:
 
     policy: PolicyName = "cost"
     local_prefill_tokens: int | None = None  # prompts not longer than this go to decode alone; None: the policy decides
+    ttft_deadline_s: float | None = None  # requests expected later are refused
     max_attempts: int = 3
     max_requests: int = 1024  # in progress; more are refused
     wait_for_worker_s: float = 30.0  # a retry that finds no worker ready waits so long for one

@@ -75,6 +75,7 @@ class Expected:
     queue_s: float = 0.0  # prompts ahead of it
     compute_s: float = 0.0  # its own prompt, without what is cached
     transfer_s: float = 0.0  # what of the handoff is not hidden behind the computation
+    is_measured: bool = False  # some worker has measured its speed: the seconds are real ones
 
     @property
     def ttft_s(self) -> float:

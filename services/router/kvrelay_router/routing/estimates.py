@@ -29,6 +29,7 @@ class TypicalSpeeds:
     prefill: StepCost = DEFAULT_COST
     decode: StepCost = DEFAULT_COST
     transfer_bytes_s: float = 0.0
+    is_measured: bool = False
 
     @classmethod
     def of(cls, candidates: Candidates) -> TypicalSpeeds:
@@ -39,6 +40,7 @@ class TypicalSpeeds:
             prefill or decode or DEFAULT_COST,
             decode or prefill or DEFAULT_COST,
             median(rates) if rates else 0.0,
+            prefill is not None or decode is not None,
         )
 
 
@@ -78,12 +80,13 @@ class Estimates:
 
     def alone(self, worker: Candidate) -> Expected:
         """On this worker, without a handoff."""
-        return Expected(self.queue_s(worker), self.compute_s(worker))
+        return Expected(self.queue_s(worker), self.compute_s(worker), is_measured=self.typical.is_measured)
 
     def handed_over(self, prefill: Candidate, decode: Candidate) -> Expected:
         """From one to the other. Only what the computation does not hide of the transfer counts."""
         compute_s = self.compute_s(prefill)
-        return Expected(self.queue_s(prefill), compute_s, self._transfer_s(prefill, decode, compute_s))
+        transfer_s = self._transfer_s(prefill, decode, compute_s)
+        return Expected(self.queue_s(prefill), compute_s, transfer_s, self.typical.is_measured)
 
     def stall_s(self, decode: Candidate) -> float:
         """What computing the prompt on a decode worker takes from the streams there, in sum."""

@@ -1,0 +1,88 @@
+"""`kvrelay drain WORKER`: routers send it nothing new; what it has goes on."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from kvrelay.config.common import CommonConfig
+from kvrelay.config.load import ConfigError, add_config_flag, resolve
+from kvrelay.config.router import RouterConfig
+from kvrelay.fleet import Registry, RegistryError, WorkerRecord
+
+POLL_S = 0.5
+
+
+def drain(argv: Sequence[str]) -> int:
+    """Runs the command; returns the exit status: 0, 1 where it did not work, 2 for bad flags."""
+    parser = argparse.ArgumentParser(
+        prog="kvrelay drain",
+        description="Routers send the worker nothing new; what it has goes on. Stop it when it is idle.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("worker", help="the worker's id, as /fleet shows it")
+    parser.add_argument("--undo", action="store_true", help="let it take new requests again")
+    parser.add_argument("--wait", type=float, metavar="SECONDS", help="wait so long for it to be idle")
+    add_config_flag(parser)
+    for name in ("redis_url", "redis_prefix", "served_model_name", "model"):
+        flag = "--redis" if name == "redis_url" else f"--{name.replace('_', '-')}"
+        text = CommonConfig.model_fields[name].description
+        parser.add_argument(flag, dest=name, default=argparse.SUPPRESS, help=text)
+    arguments = parser.parse_args(argv)
+    try:
+        config = resolve(RouterConfig, vars(arguments), os.environ)
+    except ConfigError as error:
+        print(f"kvrelay drain: {error}", file=sys.stderr)
+        return 2
+    try:
+        return asyncio.run(_drain(config, arguments))
+    except RegistryError as error:
+        print(f"kvrelay drain: {error}", file=sys.stderr)
+        return 1
+
+
+async def _drain(config: RouterConfig, arguments: argparse.Namespace) -> int:
+    registry = Registry(config.redis_url, config.redis_prefix)
+    try:
+        if not await registry.mark_draining(config.served_model_name, arguments.worker, draining=not arguments.undo):
+            known = ", ".join(w.worker_id for w in await registry.list_workers(config.served_model_name)) or "none"
+            print(
+                f"kvrelay drain: no worker {arguments.worker} serves {config.served_model_name}; there are: {known}",
+                file=sys.stderr,
+            )
+            return 1
+        if arguments.undo:
+            print(f"{arguments.worker} takes new requests again")
+            return 0
+        print(f"{arguments.worker} drains: routers send it nothing new")
+        return 0 if arguments.wait is None else await _wait(registry, config.served_model_name, arguments)
+    finally:
+        await registry.close()
+
+
+async def _wait(registry: Registry, model: str, arguments: argparse.Namespace) -> int:
+    deadline = time.monotonic() + arguments.wait
+    num_open: float | None = None
+    while True:
+        worker = await _find(registry, model, arguments.worker)
+        if worker is None:
+            print(f"{arguments.worker} has left the fleet")
+            return 0
+        # Twice in a row: its report may be older than the last request that was sent to it.
+        if num_open == 0 and worker.load.get("open") == 0:
+            print(f"{arguments.worker} is idle and can be stopped")
+            return 0
+        num_open = worker.load.get("open")
+        if time.monotonic() >= deadline:
+            print(f"kvrelay drain: {arguments.worker} still has {num_open:g} requests", file=sys.stderr)
+            return 1
+        await asyncio.sleep(max(POLL_S, 1.0))
+
+
+async def _find(registry: Registry, model: str, worker_id: str) -> WorkerRecord | None:
+    workers = await registry.list_workers(model)
+    return next((worker for worker in workers if worker.worker_id == worker_id), None)

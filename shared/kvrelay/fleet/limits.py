@@ -1,0 +1,159 @@
+"""Limits of API keys: requests a minute, and requests at a time. Shared by all routers through Redis.
+
+While Redis is away each router goes on alone with what it knows of its own requests: a key may then have up to its
+limit on each router. Nobody is refused because Redis is away, and nobody waits for it twice: after a failure it is left
+alone for `AWAY_S`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from hashlib import sha256
+from importlib import resources
+from typing import Any, Literal
+from urllib.parse import quote
+
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+log = logging.getLogger(__name__)
+
+AWAY_S = 1.0
+SOCKET_TIMEOUT_S = 0.5
+CONCURRENCY_RETRY_S = 1.0
+"""What a client is told to wait when as many requests run as it may have: nobody knows when the first ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLimits:
+    """Of one API key. None: no limit. `burst`: requests that may come at once after a pause."""
+
+    requests_per_minute: float | None = None
+    burst: int = 1
+    concurrency: int | None = None
+
+    @property
+    def interval_s(self) -> float:
+        """Between two requests in the long run; 0: no limit."""
+        return 60.0 / self.requests_per_minute if self.requests_per_minute else 0.0
+
+    @property
+    def are_none(self) -> bool:
+        """Nothing is limited."""
+        return not self.requests_per_minute and not self.concurrency
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Which limit was reached, and when to try again."""
+
+    limit: Literal["rate", "concurrency"]
+    retry_after_s: float
+
+
+@dataclass(slots=True)
+class _Key:
+    arrival_s: float = 0.0  # theoretical, of the next request
+    running: dict[str, float] = field(default_factory=dict)  # ends of their leases
+
+
+class LocalLimits:
+    """The rules of admit.lua for one router alone. Pure: `now` is monotonic seconds."""
+
+    def __init__(self) -> None:
+        self._keys: dict[str, _Key] = {}
+
+    def enter(self, key: str, limits: KeyLimits, request_id: str, lease_s: float, now: float) -> Refusal | None:
+        """Counts a request, or says why not."""
+        state = self._keys.setdefault(key, _Key())
+        if limits.concurrency:
+            for done in [request for request, end_s in state.running.items() if end_s <= now]:
+                del state.running[done]
+            if len(state.running) >= limits.concurrency:
+                return Refusal("concurrency", CONCURRENCY_RETRY_S)
+        if limits.interval_s:
+            arrival_s = max(state.arrival_s, now)
+            wait_s = arrival_s + limits.interval_s * (1 - limits.burst) - now
+            if wait_s > 1e-9:
+                return Refusal("rate", wait_s)
+        self.count(key, limits, request_id, lease_s, now)
+        return None
+
+    def count(self, key: str, limits: KeyLimits, request_id: str, lease_s: float, now: float) -> None:
+        """A request that somebody else admitted."""
+        state = self._keys.setdefault(key, _Key())
+        state.arrival_s = max(state.arrival_s, now) + limits.interval_s
+        state.running[request_id] = now + lease_s
+
+    def leave(self, key: str, request_id: str) -> None:
+        """A request ended."""
+        state = self._keys.get(key)
+        if state is not None:
+            state.running.pop(request_id, None)
+
+
+class SharedLimits:
+    """The limits of all keys of one model, over all routers. For one event loop."""
+
+    def __init__(self, redis_url: str, prefix: str, model: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._redis = redis.asyncio.Redis.from_url(
+            redis_url,
+            socket_timeout=SOCKET_TIMEOUT_S,
+            socket_connect_timeout=SOCKET_TIMEOUT_S,
+            retry=Retry(NoBackoff(), 1),
+        )
+        source = resources.files("kvrelay.fleet").joinpath("admit.lua").read_text(encoding="utf-8")
+        self._admit: Any = self._redis.register_script(source)
+        self._tag = f"{prefix}:{{{quote(model, safe='/')}}}"
+        self._clock = clock
+        self._local = LocalLimits()
+        self._away_until = 0.0
+
+    async def enter(self, key: str, limits: KeyLimits, request_id: str, lease_s: float) -> Refusal | None:
+        """Counts a request, or says why not. `request_id` must be unique in the fleet. Never fails."""
+        now = self._clock()
+        if now >= self._away_until:
+            arguments = [
+                request_id,
+                max(1, int(lease_s * 1e3)),
+                limits.interval_s * 1e3,
+                limits.burst,
+                limits.concurrency or 0,
+            ]
+            try:
+                limit, wait_ms = await self._admit(keys=self._keys(key), args=arguments)
+            except (RedisError, OSError) as error:
+                log.warning("limits of API keys are this router's own for now, Redis does not answer: %s", error)
+                self._away_until = self._clock() + AWAY_S
+            else:
+                if limit == b"concurrency":
+                    return Refusal("concurrency", CONCURRENCY_RETRY_S)
+                if limit == b"rate":
+                    return Refusal("rate", int(wait_ms) / 1e3)
+                self._local.count(key, limits, request_id, lease_s, now)
+                return None
+        return self._local.enter(key, limits, request_id, lease_s, now)
+
+    async def leave(self, key: str, request_id: str) -> None:
+        """A request ended. Where Redis does not hear it, the lease ends it."""
+        self._local.leave(key, request_id)
+        if self._clock() < self._away_until:
+            return
+        try:
+            await self._redis.zrem(self._keys(key)[1], request_id)
+        except (RedisError, OSError):
+            self._away_until = self._clock() + AWAY_S
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        await self._redis.aclose()
+
+    def _keys(self, key: str) -> list[str]:
+        """The key itself is a secret: Redis gets its digest."""
+        digest = sha256(key.encode()).hexdigest()[:32]
+        return [f"{self._tag}:rate:{digest}", f"{self._tag}:running:{digest}"]

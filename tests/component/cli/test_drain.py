@@ -1,0 +1,51 @@
+"""`kvrelay drain` against a real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+
+import msgspec
+import pytest
+
+from kvrelay.cli.drain import drain
+from kvrelay.fleet import Registry, WorkerRecord
+from kvrelay.fleet.embedded import EmbeddedRedis
+
+
+def record(load: dict[str, float]) -> WorkerRecord:
+    return WorkerRecord(
+        worker_id="w0",
+        role="decode",
+        incarnation="1",
+        address="tcp://w0",
+        model="m",
+        fingerprint="f",
+        protocol_version=1,
+        block_size=16,
+        num_blocks=8,
+        max_model_len=64,
+        vocab_size=10,
+        load=load,
+    )
+
+
+def test_drain_marks_waits_and_takes_back(redis_server: EmbeddedRedis, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix = f"test-{secrets.token_hex(4)}"
+    flags = ["--redis", redis_server.url, "--redis-prefix", prefix, "--served-model-name", "m"]
+
+    async def publish(num_open: float) -> list[WorkerRecord]:
+        registry = Registry(redis_server.url, prefix)
+        joined = await registry.join(record({"open": num_open}), 60)
+        await registry.renew(msgspec.structs.replace(joined, load={"open": num_open}), 60)
+        workers = await registry.list_workers("m")
+        await registry.close()
+        return workers
+
+    assert not asyncio.run(publish(1))[0].draining
+    assert drain(["nobody", *flags]) == 1 and "there are: w0" in capsys.readouterr().err
+    assert drain(["w0", *flags, "--wait", "0.1"]) == 1 and "still has 1 requests" in capsys.readouterr().err
+    assert asyncio.run(publish(0))[0].draining
+    assert drain(["w0", *flags, "--wait", "10"]) == 0 and "idle" in capsys.readouterr().out
+    assert drain(["w0", *flags, "--undo"]) == 0
+    assert not asyncio.run(publish(0))[0].draining

@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
     "kvrelay": ROOT / "shared",
+    "kvrelay_simulator": ROOT / "shared",
     "kvrelay_router": ROOT / "services" / "router",
     "kvrelay_prefill": ROOT / "services" / "prefill",
     "kvrelay_decode": ROOT / "services" / "decode",

@@ -121,6 +121,10 @@ class FleetView:
             was, known.refused = known.state(now), reason
             self._tell(known, was, reason, now)
 
+    def gave(self, worker: Candidate, num_tokens: int) -> None:
+        """A worker got prompt tokens to compute, which its cache will hold."""
+        self._load.gave(worker_key(worker.peer), num_tokens, worker.num_blocks * worker.block_size)
+
     # -- questions ----------------------------------------------------------------------------------------------------
 
     def peers(self) -> list[PeerRef]:
@@ -180,6 +184,7 @@ class FleetView:
             queued_pairs=own.num_pairs + foreign.num_pairs,
             num_pending=own.num_pending + foreign.num_pending,
             context_tokens=report.context_tokens,
+            recent_tokens=self._load.recent_tokens(worker_key(known.peer)),
             num_blocks=record.num_blocks,
             block_size=record.block_size,
             block_bytes=record.block_bytes,

@@ -29,12 +29,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         commands.add_parser(service, add_help=False, help=text)
     commands.add_parser("replay", add_help=False, help="check and read event logs")
     commands.add_parser("drain", add_help=False, help="have routers send a worker nothing new")
+    commands.add_parser("simulate", add_help=False, help="replay a trace through a fleet of simulated devices")
+    commands.add_parser("measure", add_help=False, help="measure a profile of this machine for simulate")
     commands.add_parser("version", help="print the version")
     command = parser.parse_args(arguments[:1]).command
     rest = arguments[1:]
     if command in SERVICES:
         # Services are run by name: this package knows of no service's code.
         os.execv(sys.executable, [sys.executable, "-m", f"kvrelay_{command}", *rest])
+    if command == "simulate":
+        os.execv(sys.executable, [sys.executable, "-m", "kvrelay_simulator", *rest])
+    if command == "measure":
+        os.execv(sys.executable, [sys.executable, "-m", "kvrelay_simulator.measure", *rest])
     if command == "up":
         from kvrelay.cli.up import up
 

@@ -21,6 +21,7 @@ from kvrelay_router.fleet_view import FleetView
 from kvrelay_router.routing.candidates import Candidate, Candidates, Decision, Demand, Role
 from kvrelay_router.routing.expected_prefixes import ExpectedPrefixes
 from kvrelay_router.routing.policy import PolicyName, decide
+from kvrelay_router.routing.prefix_heat import FORGET_S, HALF_LIFE_S, PrefixHeat
 from tests.unit.dispatch.world import peer
 
 COST = StepCost(5e-3, 5e-5, 5e-9)
@@ -64,7 +65,7 @@ def test_who_holds_the_prefix_is_chosen_until_the_wait_there_is_longer_than_comp
     cached, decode = {"p1": 200}, worker("d", "decode")  # 3,200 tokens: 0.16 s and more to compute
     idle = worker("p0", "prefill")
     assert names(choose(demand(), cached, idle, worker("p1", "prefill", queued_tokens=2000), decode))[0] == "p1"
-    assert names(choose(demand(), cached, idle, worker("p1", "prefill", queued_tokens=8000), decode))[0] == "p0"
+    assert names(choose(demand(), cached, idle, worker("p1", "prefill", queued_tokens=40_000), decode))[0] == "p0"
 
 
 def test_a_fast_worker_with_more_ahead_beats_a_slow_one() -> None:
@@ -261,7 +262,7 @@ def test_a_hot_prefix_replicates_under_load_and_stays_where_it_is_without() -> N
         calm.load.move(held, None, 0, None)
         assert number == 0 or decision.num_cached_tokens == 8192
     busy = Fleet("p0", "p1", "p2", "p3", "d0")
-    decisions = [busy.place([*hot, *[number] * 200], number)[0] for number in range(400)]
+    decisions = [busy.place([*hot, *[number] * 200], number)[0] for number in range(1000)]
     shares = Counter(map(_chosen, decisions))
     assert len(shares) == 4 and max(shares.values()) < 2 * min(shares.values())
     assert sum(decision.num_cached_tokens == 0 for decision in decisions) == 4, "each computes the prefix once"
@@ -312,6 +313,32 @@ def test_speeds_that_nobody_measured_refuse_nobody() -> None:
         assert name in fleet.records
     decision = fleet.placement.place("r", prompt=PromptPrefixes([1] * 4096), needs_decode=True, deadline_s=1e-6)
     assert isinstance(decision, Decision)
+
+
+def test_a_prefix_that_many_ask_for_is_computed_again_before_a_queue_has_grown() -> None:
+    workers = (worker("p0", "prefill"), worker("p1", "prefill", queued_tokens=2000), worker("d", "decode"))
+    assert names(choose(demand(), {"p1": 200}, *workers))[0] == "p1"
+    assert names(choose(demand(heat=50.0), {"p1": 200}, *workers))[0] == "p0"
+
+
+def test_new_prompts_go_where_the_cache_turns_over_slowest() -> None:
+    busy = worker("p0", "prefill", recent_tokens=60_000.0)
+    workers = (busy, worker("p1", "prefill", recent_tokens=10_000.0), worker("d", "decode"))
+    assert {names(choose(demand(ordinal=n), {}, *workers))[0] for n in range(4)} == {"p1"}
+
+
+@given(st.lists(st.tuples(st.integers(0, 15), st.integers(1, 8), st.floats(0, 3)), max_size=60))
+def test_heat_is_the_decayed_count_of_uses(uses: list[tuple[int, int, float]]) -> None:
+    heat, now = PrefixHeat(), 0.0
+    history: list[tuple[float, list[bytes]]] = []
+    for tree, length, gap in uses:
+        now += gap
+        heat.used(CHAINS[tree][:length], now)
+        history.append((now, CHAINS[tree][:length]))
+    for chain in CHAINS:
+        for each in chain:
+            exact = sum(0.5 ** ((now - at) / HALF_LIFE_S) for at, used in history if each in used)
+            assert heat.of(each, now) == pytest.approx(exact, abs=2 * 0.5 ** (FORGET_S / HALF_LIFE_S) * (1 + len(uses)))
 
 
 # -- expected prefixes ------------------------------------------------------------------------------------------------

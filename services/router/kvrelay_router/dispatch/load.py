@@ -51,6 +51,7 @@ class OutstandingLoad:
 
     def __init__(self) -> None:
         self._workers: dict[WorkerKey, WorkerLoad] = {}
+        self._computed: dict[WorkerKey, float] = {}
 
     def of(self, key: WorkerKey) -> WorkerLoad:
         """A worker's load; zero where nothing is outstanding."""
@@ -84,6 +85,16 @@ class OutstandingLoad:
         held.shares = shares
         for key, share in shares.items():
             self._add(key, share, 1)
+
+    def recent_tokens(self, key: WorkerKey) -> float:
+        """Prompt tokens that this router gave a worker to compute, older ones at half their weight or less."""
+        return self._computed.get(key, 0.0)
+
+    def gave(self, key: WorkerKey, num_tokens: int, pool_tokens: int) -> None:
+        """A worker got prompt tokens to compute. Once one has had a pool full of them, all that was counts half."""
+        total = self._computed[key] = self._computed.get(key, 0.0) + num_tokens
+        if pool_tokens and total > pool_tokens:
+            self._computed = {each: tokens / 2 for each, tokens in self._computed.items() if tokens > 1}
 
     @property
     def is_empty(self) -> bool:

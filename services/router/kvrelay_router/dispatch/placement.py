@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from kvrelay_router.fleet_view import FleetView
 from kvrelay_router.routing.candidates import Candidates, Decision, Demand, NoPlacement
 from kvrelay_router.routing.expected_prefixes import ExpectedPrefixes
 from kvrelay_router.routing.policy import PolicyName, decide, decide_decode
+from kvrelay_router.routing.prefix_heat import PrefixHeat
 from kvrelay_router.routing.prefix_view import PrefixView, WorkerId
 
 log = logging.getLogger(__name__)
@@ -91,7 +92,9 @@ class Placement:
         index: PrefixView | None = None,
         *,
         num_last_decisions: int = 50,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self.fallbacks = Fallbacks()
         self.breakers = Breakers()
         self.last_decisions: deque[dict[str, Any]] = deque(maxlen=num_last_decisions)
@@ -99,11 +102,12 @@ class Placement:
         self._policy = policy
         self._local_prefill_tokens = local_prefill_tokens
         self._prefixes = ExpectedPrefixes(index, None if index is None else EXPECTED_LIFETIME_S)
+        self._heat = PrefixHeat()
         self._ordinal = 0
 
     def is_possible(self) -> bool:
         """Whether a request of many tokens could be placed."""
-        return bool(self._view.candidates(time.monotonic()).decode)
+        return bool(self._view.candidates(self._clock()).decode)
 
     def place(
         self,
@@ -120,17 +124,18 @@ class Placement:
         Where the policy's choice is expected beyond `deadline_s`, the soonest placement of all is taken; raises TooLate
         where that is too late as well. Speeds that nobody has measured refuse nobody.
         """
+        candidates = self._candidates()
+        cached = self._cached_blocks(prompt, candidates)
         demand = Demand(
             request_id=request_id,
             num_prompt_tokens=prompt.num_tokens + num_output,
+            heat=self._heat_of(prompt, candidates, cached),
             needs_decode=needs_decode,
             ordinal=self._next_ordinal(),
             avoid=avoid,
             local_prefill_tokens=self._local_prefill_tokens,
             affinity=prompt.affinity if self._policy == "sticky" else "",
         )
-        candidates = self._candidates()
-        cached = self._cached_blocks(prompt, candidates)
         decision = decide(self._policy, demand, candidates, cached)
         if _is_late(decision, deadline_s):
             decision = decide("cost", demand, candidates, cached)
@@ -143,10 +148,14 @@ class Placement:
 
     def placed(self, decision: Decision, prompt: PromptPrefixes) -> None:
         """The decision was carried out: its workers will hold the prompt's blocks."""
-        self._prefixes.now = time.monotonic()
+        self._prefixes.now = self._clock()
+        if decision.computes is not None:
+            chosen = decision.computes
+            self._heat.used(prompt.hashes(chosen.fingerprint, chosen.block_size), self._clock())
+            self._view.gave(decision.computes, max(0, prompt.num_tokens - decision.num_cached_tokens))
         for worker in (decision.prefill, decision.decode):
             if worker is not None:
-                self.breakers.dispatched(worker_key(worker.peer), time.monotonic())
+                self.breakers.dispatched(worker_key(worker.peer), self._clock())
                 hashes = prompt.hashes(worker.fingerprint, worker.block_size)
                 self._prefixes.sent(worker.worker_id, hashes, worker.num_blocks)
 
@@ -172,11 +181,22 @@ class Placement:
         return chosen.peer if chosen is not None else None
 
     def _candidates(self) -> Candidates:
-        now = time.monotonic()
+        now = self._clock()
         return self.breakers.usable(self._view.candidates(now), now)
 
+    def _heat_of(self, prompt: PromptPrefixes, candidates: Candidates, cached: Mapping[WorkerId, int]) -> float:
+        """Of the longest prefix that a prefill worker holds."""
+        num_held, holder = max(
+            ((cached.get(worker.worker_id, 0), worker) for worker in candidates.prefill),
+            key=lambda found: found[0],
+            default=(0, None),
+        )
+        if not num_held or holder is None:
+            return 0.0
+        return self._heat.of(prompt.hashes(holder.fingerprint, holder.block_size)[num_held - 1], self._clock())
+
     def _cached_blocks(self, prompt: PromptPrefixes, candidates: Candidates) -> Mapping[WorkerId, int]:
-        self._prefixes.now = time.monotonic()
+        self._prefixes.now = self._clock()
         cached: dict[WorkerId, int] = {}
         for fingerprint, block_size in {
             (c.fingerprint, c.block_size) for c in (*candidates.prefill, *candidates.decode)

@@ -25,6 +25,7 @@ class Candidate:
     queued_pairs: float = 0.0  # of the queued tokens and what they attend to
     num_pending: int = 0  # of the sequences, those whose handoff is still to come
     context_tokens: int = 0  # of the running sequences
+    recent_tokens: float = 0.0  # prompt tokens that it got to compute of late: how fast its cache turns over
     num_blocks: int = 0  # of the pool; 0: not known
     block_size: int = 16
     block_bytes: int = 0  # 0: not known
@@ -65,6 +66,7 @@ class Demand:
     ordinal: int = 0
     avoid: frozenset[str] = frozenset()  # worker ids to be taken only where no others are
     local_prefill_tokens: int | None = None  # up to so many go to decode alone; None: the policy's own judgement
+    heat: float = 0.0  # other requests of late that share what is cached of the prompt, see `PrefixHeat`
     affinity: str = ""  # what `sticky` keeps together: a session, a user, or the prompt's beginning
 
 

@@ -1,10 +1,21 @@
-"""The policy `cost`: where a request is expected to be served soonest.
+"""The policy `cost`: where a request is expected to be served soonest, with a view to the requests after it.
 
-Prefill: prompts ahead + uncached part, in seconds by the worker's own measured speeds. As every decision is counted at
-once, a worker that holds a hot prefix is chosen until the wait for it is longer than computing the prefix elsewhere
-takes; then the prefix is computed elsewhere, which is how it replicates. Workers that are equal within `TIE_SHARE` are
-one choice: the one with the least queued work takes it, then they take turns, so that routers that see the same fleet
-at the same moment do not all run to the same worker.
+Prefill: prompts ahead + uncached part, in seconds by the worker's own measured speeds. The uncached part weighs more
+than once, for two reasons that the request itself does not feel:
+
+- Work that a cache would have saved delays everybody behind it, the more the longer the queues are: it counts
+  `BASE_WEIGHT` times, and up to `MOST_WEIGHT` times as the fleet's mean queue grows against it.
+- What is computed pushes something else out of that worker's cache, the sooner the faster that cache has been turning
+  over: more on a worker that has had more to compute of late than the mean, less on one that has had less. So caches
+  of equal size forget at equal ages, together like one large cache.
+
+As every decision is counted at once, a worker that holds a prefix is chosen until the wait for it is longer than the
+weighted time of computing it elsewhere; then it is computed elsewhere, which is how it replicates. A prefix that others
+ask for at the same time is worth having twice: computing it again is shared among them, so it counts that much less,
+and a hot prefix spreads before a queue has grown. Workers that are
+equal within `TIE_SHARE` are one choice: the one with the least queued work takes it, then they take turns, so that
+routers that see the same fleet at the same moment do not all run to the same worker. The weights are those with which
+benchmarks/routing.py does well over loads from a third of the saturation to nearly all of it.
 
 Decode: what the computation does not hide of the transfer (blocks that it holds need none), and the first tokens in its
 batch with the handoffs on their way; workers without room for the prompt come last.
@@ -22,6 +33,9 @@ from kvrelay_router.routing.estimates import Estimates
 
 TIE_SHARE = 0.05
 TIE_S = 1e-4
+BASE_WEIGHT = 3.0
+QUEUE_WEIGHT = 2.0  # for each time that the mean queue is as long as the longest uncached part
+MOST_WEIGHT = 8.0
 
 
 def in_turn(candidates: Sequence[Candidate], ordinal: int) -> list[Candidate]:
@@ -32,18 +46,37 @@ def in_turn(candidates: Sequence[Candidate], ordinal: int) -> list[Candidate]:
 
 def pick_prefill(candidates: Sequence[Candidate], estimates: Estimates) -> tuple[Candidate, str]:
     """The worker that has the prompt computed soonest."""
-    times = {c.worker_id: estimates.queue_s(c) + estimates.compute_s(c) for c in candidates}
+    times = weighted_times(candidates, estimates)
     best_s = min(times.values())
     ties = [c for c in candidates if times[c.worker_id] <= best_s * (1 + TIE_SHARE) + TIE_S]
-    chosen = min(in_turn(ties, estimates.demand.ordinal), key=lambda c: c.queued_tokens)
+    chosen = min(in_turn(ties, estimates.demand.ordinal), key=lambda c: (c.queued_tokens, c.recent_tokens))
     others = [(time_s, name) for name, time_s in times.items() if name != chosen.worker_id]
     next_s, next_name = min(others, default=(0.0, ""))
     cached, total = estimates.cached_tokens(chosen), estimates.demand.num_prompt_tokens
     reason = (
-        f"{chosen.worker_id} in {times[chosen.worker_id]:.4f} s (queue {estimates.queue_s(chosen):.4f}, "
-        f"{cached} of {total} tokens cached)"
+        f"{chosen.worker_id} in {estimates.queue_s(chosen) + estimates.compute_s(chosen):.4f} s "
+        f"(queue {estimates.queue_s(chosen):.4f}, {cached} of {total} tokens cached)"
     )
-    return chosen, f"{reason}, before {next_name} in {next_s:.4f} s" if next_name else reason
+    if not next_name:
+        return chosen, reason
+    return chosen, f"{reason}; weighted {times[chosen.worker_id]:.4f}, next is {next_name} with {next_s:.4f}"
+
+
+def weighted_times(candidates: Sequence[Candidate], estimates: Estimates) -> dict[str, float]:
+    """Seconds by worker: its queue, and what it would have to compute with its weight; see the module's text."""
+    queues = [estimates.queue_s(candidate) for candidate in candidates]
+    computes = [estimates.compute_s(candidate) for candidate in candidates]
+    mean_queue_s = sum(queues) / len(queues)
+    weight = min(MOST_WEIGHT, BASE_WEIGHT + QUEUE_WEIGHT * mean_queue_s / max(max(computes), 1e-9))
+    mean_recent = sum(candidate.recent_tokens for candidate in candidates) / len(candidates)
+    least_s = min(computes)
+    times = {}
+    for candidate, queue_s, compute_s in zip(candidates, queues, computes, strict=True):
+        pool_tokens = max(1, candidate.num_blocks * candidate.block_size)
+        turnover = max(-0.5, min(1.0, (candidate.recent_tokens - mean_recent) / pool_tokens))
+        again_s = (compute_s - least_s) / (1 + estimates.demand.heat)
+        times[candidate.worker_id] = queue_s + weight * (1 + turnover) * (least_s + again_s)
+    return times
 
 
 def pick_decode(

@@ -1,0 +1,8 @@
+"""`python -m kvrelay_simulator`: see `kvrelay simulate`."""
+
+from __future__ import annotations
+
+from kvrelay_simulator.cli import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,119 @@
+"""What a run gives: times, goodput, hit rate against the best possible, utilisation."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from kvrelay.kv.hashing import BlockHash, hash_blocks, root_hash
+from kvrelay_simulator.fleet import SimulatedFleet
+from kvrelay_simulator.traces import TracedRequest
+from kvrelay_simulator.workers import FINGERPRINT, Request
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What a good request keeps: seconds to the first token, and in the mean between two tokens."""
+
+    ttft_s: float = 2.0
+    tpot_s: float = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of one run. Rates are of virtual seconds from the first arrival to the last token."""
+
+    num_requests: int
+    seconds: float
+    ttft_p50_s: float
+    ttft_p90_s: float
+    ttft_p99_s: float
+    tpot_p50_s: float
+    tpot_p90_s: float
+    tpot_p99_s: float
+    goodput: float  # requests a second that keep the SLO
+    good_share: float
+    prompt_tokens_s: float
+    output_tokens_s: float
+    hit_rate: float
+    best_hit_rate: float
+    prefill_utilisation: float
+    decode_utilisation: float
+    preemptions: int
+
+    @property
+    def hit_share(self) -> float:
+        """Of the best possible."""
+        return self.hit_rate / self.best_hit_rate if self.best_hit_rate else 1.0
+
+    def as_json(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self) | {"hit_share": self.hit_share}
+
+
+def figures(fleet: SimulatedFleet, requests: Sequence[Request], slo: Slo, best_hit_rate: float) -> Figures:
+    """Of a run that has ended."""
+    ttft = np.array([_since_arrival(request) for request in requests])
+    tpot = np.array([_tpot(request) for request in requests])
+    spoken = tpot[np.array([request.num_output > 1 for request in requests])]
+    spoken = spoken if len(spoken) else np.zeros(1)
+    seconds = max(request.finished_s or 0.0 for request in requests) - requests[0].arrival_s
+    good = int(np.count_nonzero((ttft <= slo.ttft_s) & (tpot <= slo.tpot_s)))
+    num_prompt = sum(len(request.tokens) for request in requests)
+    return Figures(
+        num_requests=len(requests),
+        seconds=seconds,
+        ttft_p50_s=float(np.percentile(ttft, 50)),
+        ttft_p90_s=float(np.percentile(ttft, 90)),
+        ttft_p99_s=float(np.percentile(ttft, 99)),
+        tpot_p50_s=float(np.percentile(spoken, 50)),
+        tpot_p90_s=float(np.percentile(spoken, 90)),
+        tpot_p99_s=float(np.percentile(spoken, 99)),
+        goodput=good / seconds,
+        good_share=good / len(requests),
+        prompt_tokens_s=num_prompt / seconds,
+        output_tokens_s=sum(request.num_output for request in requests) / seconds,
+        hit_rate=sum(request.num_cached_tokens for request in requests) / num_prompt,
+        best_hit_rate=best_hit_rate,
+        prefill_utilisation=_utilisation([worker.busy_s for worker in fleet.prefill], seconds),
+        decode_utilisation=_utilisation([worker.busy_s for worker in fleet.decode], seconds),
+        preemptions=sum(worker.scheduler.num_preemptions for worker in fleet.workers.values()),
+    )
+
+
+def best_possible_hit_rate(trace: Sequence[TracedRequest], block_size: int, num_blocks: int) -> float:
+    """Of one cache with `num_blocks` for the whole fleet, least recently used blocks out first, chains from their end;
+    each prompt is there from its arrival on. At least one token of each is computed."""
+    cache: OrderedDict[BlockHash, None] = OrderedDict()
+    root = root_hash(model=FINGERPRINT)
+    num_hits = num_tokens = 0
+    for request in trace:
+        hashes = hash_blocks(root, request.tokens(), block_size)
+        num_tokens += request.num_prompt_tokens
+        num_reusable = (request.num_prompt_tokens - 1) // block_size
+        num_held = next((i for i, each in enumerate(hashes) if each not in cache), len(hashes))
+        num_hits += min(num_held, num_reusable) * block_size
+        for each in reversed(hashes):
+            cache[each] = None
+            cache.move_to_end(each)
+        while len(cache) > num_blocks:
+            cache.popitem(last=False)
+    return num_hits / num_tokens
+
+
+def _since_arrival(request: Request) -> float:
+    assert request.first_token_s is not None
+    return request.first_token_s - request.arrival_s
+
+
+def _tpot(request: Request) -> float:
+    assert request.first_token_s is not None and request.finished_s is not None
+    return (request.finished_s - request.first_token_s) / max(1, request.num_output - 1)
+
+
+def _utilisation(busy_s: Sequence[float], seconds: float) -> float:
+    return sum(busy_s) / (len(busy_s) * seconds) if busy_s else 0.0

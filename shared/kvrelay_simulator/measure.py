@@ -1,0 +1,121 @@
+"""`kvrelay measure FILE`: a profile of this machine with a model, for `kvrelay simulate --profile FILE`.
+
+Steps of several shapes run on the real engine: prompt chunks at several positions, and batches of decodes with several
+contexts. Each shape runs `REPEATS` times after one that does not count, and the coefficients are fitted to all of them
+(`CalibratedCost`). The transfer rate is that of copying blocks one by one within this process: what a transport between
+processes reaches at most; between machines, put your network's rate into the file.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from kvrelay.config import ConfigError, WorkerConfig, load_config
+from kvrelay.engine.batch import ModelRunner, WorkerBatch, WorkerRow
+from kvrelay.kv.table import blocks_for
+from kvrelay.protocol.sampling import Sampling
+from kvrelay.scheduling.cost import CalibratedCost, StepCost, pairs
+from kvrelay_simulator.profiles import MeasuredProfile
+
+CHUNKS = (16, 64, 256, 512)
+POSITIONS = (0, 512, 2048)
+DECODES = (1, 4, 16, 64)
+CONTEXTS = (64, 512)
+REPEATS = 4
+COPIED_BLOCKS = 256
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0].startswith("-"):
+        print("usage: kvrelay measure FILE [flags of kvrelay prefill]", file=sys.stderr)
+        return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
+    path = Path(arguments[0])
+    try:
+        config = load_config(WorkerConfig, arguments[1:], prog="kvrelay measure FILE", role="prefill")
+    except ConfigError as error:
+        print(f"kvrelay measure: {error}", file=sys.stderr)
+        return 2
+    from kvrelay.worker.main import load_runner  # loads torch
+
+    profile = measure(load_runner(config), config.served_model_name)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
+    print(path.read_text(encoding="utf-8"), end="")
+    return 0
+
+
+def measure(runner: ModelRunner, name: str) -> MeasuredProfile:
+    """Runs the steps. Shapes that the pool or the model's context cannot hold are left out."""
+    cost = CalibratedCost(StepCost())
+    for batch in _batches(runner):
+        for row in batch.rows:
+            runner.add_sequence(row.key, Sampling(max_tokens=2), row.token_ids.tolist(), len(row.token_ids))
+        num_pairs = sum(pairs(row.position, len(row.token_ids)) for row in batch.rows)
+        runner.execute(batch)
+        for _ in range(REPEATS):
+            cost.observe(batch.num_tokens, num_pairs, runner.execute(batch).forward_s)
+        for row in batch.rows:
+            runner.drop_sequence(row.key)
+    spec, found = runner.spec, cost.current
+    return MeasuredProfile(
+        name=name,
+        fixed_s=found.fixed_s,
+        token_s=found.token_s,
+        pair_s=found.pair_s,
+        kv_bytes_per_token=spec.block_bytes // spec.block_size,
+        kv_tokens=spec.num_blocks * spec.block_size,
+        transfer_bytes_s=_copy_rate(runner),
+    )
+
+
+def _batches(runner: ModelRunner) -> Iterator[WorkerBatch]:
+    shapes = [[(position, chunk)] for position in POSITIONS for chunk in CHUNKS]
+    shapes += [[(context, 1)] * num_rows for context in CONTEXTS for num_rows in DECODES]
+    for shape in shapes:
+        batch = _batch(runner, shape)
+        if batch is not None:
+            yield batch
+
+
+def _batch(runner: ModelRunner, shape: Sequence[tuple[int, int]]) -> WorkerBatch | None:
+    """Rows of (position, tokens); None where they do not fit."""
+    spec = runner.spec
+    rows, next_block = [], 0
+    for number, (position, num_tokens) in enumerate(shape):
+        num_blocks = blocks_for(position + num_tokens, spec.block_size)
+        if position + num_tokens > spec.max_model_len or next_block + num_blocks > spec.num_blocks:
+            return None
+        rows.append(
+            WorkerRow(
+                key=("measure", 0, number),
+                token_ids=np.ones(num_tokens, np.int32),
+                position=position,
+                block_ids=np.arange(next_block, next_block + num_blocks, dtype=np.int32),
+                sample=False,
+                is_prefill=num_tokens > 1,
+            )
+        )
+        next_block += num_blocks
+    return WorkerBatch(0, rows)
+
+
+def _copy_rate(runner: ModelRunner) -> float:
+    pool = runner.pool_bytes
+    chosen = np.random.default_rng(0).permutation(len(pool))[:COPIED_BLOCKS]
+    target = np.zeros((len(chosen), pool.shape[1]), np.uint8)
+    for _ in range(2):  # the first one touches the memory
+        started = time.perf_counter()
+        for slot, block in enumerate(chosen):
+            target[slot] = pool[block]
+    return float(target.nbytes / max(time.perf_counter() - started, 1e-9))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

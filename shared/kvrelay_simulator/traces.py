@@ -1,0 +1,137 @@
+"""Traces of requests: Mooncake's JSON lines, Azure's CSV, and small synthetic ones that stress one thing each.
+
+Mooncake: `timestamp` (ms), `input_length`, `output_length`, `hash_ids` (one for each 512 tokens; equal ids are equal
+tokens after equal beginnings). Azure: TIMESTAMP, ContextTokens, GeneratedTokens; its prompts share nothing.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+HASH_TOKENS = 512
+MAX_HASH_ID = (1 << 31) // HASH_TOKENS - 1
+
+Tokens = NDArray[np.int32]
+
+
+class BadTrace(ValueError):
+    """A file that is no trace; the text names it, the line and what is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRequest:
+    """One request. `hash_ids` name its prompt in pieces of 512 tokens; the last piece may be cut."""
+
+    arrival_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    hash_ids: tuple[int, ...]
+    session: str = ""
+
+    def tokens(self) -> Tokens:
+        """Token ids that are equal where the hash ids are."""
+        starts = np.repeat(np.asarray(self.hash_ids, dtype=np.int32) * HASH_TOKENS, HASH_TOKENS)
+        within = np.tile(np.arange(HASH_TOKENS, dtype=np.int32), len(self.hash_ids))
+        tokens: Tokens = (starts + within)[: self.num_prompt_tokens].astype(np.int32)
+        return tokens
+
+
+def read_trace(path: Path, num_requests: int | None = None) -> list[TracedRequest]:
+    """The (first) requests of a file, by arrival, which starts at 0. Raises BadTrace."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadTrace(f"--trace {path}: {error}") from error
+    lines = [line for line in text.splitlines() if line.strip()]
+    read = _read_csv if lines and lines[0].startswith("TIMESTAMP") else _read_jsonl
+    requests = list(itertools.islice(read(path, lines), num_requests))
+    if not requests:
+        raise BadTrace(f"--trace {path}: holds no request")
+    requests.sort(key=lambda request: request.arrival_s)
+    first_s = requests[0].arrival_s
+    return [replace(request, arrival_s=request.arrival_s - first_s) for request in requests]
+
+
+def scaled(requests: Iterable[TracedRequest], rate: float) -> list[TracedRequest]:
+    """The same requests, arriving `rate` times as fast."""
+    return [replace(request, arrival_s=request.arrival_s / rate) for request in requests]
+
+
+def _read_jsonl(path: Path, lines: Sequence[str]) -> Iterable[TracedRequest]:
+    fresh = itertools.count(MAX_HASH_ID, -1)
+    for number, line in enumerate(lines, 1):
+        try:
+            entry = json.loads(line)
+            num_prompt, num_output = int(entry["input_length"]), int(entry["output_length"])
+            arrival_s = float(entry["timestamp"]) / 1e3
+            num_ids = -(-num_prompt // HASH_TOKENS)
+            ids = [int(each) for each in entry.get("hash_ids") or ()][:num_ids]
+        except (ValueError, KeyError, TypeError) as error:
+            raise BadTrace(f"--trace {path}, line {number}: {type(error).__name__}: {error}") from error
+        if num_prompt < 1 or num_output < 0 or any(not 0 <= each <= MAX_HASH_ID for each in ids):
+            raise BadTrace(f"--trace {path}, line {number}: lengths must be positive, hash_ids 0 to {MAX_HASH_ID}")
+        ids += [next(fresh) for _ in range(num_ids - len(ids))]
+        yield TracedRequest(arrival_s, num_prompt, max(1, num_output), tuple(ids), str(entry.get("session_id", "")))
+
+
+def _read_csv(path: Path, lines: Sequence[str]) -> Iterable[TracedRequest]:
+    fresh = itertools.count(0)
+    for number, row in enumerate(csv.DictReader(lines), 2):
+        try:
+            at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
+            num_prompt, num_output = int(row["ContextTokens"]), int(row["GeneratedTokens"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise BadTrace(f"--trace {path}, line {number}: {type(error).__name__}: {error}") from error
+        ids = tuple(next(fresh) for _ in range(-(-num_prompt // HASH_TOKENS)))
+        yield TracedRequest(at, max(1, num_prompt), max(1, num_output), ids or (next(fresh),))
+
+
+def one_hot_prefix(
+    num_requests: int, rate: float, *, prefix: int = 16, tail: int = 1, seed: int = 1
+) -> list[TracedRequest]:
+    """All prompts begin with the same `prefix` pieces, and end with `tail` of their own; Poisson arrivals."""
+    arrivals = np.cumsum(np.random.default_rng(seed).exponential(1 / rate, num_requests))
+    requests = []
+    for number, arrival_s in enumerate(arrivals):
+        ids = (*range(prefix), *(prefix + number * tail + i for i in range(tail)))
+        requests.append(TracedRequest(float(arrival_s), len(ids) * HASH_TOKENS, 128, ids))
+    return requests
+
+
+def cold_starts(num_requests: int, rate: float, *, pieces: int = 16, seed: int = 1) -> list[TracedRequest]:
+    """No prompt shares anything with another."""
+    rng = np.random.default_rng(seed)
+    arrivals = np.cumsum(rng.exponential(1 / rate, num_requests))
+    fresh = itertools.count()
+    requests = []
+    for arrival_s in arrivals:
+        ids = tuple(next(fresh) for _ in range(int(rng.integers(1, 2 * pieces))))
+        requests.append(TracedRequest(float(arrival_s), len(ids) * HASH_TOKENS, 128, ids))
+    return requests
+
+
+def agent_sessions(
+    num_sessions: int, rate: float, *, num_turns: int = 12, think_s: float = 4.0, seed: int = 1
+) -> list[TracedRequest]:
+    """Agents: sessions start at `rate` a second with one of 4 system prompts, and each turn adds to the prompt."""
+    rng = np.random.default_rng(seed)
+    fresh = itertools.count(64)
+    starts = np.cumsum(rng.exponential(1 / rate, num_sessions))
+    requests = []
+    for session, start_s in enumerate(starts):
+        system, at_s = 8 * int(rng.integers(4)), float(start_s)
+        ids = list(range(system, system + 8))
+        for _ in range(num_turns):
+            ids += [next(fresh) for _ in range(int(rng.integers(1, 4)))]
+            requests.append(TracedRequest(at_s, len(ids) * HASH_TOKENS, 128, tuple(ids), f"session-{session}"))
+            at_s += float(rng.exponential(think_s)) + 1.0
+    return sorted(requests, key=lambda request: request.arrival_s)

@@ -1,0 +1,347 @@
+"""Workers without devices: the services' schedulers, pools, caches and admission; a step only takes its time.
+
+As in the services: prefill asks decode when a prompt's first chunk is scheduled, holds the blocks until decode has
+committed, and its first token does not wait for the transfer; decode grants wishes in their order (`Wishes`), runs what
+was handed over, and computes whole prompts where the router asks for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvrelay.engine.batch import RowResult, StepResult
+from kvrelay.fleet.records import WorkerRecord
+from kvrelay.kv.cache import PrefixCache
+from kvrelay.kv.hashing import BlockHash, root_hash
+from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.kv.table import BlockTable
+from kvrelay.protocol.messages import PROTOCOL_VERSION, PeerRef, Status
+from kvrelay.protocol.sampling import Sampling
+from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
+from kvrelay.scheduling.cost import pairs
+from kvrelay.scheduling.plan import SequenceOutput, StepPlan
+from kvrelay.scheduling.registry import make_scheduler
+from kvrelay.scheduling.sequence import Sequence, TokenBuffer
+from kvrelay.worker.load_report import SpeedMeter, report_load
+from kvrelay_decode.handoff import ReceiverHandoff
+from kvrelay_decode.request import DecodeRequest
+from kvrelay_decode.wishes import Wishes
+from kvrelay_simulator.clock import VirtualClock
+from kvrelay_simulator.profiles import HANDOFF_S, Profile, StepLoad
+from kvrelay_simulator.traces import Tokens
+
+FINGERPRINT = "simulated"
+MODEL = "simulated"
+TOKEN = 1
+ROUTER = PeerRef("router", "1", "tcp://router")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """As the services' configuration. `kv_tokens`: what a pool holds; None: what the profile says."""
+
+    block_size: int = 64
+    prefill_token_budget: int = 2048
+    decode_token_budget: int = 512
+    max_running: int = 256
+    max_model_len: int = 1 << 18
+    scheduler: str = "sarathi"
+    queue_order: str = "fcfs"
+    kv_tokens: int | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request on its way, with what became of it; times in virtual seconds."""
+
+    number: int
+    arrival_s: float
+    tokens: Tokens
+    hashes: list[BlockHash]
+    num_output: int
+    on_first_token: Callable[[Request], None]
+    on_committed: Callable[[Request], None]
+    on_finished: Callable[[Request], None]
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    num_cached_tokens: int = 0
+    computed_by: str = ""
+    decode: SimulatedDecode | None = None
+    held: list[int] = field(default_factory=list)  # blocks that prefill keeps for the handoff
+    link_free_s: float | None = None  # when the blocks that were computed early have left; None: not granted yet
+    num_missing_blocks: int = 0
+    prefilled_s: float | None = None
+
+    def sequence(self, block_size: int) -> Sequence:
+        """As a worker gets it."""
+        sequence = Sequence(
+            key=(str(self.number), 1, 0),
+            tokens=TokenBuffer(self.tokens),
+            num_prompt=len(self.tokens),
+            sampling=Sampling(max_tokens=self.num_output, ignore_eos=True),
+            root=root_hash(model=FINGERPRINT),
+            table=BlockTable(block_size),
+            router=ROUTER,
+        )
+        sequence.hashes = list(self.hashes)
+        return sequence
+
+
+class SimulatedWorker:
+    """What both roles have in common."""
+
+    role: str
+
+    def __init__(self, name: str, profile: Profile, settings: WorkerSettings, clock: VirtualClock) -> None:
+        self.name = name
+        self.profile = profile
+        self.settings = settings
+        self.clock = clock
+        self.pool = BlockPool((settings.kv_tokens or profile.kv_tokens) // settings.block_size, settings.block_size)
+        self.cache = PrefixCache(self.pool)
+        is_prefill = self.role == "prefill"
+        self.token_budget = settings.prefill_token_budget if is_prefill else settings.decode_token_budget
+        max_running = min(settings.max_running, self.token_budget)
+        limits = SchedulerLimits(self.token_budget, max_running, settings.max_model_len, frozenset())
+        orders = SchedulerSettings(queue_order=settings.queue_order)  # type: ignore[arg-type]  # checked there
+        self.scheduler = make_scheduler(settings.scheduler, limits, self.pool, self.cache, orders)
+        self.speeds = SpeedMeter()
+        self.busy_s = 0.0
+        self.num_steps = 0
+        self.requests: dict[tuple[str, int, int], Request] = {}
+        self._stepping = False
+        self.pushed_bytes = 0.0
+        self.push_busy_s = 0.0
+
+    @property
+    def peer(self) -> PeerRef:
+        """As the router names it."""
+        return PeerRef(self.name, "1", f"tcp://{self.name}")
+
+    def record(self) -> WorkerRecord:
+        """As the registry has it."""
+        return WorkerRecord(
+            worker_id=self.name,
+            role="prefill" if self.role == "prefill" else "decode",
+            incarnation="1",
+            address=f"tcp://{self.name}",
+            model=MODEL,
+            fingerprint=FINGERPRINT,
+            protocol_version=PROTOCOL_VERSION,
+            block_size=self.settings.block_size,
+            num_blocks=self.pool.num_blocks,
+            max_model_len=self.settings.max_model_len,
+            vocab_size=1 << 31,
+            block_bytes=self.profile.kv_bytes_per_token * self.settings.block_size,
+            token_budget=self.token_budget,
+        )
+
+    def status(self) -> Status:
+        """The report that a router gets."""
+        self.speeds.pushed(self.pushed_bytes, self.push_busy_s)
+        plain, named = report_load(self.scheduler, self.speeds)
+        blocks = {owner.value: count for owner, count in self.pool.counts().items()}
+        return Status(
+            query=1, draining=False, queues=self.queues(), blocks=blocks, totals={}, load=named.get(ROUTER, plain)
+        )
+
+    def queues(self) -> dict[str, int]:
+        """Of the role."""
+        return {}
+
+    def wake(self) -> None:
+        """Begins a step, unless one is under way or there is nothing to do."""
+        while not self._stepping:
+            plan = self.scheduler.schedule()
+            self.planned(plan)
+            if plan.rows:
+                step_s = self.profile.step_s(_load(plan))
+                self._stepping = True
+                self.busy_s += step_s
+                self.num_steps += 1
+                self.clock.after(step_s, partial(self._done, plan, step_s))
+            elif not plan.preempted:
+                return
+
+    def _done(self, plan: StepPlan, step_s: float) -> None:
+        self._stepping = False
+        rows = [RowResult(TOKEN if row.sample else None) for row in plan.rows]
+        outputs = self.scheduler.commit(plan, StepResult(plan.step, rows, step_s))
+        self.speeds.stepped(plan, step_s)
+        self.committed(outputs)
+        self.wake()
+
+    def planned(self, plan: StepPlan) -> None:
+        """Of the role."""
+
+    def committed(self, outputs: list[SequenceOutput]) -> None:
+        """Of the role."""
+        raise NotImplementedError
+
+
+class SimulatedPrefill(SimulatedWorker):
+    """Computes prompts, and hands them over."""
+
+    role = "prefill"
+
+    def __init__(self, name: str, profile: Profile, settings: WorkerSettings, clock: VirtualClock) -> None:
+        super().__init__(name, profile, settings, clock)
+        self._link_free_s = 0.0
+
+    def accept(self, request: Request) -> None:
+        """Prefill, from the router."""
+        sequence = request.sequence(self.settings.block_size)
+        sequence.prefill_only = True
+        request.computed_by = self.name
+        self.requests[sequence.key] = request
+        self.scheduler.add(sequence)
+        self.wake()
+
+    def planned(self, plan: StepPlan) -> None:
+        """Decode is asked when the first chunk is scheduled."""
+        for sequence in plan.admitted:
+            request = self.requests[sequence.key]
+            request.num_cached_tokens = sequence.num_cached_tokens
+            if request.decode is not None and not sequence.num_preemptions:
+                request.decode.ask(request, self)
+
+    def committed(self, outputs: list[SequenceOutput]) -> None:
+        """The first token leaves; the blocks stay until decode has them."""
+        for output in outputs:
+            if not output.prefilled:
+                continue
+            request = self.requests.pop(output.sequence.key)
+            request.prefilled_s = request.first_token_s = self.clock.now_s
+            if output.finish is None:
+                request.held = output.sequence.table.ids.tolist()
+                self.pool.hold(request.held, Owner.IN_FLIGHT)
+                self.scheduler.abort(output.sequence.key)
+                self._finish_transfer(request)
+            request.on_first_token(request)
+            if output.finish is not None:
+                request.finished_s = self.clock.now_s
+                request.on_finished(request)
+
+    def granted(self, request: Request, num_missing_blocks: int) -> None:
+        """Decode has room: what is computed can leave. One link, first come, first served."""
+        num_bytes = num_missing_blocks * self.settings.block_size * self.profile.kv_bytes_per_token
+        push_s = num_bytes / self.profile.transfer_bytes_s
+        request.num_missing_blocks = num_missing_blocks
+        request.link_free_s = self._link_free_s = max(self._link_free_s, self.clock.now_s) + push_s
+        self.pushed_bytes += num_bytes
+        self.push_busy_s += push_s
+        self._finish_transfer(request)
+
+    def _finish_transfer(self, request: Request) -> None:
+        """The blocks of the last chunk cannot leave before it is computed."""
+        if request.link_free_s is None or request.prefilled_s is None or request.decode is None:
+            return
+        num_last = min(request.num_missing_blocks, -(-self.token_budget // self.settings.block_size))
+        block_bytes = self.settings.block_size * self.profile.kv_bytes_per_token
+        last_s = request.prefilled_s + num_last * block_bytes / self.profile.transfer_bytes_s
+        self.clock.at(max(request.link_free_s, last_s) + HANDOFF_S, partial(self._handed_over, request))
+
+    def _handed_over(self, request: Request) -> None:
+        assert request.decode is not None
+        request.decode.commit(request)
+        self.pool.release(request.held, Owner.IN_FLIGHT)
+        request.held = []
+        self.wake()
+
+
+class SimulatedDecode(SimulatedWorker):
+    """Takes prompts over and continues them, or computes them itself."""
+
+    role = "decode"
+
+    def __init__(self, name: str, profile: Profile, settings: WorkerSettings, clock: VirtualClock) -> None:
+        super().__init__(name, profile, settings, clock)
+        self._open: dict[tuple[str, int, int], DecodeRequest] = {}
+        self._senders: dict[tuple[str, int, int], SimulatedPrefill] = {}
+        self._wishes = Wishes(self.scheduler, self.scheduler.blocks, self._open, lambda request, num_blocks: True)
+        self.scheduler.gate = self._wishes.gate
+        self._arrivals = itertools.count(1)
+        self._num_arriving = 0
+
+    def queues(self) -> dict[str, int]:
+        """Handoffs to come."""
+        return {"asked": self._num_arriving}
+
+    def accept(self, request: Request) -> None:
+        """Generate, from the router."""
+        sequence = request.sequence(self.settings.block_size)
+        request.computed_by = self.name
+        self.requests[sequence.key] = request
+        self._open[sequence.key] = DecodeRequest(sequence, float("inf"), arrival=next(self._arrivals))
+        self.scheduler.add(sequence)
+        self.wake()
+
+    def ask(self, request: Request, sender: SimulatedPrefill) -> None:
+        """Reserve, from prefill."""
+        sequence = request.sequence(self.settings.block_size)
+        wish = DecodeRequest(sequence, float("inf"), handoff=ReceiverHandoff(), arrival=next(self._arrivals))
+        self.requests[sequence.key] = request
+        self._open[sequence.key] = wish
+        self._senders[sequence.key] = sender
+        self._num_arriving += 1
+        self._wishes.add(wish)
+        self._grant()
+
+    def commit(self, request: Request) -> None:
+        """All blocks and the first token are here."""
+        key = (str(request.number), 1, 0)
+        wish = self._open[key]
+        sequence = wish.sequence
+        sequence.num_computed = sequence.num_tokens
+        sequence.tokens.append(TOKEN)
+        self._wishes.settled(wish)
+        self.scheduler.blocks.change_owner(sequence, Owner.RUNNING)
+        self.scheduler.adopt(sequence)
+        self._num_arriving -= 1
+        request.on_committed(request)
+        self._grant()
+        self.wake()
+
+    def planned(self, plan: StepPlan) -> None:
+        """Whole prompts count as hits what this worker's cache gave."""
+        for sequence in plan.admitted:
+            if not sequence.num_preemptions:
+                self.requests[sequence.key].num_cached_tokens = sequence.num_cached_tokens
+
+    def committed(self, outputs: list[SequenceOutput]) -> None:
+        """Tokens, and what ends."""
+        for output in outputs:
+            request = self.requests[output.sequence.key]
+            if request.first_token_s is None and output.token_id is not None:
+                request.first_token_s = self.clock.now_s
+                request.on_first_token(request)
+            if output.finish is not None:
+                request.finished_s = self.clock.now_s
+                del self.requests[output.sequence.key], self._open[output.sequence.key]
+                request.on_finished(request)
+        self._grant()
+
+    def _grant(self) -> None:
+        while (wish := self._wishes.next(len(self._open))) is not None:
+            sequence = wish.sequence
+            if not self.scheduler.blocks.admit(sequence, Owner.RESERVED):
+                return
+            self._wishes.granted(wish)
+            num_cached = sequence.num_computed // self.settings.block_size
+            sender = self._senders.pop(sequence.key)
+            sender.granted(self.requests[sequence.key], sequence.table.num_blocks - num_cached)
+
+
+def _load(plan: StepPlan) -> StepLoad:
+    num_prompt, num_pairs, num_decodes, context = 0, 0.0, 0, 0
+    for row in plan.rows:
+        if row.is_prefill:
+            num_prompt += row.num_tokens
+            num_pairs += pairs(row.position, row.num_tokens)
+        else:
+            num_decodes += 1
+            context += row.position
+    return StepLoad(num_prompt, num_pairs, num_decodes, context)

@@ -1,0 +1,52 @@
+"""Measuring a profile, on an engine whose steps take what the test says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvrelay.engine.batch import ModelSpec, RowResult, StepResult, WorkerBatch
+from kvrelay.protocol.sampling import Sampling
+from kvrelay.scheduling.cost import pairs
+from kvrelay_simulator.measure import main, measure
+
+
+class Engine:
+    """A step takes 2 ms, 50 us a token and 10 ns a pair."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.spec = ModelSpec("m", 100, 4096, (0,), 1, 1, 1, 16, num_blocks, 640, "float32", "f")
+        self.pool_bytes = np.zeros((num_blocks, 640), np.uint8)
+        self.known: set[object] = set()
+
+    def add_sequence(self, key: object, sampling: Sampling, token_ids: object, num_prompt: int) -> None:
+        self.known.add(key)
+
+    def drop_sequence(self, key: object) -> None:
+        self.known.discard(key)
+
+    def execute(self, batch: WorkerBatch) -> StepResult:
+        num_pairs = 0.0
+        for row in batch.rows:
+            assert row.key in self.known and row.position + len(row.token_ids) <= 16 * len(row.block_ids)
+            assert row.block_ids.max() < self.spec.num_blocks
+            num_pairs += pairs(row.position, len(row.token_ids))
+        seconds = 2e-3 + 5e-5 * batch.num_tokens + 1e-8 * num_pairs
+        return StepResult(batch.step, [RowResult(None) for _ in batch.rows], seconds)
+
+
+@pytest.mark.parametrize("num_blocks", [40, 4096])
+def test_the_coefficients_come_out_and_nothing_is_left_in_the_engine(num_blocks: int) -> None:
+    engine = Engine(num_blocks)
+    profile = measure(engine, "own")
+    assert not engine.known
+    assert profile.fixed_s == pytest.approx(2e-3, rel=0.2)
+    assert profile.token_s == pytest.approx(5e-5, rel=0.2)
+    assert (profile.kv_bytes_per_token, profile.kv_tokens) == (40, 16 * num_blocks)
+    assert profile.transfer_bytes_s > 0
+
+
+def test_bad_flags_end_with_a_message(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert main(["out.json", "--block-size", "7"]) == 2
+    assert "block-size" in capsys.readouterr().err

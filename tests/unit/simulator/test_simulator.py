@@ -1,0 +1,222 @@
+"""The simulated fleet: nothing gets lost in it, and what it says follows from its profile."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrelay_router.routing.policy import PolicyName
+from kvrelay_simulator.cli import main
+from kvrelay_simulator.figures import Slo, best_possible_hit_rate, figures
+from kvrelay_simulator.fleet import CannotServe, FleetSettings, SimulatedFleet
+from kvrelay_simulator.profiles import BUILT_IN, MeasuredProfile, StepLoad, UnknownProfile, find_profile
+from kvrelay_simulator.traces import (
+    HASH_TOKENS,
+    BadTrace,
+    TracedRequest,
+    agent_sessions,
+    cold_starts,
+    one_hot_prefix,
+    read_trace,
+    scaled,
+)
+from kvrelay_simulator.workers import Request, WorkerSettings
+
+PROFILE = MeasuredProfile(
+    name="plain",
+    fixed_s=0.01,
+    token_s=1e-4,
+    pair_s=0.0,
+    kv_bytes_per_token=1000,
+    kv_tokens=64 * 1024,
+    transfer_bytes_s=1e9,
+)
+
+
+def fleet_of(num_prefill: int, num_decode: int, **options: object) -> SimulatedFleet:
+    values: dict[str, object] = {"policy": "cost", "local_prefill_tokens": 0} | options
+    return SimulatedFleet(FleetSettings(PROFILE, num_prefill, num_decode, **values))  # type: ignore[arg-type]
+
+
+def ran(fleet: SimulatedFleet, trace: list[TracedRequest]) -> list[Request]:
+    requests = fleet.run(trace)
+    fleet.check_integrity()
+    assert len(requests) == len(trace)
+    assert all(request.finished_s is not None for request in requests)
+    return requests
+
+
+def test_one_request_takes_what_its_profile_says() -> None:
+    (request,) = ran(fleet_of(1, 1), [TracedRequest(0.0, 4096, 11, tuple(range(8)))])
+    prefill_s = 2 * (0.01 + 2048 * 1e-4)
+    assert request.first_token_s == pytest.approx(0.0005 + prefill_s)
+    assert request.first_token_s is not None and request.finished_s is not None
+    transfer_s = 2048 * 1000 / 1e9 + 0.001  # the last chunk's blocks and the messages; the others left before
+    decode_s = 10 * (0.01 + 1e-4)
+    assert request.finished_s - request.first_token_s == pytest.approx(transfer_s + decode_s)
+
+
+def test_the_next_turn_finds_its_prefix() -> None:
+    turns = [TracedRequest(0.0, 2048, 4, (0, 1, 2, 3)), TracedRequest(5.0, 3072, 4, (0, 1, 2, 3, 4, 5))]
+    for fleet in (fleet_of(4, 2), fleet_of(4, 2, has_index=False), fleet_of(0, 2)):
+        first, second = ran(fleet, turns)
+        assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 2048)
+        assert first.computed_by == second.computed_by
+
+
+TRACES = st.lists(
+    st.builds(
+        lambda at, ids, cut, output: TracedRequest(at, len(ids) * HASH_TOKENS - cut, output, tuple(ids)),
+        at=st.floats(0, 3),
+        ids=st.integers(0, 3).flatmap(lambda tree: st.integers(1, 8).map(lambda n: [tree * 8 + i for i in range(n)])),
+        cut=st.integers(0, HASH_TOKENS - 1),
+        output=st.integers(1, 60),
+    ),
+    min_size=1,
+    max_size=20,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    TRACES,
+    st.sampled_from(get_args(PolicyName)),
+    st.integers(0, 3),
+    st.integers(0, 3),
+    st.sampled_from([5000, 20_000]),
+    st.sampled_from([None, 0, 1000]),
+)
+def test_every_request_ends_and_nothing_is_left(
+    trace: list[TracedRequest],
+    policy: PolicyName,
+    num_prefill: int,
+    num_decode: int,
+    kv_tokens: int,
+    local_prefill_tokens: int | None,
+) -> None:
+    if not num_prefill + num_decode:
+        num_decode = 1
+    trace = sorted(trace, key=lambda request: request.arrival_s)
+    fleet = fleet_of(
+        num_prefill,
+        num_decode,
+        policy=policy,
+        local_prefill_tokens=local_prefill_tokens,
+        workers=WorkerSettings(kv_tokens=kv_tokens, decode_token_budget=256),
+    )
+    for request, traced in zip(ran(fleet, trace), trace, strict=True):
+        assert request.first_token_s is not None and request.finished_s is not None
+        assert traced.arrival_s < request.first_token_s <= request.finished_s
+        assert 0 <= request.num_cached_tokens < traced.num_prompt_tokens
+
+
+def test_the_same_run_gives_the_same_figures() -> None:
+    trace = agent_sessions(10, 2.0, num_turns=4)
+    runs = []
+    for _ in range(2):
+        fleet = fleet_of(2, 2)
+        requests = ran(fleet, trace)
+        runs.append(figures(fleet, requests, Slo(), 0.5))
+    assert runs[0] == runs[1]
+    assert 0 < runs[0].prefill_utilisation < 1 and runs[0].hit_rate > 0
+
+
+def test_a_request_that_fits_nowhere_is_refused_by_number() -> None:
+    with pytest.raises(CannotServe, match="request 0 needs"):
+        fleet_of(1, 1).run([TracedRequest(0.0, 100_000, 10, tuple(range(200)))])
+
+
+def test_a_hot_prefix_replicates_in_a_busy_fleet() -> None:
+    fleet = fleet_of(4, 0)
+    requests = ran(fleet, one_hot_prefix(600, 60.0))
+    cold = [request for request in requests if not request.num_cached_tokens]
+    assert {request.computed_by for request in requests} == {worker.name for worker in fleet.prefill}
+    assert len(cold) <= 2 * len(fleet.prefill)
+
+
+# -- the best possible ------------------------------------------------------------------------------------------------
+
+
+def test_the_best_possible_counts_what_came_before_and_a_bounded_cache_forgets() -> None:
+    trace = [TracedRequest(float(i), 1024, 1, ids) for i, ids in enumerate([(0, 1), (2, 3), (0, 1), (0, 1)])]
+    assert best_possible_hit_rate(trace, 64, 1000) == pytest.approx(2 * 960 / 4096)  # one block is always computed
+    assert best_possible_hit_rate(trace, 64, 16) == pytest.approx(960 / 4096)
+    assert best_possible_hit_rate(cold_starts(20, 1.0), 64, 10**6) == 0
+
+
+# -- profiles ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_built_in_profiles_are_plausible(name: str) -> None:
+    profile = find_profile(name)
+    decode, batch = (profile.step_s(StepLoad(0, 0.0, n, n * 1000)) for n in (1, 64))
+    prompt = profile.step_s(StepLoad(4096, 4096**2 / 2, 0, 0))
+    assert 2e-3 < decode < batch < 2 * decode, "decode is bound by reading the weights"
+    assert prompt > 4 * decode, "prefill is bound by arithmetic"
+    assert profile.kv_tokens > 50_000
+
+
+def test_a_profile_comes_from_a_file_and_a_bad_one_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "own.json"
+    path.write_text('{"name": "x"}')
+    with pytest.raises(UnknownProfile, match="fixed_s"):
+        find_profile(str(path))
+    with pytest.raises(UnknownProfile, match="llama3-8b-h100"):
+        find_profile("nothing")
+
+
+# -- traces and the command -------------------------------------------------------------------------------------------
+
+
+def mooncake(path: Path, *entries: dict[str, object]) -> Path:
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return path
+
+
+def test_traces_are_read_as_they_are_published(tmp_path: Path) -> None:
+    entry: dict[str, object] = {"timestamp": 3000, "input_length": 600, "output_length": 5, "hash_ids": [7, 9]}
+    (request,) = read_trace(mooncake(tmp_path / "m.jsonl", entry))
+    assert (request.arrival_s, request.num_prompt_tokens, len(request.tokens())) == (0.0, 600, 600)
+    assert request.tokens()[0] == 7 * 512 and request.tokens()[599] == 9 * 512 + 87
+    path = tmp_path / "a.csv"
+    path.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n"
+    )
+    first, second = read_trace(path)
+    assert (first.num_prompt_tokens, second.num_output_tokens) == (374, 109)
+    assert second.arrival_s == pytest.approx(4.3145790, abs=1e-5)
+    assert set(first.hash_ids).isdisjoint(second.hash_ids)
+    assert scaled([second], 2.0)[0].arrival_s == pytest.approx(second.arrival_s / 2)
+
+
+@pytest.mark.parametrize("text", ["", "{}\n", "no json\n", '{"timestamp": 0, "input_length": 0, "output_length": 1}\n'])
+def test_a_bad_trace_is_named_with_its_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(text)
+    with pytest.raises(BadTrace, match=r"bad\.jsonl"):
+        read_trace(path)
+
+
+def test_the_command_compares_sweeps_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    entries = [
+        {"timestamp": 100 * i, "input_length": 1000, "output_length": 20, "hash_ids": [i % 3, i % 3 + 100]}
+        for i in range(30)
+    ]
+    trace, out = mooncake(tmp_path / "m.jsonl", *entries), tmp_path / "figures.json"
+    common = ["--trace", str(trace), "--prefill", "1", "--decode", "2"]
+    assert main([*common, "--policy", "cost", "--policy", "random", "--colocated", "--json", str(out)]) == 0
+    runs = json.loads(out.read_text())["runs"]
+    assert list(runs) == ["cost", "random", "cost, colocated", "random, colocated"]
+    assert all(run["num_requests"] == 30 and 0 < run["hit_share"] <= 1.05 for run in runs.values())
+    capsys.readouterr()
+    assert main([*common, "--sweep"]) == 0
+    assert "Best ratio by goodput: " in capsys.readouterr().out
+    assert main(["--trace", str(tmp_path / "none")]) == 2
+    assert "none" in capsys.readouterr().err

@@ -299,7 +299,7 @@ class WorkerShell:
             if len(self._routers) > 1 and isinstance(event.body, Prefill | Generate):
                 self._news_from.add(event.peer.peer_id)
 
-    def _status(self, query: int, load: LoadReport) -> Status:
+    def _status(self, query: int, load: LoadReport | None = None) -> Status:
         totals = self.steps.totals
         return Status(
             query=query,

@@ -65,7 +65,7 @@ def test_who_holds_the_prefix_is_chosen_until_the_wait_there_is_longer_than_comp
     cached, decode = {"p1": 200}, worker("d", "decode")  # 3,200 tokens: 0.16 s and more to compute
     idle = worker("p0", "prefill")
     assert names(choose(demand(), cached, idle, worker("p1", "prefill", queued_tokens=2000), decode))[0] == "p1"
-    assert names(choose(demand(), cached, idle, worker("p1", "prefill", queued_tokens=40_000), decode))[0] == "p0"
+    assert names(choose(demand(), cached, idle, worker("p1", "prefill", queued_tokens=80_000), decode))[0] == "p0"
 
 
 def test_a_fast_worker_with_more_ahead_beats_a_slow_one() -> None:

@@ -33,9 +33,9 @@ from kvrelay_router.routing.estimates import Estimates
 
 TIE_SHARE = 0.05
 TIE_S = 1e-4
-BASE_WEIGHT = 3.0
+BASE_WEIGHT = 8.0
 QUEUE_WEIGHT = 2.0  # for each time that the mean queue is as long as the longest uncached part
-MOST_WEIGHT = 8.0
+MOST_WEIGHT = 16.0
 
 
 def in_turn(candidates: Sequence[Candidate], ordinal: int) -> list[Candidate]:

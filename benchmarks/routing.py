@@ -99,14 +99,12 @@ def report(results: Sequence[tuple[Run, Figures]], arguments: argparse.Namespace
         f"Simulated: {arguments.workers} prefill workers of the profile `{arguments.profile}`, in virtual time, so "
         "nothing depends on the machine.",
         "Repeat with `python -m benchmarks.routing --trace FILE`; the script's head says what is measured. TTFT in "
-        "seconds; *within* is TTFT p90",
-        "against the best policy's in the same table (1.00 is the best). Differences of 2 points in the share, or of 3% in "
-        "TTFT p90,",
-        "are within what other weights near the chosen ones give: the trace is one, and its bursts decide.",
+        "seconds; *within* is TTFT p90 against the best policy's in the same table (1.00 is the best). Differences of "
+        "2 points in the share, or of 3% in TTFT p90, are within what other weights near the chosen ones give: the "
+        "trace is one, and its bursts decide.",
         "",
         "`sticky` goes by the prompt's first 512 tokens where there is no session, and in the conversation trace all "
-        "prompts share",
-        "those; so do `prefix_only`'s choices: both send everything to one worker there.",
+        "prompts share those; `prefix_only` follows them too: both send everything to one worker there.",
     ]
     for title in dict.fromkeys(run.title for run, _ in results):
         found = {run.policy: figures for run, figures in results if run.title == title}

@@ -149,7 +149,6 @@ class PrefillRole:
             "push_busy_s": self._push_clock.busy_s(time.monotonic()),
         }
 
-
     def begin_drain(self) -> None:
         self._requests.draining = True
 

@@ -1,0 +1,205 @@
+"""Keeps a replica of the index: loads it, follows the stream, and holds it against Redis once a second.
+
+States:
+
+1. AWAY     Redis does not answer. The replica may be old: nobody is to use it.
+2. LOADING  a snapshot is read, or the stream caught up with. Lookups go to the script.
+3. CURRENT  the replica is at most `MAX_LAG_S` behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from kvrelay.fleet.index.layout import decode_event
+from kvrelay.fleet.index.reader import READ_COUNT, IndexReader, IndexState, StreamId
+from kvrelay.fleet.index.replica import IndexReplica, ReplicaOutOfStep
+from kvrelay.kv.hashing import BlockHash
+
+log = logging.getLogger(__name__)
+
+CHECK_INTERVAL_S = 1.0
+MAX_LAG_S = 1.5
+RETRY_S = 0.2
+LOOKUP_TIMEOUT_S = 0.1
+
+
+class FeedState(StrEnum):
+    """See the module's text."""
+
+    AWAY = "away"
+    LOADING = "loading"
+    CURRENT = "current"
+
+
+@dataclass(slots=True)
+class FeedTotals:
+    """Since the start."""
+
+    loads: int = 0
+    events: int = 0
+    out_of_step: int = 0
+    """Times that the replica lacked a batch or differed from Redis, and was loaded again."""
+
+
+class IndexFeed:
+    """One model's replica. To be used on one event loop."""
+
+    def __init__(self, reader: IndexReader) -> None:
+        self.totals = FeedTotals()
+        self._reader = reader
+        self._replica: IndexReplica | None = None
+        self._epoch = ""
+        self._position: StreamId = (0, 0)
+        self._caught_up_at = 0.0
+        self._is_loaded = False
+        self._check: IndexState | None = None
+        self._checked_at = 0.0
+        self._num_retired = 0
+        self._away = "not asked yet"
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """To be called on the event loop."""
+        self._task = asyncio.create_task(self._run(), name="prefix-index")
+
+    async def close(self) -> None:
+        """Ends following and closes the connections."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._reader.close()
+
+    @property
+    def state(self) -> FeedState:
+        """See the module's text."""
+        if self._away:
+            return FeedState.AWAY
+        is_current = self._is_loaded and time.monotonic() - self._caught_up_at <= MAX_LAG_S
+        return FeedState.CURRENT if is_current else FeedState.LOADING
+
+    @property
+    def replica(self) -> IndexReplica | None:
+        """None unless it is current."""
+        return self._replica if self.state is FeedState.CURRENT else None
+
+    async def lookup(self, hashes: Sequence[BlockHash]) -> dict[str, int]:
+        """By the script, where Redis answers at once; else nothing is known."""
+        if self._away or not hashes:
+            return {}
+        try:
+            async with asyncio.timeout(LOOKUP_TIMEOUT_S):
+                return await self._reader.lookup(hashes)
+        except (RedisError, OSError):  # TimeoutError is one
+            return {}
+
+    def describe(self) -> dict[str, Any]:
+        """JSON-ready."""
+        replica = self._replica
+        caught_up = self._caught_up_at
+        return {
+            "state": str(self.state),
+            "reason": self._away,
+            "blocks": replica.num_blocks if replica is not None else 0,
+            "ranges": len(replica.ranges) if replica is not None else 0,
+            "retired_ranges": self._num_retired,
+            "stream_id": f"{self._position[0]}-{self._position[1]}",
+            "age_s": round(time.monotonic() - caught_up, 3) if caught_up else None,
+            "loads": self.totals.loads,
+            "events": self.totals.events,
+            "out_of_step": self.totals.out_of_step,
+        }
+
+    # -- following ----------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                if self._replica is None or not self._is_loaded:
+                    await self._load()
+                await self._follow()
+            except ReplicaOutOfStep as error:
+                log.info("prefix index: the replica is loaded again: %s", error)
+                self.totals.out_of_step += 1
+                self._is_loaded = False
+            except (RedisError, OSError) as error:
+                if not self._away:
+                    log.warning("the prefix index is away, routing goes by load alone: %s", error)
+                self._away = str(error) or type(error).__name__
+                await asyncio.sleep(RETRY_S)
+            except Exception as error:
+                log.exception("following the prefix index failed")
+                self._away, self._is_loaded = f"{type(error).__name__}: {error}", False
+                await asyncio.sleep(CHECK_INTERVAL_S)
+
+    def _answered(self) -> None:
+        if self._away:
+            log.info("the prefix index answers")
+            self._away = ""
+
+    async def _load(self) -> None:
+        """Reads a snapshot in pieces; `_follow` makes it exact."""
+        state = await self._reader.state()
+        self._answered()
+        replica = IndexReplica(state.ranges)
+        bucket: int | None = 0
+        while bucket is not None:
+            bucket, piece = await self._reader.snapshot(bucket)
+            replica.load(piece)
+        self.totals.loads += 1
+        self._replica, self._epoch, self._position = replica, state.epoch, state.last_id
+        self._is_loaded, self._caught_up_at, self._check = True, 0.0, None
+
+    async def _follow(self) -> None:
+        """Applies the stream until something is wrong."""
+        while True:
+            await self._look()
+            entries = await self._reader.read(self._position)
+            self._answered()
+            for number, (stream_id, data) in enumerate(entries):
+                self._compare(before=stream_id)
+                self._apply(data)
+                self._position = stream_id
+                if number % 8 == 7:
+                    await asyncio.sleep(0)  # a batch is about a millisecond
+            if len(entries) < READ_COUNT:
+                self._compare()
+                self._caught_up_at = time.monotonic()
+
+    async def _look(self) -> None:
+        now = time.monotonic()
+        if now - self._checked_at < CHECK_INTERVAL_S and not self._away:
+            return
+        state = await self._reader.state()
+        self._checked_at = now
+        self._num_retired = state.num_retired
+        if state.epoch != self._epoch:
+            raise ReplicaOutOfStep("Redis was emptied")
+        self._check = state
+
+    def _apply(self, data: bytes) -> None:
+        assert self._replica is not None
+        try:
+            event = decode_event(data)
+        except ValueError as error:
+            log.warning("prefix index: %s", error)
+            return
+        self._replica.apply(event)
+        self.totals.events += 1
+
+    def _compare(self, before: StreamId | None = None) -> None:
+        """Holds the replica against the ranges that Redis named, once it is as far. Raises ReplicaOutOfStep."""
+        check, replica = self._check, self._replica
+        if check is None or replica is None or (before is not None and before <= check.last_id):
+            return
+        self._check = None
+        if replica.ranges != check.ranges:
+            raise ReplicaOutOfStep("its ranges are not those of Redis")

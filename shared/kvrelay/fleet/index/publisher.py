@@ -1,0 +1,214 @@
+"""Publishes a worker's cache to the index, from a thread of its own: neither steps nor the event loop wait for Redis."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.retry import Retry
+
+from kvrelay.fleet.index.layout import MAX_BATCH_BLOCKS, MAX_SLOTS, index_base
+from kvrelay.fleet.index.publication import Apply, Open, Publication, RangeState
+from kvrelay.fleet.index.scripts import IndexScripts
+from kvrelay.kv.cache import CacheEvent
+
+log = logging.getLogger(__name__)
+
+SOCKET_TIMEOUT_S = 1.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
+REFUSED_PAUSE_S = 5.0
+SWEEP_PAUSE_S = 0.002
+SWEEPER_TTL_MS = 3000
+SWEEP_S = 0.5
+"""Sweeping takes turns with publishing."""
+CLOSE_TIMEOUT_S = 2.0
+
+
+class IndexPublisher:
+    """`publish` takes events on any thread and returns at once. `worker_id` names the range to routers."""
+
+    def __init__(
+        self,
+        redis_url: str,
+        prefix: str,
+        model: str,
+        worker_id: str,
+        incarnation: str,
+        *,
+        ttl_s: float = 5.0,
+        renew_interval_s: float = 1.0,
+        client: Any = None,
+    ) -> None:
+        self.publication = Publication(incarnation)
+        self._worker_id = worker_id
+        self._incarnation = incarnation
+        self._ttl_ms = int(ttl_s * 1000)
+        self._renew_interval_s = renew_interval_s
+        self._client = client or redis.Redis.from_url(
+            redis_url,
+            socket_timeout=SOCKET_TIMEOUT_S,
+            socket_connect_timeout=SOCKET_TIMEOUT_S,
+            retry=Retry(NoBackoff(), 0),  # the publication repeats calls itself
+        )
+        self._scripts = IndexScripts(self._client, index_base(prefix, model))
+        self._name = secrets.token_hex(8)  # as a sweeper
+        self._events: deque[Sequence[CacheEvent]] = deque()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._reason = ""
+        self._renewed_at = 0.0
+        self._sweep_wanted = False
+        self._thread = threading.Thread(target=self._run, name="prefix-index", daemon=True)
+
+    def start(self) -> None:
+        """Begins to publish."""
+        self._thread.start()
+
+    def publish(self, events: Sequence[CacheEvent]) -> None:
+        """Queues what the cache said. Calls are in the order of the events."""
+        if events:
+            self._events.append(events)
+            self._wake.set()
+
+    def close(self) -> None:
+        """Withdraws the range, if Redis answers in time, and ends the thread."""
+        self._stopping = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_TIMEOUT_S)
+
+    def report(self) -> dict[str, float]:
+        """Counters for the worker's status; read without a lock, each value is whole."""
+        publication = self.publication
+        totals = {f"index_{name}": float(value) for name, value in asdict(publication.totals).items()}
+        return totals | {
+            "index_held": float(len(publication.mirror)),
+            "index_pending": float(publication.num_pending),
+            "index_open": float(publication.state is RangeState.OPEN),
+        }
+
+    # -- on the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        pause_s = FIRST_PAUSE_S
+        while not self._stopping:
+            try:
+                self._publish_all()
+                self._say("")
+                pause_s = FIRST_PAUSE_S
+            except (RedisConnectionError, RedisTimeoutError, OSError) as error:
+                self._say(f"Redis does not answer: {error}")
+                self._pause(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            except ResponseError as error:
+                # Out of memory, read-only after a failover, a script that failed half-way: the range may be damaged.
+                self._say(f"Redis refused: {error}")
+                self.publication.lost()
+                self._pause(LONGEST_PAUSE_S)
+            except RedisError as error:
+                self._say(f"Redis failed: {error}")
+                self._pause(LONGEST_PAUSE_S)
+            except Exception:
+                log.exception("publishing to the prefix index failed")
+                self.publication.lost()
+                self._pause(LONGEST_PAUSE_S)
+        self._withdraw()
+
+    def _publish_all(self) -> None:
+        """Sends what there is, renews in time, and returns when asked to stop or when something fails."""
+        while not self._stopping:
+            self._wake.clear()
+            self._absorb()
+            now = time.monotonic()
+            call = self.publication.next_call(renew=now - self._renewed_at >= self._renew_interval_s)
+            if call is not None:
+                self._do(call, now)
+                self._say("")
+            elif self.publication.state is RangeState.REFUSED:
+                self._pause(REFUSED_PAUSE_S)
+                self.publication.try_again()
+            elif self._sweep_wanted:
+                self._sweep()
+            else:
+                self._wake.wait(max(0.0, self._renewed_at + self._renew_interval_s - now))
+
+    def _do(self, call: Open | Apply, now: float) -> None:
+        if isinstance(call, Open):
+            self._open(call)
+            return
+        arguments = [call.slot, call.claim, call.seq, self._ttl_ms, call.operations, call.event]
+        answer = bytes(self._scripts.run("apply", arguments))
+        if answer in (b"OK", b"SWEEP"):
+            self._sweep_wanted = self._sweep_wanted or answer == b"SWEEP"
+            self.publication.applied()
+            if not call.operations:
+                self._renewed_at = now
+        else:
+            log.info("prefix index: %s at batch %d, the range is published anew", answer.decode(), call.seq)
+            self.publication.lost()
+
+    def _open(self, call: Open) -> None:
+        arguments = [self._worker_id, self._incarnation, call.claim, self._ttl_ms, MAX_SLOTS]
+        slot = int(self._scripts.run("open", arguments))
+        if slot >= 0:
+            self.publication.opened(slot)
+            self._sweep_wanted = True  # an earlier range may have retired
+        elif slot == -2:
+            log.warning("prefix index: a later start of worker %s publishes, this one does not", self._worker_id)
+            self.publication.refused()
+        else:
+            self._sweep()
+            self._pause(FIRST_PAUSE_S)
+
+    def _sweep(self) -> None:
+        """Clears retired ranges, a piece a call, for a moment; one sweeper at a time in the whole fleet."""
+        until = time.monotonic() + SWEEP_S
+        self._sweep_wanted = False
+        while not self._stopping and not self._events and time.monotonic() < until:
+            left = int(self._scripts.run("sweep", [self._name, SWEEPER_TTL_MS, MAX_BATCH_BLOCKS]))
+            if left <= 0:
+                return
+            self._sweep_wanted = True
+            time.sleep(SWEEP_PAUSE_S)
+
+    def _absorb(self) -> None:
+        while self._events:
+            self.publication.absorb(self._events.popleft())
+
+    def _pause(self, pause_s: float) -> None:
+        """Events are taken over meanwhile, so that no more of them wait than may."""
+        until = time.monotonic() + pause_s
+        while not self._stopping and (left := until - time.monotonic()) > 0:
+            self._wake.wait(left)
+            self._wake.clear()
+            self._absorb()
+
+    def _withdraw(self) -> None:
+        publication = self.publication
+        try:
+            if publication.state is RangeState.OPEN:
+                self._scripts.run("close", [publication.slot, publication.claim])
+        except (RedisError, OSError) as error:
+            log.info("prefix index: the range stays until its lease ends: %s", error)
+        finally:
+            self._client.close()
+
+    def _say(self, reason: str) -> None:
+        """Once for every change."""
+        if bool(reason) != bool(self._reason):
+            if reason:
+                log.warning("the prefix index is not fed: %s", reason)
+            else:
+                log.info("the prefix index is fed again")
+        self._reason = reason

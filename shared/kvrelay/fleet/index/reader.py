@@ -1,0 +1,81 @@
+"""The index as routers ask for it: ranges, pieces of a snapshot, the stream, and lookups by the script."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from kvrelay.fleet.index.layout import MAX_BATCH_BLOCKS, NUM_BUCKETS, index_base, parse_id
+from kvrelay.fleet.index.replica import Ranges
+from kvrelay.fleet.index.scripts import IndexScripts
+from kvrelay.kv.hashing import BlockHash
+
+SOCKET_TIMEOUT_S = 1.0
+BLOCK_MS = 250
+READ_COUNT = 64
+
+StreamId = tuple[int, int]
+Entry = tuple[StreamId, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class IndexState:
+    """All ranges at one moment. `epoch` changes when Redis was emptied."""
+
+    epoch: str
+    last_id: StreamId
+    num_retired: int
+    ranges: Ranges
+
+
+class IndexReader:
+    """One model's index. Every method raises redis' RedisError, or OSError, when Redis is away."""
+
+    def __init__(self, redis_url: str, prefix: str, model: str, *, client: Any = None) -> None:
+        self._client = client or redis.asyncio.Redis.from_url(
+            redis_url,
+            socket_timeout=SOCKET_TIMEOUT_S,
+            socket_connect_timeout=SOCKET_TIMEOUT_S,
+            retry=Retry(NoBackoff(), 1),
+        )
+        base = index_base(prefix, model)
+        self._scripts = IndexScripts(self._client, base)
+        self._stream = f"{base}:stream"
+
+    async def state(self) -> IndexState:
+        """The ranges and where the stream stands, of one moment."""
+        epoch, last_id, num_retired, ranges = await self._scripts.run("slots")
+        found = {}
+        for slot, holder, seq in zip(ranges[::3], ranges[1::3], ranges[2::3], strict=True):
+            claim, _, worker_id = holder.decode().partition(" ")
+            found[int(slot)] = (claim, worker_id, int(seq))
+        return IndexState(epoch.decode(), parse_id(last_id), int(num_retired), found)
+
+    async def snapshot(self, bucket: int) -> tuple[int | None, bytes]:
+        """The blocks of the buckets from `bucket` on, and the bucket to go on with."""
+        following, piece = await self._scripts.run("snapshot", [bucket, MAX_BATCH_BLOCKS])
+        return (None if following >= NUM_BUCKETS else int(following)), piece
+
+    async def read(self, after: StreamId) -> list[Entry]:
+        """The stream's next entries, at most READ_COUNT; waits a quarter of a second for the first."""
+        position = f"{after[0]}-{after[1]}"
+        answer = await self._client.xread({self._stream: position}, count=READ_COUNT, block=BLOCK_MS)
+        if not answer:
+            return []
+        streams = list(answer.values()) if isinstance(answer, dict) else [answer[0][1]]
+        entries = streams[0][0] if isinstance(answer, dict) else streams[0]
+        return [(parse_id(stream_id), fields[b"e"]) for stream_id, fields in entries]
+
+    async def lookup(self, hashes: Sequence[BlockHash]) -> dict[str, int]:
+        """Worker id to the number of leading blocks of the chain that it holds; one round trip."""
+        answer = await self._scripts.run("lookup", [b"".join(hashes)])
+        return {worker.decode(): int(num) for worker, num in zip(answer[::2], answer[1::2], strict=True)}
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        await self._client.aclose()

@@ -35,6 +35,7 @@ if operations == '' then
       redis.call('XADD', base .. ':stream', '*', 'e', cmsgpack.pack({ 'r', tonumber(late), its_claim }))
     end
   end
+  redis.call('XTRIM', base .. ':stream', 'MINID', '~', string.format('%d', now - 30000))
   return redis.call('EXISTS', base .. ':retired') == 1 and 'SWEEP' or 'OK'
 end
 if not is_next then

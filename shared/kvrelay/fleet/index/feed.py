@@ -53,9 +53,10 @@ class FeedTotals:
 class IndexFeed:
     """One model's replica. To be used on one event loop."""
 
-    def __init__(self, reader: IndexReader) -> None:
+    def __init__(self, reader: IndexReader, *, check_interval_s: float = CHECK_INTERVAL_S) -> None:
         self.totals = FeedTotals()
         self._reader = reader
+        self._check_interval_s = check_interval_s
         self._replica: IndexReplica | None = None
         self._epoch = ""
         self._position: StreamId = (0, 0)
@@ -120,16 +121,25 @@ class IndexFeed:
 
     # -- following ----------------------------------------------------------------------------------------------------
 
+    async def step(self) -> None:
+        """One round: loads the replica if need be, checks it in time, and applies what the stream has next.
+
+        Raises redis' RedisError, or OSError, when Redis is away.
+        """
+        try:
+            if not self._is_loaded:
+                await self._load()
+            await self._look()
+            await self._follow()
+        except ReplicaOutOfStep as error:
+            log.info("prefix index: the replica is loaded again: %s", error)
+            self.totals.out_of_step += 1
+            self._is_loaded = False
+
     async def _run(self) -> None:
         while True:
             try:
-                if self._replica is None or not self._is_loaded:
-                    await self._load()
-                await self._follow()
-            except ReplicaOutOfStep as error:
-                log.info("prefix index: the replica is loaded again: %s", error)
-                self.totals.out_of_step += 1
-                self._is_loaded = False
+                await self.step()
             except (RedisError, OSError) as error:
                 if not self._away:
                     log.warning("the prefix index is away, routing goes by load alone: %s", error)
@@ -158,32 +168,32 @@ class IndexFeed:
         self._replica, self._epoch, self._position = replica, state.epoch, state.last_id
         self._is_loaded, self._caught_up_at, self._check = True, 0.0, None
 
-    async def _follow(self) -> None:
-        """Applies the stream until something is wrong."""
-        while True:
-            await self._look()
-            entries = await self._reader.read(self._position)
-            self._answered()
-            for number, (stream_id, data) in enumerate(entries):
-                self._compare(before=stream_id)
-                self._apply(data)
-                self._position = stream_id
-                if number % 8 == 7:
-                    await asyncio.sleep(0)  # a batch is about a millisecond
-            if len(entries) < READ_COUNT:
-                self._compare()
-                self._caught_up_at = time.monotonic()
-
     async def _look(self) -> None:
+        """Asks for the ranges in time; `_follow` compares them."""
         now = time.monotonic()
-        if now - self._checked_at < CHECK_INTERVAL_S and not self._away:
+        if now - self._checked_at < self._check_interval_s and not self._away:
             return
         state = await self._reader.state()
+        self._answered()
         self._checked_at = now
         self._num_retired = state.num_retired
         if state.epoch != self._epoch:
             raise ReplicaOutOfStep("Redis was emptied")
         self._check = state
+
+    async def _follow(self) -> None:
+        """Applies the next entries of the stream."""
+        entries = await self._reader.read(self._position)
+        self._answered()
+        for number, (stream_id, data) in enumerate(entries):
+            self._compare(before=stream_id)
+            self._apply(data)
+            self._position = stream_id
+            if number % 8 == 7:
+                await asyncio.sleep(0)  # a batch is about a millisecond
+        if len(entries) < READ_COUNT:
+            self._compare()
+            self._caught_up_at = time.monotonic()
 
     def _apply(self, data: bytes) -> None:
         assert self._replica is not None

@@ -36,7 +36,10 @@ class IndexState:
 class IndexReader:
     """One model's index. Every method raises redis' RedisError, or OSError, when Redis is away."""
 
-    def __init__(self, redis_url: str, prefix: str, model: str, *, client: Any = None) -> None:
+    def __init__(
+        self, redis_url: str, prefix: str, model: str, *, block_ms: int | None = BLOCK_MS, client: Any = None
+    ) -> None:
+        self._block_ms = block_ms
         self._client = client or redis.asyncio.Redis.from_url(
             redis_url,
             socket_timeout=SOCKET_TIMEOUT_S,
@@ -62,9 +65,9 @@ class IndexReader:
         return (None if following >= NUM_BUCKETS else int(following)), piece
 
     async def read(self, after: StreamId) -> list[Entry]:
-        """The stream's next entries, at most READ_COUNT; waits a quarter of a second for the first."""
+        """The stream's next entries, at most READ_COUNT; waits `block_ms` for the first (None: not at all)."""
         position = f"{after[0]}-{after[1]}"
-        answer = await self._client.xread({self._stream: position}, count=READ_COUNT, block=BLOCK_MS)
+        answer = await self._client.xread({self._stream: position}, count=READ_COUNT, block=self._block_ms)
         if not answer:
             return []
         streams = list(answer.values()) if isinstance(answer, dict) else [answer[0][1]]

@@ -13,10 +13,12 @@ from kvrelay_router.dispatch.interface import (
     GenerateRequest,
     ModelLimits,
     NoWorkerReady,
+    PreparedPrompt,
     RequestFailed,
     SequenceDelta,
     ServedBy,
 )
+from kvrelay_router.dispatch.placement import PromptPrefixes
 
 
 @dataclass(slots=True)
@@ -133,7 +135,11 @@ class ScriptedDispatcher:
         """One of each."""
         return {"prefill": 1, "decode": 1}
 
-    def submit(self, request: GenerateRequest) -> ScriptedHandle:
+    async def prepare(self, request: GenerateRequest) -> PreparedPrompt:
+        """As the real one without an index."""
+        return PromptPrefixes(request.prompt_ids)
+
+    def submit(self, request: GenerateRequest, prepared: PreparedPrompt | None = None) -> ScriptedHandle:
         """Refused when not ready."""
         if not self.is_ready or self.refuse_after == len(self.handles):
             raise NoWorkerReady("no worker is ready", retry_after_s=2.5)

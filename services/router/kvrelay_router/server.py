@@ -15,6 +15,7 @@ from kvrelay.config.common import is_wildcard
 from kvrelay.config.router import RouterConfig
 from kvrelay.fleet import Registry
 from kvrelay.fleet.limits import SharedLimits
+from kvrelay.fleet.index import IndexFeed, IndexReader
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.process import StartFailed, event_loop_factory
 from kvrelay.protocol.link import LinkEvent, LinkSettings
@@ -24,6 +25,7 @@ from kvrelay_router.api.server import HttpServer, serve
 from kvrelay_router.api.settings import ApiSettings
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.running import DispatchSettings
+from kvrelay_router.prefix_index import FleetPrefixes
 from kvrelay_router.text.chat_template import ChatTemplateError
 from kvrelay_router.text.service import TextService
 from kvrelay_router.text.sources import TokenizerNotFound
@@ -76,6 +78,7 @@ class RouterServer:
             lambda: registry.list_workers(config.served_model_name),
             _dispatch_settings(config, api),
             self._events,
+            _prefix_index(config),
         )
         self._dispatcher.start()
         self._limits = SharedLimits(config.redis_url, config.redis_prefix, config.served_model_name)
@@ -159,6 +162,12 @@ def _message_address(config: RouterConfig) -> str:
     """Under which workers reach the inbox: what it is bound to, unless that is every interface."""
     host = config.message_host
     return host if host is not None and not is_wildcard(host) else config.reachable_host
+
+
+def _prefix_index(config: RouterConfig) -> FleetPrefixes | None:
+    if not config.prefix_index:
+        return None
+    return FleetPrefixes(IndexFeed(IndexReader(config.redis_url, config.redis_prefix, config.served_model_name)))
 
 
 def _dispatch_settings(config: RouterConfig, api: ApiSettings) -> DispatchSettings:

@@ -80,6 +80,10 @@ class CommonConfig(BaseModel):
         pattern=r"^[A-Za-z0-9_.:-]{1,64}$",
         description="start of every key in Redis; fleets with different prefixes do not see each other",
     )
+    prefix_index: bool = Field(
+        default=True,
+        description="workers tell Redis which prefixes they hold, and routers send requests where theirs is",
+    )
     host: str = Field(default="127.0.0.1", min_length=1, description="address to listen on")
     advertise_host: str | None = Field(
         default=None,

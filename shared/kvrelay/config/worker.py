@@ -83,6 +83,12 @@ class WorkerConfig(CommonConfig):
         default="tree",
         description="what a prompt may share: any prefix of blocks; or whole sequences only, for comparison",
     )
+    index_interval_s: float = Field(
+        default=0.05,
+        ge=0.001,
+        le=60,
+        description="time between batches of cache changes to the prefix index, in seconds",
+    )
 
     token_budget: int = Field(default=512, ge=1, le=1 << 20, description="tokens that one step may hold")
     max_running: int = Field(
@@ -180,6 +186,11 @@ class WorkerConfig(CommonConfig):
     @classmethod
     def _known_scheduler(cls, name: str) -> str:
         return check_scheduler_name(name)
+
+    @property
+    def publishes_prefixes(self) -> bool:
+        """Whether the fleet hears what this worker's cache holds. Only the tree tells what joins and leaves it."""
+        return self.prefix_index and self.prefix_cache and self.prefix_lookup == "tree"
 
     @property
     def scheduler_settings(self) -> SchedulerSettings:

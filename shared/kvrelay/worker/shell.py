@@ -18,6 +18,7 @@ import zmq
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.engine.batch import ModelRunner
 from kvrelay.engine.calibrate import measure_costs
+from kvrelay.fleet.index import IndexPublisher
 from kvrelay.fleet.records import WorkerRecord
 from kvrelay.fleet.registry import Registry
 from kvrelay.kv.ablations import NullCache, TableCache
@@ -34,6 +35,7 @@ from kvrelay.scheduling.registry import make_scheduler
 from kvrelay.telemetry.event_log import EventLog
 from kvrelay.telemetry.instruments import Instruments
 from kvrelay.telemetry.metrics_store import MetricsStore
+from kvrelay.worker.cache_events import CacheEvents
 from kvrelay.worker.context import Role, WorkerContext
 from kvrelay.worker.load_report import report_load
 from kvrelay.worker.membership import Membership
@@ -66,6 +68,7 @@ class WorkerShell:
         self._make_runner = make_runner
         self._draining = False
         self._drain_deadline = math.inf
+        self._cache_events: CacheEvents | None = None  # with an index to tell
         self._quiet_since = 0.0  # 0: nothing happened since the last check
         self._stop = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -158,6 +161,8 @@ class WorkerShell:
             ttl_s=config.lease_ttl_s,
             interval_s=config.lease_interval_s,
         )
+        if config.publishes_prefixes:
+            self._cache_events = CacheEvents(cache, self._index_publisher(), config.index_interval_s)
 
     async def main_loop(self) -> None:
         """Steps, ticks and renewals until a signal comes, then the drain."""
@@ -167,6 +172,8 @@ class WorkerShell:
             asyncio.create_task(self._tell_news(), name="news"),
             asyncio.create_task(self.membership.run(), name="membership"),
         ]
+        if self._cache_events is not None:
+            self._tasks.append(asyncio.create_task(self._cache_events.run(), name="cache-events"))
         stop = asyncio.create_task(self._stop.wait(), name="stop")
         loop = asyncio.get_running_loop()
         crash: asyncio.Future[None] = loop.create_future()
@@ -186,9 +193,11 @@ class WorkerShell:
         self.steps.stop()
         self.membership.stop()
         for task in self._tasks:
-            if task.get_name() in ("tick", "news"):
+            if task.get_name() in ("tick", "news", "cache-events"):
                 task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._cache_events is not None:
+            await self._cache_events.close()
         await self.membership.leave()
         self.role.close()
         self.messenger.close()
@@ -198,7 +207,21 @@ class WorkerShell:
     def _make_cache(self) -> Cache:
         if not self.config.prefix_cache:
             return NullCache()
-        return PrefixCache(self.pool) if self.config.prefix_lookup == "tree" else TableCache(self.pool)
+        if self.config.prefix_lookup == "table":
+            return TableCache(self.pool)
+        return PrefixCache(self.pool, record_events=self.config.publishes_prefixes)
+
+    def _index_publisher(self) -> IndexPublisher:
+        config, me = self.config, self.messenger.me
+        return IndexPublisher(
+            config.redis_url,
+            config.redis_prefix,
+            config.served_model_name,
+            me.peer_id,
+            me.incarnation,
+            ttl_s=config.lease_ttl_s,
+            renew_interval_s=config.lease_interval_s,
+        )
 
     def _calibrate(self, runner: ModelRunner) -> None:
         """Measures what steps cost here, before anything uses the pool."""
@@ -320,7 +343,8 @@ class WorkerShell:
                 "forward_s": totals.forward_s,
                 "commit_s": totals.commit_s,
             }
-            | (self.delayer.status() if self.delayer is not None else {}),
+            | (self.delayer.status() if self.delayer is not None else {})
+            | (self._cache_events.totals() if self._cache_events is not None else {}),
             load=load,
         )
 

@@ -6,6 +6,7 @@ import asyncio
 import random
 import secrets
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import redis
@@ -163,7 +164,7 @@ class World:
         owned = sum(1 << slot for slot in live | retired)
         assert all(slots and not slots & ~owned for slots in contents.values())
         for chain in CHAINS:
-            for parent, child in zip(chain, chain[1:], strict=False):
+            for parent, child in pairwise(chain):
                 dangling = contents.get(child, 0) & ~contents.get(parent, 0)
                 assert not [slot for slot in live if dangling >> slot & 1]
 

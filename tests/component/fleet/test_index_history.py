@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -88,9 +88,7 @@ STORES = st.one_of(
 )
 CALLS = st.one_of(
     st.just(everybody_publishes),
-    st.builds(
-        partial, st.just(publish), WORKERS, st.integers(1, 4), st.sampled_from(["", "", "question", "answer"])
-    ),
+    st.builds(partial, st.just(publish), WORKERS, st.integers(1, 4), st.sampled_from(["", "", "question", "answer"])),
     st.builds(partial, st.just(renew), WORKERS),
     st.just(World.follow),
     st.just(World.follow),
@@ -115,10 +113,9 @@ HISTORIES: st.SearchStrategy[list[Happening]] = st.lists(
 
 
 @pytest.fixture
-def small_batches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that runs are cut."""
     monkeypatch.setattr(publication, "MAX_BATCH_BLOCKS", 4)
-    yield
 
 
 @pytest.mark.usefixtures("small_batches")

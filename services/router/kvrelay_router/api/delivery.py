@@ -76,7 +76,9 @@ class GenerationResponse(Response):
             names: RequestNames = scope["state"]["names"]
             with self._service.in_progress:
                 async with self._service.door.admit(names.key, names.unique, self._timeout_s):
-                    with Generation(self._service.dispatcher, self._runs) as generation:
+                    generation = Generation(self._service.dispatcher, self._runs)
+                    await generation.prepare()
+                    with generation:
                         if self._stream:
                             await self._send_stream(generation, send)
                             return

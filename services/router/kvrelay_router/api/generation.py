@@ -14,6 +14,7 @@ from kvrelay_router.api.choice import Choice, Piece
 from kvrelay_router.dispatch.interface import (
     Dispatcher,
     GenerateRequest,
+    PreparedPrompt,
     RequestFailed,
     RequestHandle,
     SequenceDelta,
@@ -62,12 +63,19 @@ class Generation:
         self.runs = runs
         self._dispatcher = dispatcher
         self._handles: list[RequestHandle] = []
+        self._prepared: list[PreparedPrompt] = []
         self._num_unfinished = sum(len(run.choices) for run in runs)
+
+    async def prepare(self) -> None:
+        """What takes a while and is better done before the prompts are submitted."""
+        for run in self.runs:
+            self._prepared.append(await self._dispatcher.prepare(run.request))
 
     def __enter__(self) -> Generation:
         try:
-            for run in self.runs:
-                self._handles.append(self._dispatcher.submit(run.request))
+            for number, run in enumerate(self.runs):
+                prepared = self._prepared[number] if self._prepared else None
+                self._handles.append(self._dispatcher.submit(run.request, prepared))
         except BaseException:
             self._cancel_all()
             raise

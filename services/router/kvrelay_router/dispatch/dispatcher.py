@@ -29,7 +29,14 @@ from kvrelay_router.dispatch.events import (
     WorkerLost,
 )
 from kvrelay_router.dispatch.handle import RunningRequest
-from kvrelay_router.dispatch.interface import GenerateRequest, ModelLimits, NoWorkerReady, RequestFailed, TooLate
+from kvrelay_router.dispatch.interface import (
+    GenerateRequest,
+    ModelLimits,
+    NoWorkerReady,
+    PreparedPrompt,
+    RequestFailed,
+    TooLate,
+)
 from kvrelay_router.dispatch.load import OutstandingLoad, worker_key
 from kvrelay_router.dispatch.placement import Placement, PromptPrefixes
 from kvrelay_router.dispatch.records import RequestRecord, RequestRecords
@@ -37,14 +44,16 @@ from kvrelay_router.dispatch.runner import SequenceRunner
 from kvrelay_router.dispatch.running import DispatchSettings, Running, RunningSequence
 from kvrelay_router.fleet_view import FleetView, KnownWorker, WorkerState
 from kvrelay_router.fleet_watch import FleetWatch, ListWorkers
+from kvrelay_router.prefix_index import FleetPrefixes
 from kvrelay_router.routing.candidates import NoPlacement
-from kvrelay_router.routing.prefix_view import PrefixView
 
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 1.0
 CLOSE_POLL_S = 0.01
 OVERLOAD_RETRY_AFTER_S = 1.0
+LONG_PROMPT_TOKENS = 4096
+"""Longer prompts are not hashed on the event loop, which a block takes about a microsecond of."""
 OUTCOMES = ("submitted", "finished", "failed", "timed_out", "cancelled", "refused")
 
 
@@ -57,9 +66,10 @@ class RouterDispatcher:
         list_workers: ListWorkers,
         settings: DispatchSettings | None = None,
         events: EventLog | None = None,
-        index: PrefixView | None = None,
+        index: FleetPrefixes | None = None,
     ) -> None:
         self._events = events
+        self._index = index
         self.settings = settings or DispatchSettings()
         self.load = OutstandingLoad()
         self.view = FleetView(self.load, _log_state)
@@ -103,6 +113,8 @@ class RouterDispatcher:
         """Begins to talk. To be called on the event loop."""
         self.messenger.start()
         self.watch.start()
+        if self._index is not None:
+            self._index.start()
 
     async def drain(self, timeout_s: float) -> bool:
         """Takes no new requests and waits for the running ones; whether all finished in time."""
@@ -121,6 +133,8 @@ class RouterDispatcher:
         for running in list(self._running.values()):
             self._end(running, "failed", RequestFailed("the router is shutting down"))
         await self.watch.close()
+        if self._index is not None:
+            await self._index.close()
         for _ in range(int(CLOSE_TIMEOUT_S / CLOSE_POLL_S)):
             if not self.messenger.num_unacked:
                 break
@@ -142,10 +156,21 @@ class RouterDispatcher:
         candidates = self.view.candidates(time.monotonic())
         return {"prefill": len(candidates.prefill), "decode": len(candidates.decode)}
 
-    def submit(self, request: GenerateRequest) -> RunningRequest:
+    async def prepare(self, request: GenerateRequest) -> PromptPrefixes:
+        """See `Dispatcher`. Long prompts are hashed on another thread."""
+        prompt = self._unprepared(request)
+        if self._index is None:
+            return prompt
+        for fingerprint, block_size in self._placement.namings():
+            if prompt.num_tokens > LONG_PROMPT_TOKENS:
+                await asyncio.to_thread(prompt.hashes, fingerprint, block_size)
+            await self._index.prepare(prompt.hashes(fingerprint, block_size))
+        return prompt
+
+    def submit(self, request: GenerateRequest, prepared: PreparedPrompt | None = None) -> RunningRequest:
         """See `Dispatcher`. Raises NoWorkerReady, also when too many requests are in progress; TooLate."""
         self._check_room(request)
-        prompt = PromptPrefixes(request.prompt_ids, request.cache_salt, request.session)
+        prompt = prepared if isinstance(prepared, PromptPrefixes) else self._unprepared(request)
         deadline_s = min(request.timeout_s, self.settings.ttft_deadline_s or request.timeout_s)
         try:
             decision = self._placement.place(
@@ -168,6 +193,10 @@ class RouterDispatcher:
             self._end(running, "failed", RequestFailed(str(error)))
             raise
         return running.handle
+
+    @staticmethod
+    def _unprepared(request: GenerateRequest) -> PromptPrefixes:
+        return PromptPrefixes(request.prompt_ids, request.cache_salt, request.session)
 
     async def fleet(self) -> dict[str, Any]:
         """See `Dispatcher`."""
@@ -196,6 +225,7 @@ class RouterDispatcher:
                 "active": fallbacks.is_active,
                 "reason": fallbacks.reason,
             },
+            "prefix_index": self._index.describe() if self._index is not None else {"state": "off"},
             "last_decisions": list(self._placement.last_decisions),
         }
 

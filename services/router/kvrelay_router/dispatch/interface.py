@@ -116,6 +116,15 @@ class ModelLimits:
     block_size: int = 0
 
 
+class PreparedPrompt(Protocol):
+    """A prompt that was prepared for routing. Only the dispatcher that made it looks inside."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the prompt."""
+        ...
+
+
 class Dispatcher(Protocol):
     """The way from the HTTP layer to the workers."""
 
@@ -131,7 +140,11 @@ class Dispatcher(Protocol):
         """How many workers of each role take new requests."""
         ...
 
-    def submit(self, request: GenerateRequest) -> RequestHandle:
+    async def prepare(self, request: GenerateRequest) -> PreparedPrompt:
+        """What routing wants to know of a prompt and may take a while: its block hashes, and who holds them."""
+        ...
+
+    def submit(self, request: GenerateRequest, prepared: PreparedPrompt | None = None) -> RequestHandle:
         """Starts a request. Raises NoWorkerReady; never blocks."""
         ...
 

@@ -109,6 +109,10 @@ class Placement:
         """Whether a request of many tokens could be placed."""
         return bool(self._view.candidates(self._clock()).decode)
 
+    def namings(self) -> set[tuple[str, int]]:
+        """Fingerprint and block size of the ready workers: all ways to name a block at the moment."""
+        return _namings(self._view.candidates(self._clock()))
+
     def place(
         self,
         request_id: str,
@@ -198,9 +202,7 @@ class Placement:
     def _cached_blocks(self, prompt: PromptPrefixes, candidates: Candidates) -> Mapping[WorkerId, int]:
         self._prefixes.now = self._clock()
         cached: dict[WorkerId, int] = {}
-        for fingerprint, block_size in {
-            (c.fingerprint, c.block_size) for c in (*candidates.prefill, *candidates.decode)
-        }:
+        for fingerprint, block_size in _namings(candidates):
             # Hashes cover the fingerprint, so workers of another one match nothing.
             cached.update(self._prefixes.match(prompt.hashes(fingerprint, block_size)))
         return cached
@@ -231,6 +233,10 @@ def _is_late(decision: Decision | NoPlacement, deadline_s: float | None) -> bool
     if deadline_s is None or isinstance(decision, NoPlacement):
         return False
     return decision.expected.is_measured and decision.expected.ttft_s > deadline_s
+
+
+def _namings(candidates: Candidates) -> set[tuple[str, int]]:
+    return {(c.fingerprint, c.block_size) for c in (*candidates.prefill, *candidates.decode)}
 
 
 def work_of(decision: Decision, num_tokens: int) -> Work:

@@ -110,6 +110,7 @@ class IndexFeed:
             "state": str(self.state),
             "reason": self._away,
             "blocks": replica.num_blocks if replica is not None else 0,
+            "held": replica.num_held if replica is not None else 0,
             "ranges": len(replica.ranges) if replica is not None else 0,
             "retired_ranges": self._num_retired,
             "stream_id": f"{self._position[0]}-{self._position[1]}",

@@ -1,4 +1,4 @@
-"""Publishes a worker's cache to the index, from a thread of its own: neither steps nor the event loop wait for Redis."""
+"""Publishes a worker's cache to the index, from a thread of its own: neither step nor event loop waits for Redis."""
 
 from __future__ import annotations
 

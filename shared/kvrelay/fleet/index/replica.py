@@ -46,6 +46,11 @@ class IndexReplica:
         return len(self._holders)
 
     @property
+    def num_held(self) -> int:
+        """Blocks, each counted for every range that holds it."""
+        return sum(len(each.hashes) for each in self._ranges.values())
+
+    @property
     def ranges(self) -> dict[int, tuple[str, str, int]]:
         """To be held against what Redis says."""
         return {slot: (each.claim, each.worker_id, each.seq) for slot, each in self._ranges.items()}

@@ -1,0 +1,58 @@
+"""The fleet's prefix index as this router sees it: its replica, or what the script in Redis answered."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvrelay.fleet.index import FeedState, IndexFeed
+from kvrelay_router.routing.prefix_view import BlockHash, WorkerId
+
+MAX_ANSWERS = 1024
+
+
+class FleetPrefixes:
+    """A `PrefixView`. `match` never waits: while the replica lags, `prepare` asks Redis first.
+
+    With Redis away nothing is known, and routing goes by load.
+    """
+
+    def __init__(self, feed: IndexFeed) -> None:
+        self._feed = feed
+        self._answers: OrderedDict[BlockHash, dict[WorkerId, int]] = OrderedDict()  # by the chain's last hash
+        self._num_lookups: Counter[str] = Counter()
+
+    def start(self) -> None:
+        """To be called on the event loop."""
+        self._feed.start()
+
+    async def close(self) -> None:
+        """Ends following the index."""
+        await self._feed.close()
+
+    def match(self, hashes: Sequence[BlockHash]) -> Mapping[WorkerId, int]:
+        """See `PrefixView`."""
+        if not hashes:
+            return {}
+        replica = self._feed.replica
+        if replica is not None:
+            self._num_lookups["replica"] += 1
+            return replica.match(hashes)
+        answer = self._answers.get(hashes[-1])
+        self._num_lookups["none" if answer is None else "script"] += 1
+        return answer or {}
+
+    async def prepare(self, hashes: Sequence[BlockHash]) -> None:
+        """So that `match` knows about this chain. Costs a round trip while the replica is behind, else nothing."""
+        if not hashes or self._feed.state is not FeedState.LOADING:
+            return
+        self._answers[hashes[-1]] = await self._feed.lookup(hashes)
+        self._answers.move_to_end(hashes[-1])
+        if len(self._answers) > MAX_ANSWERS:
+            self._answers.popitem(last=False)
+
+    def describe(self) -> dict[str, Any]:
+        """JSON-ready."""
+        lookups = {name: self._num_lookups[name] for name in ("replica", "script", "none")}
+        return {**self._feed.describe(), "lookups": lookups}

@@ -10,6 +10,7 @@ States:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -67,15 +68,16 @@ class IndexFeed:
         self._num_retired = 0
         self._away = "not asked yet"
         self._task: asyncio.Task[None] | None = None
+        self._stopping = asyncio.Event()
 
     def start(self) -> None:
         """To be called on the event loop."""
         self._task = asyncio.create_task(self._run(), name="prefix-index")
 
     async def close(self) -> None:
-        """Ends following and closes the connections."""
+        """Ends following and closes the connections. A flag ends it: cancellation might be swallowed on its way."""
+        self._stopping.set()
         if self._task is not None:
-            self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         await self._reader.close()
 
@@ -138,18 +140,23 @@ class IndexFeed:
             self._is_loaded = False
 
     async def _run(self) -> None:
-        while True:
+        while not self._stopping.is_set():
             try:
                 await self.step()
             except (RedisError, OSError) as error:
                 if not self._away:
                     log.warning("the prefix index is away, routing goes by load alone: %s", error)
                 self._away = str(error) or type(error).__name__
-                await asyncio.sleep(RETRY_S)
+                await self._pause(RETRY_S)
             except Exception as error:
                 log.exception("following the prefix index failed")
                 self._away, self._is_loaded = f"{type(error).__name__}: {error}", False
-                await asyncio.sleep(CHECK_INTERVAL_S)
+                await self._pause(CHECK_INTERVAL_S)
+
+    async def _pause(self, pause_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await self._stopping.wait()
 
     def _answered(self) -> None:
         if self._away:
@@ -162,7 +169,7 @@ class IndexFeed:
         self._answered()
         replica = IndexReplica(state.ranges)
         bucket: int | None = 0
-        while bucket is not None:
+        while bucket is not None and not self._stopping.is_set():
             bucket, piece = await self._reader.snapshot(bucket)
             replica.load(piece)
         self.totals.loads += 1

@@ -1,0 +1,293 @@
+"""The publisher's thread and the router's feed on a Redis that fails in every way it can."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import subprocess
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from kvrelay.fleet.embedded import EmbeddedRedis
+from kvrelay.fleet.index import FeedState, IndexFeed, IndexPublisher, IndexReader
+from kvrelay.fleet.index import publication as publication_module
+from kvrelay.fleet.index.layout import index_base
+from kvrelay.kv.cache import CacheEvent, Removed, Stored
+from kvrelay.kv.hashing import BlockHash
+
+WITHIN_S = 20.0
+INCARNATIONS = iter(range(1, 1 << 20))
+
+
+class Fleet:
+    """Publishers, and one router's feed, on one server."""
+
+    def __init__(self, server: EmbeddedRedis) -> None:
+        self.server = server
+        self.prefix = f"test-{secrets.token_hex(4)}"
+        self.publishers: list[IndexPublisher] = []
+        self.feed = self.open_feed()
+        self.feed.start()
+
+    def open_feed(self) -> IndexFeed:
+        return IndexFeed(IndexReader(self.server.url, self.prefix, "m"), check_interval_s=0.1)
+
+    def worker(self, worker_id: str, *, ttl_s: float = 30.0) -> IndexPublisher:
+        incarnation = f"{next(INCARNATIONS):016x}"
+        publisher = IndexPublisher(
+            self.server.url, self.prefix, "m", worker_id, incarnation, ttl_s=ttl_s, renew_interval_s=0.1
+        )
+        publisher.start()
+        self.publishers.append(publisher)
+        return publisher
+
+    async def until_matches(self, chain: list[BlockHash], expected: dict[str, int]) -> None:
+        """Replica and script agree with `expected`."""
+        found: list[dict[str, int] | None] = []
+        try:
+            async with asyncio.timeout(WITHIN_S):
+                while found != [expected, expected]:
+                    replica = self.feed.replica
+                    found = [await self.feed.lookup(chain), None if replica is None else replica.match(chain)]
+                    await asyncio.sleep(0.01)
+        except TimeoutError:
+            reports = [publisher.report() for publisher in self.publishers]
+            raise AssertionError((found, expected, self.feed.describe(), reports)) from None
+
+    async def close(self) -> None:
+        await self.feed.close()
+        for publisher in self.publishers:
+            await asyncio.to_thread(publisher.close)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WITHIN_S):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def chain_of(length: int) -> list[BlockHash]:
+    return [os.urandom(16) for _ in range(length)]
+
+
+def stored(chain: list[BlockHash], parent: BlockHash | None = None) -> list[CacheEvent]:
+    return [Stored(parent, tuple(chain))]
+
+
+@pytest.fixture
+def server() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis() as server:
+        yield server
+
+
+@pytest.fixture
+async def fleet(server: EmbeddedRedis) -> AsyncIterator[Fleet]:
+    fleet = Fleet(server)
+    yield fleet
+    await fleet.close()
+
+
+async def test_what_workers_store_and_remove_is_found(fleet: Fleet) -> None:
+    chain = chain_of(2500)
+    one, two = fleet.worker("one"), fleet.worker("two")
+    one.publish(stored(chain))
+    two.publish(stored(chain[:700]))
+    await fleet.until_matches(chain, {"one": 2500, "two": 700})
+    one.publish([Removed(tuple(reversed(chain[10:])))])
+    await fleet.until_matches(chain, {"one": 10, "two": 700})
+
+
+async def test_a_worker_that_leaves_is_withdrawn_and_its_slot_is_used_again(fleet: Fleet) -> None:
+    chain = chain_of(50)
+    one, two = fleet.worker("one"), fleet.worker("two")
+    one.publish(stored(chain))
+    two.publish(stored(chain))
+    await fleet.until_matches(chain, {"one": 50, "two": 50})
+    slot = one.publication.slot
+    await asyncio.to_thread(one.close)
+    await fleet.until_matches(chain, {"two": 50})
+    with redis.Redis.from_url(fleet.server.url) as client:
+        retired = f"{index_base(fleet.prefix, 'm')}:retired"
+        await until(lambda: not client.exists(retired))
+    three = fleet.worker("three")
+    three.publish(stored(chain[:5]))
+    await fleet.until_matches(chain, {"two": 50, "three": 5})
+    assert three.publication.slot == slot
+
+
+async def test_a_worker_that_dies_expires(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = chain_of(50)
+    silent = fleet.worker("silent", ttl_s=0.5)
+    silent.publish(stored(chain))
+    fleet.worker("other")
+    await fleet.until_matches(chain, {"silent": 50})
+    monkeypatch.setattr(silent, "_withdraw", lambda: None)
+    await asyncio.to_thread(silent.close)
+    await fleet.until_matches(chain, {})
+
+
+async def test_a_worker_that_starts_again_replaces_its_range(fleet: Fleet) -> None:
+    chain = chain_of(50)
+    before = fleet.worker("w")
+    before.publish(stored(chain))
+    await fleet.until_matches(chain, {"w": 50})
+    after = fleet.worker("w")
+    after.publish(stored(chain[:3]))
+    await fleet.until_matches(chain, {"w": 3})
+    before.publish(stored(chain_of(1), chain[-1]))
+    await until(lambda: before.report()["index_open"] == 0.0)
+    await fleet.until_matches(chain, {"w": 3})
+
+
+async def test_a_redis_that_comes_back_empty_is_filled_again(fleet: Fleet) -> None:
+    chain = chain_of(3000)
+    workers = [fleet.worker(f"w{i}") for i in range(3)]
+    for number, worker in enumerate(workers, 1):
+        worker.publish(stored(chain[: 1000 * number]))
+    expected = {"w0": 1000, "w1": 2000, "w2": 3000}
+    await fleet.until_matches(chain, expected)
+    fleet.server.stop()
+    await until(lambda: fleet.feed.state is FeedState.AWAY)
+    assert fleet.feed.replica is None
+    assert await fleet.feed.lookup(chain) == {}
+    workers[0].publish([Removed(tuple(reversed(chain[400:1000])))])
+    fleet.server.restart()
+    await fleet.until_matches(chain, expected | {"w0": 400})
+    assert all(worker.report()["index_replacements"] >= 1 for worker in workers)
+
+
+async def test_a_flush_is_noticed_without_any_new_event(fleet: Fleet) -> None:
+    chain = chain_of(20)
+    fleet.worker("w").publish(stored(chain))
+    await fleet.until_matches(chain, {"w": 20})
+    with redis.Redis.from_url(fleet.server.url) as client:
+        client.flushall()
+        client.script_flush()
+    await until(lambda: fleet.publishers[0].report()["index_replacements"] == 1.0)
+    await fleet.until_matches(chain, {"w": 20})
+
+
+async def test_a_paused_redis_blocks_nobody_and_loses_nothing(fleet: Fleet) -> None:
+    chain = chain_of(4000)
+    worker = fleet.worker("w")
+    worker.publish(stored(chain[:1000]))
+    await fleet.until_matches(chain, {"w": 1000})
+    os.kill(fleet.server.pid, signal.SIGSTOP)
+    try:
+        worker.publish(stored(chain[1000:4000], chain[999]))  # returns at once
+        await until(lambda: fleet.feed.state is FeedState.AWAY)
+    finally:
+        os.kill(fleet.server.pid, signal.SIGCONT)
+    await fleet.until_matches(chain, {"w": 4000})
+
+
+async def test_too_many_waiting_events_are_dropped_and_the_range_replaced(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publication_module, "MAX_PENDING_BLOCKS", 100)
+    chain = chain_of(5000)
+    worker = fleet.worker("w")
+    worker.publication._max_pending = 100
+    worker.publish(stored(chain[:10]))
+    await fleet.until_matches(chain, {"w": 10})
+    fleet.server.stop()
+    for start in range(10, 5000, 10):
+        worker.publish(stored(chain[start : start + 10], chain[start - 1]))
+    await until(lambda: worker.report()["index_dropped"] > 0)
+    assert worker.report()["index_pending"] <= 100
+    fleet.server.restart()
+    await fleet.until_matches(chain, {"w": 5000})
+
+
+async def test_a_server_that_is_out_of_memory_heals_when_it_is_not(fleet: Fleet) -> None:
+    chain = chain_of(20)
+    worker = fleet.worker("w")
+    worker.publish(stored(chain[:10]))
+    await fleet.until_matches(chain, {"w": 10})
+    with redis.Redis.from_url(fleet.server.url) as client:
+        client.config_set("maxmemory", 1)
+        worker.publish(stored(chain[10:], chain[9]))
+        await until(lambda: worker.report()["index_open"] == 0.0)
+        client.config_set("maxmemory", 0)
+    await fleet.until_matches(chain, {"w": 20})
+
+
+async def test_a_router_that_starts_late_has_the_same_replica(fleet: Fleet) -> None:
+    chain = chain_of(1500)
+    fleet.worker("w").publish(stored(chain))
+    await fleet.until_matches(chain, {"w": 1500})
+    late = fleet.open_feed()
+    late.start()
+    await until(lambda: late.replica is not None)
+    assert late.replica is not None
+    assert late.replica.match(chain) == {"w": 1500}
+    await late.close()
+
+
+async def test_closing_does_not_wait_for_a_redis_that_is_gone(fleet: Fleet) -> None:
+    worker = fleet.worker("w")
+    worker.publish(stored(chain_of(5)))
+    await until(lambda: worker.publication.is_settled)
+    fleet.server.stop()
+    await asyncio.to_thread(worker.close)
+    assert not [thread for thread in threading.enumerate() if thread.name == "prefix-index" and thread.is_alive()]
+
+
+@pytest.fixture
+def persistent_server(tmp_path: Path) -> Iterator[PersistentRedis]:
+    with EmbeddedRedis() as pattern:
+        executable = pattern._executable
+        port = pattern.port
+    server = PersistentRedis(executable, port, tmp_path)
+    yield server
+    server.stop()
+
+
+class PersistentRedis:
+    """A server that keeps its data on disk: as of its last `save`, which may be old."""
+
+    def __init__(self, executable: str, port: int, directory: Path) -> None:
+        self.url = f"redis://127.0.0.1:{port}/0"
+        self._command = [executable, "--port", str(port), "--dir", str(directory), "--bind", "127.0.0.1"]
+        self.start()
+
+    def start(self) -> None:
+        self._process = subprocess.Popen([*self._command, "--save", ""], stdout=subprocess.DEVNULL)
+        with redis.Redis.from_url(self.url, retry_on_error=[redis.ConnectionError]) as client:
+            while True:
+                try:
+                    client.ping()
+                    return
+                except redis.ConnectionError:
+                    assert self._process.poll() is None
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+async def test_a_restart_with_old_data_is_a_gap(persistent_server: PersistentRedis) -> None:
+    fleet = Fleet(persistent_server)  # type: ignore[arg-type]
+    try:
+        chain = chain_of(30)
+        behind, same = fleet.worker("behind"), fleet.worker("same")
+        behind.publish(stored(chain[:20]))
+        same.publish(stored(chain[:5]))
+        await fleet.until_matches(chain, {"behind": 20, "same": 5})
+        with redis.Redis.from_url(persistent_server.url) as client:
+            client.save()
+        behind.publish([Removed(tuple(reversed(chain[10:20])))])
+        await fleet.until_matches(chain, {"behind": 10, "same": 5})
+        persistent_server.stop()
+        persistent_server.start()
+        await fleet.until_matches(chain, {"behind": 10, "same": 5})
+        assert behind.report()["index_gaps"] >= 1.0
+        assert same.report()["index_gaps"] == 0.0
+    finally:
+        await fleet.close()

@@ -252,9 +252,9 @@ def persistent_server(tmp_path: Path) -> Iterator[PersistentRedis]:
 class PersistentRedis:
     """A server that keeps its data on disk: as of its last `save`, which may be old."""
 
-    def __init__(self, executable: str, port: int, directory: Path) -> None:
+    def __init__(self, executable: str, port: int, directory: Path, *options: str) -> None:
         self.url = f"redis://127.0.0.1:{port}/0"
-        self._command = [executable, "--port", str(port), "--dir", str(directory), "--bind", "127.0.0.1"]
+        self._command = [executable, "--port", str(port), "--dir", str(directory), "--bind", "127.0.0.1", *options]
         self.start()
 
     def start(self) -> None:

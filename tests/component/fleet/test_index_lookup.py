@@ -1,0 +1,160 @@
+"""The lookup script and the router's replica against an oracle that goes block by block; Redis Cluster."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvrelay.fleet.embedded import EmbeddedRedis, redis_executable
+from kvrelay.fleet.index.layout import (
+    MAX_SLOTS,
+    NUM_BUCKETS,
+    REMOVED,
+    STORED,
+    Batch,
+    decode_operations,
+    decode_slots,
+    encode_batch,
+    encode_operations,
+)
+from kvrelay.fleet.index.replica import IndexReplica
+from kvrelay.fleet.index.scripts import IndexScripts
+from kvrelay.kv.hashing import BlockHash
+from tests.component.fleet.test_index_publisher import PersistentRedis
+
+TTL_MS = 600_000
+WITHIN_S = 20.0
+
+
+def block(name: object) -> BlockHash:
+    return hashlib.blake2b(repr(name).encode(), digest_size=16).digest()
+
+
+def chain_of(length: int, branch: int = 0, branches_at: int = 0) -> list[BlockHash]:
+    """All chains begin alike; `branch`, unless 0, and its beginning tell them apart from there on."""
+    return [block((i, branch, branches_at) if branch and i >= branches_at else i) for i in range(length)]
+
+
+def open_at(scripts: IndexScripts, client: Any, slot: int, worker_id: str) -> str:
+    """Opens this very slot: what `open` does after so many others, without them."""
+    claim = f"{slot:016x}:00000000"
+    client.hset(f"{scripts.base}:slots", str(slot), f"{claim} {worker_id}")
+    client.hset(f"{scripts.base}:seqs", str(slot), 0)
+    return claim
+
+
+def lookup(scripts: IndexScripts, chain: list[BlockHash]) -> dict[str, int]:
+    answer = scripts.run("lookup", [b"".join(chain)])
+    return {worker.decode(): int(num) for worker, num in zip(answer[::2], answer[1::2], strict=True)}
+
+
+HOLDERS = st.dictionaries(
+    st.integers(0, MAX_SLOTS - 1), st.tuples(st.integers(1, 200), st.sampled_from([0, 1, 5, 60, 150]), st.integers(0, 2)), max_size=24
+)
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    holders=HOLDERS,
+    asked=st.tuples(st.integers(0, 220), st.integers(0, 3), st.sampled_from([0, 1, 5, 60, 150])),
+    cut=st.integers(0, 200),
+    retired=st.sets(st.integers(0, MAX_SLOTS - 1), max_size=3),
+)
+def test_lookups_are_what_a_walk_along_the_chain_finds(
+    redis_server: EmbeddedRedis,
+    holders: dict[int, tuple[int, int, int]],
+    asked: tuple[int, int, int],
+    cut: int,
+    retired: set[int],
+) -> None:
+    """Workers hold prefixes of branching chains, some shortened again, in slots near and far; some are gone."""
+    with redis.Redis.from_url(redis_server.url) as client:
+        base = f"test:{{{secrets.token_hex(4)}}}:index"
+        scripts = IndexScripts(client, base)
+        replica = IndexReplica({slot: (f"{slot:016x}:00000000", f"w{slot}", 0) for slot in holders})
+        held: dict[str, set[BlockHash]] = {}
+        for slot, (length, branches_at, branch) in holders.items():
+            claim = open_at(scripts, client, slot, f"w{slot}")
+            chain = chain_of(length, branch, branches_at)
+            keep = max(1, length - cut // 2)
+            runs = [(STORED, chain[: length // 2]), (STORED, chain[length // 2 :]), (REMOVED, chain[keep:][::-1])]
+            operations = encode_operations(run for run in runs if run[1])
+            batch = Batch(slot, claim, 1, operations)
+            assert scripts.run("apply", [slot, claim, 1, TTL_MS, operations, encode_batch(batch)]) == b"OK"
+            replica.apply(batch)
+            held[f"w{slot}"] = set(chain[:keep])
+        for slot in retired & holders.keys():
+            scripts.run("close", [slot, f"{slot:016x}:00000000"])
+            del held[f"w{slot}"]
+        length, branch, branches_at = asked
+        chain = chain_of(length, branch, branches_at)
+        expected = {}
+        for worker_id, blocks in held.items():
+            depth = next((i for i, block_hash in enumerate(chain) if block_hash not in blocks), len(chain))
+            if depth:
+                expected[worker_id] = depth
+        assert lookup(scripts, chain) == expected
+        gone = {f"w{slot}" for slot in retired}
+        assert {w: n for w, n in replica.match(chain).items() if w not in gone} == expected
+        while scripts.run("sweep", ["s", 10_000, NUM_BUCKETS]):
+            pass
+        values = [v for key in client.scan_iter(f"{base}:b:*", count=10_000) for v in client.hvals(key)]
+        assert all(len(value) >= 2 and value[1] and value[-1] for value in values)  # no zero bytes at the ends
+        live = sum(1 << slot for slot in holders.keys() - retired)
+        assert not any(decode_slots(value) & ~live for value in values)
+        assert sum(decode_slots(value).bit_count() for value in values) == sum(map(len, held.values()))
+        for key in list(client.scan_iter(f"{base}*", count=10_000)):
+            client.delete(key)
+
+
+@given(
+    runs=st.lists(
+        st.tuples(st.sampled_from([STORED, REMOVED]), st.lists(st.binary(min_size=16, max_size=16), min_size=1))
+    )
+)
+def test_operations_come_back_as_they_were(runs: list[tuple[int, list[bytes]]]) -> None:
+    assert list(decode_operations(encode_operations(runs))) == runs
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[redis.RedisCluster]:
+    """One node that owns all hash slots: it refuses whatever reaches over them, as any node of a Cluster."""
+    with EmbeddedRedis() as other:
+        port = other.port
+    server = PersistentRedis(redis_executable(), port, tmp_path, "--cluster-enabled", "yes")
+    try:
+        with redis.Redis.from_url(server.url) as node:
+            for first in range(0, 16384, 4096):
+                node.execute_command("CLUSTER", "ADDSLOTS", *range(first, first + 4096))
+            deadline = time.monotonic() + WITHIN_S
+            while b"cluster_state:ok" not in node.execute_command("CLUSTER", "INFO", NEVER_DECODE=True):
+                assert time.monotonic() < deadline
+        with redis.RedisCluster(host="127.0.0.1", port=port) as client:
+            yield client
+    finally:
+        server.stop()
+
+
+def test_the_scripts_keep_to_one_hash_slot_of_a_cluster(cluster: redis.RedisCluster) -> None:
+    scripts = IndexScripts(cluster, "test:{model}:index")
+    slot = scripts.run("open", ["w", "1", "1:0", TTL_MS, MAX_SLOTS])
+    chain = chain_of(300)
+    operations = encode_operations([(STORED, chain)])
+    event = encode_batch(Batch(slot, "1:0", 1, operations))
+    assert scripts.run("apply", [slot, "1:0", 1, TTL_MS, operations, event]) == b"OK"
+    assert lookup(scripts, chain_of(400)) == {"w": 300}
+    assert scripts.run("apply", [slot, "1:0", 1, TTL_MS, b"", b""]) == b"OK"
+    assert scripts.run("slots")[3] == [b"0", b"1:0 w", b"1"]
+    assert len(scripts.run("snapshot", [0, 1 << 20])[1]) == 300 * (16 + 1 + 2)
+    assert scripts.run("close", [slot, "1:0"]) == 1
+    assert scripts.run("sweep", ["s", 1000, 1 << 20]) == 0
+    assert lookup(scripts, chain) == {}

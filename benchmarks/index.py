@@ -25,6 +25,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -176,11 +177,11 @@ async def measure_heal(server: EmbeddedRedis, chains: list[list[Hash]]) -> dict[
     for length in LENGTHS:
         chain = chains[7][:length]
         assert replica.match(chain) == {"worker-14": length, "worker-15": length}
-        found[f"replica_hit_{length}"] = time_call(lambda chain=chain: replica.match(chain))
+        found[f"replica_hit_{length}"] = time_call(partial(replica.match, chain))
         half = [*chain[: length // 3], *(os.urandom(16) for _ in range(length - length // 3))]
-        found[f"replica_part_{length}"] = time_call(lambda half=half: replica.match(half))
+        found[f"replica_part_{length}"] = time_call(partial(replica.match, half))
         miss = [os.urandom(16) for _ in range(length)]
-        found[f"replica_miss_{length}"] = time_call(lambda miss=miss: replica.match(miss))
+        found[f"replica_miss_{length}"] = time_call(partial(replica.match, miss))
     await feed.close()
     with redis.Redis.from_url(server.url) as client:
         done = [publisher.publication.totals.replacements for publisher in publishers]

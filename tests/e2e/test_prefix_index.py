@@ -71,7 +71,7 @@ def is_whole(stack: Stack) -> bool:
 
 
 def redis_pid(stack: Stack) -> int:
-    return next(child.pid for child in psutil.Process(stack.process.pid).children() if "redis" in child.name())
+    return next(int(child.pid) for child in psutil.Process(stack.process.pid).children() if "redis" in child.name())
 
 
 def restart_router(stack: Stack) -> None:

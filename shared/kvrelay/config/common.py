@@ -12,6 +12,7 @@ from urllib.parse import urlsplit, urlunsplit
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from kvrelay.config.demo import DEMO_MODEL_NAME, demo_model_path
+from kvrelay.fleet.connect import check_redis_url
 from kvrelay.telemetry.event_log import EventLog
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -72,7 +73,8 @@ class CommonConfig(BaseModel):
     )
     redis_url: str = Field(
         default="redis://127.0.0.1:6379/0",
-        description="registry of workers; redis://, rediss:// or unix://",
+        description="registry of workers and prefix index; redis://, rediss://, unix://, "
+        "redis+sentinel://HOST:PORT,HOST:PORT/NAME or redis+cluster://HOST:PORT",
         json_schema_extra={"flags": ["--redis"]},
     )
     redis_prefix: str = Field(
@@ -110,9 +112,7 @@ class CommonConfig(BaseModel):
     @field_validator("redis_url")
     @classmethod
     def _redis_scheme(cls, url: str) -> str:
-        if urlsplit(url).scheme not in ("redis", "rediss", "unix"):
-            raise ValueError("must start with redis://, rediss:// or unix://")
-        return url
+        return check_redis_url(url)
 
     @field_validator("model")
     @classmethod

@@ -15,13 +15,11 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 import msgspec
-import redis.asyncio
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from kvrelay.fleet.connect import connect_async
 from kvrelay.fleet.records import NO_SLOT, WorkerRecord, decode_record, encode_record
 
 log = logging.getLogger(__name__)
@@ -58,13 +56,7 @@ class Registry:
 
     def __init__(self, redis_url: str, prefix: str = "kvrelay", *, socket_timeout_s: float = SOCKET_TIMEOUT_S) -> None:
         self._prefix = prefix
-        self._redis = redis.asyncio.Redis.from_url(
-            redis_url,
-            socket_timeout=socket_timeout_s,
-            socket_connect_timeout=socket_timeout_s,
-            retry=Retry(NoBackoff(), 1),  # once, for a pooled connection that died meanwhile
-            decode_responses=False,
-        )
+        self._redis = connect_async(redis_url, timeout_s=socket_timeout_s)
         self._join = self._script("join")
         self._renew = self._script("renew")
         self._leave = self._script("leave")
@@ -73,14 +65,20 @@ class Registry:
 
     async def check_server(self) -> None:
         """Whether this Redis can be used. Raises RegistryMisconfigured with what to change."""
-        info = await self._call(self._redis.info())
+        answer: dict[str, Any] = await self._call(self._redis.info())
+        by_node = [answer] if "redis_version" in answer else list(answer.values())  # a Cluster's nodes, by their names
+        for info in by_node:
+            self._check_node(info)
+
+    @staticmethod
+    def _check_node(info: dict[str, Any]) -> None:
         version = str(info.get("redis_version", "0.0"))
         if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_REDIS:
             raise RegistryMisconfigured(f"Redis {version} is too old: 6.2 or newer is needed")
         policy = info.get("maxmemory_policy", "noeviction")
         if policy == "noeviction":
             return
-        advice = f"Redis has maxmemory-policy {policy}; set it to noeviction, or leases vanish when memory is short"
+        advice = f"Redis has maxmemory-policy {policy}; set it to noeviction, or leases and the prefix index vanish when memory is short"
         if int(info.get("maxmemory", 0)):
             raise RegistryMisconfigured(advice)
         log.warning(advice)

@@ -58,7 +58,9 @@ def lookup(scripts: IndexScripts, chain: list[BlockHash]) -> dict[str, int]:
 
 
 HOLDERS = st.dictionaries(
-    st.integers(0, MAX_SLOTS - 1), st.tuples(st.integers(1, 200), st.sampled_from([0, 1, 5, 60, 150]), st.integers(0, 2)), max_size=24
+    st.integers(0, MAX_SLOTS - 1),
+    st.tuples(st.integers(1, 200), st.sampled_from([0, 1, 5, 60, 150]), st.integers(0, 2)),
+    max_size=24,
 )
 
 

@@ -172,7 +172,7 @@ async def test_a_refusal_in_the_middle_takes_back_what_was_submitted(router: Rou
 async def test_an_unexpected_error_is_a_500_in_the_same_shape(
     router: Router, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(request: object) -> None:
+    def fail(request: object, prepared: object) -> None:
         raise ZeroDivisionError("a secret")
 
     monkeypatch.setattr(router.dispatcher, "submit", fail)

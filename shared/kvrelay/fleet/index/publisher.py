@@ -11,13 +11,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-import redis
-from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
-from redis.retry import Retry
 
+from kvrelay.fleet.connect import connect
 from kvrelay.fleet.index.layout import MAX_BATCH_BLOCKS, MAX_SLOTS, index_base
 from kvrelay.fleet.index.publication import Apply, Open, Publication, RangeState
 from kvrelay.fleet.index.scripts import IndexScripts
@@ -48,20 +46,15 @@ class IndexPublisher:
         *,
         ttl_s: float = 5.0,
         renew_interval_s: float = 1.0,
-        client: Any = None,
     ) -> None:
         self.publication = Publication(incarnation)
         self._worker_id = worker_id
         self._incarnation = incarnation
         self._ttl_ms = int(ttl_s * 1000)
         self._renew_interval_s = renew_interval_s
-        self._client = client or redis.Redis.from_url(
-            redis_url,
-            socket_timeout=SOCKET_TIMEOUT_S,
-            socket_connect_timeout=SOCKET_TIMEOUT_S,
-            retry=Retry(NoBackoff(), 0),  # the publication repeats calls itself
-        )
-        self._scripts = IndexScripts(self._client, index_base(prefix, model))
+        self._redis_url = redis_url
+        self._base = index_base(prefix, model)
+        self._client: Any = None
         self._name = secrets.token_hex(8)  # as a sweeper
         self._events: deque[Sequence[CacheEvent]] = deque()
         self._wake = threading.Event()
@@ -125,8 +118,15 @@ class IndexPublisher:
                 self._pause(LONGEST_PAUSE_S)
         self._withdraw()
 
+    def _connect(self) -> None:
+        """Here and not at first: a Cluster is asked for its nodes at once, and may be away."""
+        if self._client is None:
+            self._client = connect(self._redis_url, timeout_s=SOCKET_TIMEOUT_S)
+            self._scripts = IndexScripts(self._client, self._base)
+
     def _publish_all(self) -> None:
         """Sends what there is, renews in time, and returns when asked to stop or when something fails."""
+        self._connect()
         while not self._stopping:
             self._wake.clear()
             self._absorb()
@@ -202,7 +202,8 @@ class IndexPublisher:
         except (RedisError, OSError) as error:
             log.info("prefix index: the range stays until its lease ends: %s", error)
         finally:
-            self._client.close()
+            if self._client is not None:
+                self._client.close()
 
     def _say(self, reason: str) -> None:
         """Once for every change."""

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import redis.asyncio
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-
+from kvrelay.fleet.connect import connect_async
 from kvrelay.fleet.index.layout import MAX_BATCH_BLOCKS, NUM_BUCKETS, index_base, parse_id
 from kvrelay.fleet.index.replica import Ranges
 from kvrelay.fleet.index.scripts import IndexScripts
@@ -36,16 +32,9 @@ class IndexState:
 class IndexReader:
     """One model's index. Every method raises redis' RedisError, or OSError, when Redis is away."""
 
-    def __init__(
-        self, redis_url: str, prefix: str, model: str, *, block_ms: int | None = BLOCK_MS, client: Any = None
-    ) -> None:
+    def __init__(self, redis_url: str, prefix: str, model: str, *, block_ms: int | None = BLOCK_MS) -> None:
         self._block_ms = block_ms
-        self._client = client or redis.asyncio.Redis.from_url(
-            redis_url,
-            socket_timeout=SOCKET_TIMEOUT_S,
-            socket_connect_timeout=SOCKET_TIMEOUT_S,
-            retry=Retry(NoBackoff(), 1),
-        )
+        self._client = connect_async(redis_url, timeout_s=SOCKET_TIMEOUT_S)
         base = index_base(prefix, model)
         self._scripts = IndexScripts(self._client, base)
         self._stream = f"{base}:stream"

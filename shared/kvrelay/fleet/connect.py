@@ -1,0 +1,85 @@
+"""Clients for a single Redis, for one behind Sentinels, and for a Cluster, by the URL's scheme.
+
+- `redis://`, `rediss://`, `unix://`: one server, as redis-py reads them.
+- `redis+sentinel://[user:password@]host:port[,host:port...]/NAME[/db]`: whoever is primary of NAME at the moment.
+- `redis+cluster://[user:password@]host:port`: a Cluster, which lays all keys of one model on one of its nodes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import redis
+import redis.asyncio
+import redis.asyncio.cluster
+import redis.asyncio.retry
+import redis.asyncio.sentinel
+import redis.retry
+import redis.sentinel
+from redis.backoff import NoBackoff
+
+SENTINEL, CLUSTER = "redis+sentinel", "redis+cluster"
+SCHEMES = ("redis", "rediss", "unix", SENTINEL, CLUSTER)
+SENTINEL_PORT = 26379
+
+
+def check_redis_url(url: str) -> str:
+    """The URL as it is. Raises ValueError that says what is wrong with it."""
+    scheme = urlsplit(url).scheme
+    if scheme not in SCHEMES:
+        raise ValueError(f"must start with {', '.join(f'{each}://' for each in SCHEMES[:-1])} or {SCHEMES[-1]}://")
+    if scheme == SENTINEL:
+        _sentinels(url)
+    return url
+
+
+def connect(url: str, *, timeout_s: float) -> Any:
+    """A blocking client that asks once and leaves repeating to its caller. Raises ValueError for a bad URL."""
+    times: dict[str, Any] = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
+    retry = redis.retry.Retry(NoBackoff(), 0)
+    scheme = urlsplit(check_redis_url(url)).scheme
+    if scheme == SENTINEL:
+        hosts, name, rest = _sentinels(url)
+        sentinel = redis.sentinel.Sentinel(hosts, sentinel_kwargs=times)  # type: ignore[no-untyped-call]
+        return sentinel.master_for(name, **times, **rest)  # type: ignore[no-untyped-call]
+    if scheme == CLUSTER:
+        return redis.RedisCluster.from_url(_plain(url), **times)
+    return redis.Redis.from_url(url, **times, retry=retry)
+
+
+def connect_async(url: str, *, timeout_s: float) -> Any:
+    """The same for an event loop; a pooled connection that died meanwhile is opened again once."""
+    times: dict[str, Any] = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
+    scheme = urlsplit(check_redis_url(url)).scheme
+    if scheme == SENTINEL:
+        hosts, name, rest = _sentinels(url)
+        sentinel = redis.asyncio.sentinel.Sentinel(hosts, sentinel_kwargs=times)  # type: ignore[no-untyped-call]
+        return sentinel.master_for(name, **times, **rest)
+    if scheme == CLUSTER:
+        return redis.asyncio.cluster.RedisCluster.from_url(_plain(url), **times)
+    return redis.asyncio.Redis.from_url(url, **times, retry=redis.asyncio.retry.Retry(NoBackoff(), 1))
+
+
+def _plain(url: str) -> str:
+    return "redis" + url.removeprefix(CLUSTER)
+
+
+def _sentinels(url: str) -> tuple[list[tuple[str, int]], str, dict[str, Any]]:
+    """Addresses, the primary's name, and what its connections need besides."""
+    parts = urlsplit(url)
+    user_info, _, addresses = parts.netloc.rpartition("@")
+    hosts = []
+    for address in addresses.split(","):
+        host, _, port = address.rpartition(":") if ":" in address else (address, "", str(SENTINEL_PORT))
+        if not host or not port.isdecimal():
+            raise ValueError(f"{address!r} is no address of a sentinel: host:port is needed")
+        hosts.append((host.strip("[]"), int(port)))
+    name, _, database = parts.path.strip("/").partition("/")
+    if not name or (database and not database.isdecimal()):
+        raise ValueError(f"{SENTINEL}://host:port/NAME is needed, or /NAME/DATABASE: the primary's name in sentinel")
+    rest: dict[str, Any] = {"db": int(database or 0)}
+    if user_info:
+        user, _, password = user_info.partition(":")
+        rest |= {"username": unquote(user) or None, "password": unquote(password)}
+    return hosts, name, rest

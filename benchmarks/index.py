@@ -197,8 +197,7 @@ async def measure_heal(server: EmbeddedRedis, chains: list[list[Hash]]) -> dict[
     )
     found["heal_s"] = time.perf_counter() - began
     for publisher in publishers:
-        publisher._withdraw = lambda: None  # type: ignore[method-assign]
-        publisher._stopping = True
+        publisher.abandon()
     for publisher in publishers:
         publisher.close()
     return found

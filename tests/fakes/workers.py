@@ -101,6 +101,8 @@ class LocalWorker:
         if self._task is not None:
             self._task.cancel()
         self.shell.messenger.close(0)
+        if self.shell._cache_events is not None:
+            self.shell._cache_events._publisher.abandon()
         self.shell.role.close()
 
     async def stop(self) -> None:

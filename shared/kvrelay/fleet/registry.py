@@ -78,7 +78,10 @@ class Registry:
         policy = info.get("maxmemory_policy", "noeviction")
         if policy == "noeviction":
             return
-        advice = f"Redis has maxmemory-policy {policy}; set it to noeviction, or leases and the prefix index vanish when memory is short"
+        advice = (
+            f"Redis has maxmemory-policy {policy}; set it to noeviction, or leases and the prefix index vanish when "
+            f"memory is short"
+        )
         if int(info.get("maxmemory", 0)):
             raise RegistryMisconfigured(advice)
         log.warning(advice)

@@ -7,7 +7,6 @@ import os
 import secrets
 import signal
 import subprocess
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -121,14 +120,13 @@ async def test_a_worker_that_leaves_is_withdrawn_and_its_slot_is_used_again(flee
     assert three.publication.slot == slot
 
 
-async def test_a_worker_that_dies_expires(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_dies_expires(fleet: Fleet) -> None:
     chain = chain_of(50)
     silent = fleet.worker("silent", ttl_s=0.5)
     silent.publish(stored(chain))
     fleet.worker("other")
     await fleet.until_matches(chain, {"silent": 50})
-    monkeypatch.setattr(silent, "_withdraw", lambda: None)
-    await asyncio.to_thread(silent.close)
+    silent.abandon()
     await fleet.until_matches(chain, {})
 
 
@@ -236,7 +234,7 @@ async def test_closing_does_not_wait_for_a_redis_that_is_gone(fleet: Fleet) -> N
     await until(lambda: worker.publication.is_settled)
     fleet.server.stop()
     await asyncio.to_thread(worker.close)
-    assert not [thread for thread in threading.enumerate() if thread.name == "prefix-index" and thread.is_alive()]
+    assert not worker._thread.is_alive()
 
 
 @pytest.fixture

@@ -171,7 +171,7 @@ def test_a_config_cannot_be_changed() -> None:
         ("--swap-space=lots", "0 to 17592186044416"),
         ("--kv-memory-bytes=1KiB", "1048576 or more"),
         ("--drain-timeout-s=-1", "0 to 3600"),
-        ("--redis=localhost", "redis://, rediss:// or unix://"),
+        ("--redis=localhost", "redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://"),
         ("--worker-id=a b", "pattern"),
         ("--model=/no/such/place", "no model directory"),
         ("--log-level=loud", "debug, info, warning, error"),

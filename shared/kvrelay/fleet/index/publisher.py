@@ -59,6 +59,7 @@ class IndexPublisher:
         self._events: deque[Sequence[CacheEvent]] = deque()
         self._wake = threading.Event()
         self._stopping = False
+        self._withdraws = True
         self._reason = ""
         self._renewed_at = 0.0
         self._sweep_wanted = False
@@ -73,6 +74,12 @@ class IndexPublisher:
         if events:
             self._events.append(events)
             self._wake.set()
+
+    def abandon(self) -> None:
+        """Ends the thread without a word to Redis, as a crash would."""
+        self._withdraws = False
+        self._stopping = True
+        self._wake.set()
 
     def close(self) -> None:
         """Withdraws the range, if Redis answers in time, and ends the thread."""
@@ -197,7 +204,7 @@ class IndexPublisher:
     def _withdraw(self) -> None:
         publication = self.publication
         try:
-            if publication.state is RangeState.OPEN:
+            if self._withdraws and publication.state is RangeState.OPEN:
                 self._scripts.run("close", [publication.slot, publication.claim])
         except (RedisError, OSError) as error:
             log.info("prefix index: the range stays until its lease ends: %s", error)

@@ -14,8 +14,8 @@ import zmq
 from kvrelay.config.common import is_wildcard
 from kvrelay.config.router import RouterConfig
 from kvrelay.fleet import Registry
-from kvrelay.fleet.limits import SharedLimits
 from kvrelay.fleet.index import IndexFeed, IndexReader
+from kvrelay.fleet.limits import SharedLimits
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.process import StartFailed, event_loop_factory
 from kvrelay.protocol.link import LinkEvent, LinkSettings

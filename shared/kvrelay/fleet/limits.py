@@ -16,10 +16,9 @@ from importlib import resources
 from typing import Any, Literal
 from urllib.parse import quote
 
-import redis.asyncio
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
+
+from kvrelay.fleet.connect import connect_async
 
 log = logging.getLogger(__name__)
 
@@ -101,12 +100,7 @@ class SharedLimits:
     """The limits of all keys of one model, over all routers. For one event loop."""
 
     def __init__(self, redis_url: str, prefix: str, model: str, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._redis = redis.asyncio.Redis.from_url(
-            redis_url,
-            socket_timeout=SOCKET_TIMEOUT_S,
-            socket_connect_timeout=SOCKET_TIMEOUT_S,
-            retry=Retry(NoBackoff(), 1),
-        )
+        self._redis = connect_async(redis_url, timeout_s=SOCKET_TIMEOUT_S)
         source = resources.files("kvrelay.fleet").joinpath("admit.lua").read_text(encoding="utf-8")
         self._admit: Any = self._redis.register_script(source)
         self._tag = f"{prefix}:{{{quote(model, safe='/')}}}"

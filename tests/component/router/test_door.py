@@ -83,7 +83,7 @@ async def test_a_requests_own_timeout_counts_up_to_the_routers(guarded: Router) 
 
 
 async def test_what_cannot_be_served_in_time_gets_429_at_once(guarded: Router, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(request: GenerateRequest) -> None:
+    def refuse(request: GenerateRequest, prepared: object = None) -> None:
         raise TooLate(7.2, request.timeout_s)
 
     monkeypatch.setattr(guarded.dispatcher, "submit", refuse)

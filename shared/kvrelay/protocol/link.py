@@ -12,7 +12,8 @@ A link joins one incarnation of this process with one incarnation of a peer. Its
             number) that it lost us. Reported once; the link object is gone, its unsent and unacknowledged messages too.
 3. REFUSED  the peer, or we, found the other's protocol version or model unfit. Reported once with the reason.
 
-Incarnations sort by age (they start with the process's start time), so a message of an older one is dropped. So do the
+Incarnations sort by age (they start with the process's start time), so a message of an older one is dropped. Clocks may
+be set back: of two that were both heard, the one that was heard first later is the newer, whatever their names. So do the
 link numbers of one incarnation: once paired, an older number is dropped, and a newer one means that the peer lost us.
 A message meant for an earlier incarnation or link of ours is void; the next `Alive` of ours (at once, if the message
 opened the link) tells the peer so by its numbers.
@@ -57,12 +58,14 @@ class Delivered:
 class PeerLost:
     """This incarnation of the peer is gone, or has forgotten everything about us.
 
-    `replaced`: a newer incarnation is there. Otherwise the process may live on, stopped or cut off.
+    `replaced`: a newer incarnation was heard, so this process is no more. Otherwise it may live on, stopped or cut off.
+    `by_peer`: it lives, and is the one that lost us.
     """
 
     peer: PeerRef
     reason: str
     replaced: bool = False
+    by_peer: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +113,9 @@ class Links:
     """To one peer; the oldest go first, and one goes in any case."""
     MAX_REFUSALS_KEPT = 1024
     """Peers without a link whose refusal is remembered, so that it is reported once."""
+    MAX_STARTS_KEPT = 8
+    MAX_NAMES_KEPT = 4096
+    """The order of how many starts is remembered, of how many peers."""
 
     def __init__(self, me: PeerRef, fingerprint: str = "", settings: LinkSettings | None = None) -> None:
         self.me = me
@@ -120,6 +126,7 @@ class Links:
         self._last_number = 0
         self._last_tick: float | None = None
         self._refusals: set[tuple[str, str]] = set()  # (peer id, incarnation)
+        self._heard: dict[str, list[str]] = {}  # peer id: incarnations, in the order in which they were first heard
         self._outgoing: list[tuple[str, list[bytes]]] = []
         self._events: list[LinkEvent] = []
 
@@ -138,16 +145,20 @@ class Links:
     ) -> None:
         """Queues a message. If the peer has been replaced by a newer incarnation, it is reported lost instead.
 
+        That one incarnation is newer than another is proven by having heard both, not by a name that somebody told us.
+
         Raises MessageTooLarge.
         """
         encoded = codec.encode_body(body)
         link = self._links.get(peer.peer_id)
         if link is not None and link.peer.incarnation != peer.incarnation:
-            if link.peer.incarnation > peer.incarnation:
-                self._events.append(PeerLost(peer, REPLACED, replaced=True))
+            both_heard = {peer.incarnation, link.peer.incarnation} <= set(self._heard.get(peer.peer_id, ()))
+            if self._is_newer(link, peer.incarnation):
+                self._lose(link, REPLACED, replaced=both_heard)
+                link = None
+            else:
+                self._events.append(PeerLost(peer, REPLACED, replaced=both_heard))
                 return
-            self._lose(link, REPLACED, replaced=True)
-            link = None
         if link is None:
             link = self._open(peer, now)
         header = Header(
@@ -250,17 +261,34 @@ class Links:
         """Our link to the sender, opened or replaced where it must be; None if the sender's own is out of date."""
         link = self._links.get(header.sender)
         if link is not None:
-            if header.incarnation < link.peer.incarnation:
-                return None
-            if header.incarnation > link.peer.incarnation:
+            if header.incarnation != link.peer.incarnation:
+                if not self._is_newer(link, header.incarnation):
+                    return None
                 self._lose(link, REPLACED, replaced=True)
                 link = None
             elif link.peer_number and header.link < link.peer_number:
                 return None
             elif link.peer_number and header.link > link.peer_number:
-                self._lose(link, "the peer lost its link to us")
+                self._lose(link, "the peer lost its link to us", by_peer=True)
                 link = None
+        self._remember(header.sender, header.incarnation)
         return link or self._open(_sender_of(header), now)
+
+    def _is_newer(self, link: _Link, incarnation: str) -> bool:
+        """Whether this incarnation of the link's peer, another one than the link's, began after it."""
+        heard = self._heard.get(link.peer.peer_id, [])
+        if incarnation in heard and link.peer.incarnation in heard:
+            return heard.index(incarnation) > heard.index(link.peer.incarnation)
+        return incarnation > link.peer.incarnation
+
+    def _remember(self, peer_id: str, incarnation: str) -> None:
+        heard = self._heard.setdefault(peer_id, [])
+        if incarnation not in heard:
+            heard.append(incarnation)
+            del heard[: -self.MAX_STARTS_KEPT]
+            if len(self._heard) > self.MAX_NAMES_KEPT:
+                oldest = next((name for name in self._heard if name not in self._links), peer_id)
+                del self._heard[oldest]
 
     def _deliver(self, link: _Link) -> None:
         while (early := link.early.pop(link.received + 1, None)) is not None:
@@ -290,32 +318,32 @@ class Links:
         if self._links.get(link.peer.peer_id) is link:
             del self._links[link.peer.peer_id]
 
-    def _lose(self, link: _Link, reason: str, *, replaced: bool = False) -> None:
+    def _lose(self, link: _Link, reason: str, *, replaced: bool = False, by_peer: bool = False) -> None:
         self._drop(link)
-        self._events.append(PeerLost(link.peer, reason, replaced))
+        self._events.append(PeerLost(link.peer, reason, replaced, by_peer))
 
     def _refused(self, header: Header, body: Reject) -> None:
         """The peer refuses us."""
         link = self._links.get(header.sender)
         if link is None or header.to_incarnation != self.me.incarnation or header.to_link != link.number:
             return
-        if header.incarnation > link.peer.incarnation:
-            self._lose(link, f"{REPLACED}, which refuses us: {body.reason}", replaced=True)
-        elif header.incarnation == link.peer.incarnation:
+        if header.incarnation == link.peer.incarnation:
             self._drop(link)
             self._report_refusal(link.peer, body.reason)
+        elif self._is_newer(link, header.incarnation):
+            self._lose(link, f"{REPLACED}, which refuses us: {body.reason}", replaced=True)
 
     def _refuse(self, header: Header, code: RejectCode, reason: str) -> None:
         """We refuse the peer. Its repeats are answered too, because the answer may get lost, but reported once."""
         self._reject(header, code, reason)
         peer = _sender_of(header)
         link = self._links.get(header.sender)
-        if link is not None and header.incarnation >= link.peer.incarnation:
-            if header.incarnation > link.peer.incarnation:
-                self._lose(link, REPLACED, replaced=True)
-            else:
+        if link is not None:
+            if header.incarnation == link.peer.incarnation:
                 self._drop(link)
                 self._refusals.discard((peer.peer_id, peer.incarnation))
+            elif self._is_newer(link, header.incarnation):
+                self._lose(link, REPLACED, replaced=True)
         if (peer.peer_id, peer.incarnation) not in self._refusals:
             self._report_refusal(peer, reason)
 

@@ -279,10 +279,14 @@ class Cancel(Body, frozen=True, kw_only=True, tag="cancel"):
 
 
 class Failed(Body, frozen=True, kw_only=True, tag="failed"):
-    """P,D>R: this attempt ended without a result. `retriable`: another worker may do better."""
+    """P,D>R: this attempt ended without a result. `retriable`: another worker may do better.
+
+    `refused`: it was not begun.
+    """
 
     cause: str
     retriable: bool
+    refused: bool = False
 
 
 class StatusQuery(Body, frozen=True, kw_only=True, tag="status_query"):

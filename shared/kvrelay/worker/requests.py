@@ -75,7 +75,7 @@ class OpenRequests(Mapping[SequenceKey, RequestT]):
         if key in self.tombstones or key in self._open:
             return None
         if self.draining:
-            self.send(router, key, Failed(cause=f"the {self._role} worker is draining", retriable=True))
+            self.send(router, key, Failed(cause=f"the {self._role} worker is draining", retriable=True, refused=True))
             return None
         self.supersede(key)
         try:

@@ -69,6 +69,35 @@ async def test_workers_that_are_lost_together_cost_one_attempt(rig: Rig) -> None
     await rig.nothing_is_left()
 
 
+async def test_workers_that_gave_up_a_silent_router_one_after_the_other_cost_no_attempt(rig: Rig) -> None:
+    prefills, decode = [FakePrefill("p0"), FakePrefill("p1")], FakeDecode("d0")
+    gates = [prefill.hold("start") for prefill in prefills]
+    await rig.start(*prefills, decode, max_attempts=1)
+    handle = rig.submit()
+    for attempt in (1, 2, 3):
+        await rig.until(lambda attempt=attempt: rig.record(handle)["num_attempts"] == attempt)  # type: ignore[misc]
+        lost = rig.workers[str(handle.served_by.prefill)].messenger.me
+        rig.dispatcher._on_event(PeerLost(lost, "the peer lost its link to us", by_peer=True))
+    for gate in gates:
+        gate.open.set()
+    assert await read(handle) == {0: true_tokens(0, 6)}
+    await rig.nothing_is_left()
+
+
+async def test_a_client_that_leaves_in_the_pause_before_an_attempt_leaves_nothing(rig: Rig) -> None:
+    prefill, decode = pair()
+    gate = prefill.hold("start")
+    await rig.start(prefill, decode)
+    handle = rig.submit()
+    rig.dispatcher._on_event(PeerLost(prefill.messenger.me, "the peer lost its link to us", by_peer=True))
+    await asyncio.sleep(0)
+    handle.cancel()
+    gate.open.set()
+    await rig.nothing_is_left()
+    await asyncio.sleep(0.2)  # longer than the pause: nothing may be placed after it
+    assert rig.record(handle)["num_attempts"] == 1
+
+
 async def test_decodes_death_before_the_commit_changes_the_decode_worker_only(rig: Rig) -> None:
     prefill, first, second = FakePrefill("p0"), FakeDecode("d0"), FakeDecode("d1")
     await rig.start(prefill, first, second)

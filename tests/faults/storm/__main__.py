@@ -26,6 +26,8 @@ def main() -> int:
         peer_timeout_s=flags.peer_timeout_s,
         request_timeout_s=flags.request_timeout_s,
         max_attempts=flags.max_attempts,
+        event_logs=flags.event_logs,
+        extra={"prefill": flags.prefill_flag, "decode": flags.decode_flag, "router": flags.router_flag},
     )
     options = StormOptions(
         flags.requests,
@@ -82,6 +84,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--peer-timeout-s", type=float, default=2.5)
     parser.add_argument("--request-timeout-s", type=float, default=90.0)
     parser.add_argument("--max-attempts", type=int, default=8)
+    for role in ("prefill", "decode", "router"):
+        parser.add_argument(
+            f"--{role}-flag",
+            action="append",
+            default=[],
+            metavar="FLAG",
+            help=f"to every {role}; in the form --{role}-flag=--name=value",
+        )
+    parser.add_argument("--event-logs", action="store_true", help="keep what `kvrelay replay` reads, beside the logs")
     parser.add_argument("--state-dir", type=Path, help="for the logs (default: a new one)")
     parser.add_argument("--json", type=Path, help="also write the report there")
     return parser

@@ -44,6 +44,7 @@ class StackSettings:
     request_timeout_s: float = 90.0
     max_attempts: int = 8
     drain_timeout_s: float = 30.0
+    event_logs: bool = False
     extra: dict[Role, list[str]] = field(default_factory=dict)
 
 
@@ -127,6 +128,8 @@ class FaultStack:
             command += [f"--worker-id={name}", f"--port={MESSAGE_PORT}", f"--transfer-port={TRANSFER_PORT}"]
             command += ["--dtype=float32", "--threads=1", f"--transfer={settings.transport}", "--num-blocks=600"]
             command += ["--token-budget=128", "--max-running=48"]
+        if settings.event_logs:
+            command.append(f"--event-log={self._state_dir / name}.events")
         command += settings.extra.get(role, [])
         await self.network.open(name, MESSAGE_PORT)
         if role == "decode":

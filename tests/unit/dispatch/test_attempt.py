@@ -22,7 +22,7 @@ from kvrelay.protocol.messages import (
     unpack_tokens,
 )
 from kvrelay.protocol.sampling import BeamResult, BeamSpec, FinishReason, Sampling, TokenLogprobs
-from kvrelay_router.dispatch.attempt import AttemptState, IllegalEvent, SequenceAttempts
+from kvrelay_router.dispatch.attempt import MAX_VOID_ATTEMPTS, AttemptState, IllegalEvent, SequenceAttempts
 from kvrelay_router.dispatch.events import (
     AttemptFailed,
     Cancelled,
@@ -326,6 +326,46 @@ def test_attempts_are_bounded() -> None:
     instructions = machine.handle(failed(P2, attempt=2))
     assert sent(instructions) == [("p2", Cancel), ("d2", Cancel)]
     assert instructions[-1] == Ended("broken (attempt 2, the last)")
+
+
+VOID: list[Callable[[int], Event]] = [
+    lambda attempt: AttemptFailed(P, attempt, "draining", retriable=True, refused=True),
+    lambda attempt: WorkerLost(P, "it lost us", gave_us_up=True),
+    lambda attempt: WorkerLost(D, "it lost us", gave_us_up=True),
+]
+
+
+@pytest.mark.parametrize("event", VOID)
+def test_what_was_no_try_of_a_worker_does_not_count_as_an_attempt(event: Callable[[int], Event]) -> None:
+    prefill = None if event(1) == WorkerLost(D, "it lost us", gave_us_up=True) else P
+    machine = placed(prefill=prefill, max_attempts=1)
+    pauses = []
+    for attempt in range(1, MAX_VOID_ATTEMPTS + 1):
+        find = machine.handle(event(attempt))[-1]
+        assert isinstance(find, FindPlacement) and find.attempt == attempt + 1
+        pauses.append(find.delay_s)
+        machine.handle(Placed(prefill, D, 60.0))
+    assert pauses[0] > 0 and pauses == sorted(pauses) and sum(pauses) > 10
+    (ended,) = [i for i in machine.handle(event(MAX_VOID_ATTEMPTS + 1)) if not isinstance(i, Send)]
+    assert isinstance(ended, Ended) and ended.error is not None and "the last" in ended.error
+
+
+def test_void_attempts_leave_the_real_ones_their_number() -> None:
+    machine = placed(max_attempts=2)
+    machine.handle(WorkerLost(P, "it lost us", gave_us_up=True))
+    machine.handle(Placed(P, D, 60.0))
+    find = machine.handle(failed(P, attempt=2))[-1]
+    assert isinstance(find, FindPlacement) and find.delay_s == 0
+    machine.handle(Placed(P, D, 60.0))
+    machine.handle(WorkerLost(P, "it lost us", gave_us_up=True))
+    machine.handle(Placed(P, D, 60.0))
+    assert machine.handle(failed(P, attempt=4))[-1] == Ended("broken (attempt 4, the last)")
+
+
+def test_a_committed_decode_worker_that_gave_us_up_costs_no_attempt() -> None:
+    machine = placed(max_attempts=1)
+    machine.handle(tokens(0, 5))
+    assert isinstance(machine.handle(WorkerLost(D, "it lost us", gave_us_up=True))[-1], FindPlacement)
 
 
 def test_a_failure_that_would_repeat_itself_is_final_and_both_are_told() -> None:

@@ -121,7 +121,7 @@ class World:
     def step(self) -> None:
         chance = self.random.random()
         if chance < self.mischief:
-            self.random.choice([self.kill, self.repeat, self.refuse, self.overtake])()
+            self.random.choice([self.kill, self.forget, self.repeat, self.refuse, self.overtake])()
             return
         moves = [self.place] if self.wish is not None else []
         for worker in self.workers.values():
@@ -260,6 +260,14 @@ class World:
         victim.work.clear()
         self.feed(WorkerLost(victim.ref, "killed"))
 
+    def forget(self) -> None:
+        """A worker that lives did not hear of the router for long: it gives up what is the router's."""
+        worker = self.random.choice([worker for worker in self.workers.values() if not worker.dead])
+        worker.inbox.clear()
+        worker.outbox.clear()
+        worker.work.clear()
+        self.feed(WorkerLost(worker.ref, "it lost us", gave_us_up=True))
+
     def repeat(self) -> None:
         """An event of the past comes again: a double, or one of an attempt that is over."""
         if self.past:
@@ -277,8 +285,8 @@ class World:
             worker = self.random.choice(busy)
             attempt = self.random.choice(list(worker.work))
             if worker.role == "prefill" or worker.work[attempt].committed:
-                del worker.work[attempt]
-                worker.outbox.append(AttemptFailed(worker.ref, attempt, "out of luck", retriable=True))
+                refused = worker.work.pop(attempt).first_sent is False and self.random.random() < 0.5
+                worker.outbox.append(AttemptFailed(worker.ref, attempt, "out of luck", retriable=True, refused=refused))
 
     def overtake(self) -> None:
         """Two batches of one worker come in the wrong order."""

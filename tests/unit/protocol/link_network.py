@@ -69,12 +69,12 @@ class Network:
         self._num_on_wire = 0
         self._num_starts = 0
 
-    def start(self, peer_id: str, fingerprint: str = "") -> Process:
-        """Starts a process, in the place of the one that may have run there."""
+    def start(self, peer_id: str, fingerprint: str = "", incarnation: str = "") -> Process:
+        """Starts a process, in the place of the one that may have run there. Its clock may name it otherwise."""
         if peer_id in self.processes:
             self.kill(peer_id)
         self._num_starts += 1
-        me = PeerRef(peer_id, f"{self._num_starts:06}", peer_id)
+        me = PeerRef(peer_id, incarnation or f"{self._num_starts:06}", peer_id)
         process = Process(me, Links(me, fingerprint, self.settings))
         self.processes[peer_id] = process
         return process

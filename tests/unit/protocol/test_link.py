@@ -149,6 +149,50 @@ def test_sending_to_a_replaced_peer_reports_it_lost(network: Network) -> None:
     assert new_b.texts_from(a.me) == ["hello"]
 
 
+def test_a_name_that_was_never_heard_is_no_proof_that_another_start_is_gone(network: Network) -> None:
+    a, b = network.start("a"), network.start("b", incarnation="5")
+    network.send(b, a.me, "hello")
+    network.run(1.0)
+    network.send(a, PeerRef("b", "4", "b"), "to a lower name")
+    network.send(a, PeerRef("b", "6", "b"), "to a higher name")
+    assert [(event.peer.incarnation, event.replaced) for event in a.lost()] == [("4", False), ("5", False)]
+
+
+def test_after_a_clock_was_set_back_the_later_start_is_the_newer_one(network: Network) -> None:
+    a, old_b = network.start("a"), network.start("b", incarnation="9")
+    network.send(old_b, a.me, "from the old one")
+    network.run(1.0)
+    new_b = network.start("b", incarnation="3")
+    network.run(10.0)
+    network.send(new_b, a.me, "from the new one")
+    network.run(1.0)
+    assert a.texts_from(new_b.me) == ["from the new one"]
+    assert not [event for event in a.lost() if event.replaced]
+    num_lost = len(a.lost())
+    network.send(a, old_b.me, "to the old one")
+    assert [(event.peer, event.replaced) for event in a.lost()[num_lost:]] == [(old_b.me, True)]
+    old_b.links.send(a.me, Cancel(reason="on its way for long"), network.now)
+    for _, frames in old_b.links.take_outgoing():
+        network.inject("a", frames)
+    network.run(1.0)
+    network.send(a, new_b.me, "to the new one")
+    network.run(1.0)
+    assert new_b.texts_from(a.me) == ["to the new one"]
+    assert len(a.lost()) == num_lost + 1
+
+
+def test_a_peer_that_gave_us_up_is_told_from_one_that_fell_silent(network: Network) -> None:
+    a, b = network.start("a"), network.start("b")
+    network.send(a, b.me, "hello")
+    network.run(1.0)
+    network.stop("a")
+    network.run(7.0)
+    network.resume("a")
+    network.run(1.0)
+    assert [(event.peer, event.by_peer) for event in b.lost()] == [(a.me, False)]
+    assert [(event.peer, event.by_peer) for event in a.lost()] == [(b.me, True)]
+
+
 def test_what_a_stopped_predecessor_says_after_its_successor_is_dropped(network: Network) -> None:
     a, old_b = network.start("a"), network.start("b")
     network.cut.add(("a", "b"))

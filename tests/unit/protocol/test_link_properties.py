@@ -34,6 +34,13 @@ class History:
     def start(self, peer: str) -> None:
         self.everybody.append(self.network.start(peer))
 
+    def start_by_clock(self, peer: str, clock: int) -> None:
+        """Names of starts follow clocks, which may be set back. What the predecessor sent has come before."""
+        self.network.run(0.01)
+        name = f"{clock:06}"
+        if name not in {process.me.incarnation for process in self.everybody}:
+            self.everybody.append(self.network.start(peer, incarnation=name))
+
     def send(self, sender: str, peer: str, num_messages: int) -> None:
         process, target = self.network.processes[sender], self.network.processes[peer].me
         if process.is_running:
@@ -121,6 +128,23 @@ def test_deliveries_are_in_order_and_once_and_links_heal(seed: int, actions: lis
     for process in history.network.processes.values():
         assert len(process.lost()) == num_events[id(process)]
         assert size_of_state(process.links) == len(PEERS) - 1
+
+
+starts_by_any_clock = st.builds(
+    lambda peer, clock: lambda h: h.start_by_clock(peer, clock), peers, st.integers(0, 999_999)
+)
+unclocked_steps = st.tuples(sends, st.one_of(starts_by_any_clock, accidents), pauses)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32), st.lists(unclocked_steps, min_size=3, max_size=15))
+def test_who_is_reported_replaced_has_ended_whatever_clocks_say(seed: int, steps: list[tuple[Action, ...]]) -> None:
+    history = History(seed)
+    for action in [action for step in steps for action in step]:
+        action(history)
+        dead = {process.me for process in history.everybody if process.is_dead}
+        for process in history.everybody:
+            assert {event.peer for event in process.lost() if event.replaced} <= dead
 
 
 @settings(max_examples=25, deadline=None)

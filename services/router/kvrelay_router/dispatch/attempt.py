@@ -9,6 +9,9 @@ States of the current attempt:
 5. FAILED      no attempt is left, or the failure would only repeat itself.
 
 An attempt that fails is cancelled on both its workers, and the next one starts at 1 with the tokens already delivered.
+`max_attempts` bounds the tries of workers. An attempt that was none is void and bounded apart, with growing pauses: one
+that was refused before anything was computed, or that a worker gave up because we were silent. A router that stood
+still hears the latter from all its workers, one after the other.
 
 Tokens are taken by (attempt, output index) alone: what was delivered before is dropped, what comes too early is held.
 D's first entry repeats P's first token, so whichever of the two comes first is delivered.
@@ -57,6 +60,11 @@ from kvrelay_router.dispatch.events import (
 from kvrelay_router.dispatch.interface import SequenceDelta
 
 
+MAX_VOID_ATTEMPTS = 20
+VOID_PAUSE_S = 0.1
+VOID_PAUSE_AT_MOST_S = 1.0
+
+
 class AttemptState(StrEnum):
     """See the module's text."""
 
@@ -82,7 +90,7 @@ class SequenceSpec:
     cache_salt: str = ""
     priority: int = 0
     num_samples: int = 1  # of the request
-    max_attempts: int = 3
+    max_attempts: int = 3  # that were tries of workers
 
 
 @dataclass(slots=True)
@@ -107,6 +115,7 @@ class SequenceAttempts:
         self.spec = spec
         self.state = AttemptState.WAITING
         self.attempt = 1
+        self._num_void = 0  # of the attempts so far
         self.output: list[int] = []  # tokens delivered, over all attempts
         self._num_resumed = 0  # of them, those of earlier attempts
         self._legs = _Legs()
@@ -327,17 +336,18 @@ class SequenceAttempts:
         legs = self._legs
         cause = f"{event.worker.peer_id} is lost: {event.reason}"
         if _same(event.worker, legs.prefill):
-            return self._retry(cause, event.worker)
+            return self._retry(cause, event.worker, is_void=event.gave_us_up)
         if legs.decode is None or not _same(event.worker, legs.decode):
             return []
         if legs.prefill is None:
-            return self._retry(cause, event.worker)
+            return self._retry(cause, event.worker, is_void=event.gave_us_up)
         return self._leave_decode(legs.decode, cause)
 
     def _worker_lost_late(self, event: WorkerLost) -> list[Instruction]:
         is_prefill = _same(event.worker, self._legs.prefill)
         if _same(event.worker, self._legs.decode) or (is_prefill and self._prompt_logprobs_due):
-            return self._retry(f"{event.worker.peer_id} is lost: {event.reason}", event.worker)
+            cause = f"{event.worker.peer_id} is lost: {event.reason}"
+            return self._retry(cause, event.worker, is_void=event.gave_us_up)
         return []
 
     def _attempt_failed(self, event: AttemptFailed) -> list[Instruction]:
@@ -346,7 +356,7 @@ class SequenceAttempts:
         if not self.involves(event.worker):
             raise IllegalEvent(f"{event.worker.peer_id} has no part in this attempt")
         if event.retriable or self._legs.gave_up:
-            return self._retry(event.cause, event.worker)
+            return self._retry(event.cause, event.worker, is_void=event.refused)
         return self._fail(event.cause)
 
     def _attempt_failed_late(self, event: AttemptFailed) -> list[Instruction]:
@@ -355,13 +365,15 @@ class SequenceAttempts:
             return []
         return self._attempt_failed(event)
 
-    def _retry(self, cause: str, worker: PeerRef) -> list[Instruction]:
+    def _retry(self, cause: str, worker: PeerRef, *, is_void: bool = False) -> list[Instruction]:
         if 0 < self.spec.sampling.max_tokens <= len(self.output):
             self.state = AttemptState.DONE
             delta = SequenceDelta(self.spec.sequence, [], finish=FinishReason.LENGTH)
             return [*self._tell_legs(Cancel(reason=cause)), Deliver(delta), Ended(None)]
-        if self.attempt >= self.spec.max_attempts:
+        num_void = self._num_void + is_void
+        if self.attempt - num_void >= self.spec.max_attempts or num_void > MAX_VOID_ATTEMPTS:
             return self._fail(f"{cause} (attempt {self.attempt}, the last)")
+        self._num_void = num_void
         instructions = self._tell_legs(Cancel(reason=cause))
         self._avoid |= self._legs.excluded if self._legs.gave_up else {worker.peer_id}
         self._legs = _Legs()
@@ -369,7 +381,8 @@ class SequenceAttempts:
         self._num_resumed = len(self.output)
         self.attempt += 1
         self.state = AttemptState.WAITING
-        return [*instructions, FindPlacement(self.attempt, cause, frozenset(self._avoid))]
+        delay_s = min(VOID_PAUSE_AT_MOST_S, VOID_PAUSE_S * 2 ** (num_void - 1)) if is_void else 0.0
+        return [*instructions, FindPlacement(self.attempt, cause, frozenset(self._avoid), delay_s)]
 
     def _fail(self, cause: str) -> list[Instruction]:
         self.state = AttemptState.FAILED

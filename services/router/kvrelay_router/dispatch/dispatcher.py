@@ -96,7 +96,7 @@ class RouterDispatcher:
         self._running: dict[RunningRequest, Running] = {}
         self._sequences: dict[tuple[str, int], RunningSequence] = {}
         self._counts: Counter[str] = Counter()
-        self._gone: list[tuple[PeerRef, str]] = []
+        self._gone: list[WorkerLost] = []
         self._is_accepting = True
         self._is_closed = False
         self._idle = asyncio.Event()
@@ -336,12 +336,12 @@ class RouterDispatcher:
         match event:
             case Delivered():
                 self._on_message(event)
-            case PeerLost(peer=peer, reason=reason):
+            case PeerLost(peer=peer, reason=reason, by_peer=by_peer):
                 self.view.lost(peer, reason, time.monotonic())
-                self._worker_gone_soon(peer, reason)
+                self._worker_gone_soon(WorkerLost(peer, reason, by_peer))
             case PeerRefused(peer=peer, reason=reason):
                 self.view.refused(peer, reason, time.monotonic())
-                self._worker_gone_soon(peer, reason)
+                self._worker_gone_soon(WorkerLost(peer, reason))
 
     def _on_message(self, message: Delivered) -> None:
         peer, header, body = message.peer, message.header, message.body
@@ -363,10 +363,10 @@ class RouterDispatcher:
                     self._tell(message, DecodeNeeded(peer, header.attempt, reason, frozenset(excluded)))
                 else:
                     self._let_go(message)
-            case Failed(cause=cause, retriable=retriable):
-                if retriable:  # else no worker could serve it: the request is to blame, or its deadline
+            case Failed(cause=cause, retriable=retriable, refused=refused):
+                if retriable and not refused:  # else the request is to blame, or its deadline, or the worker drains
                     self._note_failure(peer, cause)
-                self._tell(message, AttemptFailed(peer, header.attempt, cause, retriable))
+                self._tell(message, AttemptFailed(peer, header.attempt, cause, retriable, refused))
             case Status():
                 self.watch.on_status(peer, body)
             case _:
@@ -393,19 +393,19 @@ class RouterDispatcher:
             trace=header.trace,
         )
 
-    def _worker_gone_soon(self, peer: PeerRef, reason: str) -> None:
+    def _worker_gone_soon(self, loss: WorkerLost) -> None:
         """Once all that were lost at the same time are known: a retry placed on one of them would fail at once."""
-        self._placement.gone(peer.peer_id)
+        self._placement.gone(loss.worker.peer_id)
         if not self._gone:
             asyncio.get_running_loop().call_soon(self._tell_of_the_gone)
-        self._gone.append((peer, reason))
+        self._gone.append(loss)
 
     def _tell_of_the_gone(self) -> None:
         gone, self._gone = self._gone, []
-        for peer, reason in gone:
+        for loss in gone:
             for sequence in list(self._sequences.values()):
-                if sequence.machine.involves(peer):
-                    self._runner.feed(sequence, WorkerLost(peer, reason))
+                if sequence.machine.involves(loss.worker):
+                    self._runner.feed(sequence, loss)
 
 
 def _log_state(worker: KnownWorker, state: WorkerState, reason: str) -> None:

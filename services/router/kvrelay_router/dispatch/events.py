@@ -62,20 +62,25 @@ class DecodeNeeded:
 
 @dataclass(frozen=True, slots=True)
 class AttemptFailed:
-    """Failed from P or D."""
+    """Failed from P or D. `refused`: the worker took no part of it, so nothing was computed."""
 
     worker: PeerRef
     attempt: int
     cause: str
     retriable: bool
+    refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """The link to this incarnation of a worker is gone, and with it all that the worker knew of us."""
+    """The link to this incarnation of a worker is gone, and with it all that the worker knew of us.
+
+    `gave_us_up`: the worker lives, and it is we who were silent to it: stopped, or cut off.
+    """
 
     worker: PeerRef
     reason: str
+    gave_us_up: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +122,15 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class FindPlacement:
-    """Choose workers for a new attempt, then tell `Placed` or `NotPlaced`. `avoid`: only where no others are."""
+    """Choose workers for a new attempt, after `delay_s`, then tell `Placed` or `NotPlaced`.
+
+    `avoid`: only where no others are.
+    """
 
     attempt: int
     cause: str
     avoid: frozenset[str]
+    delay_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

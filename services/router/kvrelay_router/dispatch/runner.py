@@ -121,7 +121,10 @@ class SequenceRunner:
             case FindPlacement():
                 self.num_retries += 1
                 log.warning("attempt %d: %s", instruction.attempt, instruction.cause, extra=_names(sequence))
-                self._find_placement(sequence, instruction)
+                if instruction.delay_s:
+                    self._pause(sequence, instruction)
+                else:
+                    self._find_placement(sequence, instruction)
             case FindDecode():
                 self._find_decode(sequence, instruction)
             case Ended(error=error):
@@ -140,6 +143,11 @@ class SequenceRunner:
         if delta.finish is not None:
             record.finish = str(delta.finish)
         sequence.running.handle.deliver(delta)
+
+    def _pause(self, sequence: RunningSequence, wish: FindPlacement) -> None:
+        """A pause is not a wait for workers: nothing but its end, and the sequence's, ends it."""
+        loop = asyncio.get_running_loop()
+        sequence.waiting_timer = loop.call_later(wish.delay_s, self._find_placement, sequence, wish)
 
     def _find_placement(self, sequence: RunningSequence, wish: FindPlacement) -> None:
         machine = sequence.machine

@@ -56,7 +56,7 @@ class RunningSequence:
     fingerprint: str = ""  # of the current attempt's workers
     work: Work = field(default_factory=Work)  # of the current attempt, as its placement expected
     waiting_for: FindPlacement | None = None  # while no worker is ready
-    waiting_timer: asyncio.TimerHandle | None = None
+    waiting_timer: asyncio.TimerHandle | None = None  # also that of a pause before the next attempt
 
     @property
     def request_id(self) -> str:

@@ -63,7 +63,7 @@ class RouterConfig(CommonConfig):
     request_timeout_s: float = Field(
         default=600.0, gt=0, le=86400, description="time a request may take from its arrival, in seconds"
     )
-    max_attempts: int = Field(default=3, ge=1, le=100, description="workers to try before a request fails")
+    max_attempts: int = Field(default=3, ge=1, le=100, description="tries of workers before a request fails")
     max_queued_requests: int = Field(
         default=1024, ge=1, le=1 << 20, description="requests in progress beyond which new ones get 429"
     )

@@ -13,10 +13,10 @@ A link joins one incarnation of this process with one incarnation of a peer. Its
 3. REFUSED  the peer, or we, found the other's protocol version or model unfit. Reported once with the reason.
 
 Incarnations sort by age (they start with the process's start time), so a message of an older one is dropped. Clocks may
-be set back: of two that were both heard, the one that was heard first later is the newer, whatever their names. So do the
-link numbers of one incarnation: once paired, an older number is dropped, and a newer one means that the peer lost us.
-A message meant for an earlier incarnation or link of ours is void; the next `Alive` of ours (at once, if the message
-opened the link) tells the peer so by its numbers.
+be set back, so of two that were both heard the newer is the one that was first heard later, whatever their names. The
+link numbers of one incarnation sort too: once paired, an older number is dropped, and a newer one means that the peer
+lost us. A message meant for an earlier incarnation or link of ours is void; the next `Alive` of ours (at once, if the
+message opened the link) tells the peer so by its numbers.
 """
 
 from __future__ import annotations

@@ -59,7 +59,6 @@ from kvrelay_router.dispatch.events import (
 )
 from kvrelay_router.dispatch.interface import SequenceDelta
 
-
 MAX_VOID_ATTEMPTS = 20
 VOID_PAUSE_S = 0.1
 VOID_PAUSE_AT_MOST_S = 1.0

@@ -125,6 +125,7 @@ class Received:
     first_from_prefill: bool = False
     finish: FinishReason | None = None
     failed: str | None = None
+    refused: bool = False  # with `failed`: it was not begun
     usage: SequenceUsage | None = None
     beams: list[BeamResult] = field(default_factory=list)
     cached_tokens: int | None = None
@@ -214,7 +215,7 @@ class StubRouter:
                 received.beams = body.beams or received.beams
                 received.cached_tokens = body.cached_tokens
             case Failed():
-                received.failed = body.cause
+                received.failed, received.refused = body.cause, body.refused
             case NeedDecode():
                 received.need_decode.append(body)
         received.changed.set()

@@ -71,11 +71,16 @@ def test_a_rolling_restart_in_any_order_fails_nothing(bench: Bench) -> None:
         print(f"seed {seed}")
         before = (await stack.fleet())["requests"]
 
-        async def disturb() -> None:
-            for name in random.Random(seed).sample(stack.names("prefill", "decode"), 5):
+        rng = random.Random(seed)
+
+        async def roll(names: list[str]) -> None:
+            for name in rng.sample(names, len(names)):
                 old = await stack.incarnations()
                 stack.terminate(name)
                 await restarted(bench, name, old)
+
+        async def disturb() -> None:
+            await asyncio.gather(roll(stack.names("prefill")), roll(stack.names("decode")))
 
         load = bench.load()
         await bench.under_load(load, await bench.jobs(8), disturb)

@@ -260,11 +260,14 @@ def test_a_worker_stands_still_for_longer_than_its_peers_wait(loaded: Loaded, na
 
 
 def test_a_rolling_restart_disturbs_nobody(loaded: Loaded) -> None:
-    async def disturb() -> None:
-        for name in WORKERS:
+    async def roll(role: str) -> None:
+        for name in [name for name in WORKERS if name.startswith(role)]:
             old = await loaded.incarnations()
             os.kill(loaded.pid(name), signal.SIGTERM)
             await loaded.until_ready((name,), since=old)
+
+    async def disturb() -> None:
+        await asyncio.gather(roll("prefill"), roll("decode"))
 
     async def test() -> None:
         before = (await loaded.fleet())["requests"]
@@ -311,12 +314,16 @@ def test_deaths_of_any_worker_at_any_moment(loaded: Loaded) -> None:
     print(f"seed {seed}")
     rng = random.Random(seed)
 
-    async def disturb() -> None:
-        for name in rng.sample(WORKERS, 4):
+    async def kill_in_turn(names: list[str]) -> None:
+        for name in names:
             await asyncio.sleep(rng.random() * 2)
             old = await loaded.incarnations()
             await kill(loaded, name)
             await loaded.until_ready((name,), since=old)
+
+    async def disturb() -> None:
+        roles = [[name for name in rng.sample(WORKERS, 4) if name.startswith(role)] for role in OWNERS]
+        await asyncio.gather(*map(kill_in_turn, roles))
 
     async def test() -> None:
         await loaded.run(disturb, repeat=True)

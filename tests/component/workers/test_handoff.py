@@ -347,6 +347,29 @@ def test_a_draining_decode_worker_finishes_what_runs_and_refuses_what_comes(redi
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_draining_worker_says_that_it_did_not_begin_what_it_refuses(redis_url: str, role: str) -> None:
+    """So that the router does not count it as a try; what was begun and given up counts."""
+
+    async def test() -> None:
+        runner = HashRunner(step_s=0.005)
+        async with fleet(redis_url, [runner], [runner]) as f:
+            sampling = Sampling(temperature=0.0, max_tokens=400, ignore_eos=True)
+            worker = f.prefill[0] if role == "prefill" else f.decode[0]
+            running = f.router.generate(f.decode[0].me, "running", prompt_of(30), sampling)
+            await running.until(lambda r: bool(r.tokens))
+            worker.shell.role.begin_drain()
+            if role == "prefill":
+                refused = f.router.prefill(worker.me, f.decode[0].me, "new", prompt_of(31), sampling)
+            else:
+                refused = f.router.generate(worker.me, "new", prompt_of(31), sampling)
+                worker.shell.role.abandon("the worker shut down")
+                assert (await running.finished()).failed and not running.refused
+            assert (await refused.finished()).failed and refused.refused
+
+    run(test)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_worker_that_begins_to_drain_tells_the_routers_at_once(redis_url: str, role: str) -> None:
     """Else they would send it requests until their next question, and it would refuse every attempt."""
 

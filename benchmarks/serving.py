@@ -3,7 +3,7 @@
 Each case is a stack of its own (`kvrelay up` on this machine), and the cases take turns, `--repeats` times over.
 
 - colocated: `--prefill 0 --decode 1`, one worker that does both phases; where the policies differ most.
-- disaggregated: `--prefill 1 --decode 1`.
+- disaggregated: `--prefill 1 --decode 1`, with `--local-prefill-tokens 0`, or short prompts would stay on decode.
 
 Two loads run on each: the trace (see `synthetic_load` and `traced_load` in client.py), and 16 sequences that decode
 while a prompt of 1,000 to 8,000 tokens arrives.
@@ -42,7 +42,10 @@ from kvrelay.telemetry.metrics_store import StepRecord, read_metrics
 from tests.fakes.stack import Stack
 
 BLOCK_SIZE = 16
-MODES = {"colocated": ("--prefill", "0", "--decode", "1"), "disaggregated": ("--prefill", "1", "--decode", "1")}
+MODES = {
+    "colocated": ("--prefill", "0", "--decode", "1"),
+    "disaggregated": ("--prefill", "1", "--decode", "1", "--local-prefill-tokens", "0"),
+}
 LONG_PROMPTS = (1000, 2000, 4000, 8000)
 ABLATIONS: dict[str, tuple[str, ...]] = {
     "no cache": ("--no-prefix-cache",),

@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from math import isfinite
 from pathlib import Path
 
 import numpy as np
@@ -75,8 +76,10 @@ def _read_jsonl(path: Path, lines: Sequence[str]) -> Iterable[TracedRequest]:
             arrival_s = float(entry["timestamp"]) / 1e3
             num_ids = -(-num_prompt // HASH_TOKENS)
             ids = [int(each) for each in entry.get("hash_ids") or ()][:num_ids]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise BadTrace(f"--trace {path}, line {number}: {type(error).__name__}: {error}") from error
+        if not isfinite(arrival_s):
+            raise BadTrace(f"--trace {path}, line {number}: the timestamp must be a finite number")
         if num_prompt < 1 or num_output < 0 or any(not 0 <= each <= MAX_HASH_ID for each in ids):
             raise BadTrace(f"--trace {path}, line {number}: lengths must be positive, hash_ids 0 to {MAX_HASH_ID}")
         ids += [next(fresh) for _ in range(num_ids - len(ids))]

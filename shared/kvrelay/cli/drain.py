@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import sys
 import time
@@ -14,7 +15,7 @@ from kvrelay.config.load import ConfigError, add_config_flag, resolve
 from kvrelay.config.router import RouterConfig
 from kvrelay.fleet import Registry, RegistryError, WorkerRecord
 
-POLL_S = 0.5
+POLL_S = 1.0
 
 
 def drain(argv: Sequence[str]) -> int:
@@ -26,7 +27,7 @@ def drain(argv: Sequence[str]) -> int:
     )
     parser.add_argument("worker", help="the worker's id, as /fleet shows it")
     parser.add_argument("--undo", action="store_true", help="let it take new requests again")
-    parser.add_argument("--wait", type=float, metavar="SECONDS", help="wait so long for it to be idle")
+    parser.add_argument("--wait", type=_seconds, metavar="SECONDS", help="wait so long for it to be idle")
     add_config_flag(parser)
     for name in ("redis_url", "redis_prefix", "served_model_name", "model"):
         flag = "--redis" if name == "redis_url" else f"--{name.replace('_', '-')}"
@@ -78,9 +79,20 @@ async def _wait(registry: Registry, model: str, arguments: argparse.Namespace) -
             return 0
         num_open = worker.load.get("open")
         if time.monotonic() >= deadline:
-            print(f"kvrelay drain: {arguments.worker} still has {num_open:g} requests", file=sys.stderr)
+            has = "does not say what it has" if num_open is None else f"still has {num_open:g} requests"
+            print(f"kvrelay drain: {arguments.worker} {has}", file=sys.stderr)
             return 1
-        await asyncio.sleep(max(POLL_S, 1.0))
+        await asyncio.sleep(POLL_S)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds, 0 or more")
+    return seconds
 
 
 async def _find(registry: Registry, model: str, worker_id: str) -> WorkerRecord | None:

@@ -42,6 +42,14 @@ def test_drain_marks_waits_and_takes_back(redis_server: EmbeddedRedis, capsys: p
         await registry.close()
         return workers
 
+    async def publish_of_an_older_version() -> None:
+        registry = Registry(redis_server.url, prefix)
+        await registry.join(record({}), 60)
+        await registry.close()
+
+    asyncio.run(publish_of_an_older_version())
+    assert drain(["w0", *flags, "--wait", "0"]) == 1 and "does not say" in capsys.readouterr().err
+    assert drain(["w0", *flags, "--undo"]) == 0
     assert not asyncio.run(publish(1))[0].draining
     assert drain(["nobody", *flags]) == 1 and "there are: w0" in capsys.readouterr().err
     assert drain(["w0", *flags, "--wait", "0.1"]) == 1 and "still has 1 requests" in capsys.readouterr().err
@@ -49,3 +57,10 @@ def test_drain_marks_waits_and_takes_back(redis_server: EmbeddedRedis, capsys: p
     assert drain(["w0", *flags, "--wait", "10"]) == 0 and "idle" in capsys.readouterr().out
     assert drain(["w0", *flags, "--undo"]) == 0
     assert not asyncio.run(publish(0))[0].draining
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-1", "soon"])
+def test_the_wait_must_be_a_time(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        drain(["w0", f"--wait={text}"])
+    assert error.value.code == 2 and "0 or more" in capsys.readouterr().err

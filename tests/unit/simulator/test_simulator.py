@@ -220,3 +220,14 @@ def test_the_command_compares_sweeps_and_writes(tmp_path: Path, capsys: pytest.C
     assert "Best ratio by goodput: " in capsys.readouterr().out
     assert main(["--trace", str(tmp_path / "none")]) == 2
     assert "none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['{"timestamp": NaN, "input_length": 1, "output_length": 1}', '{"timestamp": 0, "input_length": Infinity}'],
+)
+def test_numbers_of_a_trace_must_be_finite(tmp_path: Path, line: str) -> None:
+    trace = tmp_path / "bad.jsonl"
+    trace.write_text(line.replace("Infinity}", 'Infinity, "output_length": 1}'), encoding="utf-8")
+    with pytest.raises(BadTrace, match=r"bad\.jsonl, line 1"):
+        read_trace(trace)

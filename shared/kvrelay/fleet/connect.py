@@ -18,10 +18,20 @@ import redis.asyncio.sentinel
 import redis.retry
 import redis.sentinel
 from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisClusterException, RedisError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 SENTINEL, CLUSTER = "redis+sentinel", "redis+cluster"
 SCHEMES = ("redis", "rediss", "unix", SENTINEL, CLUSTER)
 SENTINEL_PORT = 26379
+
+REDIS_AWAY = (RedisConnectionError, RedisTimeoutError, RedisClusterException, OSError)
+"""What calls raise when Redis does not answer. A Cluster of which no node answers raises an exception of its own, which
+is no RedisError."""
+
+REDIS_FAILED = (RedisError, RedisClusterException, OSError)
+"""What calls raise when Redis does not answer, or refuses."""
 
 
 def check_redis_url(url: str) -> str:

@@ -2,13 +2,16 @@
 
 While Redis is away each router goes on alone with what it knows of its own requests: a key may then have up to its
 limit on each router. Nobody is refused because Redis is away, and nobody waits for it twice: after a failure it is left
-alone for `AWAY_S`.
+alone for `AWAY_S`, then one request asks whether it is back while the others go on.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -16,14 +19,14 @@ from importlib import resources
 from typing import Any, Literal
 from urllib.parse import quote
 
-from redis.exceptions import RedisError
-
-from kvrelay.fleet.connect import connect_async
+from kvrelay.fleet.connect import REDIS_FAILED, connect_async
 
 log = logging.getLogger(__name__)
 
 AWAY_S = 1.0
-SOCKET_TIMEOUT_S = 0.5
+ANSWER_TIMEOUT_S = 0.5
+"""In all: clients of Sentinels and of a Cluster would ask again several times."""
+MAX_UNSAID = 10_000
 CONCURRENCY_RETRY_S = 1.0
 """What a client is told to wait when as many requests run as it may have: nobody knows when the first ends."""
 
@@ -100,18 +103,19 @@ class SharedLimits:
     """The limits of all keys of one model, over all routers. For one event loop."""
 
     def __init__(self, redis_url: str, prefix: str, model: str, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._redis = connect_async(redis_url, timeout_s=SOCKET_TIMEOUT_S)
+        self._redis = connect_async(redis_url, timeout_s=ANSWER_TIMEOUT_S)
         source = resources.files("kvrelay.fleet").joinpath("admit.lua").read_text(encoding="utf-8")
         self._admit: Any = self._redis.register_script(source)
         self._tag = f"{prefix}:{{{quote(model, safe='/')}}}"
         self._clock = clock
         self._local = LocalLimits()
-        self._away_until = 0.0
+        self._away_until = 0.0  # 0: Redis answered last time
+        self._unsaid: deque[tuple[str, str]] = deque(maxlen=MAX_UNSAID)  # ended requests that Redis does not know of
 
     async def enter(self, key: str, limits: KeyLimits, request_id: str, lease_s: float) -> Refusal | None:
         """Counts a request, or says why not. `request_id` must be unique in the fleet. Never fails."""
         now = self._clock()
-        if now >= self._away_until:
+        if self._may_ask(now):
             arguments = [
                 request_id,
                 max(1, int(lease_s * 1e3)),
@@ -120,11 +124,17 @@ class SharedLimits:
                 limits.concurrency or 0,
             ]
             try:
-                limit, wait_ms = await self._admit(keys=self._keys(key), args=arguments)
-            except (RedisError, OSError) as error:
-                log.warning("limits of API keys are this router's own for now, Redis does not answer: %s", error)
-                self._away_until = self._clock() + AWAY_S
+                async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                    await self._say_unsaid()
+                    limit, wait_ms = await self._admit(keys=self._keys(key), args=arguments)
+            except REDIS_FAILED as error:
+                self._failed(error)
+            except asyncio.CancelledError:
+                # The client left meanwhile, and Redis may have counted the request.
+                await asyncio.shield(self.leave(key, request_id))
+                raise
             else:
+                self._away_until = 0.0
                 if limit == b"concurrency":
                     return Refusal("concurrency", CONCURRENCY_RETRY_S)
                 if limit == b"rate":
@@ -134,18 +144,45 @@ class SharedLimits:
         return self._local.enter(key, limits, request_id, lease_s, now)
 
     async def leave(self, key: str, request_id: str) -> None:
-        """A request ended. Where Redis does not hear it, the lease ends it."""
+        """A request ended. Redis hears it now or when it is back; where it never does, the lease ends it."""
         self._local.leave(key, request_id)
-        if self._clock() < self._away_until:
+        self._unsaid.append((self._keys(key)[1], request_id))
+        if not self._may_ask(self._clock()):
             return
         try:
-            await self._redis.zrem(self._keys(key)[1], request_id)
-        except (RedisError, OSError):
-            self._away_until = self._clock() + AWAY_S
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                await self._say_unsaid()
+        except REDIS_FAILED as error:
+            self._failed(error)
+        else:
+            self._away_until = 0.0
 
     async def close(self) -> None:
         """Closes the connections."""
         await self._redis.aclose()
+
+    async def _say_unsaid(self) -> None:
+        """Gives back the places of requests that have ended."""
+        while self._unsaid:
+            running, request_id = self._unsaid[0]
+            await self._redis.zrem(running, request_id)
+            with contextlib.suppress(ValueError):  # somebody else has said it meanwhile
+                self._unsaid.remove((running, request_id))
+
+    def _may_ask(self, now: float) -> bool:
+        """Whether Redis is asked: always while it answers; after a failure by one request at a time."""
+        if not self._away_until:
+            return True
+        if now < self._away_until:
+            return False
+        self._away_until = now + ANSWER_TIMEOUT_S + AWAY_S  # the others do not wait for this one's answer
+        return True
+
+    def _failed(self, error: Exception) -> None:
+        if not self._away_until:
+            reason = str(error) or type(error).__name__
+            log.warning("limits of API keys are this router's own for now, Redis does not answer: %s", reason)
+        self._away_until = self._clock() + AWAY_S
 
     def _keys(self, key: str) -> list[str]:
         """The key itself is a secret: Redis gets its digest."""

@@ -15,11 +15,9 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 import msgspec
-from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
-from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from kvrelay.fleet.connect import connect_async
+from kvrelay.fleet.connect import REDIS_AWAY, connect_async
 from kvrelay.fleet.records import NO_SLOT, WorkerRecord, decode_record, encode_record
 
 log = logging.getLogger(__name__)
@@ -162,7 +160,7 @@ class Registry:
     async def _call(self, answer: Awaitable[T]) -> T:
         try:
             return await answer
-        except (RedisConnectionError, RedisTimeoutError, OSError) as error:
+        except REDIS_AWAY as error:
             raise RegistryUnavailable(f"Redis does not answer: {error}") from error
         except RedisError as error:
             raise RegistryError(f"Redis refused: {error}") from error

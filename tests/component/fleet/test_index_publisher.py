@@ -289,3 +289,23 @@ async def test_a_restart_with_old_data_is_a_gap(persistent_server: PersistentRed
         assert same.report()["index_gaps"] == 0.0
     finally:
         await fleet.close()
+
+
+async def test_one_lookup_waits_for_a_redis_that_hangs_and_the_next_ones_do_not(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_asked = 0
+
+    async def hang(hashes: object) -> dict[str, int]:
+        nonlocal num_asked
+        num_asked += 1
+        await asyncio.Event().wait()
+        return {}
+
+    feed = fleet.open_feed()
+    await feed.step()
+    monkeypatch.setattr(feed._reader, "lookup", hang)
+    for _ in range(100):
+        assert await feed.lookup([b"x" * 16]) == {}
+    assert num_asked == 1
+    await feed.close()

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import pytest
 
+from kvrelay.fleet import Registry, RegistryUnavailable
+from kvrelay.fleet.connect import REDIS_FAILED
 from kvrelay.fleet.embedded import EmbeddedRedis
-from kvrelay.fleet.limits import KeyLimits, Refusal, SharedLimits
+from kvrelay.fleet.index import IndexFeed, IndexReader
+from kvrelay.fleet.limits import AWAY_S, KeyLimits, Refusal, SharedLimits
 
 LEASE_S = 30.0
 Make = Callable[[], SharedLimits]
@@ -91,3 +95,110 @@ async def test_what_runs_is_remembered_when_redis_goes_away() -> None:
     finally:
         await limits.close()
         server.stop()
+
+
+class SilentServer:
+    """Takes connections and what is sent, and never answers: what a Redis looks like that hangs."""
+
+    def __init__(self) -> None:
+        self.num_connections = 0
+        self.asked = asyncio.Event()
+        self._over = asyncio.Event()
+
+    async def __aenter__(self) -> SilentServer:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self._over.set()
+        self._server.close()
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/0"
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        await reader.read(1)
+        self.asked.set()
+        await self._over.wait()
+        writer.close()
+
+
+async def test_while_redis_hangs_one_request_at_a_time_asks_it() -> None:
+    now = 0.0
+    rules = KeyLimits(concurrency=100)
+    async with SilentServer() as server:
+        limits = SharedLimits(server.url, "p", "m", clock=lambda: now)
+        assert await limits.enter("k", rules, "first", LEASE_S) is None
+        num_before = server.num_connections
+        now += AWAY_S + 1
+        server.asked.clear()
+        probe = asyncio.create_task(limits.enter("k", rules, "probe", LEASE_S))
+        await server.asked.wait()
+        for i in range(50):
+            assert await limits.enter("k", rules, f"other {i}", LEASE_S) is None
+            await limits.leave("k", f"other {i}")
+        assert not probe.done(), "others waited for the answer to the probe"
+        assert await probe is None
+        # The client opens another connection when the first one died; the others opened none.
+        assert server.num_connections - num_before <= 2
+        await limits.close()
+
+
+async def test_places_given_up_while_redis_was_away_come_back_with_it() -> None:
+    now = 0.0
+    server = EmbeddedRedis()
+    limits = SharedLimits(server.url, "p", "m", clock=lambda: now)
+    other = SharedLimits(server.url, "p", "m")
+    rules = KeyLimits(concurrency=1)
+    try:
+        assert await limits.enter("k", rules, "1", LEASE_S) is None
+        limits._failed(TimeoutError())
+        await limits.leave("k", "1")
+        assert await other.enter("k", rules, "2", LEASE_S) is not None
+        now += AWAY_S
+        assert await limits.enter("k", rules, "3", LEASE_S) is None
+    finally:
+        await limits.close()
+        await other.close()
+        server.stop()
+
+
+async def test_a_client_that_leaves_at_the_door_takes_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = EmbeddedRedis()
+    limits = SharedLimits(server.url, "p", "m")
+    rules = KeyLimits(concurrency=1)
+    admit, counted = limits._admit, asyncio.Event()
+
+    async def late(**arguments: Any) -> Any:
+        answer = await admit(**arguments)
+        counted.set()
+        await asyncio.Event().wait()
+        return answer
+
+    try:
+        monkeypatch.setattr(limits, "_admit", late)
+        leaving = asyncio.create_task(limits.enter("k", rules, "1", LEASE_S))
+        await counted.wait()
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        monkeypatch.setattr(limits, "_admit", admit)
+        assert await limits.enter("k", rules, "2", LEASE_S) is None
+    finally:
+        await limits.close()
+        server.stop()
+
+
+async def test_a_cluster_that_is_away_refuses_nobody() -> None:
+    limits = SharedLimits("redis+cluster://127.0.0.1:1", "p", "m")
+    assert await limits.enter("k", KeyLimits(concurrency=1), "1", LEASE_S) is None
+    await limits.leave("k", "1")
+    await limits.close()
+    feed = IndexFeed(IndexReader("redis+cluster://127.0.0.1:1", "p", "m"))
+    with pytest.raises(REDIS_FAILED):
+        await feed.step()
+    registry = Registry("redis+cluster://127.0.0.1:1", "p")
+    with pytest.raises(RegistryUnavailable):
+        await registry.list_workers("m")
+    await registry.close()

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from redis.exceptions import RedisError
-
+from kvrelay.fleet.connect import REDIS_FAILED
 from kvrelay.fleet.index.layout import decode_event
 from kvrelay.fleet.index.reader import READ_COUNT, IndexReader, IndexState, StreamId
 from kvrelay.fleet.index.replica import IndexReplica, ReplicaOutOfStep
@@ -31,6 +30,8 @@ CHECK_INTERVAL_S = 1.0
 MAX_LAG_S = 1.5
 RETRY_S = 0.2
 LOOKUP_TIMEOUT_S = 0.1
+LOOKUP_PAUSE_S = 1.0
+"""After a lookup that failed nobody looks up for so long: not every request waits for a Redis that hangs."""
 
 
 class FeedState(StrEnum):
@@ -66,6 +67,7 @@ class IndexFeed:
         self._check: IndexState | None = None
         self._checked_at = 0.0
         self._num_retired = 0
+        self._no_lookup_until = 0.0
         self._away = "not asked yet"
         self._task: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
@@ -96,12 +98,13 @@ class IndexFeed:
 
     async def lookup(self, hashes: Sequence[BlockHash]) -> dict[str, int]:
         """By the script, where Redis answers at once; else nothing is known."""
-        if self._away or not hashes:
+        if self._away or not hashes or time.monotonic() < self._no_lookup_until:
             return {}
         try:
             async with asyncio.timeout(LOOKUP_TIMEOUT_S):
                 return await self._reader.lookup(hashes)
-        except (RedisError, OSError):  # TimeoutError is one
+        except REDIS_FAILED:  # TimeoutError is an OSError
+            self._no_lookup_until = time.monotonic() + LOOKUP_PAUSE_S
             return {}
 
     def describe(self) -> dict[str, Any]:
@@ -127,7 +130,7 @@ class IndexFeed:
     async def step(self) -> None:
         """One round: loads the replica if need be, checks it in time, and applies what the stream has next.
 
-        Raises redis' RedisError, or OSError, when Redis is away.
+        Raises one of `REDIS_FAILED` when Redis is away.
         """
         try:
             if not self._is_loaded:
@@ -143,7 +146,7 @@ class IndexFeed:
         while not self._stopping.is_set():
             try:
                 await self.step()
-            except (RedisError, OSError) as error:
+            except REDIS_FAILED as error:
                 if not self._away:
                     log.warning("the prefix index is away, routing goes by load alone: %s", error)
                 self._away = str(error) or type(error).__name__

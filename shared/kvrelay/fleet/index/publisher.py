@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError, ResponseError
-from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from kvrelay.fleet.connect import connect
+from kvrelay.fleet.connect import REDIS_AWAY, REDIS_FAILED, connect
 from kvrelay.fleet.index.layout import MAX_BATCH_BLOCKS, MAX_SLOTS, index_base
 from kvrelay.fleet.index.publication import Apply, Open, Publication, RangeState
 from kvrelay.fleet.index.scripts import IndexScripts
@@ -107,7 +105,7 @@ class IndexPublisher:
                 self._publish_all()
                 self._say("")
                 pause_s = FIRST_PAUSE_S
-            except (RedisConnectionError, RedisTimeoutError, OSError) as error:
+            except REDIS_AWAY as error:
                 self._say(f"Redis does not answer: {error}")
                 self._pause(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
@@ -206,7 +204,7 @@ class IndexPublisher:
         try:
             if self._withdraws and publication.state is RangeState.OPEN:
                 self._scripts.run("close", [publication.slot, publication.claim])
-        except (RedisError, OSError) as error:
+        except REDIS_FAILED as error:
             log.info("prefix index: the range stays until its lease ends: %s", error)
         finally:
             if self._client is not None:

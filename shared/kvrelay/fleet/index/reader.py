@@ -30,7 +30,7 @@ class IndexState:
 
 
 class IndexReader:
-    """One model's index. Every method raises redis' RedisError, or OSError, when Redis is away."""
+    """One model's index. Every method raises one of `REDIS_FAILED` when Redis is away."""
 
     def __init__(self, redis_url: str, prefix: str, model: str, *, block_ms: int | None = BLOCK_MS) -> None:
         self._block_ms = block_ms

@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from math import isfinite
+from typing import Any, TypeGuard
 
 import msgspec
 
@@ -189,14 +190,19 @@ class FleetView:
             block_size=record.block_size,
             block_bytes=record.block_bytes,
             token_budget=record.token_budget,
-            step_cost=StepCost(*report.step_cost) if report.step_cost is not None else None,
-            transfer_bytes_s=report.transfer_bytes_s,
+            step_cost=StepCost(*report.step_cost) if _are_speeds(report.step_cost) else None,
+            transfer_bytes_s=report.transfer_bytes_s if _are_speeds((report.transfer_bytes_s,)) else None,
         )
 
     def _tell(self, known: KnownWorker, was: WorkerState, reason: str, now: float) -> None:
         state = known.state(now)
         if self._on_state is not None and state is not was:
             self._on_state(known, state, reason)
+
+
+def _are_speeds(values: tuple[float | None, ...] | None) -> TypeGuard[tuple[float, ...]]:
+    """What a worker measured, if it can be reckoned with: one NaN, and no worker would be the best any more."""
+    return values is not None and all(value is not None and isfinite(value) and value >= 0 for value in values)
 
 
 def _is_succeeded_by(known: KnownWorker, record: WorkerRecord) -> bool:

@@ -25,6 +25,17 @@ async def test_a_failing_worker_is_left_alone_and_clients_notice_nothing(rig: Ri
     await rig.nothing_is_left()
 
 
+async def test_that_no_decode_worker_takes_a_request_is_not_held_against_prefill(rig: Rig) -> None:
+    prefill, decode = pair()
+    decode.refusal = "it is too long"
+    await rig.start(prefill, decode)
+    for _ in range(3):
+        with pytest.raises(RequestFailed, match="no decode worker is left"):
+            await read(rig.submit())
+    assert await breaker_of(rig, "p0") == "closed"
+    await rig.nothing_is_left()
+
+
 async def test_requests_that_nobody_can_serve_open_nothing(rig: Rig) -> None:
     await rig.start(*pair())
     rig.workers["p0"].failure = Failed(cause="the prompt does not fit", retriable=False)

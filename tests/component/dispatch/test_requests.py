@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
 
+from kvrelay.kv.hashing import hash_blocks
 from kvrelay.protocol.messages import Cancel, Generate, Prefill, SequenceUsage, Stop
-from kvrelay.protocol.sampling import FinishReason
-from kvrelay_router.dispatch.interface import NoWorkerReady, RequestFailed
+from kvrelay.protocol.sampling import FinishReason, Sampling
+from kvrelay_router.dispatch.dispatcher import LONG_PROMPT_TOKENS
+from kvrelay_router.dispatch.interface import GenerateRequest, NoWorkerReady, RequestFailed
 from tests.component.dispatch.fake_workers import CACHED_TOKENS, FakeDecode, FakePrefill, true_tokens
 from tests.component.dispatch.rig import PROMPT, Rig, pair, read, read_deltas, two_pairs
 
@@ -18,6 +23,8 @@ async def test_a_request_goes_through_prefill_and_decode(rig: Rig) -> None:
     assert [token for delta in deltas for token in delta.token_ids] == true_tokens(0, 6)
     assert [delta.finish for delta in deltas if delta.finish is not None] == [FinishReason.LENGTH]
     assert deltas[-1].finish is FinishReason.LENGTH
+    placements = (await rig.dispatcher.fleet())["placements"]
+    assert placements == {"disaggregated": 1, "prefill_alone": 0, "decode_alone": 0}
     assert [delta.cached_tokens for delta in deltas if delta.cached_tokens is not None] == [CACHED_TOKENS]
     assert [delta.usage for delta in deltas if delta.usage is not None] == [
         SequenceUsage(prompt_blocks=1, received_blocks=1)
@@ -119,7 +126,9 @@ async def test_short_prompts_go_to_decode_alone_where_that_is_wanted(rig: Rig) -
     await rig.start(prefill, decode, local_prefill_tokens=len(PROMPT))
     assert await read(rig.submit()) == {0: true_tokens(0, 6)}
     assert prefill.received == []
-    assert (await rig.dispatcher.fleet())["fallback"]["decode_alone_requests"] == 0
+    fleet = await rig.dispatcher.fleet()
+    assert fleet["fallback"]["decode_alone_requests"] == 0
+    assert fleet["placements"] == {"disaggregated": 0, "prefill_alone": 0, "decode_alone": 1}
 
 
 async def test_stop_ends_a_sequence_on_both_workers_and_drops_its_later_tokens(rig: Rig) -> None:
@@ -227,3 +236,20 @@ async def test_closing_tells_clients_and_workers(rig: Rig) -> None:
     with pytest.raises(RequestFailed, match="shutting down"):
         await read(handle)
     assert len(prefill.got(Cancel)) == len(decode.got(Cancel)) == 1
+
+
+async def test_long_prompts_are_hashed_on_another_thread(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    await rig.start(*pair())
+    threads = []
+
+    def noted(*arguments: Any) -> list[bytes]:
+        threads.append(threading.current_thread())
+        return hash_blocks(*arguments)
+
+    monkeypatch.setattr("kvrelay_router.dispatch.placement.hash_blocks", noted)
+    request = GenerateRequest(
+        request_id="long", prompt_ids=[1] * (LONG_PROMPT_TOKENS + 1), sampling=Sampling(max_tokens=2)
+    )
+    handle = rig.dispatcher.submit(request, await rig.dispatcher.prepare(request))
+    await read(handle)
+    assert threads and threading.main_thread() not in threads

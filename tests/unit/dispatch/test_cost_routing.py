@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from typing import Any, get_args
 
@@ -18,6 +19,7 @@ from kvrelay_router.dispatch.interface import TooLate
 from kvrelay_router.dispatch.load import Held, OutstandingLoad
 from kvrelay_router.dispatch.placement import Placement, PromptPrefixes, work_of
 from kvrelay_router.fleet_view import FleetView
+from kvrelay_router.routing import prefix_heat
 from kvrelay_router.routing.candidates import Candidate, Candidates, Decision, Demand, Role
 from kvrelay_router.routing.expected_prefixes import ExpectedPrefixes
 from kvrelay_router.routing.policy import PolicyName, decide
@@ -339,6 +341,32 @@ def test_heat_is_the_decayed_count_of_uses(uses: list[tuple[int, int, float]]) -
         for each in chain:
             exact = sum(0.5 ** ((now - at) / HALF_LIFE_S) for at, used in history if each in used)
             assert heat.of(each, now) == pytest.approx(exact, abs=2 * 0.5 ** (FORGET_S / HALF_LIFE_S) * (1 + len(uses)))
+
+
+def test_memory_of_uses_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_heat, "MAX_BLOCKS", 5)
+    heat = PrefixHeat()
+    heat.used(CHAINS[0][:4], 0.0)
+    heat.used(CHAINS[15][:4], 0.0)
+    assert [heat.of(each, 0.0) for each in CHAINS[0][:4]] == [0.0, 0.0, 0.0, 1.0]
+    assert [heat.of(each, 0.0) for each in CHAINS[15][:4]] == [1.0] * 4
+
+
+def test_choices_of_one_request_do_not_heat_its_prefix() -> None:
+    fleet, prompt = Fleet("p0", "d0"), PromptPrefixes(list(range(64)))
+    decision = fleet.placement.place("r", prompt=prompt, needs_decode=True)
+    assert isinstance(decision, Decision)
+    for _ in range(128):
+        fleet.placement.placed(decision, prompt)
+    (first, *_) = prompt.hashes("f", 16)
+    now = time.monotonic()
+    assert 0 < fleet.placement._heat.of(first, now) <= 1
+
+
+def test_a_reason_shows_only_the_beginning_of_what_a_client_chose() -> None:
+    wish = demand(affinity="x" * 1024)
+    pair = (worker("p", "prefill"), worker("d", "decode"))
+    assert max(map(len, choose(wish, {}, *pair, policy="sticky").reasons)) < 200
 
 
 # -- expected prefixes ------------------------------------------------------------------------------------------------

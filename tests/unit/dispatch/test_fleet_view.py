@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from math import inf, nan
 from typing import Any, Literal
 
 import msgspec
+import pytest
 
 from kvrelay.fleet import WorkerRecord
-from kvrelay.protocol.messages import PeerRef, Status
+from kvrelay.protocol.messages import LoadReport, PeerRef, Status
 from kvrelay_router.dispatch.load import Held, OutstandingLoad
 from kvrelay_router.fleet_view import REGISTRY_GRACE_S, FleetView, KnownWorker, WorkerState
 
@@ -210,3 +212,12 @@ def test_outstanding_load_is_moved_and_vanishes() -> None:
 def _queued_tokens(fleet: Fleet) -> int:
     (candidate,) = fleet.view.candidates(fleet.now).prefill
     return candidate.queued_tokens
+
+
+@pytest.mark.parametrize("bad", [nan, inf, -1.0])
+def test_speeds_that_are_no_numbers_to_reckon_with_are_not_known(bad: float) -> None:
+    fleet = Fleet(record("d"))
+    load = LoadReport(step_cost=(1e-3, bad, 1e-9), transfer_bytes_s=bad)
+    fleet.view.answered(ref(record("d")), msgspec.structs.replace(status(), load=load), fleet.now)
+    (candidate,) = fleet.view.candidates(fleet.now).decode
+    assert (candidate.step_cost, candidate.transfer_bytes_s) == (None, None)

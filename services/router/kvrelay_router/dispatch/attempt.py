@@ -161,6 +161,11 @@ class SequenceAttempts:
         return self.state is AttemptState.PREFILLING and self._legs.prefill is not None
 
     @property
+    def lacks_decode(self) -> bool:
+        """P was told that there is no decode worker for what it has: it fails the attempt, which is not its fault."""
+        return self._legs.gave_up
+
+    @property
     def needs_decode(self) -> bool:
         """More than one token is to come, so prefill alone is not enough."""
         return self.spec.sampling.max_tokens - len(self.output) > 1

@@ -159,12 +159,11 @@ class RouterDispatcher:
     async def prepare(self, request: GenerateRequest) -> PromptPrefixes:
         """See `Dispatcher`. Long prompts are hashed on another thread."""
         prompt = self._unprepared(request)
-        if self._index is None:
-            return prompt
         for fingerprint, block_size in self._placement.namings():
             if prompt.num_tokens > LONG_PROMPT_TOKENS:
                 await asyncio.to_thread(prompt.hashes, fingerprint, block_size)
-            await self._index.prepare(prompt.hashes(fingerprint, block_size))
+            if self._index is not None:
+                await self._index.prepare(prompt.hashes(fingerprint, block_size))
         return prompt
 
     def submit(self, request: GenerateRequest, prepared: PreparedPrompt | None = None) -> RunningRequest:
@@ -225,6 +224,7 @@ class RouterDispatcher:
                 "active": fallbacks.is_active,
                 "reason": fallbacks.reason,
             },
+            "placements": self._placement.num_placed,
             "prefix_index": self._index.describe() if self._index is not None else {"state": "off"},
             "last_decisions": list(self._placement.last_decisions),
         }
@@ -364,13 +364,19 @@ class RouterDispatcher:
                 else:
                     self._let_go(message)
             case Failed(cause=cause, retriable=retriable, refused=refused):
-                if retriable and not refused:  # else the request is to blame, or its deadline, or the worker drains
+                if retriable and not refused and not self._lacks_decode(message):
+                    # Else no worker could serve it: the request is to blame, or its deadline, or the lack of workers,
+                    # or the worker drains.
                     self._note_failure(peer, cause)
                 self._tell(message, AttemptFailed(peer, header.attempt, cause, retriable, refused))
             case Status():
                 self.watch.on_status(peer, body)
             case _:
                 log.warning("%s sent a %s, which is not for a router", peer.peer_id, type(body).__name__)
+
+    def _lacks_decode(self, message: Delivered) -> bool:
+        sequence = self._sequences.get((message.header.request, message.header.sequence))
+        return sequence is not None and sequence.machine.lacks_decode
 
     def _note_failure(self, peer: PeerRef, cause: str) -> None:
         if self._placement.breakers.failed(worker_key(peer), time.monotonic()):

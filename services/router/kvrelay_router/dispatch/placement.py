@@ -14,7 +14,7 @@ from kvrelay.protocol.messages import PeerRef
 from kvrelay.scheduling.cost import pairs
 from kvrelay_router.dispatch.breaker import Breakers
 from kvrelay_router.dispatch.interface import TooLate
-from kvrelay_router.dispatch.load import worker_key
+from kvrelay_router.dispatch.load import WorkerKey, worker_key
 from kvrelay_router.fleet_view import FleetView
 from kvrelay_router.routing.candidates import Candidates, Decision, Demand, NoPlacement
 from kvrelay_router.routing.expected_prefixes import ExpectedPrefixes
@@ -24,6 +24,7 @@ from kvrelay_router.routing.prefix_view import PrefixView, WorkerId
 
 log = logging.getLogger(__name__)
 
+PLACEMENTS = ("disaggregated", "prefill_alone", "decode_alone")
 AFFINITY_TOKENS = 512
 """Requests without a session or user belong together where their prompts' first tokens, up to so many, are equal."""
 EXPECTED_LIFETIME_S = 30.0
@@ -56,6 +57,8 @@ class PromptPrefixes:
         self._cache_salt = cache_salt
         self._affinity = affinity
         self._hashes: dict[tuple[str, int], list[BlockHash]] = {}
+        self.sent_to: set[WorkerKey] = set()
+        """Workers that got the prompt, for any of the request's choices."""
 
     @property
     def num_tokens(self) -> int:
@@ -96,6 +99,7 @@ class Placement:
     ) -> None:
         self._clock = clock
         self.fallbacks = Fallbacks()
+        self.num_placed = dict.fromkeys(PLACEMENTS, 0)
         self.breakers = Breakers()
         self.last_decisions: deque[dict[str, Any]] = deque(maxlen=num_last_decisions)
         self._view = view
@@ -147,6 +151,7 @@ class Placement:
                 raise TooLate(decision.expected.ttft_s, deadline_s)
         self._record(demand, decision)
         if isinstance(decision, Decision):
+            self._count(decision)
             self._note_fallback(decision)
         return decision
 
@@ -155,11 +160,16 @@ class Placement:
         self._prefixes.now = self._clock()
         if decision.computes is not None:
             chosen = decision.computes
-            self._heat.used(prompt.hashes(chosen.fingerprint, chosen.block_size), self._clock())
+            if not prompt.sent_to:  # choices of one request and its retries do not heat a prefix
+                self._heat.used(prompt.hashes(chosen.fingerprint, chosen.block_size), self._clock())
             self._view.gave(decision.computes, max(0, prompt.num_tokens - decision.num_cached_tokens))
         for worker in (decision.prefill, decision.decode):
             if worker is not None:
-                self.breakers.dispatched(worker_key(worker.peer), self._clock())
+                key = worker_key(worker.peer)
+                self.breakers.dispatched(key, self._clock())
+                if key in prompt.sent_to:
+                    continue
+                prompt.sent_to.add(key)
                 hashes = prompt.hashes(worker.fingerprint, worker.block_size)
                 self._prefixes.sent(worker.worker_id, hashes, worker.num_blocks)
 
@@ -216,6 +226,11 @@ class Placement:
         record |= as_json(decision)
         self.last_decisions.append(record)
         log.debug("route %s: %s", demand.request_id, record)
+
+    def _count(self, decision: Decision) -> None:
+        """By kind: else nobody would notice that all prompts stay on decode, by choice or for lack of others."""
+        alone = "prefill_alone" if decision.decode is None else "decode_alone"
+        self.num_placed["disaggregated" if decision.prefill and decision.decode else alone] += 1
 
     def _note_fallback(self, decision: Decision) -> None:
         if decision.is_fallback:

@@ -17,6 +17,9 @@ from kvrelay_router.routing.candidates import Candidate
 from kvrelay_router.routing.cost import in_turn
 from kvrelay_router.routing.estimates import Estimates
 
+AFFINITY_SHOWN = 64
+"""Of an affinity, in a reason: clients choose it, and reasons go into headers."""
+
 
 def least_loaded(candidates: Sequence[Candidate], estimates: Estimates) -> tuple[Candidate, str]:
     """Fewest tokens, or fewest sequences."""
@@ -55,7 +58,7 @@ def sticky(candidates: Sequence[Candidate], estimates: Estimates) -> tuple[Candi
     """Always the same for the same affinity, while it is there."""
     affinity = estimates.demand.affinity or estimates.demand.request_id
     chosen = max(candidates, key=lambda candidate: _weight(affinity, candidate.worker_id))
-    return chosen, f"{chosen.worker_id} has the highest hash with {affinity!r}"
+    return chosen, f"{chosen.worker_id} has the highest hash with {affinity[:AFFINITY_SHOWN]!r}"
 
 
 def _weight(affinity: str, worker_id: str) -> bytes:

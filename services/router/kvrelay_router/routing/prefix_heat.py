@@ -1,7 +1,7 @@
 """How much a prefix is asked for: what is asked for often is worth having twice.
 
 Each use of a block counts one, and counts half after `HALF_LIFE_S`. Blocks that were not used for `FORGET_S` are
-forgotten, so the memory is bounded by what arrives in that time.
+forgotten, and of more than `MAX_BLOCKS` the longest unused ones.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from kvrelay_router.routing.prefix_view import BlockHash
 
 HALF_LIFE_S = 2.0
 FORGET_S = 20.0
+MAX_BLOCKS = 1 << 18
+"""About 60 MB; with blocks of 16 tokens, four million tokens of prompts."""
 
 
 class PrefixHeat:
@@ -27,7 +29,7 @@ class PrefixHeat:
         for block_hash in hashes:
             at, count = blocks.pop(block_hash, (now, 0.0))
             blocks[block_hash] = now, 1.0 + count * 0.5 ** ((now - at) / HALF_LIFE_S)
-        while blocks and next(iter(blocks.values()))[0] < now - FORGET_S:
+        while len(blocks) > MAX_BLOCKS or (blocks and next(iter(blocks.values()))[0] < now - FORGET_S):
             blocks.popitem(last=False)
 
     def of(self, block_hash: BlockHash, now: float) -> float:

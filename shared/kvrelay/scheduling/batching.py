@@ -7,7 +7,7 @@ prompts, waiting prompts. Everything else is final here.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Seq
 from typing import ClassVar, Self
 
@@ -146,8 +146,8 @@ class BatchScheduler(ABC):
     def _enter(self, sequence: Sequence) -> None:
         if sequence.key in self._sequences:
             raise ValueError(f"sequence {sequence.key} is known already")
-        self._sequences[sequence.key] = sequence
         self.beams.enter(sequence)
+        self._sequences[sequence.key] = sequence
         if not self.settings.gang_samples:
             sequence.gang = ""
         self.gangs.enter(sequence)
@@ -238,9 +238,11 @@ class BatchScheduler(ABC):
     def _planned(self, draft: PlanDraft) -> StepPlan:
         self._step += 1
         if self._admitted_ahead:
-            draft.admitted = [*self._admitted_ahead, *draft.admitted]
+            still_here = [sequence for sequence in self._admitted_ahead if sequence.state is SequenceState.RUNNING]
+            draft.admitted = [*still_here, *draft.admitted]
             self._admitted_ahead = []
-        plan = draft.finish(self._step, self.swaps.seal(draft), self.blocks.copies.plan())
+        copies = self.blocks.copies.plan(_beam_targets(draft))
+        plan = draft.finish(self._step, self.swaps.seal(draft), copies)
         if self.prefill_gate is not None:
             self.prefill_gate.passed(len(self.running), len(plan.admitted) - len(draft.returning))
         for row in plan.rows:
@@ -617,3 +619,11 @@ class BatchScheduler(ABC):
 def _accountable(row: PlannedRow) -> Sequence:
     """The sequence, or the leader of the beams that it is one of."""
     return row.sequence if row.sequence.beams is None else row.sequence.beams.leader
+
+
+def _beam_targets(draft: PlanDraft) -> Iterator[int]:
+    """The blocks that the beams of a step write into first; what they write behind those is their own anyway."""
+    for row in draft.rows:
+        if row.sequence.beams is not None:
+            table = row.sequence.table
+            yield int(table.ids[row.position // table.block_size])

@@ -3,7 +3,8 @@ PagedAttention, SOSP 2023, section 4.4).
 
 1. NEEDED   the table names the target already; the source stays held, or whoever gets it next could overwrite it before
             it is copied.
-2. PLANNED  part of a step's plan.
+2. PLANNED  part of the plan of the step that writes into the target. Not of an earlier one: who is in a step keeps its
+            blocks until that has landed, anybody else may lose its target before the copy is made.
 3. DONE     the step was executed: the source is let go of.
 
 A sequence that loses its blocks before 2 takes its copies with it.
@@ -51,12 +52,13 @@ class BlockCopies:
                 if copy is not None:
                     self._finish(copy)
 
-    def plan(self) -> tuple[BlockCopy, ...]:
-        """What the next step copies."""
-        copies = tuple(BlockCopy(copy.source, copy.target) for copy in self._needed.values())
-        self._planned |= self._needed
-        self._needed.clear()
-        return copies
+    def plan(self, targets: Iterable[int]) -> tuple[BlockCopy, ...]:
+        """What the next step copies; `targets`: blocks that it writes into, whether they need it or not."""
+        if not self._needed:
+            return ()
+        planned = {target: copy for target in targets if (copy := self._needed.pop(target, None)) is not None}
+        self._planned |= planned
+        return tuple(BlockCopy(copy.source, copy.target) for copy in planned.values())
 
     def cancelled(self, copies: Sequence[BlockCopy]) -> None:
         """The step with these copies is not executed: the next one makes them."""

@@ -11,8 +11,9 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -135,14 +136,16 @@ class StepLoop:
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence. Raises ValueError when its key is known, or the sampler cannot take its parameters."""
         self._introduce(sequence)
-        self.scheduler.add(sequence)
+        with self._forgets_refused(sequence.key):
+            self.scheduler.add(sequence)
         if self._metrics is not None:
             self._metrics.arrived(sequence, is_running=False)
 
     def adopt(self, sequence: Sequence, candidates: Candidates | None = None) -> SequenceOutput | None:
         """Takes over a sequence whose prompt is computed, see `Scheduler.adopt`. Raises as `add` does."""
         self._introduce(sequence)
-        output = self.scheduler.adopt(sequence, candidates)
+        with self._forgets_refused(sequence.key):
+            output = self.scheduler.adopt(sequence, candidates)
         if self._metrics is not None:
             self._metrics.arrived(sequence, is_running=True)
         if output is not None:
@@ -309,6 +312,16 @@ class StepLoop:
         tokens = sequence.tokens.view(0, sequence.num_tokens)
         self.runner.add_sequence(sequence.key, sequence.sampling, tokens.tolist(), sequence.num_prompt)
         self.wake()
+
+    @contextmanager
+    def _forgets_refused(self, key: SequenceKey) -> Iterator[None]:
+        """The sampler keeps nothing of a sequence that the scheduler refuses, unless it knows another by that key."""
+        try:
+            yield
+        except ValueError:
+            if self.scheduler.get(key) is None:
+                self.runner.drop_sequence(key)
+            raise
 
     def _mark(self) -> Mark | None:
         return self._trace.mark() if self._trace is not None else None

@@ -153,6 +153,8 @@ class World:
                 assert group.leader is sequence, "a gang is preempted as its leader"
                 assert group.members == [sequence]
                 assert sequence not in planned
+        written = {int(row.sequence.table.ids[row.position // BLOCK_SIZE]) for row in plan.rows}
+        assert written >= set(targets), "a copy for nobody in this step"
         for row in plan.rows:
             assert row.sequence.key in self.scheduler.running
 
@@ -301,3 +303,33 @@ def test_a_preempted_gang_computes_what_its_beams_share_once() -> None:
     assert [row.sequence for row in plan.rows] == [gang], "the trunk alone"
     world.run()
     check_texts(world.results[gang], before)
+
+
+def test_a_copy_waits_for_the_step_that_writes_into_its_target() -> None:
+    """A plan ahead that came to nothing left it behind. In another step nothing would keep its blocks in their hands."""
+    world = World(num_blocks=4, scheduler="vllm")
+    scheduler = world.scheduler
+    beams = world.add([1, 2, 1, 2, 1], Sampling(max_tokens=4, ignore_eos=True, beams=BeamSpec(width=3, num_returned=1)))
+    world.step()
+    assert len(scheduler.running) == 3
+    world.add([2] * BLOCK_SIZE, Sampling(temperature=0.0, max_tokens=1))
+    plan = scheduler.schedule()
+    assert scheduler.schedule_ahead() is None, "one block is free, and two beams are to get a copy"
+    assert len(scheduler.blocks.copies) == 1
+    world.take(scheduler.commit(plan, world.runner.execute(worker_batch(plan))))
+    world.add([1] * BLOCK_SIZE, Sampling(temperature=0.0, max_tokens=1))
+    plan = scheduler.schedule()
+    world.check_plan(plan)
+    assert plan.rows and not plan.copies
+    scheduler.abort(beams.key)
+    assert not len(scheduler.blocks.copies)
+    world.take(scheduler.commit(plan, world.runner.execute(worker_batch(plan))))
+    world.run()
+
+
+def test_a_search_without_room_for_a_token_is_refused_and_forgotten() -> None:
+    world = World()
+    sequence = world.make([1] * MAX_MODEL_LEN, Sampling(max_tokens=1, beams=BeamSpec(width=2, num_returned=1)))
+    with pytest.raises(ValueError, match="0 tokens"):
+        world.scheduler.add(sequence)
+    assert not world.scheduler.has_work

@@ -6,6 +6,8 @@ import asyncio
 from typing import Any
 from unittest.mock import Mock
 
+import pytest
+
 from kvrelay.engine.batch import BlockCopies, StepResult
 from kvrelay.scheduling.plan import StepPlan, SwapPlan
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
@@ -55,3 +57,16 @@ def test_a_sequence_that_preempted_itself_is_planned_again_at_once() -> None:
         await running
 
     asyncio.run(asyncio.wait_for(test(), 5))
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_the_sampler_forgets_a_sequence_that_the_scheduler_refuses(known: bool) -> None:
+    """But not one that goes on under the same key."""
+    sequence: Any = Mock()
+    refuse = Mock(side_effect=ValueError("no"))
+    scheduler: Any = Mock(add=refuse, adopt=refuse, get=lambda key: sequence if known else None)
+    for join in ("add", "adopt"):
+        runner: Any = Mock()
+        with pytest.raises(ValueError, match="no"):
+            getattr(StepLoop(runner, scheduler), join)(sequence)
+        assert runner.drop_sequence.called == (not known)

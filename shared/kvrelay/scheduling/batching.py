@@ -320,6 +320,8 @@ class BatchScheduler(ABC):
                 return ""
             if self.running:
                 return "no room for the whole gang"
+            if draft.ahead:
+                raise NeedsCommit
         if is_swapped:
             return self._admit_swapped(sequence, draft, beyond_budget)
         position = self.blocks.num_cached_blocks(sequence) * self.blocks.pool.block_size
@@ -336,10 +338,12 @@ class BatchScheduler(ABC):
 
     def _admit_swapped(self, sequence: Sequence, draft: PlanDraft, beyond_budget: bool) -> str:
         """As above, for one whose K/V comes back from the host: it goes on where it was. Not while a step is in flight:
-        what is copied when is for one step at a time to say."""
-        if draft.ahead:
-            raise NeedsCommit
+        what is copied when is for one step at a time to say. Without room nothing is to be said, and steps go on."""
         position = self.swaps.num_tokens(sequence)
+        if draft.ahead:
+            if self.blocks.num_missing(sequence, position) + self.num_headroom_blocks > self.blocks.pool.num_available:
+                return "no blocks"
+            raise NeedsCommit
         num_remaining = sequence.num_tokens - position
         decodes = num_remaining == 1 and sequence.num_output > 0
         num_tokens = min(1, max(0, draft.budget_left)) if decodes else self.chunks.size(num_remaining, position, draft)
@@ -357,12 +361,12 @@ class BatchScheduler(ABC):
 
     def _admit_gang(self, gang: Seq[Sequence], draft: PlanDraft) -> bool:
         """All of them, whatever the budget, or nobody. Not while a step is in flight, as one that is swapped."""
-        if draft.ahead:
-            raise NeedsCommit
         size = self.blocks.pool.block_size
         missing = [blocks_for(each.num_tokens, size) - self.blocks.num_cached_blocks(each) for each in gang]
         if self.num_slots + len(gang) > self.limits.max_running or sum(missing) > self.blocks.pool.num_available:
             return False
+        if draft.ahead:
+            raise NeedsCommit
         for index, sequence in enumerate(gang):
             if not self._give_all_blocks(sequence, draft):
                 for given in reversed(gang[:index]):

@@ -56,6 +56,11 @@ class BlockManager:
         num_cached = self.cache.peek(hashes)
         return num_cached, hashes[num_cached] if num_cached < len(hashes) else None
 
+    def num_missing(self, sequence: Sequence, num_computed: int) -> int:
+        """Blocks that `readmit` takes at least; not a use. O(log blocks)."""
+        size = self.pool.block_size
+        return blocks_for(num_computed, size) - self.cache.peek(sequence.block_hashes(num_computed // size))
+
     def _num_reusable(self, sequence: Sequence) -> int:
         if sequence.sampling.prompt_logprobs is not None:
             return 0  # every position's logits are wanted

@@ -24,6 +24,7 @@ from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.worker.step_loop import worker_batch
 from tests.fakes.hash_runner import HashRunner, expected_tokens
 from tests.unit.scheduling.bench import BLOCK_SIZE, SCHEDULERS, Bench, make_sequence
+from tests.unit.scheduling.overlapped import OverlappedBench
 
 pytestmark = pytest.mark.unit
 GARBAGE = 0xAB
@@ -318,3 +319,28 @@ def test_blocks_of_a_prompt_for_a_handoff_stay_its_own() -> None:
     bench.scheduler.commit(plan, bench.forward(plan))
     assert sequence.table.ids.tolist() == before
     assert np.array_equal(sequence.table.ids, before)
+
+
+@pytest.mark.parametrize("gang", ["", "samples"])
+def test_steps_are_planned_ahead_while_nobody_can_come_back_from_the_host(gang: str) -> None:
+    """And as soon as there is room, the next step is not: so it comes back as early as without overlap."""
+    settings = SchedulerSettings(preemption="swap", num_swap_slots=16)
+    bench = OverlappedBench(num_blocks=8, settings=settings, cache=False, eos=-1)
+    first = bench.add([1] * 8, 18)
+    others = [make_sequence([number] * 4, 12, f"other{number}") for number in (2, 3)]
+    for other in others:
+        other.gang = gang
+        bench.sequences.append(other)
+        bench.scheduler.add(other)
+    while not bench.scheduler.num_preemptions:
+        bench.step()
+    ahead = bench.num_planned_ahead
+    for _ in range(3):
+        assert any(other.state is SequenceState.SWAPPED for other in others)
+        bench.step()
+    assert bench.num_planned_ahead > ahead + 1
+    for _ in range(200):
+        if bench.scheduler.has_work:
+            bench.step()
+    assert not bench.scheduler.has_work
+    assert first.num_output == 18 and all(other.num_output == 12 for other in others)

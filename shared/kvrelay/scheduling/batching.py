@@ -1,68 +1,32 @@
-"""The bookkeeping that all schedulers share: who is here, who holds blocks, what a step's result means.
+"""Planning as all schedulers share it: what a step holds, who is admitted, and who makes room.
 
 A policy is a subclass that says in `fill` what goes into a step, out of the three parts below: running decodes, running
-prompts, waiting prompts. Everything else is final here.
+prompts, waiting prompts. Everything else is final here and in `books.py`.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator
+from abc import abstractmethod
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import ClassVar, Self
 
-from kvrelay.engine.batch import Candidates, RowResult, SequenceKey, StepResult
 from kvrelay.kv.cache import Cache
 from kvrelay.kv.pool import BlockPool, Owner
 from kvrelay.kv.table import blocks_for
-from kvrelay.protocol.sampling import FinishReason
-from kvrelay.scheduling.admission import NewTokenRatio
-from kvrelay.scheduling.base import AdmissionGate, PrefillGate, SchedulerLimits, SchedulerSettings, SwapUse
-from kvrelay.scheduling.beams import BeamGroup, BeamGroups
+from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.blocks import BlockManager
-from kvrelay.scheduling.chunks import Chunks
-from kvrelay.scheduling.cost import StepCost
-from kvrelay.scheduling.gangs import Gangs
-from kvrelay.scheduling.orders import ORDERS
-from kvrelay.scheduling.plan import NeedsCommit, PlanDraft, PlannedRow, SequenceOutput, StepPlan
-from kvrelay.scheduling.prefixes import PrefixesInProgress
-from kvrelay.scheduling.queue import WaitingQueue
+from kvrelay.scheduling.books import SchedulerBooks
+from kvrelay.scheduling.plan import NeedsCommit, PlanDraft, PlannedRow, StepPlan
 from kvrelay.scheduling.sequence import Sequence, SequenceState
-from kvrelay.scheduling.swapping import Swapper
-
-DEFAULT_SETTINGS = SchedulerSettings()
 
 
-class BatchScheduler(ABC):
+class BatchScheduler(SchedulerBooks):
     """See the module's text. Implements `Scheduler`."""
 
     block_manager: ClassVar[type[BlockManager]] = BlockManager
     mixes_prompts_and_decodes: ClassVar[bool] = False
     """Whether a sequence that comes back from the host decodes in the step that admits it."""
-
-    def __init__(
-        self, limits: SchedulerLimits, blocks: BlockManager, settings: SchedulerSettings = DEFAULT_SETTINGS
-    ) -> None:
-        self.limits = limits
-        self.blocks = blocks
-        self.settings = settings
-        self.in_progress = PrefixesInProgress()
-        self.waiting = WaitingQueue(ORDERS[settings.queue_order], blocks, self.in_progress, settings.queue_patience)
-        self.running: dict[SequenceKey, Sequence] = {}
-        self.swaps = Swapper(blocks, settings)
-        self.beams = BeamGroups(blocks, self.running, limits.eos_token_ids, limits.max_model_len)
-        self.gangs = Gangs()
-        self.num_preemptions = 0
-        self.new_token_ratio = NewTokenRatio(settings.new_token_ratio)
-        self.chunks = self.make_chunks()
-        self._sequences: dict[SequenceKey, Sequence] = {}
-        self._step = 0
-        self._uncommitted: list[StepPlan] = []  # in flight, and planned behind it
-        self._zombies: set[Sequence] = set()  # ended, while a step may still write into their blocks
-        self._admitted_ahead: list[Sequence] = []  # for a plan that came to nothing: the next one reports them
-        self.gate: AdmissionGate | None = None
-        self.prefill_gate: PrefillGate | None = None
-        self._refused: tuple[SequenceKey, int, int] | None = None  # who, with how many blocks available, and headroom
 
     @classmethod
     def build(cls, limits: SchedulerLimits, pool: BlockPool, cache: Cache, settings: SchedulerSettings) -> Self:
@@ -72,128 +36,8 @@ class BatchScheduler(ABC):
     # -- the policy ---------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def make_chunks(self) -> Chunks:
-        """How prompts are cut."""
-
-    @abstractmethod
     def fill(self, draft: PlanDraft) -> None:
         """Puts into a step what belongs there."""
-
-    def calibrate(self, cost: StepCost) -> None:
-        """What steps cost here was measured; for policies that cut prompts by time."""
-        self.chunks.calibrate(cost)
-
-    # -- sequences come and go ----------------------------------------------------------------------------------------
-
-    def add(self, sequence: Sequence) -> None:
-        """Queues a sequence. Raises ValueError for one that is known already."""
-        self._enter(sequence)
-        self.waiting.add(sequence)
-
-    def adopt(self, sequence: Sequence, candidates: Candidates | None = None) -> SequenceOutput | None:
-        """Takes over a sequence whose prompt's K/V is computed and whose blocks it holds as `running`.
-
-        A beam search comes with the candidates that follow its prompt; its output is returned if they end it.
-        """
-        if (sequence.sampling.beams is None) != (candidates is None or not len(candidates.token_ids)):
-            raise ValueError(f"sequence {sequence.key}: candidates belong to a beam search, and it to them")
-        self._enter(sequence)
-        sequence.state = SequenceState.RUNNING
-        self.running[sequence.key] = sequence
-        if sequence.beams is not None and candidates is not None:
-            sequence.beams.offer(sequence, candidates)
-            output = self._advance_beams(sequence.beams)
-            return output if output is not None and output.finish is not None else None
-        self._publish(sequence)
-        self.blocks.adopt(sequence)
-        return None
-
-    def abort(self, key: SequenceKey) -> bool:
-        """Ends a sequence without output. One in a step in flight ends when that step is committed. Whether known."""
-        sequence = self._sequences.get(key)
-        if sequence is None:
-            return False
-        if sequence.num_planned or (sequence.beams is not None and sequence.beams.is_in_flight):
-            sequence.abort_requested = True
-        else:
-            self._leave(sequence)
-        return True
-
-    def get(self, key: SequenceKey) -> Sequence | None:
-        """A sequence that is waiting or running."""
-        return self._sequences.get(key)
-
-    @property
-    def num_headroom_blocks(self) -> int:
-        """Blocks that the running sequences are expected to take, beyond those they have. O(running) unless off."""
-        return self.new_token_ratio.headroom(self.running.values(), self.blocks) + self.beams.num_claimed_blocks
-
-    @property
-    def num_slots(self) -> int:
-        """Running sequences, and those that beam searches among them will become."""
-        return len(self.running) + self.beams.num_claimed_slots
-
-    @property
-    def swap_use(self) -> SwapUse:
-        """What was copied to the host and back, and what lies there."""
-        return self.swaps.use
-
-    @property
-    def has_work(self) -> bool:
-        """Whether any sequence waits or runs, or holds blocks until a step lands."""
-        return bool(self._sequences or self._zombies)
-
-    def _enter(self, sequence: Sequence) -> None:
-        if sequence.key in self._sequences:
-            raise ValueError(f"sequence {sequence.key} is known already")
-        self.beams.enter(sequence)
-        self._sequences[sequence.key] = sequence
-        if not self.settings.gang_samples:
-            sequence.gang = ""
-        self.gangs.enter(sequence)
-
-    def _leave(self, sequence: Sequence) -> None:
-        if sequence.state is SequenceState.RUNNING and sequence.beams is not None:
-            self._lose_beams(sequence.beams)  # no step behind the one that ended them was planned
-        elif sequence.state is SequenceState.RUNNING:
-            self._stop_running(sequence)
-            if sequence.num_planned:  # a step writes into its blocks: nobody else may have them before that landed
-                self._zombies.add(sequence)
-            else:
-                self.blocks.free(sequence)
-        else:
-            self.waiting.remove(sequence)
-        self.swaps.drop(sequence)
-        sequence.state = SequenceState.FINISHED
-        del self._sequences[sequence.key]
-        self.gangs.leave(sequence)
-        if not self.running:
-            self.new_token_ratio.idle()
-
-    def _lose_blocks(self, sequence: Sequence) -> None:
-        self._stop_running(sequence)
-        self.blocks.free(sequence)
-
-    def _stop_running(self, sequence: Sequence) -> None:
-        del self.running[sequence.key]
-        self.waiting.prefixes_changed(self.in_progress.give_up(sequence.key))
-
-    def _row_is_over(self, row: PlannedRow) -> bool:
-        """A row's step landed, or will not run. False: its sequence has ended before, the result is nobody's."""
-        sequence = row.sequence
-        sequence.num_planned -= row.num_tokens
-        if row.sample:
-            sequence.num_expected -= 1
-        if sequence.state is not SequenceState.FINISHED:
-            return True
-        if not sequence.num_planned:
-            self._zombies.remove(sequence)
-            self.blocks.free(sequence)
-        return False
-
-    def _lose_beams(self, group: BeamGroup) -> None:
-        self.beams.leave(group)
-        self.waiting.prefixes_changed(self.in_progress.give_up(group.leader.key))
 
     # -- the decision -------------------------------------------------------------------------------------------------
 
@@ -486,143 +330,6 @@ class BatchScheduler(ABC):
         assert leader.beams is not None
         self.beams.preempt(leader.beams, draft.drop_row)
         self.waiting.prefixes_changed(self.in_progress.give_up(leader.key))
-
-    def _requeue_swapped(self, sequence: Sequence) -> None:
-        """Its K/V did not come back from the host, and is there still."""
-        self._lose_blocks(sequence)
-        sequence.state = SequenceState.SWAPPED
-        self.waiting.resume(sequence)
-
-    # -- the result ---------------------------------------------------------------------------------------------------
-
-    def commit(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
-        """Books a step's result; returns what is to be told about it. Finished sequences have left."""
-        self._landed(plan)
-        self.blocks.copies.done(plan.copies)
-        self.chunks.measured(plan, result.forward_s)
-        self.swaps.landed(plan, result.forward_s, result.copy_s)
-        self.new_token_ratio.relax()
-        outputs = []
-        groups: dict[BeamGroup, None] = {}
-        for row, given in zip(plan.rows, result.rows, strict=True):
-            if (group := row.sequence.beams) is not None:
-                self._commit_beam(row, given)
-                groups[group] = None
-                continue
-            output = self._commit_row(row, given)
-            if output is not None:
-                outputs.append(output)
-        return outputs + [output for group in groups if (output := self._advance_beams(group)) is not None]
-
-    def _commit_beam(self, row: PlannedRow, given: RowResult) -> None:
-        sequence = row.sequence
-        assert sequence.beams is not None
-        self._row_is_over(row)  # they end with a commit only
-        sequence.num_computed += row.num_tokens
-        if given.candidates is not None:
-            sequence.beams.offer(sequence, given.candidates)
-
-    def _advance_beams(self, group: BeamGroup) -> SequenceOutput | None:
-        """A step of a beam search, once all that it needs was computed."""
-        leader = group.leader
-        if leader.abort_requested:
-            self._leave(leader)
-            return None
-        is_trunk = not group.is_forked
-        if is_trunk:
-            self._publish(leader)  # beams are not: those that nobody follows leave nothing behind
-        if not group.is_ready:
-            return None
-        step = self.beams.advance(group)
-        finish = step.results[0].finish if step.results else None
-        if finish:
-            self._leave(leader)
-        if not finish and not (is_trunk and step.first is not None):
-            return None
-        return SequenceOutput(
-            leader,
-            0,
-            finish=finish,
-            prefilled=is_trunk,
-            candidates=step.first if is_trunk else None,
-            beams=step.results,
-        )
-
-    def _landed(self, plan: StepPlan) -> None:
-        if plan.has_work:
-            if not self._uncommitted or self._uncommitted[0] is not plan:
-                raise RuntimeError(f"step {plan.step} is not the one in flight")
-            del self._uncommitted[0]
-
-    def _commit_row(self, row: PlannedRow, given: RowResult) -> SequenceOutput | None:
-        sequence = row.sequence
-        if not self._row_is_over(row):
-            return None
-        sequence.num_computed += row.num_tokens
-        if sequence.abort_requested:
-            self._leave(sequence)
-            return None
-        if sequence.num_computed >= (sequence.num_published + 1) * self.blocks.pool.block_size:
-            self._publish(sequence)
-        # Not by the row: the last token of a resumed prompt is output, and alone in its step it looks like a decode.
-        prefilled = sequence.owner is Owner.COMPUTING and sequence.num_computed == sequence.num_tokens
-        index = sequence.num_output
-        finish = None
-        if given.token_id is not None:
-            sequence.tokens.append(given.token_id)
-            finish = self._finish(sequence, given.token_id)
-        elif prefilled and not sequence.wants_token:
-            finish = FinishReason.LENGTH
-        if prefilled and not finish and not sequence.prefill_only:
-            self.blocks.change_owner(sequence, Owner.RUNNING)
-        if finish:
-            self._leave(sequence)
-        if given.token_id is None and not given.prompt_logprobs and not prefilled:
-            return None
-        return SequenceOutput(sequence, index, given.token_id, given.logprobs, given.prompt_logprobs, finish, prefilled)
-
-    def fail_step(self, plan: StepPlan, keys: Collection[SequenceKey] | None = None) -> list[Sequence]:
-        """The step could not be computed: the sequences with these keys leave (None: all of them). Returns them.
-
-        The others are where they were before the step; its copies to and from the host were made if keys are given.
-        """
-        self._landed(plan)
-        if self._uncommitted:
-            raise RuntimeError(f"step {self._uncommitted[0].step} is planned upon the one that failed")
-        self.blocks.copies.done(plan.copies)
-        failed = []
-        landed = [row for row in plan.rows if self._row_is_over(row)]
-        for sequence in dict.fromkeys(_accountable(row) for row in landed):
-            if keys is None or sequence.key in keys or sequence.abort_requested:
-                self._leave(sequence)
-                failed.append(sequence)
-        if keys is not None:
-            self.swaps.landed(plan, 0.0, 0.0)
-        else:
-            for sequence in self.swaps.failed(plan):
-                self._requeue_swapped(sequence)
-        return failed
-
-    def _publish(self, sequence: Sequence) -> None:
-        published = self.blocks.publish(sequence)
-        self.in_progress.kept(sequence.key, len(published))
-        self.waiting.prefixes_changed(published)
-
-    def _finish(self, sequence: Sequence, token_id: int) -> FinishReason | None:
-        sampling = sequence.sampling
-        if token_id in sampling.stop_token_ids:
-            return FinishReason.STOP_TOKEN
-        if not sampling.ignore_eos and token_id in self.limits.eos_token_ids:
-            return FinishReason.STOP_TOKEN
-        num_tokens = sequence.tokens.num_tokens
-        if num_tokens - sequence.num_prompt >= sampling.max_tokens or num_tokens >= self.limits.max_model_len:
-            return FinishReason.LENGTH
-        return None
-
-
-def _accountable(row: PlannedRow) -> Sequence:
-    """The sequence, or the leader of the beams that it is one of."""
-    return row.sequence if row.sequence.beams is None else row.sequence.beams.leader
 
 
 def _beam_targets(draft: PlanDraft) -> Iterator[int]:

@@ -313,7 +313,7 @@ class PoolAndCache(RuleBasedStateMachine):
     @rule()
     def execute_a_step(self) -> None:
         pinned = self.oracle.pinned()
-        copies = self.copies.plan()
+        copies = self.copies.plan(list(self.pending))
         assert {copy.target: copy.source for copy in copies} == self.pending
         for source in self.pending.values():
             assert self.pool.num_holds(source, Owner.RUNNING) > 0, "its source could be given to somebody else"

@@ -306,7 +306,7 @@ def test_a_preempted_gang_computes_what_its_beams_share_once() -> None:
 
 
 def test_a_copy_waits_for_the_step_that_writes_into_its_target() -> None:
-    """A plan ahead that came to nothing left it behind. In another step nothing would keep its blocks in their hands."""
+    """A plan ahead that came to nothing left it behind. In another step nothing would keep its blocks for it."""
     world = World(num_blocks=4, scheduler="vllm")
     scheduler = world.scheduler
     beams = world.add([1, 2, 1, 2, 1], Sampling(max_tokens=4, ignore_eos=True, beams=BeamSpec(width=3, num_returned=1)))

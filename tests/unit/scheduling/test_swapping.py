@@ -344,3 +344,19 @@ def test_steps_are_planned_ahead_while_nobody_can_come_back_from_the_host(gang: 
             bench.step()
     assert not bench.scheduler.has_work
     assert first.num_output == 18 and all(other.num_output == 12 for other in others)
+
+
+def test_who_left_before_a_plan_could_tell_of_its_admission_is_not_told_of() -> None:
+    """A service looks up whom a plan admitted; a request that was cancelled in between is not there any more."""
+    bench = OverlappedBench()
+    scheduler = bench.scheduler
+    bench.add([1] * 4, 4)
+    plan = scheduler.schedule()
+    late = bench.add([2] * 4, 4)
+    admit_only = patch.object(scheduler, "fill", lambda draft: scheduler.admit_prompts(draft, beyond_budget=True))
+    with admit_only, patch.object(scheduler.chunks, "size", lambda *_: 0):
+        assert scheduler.schedule_ahead() is None
+    assert late.state is SequenceState.RUNNING
+    scheduler.abort(late.key)
+    scheduler.commit(plan, bench.forward(plan))
+    assert late not in scheduler.schedule().admitted

@@ -160,6 +160,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
     flags = ["--dtype", "float32", "--threads", "1", "--prefill", "2", "--decode", "2", "--num-blocks", "800"]
     flags += ["--token-budget", "128", "--max-running", "64", f"--peer-timeout-s={PEER_TIMEOUT_S}"]
     flags += [f"--request-timeout-s={REQUEST_TIMEOUT_S}"]
+    flags += ["--routing-policy", "least_loaded"]  # every worker is to have work, whoever holds the prompts already
     with Stack(DEMO_MODEL, tmp_path_factory.mktemp("stack"), *flags) as stack:
 
         async def undisturbed() -> list[Job]:

@@ -32,7 +32,7 @@ def bodies(model: str) -> list[dict[str, Any]]:
     return [
         {
             "model": model,
-            "prompt": rng.choices(range(4, 2048), k=rng.choice([5, 40, 150])),
+            "prompt": rng.choices(range(4, 2048), k=rng.choice([5, 40, 1200])),
             "use_beam_search": True,
             "n": 1 + number % 4,
             "best_of": 4,

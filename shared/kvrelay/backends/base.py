@@ -94,6 +94,12 @@ class AttentionParams:
     sinks: torch.Tensor | None = None  # [num_heads], one more logit per head that takes weight and gives no value
 
 
+def last_contiguous(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor in this dtype with elements of its last dimension side by side; itself, where that is so."""
+    tensor = tensor.to(dtype)
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
 class StepAttention(Protocol):
     """One step's plan over one pool."""
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrelay.backends.base import AttentionParams, PackedRows, StepAttention
+from kvrelay.backends.base import AttentionParams, PackedRows, StepAttention, last_contiguous
 from kvrelay.backends.cpu_build import KernelBuildError, load_kernel
 
 _SPLIT_KEYS = 512  # keys of one piece of a decoding row; fixed, so that results depend on the row alone
@@ -127,7 +127,7 @@ class CpuStep:
         call = self._call
         if not self._keep:
             self._prepare(query.shape[1])
-        query, key, value = (_last_contiguous(tensor, self._pool.dtype) for tensor in (query, key, value))
+        query, key, value = (last_contiguous(tensor, self._pool.dtype) for tensor in (query, key, value))
         element_bytes = self._pool.element_size()
         keys = self._pool.data_ptr() + layer * self._pool.stride(1) * element_bytes
         self._write(keys, key)
@@ -248,8 +248,3 @@ def _count_up(counts: NDArray[Any]) -> NDArray[np.int64]:
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
     return np.arange(total, dtype=np.int64) - np.repeat(ends - counts, counts).astype(np.int64)
-
-
-def _last_contiguous(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    tensor = tensor.to(dtype)
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

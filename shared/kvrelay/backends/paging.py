@@ -1,0 +1,47 @@
+"""A step's block tables as compressed rows, the form that paged GPU kernels take. Plain arrays, no device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvrelay.backends.base import Int32Array, PackedRows
+
+
+@dataclass(frozen=True, slots=True)
+class PagedRows:
+    """Some neighbouring rows of a step. Row r's pages are `page_ids[page_starts[r] : page_starts[r + 1]]`."""
+
+    query_starts: Int32Array  # [rows + 1], from 0
+    page_starts: Int32Array  # [rows + 1], from 0
+    page_ids: Int32Array  # [page_starts[-1]]
+    last_page_lens: Int32Array  # [rows], tokens in each row's last page, this step's included; 1 to the page's size
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows there are."""
+        return len(self.last_page_lens)
+
+
+def page_rows(rows: PackedRows, first: int, last: int, block_size: int) -> PagedRows:
+    """The rows from `first` up to `last`, with pages up to the last token that this step writes."""
+    num_keys = (rows.positions + rows.query_lens)[first:last]
+    num_pages = -(-num_keys // block_size)
+    tables = rows.block_tables[first:last]
+    used = np.arange(tables.shape[1], dtype=np.int32) < num_pages[:, None]
+    page_starts = np.zeros(last - first + 1, np.int32)
+    np.cumsum(num_pages, out=page_starts[1:])
+    query_starts = rows.query_starts[first : last + 1]
+    return PagedRows(
+        query_starts=query_starts - query_starts[0],
+        page_starts=page_starts,
+        page_ids=tables[used],
+        last_page_lens=(num_keys - (num_pages - 1) * block_size).astype(np.int32),
+    )
+
+
+def num_chunk_rows(rows: PackedRows) -> int:
+    """How many leading rows end with the last one of several tokens; the rows behind decode one token each."""
+    chunks = np.flatnonzero(rows.query_lens > 1)
+    return int(chunks[-1]) + 1 if len(chunks) else 0

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvrelay.engine.batch import BeamRow, Candidates, SequenceKey
+from kvrelay.engine.device import to_host
 from kvrelay.engine.sampler import Sampler, Seen, check_finite
 
 
@@ -32,7 +33,7 @@ def best_candidates(
         BadLogits: rows whose logits are not finite.
         KeyError: an unknown key.
     """
-    check_finite(keys, logits.amax(dim=-1))
+    check_finite(keys, *to_host(logits.amax(dim=-1)))
     scores = torch.log_softmax(logits.float(), dim=-1)
     sampler.adjust(keys, positions, scores, _seen(beams, sampler.penalises(keys)))
     most = min(max(beam.num_candidates for beam in beams), scores.shape[-1])

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvrelay.engine.device import to_device
 from kvrelay.protocol.sampling import TokenLogprobs
 
 
@@ -17,7 +18,7 @@ def token_logprobs(
     `logits` is `[rows, vocab]` of any float type, `token_ids` and `num_top` are `[rows]`..
     """
     logprobs = torch.log_softmax(logits.float(), dim=-1)
-    chosen = logprobs.gather(1, torch.from_numpy(token_ids).to(logits.device)[:, None])[:, 0].tolist()
+    chosen = logprobs.gather(1, to_device(token_ids, logits.device)[:, None])[:, 0].tolist()
     most = min(int(num_top.max(initial=0)), logits.shape[-1])
     top = torch.topk(logprobs, most, dim=-1)
     ids, values = top.indices.tolist(), top.values.tolist()

@@ -25,6 +25,7 @@ from kvrelay.engine.batch import (
     WorkerRow,
 )
 from kvrelay.engine.beams import best_candidates
+from kvrelay.engine.device import to_device, wait_for
 from kvrelay.engine.fingerprint import find_model_dir, fingerprint
 from kvrelay.engine.host_buffer import HostBuffer
 from kvrelay.engine.logprobs import token_logprobs
@@ -135,10 +136,10 @@ class TransformersRunner:
         if unknown:
             raise KeyError(f"sequences never added, or dropped before the step: {unknown}")
         packed = pack_rows(batch.rows)
-        token_ids = torch.from_numpy(self._token_ids(batch.rows, packed))
-        positions = torch.from_numpy(packed.token_positions.astype(np.int64))
+        token_ids = to_device(self._token_ids(batch.rows, packed), self._device)
+        positions = to_device(packed.token_positions.astype(np.int64), self._device)
         step = self._backend.plan(self._pool, packed)
-        hidden = self._model.hidden_states(token_ids.to(self._device), positions.to(self._device), step)
+        hidden = self._model.hidden_states(token_ids, positions, step)
         prompt_logprobs = self._score_prompts(batch.rows, packed, hidden)
         sampled = self._sample(batch.rows, packed, hidden)
         candidates = self._find_candidates(batch.rows, packed, hidden)
@@ -146,6 +147,8 @@ class TransformersRunner:
         for index in range(len(batch.rows)):
             token_id, logprobs = sampled.get(index, (None, None))
             results.append(RowResult(token_id, logprobs, prompt_logprobs.get(index, []), candidates.get(index)))
+        if not sampled:
+            wait_for(self._device)  # whoever pushes this step's blocks now must find them written
         return StepResult(batch.step, results, time.perf_counter() - started, copy_s)
 
     def _token_ids(self, rows: Sequence[WorkerRow], packed: PackedRows) -> NDArray[np.int64]:
@@ -171,7 +174,7 @@ class TransformersRunner:
             if not known:
                 return {}
             if len(known) < len(wanted):
-                logits = logits[torch.tensor(known, device=self._device)]
+                logits = logits[to_device(np.array(known, np.int64), self._device)]
                 wanted = [wanted[at] for at in known]
             drawn = (packed.positions + packed.query_lens)[wanted].astype(np.int64)
             token_ids, logprobs = self._sampler.sample([rows[index].key for index in wanted], drawn, logits)
@@ -191,21 +194,21 @@ class TransformersRunner:
                 return {}
             indices, keys, beams = zip(*(wanted[at] for at in known), strict=True)
             if len(known) < len(wanted):
-                logits = logits[torch.tensor(known, device=self._device)]
+                logits = logits[to_device(np.array(known, np.int64), self._device)]
             positions = (packed.positions + packed.query_lens)[list(indices)].astype(np.int64)
             found = best_candidates(self._sampler, keys, beams, positions, logits)
         return dict(zip(indices, found, strict=True))
 
     def _last_logits(self, rows: list[int], packed: PackedRows, hidden: torch.Tensor) -> torch.Tensor:
         """The logits after the last token of these rows, `[rows, vocab]`."""
-        last = torch.from_numpy(packed.query_starts[1:][rows].astype(np.int64) - 1).to(self._device)
+        last = to_device(packed.query_starts[1:][rows].astype(np.int64) - 1, self._device)
         return self._model.logits(hidden[last])
 
     def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """All copies at once; every source is read before any target is written."""
         if copies:
-            sources = torch.tensor([copy.source for copy in copies], device=self._device)
-            targets = torch.tensor([copy.target for copy in copies], device=self._device)
+            sources = to_device(np.array([copy.source for copy in copies], np.int64), self._device)
+            targets = to_device(np.array([copy.target for copy in copies], np.int64), self._device)
             self._pool.index_copy_(0, targets, self._pool.index_select(0, sources))
 
     def _score_prompts(

@@ -13,10 +13,11 @@ import torch
 from numpy.typing import NDArray
 
 from kvrelay.engine.batch import RowsFailed, SequenceKey
+from kvrelay.engine.device import to_device, to_host
 from kvrelay.engine.logprobs import token_logprobs
 from kvrelay.engine.randoms import uniforms
 from kvrelay.engine.sampler_state import SamplerState
-from kvrelay.engine.truncation import Limits, draw, draw_limited
+from kvrelay.engine.truncation import Limits, draw, draw_from_few, draw_limited
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 
 Parameters = np.ndarray[tuple[int], np.dtype[np.void]]
@@ -109,8 +110,9 @@ class Sampler:
     def _most_likely(self, keys: Sequence[SequenceKey], logits: torch.Tensor) -> NDArray[np.int64]:
         logits = logits.float()  # torch is several times slower to find the best of 16-bit numbers
         best = logits.argmax(dim=-1)
-        check_finite(keys, logits.gather(1, best[:, None])[:, 0])  # argmax finds a NaN before any number
-        return _to_numpy(best)
+        token_ids, peaks = to_host(best, logits.gather(1, best[:, None])[:, 0])
+        check_finite(keys, peaks)  # argmax finds a NaN before any number
+        return token_ids.astype(np.int64)
 
     def _draw(
         self,
@@ -120,37 +122,62 @@ class Sampler:
         positions: NDArray[np.int64],
         logits: torch.Tensor,
     ) -> NDArray[np.int64]:
-        check_finite(keys, logits.amax(dim=-1))
         work = logits.to(torch.float32, copy=True)
+        peaks = work.amax(dim=-1)
         self._penalise(work, parameters)
         self._add_biases(work, slots)
         self._forbid_ends(work, slots, parameters, positions)
         random = parameters["temperature"] > 0
-        token_ids = np.empty(len(keys), np.int64)
+        drawn = torch.empty(len(keys), dtype=torch.int64, device=self._device)
+        settled = torch.ones(len(keys), dtype=torch.bool, device=self._device)
         if not random.all():
-            token_ids[~random] = _to_numpy(_some_rows(work, ~random).argmax(dim=-1))
+            _put(drawn, ~random, _some_rows(work, ~random).argmax(dim=-1))
+        weights = self._weights(_some_rows(work, random), parameters[random])
         if random.any():
-            token_ids[random] = self._draw_random(_some_rows(work, random), parameters[random], positions[random])
-        return token_ids
+            numbers = uniforms(
+                parameters["seed"][random],
+                parameters["sequence_index"][random],
+                positions[random].astype(np.uint64),
+            )
+            ids, is_settled = self._draw_random(weights, parameters[random], numbers)
+            _put(drawn, random, ids)
+            _put(settled, random, is_settled)
+        # What was drawn from logits that are not finite is never used: only now does the host wait for the device.
+        token_ids, heights, fine = to_host(drawn, peaks, settled)
+        check_finite(keys, heights)
+        result = token_ids.astype(np.int64)
+        left = fine[random] == 0
+        if left.any():
+            limits = self._limits(parameters[random][left])
+            again = draw_limited(_some_rows(weights, left), limits, to_device(numbers[left], self._device))
+            result[np.flatnonzero(random)[left]] = to_host(again)[0]
+        return result
+
+    def _weights(self, logits: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+        """Relative to the most likely token's 1, at each row's temperature; `logits` is spoilt."""
+        # The peak is subtracted first, so that a small temperature cannot overflow.
+        logits.sub_(logits.amax(dim=-1, keepdim=True)).div_(self._column(parameters, "temperature")[:, None])
+        return logits.exp_()
 
     def _draw_random(
-        self, logits: torch.Tensor, parameters: Parameters, positions: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
-        """Draws at temperature; `logits` is spoilt."""
-        # The peak is subtracted first, so that a small temperature cannot overflow.
-        weights = logits.sub_(logits.amax(dim=-1, keepdim=True)).div_(self._column(parameters, "temperature")[:, None])
-        weights.exp_()
-        numbers = uniforms(parameters["seed"], parameters["sequence_index"], positions.astype(np.uint64))
+        self, weights: torch.Tensor, parameters: Parameters, numbers: NDArray[np.float64]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A draw for each row, and whether it is settled: else more tokens must be looked at than were."""
         limited = (parameters["min_p"] > 0) | (parameters["top_k"] > 0) | (parameters["top_p"] < 1)
-        token_ids = np.empty(len(numbers), np.int64)
+        ids = torch.empty(len(numbers), dtype=torch.int64, device=self._device)
+        settled = torch.ones(len(numbers), dtype=torch.bool, device=self._device)
         if not limited.all():
-            rest = torch.from_numpy(numbers[~limited]).to(self._device)
-            token_ids[~limited] = _to_numpy(draw(_some_rows(weights, ~limited), rest))
+            rest = to_device(numbers[~limited], self._device)
+            _put(ids, ~limited, draw(_some_rows(weights, ~limited), rest))
         if limited.any():
-            limits = Limits(*(self._column(parameters[limited], name) for name in ("min_p", "top_k", "top_p")))
-            rest = torch.from_numpy(numbers[limited]).to(self._device)
-            token_ids[limited] = _to_numpy(draw_limited(_some_rows(weights, limited), limits, rest))
-        return token_ids
+            limits, rest = self._limits(parameters[limited]), to_device(numbers[limited], self._device)
+            some, is_settled = draw_from_few(_some_rows(weights, limited), limits, rest)
+            _put(ids, limited, some)
+            _put(settled, limited, is_settled)
+        return ids, settled
+
+    def _limits(self, parameters: Parameters) -> Limits:
+        return Limits(*(self._column(parameters, name) for name in ("min_p", "top_k", "top_p")))
 
     def _penalise(self, logits: torch.Tensor, parameters: Parameters) -> None:
         some = np.flatnonzero(parameters["counts"] >= 0)
@@ -161,42 +188,47 @@ class Sampler:
     def _penalise_seen(self, logits: torch.Tensor, parameters: Parameters, seen: Seen) -> None:
         """Repetition scales seen tokens of prompt and output; presence and frequency subtract for output tokens."""
         which, token_ids, in_output = seen
-        where = (torch.from_numpy(which).to(self._device), torch.from_numpy(token_ids).to(self._device))
-        repetition = torch.from_numpy(parameters["repetition"][which]).to(self._device)
+        where = (to_device(which, self._device), to_device(token_ids, self._device))
+        repetition = to_device(parameters["repetition"][which], self._device)
         minus = parameters["frequency"][which] * in_output + parameters["presence"][which] * (in_output > 0)
         values = logits[where]
         values = torch.where(values > 0, values / repetition, values * repetition)
-        logits[where] = values - torch.from_numpy(minus.astype(np.float32)).to(self._device)
+        logits[where] = values - to_device(minus.astype(np.float32), self._device)
 
     def _add_biases(self, logits: torch.Tensor, slots: NDArray[np.int64]) -> None:
         biases = self._state.biases(slots)
         if biases:
             ids = np.concatenate([bias.token_ids for _, bias in biases])
             rows = np.repeat([row for row, _ in biases], [len(bias.token_ids) for _, bias in biases])
-            values = torch.from_numpy(np.concatenate([bias.values for _, bias in biases])).to(self._device)
-            logits[torch.from_numpy(rows).to(self._device), torch.from_numpy(ids).to(self._device)] += values
+            values = to_device(np.concatenate([bias.values for _, bias in biases]), self._device)
+            logits[to_device(rows, self._device), to_device(ids, self._device)] += values
 
     def _forbid_ends(
         self, logits: torch.Tensor, slots: NDArray[np.int64], parameters: Parameters, positions: NDArray[np.int64]
     ) -> None:
         """Before min_tokens, neither end-of-sequence nor stop tokens."""
         for row in np.flatnonzero(parameters["adjusted"] & (positions < parameters["min_length"])):
-            logits[int(row), torch.from_numpy(self._state.end_ids(int(slots[row]))).to(self._device)] = float("-inf")
+            logits[int(row), to_device(self._state.end_ids(int(slots[row])), self._device)] = float("-inf")
 
     def _column(self, parameters: Parameters, name: str) -> torch.Tensor:
-        return torch.from_numpy(parameters[name].copy()).to(self._device)
+        return to_device(parameters[name].copy(), self._device)
 
 
 def _some_rows(tensor: torch.Tensor, chosen: NDArray[np.bool_]) -> torch.Tensor:
     """The chosen rows; without a copy where all are."""
     if chosen.all():
         return tensor
-    return tensor[torch.from_numpy(np.flatnonzero(chosen)).to(tensor.device)]
+    return tensor[to_device(np.flatnonzero(chosen), tensor.device)]
 
 
-def check_finite(keys: Sequence[SequenceKey], peaks: torch.Tensor) -> None:
+def _put(target: torch.Tensor, chosen: NDArray[np.bool_], values: torch.Tensor) -> None:
+    """`target[chosen] = values`, without asking the device how many there are."""
+    target.index_copy_(0, to_device(np.flatnonzero(chosen), target.device), values)
+
+
+def check_finite(keys: Sequence[SequenceKey], peaks: NDArray[np.float64]) -> None:
     """Raises BadLogits for rows whose greatest logit, `[rows]`, is not finite."""
-    finite = torch.isfinite(peaks)
+    finite = np.isfinite(peaks)
     if not finite.all():
         raise BadLogits([key for key, fine in zip(keys, finite.tolist(), strict=True) if not fine])
 
@@ -207,12 +239,7 @@ def _logprobs(
     results: list[TokenLogprobs | None] = [None] * len(token_ids)
     asked = np.flatnonzero(num_top >= 0)
     if len(asked):
-        rows = torch.from_numpy(asked).to(logits.device)
+        rows = to_device(asked, logits.device)
         for row, entry in zip(asked, token_logprobs(logits[rows], token_ids[asked], num_top[asked]), strict=True):
             results[row] = entry
     return results
-
-
-def _to_numpy(tensor: torch.Tensor) -> NDArray[np.int64]:
-    array: NDArray[np.int64] = tensor.cpu().numpy()
-    return array

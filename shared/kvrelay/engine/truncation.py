@@ -42,6 +42,11 @@ def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     return segment * _SEGMENT + _first_above(inside, target - before)
 
 
+def draw_from_few(weights: torch.Tensor, limits: Limits, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `draw_limited`, but looks at few tokens only: ids `[rows]`, and whether each is what `draw_limited` gives."""
+    return _draw_from_best(weights, min(_BEST[0], weights.shape[1]), limits, uniforms)
+
+
 def draw_limited(weights: torch.Tensor, limits: Limits, uniforms: torch.Tensor) -> torch.Tensor:
     """The same from what the limits keep. In order: min_p and top_k, then top_p of what these two leave."""
     vocab_size = weights.shape[1]

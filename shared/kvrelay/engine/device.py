@@ -1,0 +1,34 @@
+"""Small arrays to the device and back, with as little waiting as can be.
+
+A step's numbers go to the device without a wait, and what it drew comes back in one copy: each wait would leave an
+accelerator idle until the host has found its next kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+
+def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """The array's elements on the device; on a CPU, shared with the array.
+
+    From pageable memory CUDA stages an asynchronous copy before it returns, so the array may go at once.
+    """
+    return torch.from_numpy(array).to(device, non_blocking=True)
+
+
+def to_host(*columns: torch.Tensor) -> tuple[NDArray[np.float64], ...]:
+    """Columns of equal length `[rows]` in one copy, as float64: exact for what a token id or a float32 can be."""
+    if len(columns) == 1:
+        return (columns[0].double().cpu().numpy(),)
+    return tuple(torch.stack([column.double() for column in columns]).cpu().numpy())
+
+
+def wait_for(device: torch.device) -> None:
+    """Returns once the device has done all that this thread asked of it."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

@@ -1,7 +1,8 @@
 """What a router process costs: CPU time a request and a token event, rates at saturation, latency added at half load.
 
 One router as users run it, workers with nothing behind them (router_peer.py) and the load (router_load.py) are four
-processes with Redis. Prompts are texts of 2,000 characters, tokenized by the router; every token is an event of its own.
+processes with Redis. Prompts are texts of 2,000 characters, tokenized by the router; a token is an event, unless the
+router is behind and joins several.
 
 - A request, an event: the router's own CPU time (all threads, from /proc) over runs of the same number of requests with
   few and with many tokens; the difference in events gives an event, the rest a request. Runs take turns.
@@ -152,17 +153,16 @@ def measure(arguments: argparse.Namespace) -> list[str]:
     for kind, each in costs.items():
         requests, events = [cost.request_us for cost in each], [cost.event_us for cost in each]
         rows.append(f"| {kind} | {spread(requests)} | {spread(events, 1)} |")
-    rates = [run.seen["requests"] / run.seen["seconds"] for run in full]
-    events = [run.seen["events"] / run.seen["seconds"] for run in full]
-    rows += ["", "| at | requests/s | tokens/s | router's cores | first event p50 ms | p99 ms |", "|---|---|---|---|---|---|"]
+    rows += ["", "| at | requests/s | tokens/s | events/s | router's cores | first event p50 ms | p99 ms |"]
+    rows += ["|---|---|---|---|---|---|---|"]
     for name, runs in (("saturation", full), ("half of it", half)):
         columns = [spread([run.seen["requests"] / run.seen["seconds"] for run in runs])]
+        columns += [spread([run.seen["tokens"] / run.seen["seconds"] for run in runs])]
         columns += [spread([run.seen["events"] / run.seen["seconds"] for run in runs])]
         columns += [spread([run.cores for run in runs], 2)]
         columns += [spread([run.seen["first_p50_ms"] for run in runs], 2)]
         columns += [spread([run.seen["first_p99_ms"] for run in runs], 1)]
         rows.append(f"| {name} | {' | '.join(columns)} |")
-    del rates, events
     return rows
 
 
@@ -183,7 +183,7 @@ def main() -> None:
     rows = measure(arguments)
     print("\n".join(rows))
     if arguments.write is not None:
-        machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+        machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
         arguments.write.write_text(f"# What a router process costs\n\n{machine}.\n\n" + "\n".join(rows) + "\n")
 
 

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 
 from kvrelay.process import event_loop_factory
 
-WORDS = "otter river bank fish swim stone water night light tree leaf wind rain snow path field house door".split()
+WORDS = ["otter", "river", "bank", "fish", "swim", "stone", "water", "night", "light", "tree", "leaf", "wind", "rain"]
+WORDS += ["snow", "path", "field", "house", "door"]
 NUM_BODIES = 256
 NUM_GROUPS = 16
 END = b"\r\n0\r\n\r\n"
@@ -146,6 +147,7 @@ async def run(arguments: argparse.Namespace) -> None:
     seconds = time.perf_counter() - started
     result = {
         "requests": len(outcome.total_s),
+        "tokens": len(outcome.total_s) * arguments.tokens,
         "events": outcome.num_events,
         "seconds": seconds,
         "failures": len(outcome.failures),

@@ -19,7 +19,6 @@ from kvrelay.fleet.limits import SharedLimits
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.process import StartFailed, event_loop_factory
 from kvrelay.protocol.link import LinkEvent, LinkSettings
-from kvrelay.telemetry.event_log import EventLog
 from kvrelay_router.api.app import create_app
 from kvrelay_router.api.server import HttpServer, serve
 from kvrelay_router.api.settings import ApiSettings
@@ -43,12 +42,9 @@ class RouterServer:
         self.config = config
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
-        self._text: TextService | None = None
-        self._events: EventLog | None = None
-        self._registry: Registry | None = None
         self._dispatcher: RouterDispatcher | None = None
         self._http: HttpServer | None = None
-        self._limits: SharedLimits | None = None
+        self._closing = contextlib.AsyncExitStack()
 
     async def serve(self) -> None:
         """Runs until SIGTERM or SIGINT, then drains. A second signal ends the drain at once."""
@@ -68,24 +64,32 @@ class RouterServer:
         """Loads the tokenizer, joins the fleet's conversation, opens the HTTP endpoint."""
         config = self.config
         started = time.monotonic()
-        self._text = await asyncio.to_thread(TextService.load, config.model)
+        text = await asyncio.to_thread(TextService.load, config.model)
+        self._closing.callback(text.close)
         log.info("tokenizer of %s loaded in %.1f s", config.model, time.monotonic() - started)
-        self._events = config.open_event_log(config.router_id)
-        self._registry = registry = Registry(config.redis_url, config.redis_prefix)
+        events = config.open_event_log(config.router_id)
+        if events is not None:
+            self._closing.callback(events.close)
+        registry = Registry(config.redis_url, config.redis_prefix)
+        self._closing.push_async_callback(registry.close)
         api = ApiSettings.from_config(config)
         self._dispatcher = RouterDispatcher(
             self._open_messenger,
             lambda: registry.list_workers(config.served_model_name),
             _dispatch_settings(config, api),
-            self._events,
+            events,
             _prefix_index(config),
         )
+        self._closing.push_async_callback(self._dispatcher.close)
         self._dispatcher.start()
-        self._limits = SharedLimits(config.redis_url, config.redis_prefix, config.served_model_name)
-        app = create_app(api, self._dispatcher, self._text, self._limits)
+        limits = SharedLimits(config.redis_url, config.redis_prefix, config.served_model_name)
+        self._closing.push_async_callback(limits.close)
+        app = create_app(api, self._dispatcher, text, limits)
         self._http = await serve(
             app, config.host, config.port, graceful_timeout_s=config.drain_timeout_s + HTTP_GRACE_S
         )
+        self._closing.push_async_callback(self._http.stop)
+        self._closing.push_async_callback(self._dispatcher.close)  # first of all: it ends the answers, or HTTP waits
         log.info("serving %s at http://%s:%d", config.served_model_name, config.reachable_host, self._http.port)
 
     async def main_loop(self) -> None:
@@ -102,19 +106,8 @@ class RouterServer:
         await self._drain(self._http, self._dispatcher)
 
     async def shutdown(self) -> None:
-        """Closes everything, in the order of its use. Safe after a failed start."""
-        if self._dispatcher is not None:
-            await self._dispatcher.close()
-        if self._http is not None:
-            await self._http.stop()
-        if self._limits is not None:
-            await self._limits.close()
-        if self._registry is not None:
-            await self._registry.close()
-        if self._text is not None:
-            self._text.close()
-        if self._events is not None:
-            self._events.close()
+        """Closes what was opened, the latest first. What one of them raises keeps none of the others open."""
+        await self._closing.aclose()
 
     async def _drain(self, http: HttpServer, dispatcher: RouterDispatcher) -> None:
         log.info("draining: %d requests are running", dispatcher.num_running)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -20,6 +20,9 @@ from pydantic import (
 
 from kvrelay.config.common import CommonConfig
 
+LEAST_PER_MINUTE = 0.001
+"""One in 17 hours. Redis keeps the time of the next request, which would not fit its numbers for ever rarer ones."""
+
 
 class OwnKeyLimits(BaseModel):
     """One [[key]] table of key_limits_file. What is left out is as for all keys."""
@@ -27,7 +30,7 @@ class OwnKeyLimits(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     key: SecretStr
-    requests_per_minute: float | None = Field(default=None, gt=0, le=1e6)
+    requests_per_minute: float | None = Field(default=None, ge=LEAST_PER_MINUTE, le=1e6)
     burst: int = Field(default=10, ge=1, le=1 << 20)
     concurrency: int | None = Field(default=None, ge=1, le=1 << 20)
     least_priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
@@ -68,7 +71,10 @@ class RouterConfig(CommonConfig):
         default=1024, ge=1, le=1 << 20, description="requests in progress beyond which new ones get 429"
     )
     key_requests_per_minute: float | None = Field(
-        default=None, gt=0, le=1e6, description="requests a minute that one API key may send, over all routers"
+        default=None,
+        ge=LEAST_PER_MINUTE,
+        le=1e6,
+        description="requests a minute that one API key may send, over all routers",
     )
     key_burst: int = Field(
         default=10, ge=1, le=1 << 20, description="requests that a key may send at once after a pause"
@@ -125,6 +131,17 @@ class RouterConfig(CommonConfig):
             _read_key_limits(path)
         return path
 
+    @model_validator(mode="after")
+    def _limits_are_of_known_keys(self) -> Self:
+        known = {key.get_secret_value() for key in self.api_keys}
+        for number, key in enumerate(self.own_key_limits(), 1):
+            if key not in known:
+                raise ValueError(
+                    f"key_limits_file: {self.key_limits_file}: [[key]] number {number} names a key that is not among "
+                    f"api_keys and api_keys_file"
+                )
+        return self
+
     def own_key_limits(self) -> dict[str, OwnKeyLimits]:
         """The entries of `key_limits_file`, by key."""
         return _read_key_limits(self.key_limits_file) if self.key_limits_file is not None else {}
@@ -165,5 +182,7 @@ def _read_key_limits(path: Path) -> dict[str, OwnKeyLimits]:
             detail = error.errors(include_url=False, include_input=False)[0]
             name = ".".join(str(part) for part in detail["loc"])
             raise ValueError(f"{path}: [[key]] number {number}: {name}: {detail['msg']}") from None
+        if own.key.get_secret_value() in limits:
+            raise ValueError(f"{path}: [[key]] number {number} has the key of an earlier one")
         limits[own.key.get_secret_value()] = own
     return limits

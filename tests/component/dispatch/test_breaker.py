@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+
 import pytest
 
 from kvrelay.protocol.messages import Failed
+from kvrelay_router.dispatch.dispatcher import PROVEN_TOKENS
 from kvrelay_router.dispatch.interface import RequestFailed
 from tests.component.dispatch.rig import Rig, pair, read, two_pairs
 
@@ -44,3 +48,45 @@ async def test_requests_that_nobody_can_serve_open_nothing(rig: Rig) -> None:
             await read(rig.submit())
     assert await breaker_of(rig, "p0") == "closed"
     await rig.nothing_is_left()
+
+
+async def test_a_long_stream_closes_the_breaker_before_its_end(rig: Rig) -> None:
+    prefill, decode = pair()
+    await rig.start(prefill, decode)
+    decode.failure = prefill.failure = Failed(cause="a step failed", retriable=True)
+    with pytest.raises(RequestFailed):
+        await read(rig.submit())
+    decode.failure = prefill.failure = None
+    key = decode.worker_id, decode.messenger.me.incarnation
+    breakers = rig.dispatcher._placement.breakers
+    for _ in range(5):
+        breakers.failed(key, time.monotonic())
+    assert await breaker_of(rig, "d0") != "closed"
+    early, late = decode.hold(f"token {PROVEN_TOKENS - 1}"), decode.hold(f"token {PROVEN_TOKENS + 4}")
+    handle = rig.submit(max_tokens=PROVEN_TOKENS + 10)
+    await early.reached.wait()
+    assert await breaker_of(rig, "d0") != "closed"
+    early.open.set()
+    await late.reached.wait()
+    while await breaker_of(rig, "d0") != "closed":
+        await asyncio.sleep(0.01)
+    late.open.set()
+    assert len((await read(handle))[0]) == PROVEN_TOKENS + 10
+
+
+async def test_streams_that_began_before_do_not_speak_for_a_worker_that_fails_all_new_ones(rig: Rig) -> None:
+    prefill, decode = pair()
+    await rig.start(prefill, decode)
+    gate = decode.hold("token 40")
+    handle = rig.submit(max_tokens=100)
+    await rig.until(lambda: rig.record(handle)["sequences"][0]["num_output_tokens"] == 40)
+    key = decode.worker_id, decode.messenger.me.incarnation
+    for _ in range(5):
+        rig.dispatcher._placement.breakers.failed(key, time.monotonic())
+    second = decode.hold("token 90")
+    gate.open.set()
+    await second.reached.wait()
+    await rig.until(lambda: rig.record(handle)["sequences"][0]["num_output_tokens"] == 90)
+    assert await breaker_of(rig, "d0") != "closed"
+    second.open.set()
+    assert len((await read(handle))[0]) == 100

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvrelay.config.router import LEAST_PER_MINUTE
 from kvrelay.fleet import Registry, RegistryUnavailable
 from kvrelay.fleet.connect import REDIS_FAILED
 from kvrelay.fleet.embedded import EmbeddedRedis
@@ -202,3 +203,12 @@ async def test_a_cluster_that_is_away_refuses_nobody() -> None:
     with pytest.raises(RegistryUnavailable):
         await registry.list_workers("m")
     await registry.close()
+
+
+async def test_the_rarest_requests_that_can_be_configured_fit_redis_numbers(make: Make) -> None:
+    limits = KeyLimits(requests_per_minute=LEAST_PER_MINUTE, burst=1 << 20)
+    one, other = make(), make()
+    assert await one.enter("k", limits, "1", LEASE_S) is None
+    single = KeyLimits(requests_per_minute=LEAST_PER_MINUTE)
+    refused = await other.enter("k", single, "2", LEASE_S)
+    assert refused is not None and refused.limit == "rate" and refused.retry_after_s > 50_000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 from collections.abc import AsyncIterator
 
@@ -11,9 +12,10 @@ import pytest
 from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.fleet.limits import KeyLimits, SharedLimits
 from kvrelay_router.api.limits import KeyRules
-from kvrelay_router.dispatch.interface import GenerateRequest, TooLate
+from kvrelay_router.dispatch.interface import GenerateRequest, PreparedPrompt, TooLate
 from kvrelay_router.text.service import TextService
 from tests.component.router.rig import Router, eventually, running_router
+from tests.fakes.scripted_dispatcher import ScriptedHandle
 
 LIMITED, FREE = "sk-limited", "sk-free"
 RULES = {LIMITED: KeyRules(KeyLimits(requests_per_minute=1, burst=3, concurrency=1), least_priority=0)}
@@ -97,3 +99,26 @@ async def test_the_route_is_told_when_it_is_asked_for(guarded: Router) -> None:
     asked = await guarded.http.post("/v1/completions", json=body, headers=key(FREE, **{"x-kvrelay-route": "1"}))
     assert "x-kvrelay-route" not in plain.headers
     assert asked.headers["x-kvrelay-route"] == "{}"
+
+
+async def test_the_routes_of_many_prompts_fit_a_header(guarded: Router) -> None:
+    body = {"model": "test-model", "prompt": [f"otter {number}" for number in range(200)]}
+    route = {"prefill": "p0", "decode": "d0", "reasons": ["the shortest queue"] * 5}
+    handles = guarded.dispatcher.handles
+    submit = guarded.dispatcher.submit
+
+    def routed(request: GenerateRequest, prepared: PreparedPrompt | None = None) -> ScriptedHandle:
+        handle = submit(request, prepared)
+        handle.served_by.route = route
+        handle.served_by.decode = f"decode-worker-{len(handles)}"
+        return handle
+
+    guarded.dispatcher.submit = routed  # type: ignore[method-assign]
+    answer = await guarded.http.post("/v1/completions", json=body, headers=key(FREE, **{"x-kvrelay-route": "1"}))
+    *told, last = json.loads(answer.headers["x-kvrelay-route"])
+    assert told and all(each == route for each in told)
+    assert last == {"left_out": 200 - len(told)}
+    assert len(answer.headers["x-kvrelay-route"]) <= 4096
+    *names, more = answer.headers["x-kvrelay-decode"].split(", ")
+    assert names[0] == "decode-worker-1" and more == f"{200 - len(names)} more"
+    assert len(answer.headers["x-kvrelay-decode"]) <= 1024

@@ -14,7 +14,13 @@ from kvrelay_router.api.settings import ApiSettings
 def test_a_keys_own_entry_wins_and_the_rest_is_as_for_all(tmp_path: Path) -> None:
     path = tmp_path / "limits.toml"
     path.write_text('[[key]]\nkey = "sk-a"\nconcurrency = 8\n\n[[key]]\nkey = "sk-b"\nleast_priority = -5\n')
-    config = RouterConfig(key_requests_per_minute=60, key_concurrency=2, key_least_priority=0, key_limits_file=path)
+    config = RouterConfig(
+        api_keys=("sk-a", "sk-b", "sk-c"),
+        key_requests_per_minute=60,
+        key_concurrency=2,
+        key_least_priority=0,
+        key_limits_file=path,
+    )
     settings = ApiSettings.from_config(config)
     a, b = settings.own_key_rules["sk-a"], settings.own_key_rules["sk-b"]
     assert (a.limits.concurrency, a.limits.requests_per_minute, a.least_priority) == (8, 60, 0)
@@ -29,11 +35,14 @@ def test_a_keys_own_entry_wins_and_the_rest_is_as_for_all(tmp_path: Path) -> Non
         ('[[key]]\nkey = "sk-secret"\nrate = 0\n', "rate"),
         ('concurrency = "sk-secret"\n', "[[key]] tables"),
         ("[[key]\n", "not valid TOML"),
+        ('[[key]]\nkey = "sk-secret"\nrequests_per_minute = 1e-300\n', "greater than or equal to 0.001"),
+        ('[[key]]\nkey = "sk-secret"\n', "number 1 names a key that is not among api_keys"),
+        ('[[key]]\nkey = "sk-known"\n' * 2, "number 2 has the key of an earlier one"),
     ],
 )
 def test_a_bad_file_is_refused_by_field_and_shows_no_key(tmp_path: Path, text: str, named: str) -> None:
     path = tmp_path / "limits.toml"
     path.write_text(text)
     with pytest.raises(ValidationError) as caught:
-        RouterConfig(key_limits_file=path)
+        RouterConfig(api_keys=("sk-known",), key_limits_file=path)
     assert named in str(caught.value) and "sk-secret" not in str(caught.value)

@@ -404,3 +404,18 @@ def test_a_decision_stands_in_for_the_index_for_a_while_and_ends_with_its_worker
     assert view.match(CHAINS[0]) == {"a": 8}
     view.now = 11.0
     assert view.match(CHAINS[0]) == {"a": 3}
+
+
+def test_the_choices_of_a_request_add_their_prompt_once() -> None:
+    fleet = Fleet("p0", "d0")
+    num_tokens = 10 * BLOCK + 3
+    prompt = PromptPrefixes(list(range(num_tokens)))
+    decision = fleet.placement.place("r", prompt=prompt, needs_decode=True)
+    assert isinstance(decision, Decision)
+    works = []
+    for _ in range(4):
+        works.append(work_of(decision, num_tokens, prompt.sent_to))
+        fleet.placement.placed(decision, prompt)
+    assert [work.num_tokens for work in works] == [num_tokens, 3, 3, 3]
+    assert [work.num_decode_blocks for work in works] == [11, 1, 1, 1]
+    assert works[1].num_pairs < works[0].num_pairs / 5

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+from bisect import bisect
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TypeVar
 
 from kvrelay.protocol.sampling import TokenLogprobs
@@ -21,6 +23,10 @@ from kvrelay_router.dispatch.interface import (
 )
 
 T = TypeVar("T")
+
+MAX_ROUTES_BYTES = 4096
+MAX_NAMES_BYTES = 1024
+NOTE_BYTES = 32
 
 Source = Callable[[], AsyncIterator[list[SequenceDelta]]]
 
@@ -90,7 +96,7 @@ class Generation:
             handle.cancel()
 
     def served_by_headers(self) -> dict[str, str]:
-        """Which workers took part, as far as is known by now."""
+        """Which workers took part, as far as is known by now, and as many as a header of 1 KiB names."""
         served = [handle.served_by for handle in self._handles]
         headers = {
             "x-kvrelay-prefill": _joined([each.prefill for each in served]),
@@ -99,9 +105,17 @@ class Generation:
         return {name: value for name, value in headers.items() if value}
 
     def routes(self) -> str:
-        """The decisions behind it as JSON in one line of ASCII, one for each prompt."""
-        routes = [handle.served_by.route for handle in self._handles]
-        return json.dumps(routes[0] if len(routes) == 1 else routes, separators=(",", ":"))
+        """The decisions behind it as JSON in one line of ASCII, one for each prompt.
+
+        Those that do not fit 4 KiB, which is what proxies take of a header, are left out; the last item counts them.
+        """
+        routes = [json.dumps(handle.served_by.route, separators=(",", ":")) for handle in self._handles]
+        if len(routes) == 1 and len(routes[0]) <= MAX_ROUTES_BYTES:
+            return routes[0]
+        fitting = _fitting(routes, MAX_ROUTES_BYTES, 1)
+        if len(fitting) < len(routes):
+            fitting.append(f'{{"left_out":{len(routes) - len(fitting)}}}')
+        return f"[{','.join(fitting)}]"
 
     async def steps(self) -> AsyncGenerator[list[Step], None]:
         """Batches of steps, one a wake-up. Raises RequestFailed, also for a sequence that ends without a reason."""
@@ -154,7 +168,15 @@ class Generation:
 
 
 def _joined(names: list[str | None]) -> str:
-    return ", ".join(dict.fromkeys(name for name in names if name))
+    distinct = list(dict.fromkeys(name for name in names if name))
+    fitting = _fitting(distinct, MAX_NAMES_BYTES, 2)
+    return ", ".join(fitting if len(fitting) == len(distinct) else [*fitting, f"{len(distinct) - len(fitting)} more"])
+
+
+def _fitting(texts: list[str], num_bytes: int, separator_bytes: int) -> list[str]:
+    """As many of the first texts, joined, as fit beside a note of how many do not."""
+    ends = accumulate(len(text) + separator_bytes for text in texts)
+    return texts[: bisect(list(ends), num_bytes - NOTE_BYTES)]
 
 
 async def _only(source: Source) -> AsyncGenerator[tuple[int, list[SequenceDelta]], None]:

@@ -116,7 +116,7 @@ class SequenceAttempts:
         self.attempt = 1
         self._num_void = 0  # of the attempts so far
         self.output: list[int] = []  # tokens delivered, over all attempts
-        self._num_resumed = 0  # of them, those of earlier attempts
+        self.num_resumed = 0  # of them, those of earlier attempts
         self._legs = _Legs()
         self._avoid: set[str] = set()  # workers on which earlier attempts failed
         self._held: dict[int, FirstToken | TokenEntry] = {}  # came before the tokens in front of them
@@ -152,7 +152,7 @@ class SequenceAttempts:
     @property
     def computes(self) -> PeerRef | None:
         """Who still has the prompt, or a part of it, to compute."""
-        waits = self.state is AttemptState.PREFILLING and len(self.output) == self._num_resumed
+        waits = self.state is AttemptState.PREFILLING and len(self.output) == self.num_resumed
         return (self._legs.prefill or self._legs.decode) if waits else None
 
     @property
@@ -276,9 +276,9 @@ class SequenceAttempts:
         """Raises IllegalEvent. `has_prompt`: the sender computed the prompt, so it has the prompt's logprobs."""
         if self.spec.sampling.beams is not None and not _is_of_beam_search(arrival):
             raise IllegalEvent("tokens came of a beam search, or an end without texts")
-        if arrival.index < self._num_resumed:
-            raise IllegalEvent(f"output index {arrival.index} is older than the attempt, {self._num_resumed}")
-        if has_prompt and self._lacks_prompt_logprobs(arrival) and arrival.index == self._num_resumed:
+        if arrival.index < self.num_resumed:
+            raise IllegalEvent(f"output index {arrival.index} is older than the attempt, {self.num_resumed}")
+        if has_prompt and self._lacks_prompt_logprobs(arrival) and arrival.index == self.num_resumed:
             raise IllegalEvent("the prompt's logprobs were asked for and did not come")
 
     def _take(self, arrival: FirstToken | TokenEntry) -> list[Instruction]:
@@ -382,7 +382,7 @@ class SequenceAttempts:
         self._avoid |= self._legs.excluded if self._legs.gave_up else {worker.peer_id}
         self._legs = _Legs()
         self._held.clear()
-        self._num_resumed = len(self.output)
+        self.num_resumed = len(self.output)
         self.attempt += 1
         self.state = AttemptState.WAITING
         delay_s = min(VOID_PAUSE_AT_MOST_S, VOID_PAUSE_S * 2 ** (num_void - 1)) if is_void else 0.0

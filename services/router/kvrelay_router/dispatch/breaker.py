@@ -5,6 +5,7 @@
 3. HALF_OPEN  takes one request. Its success closes, its failure opens again; where neither comes within the cooldown
               (the client left), another one may try.
 
+A prefill worker succeeds with a first token, a decode worker with a sequence's end or after a number of its tokens.
 Only what is the worker's fault counts: attempts that it failed and that another worker may serve. A request that no
 worker can serve, a client that leaves and a deadline that passes count for nothing. Where all workers of a role are
 open, all are tried: a breaker keeps requests from a bad worker while there is a better one, and refuses nobody.
@@ -51,6 +52,11 @@ class Breakers:
     def __init__(self, settings: BreakerSettings | None = None) -> None:
         self._settings = settings or BreakerSettings()
         self._workers: dict[WorkerKey, _Breaker] = {}
+
+    @property
+    def are_watching(self) -> bool:
+        """Whether a worker has failed lately, so that a success matters."""
+        return bool(self._workers)
 
     def state(self, key: WorkerKey, now: float) -> BreakerState:
         """See the module's text."""

@@ -14,7 +14,17 @@ from typing import Any
 
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import Delivered, LinkEvent, PeerLost, PeerRefused
-from kvrelay.protocol.messages import Cancel, Failed, FirstToken, NeedDecode, PeerRef, Status, TokenBatch, pack_tokens
+from kvrelay.protocol.messages import (
+    Cancel,
+    Failed,
+    FirstToken,
+    NeedDecode,
+    PeerRef,
+    Status,
+    TokenBatch,
+    TokenEntry,
+    pack_tokens,
+)
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay.telemetry.event_log import EventLog
 from kvrelay_router.dispatch.attempt import SequenceAttempts, SequenceSpec
@@ -54,6 +64,8 @@ CLOSE_POLL_S = 0.01
 OVERLOAD_RETRY_AFTER_S = 1.0
 LONG_PROMPT_TOKENS = 4096
 """Longer prompts are not hashed on the event loop, which a block takes about a microsecond of."""
+PROVEN_TOKENS = 16
+"""After so many tokens of an attempt its decode worker has done well: a long stream's end would come too late."""
 OUTCOMES = ("submitted", "finished", "failed", "timed_out", "cancelled", "refused")
 
 
@@ -349,7 +361,7 @@ class RouterDispatcher:
             case TokenBatch(entries=entries):
                 for entry in entries:
                     sequence = self._sequences.get((entry.request, entry.sequence))
-                    if entry.finish is not None and entry.finish is not FinishReason.ABORT:
+                    if self._placement.breakers.are_watching and _is_proof(entry, sequence):
                         self._placement.breakers.succeeded(worker_key(peer))
                     if sequence is not None:
                         self._runner.feed(sequence, TokensCame(peer, entry))
@@ -412,6 +424,17 @@ class RouterDispatcher:
             for sequence in list(self._sequences.values()):
                 if sequence.machine.involves(loss.worker):
                     self._runner.feed(sequence, loss)
+
+
+def _is_proof(entry: TokenEntry, sequence: RunningSequence | None) -> bool:
+    """Whether a decode worker has done well: to the end, or for long enough. Once an attempt, so that what it began
+    before it became bad does not speak for it for as long as that runs."""
+    if entry.finish is not None:
+        return entry.finish is not FinishReason.ABORT
+    if sequence is None or entry.attempt != sequence.machine.attempt:
+        return False
+    proven_at = sequence.machine.num_resumed + PROVEN_TOKENS
+    return entry.index < proven_at <= entry.index + len(entry.token_ids)
 
 
 def _log_state(worker: KnownWorker, state: WorkerState, reason: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from kvrelay_router.dispatch.breaker import Breakers
 from kvrelay_router.dispatch.interface import TooLate
 from kvrelay_router.dispatch.load import WorkerKey, worker_key
 from kvrelay_router.fleet_view import FleetView
-from kvrelay_router.routing.candidates import Candidates, Decision, Demand, NoPlacement
+from kvrelay_router.routing.candidates import Candidate, Candidates, Decision, Demand, NoPlacement
 from kvrelay_router.routing.expected_prefixes import ExpectedPrefixes
 from kvrelay_router.routing.policy import PolicyName, decide, decide_decode
 from kvrelay_router.routing.prefix_heat import PrefixHeat
@@ -254,13 +254,25 @@ def _namings(candidates: Candidates) -> set[tuple[str, int]]:
     return {(c.fingerprint, c.block_size) for c in (*candidates.prefill, *candidates.decode)}
 
 
-def work_of(decision: Decision, num_tokens: int) -> Work:
-    """What an attempt with a prompt of `num_tokens` adds where it was placed."""
-    num_uncached = max(0, num_tokens - decision.num_cached_tokens)
-    num_blocks = 0
+def work_of(decision: Decision, num_tokens: int, sent_to: Collection[WorkerKey] = ()) -> Work:
+    """What an attempt with a prompt of `num_tokens` adds where it was placed.
+
+    Of a prompt that a worker got already, for another of the request's choices, it has the last block to do.
+    """
+    num_cached, num_blocks = decision.num_cached_tokens, 0
+    if decision.computes is not None and worker_key(decision.computes.peer) in sent_to:
+        num_cached = max(num_cached, _full_blocks(num_tokens - 1, decision.computes) * decision.computes.block_size)
+    num_uncached = max(0, num_tokens - num_cached)
     if decision.prefill is not None and decision.decode is not None:
-        num_blocks = max(1, -(-num_tokens // decision.decode.block_size) - decision.num_cached_blocks)
-    return Work(num_uncached, pairs(decision.num_cached_tokens, num_uncached), num_blocks)
+        num_held = decision.num_cached_blocks
+        if worker_key(decision.decode.peer) in sent_to:
+            num_held = max(num_held, _full_blocks(num_tokens, decision.decode))
+        num_blocks = max(1, -(-num_tokens // decision.decode.block_size) - num_held)
+    return Work(num_uncached, pairs(num_cached, num_uncached), num_blocks)
+
+
+def _full_blocks(num_tokens: int, worker: Candidate) -> int:
+    return num_tokens // worker.block_size
 
 
 def as_json(decision: Decision | NoPlacement) -> dict[str, Any]:

@@ -86,7 +86,8 @@ class SequenceRunner:
         running = sequence.running
         sequence.fingerprint = decision.fingerprint
         machine = sequence.machine
-        sequence.work = work_of(decision, machine.spec.num_prompt_tokens + len(machine.output))
+        num_tokens = machine.spec.num_prompt_tokens + len(machine.output)
+        sequence.work = work_of(decision, num_tokens, running.prompt.sent_to)
         self._placement.placed(decision, running.prompt)
         running.record.placed(sequence.index, sequence.machine.attempt, decision, cause)
         served_by = running.handle.served_by

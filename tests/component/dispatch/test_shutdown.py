@@ -1,0 +1,36 @@
+"""A router that ends closes everything, whatever one of its parts raises meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrelay.config import RouterConfig
+from kvrelay.fleet import Registry
+from kvrelay.fleet.limits import SharedLimits
+from kvrelay_router.server import RouterServer
+from kvrelay_router.text.service import TextService
+
+
+async def test_a_close_that_raises_keeps_nothing_else_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+
+    async def fail(self: SharedLimits) -> None:
+        raise ConnectionResetError("it was in the middle of something")
+
+    async def note_registry(self: Registry) -> None:
+        closed.append("registry")
+
+    def note_text(self: TextService) -> None:
+        closed.append("text")
+
+    monkeypatch.setattr(SharedLimits, "close", fail)
+    monkeypatch.setattr(Registry, "close", note_registry)
+    monkeypatch.setattr(TextService, "close", note_text)
+    server = RouterServer(RouterConfig(port=0, redis_url="redis://127.0.0.1:1/0"))
+    await server.startup()
+    assert server._dispatcher is not None and server._http is not None
+    with pytest.raises(ConnectionResetError):
+        await server.shutdown()
+    assert closed == ["registry", "text"]
+    assert server._dispatcher._is_closed
+    await server._http.wait()

@@ -29,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         commands.add_parser(service, add_help=False, help=text)
     commands.add_parser("replay", add_help=False, help="check and read event logs")
     commands.add_parser("drain", add_help=False, help="have routers send a worker nothing new")
+    commands.add_parser("health", add_help=False, help="ask a service whether it is ready")
     commands.add_parser("simulate", add_help=False, help="replay a trace through a fleet of simulated devices")
     commands.add_parser("measure", add_help=False, help="measure a profile of this machine for simulate")
     commands.add_parser("version", help="print the version")
@@ -53,6 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from kvrelay.cli.drain import drain
 
         return drain(rest)
+    if command == "health":
+        from kvrelay.cli.health import health
+
+        return health(rest)
     print(f"kvrelay {metadata.version('kvrelay')}")
     return 0
 

@@ -32,7 +32,7 @@ LOOPBACK = "127.0.0.1"
 REDIS_POLL_S = 0.5
 DECIDED_HERE = frozenset({"worker_id", "router_id", "port", "host", "advertise_host", "redis_url"})
 """Of the services' fields, those that `up` sets itself."""
-WORKER_PORTS = frozenset({"transfer_port"})
+WORKER_PORTS = frozenset({"transfer_port", "http_port", "http_host"})
 ROUTER_PORTS = frozenset({"message_host", "message_port", "workers"})
 
 
@@ -163,7 +163,7 @@ class _Run:
         self._plan = plan
         self._server = server
         self._display = display
-        self._redis_url = server.url if server else str(plan.up.redis_url)
+        self._redis_url = server.url if server else plan.router.redis_url
         self._stop = asyncio.Event()
         self._supervisor: Supervisor | None = None
 

@@ -7,7 +7,7 @@ import logging
 import socket
 from pathlib import Path
 from typing import Any, Literal, Self
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import quote, urlsplit, urlunsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -29,6 +29,15 @@ def mask_password(url: str) -> str:
     user_info, _, host = parts.netloc.rpartition("@")
     user = user_info.partition(":")[0]
     return urlunsplit(parts._replace(netloc=f"{user}:{MASK}@{host}"))
+
+
+def with_password(url: str, password: str) -> str:
+    """The URL with this password; one that has a password already stays as it is."""
+    parts = urlsplit(url)
+    user_info, _, host = parts.netloc.rpartition("@")
+    if ":" in user_info or not host:
+        return url
+    return urlunsplit(parts._replace(netloc=f"{user_info}:{quote(password, safe='')}@{host}"))
 
 
 def is_wildcard(host: str) -> bool:
@@ -76,6 +85,11 @@ class CommonConfig(BaseModel):
         description="registry of workers and prefix index; redis://, rediss://, unix://, "
         "redis+sentinel://HOST:PORT,HOST:PORT/NAME or redis+cluster://HOST:PORT",
         json_schema_extra={"flags": ["--redis"]},
+    )
+    redis_password_file: Path | None = Field(
+        default=None,
+        description="file with Redis' password, for a redis_url that holds none; what surrounds it in white space does "
+        "not count",
     )
     redis_prefix: str = Field(
         default="kvrelay",
@@ -130,6 +144,22 @@ class CommonConfig(BaseModel):
     @classmethod
     def _empty_means_default(cls, host: object) -> object:
         return host or None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_redis_password(cls, values: Any) -> Any:
+        """Puts the file's password into the URL, so that the frozen object holds it."""
+        if not isinstance(values, dict) or not values.get("redis_password_file"):
+            return values
+        path = Path(values["redis_password_file"])
+        try:
+            password = path.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"redis_password_file: cannot read {path}: {error}") from error
+        if not password:
+            raise ValueError(f"redis_password_file: {path} is empty")
+        url = values.get("redis_url") or cls.model_fields["redis_url"].default
+        return {**values, "redis_url": with_password(str(url), password)}
 
     @model_validator(mode="after")
     def _peer_times(self) -> Self:

@@ -32,6 +32,13 @@ class WorkerConfig(CommonConfig):
     )
     port: int = Field(default=0, ge=0, le=65535, description="port of the inbox for control messages; 0: any free one")
     transfer_port: int = Field(default=0, ge=0, le=65535, description="port for incoming KV blocks; 0: any free one")
+    http_port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="port of the pages /health and /ready, for probes; 0: any free one (default: none)",
+    )
+    http_host: str = Field(default="127.0.0.1", min_length=1, description="address to listen on for these pages")
     transfer: Literal["auto", "nixl", "zmq"] = Field(
         default="auto",
         description="how KV blocks travel; auto: by nixl between workers that both have it, by zmq otherwise",

@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from kvrelay.scheduling.registry import make_scheduler
 from kvrelay.telemetry.event_log import EventLog
 from kvrelay.telemetry.instruments import Instruments
 from kvrelay.telemetry.metrics_store import MetricsStore
+from kvrelay.telemetry.pages import Page, Pages
 from kvrelay.worker.cache_events import CacheEvents
 from kvrelay.worker.context import Role, WorkerContext
 from kvrelay.worker.load_report import report_load
@@ -75,6 +77,7 @@ class WorkerShell:
         self._events: EventLog | None = None
         self._instruments = Instruments()
         self._routers: dict[str, PeerRef] = {}  # those that ask for reports, by their ids
+        self._pages = Pages({"/health": lambda: Page(b"ok\n"), "/ready": self._readiness})
         self._news_from: set[str] = set()  # routers whose requests came since the others were told
 
     async def serve(self) -> None:
@@ -94,6 +97,9 @@ class WorkerShell:
     async def startup(self) -> None:
         """Loads the model, opens sockets, joins the fleet."""
         config = self.config
+        if config.http_port is not None:
+            await self._pages.start(config.http_host, config.http_port)
+            log.info("health at http://%s:%d/health", config.http_host, self._pages.port)
         started = time.monotonic()
         runner = await asyncio.to_thread(self._make_runner, config)
         spec = runner.spec
@@ -188,6 +194,7 @@ class WorkerShell:
 
     async def shutdown(self) -> None:
         """Leaves the fleet and closes everything. Safe after a failed start."""
+        await self._pages.close()
         if not hasattr(self, "membership"):
             return
         self.steps.stop()
@@ -203,6 +210,14 @@ class WorkerShell:
         self.messenger.close()
         if self._events is not None:
             self._events.close()
+
+    def _readiness(self) -> Page:
+        """Ready from the first joining on until the drain, also while Redis is away: it serves all the same."""
+        if not hasattr(self, "membership") or not self.membership.joined.is_set():
+            return Page(b"starting\n", HTTPStatus.SERVICE_UNAVAILABLE)
+        if self._draining:
+            return Page(b"draining\n", HTTPStatus.SERVICE_UNAVAILABLE)
+        return Page(b"ready\n")
 
     def _make_cache(self) -> Cache:
         if not self.config.prefix_cache:

@@ -292,3 +292,26 @@ def test_help_describes_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
             assert f"--{name.replace('_', '-')}" in text
             assert field.description
     assert "1 to 1048576; default: 512" in " ".join(text.split())
+
+
+# -- Redis' password --------------------------------------------------------------------------------------------------
+
+
+def test_redis_password_comes_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "password"
+    path.write_text(" p/w:d@1 \n")
+    given = {"KVRELAY_REDIS_PASSWORD_FILE": str(path)}
+    assert router(environ=given).redis_url == "redis://:p%2Fw%3Ad%401@127.0.0.1:6379/0"
+    own = given | {"KVRELAY_REDIS_URL": "redis+sentinel://user@a:1,b:2/name/3"}
+    assert worker(environ=own).redis_url == "redis+sentinel://user:p%2Fw%3Ad%401@a:1,b:2/name/3"
+    kept = given | {"KVRELAY_REDIS_URL": "redis://:mine@a:1"}
+    assert worker(environ=kept).redis_url == "redis://:mine@a:1"
+    assert "p%2Fw" not in str(router(environ=given).printable())
+
+
+def test_a_password_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.write_text("\n")
+    for path, complaint in ((empty, "is empty"), (tmp_path / "missing", "cannot read")):
+        with pytest.raises(ConfigError, match=f"redis_password_file: .*{complaint}|{complaint} .*missing"):
+            router(environ={"KVRELAY_REDIS_PASSWORD_FILE": str(path)})

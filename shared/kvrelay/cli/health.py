@@ -1,0 +1,40 @@
+"""`kvrelay health [URL]`: asks a service's page, for the health checks of containers. Imports little: it runs often."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from http.client import HTTPException
+
+DEFAULT_URL = "http://127.0.0.1:8000/ready"
+SHOWN_BYTES = 500
+
+
+def health(argv: Sequence[str]) -> int:
+    """Returns the exit status: 0 where the page answers with a 2xx status, else 1."""
+    parser = argparse.ArgumentParser(
+        prog="kvrelay health",
+        description="Asks a page of a router (/ready, /health) or of a worker that has an http_port.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("url", nargs="?", default=DEFAULT_URL, help=f"the page (default: {DEFAULT_URL})")
+    parser.add_argument("--timeout", type=float, default=2.0, metavar="SECONDS", help="how long to wait (default: 2)")
+    arguments = parser.parse_args(argv)
+    if not arguments.url.startswith(("http://", "https://")):
+        parser.error(f"{arguments.url!r} must start with http:// or https://")
+    if not 0 < arguments.timeout <= 3600:
+        parser.error("--timeout must be more than 0 and at most 3600")
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a probe never means a proxy
+    try:
+        with opener.open(arguments.url, timeout=arguments.timeout) as answer:
+            print(answer.read(SHOWN_BYTES).decode("utf-8", "replace").strip())
+        return 0
+    except urllib.error.HTTPError as error:
+        said = error.read(SHOWN_BYTES).decode("utf-8", "replace").strip()
+        print(f"kvrelay health: {arguments.url}: {error.code} {said}", file=sys.stderr)
+    except (OSError, HTTPException, ValueError) as error:
+        print(f"kvrelay health: {arguments.url}: {error}", file=sys.stderr)
+    return 1

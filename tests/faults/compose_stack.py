@@ -1,0 +1,177 @@
+"""deploy/compose.yaml on a real engine, under a project of its own, and a load that holds every output against another.
+
+The engine is the Docker CLI that KVRELAY_DOCKER names (a path, or `docker`), with DOCKER_HOST as the CLI reads it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import subprocess
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 180.0
+POLL_S = 0.2
+PROMPTS = [f"The boat number {number} sang of winter to its old friend" for number in range(12)]
+NUM_TOKENS = 60
+
+
+def engine() -> str | None:
+    """Why there is no engine to test with, or None."""
+    docker = os.environ.get("KVRELAY_DOCKER")
+    if not docker:
+        return "KVRELAY_DOCKER does not name a Docker CLI"
+    try:
+        subprocess.run([docker, "compose", "version"], check=True, capture_output=True, timeout=60)
+        subprocess.run([docker, "info"], check=True, capture_output=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"{docker} reaches no engine with compose: {error}"
+    return None
+
+
+@dataclass
+class Compose:
+    """One project. Every wait has a deadline and says what it waited for."""
+
+    directory: Path
+    project: str = field(default_factory=lambda: f"kvrelay-test-{secrets.token_hex(4)}")
+
+    def __post_init__(self) -> None:
+        made = self.directory / "secrets"
+        subprocess.run([ROOT / "deploy" / "make-secrets", made], check=True)
+        self.api_key = (made / "api_keys").read_text().strip()
+        self._environment = {name: value for name, value in os.environ.items() if not name.startswith("COMPOSE_")}
+        self._environment |= {
+            "KVRELAY_SECRETS_DIR": str(made),
+            "KVRELAY_PUBLISH": "127.0.0.1:",  # any free port
+            "KVRELAY_DTYPE": "float32",
+            "KVRELAY_THREADS": "1",
+            "KVRELAY_KV_MEMORY_BYTES": "128MiB",
+            "KVRELAY_TORCH_INDEX": os.environ.get("KVRELAY_TORCH_INDEX", ""),
+        }
+
+    def docker(self, *arguments: str) -> str:
+        """The output of `docker ...`. Raises with what it said."""
+        command = [os.environ["KVRELAY_DOCKER"], *arguments]
+        done = subprocess.run(command, env=self._environment, capture_output=True, text=True, timeout=600, check=False)
+        assert done.returncode == 0, f"{' '.join(command)}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        return done.stdout
+
+    def __call__(self, *arguments: str) -> str:
+        """The output of `docker compose ...`."""
+        return self.docker("compose", "-f", str(ROOT / "deploy" / "compose.yaml"), "-p", self.project, *arguments)
+
+    def containers(self, service: str | None = None) -> list[dict[str, Any]]:
+        """What `docker inspect` says of a service's containers, or of all; also of those that do not run."""
+        ids = self("ps", "--all", "--quiet", *([service] if service else [])).split()
+        found: list[dict[str, Any]] = json.loads(self.docker("inspect", *ids)) if ids else []
+        return found
+
+    def url(self) -> str:
+        """Where the router's port is published."""
+        return f"http://{self('port', 'router', '8000').strip()}"
+
+    def client(self) -> httpx.AsyncClient:
+        """A client of the router where it is now."""
+        return httpx.AsyncClient(base_url=self.url(), timeout=300, headers={"authorization": f"Bearer {self.api_key}"})
+
+    async def until_ready(self, **wanted: int) -> dict[str, Any]:
+        """Until the router sees Redis, and so many ready workers of each role, all idle; returns its view."""
+        view: dict[str, Any] = {}
+
+        async def is_ready() -> bool:
+            nonlocal view
+            try:
+                async with self.client() as http:
+                    view = (await http.get("/fleet")).json()
+            except (httpx.HTTPError, AssertionError, ValueError):
+                return False
+            ready = [worker["role"] for worker in view.get("workers", []) if worker["state"] == "ready"]
+            return view["router"]["registry"] == "ok" and all(ready.count(role) == n for role, n in wanted.items())
+
+        await until(is_ready, lambda: f"{wanted} ready workers; last seen: {view}")
+        return view
+
+
+async def until(condition: Callable[[], Any], what: Callable[[], str]) -> None:
+    """Waits for a coroutine function to answer true. Raises AssertionError after the deadline."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not await condition():
+        assert time.monotonic() < deadline, f"waited in vain for {what()}"
+        await asyncio.sleep(POLL_S)
+
+
+@dataclass
+class Load:
+    """Clients that ask the same prompts again and again. `failures`: what went wrong, in words."""
+
+    http: httpx.AsyncClient
+    expected: dict[str, str]
+    num_done: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    async def more(self, number: int) -> None:
+        """Until so many more requests have ended."""
+        wanted = self.num_done + number
+
+        async def reached() -> bool:
+            assert not self.failures, self.failures
+            return self.num_done >= wanted
+
+        await until(reached, lambda: f"{wanted} requests; {self.num_done} have ended")
+
+    async def client(self, first: int) -> None:
+        """One client, for ever."""
+        while True:
+            for prompt in PROMPTS[first:] + PROMPTS[:first]:
+                try:
+                    text = await stream(self.http, prompt)
+                    if text != self.expected[prompt]:
+                        self.failures.append(f"{prompt!r}: {text!r} is not {self.expected[prompt]!r}")
+                except (httpx.HTTPError, AssertionError, ValueError) as error:
+                    self.failures.append(f"{prompt!r}: {error!r}")
+                self.num_done += 1
+
+
+@asynccontextmanager
+async def load(compose: Compose, num_clients: int = 6) -> AsyncIterator[Load]:
+    """A load on the router, with what an undisturbed run answers."""
+    async with compose.client() as http:
+        running = Load(http, {prompt: await stream(http, prompt) for prompt in PROMPTS})
+        clients = [asyncio.create_task(running.client(2 * number)) for number in range(num_clients)]
+        try:
+            yield running
+        finally:
+            for client in clients:
+                client.cancel()
+            await asyncio.gather(*clients, return_exceptions=True)
+    assert not running.failures, running.failures
+
+
+async def stream(http: httpx.AsyncClient, prompt: str, max_tokens: int = NUM_TOKENS) -> str:
+    """A greedy completion, as a stream. Raises AssertionError unless it came whole."""
+    body = {"model": "kvrelay-demo", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
+    text, finished, done = "", None, False
+    async with http.stream("POST", "/v1/completions", json=body | {"ignore_eos": True}) as answer:
+        assert answer.status_code == 200, (await answer.aread()).decode()
+        async for line in answer.aiter_lines():
+            if line == "data: [DONE]":
+                done = True
+            elif line.startswith("data: "):
+                event = json.loads(line.removeprefix("data: "))
+                assert "error" not in event, event
+                for choice in event["choices"]:
+                    text += choice["text"]
+                    finished = choice["finish_reason"] or finished
+    assert done and finished == "length", f"the stream broke off after {text!r}"
+    return text

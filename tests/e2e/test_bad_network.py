@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import httpx
 import pytest
 
 from kvrelay.fleet.embedded import EmbeddedRedis
+from kvrelay.ports import HeldPort
 from tests.component.transfer.transports import NO_NIXL
 from tests.e2e import reference
 from tests.e2e.conftest import DEMO_MODEL
@@ -25,12 +25,6 @@ FAULTS = '{"seed": 5, "shares": {"drop": 0.08, "corrupt": 0.08, "delay": 0.1, "r
 WORKER = ["--model", str(DEMO_MODEL), "--dtype", "float32", "--threads", "1", "--num-blocks", "400"]
 WORKER += ["--token-budget", "128", "--max-running", "16", "--transfer-checksums"]
 START_TIMEOUT_S = 90.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def until_ready(client: httpx.Client) -> None:
@@ -49,10 +43,10 @@ def until_ready(client: httpx.Client) -> None:
 @pytest.fixture(params=["zmq", pytest.param("nixl", marks=pytest.mark.skipif(bool(NO_NIXL), reason=NO_NIXL))])
 def router(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[httpx.Client]:
     """A router with one faulty worker of each kind behind it."""
-    port = free_port()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KVRELAY_")}
     with ExitStack() as stack:
         redis = stack.enter_context(EmbeddedRedis())
+        port = stack.enter_context(HeldPort()).port
 
         def start(name: str, *arguments: str) -> None:
             log = stack.enter_context((tmp_path / f"{name}.log").open("wb"))

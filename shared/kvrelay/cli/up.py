@@ -8,7 +8,6 @@ import json
 import os
 import secrets
 import signal
-import socket
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -27,6 +26,7 @@ from kvrelay.config.up import UpConfig
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.fleet import Registry, RegistryError
 from kvrelay.fleet.embedded import EmbeddedRedis, EmbeddedRedisError
+from kvrelay.ports import HeldPort
 
 LOOPBACK = "127.0.0.1"
 REDIS_POLL_S = 0.5
@@ -57,9 +57,10 @@ def up(argv: Sequence[str]) -> int:
     """Runs until it is told to stop; returns the exit status: 1 where something failed to start, 2 for bad flags."""
     flags = vars(_parser().parse_args(argv))
     try:
-        plan = make_plan(flags, os.environ)
-        check_port(plan.up.host, plan.up.port)
         with ExitStack() as stack:
+            own = resolve(UpConfig, flags, os.environ)
+            held = stack.enter_context(hold_port(own.host, own.port))
+            plan = make_plan({**flags, "port": str(held.port)}, os.environ)
             server = None if plan.up.redis_url else stack.enter_context(EmbeddedRedis())
             display = stack.enter_context(make_display(sys.stdout, plain=plan.up.verbose))
             return asyncio.run(_Run(plan, server, display).run())
@@ -77,7 +78,6 @@ def up(argv: Sequence[str]) -> int:
 def make_plan(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Plan:
     """Resolves every process's configuration as the process itself will. Raises ConfigError."""
     own = resolve(UpConfig, flags, environ)
-    own = own.model_copy(update={"port": own.port or free_port(own.host)})
     # Two of these on one Redis must not share workers' names.
     suffix = f"-{secrets.token_hex(2)}" if own.redis_url else ""
     names = [("prefill", f"prefill-{i}{suffix}") for i in range(own.prefill)]
@@ -112,26 +112,15 @@ def to_argv(values: Mapping[str, Any], config_class: type[CommonConfig]) -> list
     return argv
 
 
-def check_port(host: str, port: int) -> None:
-    """Raises ConfigError where nobody could listen."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {host} port {port}: {os.strerror(error.errno or 0)}; "
-                f"stop what listens there, or name another with --port"
-            ) from None
-
-
-def free_port(host: str) -> int:
-    """A port on which nobody listens now."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+def hold_port(host: str, port: int) -> HeldPort:
+    """The router's, so that it is known before the router listens. Raises ConfigError where nobody could listen."""
+    try:
+        return HeldPort(host, port)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {os.strerror(error.errno or 0)}; "
+            f"stop what listens there, or name another with --port"
+        ) from None
 
 
 def _parser() -> argparse.ArgumentParser:

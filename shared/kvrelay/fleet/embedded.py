@@ -12,12 +12,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from kvrelay.ports import HeldPort
 from kvrelay.process import die_with_parent
 
-START_TIMEOUT_S = 10.0
+START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 5.0
 POLL_S = 0.01
-ATTEMPTS = 5
 
 
 class EmbeddedRedisError(RuntimeError):
@@ -38,41 +38,40 @@ def redis_executable() -> str:
     return found
 
 
-class EmbeddedRedis:
-    """A running server on the loopback: nothing on disk, no eviction, a random password, gone with its parent.
+class RedisServer:
+    """A running server on the loopback, gone with its parent. Its port stays held while it is down.
 
-    To be made in the main thread (see `die_with_parent`). `port` 0 takes any free one.
+    To be made in the main thread (see `die_with_parent`).
     """
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self, directory: Path, settings: str = "", password: str = "", held: HeldPort | None = None) -> None:
+        """`settings` are lines of a redis.conf. Raises EmbeddedRedisError."""
         self._executable = redis_executable()
-        self._password = secrets.token_hex(16)
-        self.port = port or _free_port()
-        attempts = 1 if port else ATTEMPTS
-        while True:
-            try:
-                self.restart()
-                return
-            except EmbeddedRedisError as error:
-                attempts -= 1
-                if not attempts or "Address already in use" not in str(error):
-                    raise
-            self.port = _free_port()  # another process was faster, take another
+        self._held = held or HeldPort()
+        self._password = password
+        self._settings = f"bind 127.0.0.1\nport {self.port}\ndir {directory}\n{settings}\n"
+        if password:
+            self._settings += f"requirepass {password}\n"
+        self._log = directory / "redis.log"
+        self.restart()
 
     def restart(self) -> None:
-        """Starts a server, empty, under the same URL after the last one ended. Raises EmbeddedRedisError."""
-        self._directory = tempfile.TemporaryDirectory(prefix="kvrelay-redis-")
-        self._log = Path(self._directory.name) / "redis.log"
+        """Starts a server under the same URL after the last one ended. Raises EmbeddedRedisError."""
         self._process = self._spawn()
         reason = self._wait_until_ready()
         if reason:
-            self._directory.cleanup()
+            self.close()
             raise EmbeddedRedisError(f"redis-server did not start: {reason}")
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return self._held.port
 
     @property
     def url(self) -> str:
         """With the password in it: keep it out of command lines and logs."""
-        return f"redis://:{self._password}@127.0.0.1:{self.port}/0"
+        return f"redis://{f':{self._password}@' if self._password else ''}127.0.0.1:{self.port}/0"
 
     @property
     def pid(self) -> int:
@@ -83,6 +82,11 @@ class EmbeddedRedis:
         """The exit status, or None while the server runs."""
         return self._process.poll()
 
+    def kill(self) -> None:
+        """Ends the server as a crash does."""
+        self._process.kill()
+        self._process.wait()
+
     def stop(self) -> None:
         """Ends the server. Idempotent."""
         if self._process.poll() is None:
@@ -90,9 +94,12 @@ class EmbeddedRedis:
             try:
                 self._process.wait(STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-        self._directory.cleanup()
+                self.kill()
+
+    def close(self) -> None:
+        """Ends the server for good. Idempotent."""
+        self.stop()
+        self._held.release()
 
     def __enter__(self) -> Self:
         return self
@@ -100,21 +107,16 @@ class EmbeddedRedis:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stop()
+        self.close()
+
+    def _arguments(self) -> list[str]:
+        """Of the command; the settings, with the password in them, go through its standard input."""
+        return ["-"]
 
     def _spawn(self) -> subprocess.Popen[bytes]:
-        settings = {
-            "bind": "127.0.0.1",
-            "port": self.port,
-            "requirepass": self._password,
-            "save": '""',
-            "appendonly": "no",
-            "maxmemory-policy": "noeviction",
-            "dir": self._directory.name,
-        }
         with open(self._log, "wb") as log:
             process = subprocess.Popen(
-                [self._executable, "-"],
+                [self._executable, *self._arguments()],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -122,7 +124,7 @@ class EmbeddedRedis:
                 preexec_fn=die_with_parent(),
             )
         assert process.stdin is not None
-        process.stdin.write("".join(f"{name} {value}\n" for name, value in settings.items()).encode())
+        process.stdin.write(self._settings.encode())
         process.stdin.close()
         return process
 
@@ -131,26 +133,38 @@ class EmbeddedRedis:
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
-                return self._log.read_text(errors="replace").strip()[-500:]
+                return self._last_words() or f"exit status {self._process.returncode}"
             if self._answers():
                 return ""
             time.sleep(POLL_S)
-        self._process.kill()
-        self._process.wait()
-        return f"no answer within {START_TIMEOUT_S:g} s"
+        return f"no answer within {START_TIMEOUT_S:g} s; {self._last_words()}"
+
+    def _last_words(self) -> str:
+        return self._log.read_text(errors="replace").strip()[-500:]
 
     def _answers(self) -> bool:
         try:
             with socket.create_connection(("127.0.0.1", self.port), timeout=1.0) as connection:
-                connection.sendall(f"AUTH {self._password}\r\nPING\r\n".encode())
+                login = f"AUTH {self._password}\r\n" if self._password else ""
+                connection.sendall(f"{login}PING\r\n".encode())
                 with connection.makefile("rb") as replies:
-                    return replies.readline() == b"+OK\r\n" and replies.readline() == b"+PONG\r\n"
+                    return (not login or replies.readline() == b"+OK\r\n") and replies.readline() == b"+PONG\r\n"
         except OSError:
             return False
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+class EmbeddedRedis(RedisServer):
+    """A server that writes nothing to disk, never evicts, and has a random password."""
+
+    def __init__(self) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="kvrelay-redis-")
+        super().__init__(
+            Path(self._directory.name),
+            'save ""\nappendonly no\nmaxmemory-policy noeviction',
+            secrets.token_hex(16),
+        )
+
+    def close(self) -> None:
+        """Ends the server for good and removes its directory. Idempotent."""
+        super().close()
+        self._directory.cleanup()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,6 +15,7 @@ import pytest
 from kvrelay.config.demo import DEMO_MODEL_NAME
 from kvrelay.fleet import Registry
 from kvrelay.fleet.embedded import EmbeddedRedis
+from kvrelay.ports import HeldPort
 from tests.component.dispatch.fake_workers import FakeDecode, FakePrefill, FakeWorker
 
 START_WITHIN_S = 60.0
@@ -53,14 +53,12 @@ class RouterProcess:
 
 @asynccontextmanager
 async def running(redis_url: str, prefix: str, *flags: str) -> AsyncIterator[RouterProcess]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
+    held = HeldPort()
     environ = {**os.environ, "KVRELAY_REDIS_URL": redis_url, "KVRELAY_REDIS_PREFIX": prefix}
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "kvrelay_router", "--port", str(port), *flags, env=environ
+        sys.executable, "-m", "kvrelay_router", "--port", str(held.port), *flags, env=environ
     )
-    router = RouterProcess(process, port)
+    router = RouterProcess(process, held.port)
     try:
         yield router
     finally:
@@ -68,6 +66,7 @@ async def running(redis_url: str, prefix: str, *flags: str) -> AsyncIterator[Rou
         if process.returncode is None:
             process.kill()
             await process.wait()
+        held.release()
 
 
 @asynccontextmanager

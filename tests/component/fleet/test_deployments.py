@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,50 +13,14 @@ import redis
 
 from kvrelay.fleet import Registry, RegistryError, WorkerRecord
 from kvrelay.fleet.connect import check_redis_url
-from kvrelay.fleet.embedded import redis_executable
+from kvrelay.fleet.embedded import RedisServer
 from kvrelay.fleet.index import IndexFeed, IndexPublisher, IndexReader
 from kvrelay.kv.cache import Stored
 from kvrelay.kv.hashing import BlockHash
 from tests.component.fleet.test_index_publisher import chain_of
+from tests.fakes.redis_servers import ONLY_WHEN_TOLD, ClusterNode, Sentinel
 
 WITHIN_S = 40.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-class Servers:
-    """Processes of redis-server, ended together."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._running: dict[int, subprocess.Popen[bytes]] = {}
-
-    def start(self, *options: str, settings: str = "", is_sentinel: bool = False) -> int:
-        """The port of a new one, which answers."""
-        port = free_port()
-        directory = self._directory / str(port)
-        directory.mkdir()
-        file = directory / "redis.conf"
-        file.write_text(f"port {port}\nbind 127.0.0.1\ndir {directory}\n{settings}")
-        command = [redis_executable(), str(file), *(["--sentinel"] if is_sentinel else []), *options]
-        self._running[port] = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        with redis.Redis(port=port) as client:
-            until(lambda: bool(client.ping()))
-        return port
-
-    def kill(self, port: int) -> None:
-        process = self._running.pop(port)
-        process.kill()
-        process.wait()
-
-    def stop(self) -> None:
-        for port in list(self._running):
-            self.kill(port)
 
 
 def until(condition: Any) -> None:
@@ -72,13 +34,6 @@ def until(condition: Any) -> None:
             pass
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-@pytest.fixture
-def servers(tmp_path: Path) -> Iterator[Servers]:
-    servers = Servers(tmp_path)
-    yield servers
-    servers.stop()
 
 
 def record() -> WorkerRecord:
@@ -115,22 +70,38 @@ async def until_registered(registry: Registry, worker: WorkerRecord) -> None:
             await asyncio.sleep(0.1)
 
 
-async def test_a_failover_by_sentinels_is_survived(servers: Servers) -> None:
-    primary = servers.start("--save", "")
-    replica = servers.start("--save", "", "--replicaof", "127.0.0.1", str(primary))
-    settings = "\n".join(
-        (
-            f"sentinel monitor main 127.0.0.1 {primary} 1",
-            "sentinel down-after-milliseconds main 300",
-            "sentinel failover-timeout main 2000\n",
-        )
-    )
-    sentinel = servers.start(settings=settings, is_sentinel=True)
-    with redis.Redis(port=sentinel, decode_responses=True) as client:
-        until(lambda: int(client.sentinel_master("main")["num-slaves"]) == 1)
-    with redis.Redis(port=replica) as client:
-        until(lambda: client.info("replication")["master_link_status"] == "up")
-    url = f"redis+sentinel://127.0.0.1:{sentinel}/main"
+@pytest.fixture
+def primary(tmp_path: Path) -> Iterator[RedisServer]:
+    with make_server(tmp_path, "primary") as server:
+        yield server
+
+
+@pytest.fixture
+def replica(primary: RedisServer, tmp_path: Path) -> Iterator[RedisServer]:
+    with make_server(tmp_path, "replica", f"replicaof 127.0.0.1 {primary.port}") as server:
+        with redis.Redis(port=server.port) as client:
+            until(lambda: client.info("replication")["master_link_status"] == "up")
+        yield server
+
+
+@pytest.fixture
+def sentinel(primary: RedisServer, replica: RedisServer, tmp_path: Path) -> Iterator[Sentinel]:
+    directory = tmp_path / "sentinel"
+    directory.mkdir()
+    with Sentinel(directory, primary.port) as server:
+        with redis.Redis(port=server.port, decode_responses=True) as client:
+            until(lambda: int(client.sentinel_master("main")["num-slaves"]) == 1)
+        yield server
+
+
+def make_server(tmp_path: Path, name: str, settings: str = "") -> RedisServer:
+    directory = tmp_path / name
+    directory.mkdir()
+    return RedisServer(directory, f"{ONLY_WHEN_TOLD}\n{settings}")
+
+
+async def test_a_failover_by_sentinels_is_survived(primary: RedisServer, sentinel: Sentinel) -> None:
+    url = f"redis+sentinel://127.0.0.1:{sentinel.port}/main"
     registry = Registry(url)
     await registry.check_server()
     worker = await registry.join(record(), 30.0)
@@ -142,7 +113,7 @@ async def test_a_failover_by_sentinels_is_survived(servers: Servers) -> None:
         chain = chain_of(1200)
         publisher.publish([Stored(None, tuple(chain[:1000]))])
         await until_found(feed, chain, {"w": 1000})
-        servers.kill(primary)
+        primary.kill()
         publisher.publish([Stored(chain[999], tuple(chain[1000:]))])
         await until_found(feed, chain, {"w": 1200})
         await until_registered(registry, worker)
@@ -152,13 +123,14 @@ async def test_a_failover_by_sentinels_is_survived(servers: Servers) -> None:
         await registry.close()
 
 
-async def test_a_cluster_holds_registry_and_index(servers: Servers) -> None:
-    port = servers.start("--save", "", "--cluster-enabled", "yes")
-    with redis.Redis(port=port) as node:
-        for first in range(0, 16384, 4096):
-            node.execute_command("CLUSTER", "ADDSLOTS", *range(first, first + 4096))
-        until(lambda: cluster_is_ok(node))
-    url = f"redis+cluster://127.0.0.1:{port}"
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[ClusterNode]:
+    with ClusterNode(tmp_path) as node:
+        yield node
+
+
+async def test_a_cluster_holds_registry_and_index(cluster: ClusterNode) -> None:
+    url = f"redis+cluster://127.0.0.1:{cluster.port}"
     registry = Registry(url)
     await registry.check_server()
     worker = await registry.join(record(), 30.0)
@@ -175,11 +147,6 @@ async def test_a_cluster_holds_registry_and_index(servers: Servers) -> None:
         await feed.close()
         await asyncio.to_thread(publisher.close)
         await registry.close()
-
-
-def cluster_is_ok(node: redis.Redis) -> bool:
-    info: Any = node.execute_command("CLUSTER", "INFO")  # type: ignore[no-untyped-call]
-    return b"cluster_state:ok" in info
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import redis
 
-from kvrelay.fleet.embedded import EmbeddedRedis, EmbeddedRedisError, redis_executable
+from kvrelay.fleet.embedded import EmbeddedRedis, EmbeddedRedisError, RedisServer, redis_executable
 
 
 def test_it_is_a_redis_that_never_evicts_and_writes_nothing_to_disk() -> None:
@@ -49,8 +49,8 @@ def test_stopping_leaves_no_process_and_no_files() -> None:
     with redis.Redis.from_url(server.url) as client:
         directory = Path(str(client.config_get("dir")["dir"]))
     assert directory.is_dir()
-    server.stop()
-    server.stop()
+    server.close()
+    server.close()
     assert not process.is_running()
     assert not directory.exists()
     assert server.poll() is not None
@@ -82,9 +82,17 @@ def test_it_ends_with_its_parent_even_when_that_is_killed() -> None:
     assert psutil.wait_procs([server], 5)[1] == []
 
 
-def test_a_taken_port_is_said() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(EmbeddedRedisError, match="did not start"):
-        EmbeddedRedis(taken.getsockname()[1])
+def test_its_port_is_nobody_elses_while_it_is_down() -> None:
+    with EmbeddedRedis() as server:
+        server.stop()
+        with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
+            other.bind(("127.0.0.1", server.port))
+        server.restart()
+
+
+def test_a_server_that_ends_at_its_start_is_an_error_with_its_last_words(tmp_path: Path) -> None:
+    with pytest.raises(EmbeddedRedisError, match=r"(?s)did not start.*no-such-setting"):
+        RedisServer(tmp_path, "no-such-setting 1")
 
 
 def test_without_the_bundled_server_the_path_is_searched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvrelay.fleet.embedded import EmbeddedRedis, redis_executable
+from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.fleet.index.layout import (
     MAX_SLOTS,
     NUM_BUCKETS,
@@ -29,7 +28,7 @@ from kvrelay.fleet.index.layout import (
 from kvrelay.fleet.index.replica import IndexReplica
 from kvrelay.fleet.index.scripts import IndexScripts
 from kvrelay.kv.hashing import BlockHash
-from tests.component.fleet.test_index_publisher import PersistentRedis
+from tests.fakes.redis_servers import ClusterNode
 
 TTL_MS = 600_000
 WITHIN_S = 20.0
@@ -129,21 +128,8 @@ def test_operations_come_back_as_they_were(runs: list[tuple[int, list[bytes]]]) 
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[redis.RedisCluster]:
-    """One node that owns all hash slots: it refuses whatever reaches over them, as any node of a Cluster."""
-    with EmbeddedRedis() as other:
-        port = other.port
-    server = PersistentRedis(redis_executable(), port, tmp_path, "--cluster-enabled", "yes")
-    try:
-        with redis.Redis.from_url(server.url) as node:
-            for first in range(0, 16384, 4096):
-                node.execute_command("CLUSTER", "ADDSLOTS", *range(first, first + 4096))
-            deadline = time.monotonic() + WITHIN_S
-            while b"cluster_state:ok" not in node.execute_command("CLUSTER", "INFO", NEVER_DECODE=True):
-                assert time.monotonic() < deadline
-        with redis.RedisCluster(host="127.0.0.1", port=port) as client:
-            yield client
-    finally:
-        server.stop()
+    with ClusterNode(tmp_path) as node, redis.RedisCluster(host="127.0.0.1", port=node.port) as client:
+        yield client
 
 
 def test_the_scripts_keep_to_one_hash_slot_of_a_cluster(cluster: redis.RedisCluster) -> None:

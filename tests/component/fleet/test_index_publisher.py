@@ -6,19 +6,19 @@ import asyncio
 import os
 import secrets
 import signal
-import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
 import redis
 
-from kvrelay.fleet.embedded import EmbeddedRedis
+from kvrelay.fleet.embedded import EmbeddedRedis, RedisServer
 from kvrelay.fleet.index import FeedState, IndexFeed, IndexPublisher, IndexReader
 from kvrelay.fleet.index import publication as publication_module
 from kvrelay.fleet.index.layout import index_base
 from kvrelay.kv.cache import CacheEvent, Removed, Stored
 from kvrelay.kv.hashing import BlockHash
+from tests.fakes.redis_servers import ONLY_WHEN_TOLD
 
 WITHIN_S = 20.0
 INCARNATIONS = iter(range(1, 1 << 20))
@@ -27,7 +27,7 @@ INCARNATIONS = iter(range(1, 1 << 20))
 class Fleet:
     """Publishers, and one router's feed, on one server."""
 
-    def __init__(self, server: EmbeddedRedis) -> None:
+    def __init__(self, server: RedisServer) -> None:
         self.server = server
         self.prefix = f"test-{secrets.token_hex(4)}"
         self.publishers: list[IndexPublisher] = []
@@ -238,40 +238,13 @@ async def test_closing_does_not_wait_for_a_redis_that_is_gone(fleet: Fleet) -> N
 
 
 @pytest.fixture
-def persistent_server(tmp_path: Path) -> Iterator[PersistentRedis]:
-    with EmbeddedRedis() as pattern:
-        executable = pattern._executable
-        port = pattern.port
-    server = PersistentRedis(executable, port, tmp_path)
-    yield server
-    server.stop()
+def persistent_server(tmp_path: Path) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path, ONLY_WHEN_TOLD) as server:
+        yield server
 
 
-class PersistentRedis:
-    """A server that keeps its data on disk: as of its last `save`, which may be old."""
-
-    def __init__(self, executable: str, port: int, directory: Path, *options: str) -> None:
-        self.url = f"redis://127.0.0.1:{port}/0"
-        self._command = [executable, "--port", str(port), "--dir", str(directory), "--bind", "127.0.0.1", *options]
-        self.start()
-
-    def start(self) -> None:
-        self._process = subprocess.Popen([*self._command, "--save", ""], stdout=subprocess.DEVNULL)
-        with redis.Redis.from_url(self.url, retry_on_error=[redis.ConnectionError]) as client:
-            while True:
-                try:
-                    client.ping()
-                    return
-                except redis.ConnectionError:
-                    assert self._process.poll() is None
-
-    def stop(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
-async def test_a_restart_with_old_data_is_a_gap(persistent_server: PersistentRedis) -> None:
-    fleet = Fleet(persistent_server)  # type: ignore[arg-type]
+async def test_a_restart_with_old_data_is_a_gap(persistent_server: RedisServer) -> None:
+    fleet = Fleet(persistent_server)
     try:
         chain = chain_of(30)
         behind, same = fleet.worker("behind"), fleet.worker("same")
@@ -282,8 +255,8 @@ async def test_a_restart_with_old_data_is_a_gap(persistent_server: PersistentRed
             client.save()
         behind.publish([Removed(tuple(reversed(chain[10:20])))])
         await fleet.until_matches(chain, {"behind": 10, "same": 5})
-        persistent_server.stop()
-        persistent_server.start()
+        persistent_server.kill()
+        persistent_server.restart()
         await fleet.until_matches(chain, {"behind": 10, "same": 5})
         assert behind.report()["index_gaps"] >= 1.0
         assert same.report()["index_gaps"] == 0.0

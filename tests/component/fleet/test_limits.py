@@ -95,7 +95,7 @@ async def test_what_runs_is_remembered_when_redis_goes_away() -> None:
         assert await limits.enter("k", rules, "2", LEASE_S) is None
     finally:
         await limits.close()
-        server.stop()
+        server.close()
 
 
 class SilentServer:
@@ -163,7 +163,7 @@ async def test_places_given_up_while_redis_was_away_come_back_with_it() -> None:
     finally:
         await limits.close()
         await other.close()
-        server.stop()
+        server.close()
 
 
 async def test_a_client_that_leaves_at_the_door_takes_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +188,7 @@ async def test_a_client_that_leaves_at_the_door_takes_no_place(monkeypatch: pyte
         assert await limits.enter("k", rules, "2", LEASE_S) is None
     finally:
         await limits.close()
-        server.stop()
+        server.close()
 
 
 async def test_a_cluster_that_is_away_refuses_nobody() -> None:

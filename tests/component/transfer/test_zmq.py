@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import zmq
 
+from kvrelay.ports import HeldPort
 from kvrelay.transfer.admission import DropCause
 from kvrelay.transfer.base import BlockCopy, Corrupted, Landed
 from kvrelay.transfer.checksums import checksums_of
@@ -40,11 +41,11 @@ def stranger() -> Iterator[zmq.Socket[bytes]]:
         yield made
 
 
-def free_port() -> int:
+@pytest.fixture
+def held() -> Iterator[HeldPort]:
     """A port where nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    with HeldPort() as held:
+        yield held
 
 
 HEADER = encode_header("r", BLOCK_BYTES, np.array([5, 6]), np.array([1, 3]))
@@ -125,11 +126,12 @@ async def test_a_landed_block_is_not_written_again_even_if_the_source_changed(ri
     assert target.receiver.counters.num_duplicate_blocks == 1
 
 
-async def test_frames_wait_for_a_receiver_that_comes_late(rig: Rig, random: np.random.Generator) -> None:
+async def test_frames_wait_for_a_receiver_that_comes_late(
+    rig: Rig, random: np.random.Generator, held: HeldPort
+) -> None:
     """Zero-copy blocks count as pushed only once they left, and gathered ones only as far as the window goes."""
-    port = free_port()
     direct, staged = rig.sender(source_pool(64, 512 * 1024)), rig.sender(source_pool(4096, BLOCK_BYTES))
-    endpoint = {"address": tcp_address("127.0.0.1", port)}
+    endpoint = {"address": tcp_address("127.0.0.1", held.port)}
     run = Plan("run", 0, tuple(range(64)), tuple(range(64)))
     plan = scattered("scattered", 2048, 4096, random)
     direct.push("run", endpoint, run.copies)
@@ -140,7 +142,7 @@ async def test_frames_wait_for_a_receiver_that_comes_late(rig: Rig, random: np.r
     assert direct.pushed("run") == []
     assert len(staged.pushed("scattered")) == WINDOW * (1 << 20) // BLOCK_BYTES
 
-    receiver = ZmqReceiver(target_pool(4096, BLOCK_BYTES), port=port)
+    receiver = ZmqReceiver(target_pool(4096, BLOCK_BYTES), port=held.port)
     try:
         receiver.admit("scattered", 0, plan.slots)
         receiver.start(lambda landed: None)
@@ -150,11 +152,11 @@ async def test_frames_wait_for_a_receiver_that_comes_late(rig: Rig, random: np.r
         receiver.close()
 
 
-async def test_an_unreachable_peer_holds_up_nobody_else(rig: Rig, random: np.random.Generator) -> None:
+async def test_an_unreachable_peer_holds_up_nobody_else(rig: Rig, random: np.random.Generator, held: HeldPort) -> None:
     source, target = rig.sender(source_pool(2000, BLOCK_BYTES)), rig.receiver(target_pool(2000, BLOCK_BYTES))
     plan = scattered("r", 1000, 2000, random)
     plan.admit(target)
-    nobody = {"address": tcp_address("127.0.0.1", free_port())}
+    nobody = {"address": tcp_address("127.0.0.1", held.port)}
     source.push("lost", nobody, [BlockCopy(i, i, i) for i in range(2000)])
     source.push("r", target.endpoint, plan.copies)
     await target.until_landed("r", plan.blocks)
@@ -187,12 +189,12 @@ async def test_an_idle_connection_is_closed_and_opened_again() -> None:
         target.close()
 
 
-async def test_a_connection_that_was_reset_is_forgotten_when_idle() -> None:
+async def test_a_connection_that_was_reset_is_forgotten_when_idle(held: HeldPort) -> None:
     """Its socket is closed already; the sender goes on with the next push."""
     pool = source_pool(64, 512 * 1024)
     sender = ZmqSender(pool, settings=SenderSettings(drain_timeout_s=0.0, idle_close_s=0.0))
     end, target = SendingEnd(pool, sender), ZmqReceiver(target_pool(64, 512 * 1024))
-    nobody = {"address": tcp_address("127.0.0.1", free_port())}
+    nobody = {"address": tcp_address("127.0.0.1", held.port)}
     try:
         target.start(lambda landed: None)
         target.admit("r", 0, range(64))

@@ -113,7 +113,7 @@ class FaultStack:
                     service.process.kill()
                     service.process.wait()
         await self.network.close()
-        self._redis.stop()
+        self._redis.close()
 
     async def _add(self, role: Role, name: str) -> None:
         settings = self.settings

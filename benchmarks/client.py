@@ -1,17 +1,21 @@
-"""A load of streamed completions over HTTP, timed token by token; light, because it shares the servers' cores."""
+"""A load of streamed completions over HTTP, timed token by token; by the client of `kvrelay bench`."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import orjson
 from numpy.typing import NDArray
+
+from kvrelay_bench.http import Client, Endpoint
+from kvrelay_bench.load import Point
+from kvrelay_bench.load import run_load as bench_load
+from kvrelay_bench.workload import Ask, Wire
+
+TIMEOUT_S = 600.0
 
 _UNIT = 16  # prompt tokens that stand for one of a trace's hash ids
 _TRACE_UNIT = 512  # those it stands for in the trace
@@ -48,59 +52,23 @@ async def run_load(base_url: str, model: str, requests: list[Request], done: Cal
 
     `done` is told how many have ended.
     """
-    host, port = base_url.removeprefix("http://").split(":")
-    started = time.perf_counter()
-    ended = 0
-
-    async def one(request: Request) -> None:
-        nonlocal ended
-        await asyncio.sleep(started + request.arrival_s - time.perf_counter())
-        await _complete(host, int(port), model, request, started)
-        ended += 1
-        done(ended)
-
-    async with asyncio.TaskGroup() as tasks:
-        for request in requests:
-            tasks.create_task(one(request))
-    return time.perf_counter() - started
-
-
-async def _complete(host: str, port: int, model: str, request: Request, started: float) -> None:
-    body = {
-        "model": model,
-        "prompt": request.prompt.tolist(),
-        "max_tokens": request.num_output,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "return_token_ids": True,
-    }
-    data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\nconnection: close\r\n"
-    reader, writer = await asyncio.open_connection(host, port, limit=1 << 22)
+    client = Client(Endpoint(base_url))
+    wire = Wire(token_ids=(0, 1 << 31), extra={"return_token_ids": True})
+    asks = [Ask(request.arrival_s, request.prompt.astype(np.int64), request.num_output) for request in requests]
+    bodies = [client.request("POST", client.endpoint.path("completions"), wire.body(model, ask)) for ask in asks]
     try:
-        writer.write(head.encode() + b"content-length: %d\r\n\r\n" % len(data) + data)
-        async for line in reader:  # an event is a line; the lines between them are HTTP's
-            if line.startswith(b"data: {"):
-                _take(request, orjson.loads(line[6:]), time.perf_counter() - started)
+        outcome = await bench_load(client, Point("", asks), bodies, TIMEOUT_S, done)
+        seconds = client.clock()
     finally:
-        writer.close()
-    if len(request.token_times_s) != request.num_output:
-        request.failed = request.failed or f"{len(request.token_times_s)} of {request.num_output} tokens came"
-
-
-def _take(request: Request, event: dict[str, object], at_s: float) -> None:
-    if "error" in event:
-        request.failed = str(event["error"])
-        return
-    choices = event.get("choices")
-    if isinstance(choices, list):
-        for choice in choices:
-            request.token_times_s += [at_s] * len(choice.get("token_ids") or ())
-    usage = event.get("usage")
-    if isinstance(usage, dict):
-        request.num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+        await client.close()
+    for request, record in zip(requests, outcome.records, strict=True):
+        for at_s, num_tokens in zip(record.pieces_s, record.piece_ids, strict=True):
+            request.token_times_s += [at_s] * num_tokens
+        request.num_cached = record.num_cached or 0
+        request.failed = record.error
+        if not request.failed and len(request.token_times_s) != request.num_output:
+            request.failed = f"{len(request.token_times_s)} of {request.num_output} tokens came"
+    return seconds
 
 
 def synthetic_load(num_requests: int, rate: float, seed: int = 7) -> list[Request]:

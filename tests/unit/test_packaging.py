@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = {
     "kvrelay": ROOT / "shared",
     "kvrelay_simulator": ROOT / "shared",
+    "kvrelay_bench": ROOT / "shared",
     "kvrelay_router": ROOT / "services" / "router",
     "kvrelay_prefill": ROOT / "services" / "prefill",
     "kvrelay_decode": ROOT / "services" / "decode",

@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.add_parser("replay", add_help=False, help="check and read event logs")
     commands.add_parser("drain", add_help=False, help="have routers send a worker nothing new")
     commands.add_parser("health", add_help=False, help="ask a service whether it is ready")
+    commands.add_parser("bench", add_help=False, help="measure any OpenAI-compatible endpoint under load")
     commands.add_parser("simulate", add_help=False, help="replay a trace through a fleet of simulated devices")
     commands.add_parser("measure", add_help=False, help="measure a profile of this machine for simulate")
     commands.add_parser("version", help="print the version")
@@ -38,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command in SERVICES:
         # Services are run by name: this package knows of no service's code.
         os.execv(sys.executable, [sys.executable, "-m", f"kvrelay_{command}", *rest])
+    if command == "bench":
+        os.execv(sys.executable, [sys.executable, "-m", "kvrelay_bench", *rest])
     if command == "simulate":
         os.execv(sys.executable, [sys.executable, "-m", "kvrelay_simulator", *rest])
     if command == "measure":

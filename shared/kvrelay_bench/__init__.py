@@ -1,0 +1,1 @@
+"""`kvrelay bench`: a load on any OpenAI-compatible endpoint, and what its clients would have felt."""

@@ -1,0 +1,265 @@
+"""HTTP/1.1 to one server: connections that are kept and used again, and answers handed on as they come.
+
+It does little for each byte that comes, because on one machine it shares the cores with what it measures: httptools
+parses in C, bodies were made before the load began, and nothing is awaited between a packet and its time stamp.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import time
+from dataclasses import dataclass
+from typing import cast
+from urllib.parse import urlsplit
+
+import httptools
+
+from kvrelay_bench.answer import AnswerReader, Record
+
+
+class BadUrl(ValueError):
+    """No endpoint can be reached by this URL; the text says why."""
+
+
+class ConnectionLost(Exception):
+    """The server closed before the answer was whole. `was_silent`: nothing of the answer had come."""
+
+    def __init__(self, *, was_silent: bool) -> None:
+        super().__init__("the connection was closed" + (" without an answer" if was_silent else " in the answer"))
+        self.was_silent = was_silent
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A base URL with or without /v1, and the API key for it."""
+
+    url: str
+    api_key: str = ""
+
+    def path(self, name: str) -> str:
+        """Of `completions`, `chat/completions` or `models`."""
+        base = urlsplit(self.url).path.rstrip("/")
+        return f"{base if base.endswith('/v1') else f'{base}/v1'}/{name}"
+
+
+class Client:
+    """Connections to one endpoint. `clock` gives the seconds since the load began. Raises BadUrl."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        parts = urlsplit(endpoint.url)
+        try:
+            host, port = parts.hostname, parts.port
+        except ValueError as error:
+            raise BadUrl(f"{endpoint.url}: {error}") from error
+        if parts.scheme not in ("http", "https") or not host:
+            raise BadUrl(f"{endpoint.url!r} must be http://HOST[:PORT][/PATH] or https://...")
+        self.endpoint = endpoint
+        self.started = time.perf_counter()
+        self._host, self._netloc = host, parts.netloc.rpartition("@")[2]
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._port = port or (443 if self._tls else 80)
+        self._address: str | None = None
+        self._idle: list[_Connection] = []
+        self._open: set[_Connection] = set()
+
+    def clock(self) -> float:
+        """Seconds since `started`."""
+        return time.perf_counter() - self.started
+
+    def request(self, method: str, path: str, body: bytes = b"") -> bytes:
+        """A request as it goes over the wire."""
+        head = f"{method} {path} HTTP/1.1\r\nhost: {self._netloc}\r\naccept: */*\r\n"
+        if self.endpoint.api_key:
+            head += f"authorization: Bearer {self.endpoint.api_key}\r\n"
+        if body:
+            head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        return f"{head}\r\n".encode() + body
+
+    async def send(self, request: bytes, record: Record, timeout_s: float) -> None:
+        """Sends, and fills in `record`; whatever goes wrong stands in its `error`."""
+        record.started_s = self.clock()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._send(request, record)
+        except TimeoutError:
+            record.error = f"no whole answer within {timeout_s:g} s"
+        except ConnectionLost as error:
+            record.error = record.error or str(error)
+        except OSError as error:
+            record.error = f"cannot connect: {error}"
+        if record.ended_s != record.ended_s:  # NaN: the answer did not end
+            record.ended_s = self.clock()
+
+    async def get(self, name: str, timeout_s: float) -> bytes:
+        """The body of an answer, whatever its status. Raises OSError, TimeoutError, ConnectionLost."""
+        async with asyncio.timeout(timeout_s):
+            connection = await self._connect()
+            return await connection.fetch(self.request("GET", self.endpoint.path(name)))
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        for connection in list(self._open):
+            connection.close()
+        await asyncio.sleep(0)
+
+    async def _send(self, request: bytes, record: Record) -> None:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_open:
+                try:
+                    return await self._use(connection, request, record)
+                except ConnectionLost as error:
+                    if not error.was_silent:
+                        raise  # else it was closed for idleness while the request was under way
+        return await self._use(await self._connect(), request, record)
+
+    async def _use(self, connection: _Connection, request: bytes, record: Record) -> None:
+        try:
+            await connection.exchange(request, record)
+        except BaseException:
+            connection.close()
+            raise
+        if connection.is_open:
+            self._idle.append(connection)
+
+    async def _connect(self) -> _Connection:
+        loop = asyncio.get_running_loop()
+        if self._address is None:
+            found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+            self._address = await self._first_that_answers([str(each[4][0]) for each in found])
+        name = self._host if self._tls else None
+        _, connection = await loop.create_connection(
+            lambda: _Connection(self), self._address, self._port, ssl=self._tls, server_hostname=name
+        )
+        self._open.add(connection)
+        return connection
+
+    async def _first_that_answers(self, addresses: list[str]) -> str:
+        for address in addresses[:-1]:
+            try:
+                _, writer = await asyncio.open_connection(address, self._port)
+            except OSError:
+                continue
+            writer.close()
+            return address
+        return addresses[-1]
+
+    def forget(self, connection: _Connection) -> None:
+        """It is closed."""
+        self._open.discard(connection)
+
+
+class _Connection(asyncio.Protocol):
+    """One exchange at a time."""
+
+    def __init__(self, client: Client) -> None:
+        self.is_open = True
+        self._client = client
+        self._transport: asyncio.Transport | None = None
+        self._parser: httptools.HttpResponseParser | None = None
+        self._record: Record | None = None
+        self._reader: AnswerReader | None = None
+        self._body: list[bytes] = []
+        self._content_type = ""
+        self._whole: asyncio.Future[None] | None = None
+        self._at_s = 0.0
+
+    # -- for the client -----------------------------------------------------------------------------------------------
+
+    async def exchange(self, request: bytes, record: Record) -> None:
+        """Sends a request; returns when its answer is whole. Raises ConnectionLost."""
+        self._record = record
+        await self._start(request)
+
+    async def fetch(self, request: bytes) -> bytes:
+        """The same, for a body that is wanted as a whole."""
+        self._record = None
+        self._body = []
+        await self._start(request)
+        self.close()
+        return b"".join(self._body)
+
+    def close(self) -> None:
+        """At once."""
+        self.is_open = False
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def _start(self, request: bytes) -> None:
+        assert self._transport is not None
+        self._whole = asyncio.get_running_loop().create_future()
+        self._parser = httptools.HttpResponseParser(self)
+        self._reader = None
+        self._content_type = ""
+        self._transport.write(request)
+        await self._whole
+
+    # -- of asyncio ---------------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Ready to send."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but its class
+
+    def data_received(self, data: bytes) -> None:
+        """Times what came before anything is done with it."""
+        self._at_s = self._client.clock()
+        if self._parser is None:
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._fail(OSError(f"the server does not speak HTTP: {error}"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """An answer whose end is the connection's is whole, any other is not."""
+        self.is_open = False
+        self._client.forget(self)
+        self._at_s = self._client.clock()
+        if self._reader is not None and self._is_until_close():
+            self.on_message_complete()
+        else:
+            self._fail(ConnectionLost(was_silent=self._reader is None))
+
+    # -- of httptools -------------------------------------------------------------------------------------------------
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One header."""
+        lowered = name.lower()
+        if lowered == b"content-type":
+            self._content_type = value.decode("latin-1").lower()
+        elif lowered in (b"content-length", b"transfer-encoding"):
+            self._content_type += " framed"
+
+    def on_headers_complete(self) -> None:
+        """The status is known."""
+        assert self._parser is not None
+        if self._parser.get_status_code() >= 200:
+            record = self._record or Record(0.0)
+            self._reader = AnswerReader(record, self._parser.get_status_code(), self._content_type)
+
+    def on_body(self, data: bytes) -> None:
+        """Some of the body."""
+        if self._record is None:
+            self._body.append(data)
+        elif self._reader is not None:
+            self._reader.feed(data, self._at_s)
+
+    def on_message_complete(self) -> None:
+        """The answer is whole."""
+        if self._whole is None or self._whole.done() or self._reader is None or self._parser is None:
+            return
+        self._reader.end(self._at_s)
+        self.is_open = self.is_open and self._parser.should_keep_alive()
+        if not self.is_open:
+            self.close()
+        self._whole.set_result(None)
+
+    def _is_until_close(self) -> bool:
+        return "framed" not in self._content_type
+
+    def _fail(self, error: Exception) -> None:
+        if self._whole is not None and not self._whole.done():
+            self._whole.set_exception(error)
+        self.close()

@@ -1,0 +1,122 @@
+"""What is asked: prompts with known sharing, when they arrive, and the bodies that go over the wire.
+
+A prompt is a list of numbers that stand for tokens; `ids` sends them as token ids, `text` as one short word each (about
+one token of usual tokenizers; the server's `usage` says how many it was).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from kvrelay_simulator.traces import HASH_TOKENS, TracedRequest
+
+Api = Literal["completions", "chat"]
+PromptForm = Literal["ids", "text"]
+Arrivals = Literal["poisson", "fixed"]
+
+_ONSETS = ["b", "d", "f", "g", "h", "k", "l", "m", "n", "p", "r", "s", "t", "v", "w", "z"]
+_VOWELS = ["a", "e", "i", "o", "u"]
+WORDS = [f"{a}{b}{c}" for a in _ONSETS for b in _VOWELS for c in ("", "n", "t", "st")]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request: when it arrives (seconds since the load began), and what it asks."""
+
+    arrival_s: float
+    prompt: NDArray[np.int64]
+    num_output: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Synthetic prompts. Lengths are log-normal around these medians; `spread` 0: all alike.
+
+    Prompts begin with one of `num_prefixes` shared prefixes of `num_prefix_tokens`, which come on top.
+    """
+
+    num_prompt: int = 200
+    num_output: int = 50
+    spread: float = 0.0
+    num_prefix_tokens: int = 0
+    num_prefixes: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """How a request is written. `token_ids`: the range that prompts are drawn from, for `ids`."""
+
+    api: Api = "completions"
+    prompt_as: PromptForm = "ids"
+    token_ids: tuple[int, int] = (5, 2000)
+    ignore_eos: bool = True
+    include_usage: bool = True
+    extra: dict[str, Any] | None = None
+
+    def body(self, model: str, ask: Ask, salt: int = 0) -> bytes:
+        """JSON. Another salt gives other tokens, with the same lengths and the same sharing."""
+        low, high = self.token_ids
+        numbers = ask.prompt + salt
+        if self.prompt_as == "ids":
+            prompt: Any = (numbers % (high - low) + low).tolist()
+        else:
+            prompt = " ".join(WORDS[number] for number in (numbers % len(WORDS)).tolist())
+        body: dict[str, Any] = {"model": model, "max_tokens": ask.num_output, "temperature": 0, "stream": True}
+        if self.api == "chat":
+            body["messages"] = [{"role": "user", "content": prompt}]
+        else:
+            body["prompt"] = prompt
+        if self.ignore_eos:
+            body["ignore_eos"] = True
+        if self.include_usage:
+            body["stream_options"] = {"include_usage": True}
+        return orjson.dumps(body | (self.extra or {}))
+
+
+def arrival_times(num_requests: int, rate: float, arrivals: Arrivals, seed: int) -> NDArray[np.float64]:
+    """Of an open load of `rate` requests a second; the first one arrives at 0."""
+    if arrivals == "fixed":
+        return np.arange(num_requests) / rate
+    gaps = np.random.default_rng((seed, 1)).exponential(1 / rate, num_requests)
+    gaps[:1] = 0
+    return np.cumsum(gaps)
+
+
+def synthetic(shape: Shape, arrivals_s: Sequence[float] | NDArray[np.float64], seed: int) -> list[Ask]:
+    """One request for each arrival. The same seed gives the same prompts."""
+    rng = np.random.default_rng((seed, 2))
+    prefixes = rng.integers(0, 1 << 30, (shape.num_prefixes, shape.num_prefix_tokens))
+    asks = []
+    for arrival_s in arrivals_s:
+        own = rng.integers(0, 1 << 30, _length(rng, shape.num_prompt, shape.spread))
+        prompt = np.concatenate([prefixes[rng.integers(shape.num_prefixes)], own])
+        asks.append(Ask(float(arrival_s), prompt, _length(rng, shape.num_output, shape.spread)))
+    return asks
+
+
+def traced(requests: Sequence[TracedRequest], scale: float, seed: int) -> list[Ask]:
+    """A trace's requests with all lengths times `scale`; pieces that are equal in the trace are equal here.
+
+    Another seed gives other tokens with the same sharing.
+    """
+    piece = max(1, round(HASH_TOKENS * scale))
+    made: dict[int, NDArray[np.int64]] = {}
+    asks = []
+    for request in requests:
+        for each in request.hash_ids:
+            if each not in made:
+                made[each] = np.random.default_rng((seed, 3, each)).integers(0, 1 << 30, piece)
+        num_prompt = max(1, round(request.num_prompt_tokens * scale))
+        prompt = np.concatenate([made[each] for each in request.hash_ids])[:num_prompt]
+        asks.append(Ask(request.arrival_s, prompt, max(1, round(request.num_output_tokens * scale))))
+    return asks
+
+
+def _length(rng: np.random.Generator, median: int, spread: float) -> int:
+    return max(1, round(median * float(rng.lognormal(0.0, spread)))) if spread else median

@@ -1,0 +1,67 @@
+"""`kvrelay bench` against the whole system: what it counts is what was served."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes.stack import Stack
+
+
+def bench(*flags: str, out: Path) -> dict[str, Any]:
+    """The command's results."""
+    command = [sys.executable, "-m", "kvrelay", "bench", *flags, "--json", str(out), "--save-requests"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    content: dict[str, Any] = json.loads(out.read_text())
+    return content
+
+
+@pytest.mark.parametrize("api", ["completions", "chat"])
+def test_tokens_and_requests_are_counted_as_the_system_counts_them(demo_stack: Stack, api: str, tmp_path: Path) -> None:
+    flags = ["--api", api, "--rate", "40", "--requests", "8", "--prompt-tokens", "40", "--output-tokens", "12"]
+    before = demo_stack.fleet()["requests"]["finished"]
+    content = bench(demo_stack.base_url, *flags, "--warm-up", "2", out=tmp_path / "out.json")
+    assert demo_stack.fleet()["requests"]["finished"] - before == 10
+    (load,) = content["loads"]
+    assert load["figures"]["num_failed"] == 0 and load["figures"]["tokens_counted"] == 1
+    assert {request["num_output"] for request in load["requests"]} == {12}
+    if api == "completions":
+        assert {request["num_prompt"] for request in load["requests"]} == {40}
+    for request in load["requests"]:
+        times = [request["intended_s"], request["started_s"], *request["pieces_s"], request["ended_s"]]
+        assert times == sorted(times) and 1 <= len(request["pieces_s"]) <= 12
+
+
+def test_traces_run_scaled_to_the_model(demo_stack: Stack, tmp_path: Path) -> None:
+    mooncake, azure = tmp_path / "mooncake.jsonl", tmp_path / "azure.csv"
+    entry = {"input_length": 1024, "output_length": 128}
+    lines = [json.dumps(entry | {"timestamp": 20 * n, "hash_ids": [7, n]}) for n in range(6)]
+    mooncake.write_text("\n".join(lines))
+    with azure.open("w", newline="") as file:
+        rows = [(f"2023-11-16 18:15:46.{n}000000", 640 + n, 64) for n in range(4)]
+        csv.writer(file).writerows([("TIMESTAMP", "ContextTokens", "GeneratedTokens"), *rows])
+    flags = ["--scale", "0.0625", "--speed", "10", "--warm-up", "0"]
+    (load,) = bench(demo_stack.base_url, "--trace", str(mooncake), *flags, out=tmp_path / "a.json")["loads"]
+    assert [(r["num_prompt"], r["num_output"], r["error"]) for r in load["requests"]] == [(64, 8, "")] * 6
+    assert load["figures"]["cached_share"] is not None
+    (load,) = bench(demo_stack.base_url, "--trace", str(azure), *flags, out=tmp_path / "b.json")["loads"]
+    assert [(r["num_prompt"], r["num_output"]) for r in load["requests"]] == [(40, 4)] * 4
+
+
+def test_two_endpoints_side_by_side_and_a_picture(demo_stack: Stack, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the extra bench is not installed")
+    picture = tmp_path / "picture.svg"
+    urls = [demo_stack.base_url, f"{demo_stack.base_url}/v1"]
+    flags = ["--rate", "40", "--requests", "4", "--output-tokens", "4", "--rounds", "2", "--plot", str(picture)]
+    content = bench("--compare", *urls, *flags, out=tmp_path / "out.json")
+    ratios = content["ratios_b_over_a"]["40/s poisson"]["TTFT p50"]
+    assert 0 < ratios["least"] <= ratios["median"] <= ratios["most"]
+    assert [load["endpoint"] for load in content["loads"]] == ["A", "B", "B", "A"]
+    assert "<svg" in picture.read_text()

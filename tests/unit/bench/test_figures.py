@@ -1,0 +1,110 @@
+"""Figures out of records whose times are known."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrelay_bench.answer import Record
+from kvrelay_bench.load import Outcome
+from kvrelay_bench.measure import Ratio, Slo, Spread, figures
+from kvrelay_bench.workload import Shape, Wire, arrival_times, synthetic, traced
+from kvrelay_simulator.traces import TracedRequest
+
+
+def record(
+    intended_s: float, *pieces_s: float, ended_s: float, num_output: int | None = None, error: str = ""
+) -> Record:
+    return Record(intended_s, intended_s + 0.001, ended_s, list(pieces_s), 10, num_output, None, error)
+
+
+def test_figures_count_from_the_intended_time() -> None:
+    records = [
+        record(0.0, 0.5, 1.0, 1.5, ended_s=1.6, num_output=11),
+        record(1.0, 1.2, ended_s=1.2, num_output=1),
+        record(2.0, ended_s=4.0, error="status 500: no"),
+    ]
+    found = figures(Outcome(records, 0.1, [0.0, 0.002]), Slo(ttft_s=0.3))
+    assert (found.num_requests, found.num_failed, found.errors) == (3, 1, {"status 500: no": 1})
+    assert found.seconds == 4.0 and found.requests_s == 0.5
+    assert found.output_tokens_s == 3.0 and found.prompt_tokens_s == 5.0
+    assert found.ttft_s.max == 0.5 and math.isclose(found.ttft_s.p50, 0.35)
+    assert found.tpot_s.p50 == 0.1  # of the one answer that has a second token
+    assert found.itl_s.mean == 0.5 and found.e2e_s.max == 1.6
+    assert (found.good_share, found.goodput) == (1 / 3, 0.25)
+    assert math.isclose(found.lag_s.max, 0.001)
+    assert json.loads(json.dumps(found.as_json(), allow_nan=False))["errors"] == {"status 500: no": 1}
+
+
+def test_nothing_that_succeeded_is_no_figure() -> None:
+    found = figures(Outcome([record(0.0, ended_s=1.0, error="no")], 0.0, []), Slo())
+    assert math.isnan(found.ttft_s.p50) and found.as_json()["ttft_s"]["p50"] is None
+    assert found.requests_s == 0
+
+
+def test_a_slo_holds_all_its_bounds() -> None:
+    good = record(0.0, 0.1, 0.2, ended_s=0.3, num_output=2)
+    assert Slo().is_met(good) and Slo(0.2, 0.2, 0.4).is_met(good)
+    assert not Slo(ttft_s=0.05).is_met(good) and not Slo(tpot_s=0.05).is_met(good) and not Slo(e2e_s=0.2).is_met(good)
+    assert not Slo().is_met(record(0.0, 0.1, ended_s=0.1, error="no"))
+
+
+@given(st.lists(st.floats(0, 1e3), min_size=1, max_size=50))
+def test_a_spread_is_ordered_and_within_its_values(values: list[float]) -> None:
+    spread = Spread.of(values)
+    assert min(values) <= spread.p50 <= spread.p90 <= spread.p95 <= spread.p99 <= spread.max == max(values)
+
+
+def test_ratios_are_taken_round_by_round() -> None:
+    ratio = Ratio.of([(1.0, 2.0), (10.0, 10.0), (4.0, 2.0)])
+    assert (ratio.median, ratio.least, ratio.most) == (1.0, 0.5, 2.0)
+
+
+def test_doubts_are_told() -> None:
+    late = Record(0.0, 1.0, 2.0, [1.5], None, None)
+    found = figures(Outcome([late], 0.95, [0.5] * 9), Slo())
+    assert len(found.doubts) == 4
+
+
+# -- what is asked ----------------------------------------------------------------------------------------------------
+
+
+def test_arrivals() -> None:
+    assert arrival_times(3, 2.0, "fixed", 1).tolist() == [0.0, 0.5, 1.0]
+    times = arrival_times(20_000, 50.0, "poisson", 1)
+    assert times[0] == 0 and (times[1:] >= times[:-1]).all()
+    assert times[-1] == pytest.approx(400, rel=0.05)
+    assert arrival_times(5, 2.0, "poisson", 1).tolist() == arrival_times(5, 2.0, "poisson", 1).tolist()
+
+
+def test_synthetic_prompts_share_what_they_should() -> None:
+    shape = Shape(num_prompt=20, num_output=9, num_prefix_tokens=8, num_prefixes=1)
+    first, second = synthetic(shape, [0.0, 1.0], seed=3)
+    assert len(first.prompt) == 28 and first.num_output == 9
+    assert (first.prompt[:8] == second.prompt[:8]).all() and (first.prompt[8:] != second.prompt[8:]).any()
+    (other, _) = synthetic(shape, [0.0, 1.0], seed=4)
+    assert (other.prompt[:8] != first.prompt[:8]).any()
+
+
+def test_a_trace_keeps_its_sharing_at_every_scale() -> None:
+    requests = [TracedRequest(0.0, 1000, 64, (1, 2)), TracedRequest(1.5, 700, 1, (1, 9))]
+    one, other = traced(requests, 1 / 16, seed=1)
+    assert (len(one.prompt), one.num_output, len(other.prompt), other.num_output) == (62, 4, 44, 1)
+    assert (one.prompt[:32] == other.prompt[:32]).all() and (one.prompt[32:44] != other.prompt[32:]).any()
+    assert other.arrival_s == 1.5
+
+
+def test_bodies() -> None:
+    (ask,) = synthetic(Shape(4, 3), [0.0], seed=1)
+    ids = json.loads(Wire(token_ids=(100, 110)).body("m", ask))
+    assert len(ids["prompt"]) == 4 and all(100 <= each < 110 for each in ids["prompt"])
+    assert ids["max_tokens"] == 3 and ids["stream"] and ids["ignore_eos"] and ids["stream_options"]
+    chat = json.loads(
+        Wire("chat", "text", ignore_eos=False, include_usage=False, extra={"top_k": 1}).body("m", ask),
+    )
+    assert len(chat["messages"][0]["content"].split()) == 4 and chat["top_k"] == 1
+    assert not {"ignore_eos", "stream_options", "prompt"} & set(chat)

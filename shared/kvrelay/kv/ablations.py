@@ -136,10 +136,16 @@ class TableCache:
 
     def evict(self, num_blocks: int) -> list[int]:
         """Frees the least recently used entries of which nothing is held, until `num_blocks` blocks are free."""
-        evicted: list[int] = []
-        while self._idle and len(evicted) < num_blocks:
-            evicted += self._withdraw(next(iter(self._idle.values())))
+        evicted = self.give_up(num_blocks)
+        self._pool.uncache(evicted)
         return evicted
+
+    def give_up(self, num_blocks: int) -> list[int]:
+        """For the pool: forgets these entries; their blocks are the pool's to give away."""
+        forgotten: list[int] = []
+        while self._idle and len(forgotten) < num_blocks:
+            forgotten += self._forget(next(iter(self._idle.values())))
+        return forgotten
 
     def remove(self, hashes: Sequence[BlockHash]) -> list[int]:
         """Withdraws every entry with one of these in it. O(cached)."""
@@ -210,11 +216,14 @@ class TableCache:
         self._pool.cache(blocks)
 
     def _withdraw(self, entry: _Entry) -> list[int]:
+        self._pool.uncache(self._forget(entry))
+        return entry.blocks
+
+    def _forget(self, entry: _Entry) -> list[int]:
         self._not_idle(entry)
         del self._entries[entry.hashes[-1]]
         for block in entry.blocks:
             del self._entry_of[block]
-        self._pool.uncache(entry.blocks)
         return entry.blocks
 
     def _use(self, key: BlockHash) -> _Entry:

@@ -177,6 +177,12 @@ class PrefixCache:
 
     def evict(self, num_blocks: int) -> list[int]:
         """Frees the least recently used leaves, one after the other. O(their number)."""
+        evicted = self.give_up(num_blocks)
+        self._pool.uncache(evicted)
+        return evicted
+
+    def give_up(self, num_blocks: int) -> list[int]:
+        """For the pool: forgets the least recently used leaves, which are the pool's to give away. O(their number)."""
         newer, hash_of = self._newer, self._hash
         evicted: list[int] = []
         removed: list[BlockHash] = []
@@ -191,7 +197,7 @@ class PrefixCache:
         newer[self._end] = block
         self._older[block] = self._end
         self._num_evictable -= len(evicted)
-        self._withdrawn(evicted, removed)
+        self._forgotten(removed)
         return evicted
 
     def remove(self, hashes: Sequence[BlockHash]) -> list[int]:
@@ -380,7 +386,8 @@ class PrefixCache:
             assert block_hash is not None
             self._hash[node] = None
             removed.append(block_hash)
-        self._withdrawn(nodes, removed)
+        self._forgotten(removed)
+        self._pool.uncache(nodes)
         return nodes
 
     def _unlink(self, node: int) -> None:
@@ -389,9 +396,8 @@ class PrefixCache:
         self._older[after] = before
         self._num_evictable -= 1
 
-    def _withdrawn(self, blocks: list[int], hashes: list[BlockHash]) -> None:
-        """The nodes are out of the tree: tells the index, the pool and the events."""
+    def _forgotten(self, hashes: list[BlockHash]) -> None:
+        """The nodes are out of the tree: tells the index and the events."""
         self._block_of.drop(hashes)
-        self._pool.uncache(blocks)
         if self._record_events and hashes:
             self._events.append(Removed(tuple(hashes)))

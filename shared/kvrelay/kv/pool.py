@@ -10,6 +10,7 @@ Every operation checks all its blocks before it changes any; what raises has cha
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import Protocol
@@ -52,16 +53,16 @@ _LABEL_BY_BIT_LENGTH = (
 class CacheHooks(Protocol):
     """What the pool asks of the cache that shares its blocks.
 
-    Called in the middle of an operation: calls nothing back but `BlockPool.uncache`, from `evict`.
+    Called in the middle of an operation: calls nothing back.
     """
 
     @property
     def num_evictable(self) -> int:
-        """Cached blocks that `evict` can free, one after the other."""
+        """Cached blocks that can be evicted, one after the other."""
         ...
 
-    def evict(self, num_blocks: int) -> list[int]:
-        """Frees up to `num_blocks` blocks (a cache that evicts in larger units may free more)."""
+    def give_up(self, num_blocks: int) -> list[int]:
+        """Forgets up to `num_blocks` blocks that nobody holds (a cache that evicts in larger units may forget more)."""
         ...
 
     def pin(self, blocks: Sequence[int]) -> None:
@@ -148,16 +149,10 @@ class BlockPool:
         shift = _shift(owner)
         if num_blocks < 0:
             raise ValueError(f"cannot allocate {num_blocks} blocks")
-        free = self._free_runs
-        if num_blocks > free.num_free:
-            if num_blocks > self.num_available:
-                raise OutOfBlocks(num_blocks, self.num_available)
-            assert self._cache is not None
-            self._cache.evict(num_blocks - free.num_free)
-        blocks: list[int] = []
-        if after is not None and self._is_used(after):
-            blocks = free.take_at(after + 1, num_blocks)
-        blocks += free.take(num_blocks - len(blocks))
+        if num_blocks > self._free_runs.num_free:
+            blocks = self._take_evicting(num_blocks, after)
+        else:
+            blocks = self._take_free(num_blocks, after)
         one = 1 << shift
         holds = self._holds
         for block in blocks:
@@ -165,6 +160,31 @@ class BlockPool:
         self._label_counts[_FREE] -= num_blocks
         self._label_counts[_LABEL_BY_BIT_LENGTH[shift + 1]] += num_blocks
         return blocks
+
+    def _take_free(self, num_blocks: int, after: int | None) -> list[int]:
+        free = self._free_runs
+        blocks: list[int] = []
+        if after is not None and self._is_used(after):
+            blocks = free.take_at(after + 1, num_blocks)
+        return blocks + free.take(num_blocks - len(blocks))
+
+    def _take_evicting(self, num_blocks: int, after: int | None) -> list[int]:
+        """All that is free, and what is missing from the cache. Evicted blocks go from hand to hand: in a pool that the
+        cache has filled, which every busy pool is, the free runs have no part in it."""
+        if num_blocks > self.num_available:
+            raise OutOfBlocks(num_blocks, self.num_available)
+        free, cached = self._free_runs, self._cached
+        assert self._cache is not None
+        evicted = self._cache.give_up(num_blocks - free.num_free)
+        for block in evicted:
+            cached[block] = 0
+        self._label_counts[_CACHED] -= len(evicted)
+        self._label_counts[_FREE] += len(evicted)
+        blocks = sorted(free.take(free.num_free) + evicted)  # neighbours beside each other
+        first = bisect_right(blocks, after) if after is not None else 0
+        blocks = blocks[first:] + blocks[:first]
+        free.give_back(blocks[num_blocks:])
+        return blocks[:num_blocks]
 
     def hold(self, blocks: BlockIds, owner: Owner) -> None:
         """Adds a hold to blocks that are held or cached. Raises BlockError for a free one."""

@@ -52,5 +52,5 @@ def entry_of(
         cached_tokens=output.sequence.num_cached_tokens if usage is not None else None,
         finish=output.finish,
         usage=usage,
-        beams=output.beams,
+        beams=list(output.beams),
     )

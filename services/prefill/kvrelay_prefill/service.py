@@ -288,7 +288,7 @@ class PrefillRole:
             prompt_logprobs=request.prompt_logprobs,
             cached_tokens=sequence.num_cached_tokens,
             finish=output.finish,
-            beams=output.beams,
+            beams=list(output.beams),
         )
         request.candidates = output.candidates
         if output.candidates is None or output.finish is not None:  # of a beam search the router gets its end alone

@@ -7,9 +7,10 @@ A schedule batch (requests, policy) becomes a `WorkerBatch` (plain numbers), whi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -33,8 +34,7 @@ class BeamRow:
     num_prompt: int
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerRow:
+class WorkerRow(msgspec.Struct, frozen=True, gc=False):
     """One sequence's part in a step: `len(token_ids)` tokens from `position` on.
 
     `block_ids` is the sequence's block table, long enough for position + len(token_ids) tokens; the K/V of the earlier
@@ -104,13 +104,12 @@ class Candidates:
     logprobs: NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True)
-class RowResult:
+class RowResult(msgspec.Struct, frozen=True, gc=False):
     """What the forward gave for one row. `token_id` is None where nothing was sampled."""
 
     token_id: int | None
     logprobs: TokenLogprobs | None = None
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
     candidates: Candidates | None = None  # of a beam's row that samples
 
 

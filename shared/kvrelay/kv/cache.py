@@ -224,19 +224,22 @@ class PrefixCache:
     def unpin(self, blocks: Sequence[int]) -> None:
         """For the pool: these nodes lost their last hold. Amortised O(1) a node for a chain."""
         pins, parent, older, newer, end = self._pins, self._parent, self._older, self._newer, self._end
+        num_unpinned = 0
+        last = older[end]
         for block in blocks:
             node = block
             while node >= 0:
-                pins[node] -= 1
-                if pins[node]:
+                num_pins = pins[node] = pins[node] - 1
+                if num_pins:
                     break
-                last = older[end]
                 newer[last] = node
                 older[node] = last
-                newer[node] = end
-                older[end] = node
-                self._num_evictable += 1
+                last = node
+                num_unpinned += 1
                 node = parent[node]
+        newer[last] = end
+        older[end] = last
+        self._num_evictable += num_unpinned
 
     def check_integrity(self) -> None:
         """Recounts the tree from the hashes, the parents and the pool's holds. O(num_blocks). Raises IntegrityError."""
@@ -295,12 +298,13 @@ class PrefixCache:
         new_blocks = list(blocks[num_known:])
         new_hashes = hashes[num_known:]
         first = node
+        hash_of, parent, pins = self._hash, self._parent, self._pins
         for block_hash, block in zip(new_hashes, new_blocks, strict=True):
-            self._hash[block] = block_hash
-            self._parent[block] = node
-            self._pins[block] = 2  # its hold, and the next block's pin
+            hash_of[block] = block_hash
+            parent[block] = node
+            pins[block] = 2  # its hold, and the next block's pin
             node = block
-        self._pins[node] = 1
+        pins[node] = 1
         if first >= 0:
             self._pin(first)
         self._block_of.add(new_hashes, new_blocks)
@@ -319,10 +323,13 @@ class PrefixCache:
         if num_known and self._parent[self._block_of[hashes[0]]] != (_NO_PARENT if above is None else above):
             raise ValueError("the hashes do not follow their parent")
         new_hashes = hashes[num_known:]
-        if len(set(new_hashes)) != len(new_hashes) or any(h in self._block_of for h in new_hashes):
+        if len(set(new_hashes)) != len(new_hashes):
             raise ValueError("the hashes are no chain")
-        for block in blocks[num_known:]:
-            if self._hash[block] is not None:
+        shards, hash_of = self._block_of.shards, self._hash
+        for block_hash, block in zip(new_hashes, blocks[num_known:], strict=True):
+            if block_hash in shards[block_hash[0]]:
+                raise ValueError("the hashes are no chain")
+            if hash_of[block] is not None:
                 raise BlockError(f"block {block} is cached under another hash")
         return num_known
 

@@ -153,13 +153,39 @@ class BlockPool:
             blocks = self._take_evicting(num_blocks, after)
         else:
             blocks = self._take_free(num_blocks, after)
+        self._hold_first(blocks, shift)
+        return blocks
+
+    def allocate_each(self, after: Sequence[int], owner: Owner) -> list[int]:
+        """One block behind each of these (others' last ones, not free): its free neighbour where there is one.
+
+        Raises OutOfBlocks. All or nothing.
+        """
+        shift = _shift(owner)
+        if len(after) > self._free_runs.num_free:
+            taken = set(self._take_evicting(len(after), None))
+            neighbours = taken.intersection(block + 1 for block in after)
+            others = sorted(taken - neighbours, reverse=True)
+            blocks = []
+            for block in after:
+                if block + 1 in neighbours:
+                    neighbours.remove(block + 1)  # another table may end in the same block
+                    blocks.append(block + 1)
+                else:
+                    blocks.append(others.pop())
+        else:
+            blocks = [block for last in after for block in self._take_free(1, last)]
+        self._hold_first(blocks, shift)
+        return blocks
+
+    def _hold_first(self, blocks: Sequence[int], shift: int) -> None:
+        """Blocks that were taken get their first hold."""
         one = 1 << shift
         holds = self._holds
         for block in blocks:
             holds[block] = one
-        self._label_counts[_FREE] -= num_blocks
-        self._label_counts[_LABEL_BY_BIT_LENGTH[shift + 1]] += num_blocks
-        return blocks
+        self._label_counts[_FREE] -= len(blocks)
+        self._label_counts[_LABEL_BY_BIT_LENGTH[shift + 1]] += len(blocks)
 
     def _take_free(self, num_blocks: int, after: int | None) -> list[int]:
         free = self._free_runs
@@ -188,25 +214,15 @@ class BlockPool:
 
     def hold(self, blocks: BlockIds, owner: Owner) -> None:
         """Adds a hold to blocks that are held or cached. Raises BlockError for a free one."""
-        one = 1 << _shift(owner)
         ids = self._check_ids(blocks)
-        holds, cached = self._holds, self._cached
-        for block in ids:
-            if not holds[block] and not cached[block]:
-                raise BlockError(f"block {block} is free and cannot be held as {owner}")
-        pinned: list[int] = []
-        counts, labels = self._label_counts, _LABEL_BY_BIT_LENGTH
-        for block in ids:
-            before = holds[block]
-            after = holds[block] = before + one
-            if before:
-                counts[labels[before.bit_length()]] -= 1
-            else:
-                counts[_CACHED] -= 1
-                pinned.append(block)
-            counts[labels[after.bit_length()]] += 1
-        if pinned and self._cache is not None:
-            self._cache.pin(pinned)
+        befores = self._befores(ids)
+        if 0 in befores:
+            for block, before in zip(ids, befores, strict=True):
+                if not before and not self._cached[block]:
+                    raise BlockError(f"block {block} is free and cannot be held as {owner}")
+        self._change(ids, befores, 1 << _shift(owner))
+        if 0 in befores and self._cache is not None:
+            self._cache.pin([block for block, before in zip(ids, befores, strict=True) if not before])
 
     def claim(self, blocks: BlockIds, owner: Owner) -> None:
         """Adds a hold to blocks whatever they are: free ones are allocated, by name. O(free runs) if any is free."""
@@ -232,46 +248,35 @@ class BlockPool:
 
         Raises BlockError for a block that is not held as `owner`.
         """
+        ids = self._check_ids(blocks)
+        befores = self._check_held(ids, owner)
         one = 1 << _shift(owner)
-        ids = self._check_held(blocks, owner)
-        holds, cached = self._holds, self._cached
-        counts, labels = self._label_counts, _LABEL_BY_BIT_LENGTH
-        freed: list[int] = []
-        unpinned: list[int] = []
-        for block in ids:
-            before = holds[block]
-            after = holds[block] = before - one
-            counts[labels[before.bit_length()]] -= 1
-            if after:
-                counts[labels[after.bit_length()]] += 1
-            elif cached[block]:
-                unpinned.append(block)
-            else:
-                freed.append(block)
-        counts[_CACHED] += len(unpinned)
-        counts[_FREE] += len(freed)
-        self._free_runs.give_back(freed)
+        self._change(ids, befores, -one)
+        if one not in befores:
+            return
+        let_go = [block for block, before in zip(ids, befores, strict=True) if before == one]
+        cached = self._cached
+        unpinned = [block for block in let_go if cached[block]]
+        if len(unpinned) < len(let_go):
+            freed = [block for block in let_go if not cached[block]]
+            self._label_counts[_CACHED] -= len(freed)
+            self._label_counts[_FREE] += len(freed)
+            self._free_runs.give_back(freed)
         if unpinned and self._cache is not None:
             self._cache.unpin(unpinned)
 
     def move(self, blocks: BlockIds, from_owner: Owner, to_owner: Owner) -> None:
         """Turns one hold of each block into another kind. Raises BlockError for a block not held as `from_owner`."""
-        change = (1 << _shift(to_owner)) - (1 << _shift(from_owner))
-        ids = self._check_held(blocks, from_owner)
-        holds = self._holds
-        counts, labels = self._label_counts, _LABEL_BY_BIT_LENGTH
-        for block in ids:
-            before = holds[block]
-            after = holds[block] = before + change
-            counts[labels[before.bit_length()]] -= 1
-            counts[labels[after.bit_length()]] += 1
+        ids = self._check_ids(blocks)
+        befores = self._check_held(ids, from_owner)
+        self._change(ids, befores, (1 << _shift(to_owner)) - (1 << _shift(from_owner)))
 
     def check_all_held(self, blocks: BlockIds) -> None:
         """Raises BlockError unless each block is held by somebody."""
-        holds = self._holds
-        for block in self._check_ids(blocks):
-            if not holds[block]:
-                raise BlockError(f"block {block} is held by nobody")
+        ids = self._check_ids(blocks)
+        befores = self._befores(ids)
+        if 0 in befores:
+            raise BlockError(f"block {ids[befores.index(0)]} is held by nobody")
 
     def cache(self, blocks: Sequence[int]) -> None:
         """For caches: these held blocks are in the cache from now on."""
@@ -322,14 +327,31 @@ class BlockPool:
                 raise BlockError("a block is named twice in one operation")
         return ids
 
-    def _check_held(self, blocks: BlockIds, owner: Owner) -> Sequence[int]:
-        ids = self._check_ids(blocks)
-        shift = _shift(owner)
+    def _befores(self, ids: Sequence[int]) -> list[int]:
+        """The blocks' holds, before they change."""
         holds = self._holds
-        for block in ids:
-            if not holds[block] >> shift & _FIELD_MASK:
-                raise BlockError(f"block {block} is not held as {owner}")
-        return ids
+        return [holds[block] for block in ids]
+
+    def _check_held(self, ids: Sequence[int], owner: Owner) -> list[int]:
+        """Their holds, all of which have one of this kind."""
+        befores = self._befores(ids)
+        shift = _shift(owner)
+        for before in set(befores):  # few: blocks of one sequence are held alike
+            if not before >> shift & _FIELD_MASK:
+                raise BlockError(f"block {ids[befores.index(before)]} is not held as {owner}")
+        return befores
+
+    def _change(self, ids: Sequence[int], befores: list[int], change: int) -> None:
+        """Adds to the holds of blocks, and counts labels anew. One that has no hold counts as cached, before and
+        after."""
+        holds = self._holds
+        for block, before in zip(ids, befores, strict=True):
+            holds[block] = before + change
+        counts = self._label_counts
+        for before in set(befores):
+            num_blocks = befores.count(before)
+            counts[_LABEL_BY_BIT_LENGTH[before.bit_length()] or _CACHED] -= num_blocks
+            counts[_LABEL_BY_BIT_LENGTH[(before + change).bit_length()] or _CACHED] += num_blocks
 
 
 def _shift(owner: Owner) -> int:

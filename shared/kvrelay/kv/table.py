@@ -33,48 +33,51 @@ class BlockTable:
 
     def __init__(self, block_size: int, blocks: Sequence[int] | NDArray[np.int32] = ()) -> None:
         self.block_size = block_size
+        self.num_blocks = 0
+        """Blocks in the table. For reading, as the next one; both are read very often."""
+        self.capacity_tokens = 0
+        """Tokens that the blocks have room for."""
         self._storage = np.empty(0, np.int32)
-        self._num_blocks = 0
         self.append(blocks)
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks in the table."""
-        return self._num_blocks
 
     @property
     def ids(self) -> NDArray[np.int32]:
         """The block ids, `[num_blocks]`: a read-only view, not a copy."""
-        view = self._storage[: self._num_blocks]
+        view = self._storage[: self.num_blocks]
         view.flags.writeable = False
         return view
 
     @property
-    def capacity_tokens(self) -> int:
-        """Tokens that the blocks have room for."""
-        return self._num_blocks * self.block_size
+    def last(self) -> int:
+        """The last block. Raises IndexError for an empty table."""
+        if not self.num_blocks:
+            raise IndexError("an empty table has no last block")
+        return int(self._storage[self.num_blocks - 1])
 
     def append(self, blocks: Sequence[int] | NDArray[np.int32]) -> None:
         """Adds blocks at the end. Amortised O(1) a block."""
-        needed = self._num_blocks + len(blocks)
+        needed = self.num_blocks + len(blocks)
         if needed > len(self._storage):
-            self._copy_storage(max(needed, 2 * self._num_blocks, _MIN_CAPACITY))
-        self._storage[self._num_blocks : needed] = blocks
-        self._num_blocks = needed
+            self._copy_storage(max(needed, 2 * self.num_blocks, _MIN_CAPACITY))
+        if len(blocks) == 1:  # as tokens come; a slice costs ten times as much
+            self._storage[needed - 1] = blocks[0]
+        else:
+            self._storage[self.num_blocks : needed] = blocks
+        self._resize(needed)
 
     def replace(self, index: int, block: int) -> None:
         """Puts another block in the place of the one at `index`. O(num_blocks). Raises IndexError."""
-        if not 0 <= index < self._num_blocks:
-            raise IndexError(f"no block {index} in a table of {self._num_blocks}")
+        if not 0 <= index < self.num_blocks:
+            raise IndexError(f"no block {index} in a table of {self.num_blocks}")
         self._copy_storage(len(self._storage))
         self._storage[index] = block
 
     def truncate(self, num_blocks: int) -> list[int]:
         """Keeps the first `num_blocks` and returns the rest, which the caller releases."""
-        if not 0 <= num_blocks <= self._num_blocks:
-            raise IndexError(f"cannot keep {num_blocks} blocks of a table of {self._num_blocks}")
-        dropped: list[int] = self._storage[num_blocks : self._num_blocks].tolist()
-        self._num_blocks = num_blocks
+        if not 0 <= num_blocks <= self.num_blocks:
+            raise IndexError(f"cannot keep {num_blocks} blocks of a table of {self.num_blocks}")
+        dropped: list[int] = self._storage[num_blocks : self.num_blocks].tolist()
+        self._resize(num_blocks)
         self._copy_storage(num_blocks)
         return dropped
 
@@ -82,9 +85,13 @@ class BlockTable:
         """Empties the table and returns what it held."""
         return self.truncate(0)
 
+    def _resize(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.capacity_tokens = num_blocks * self.block_size
+
     def _copy_storage(self, capacity: int) -> None:
         storage = np.empty(capacity, np.int32)
-        storage[: self._num_blocks] = self._storage[: self._num_blocks]
+        storage[: self.num_blocks] = self._storage[: self.num_blocks]
         self._storage = storage
 
 

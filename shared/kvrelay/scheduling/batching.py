@@ -90,10 +90,8 @@ class BatchScheduler(SchedulerBooks):
         if self.prefill_gate is not None:
             self.prefill_gate.passed(len(self.running), len(plan.admitted) - len(draft.returning))
         for row in plan.rows:
-            sequence = row.sequence
-            sequence.num_planned += row.num_tokens
-            if row.sample:
-                sequence.num_expected += 1
+            row.sequence.num_planned += row.num_tokens
+            row.sequence.num_expected += row.sample
         if plan.has_work:
             self._uncommitted.append(plan)
         return plan
@@ -103,25 +101,35 @@ class BatchScheduler(SchedulerBooks):
         if sequence.abort_requested:
             return False
         expected = sequence.num_expected
-        return not expected or not (
-            sequence.prefill_only
-            or sequence.num_output + expected >= sequence.sampling.max_tokens
-            or sequence.num_tokens + expected >= self.limits.max_model_len
-        )
+        return not expected or not (sequence.prefill_only or sequence.num_tokens + expected >= sequence.max_length)
 
     def plan_decodes(self, draft: PlanDraft) -> None:
         """Every running decode, one token each; those that find no block take it from others, or go themselves."""
-        for sequence in [s for s in self.running.values() if s.is_decoding]:
+        rows: list[PlannedRow] = []
+        short: list[Sequence] = []  # of a block
+        draft.prompting = prompting = []
+        for sequence in self.running.values():
+            is_beam = sequence.beams is not None
+            if (is_beam or sequence.owner is not Owner.RUNNING) and not sequence.is_decoding:
+                prompting.append(sequence)
+                continue
             if sequence.num_planned and not self._goes_on(sequence):
                 continue
             position = sequence.num_computed + sequence.num_planned
-            if sequence.state is SequenceState.RUNNING and self._make_room(sequence, position + 1, draft):
-                draft.add_decode(PlannedRow(sequence, position, 1, False, True))
+            rows.append(PlannedRow(sequence, position, 1, False, True))
+            if is_beam or position >= sequence.table.capacity_tokens:
+                short.append(sequence)
+        for sequence in self.blocks.grow_each(short) if short else ():
+            if sequence.state is SequenceState.RUNNING:
+                self._make_room(sequence, sequence.next_position + 1, draft)
+        draft.add_decodes(rows)
 
     def plan_prompts(self, draft: PlanDraft) -> None:
         """The next chunks of the prompts that hold blocks, in the order of their admission."""
-        for sequence in [s for s in self.running.values() if not s.is_decoding and s.num_remaining]:
-            if sequence.num_planned and not self._goes_on(sequence):
+        if draft.prompting is None:
+            draft.prompting = [s for s in self.running.values() if not s.is_decoding]
+        for sequence in draft.prompting:
+            if not sequence.num_remaining or (sequence.num_planned and not self._goes_on(sequence)):
                 continue
             if sequence.state is SequenceState.RUNNING:
                 num_tokens = self.chunks.size(sequence.num_remaining, sequence.next_position, draft)

@@ -18,7 +18,7 @@ forked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
@@ -193,13 +193,9 @@ class BeamGroups:
         self,
         blocks: BlockManager,
         running: dict[SequenceKey, Sequence],
-        eos_token_ids: Collection[int],
-        max_model_len: int,
     ) -> None:
         self._blocks = blocks
         self._running = running
-        self._eos_token_ids = frozenset(eos_token_ids)
-        self._max_model_len = max_model_len
         self._trunks: dict[SequenceKey, BeamGroup] = {}  # those that run
 
     @property
@@ -214,12 +210,11 @@ class BeamGroups:
 
     def enter(self, leader: Sequence) -> None:
         """A sequence joins the scheduler: a beam search starts, if it asks for one."""
-        spec, sampling = leader.sampling.beams, leader.sampling
+        spec = leader.sampling.beams
         if spec is not None:
-            ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos_token_ids)}
-            max_tokens = min(sampling.max_tokens, self._max_model_len - leader.num_prompt)
             leader.needs_commit_first = True  # who follows whom is known when all candidates are
-            leader.beams = BeamGroup(leader, spec, BeamSearch(spec, ends, max_tokens))
+            search = BeamSearch(spec, leader.stop_tokens, leader.max_length - leader.num_prompt)
+            leader.beams = BeamGroup(leader, spec, search)
 
     def admitted(self, group: BeamGroup) -> None:
         """Its trunk runs."""

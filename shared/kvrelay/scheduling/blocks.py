@@ -8,6 +8,7 @@ blocks as tokens come. `slot_use` measures what each choice wastes (Kwon et al.,
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from kvrelay.kv.ablations import NullCache
@@ -131,9 +132,26 @@ class BlockManager:
         num_missing = blocks_for(num_tokens, table.block_size) - table.num_blocks
         if num_missing > self.pool.num_available:
             return False
-        last = int(table.ids[-1]) if table.num_blocks else None
+        last = table.last if table.num_blocks else None
         table.append(self.pool.allocate(num_missing, sequence.owner, after=last))
         return True
+
+    def grow_each(self, sequences: Seq[Sequence]) -> list[Sequence]:
+        """A block more for each of them, in one operation. Returns those that `grow` is still to be asked for: beams,
+        and where there are not enough blocks for the others, all.
+        """
+        beams = [sequence for sequence in sequences if sequence.beams is not None]
+        if len(sequences) - len(beams) > self.pool.num_available:
+            return list(sequences)
+        by_owner: dict[Owner, list[Sequence]] = {}
+        for sequence in sequences:
+            if sequence.beams is None:
+                by_owner.setdefault(sequence.owner, []).append(sequence)
+        for owner, growing in by_owner.items():
+            blocks = self.pool.allocate_each([sequence.table.last for sequence in growing], owner)
+            for sequence, block in zip(growing, blocks, strict=True):
+                sequence.table.append((block,))
+        return beams
 
     def _grow_beam(self, sequence: Sequence, num_tokens: int) -> bool:
         table = sequence.table
@@ -145,7 +163,7 @@ class BlockManager:
         if must_copy:
             self.copies.make_own(table, index)
         if num_missing:
-            table.append(self.pool.allocate(num_missing, sequence.owner, after=int(table.ids[-1])))
+            table.append(self.pool.allocate(num_missing, sequence.owner, after=table.last))
         return True
 
     def remaining_output(self, sequence: Sequence) -> int:
@@ -166,21 +184,21 @@ class BlockManager:
         start = sequence.num_published
         if num_full <= start:
             return []
-        hashes = sequence.block_hashes(num_full)
-        num_known = self.cache.peek(hashes[start:])
-        if num_known and not self._share(sequence, hashes[: start + num_known]):
+        hashes = sequence.block_hashes(num_full, start)
+        num_known = self.cache.peek(hashes)
+        if num_known and not self._share(sequence, num_known):
             return []
-        parent = hashes[start - 1] if start else None
-        self.cache.extend(parent, hashes[start:], sequence.table.ids[start:num_full].tolist())
+        parent = sequence.hashes[start - 1] if start else None
+        self.cache.extend(parent, hashes, sequence.table.ids[start:num_full].tolist())
         sequence.num_published = num_full
-        return hashes[start:]
+        return hashes
 
-    def _share(self, sequence: Sequence, hashes: list[BlockHash]) -> bool:
-        """Puts the cached blocks of a chain in the place of the sequence's own copies behind those it published."""
+    def _share(self, sequence: Sequence, num_known: int) -> bool:
+        """Puts cached blocks in the place of the sequence's own copies, `num_known` of them behind those it published."""
         if sequence.prefill_only or sequence.num_planned:
             return False
         start = sequence.num_published
-        cached = self.cache.match(hashes)[start:]
+        cached = self.cache.match(sequence.block_hashes(start + num_known))[start:]
         own = sequence.table.ids[start : start + len(cached)].tolist()
         self.pool.hold(cached, sequence.owner)
         for index, block in enumerate(cached, start):

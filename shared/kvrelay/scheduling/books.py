@@ -38,9 +38,10 @@ class SchedulerBooks(ABC):
         self.waiting = WaitingQueue(ORDERS[settings.queue_order], blocks, self.in_progress, settings.queue_patience)
         self.running: dict[SequenceKey, Sequence] = {}
         self.swaps = Swapper(blocks, settings)
-        self.beams = BeamGroups(blocks, self.running, limits.eos_token_ids, limits.max_model_len)
+        self.beams = BeamGroups(blocks, self.running)
         self.gangs = Gangs()
         self.num_preemptions = 0
+        self._block_size = blocks.pool.block_size
         self.new_token_ratio = NewTokenRatio(settings.new_token_ratio)
         self.chunks = self.make_chunks()
         self._sequences: dict[SequenceKey, Sequence] = {}
@@ -123,6 +124,10 @@ class SchedulerBooks(ABC):
     def _enter(self, sequence: Sequence) -> None:
         if sequence.key in self._sequences:
             raise ValueError(f"sequence {sequence.key} is known already")
+        sampling = sequence.sampling
+        stop_tokens = frozenset() if sampling.ignore_eos else self.limits.eos_token_ids
+        sequence.stop_tokens = stop_tokens.union(sampling.stop_token_ids)
+        sequence.max_length = min(sequence.num_prompt + sampling.max_tokens, self.limits.max_model_len)
         self.beams.enter(sequence)
         self._sequences[sequence.key] = sequence
         if not self.settings.gang_samples:
@@ -187,17 +192,34 @@ class SchedulerBooks(ABC):
         self.chunks.measured(plan, result.forward_s)
         self.swaps.landed(plan, result.forward_s, result.copy_s)
         self.new_token_ratio.relax()
-        outputs = []
+        outputs: list[SequenceOutput] = []
         groups: dict[BeamGroup, None] = {}
         for row, given in zip(plan.rows, result.rows, strict=True):
-            if (group := row.sequence.beams) is not None:
+            sequence = row.sequence
+            if sequence.beams is not None:
                 self._commit_beam(row, given)
-                groups[group] = None
-                continue
-            output = self._commit_row(row, given)
-            if output is not None:
+                groups[sequence.beams] = None
+            elif sequence.owner is Owner.RUNNING and sequence.state is SequenceState.RUNNING and not sequence.abort_requested:
+                outputs.append(self._commit_decode(sequence, given))
+            elif (output := self._commit_row(row, given)) is not None:
                 outputs.append(output)
         return outputs + [output for group in groups if (output := self._advance_beams(group)) is not None]
+
+    def _commit_decode(self, sequence: Sequence, given: RowResult) -> SequenceOutput:
+        """`_commit_row` for what most rows are: a sequence whose prompt was computed before draws a token."""
+        token_id = given.token_id
+        assert token_id is not None
+        sequence.num_planned -= 1
+        sequence.num_expected -= 1
+        sequence.num_computed += 1
+        if sequence.num_computed - sequence.num_published * self._block_size >= self._block_size:
+            self._publish(sequence)
+        position = sequence.tokens.append(token_id)
+        finish = None
+        if token_id in sequence.stop_tokens or position + 1 >= sequence.max_length:
+            finish = _finish(sequence, token_id)
+            self._leave(sequence)
+        return SequenceOutput(sequence, position - sequence.num_prompt, token_id, given.logprobs, (), finish)
 
     def _commit_beam(self, row: PlannedRow, given: RowResult) -> None:
         sequence = row.sequence
@@ -247,7 +269,7 @@ class SchedulerBooks(ABC):
         if sequence.abort_requested:
             self._leave(sequence)
             return None
-        if num_computed >= (sequence.num_published + 1) * sequence.table.block_size:
+        if num_computed - sequence.num_published * self._block_size >= self._block_size:
             self._publish(sequence)
         # Not by the row: the last token of a resumed prompt is output, and alone in its step it looks like a decode.
         prefilled = sequence.owner is Owner.COMPUTING and sequence.num_computed == sequence.num_tokens
@@ -255,7 +277,7 @@ class SchedulerBooks(ABC):
         finish = None
         if given.token_id is not None:
             sequence.tokens.append(given.token_id)
-            finish = self._finish(sequence, given.token_id)
+            finish = _finish(sequence, given.token_id)
         elif prefilled and not sequence.wants_token:
             finish = FinishReason.LENGTH
         if prefilled and not finish and not sequence.prefill_only:
@@ -293,16 +315,12 @@ class SchedulerBooks(ABC):
         self.in_progress.kept(sequence.key, len(published))
         self.waiting.prefixes_changed(published)
 
-    def _finish(self, sequence: Sequence, token_id: int) -> FinishReason | None:
-        sampling = sequence.sampling
-        if token_id in sampling.stop_token_ids:
-            return FinishReason.STOP_TOKEN
-        if not sampling.ignore_eos and token_id in self.limits.eos_token_ids:
-            return FinishReason.STOP_TOKEN
-        num_tokens = sequence.tokens.num_tokens
-        if num_tokens - sequence.num_prompt >= sampling.max_tokens or num_tokens >= self.limits.max_model_len:
-            return FinishReason.LENGTH
-        return None
+
+def _finish(sequence: Sequence, token_id: int) -> FinishReason | None:
+    """Whether a token that was drawn ends its sequence."""
+    if token_id in sequence.stop_tokens:
+        return FinishReason.STOP_TOKEN
+    return FinishReason.LENGTH if sequence.tokens.num_tokens >= sequence.max_length else None
 
 
 def _accountable(row: PlannedRow) -> Sequence:

@@ -1,7 +1,7 @@
 """A step's plan as plain data: what runs, how much of it, and why the rest does not.
 
 Rows and outputs are made for every sequence in every step: they are msgspec's structs, whose making costs a tenth of a
-frozen dataclass's.
+frozen dataclass's. They are in no cycle, so that the garbage collector need not look at them (`gc=False`).
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvrelay.engine.batch import BlockCopies, BlockCopy, Candidates, SequenceKey
+from kvrelay.engine.batch import BlockCopies, BlockCopy, Candidates
 from kvrelay.kv.pool import Owner
 from kvrelay.protocol.sampling import BeamResult, FinishReason, TokenLogprobs
-from kvrelay.scheduling.sequence import Sequence
+from kvrelay.scheduling.sequence import Sequence, SequenceState
 
 
-class PlannedRow(msgspec.Struct, frozen=True):
+class PlannedRow(msgspec.Struct, frozen=True, gc=False):
     """`num_tokens` tokens of a sequence, from `position` on. `sample`: its last token's logits give a token.
 
     A decode that was planned ahead is for a token that the step in flight draws: it is not in the sequence yet.
@@ -115,8 +115,9 @@ class PlanDraft:
     def __init__(self, token_budget: int, *, ahead: bool = False) -> None:
         self.budget_left = token_budget
         self.ahead = ahead
-        self.prompts: dict[SequenceKey, PlannedRow] = {}
-        self.decodes: dict[SequenceKey, PlannedRow] = {}
+        self.prompts: dict[Sequence, PlannedRow] = {}
+        self.decodes: dict[Sequence, PlannedRow] = {}
+        self.prompting: list[Sequence] | None = None  # that run and do not decode; None: nobody has looked
         self.admitted: list[Sequence] = []
         self.preempted: list[Sequence] = []
         self.recomputed: list[Sequence] = []
@@ -132,13 +133,20 @@ class PlanDraft:
 
     def add_chunk(self, row: PlannedRow) -> None:
         """Adds a part of a prompt."""
-        self.prompts[row.sequence.key] = row
+        self.prompts[row.sequence] = row
         self.budget_left -= row.num_tokens
 
     def add_decode(self, row: PlannedRow) -> None:
         """Adds a decode."""
-        self.decodes[row.sequence.key] = row
+        self.decodes[row.sequence] = row
         self.budget_left -= 1
+
+    def add_decodes(self, rows: Seq[PlannedRow]) -> None:
+        """Adds decodes, but for those of sequences that were preempted since."""
+        if self.preempted:
+            rows = [row for row in rows if row.sequence.state is SequenceState.RUNNING]
+        self.decodes |= {row.sequence: row for row in rows}
+        self.budget_left -= len(rows)
 
     def preempt(self, sequence: Sequence) -> None:
         """A sequence loses its part, if it had one, and its blocks."""
@@ -147,7 +155,7 @@ class PlanDraft:
 
     def drop_row(self, sequence: Sequence) -> None:
         """A sequence loses its part, if it had one."""
-        row = self.prompts.pop(sequence.key, None) or self.decodes.pop(sequence.key, None)
+        row = self.prompts.pop(sequence, None) or self.decodes.pop(sequence, None)
         if row is not None:
             self.budget_left += row.num_tokens
 
@@ -159,7 +167,7 @@ class PlanDraft:
         )
 
 
-class SequenceOutput(msgspec.Struct, frozen=True):
+class SequenceOutput(msgspec.Struct, frozen=True, gc=False):
     """What a committed step gave one sequence. `index` is the output index of `token_id`.
 
     `prefilled`: this was the step that completed the prompt's K/V. A beam search gives no tokens: on a prefill worker
@@ -170,8 +178,8 @@ class SequenceOutput(msgspec.Struct, frozen=True):
     index: int
     token_id: int | None = None
     logprobs: TokenLogprobs | None = None
-    prompt_logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: Seq[TokenLogprobs] = ()
     finish: FinishReason | None = None
     prefilled: bool = False
     candidates: Candidates | None = None
-    beams: list[BeamResult] = []
+    beams: Seq[BeamResult] = ()

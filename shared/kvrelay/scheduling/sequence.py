@@ -46,28 +46,26 @@ class TokenBuffer:
 
     def __init__(self, token_ids: NDArray[np.int32]) -> None:
         self._data = np.array(token_ids, dtype=np.int32)
-        self.num_tokens = len(self._data)
+        self.num_tokens = self._capacity = len(self._data)
 
     def __len__(self) -> int:
         return self.num_tokens
 
-    def append(self, token_id: int) -> None:
-        """Adds one token at the end; amortised O(1)."""
-        if self.num_tokens == len(self._data):
-            grown = np.empty(max(16, 2 * self.num_tokens), dtype=np.int32)
-            grown[: self.num_tokens] = self._data
+    def append(self, token_id: int) -> int:
+        """Adds one token at the end, and returns where; amortised O(1)."""
+        position = self.num_tokens
+        if position == self._capacity:
+            self._capacity = max(16, 2 * position)
+            grown = np.empty(self._capacity, dtype=np.int32)
+            grown[:position] = self._data
             self._data = grown
-        self._data[self.num_tokens] = token_id
-        self.num_tokens += 1
+        self._data[position] = token_id
+        self.num_tokens = position + 1
+        return position
 
     def fork(self) -> TokenBuffer:
         """A copy that grows on its own."""
         return TokenBuffer(self._data[: self.num_tokens])
-
-    def truncate(self, num_tokens: int) -> None:
-        """Keeps the first `num_tokens` tokens. Views taken before stay as they are."""
-        self._data = self._data[:num_tokens].copy()
-        self.num_tokens = num_tokens
 
     def view(self, start: int, stop: int) -> NDArray[np.int32]:
         """Tokens [start, stop), not copied."""
@@ -95,6 +93,8 @@ class Sequence:
     num_expected: int = 0
     num_cached_tokens: int = 0  # of the prompt, found in this worker's cache at first admission
     num_published: int = 0  # blocks offered to the cache
+    stop_tokens: frozenset[int] = frozenset()  # that end it; set when it joins a scheduler, as is the next one
+    max_length: int = 0  # tokens, prompt and output, that end it
     hashes: list[BlockHash] = field(default_factory=list)
     abort_requested: bool = False  # while a step in flight computes it
     needs_commit_first: bool = False  # its next step depends on what the host makes of this one: no planning ahead
@@ -148,11 +148,11 @@ class Sequence:
             return self.beams.wants_candidates
         return self.sampling.max_tokens > self.num_output
 
-    def block_hashes(self, num_blocks: int) -> list[BlockHash]:
-        """The hashes of the first `num_blocks` full blocks; each is computed once."""
+    def block_hashes(self, num_blocks: int, start: int = 0) -> list[BlockHash]:
+        """The hashes of the full blocks [start, num_blocks); each is computed once."""
         have = len(self.hashes)
         if have < num_blocks:
             size = self.table.block_size
             parent = self.hashes[-1] if self.hashes else self.root
             self.hashes += hash_blocks(parent, self.tokens.view(have * size, num_blocks * size), size)
-        return self.hashes[:num_blocks]
+        return self.hashes[start:num_blocks]

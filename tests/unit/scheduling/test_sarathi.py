@@ -10,7 +10,7 @@ from kvrelay.kv.pool import Owner
 from kvrelay.protocol.sampling import FinishReason, Sampling
 from kvrelay.scheduling.base import SchedulerLimits
 from kvrelay.scheduling.sequence import Sequence, SequenceState
-from tests.unit.scheduling.bench import BLOCK_SIZE, EOS, Bench
+from tests.unit.scheduling.bench import BLOCK_SIZE, EOS, Bench, make_sequence
 
 pytestmark = pytest.mark.unit
 
@@ -122,8 +122,9 @@ def test_a_failed_step_lets_go_of_its_sequences_only() -> None:
 )
 def test_why_a_sequence_ends(token_id: int, sampling: Sampling, reason: FinishReason | None) -> None:
     bench = Bench()
-    sequence = bench.add([1, 2], 1)
+    sequence = make_sequence([1, 2], 1, "r")
     sequence.sampling = sampling
+    bench.scheduler.add(sequence)
     plan = bench.scheduler.schedule()
     (output,) = bench.scheduler.commit(plan, bench.forward(plan, token_id))
     assert output.finish is reason

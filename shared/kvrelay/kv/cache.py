@@ -173,6 +173,9 @@ class PrefixCache:
         """
         if parent_hash is not None and parent_hash not in self._block_of:
             return list(blocks)
+        if len(hashes) == len(blocks) == 1 and hashes[0] not in self._block_of:
+            self._publish_one(parent_hash, hashes[0], blocks[0])
+            return list(blocks)
         return self._publish(parent_hash, hashes, blocks)
 
     def evict(self, num_blocks: int) -> list[int]:
@@ -312,6 +315,22 @@ class PrefixCache:
         if self._record_events:
             self._events.append(Stored(above, tuple(new_hashes)))
         return stored + new_blocks
+
+    def _publish_one(self, parent_hash: BlockHash | None, block_hash: BlockHash, block: int) -> None:
+        """`_publish` for one new block, as sequences fill them while they decode."""
+        self._pool.check_all_held((block,))
+        if self._hash[block] is not None:
+            raise BlockError(f"block {block} is cached under another hash")
+        node = _NO_PARENT if parent_hash is None else self._block_of[parent_hash]
+        self._hash[block] = block_hash
+        self._parent[block] = node
+        self._pins[block] = 1
+        if node >= 0:
+            self._pin(node)
+        self._block_of.add((block_hash,), (block,))
+        self._pool.cache((block,))
+        if self._record_events:
+            self._events.append(Stored(parent_hash, (block_hash,)))
 
     def _check_chain(self, parent_hash: BlockHash | None, hashes: Sequence[BlockHash], blocks: Sequence[int]) -> int:
         """How many of the hashes are cached already. Raises BlockError, ValueError when this is no chain."""

@@ -18,6 +18,7 @@ BlockHash = bytes
 """16 bytes."""
 
 HASH_BYTES = 16
+_INT32 = np.dtype("<i4")
 
 
 def root_hash(*, model: str, adapter: str = "", cache_salt: str = "") -> BlockHash:
@@ -39,7 +40,7 @@ def hash_blocks(parent: BlockHash, token_ids: Sequence[int] | NDArray[np.int32],
     if block_size < 1:
         raise ValueError(f"block_size must be at least 1, got {block_size}")
     num_full = len(token_ids) // block_size
-    data = np.asarray(token_ids[: num_full * block_size], dtype="<i4").tobytes()
+    data = np.asarray(token_ids[: num_full * block_size], dtype=_INT32).tobytes()
     step = 4 * block_size
     hashes: list[BlockHash] = []
     for start in range(0, num_full * step, step):

@@ -38,14 +38,16 @@ class BlockTable:
         self.capacity_tokens = 0
         """Tokens that the blocks have room for."""
         self._storage = np.empty(0, np.int32)
+        self._view: NDArray[np.int32] | None = None
         self.append(blocks)
 
     @property
     def ids(self) -> NDArray[np.int32]:
         """The block ids, `[num_blocks]`: a read-only view, not a copy."""
-        view = self._storage[: self.num_blocks]
-        view.flags.writeable = False
-        return view
+        if self._view is None:
+            self._view = self._storage[: self.num_blocks]
+            self._view.flags.writeable = False
+        return self._view
 
     @property
     def last(self) -> int:
@@ -71,6 +73,7 @@ class BlockTable:
             raise IndexError(f"no block {index} in a table of {self.num_blocks}")
         self._copy_storage(len(self._storage))
         self._storage[index] = block
+        self._view = None
 
     def truncate(self, num_blocks: int) -> list[int]:
         """Keeps the first `num_blocks` and returns the rest, which the caller releases."""
@@ -88,6 +91,7 @@ class BlockTable:
     def _resize(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.capacity_tokens = num_blocks * self.block_size
+        self._view = None
 
     def _copy_storage(self, capacity: int) -> None:
         storage = np.empty(capacity, np.int32)

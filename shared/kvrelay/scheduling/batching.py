@@ -180,7 +180,7 @@ class BatchScheduler(SchedulerBooks):
         num_tokens = self.chunks.size(sequence.num_tokens - position, position, draft)
         if not num_tokens and not beyond_budget:
             return "budget spent"
-        if not self._give_blocks(sequence, num_tokens):
+        if not self._give_blocks(sequence, position + num_tokens):
             return "no blocks"
         self._admitted(sequence)
         draft.admitted.append(sequence)
@@ -241,7 +241,7 @@ class BatchScheduler(SchedulerBooks):
         if sequence.state is SequenceState.SWAPPED:
             num_next = sequence.num_tokens - self.swaps.num_tokens(sequence)
             return self.swaps.resume(sequence, num_next, headroom, draft)
-        return self.blocks.admit(sequence, Owner.COMPUTING, first_chunk=sequence.num_tokens, headroom=headroom)
+        return self.blocks.admit(sequence, Owner.COMPUTING, num_next=sequence.num_tokens, headroom=headroom)
 
     @property
     def _kv_usage(self) -> float:
@@ -249,7 +249,7 @@ class BatchScheduler(SchedulerBooks):
         pool = self.blocks.pool
         return 1 - pool.num_available / pool.num_blocks
 
-    def _give_blocks(self, sequence: Sequence, first_chunk: int) -> bool:
+    def _give_blocks(self, sequence: Sequence, num_next: int) -> bool:
         """Admission as SGLang's paper has it: free and evictable blocks must hold the part that is not cached, and what
         the running sequences are expected to take. A refusal stands until blocks come back.
         """
@@ -261,7 +261,7 @@ class BatchScheduler(SchedulerBooks):
             key, available_then, headroom_then = self._refused
             if key == sequence.key and available <= available_then and headroom >= headroom_then:
                 return False
-        admitted = self.blocks.admit(sequence, Owner.COMPUTING, first_chunk=first_chunk, headroom=headroom)
+        admitted = self.blocks.admit(sequence, Owner.COMPUTING, num_next=num_next, headroom=headroom)
         self._refused = None if admitted else (sequence.key, available, headroom)
         return admitted
 

@@ -67,20 +67,17 @@ class BlockManager:
             return 0  # every position's logits are wanted
         return (sequence.num_tokens - 1) // self.pool.block_size
 
-    def admit(self, sequence: Sequence, owner: Owner, *, first_chunk: int | None = None, headroom: int = 0) -> bool:
+    def admit(self, sequence: Sequence, owner: Owner, *, num_next: int | None = None, headroom: int = 0) -> bool:
         """Gives a sequence its first blocks; what the cache holds counts as computed. All or nothing.
 
-        `first_chunk`: tokens behind the cached prefix that the next step computes; the manager decides how much room
-        it makes beyond. Without, there is room for all known tokens and no more (a handoff's slots).
+        `num_next`: tokens that are cached or computed in the next step; the manager decides how much room it makes
+        beyond. Without, there is room for all known tokens and no more (a handoff's slots).
         `headroom`: blocks that must be available besides.
         """
-        size = self.pool.block_size
-        num_tokens = sequence.num_tokens
-        if first_chunk is not None:
-            num_tokens = self._num_at_admission(sequence, self.num_cached_blocks(sequence) * size + first_chunk)
+        num_tokens = sequence.num_tokens if num_next is None else self._num_at_admission(sequence, num_next)
         if not self._take(sequence, owner, self._num_reusable(sequence), num_tokens, headroom):
             return False
-        sequence.num_computed = sequence.num_published * size
+        sequence.num_computed = sequence.num_published * self.pool.block_size
         return True
 
     def readmit(self, sequence: Sequence, owner: Owner, num_computed: int, num_next: int, headroom: int = 0) -> bool:
@@ -97,17 +94,18 @@ class BlockManager:
     def _take(self, sequence: Sequence, owner: Owner, num_reusable: int, num_tokens: int, headroom: int) -> bool:
         """Blocks for `num_tokens` tokens, up to `num_reusable` of them from the cache. All or nothing."""
         pool, hashes = self.pool, sequence.block_hashes(num_reusable)
-        num_missing = blocks_for(num_tokens, pool.block_size) - self.cache.peek(hashes)
+        num_cached = self.cache.peek(hashes)
+        num_missing = blocks_for(num_tokens, pool.block_size) - num_cached
         if num_missing + headroom > pool.num_available:
             return False
-        cached = self.cache.match(hashes)
-        pool.hold(cached, owner)
-        if num_missing + headroom > pool.num_available:  # now that the prefix cannot be evicted
-            pool.release(cached, owner)
-            return False
+        cached = self.cache.match(hashes[:num_cached]) if num_cached else []
+        if cached:
+            pool.hold(cached, owner)
+            if num_missing + headroom > pool.num_available:  # now that the prefix cannot be evicted
+                pool.release(cached, owner)
+                return False
         sequence.owner = owner
-        sequence.table.append(cached)
-        sequence.table.append(pool.allocate(num_missing, owner))
+        sequence.table.append(cached + pool.allocate(num_missing, owner))
         sequence.num_published = len(cached)
         return True
 
@@ -213,10 +211,9 @@ class BlockManager:
 
     def free(self, sequence: Sequence) -> None:
         """Lets go of a sequence's blocks; published ones stay cached. Committed K/V is given up exactly once."""
-        blocks = sequence.table.ids[sequence.num_borrowed :].tolist()
+        blocks = sequence.table.clear()[sequence.num_borrowed :]
         self.copies.drop(blocks)
         self.pool.release(blocks, sequence.owner)
-        sequence.table.clear()
         sequence.num_borrowed = 0
         sequence.num_computed = 0
         sequence.num_published = 0

@@ -85,8 +85,9 @@ class WaitingQueue(Collection[Sequence]):
     def add(self, sequence: Sequence) -> None:
         """Queues an arrival."""
         entry = self._entries[sequence.key] = _Entry(sequence, next(self._numbers), self._num_admitted)
+        if self._blocks.shares_prefixes:
+            sequence.block_hashes(sequence.num_full_blocks)  # here: a forward hides it, admission is part of a step
         if self._order.depth_first:
-            sequence.block_hashes(sequence.num_full_blocks)  # once, here, and not for all of them in one step
             self._unarranged = True
             self._list(entry, _LAST)
         else:

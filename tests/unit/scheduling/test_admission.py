@@ -84,9 +84,9 @@ def test_a_refusal_stands_until_blocks_come_back(monkeypatch: pytest.MonkeyPatch
     attempts: list[Sequence] = []
     admit = bench.blocks.admit
 
-    def counted(sequence: Sequence, owner: Owner, *, first_chunk: int | None = None, headroom: int = 0) -> bool:
+    def counted(sequence: Sequence, owner: Owner, *, num_next: int | None = None, headroom: int = 0) -> bool:
         attempts.append(sequence)
-        return admit(sequence, owner, first_chunk=first_chunk, headroom=headroom)
+        return admit(sequence, owner, num_next=num_next, headroom=headroom)
 
     monkeypatch.setattr(bench.blocks, "admit", counted)
     plans = bench.run()

@@ -73,6 +73,8 @@ class BatchScheduler(SchedulerBooks):
         if self._uncommitted[-1] is not plan:
             raise RuntimeError(f"step {plan.step} is not the last one planned")
         self._uncommitted.pop()
+        if not self._uncommitted:
+            self.blocks.step_landed()
         self.blocks.copies.cancelled(plan.copies)
         for row in plan.rows:
             sequence = row.sequence

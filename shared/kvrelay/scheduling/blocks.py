@@ -41,6 +41,7 @@ class BlockManager:
         self.cache = cache
         self.max_model_len = max_model_len
         self.copies = BlockCopies(pool)
+        self._replaced: list[int] = []  # that a step in flight reads, and no table names
         self.shares_prefixes = not isinstance(cache, NullCache)
 
     def cached_prefix(self, sequence: Sequence) -> list[int]:
@@ -174,9 +175,9 @@ class BlockManager:
     def publish(self, sequence: Sequence) -> list[BlockHash]:
         """Offers the blocks whose K/V is complete to the cache; returns the hashes of the new ones.
 
-        Where the cache has some of them already, the sequence takes the cached ones for its own. While that cannot be
-        (a step or a transfer uses its own) nothing is published: what is published under others' blocks pins them,
-        and a sequence that computed a cached prefix anew would keep it in the pool twice.
+        Where the cache has some of them already, the sequence takes the cached ones for its own. Where that cannot be
+        (a transfer uses its own) nothing is published: what is published under others' blocks pins them, and a
+        sequence that computed a cached prefix anew would keep it in the pool twice.
         """
         num_full = sequence.num_computed // self.pool.block_size
         start = sequence.num_published
@@ -192,8 +193,11 @@ class BlockManager:
         return hashes
 
     def _share(self, sequence: Sequence, num_known: int) -> bool:
-        """Puts cached blocks in the place of the sequence's own copies, `num_known` of them behind those it published."""
-        if sequence.prefill_only or sequence.num_planned:
+        """Puts cached blocks in the place of the sequence's own copies: `num_known` of them, behind those it published.
+
+        A step that is planned reads the own ones: nobody else may have them before that has landed.
+        """
+        if sequence.prefill_only:
             return False
         start = sequence.num_published
         cached = self.cache.match(sequence.block_hashes(start + num_known))[start:]
@@ -201,8 +205,17 @@ class BlockManager:
         self.pool.hold(cached, sequence.owner)
         for index, block in enumerate(cached, start):
             sequence.table.replace(index, block)
-        self.pool.release(own, sequence.owner)
+        if sequence.num_planned:
+            self.pool.move(own, sequence.owner, Owner.IN_FLIGHT)
+            self._replaced += own
+        else:
+            self.pool.release(own, sequence.owner)
         return True
+
+    def step_landed(self) -> None:
+        """The step that was planned behind the last one committed has landed, or will not run."""
+        replaced, self._replaced = self._replaced, []
+        self.pool.release(replaced, Owner.IN_FLIGHT)
 
     def change_owner(self, sequence: Sequence, owner: Owner) -> None:
         """Lets a sequence's blocks count as `owner` from now on."""

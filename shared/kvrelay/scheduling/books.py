@@ -199,19 +199,23 @@ class SchedulerBooks(ABC):
             if sequence.beams is not None:
                 self._commit_beam(row, given)
                 groups[sequence.beams] = None
-            elif sequence.owner is Owner.RUNNING and sequence.state is SequenceState.RUNNING and not sequence.abort_requested:
-                outputs.append(self._commit_decode(sequence, given))
-            elif (output := self._commit_row(row, given)) is not None:
+                continue
+            decodes = sequence.owner is Owner.RUNNING and sequence.state is SequenceState.RUNNING
+            output = self._commit_decode(sequence, given) if decodes else self._commit_row(row, given)
+            if output is not None:
                 outputs.append(output)
         return outputs + [output for group in groups if (output := self._advance_beams(group)) is not None]
 
-    def _commit_decode(self, sequence: Sequence, given: RowResult) -> SequenceOutput:
+    def _commit_decode(self, sequence: Sequence, given: RowResult) -> SequenceOutput | None:
         """`_commit_row` for what most rows are: a sequence whose prompt was computed before draws a token."""
         token_id = given.token_id
         assert token_id is not None
         sequence.num_planned -= 1
         sequence.num_expected -= 1
         sequence.num_computed += 1
+        if sequence.abort_requested:
+            self._leave(sequence)
+            return None
         if sequence.num_computed - sequence.num_published * self._block_size >= self._block_size:
             self._publish(sequence)
         position = sequence.tokens.append(token_id)
@@ -260,6 +264,7 @@ class SchedulerBooks(ABC):
             if not self._uncommitted or self._uncommitted[0] is not plan:
                 raise RuntimeError(f"step {plan.step} is not the one in flight")
             del self._uncommitted[0]
+            self.blocks.step_landed()
 
     def _commit_row(self, row: PlannedRow, given: RowResult) -> SequenceOutput | None:
         sequence = row.sequence

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -49,15 +50,16 @@ class Job:
     abort_at: int | None
     fail_at: int | None
     prefill_only: bool
+    scored: bool  # all of its prompt is computed, cached or not: it comes to have blocks that others have, too
 
     @property
     def sampling(self) -> Sampling:
-        plain = Sampling(temperature=0.0, max_tokens=self.max_tokens)
+        plain = Sampling(temperature=0.0, max_tokens=self.max_tokens, prompt_logprobs=0 if self.scored else None)
         if self.stop_at is None:
             return plain
         output = expected_tokens(self.prompt, plain, LONGEST)
         stops = (output[self.stop_at],) if self.stop_at < len(output) else ()
-        return Sampling(temperature=0.0, max_tokens=self.max_tokens, stop_token_ids=stops)
+        return msgspec.structs.replace(plain, stop_token_ids=stops)
 
 
 maybe = st.one_of(st.none(), st.none(), st.integers(0, 12))
@@ -71,6 +73,7 @@ jobs = st.lists(
         abort_at=maybe,
         fail_at=st.one_of(st.none(), st.none(), st.none(), st.integers(0, 20)),
         prefill_only=st.sampled_from([False, False, False, True]),
+        scored=st.sampled_from([False, False, True]),
     ),
     min_size=1,
     max_size=10,
@@ -352,7 +355,7 @@ def test_a_sequence_that_needs_the_host_is_not_planned_ahead() -> None:
 
 def test_a_sequence_that_was_aborted_in_a_step_that_failed_is_forgotten() -> None:
     """It was planned in the step behind, which is cancelled; and no step comes after it."""
-    job = Job((1, 2, 3), 9, 0, None, None, 4, False)
+    job = Job((1, 2, 3), 9, 0, None, None, 4, False, False)
     service = Service([job], "sarathi", 0, overlap=True, blame=False)
     planned = service.planned
 

@@ -110,7 +110,7 @@ def admitting(name: str, num_running: int, num_steps: int) -> Iterator[tuple[flo
     scheduler = make_scheduler(name, limits, pool, PrefixCache(pool), SchedulerSettings(queue_patience=1 << 20))
     number = 0
     for step in range(WARM_STEPS + num_steps):
-        arrivals = []
+        arrivals: list[Sequence] = []
         while len(scheduler.waiting) + len(arrivals) < 16:
             number += 1
             arrivals.append(sequence(number, rng.integers(0, 50_000, PROMPT_TOKENS), int(rng.integers(20, 60))))

@@ -101,7 +101,7 @@ class Engine:
             if plan.rows:
                 for output in self.scheduler.commit(plan, self.runner.execute(worker_batch(plan))):
                     if output.beams:
-                        results[output.sequence] = output.beams
+                        results[output.sequence] = list(output.beams)
             self.pool.check_integrity()
         assert self.pool.num_available == self.pool.num_blocks
         assert not len(self.scheduler.blocks.copies)

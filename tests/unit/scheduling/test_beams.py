@@ -128,7 +128,7 @@ class World:
                 self.scheduler.abort(output.sequence.key)
             if output.finish is not None and output.sequence.sampling.beams is not None:
                 assert output.sequence not in self.results, "finished twice"
-                self.results[output.sequence] = output.beams
+                self.results[output.sequence] = list(output.beams)
 
     def run(self) -> None:
         for _ in range(4000):

@@ -25,10 +25,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
+from kvrelay.simulated.profiles import find_profile
 from kvrelay_router.routing.policy import PolicyName
 from kvrelay_simulator.figures import Figures, Slo, best_possible_hit_rate, figures
 from kvrelay_simulator.fleet import FleetSettings, SimulatedFleet
-from kvrelay_simulator.profiles import find_profile
 from kvrelay_simulator.traces import TracedRequest, agent_sessions, cold_starts, one_hot_prefix, read_trace, scaled
 from kvrelay_simulator.workers import WorkerSettings
 

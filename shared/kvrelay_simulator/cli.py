@@ -12,10 +12,10 @@ from typing import Any, get_args
 
 from kvrelay.scheduling.base import QueueOrderName
 from kvrelay.scheduling.registry import UnknownScheduler, check_scheduler_name
+from kvrelay.simulated.profiles import BUILT_IN, UnknownProfile, find_profile
 from kvrelay_router.routing.policy import PolicyName
 from kvrelay_simulator.figures import Figures, Slo, best_possible_hit_rate, figures
 from kvrelay_simulator.fleet import CannotServe, FleetSettings, SimulatedFleet
-from kvrelay_simulator.profiles import BUILT_IN, UnknownProfile, find_profile
 from kvrelay_simulator.traces import BadTrace, TracedRequest, read_trace, scaled
 from kvrelay_simulator.workers import WorkerSettings
 
@@ -46,7 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         base = _settings(arguments, trace)
         runs = _runs(arguments, base)
         results = [_run(name, settings, trace, arguments) for name, settings in runs]
-    except (BadTrace, UnknownProfile, UnknownScheduler, CannotServe) as error:
+    except UnknownProfile as error:
+        print(f"kvrelay simulate: --profile {arguments.profile}: {error}", file=sys.stderr)
+        return 2
+    except (BadTrace, UnknownScheduler, CannotServe) as error:
         print(f"kvrelay simulate: {error}", file=sys.stderr)
         return 2
     print(table(results))

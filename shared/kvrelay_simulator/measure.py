@@ -21,7 +21,7 @@ from kvrelay.engine.batch import ModelRunner, WorkerBatch, WorkerRow
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.cost import CalibratedCost, StepCost, pairs
-from kvrelay_simulator.profiles import MeasuredProfile
+from kvrelay.simulated.profiles import MeasuredProfile
 
 CHUNKS = (16, 64, 256, 512)
 POSITIONS = (0, 512, 2048)

@@ -21,21 +21,21 @@ from kvrelay.kv.table import BlockTable
 from kvrelay.protocol.messages import PROTOCOL_VERSION, PeerRef, Status
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
-from kvrelay.scheduling.cost import pairs
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.registry import make_scheduler
 from kvrelay.scheduling.sequence import Sequence, TokenBuffer
+from kvrelay.simulated.profiles import Profile, StepLoad
 from kvrelay.worker.load_report import SpeedMeter, report_load
 from kvrelay_decode.handoff import ReceiverHandoff
 from kvrelay_decode.request import DecodeRequest
 from kvrelay_decode.wishes import Wishes
 from kvrelay_simulator.clock import VirtualClock
-from kvrelay_simulator.profiles import HANDOFF_S, Profile, StepLoad
 from kvrelay_simulator.traces import Tokens
 
 FINGERPRINT = "simulated"
 MODEL = "simulated"
 TOKEN = 1
+HANDOFF_S = 1e-3  # messages of a handoff, beside its bytes
 ROUTER = PeerRef("router", "1", "tcp://router")
 
 
@@ -158,7 +158,8 @@ class SimulatedWorker:
             plan = self.scheduler.schedule()
             self.planned(plan)
             if plan.rows:
-                step_s = self.profile.step_s(_load(plan))
+                load = StepLoad.of((row.position, row.num_tokens, row.is_prefill) for row in plan.rows)
+                step_s = self.profile.step_s(load)
                 self._stepping = True
                 self.busy_s += step_s
                 self.num_steps += 1
@@ -333,15 +334,3 @@ class SimulatedDecode(SimulatedWorker):
             num_cached = sequence.num_computed // self.settings.block_size
             sender = self._senders.pop(sequence.key)
             sender.granted(self.requests[sequence.key], sequence.table.num_blocks - num_cached)
-
-
-def _load(plan: StepPlan) -> StepLoad:
-    num_prompt, num_pairs, num_decodes, context = 0, 0.0, 0, 0
-    for row in plan.rows:
-        if row.is_prefill:
-            num_prompt += row.num_tokens
-            num_pairs += pairs(row.position, row.num_tokens)
-        else:
-            num_decodes += 1
-            context += row.position
-    return StepLoad(num_prompt, num_pairs, num_decodes, context)

@@ -108,7 +108,7 @@ class LocalWorker:
     async def stop(self) -> None:
         """As SIGTERM does."""
         assert self._task is not None
-        self.shell._on_signal()
+        self.shell.on_signal()
         try:
             await asyncio.gather(self._task, return_exceptions=True)
             await self.shell.shutdown()

@@ -121,7 +121,7 @@ class LocalFleet:
         self.events.append(f"restart {name}{' in a hurry' if hurried else ''}")
         worker = self.workers.pop(name)
         if hurried:
-            worker.shell._on_signal()
+            worker.shell.on_signal()
             await asyncio.sleep(0.02)
         await worker.stop()
         await self.start_worker(worker.config.role, name)

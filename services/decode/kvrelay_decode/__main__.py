@@ -12,7 +12,7 @@ from kvrelay_decode.service import DecodeRole
 def make_role(context: WorkerContext, config: WorkerConfig) -> DecodeRole:
     """The decode role with its transports."""
     receivers = make_receivers(
-        config.transfer,
+        config.transfer_choice,
         context.pool_bytes,
         host=config.host,
         port=config.transfer_port,

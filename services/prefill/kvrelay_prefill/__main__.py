@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from kvrelay.config.worker import WorkerConfig
+from kvrelay.simulated.profiles import find_profile
+from kvrelay.simulated.transfer import paced
 from kvrelay.transfer.select import make_senders
 from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.main import worker_main
@@ -12,11 +14,13 @@ from kvrelay_prefill.service import PrefillRole
 def make_role(context: WorkerContext, config: WorkerConfig) -> PrefillRole:
     """The prefill role with its transports."""
     senders = make_senders(
-        config.transfer,
+        config.transfer_choice,
         context.pool_bytes,
         ucx_transports=config.nixl_transports,
         checksums=config.transfer_checksums,
     )
+    if config.backend == "simulated":
+        senders = paced(senders, find_profile(config.profile), context.spec.block_bytes)
     return PrefillRole(context, senders, push_when=config.push_when)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Protocol
 
 from kvrelay.fleet import Registry, RegistryUnavailable
@@ -25,18 +25,19 @@ class ReadyCheck(Protocol):
 
 
 class WorkerReady:
-    """A worker is ready when it is registered, under another incarnation than before its restart."""
+    """A process of workers is ready when all of them are registered, under other incarnations than before its
+    restart."""
 
-    def __init__(self, registry: Registry, model: str, worker_id: str) -> None:
+    def __init__(self, registry: Registry, model: str, worker_ids: Set[str]) -> None:
         self._registry = registry
         self._model = model
-        self._worker_id = worker_id
-        self._incarnation = ""
-        self._stale = ""
+        self._worker_ids = worker_ids
+        self._found: set[tuple[str, str]] = set()
+        self._stale: set[tuple[str, str]] = set()
 
     def restarted(self) -> None:
-        """The lease of the start before may still stand."""
-        self._stale = self._incarnation
+        """The leases of the start before may still stand."""
+        self._stale |= self._found
 
     async def is_ready(self) -> bool:
         """False also while Redis is away."""
@@ -44,11 +45,9 @@ class WorkerReady:
             workers = await self._registry.list_workers(self._model)
         except RegistryUnavailable:
             return False
-        for worker in workers:
-            if worker.worker_id == self._worker_id and worker.incarnation != self._stale:
-                self._incarnation = worker.incarnation
-                return True
-        return False
+        starts = {(each.worker_id, each.incarnation) for each in workers if each.worker_id in self._worker_ids}
+        self._found = starts - self._stale
+        return {worker_id for worker_id, _ in self._found} == self._worker_ids
 
 
 class RouterReady:

@@ -30,7 +30,7 @@ from kvrelay.ports import HeldPort
 
 LOOPBACK = "127.0.0.1"
 REDIS_POLL_S = 0.5
-DECIDED_HERE = frozenset({"worker_id", "router_id", "port", "host", "advertise_host", "redis_url"})
+DECIDED_HERE = frozenset({"worker_id", "num_workers", "router_id", "port", "host", "advertise_host", "redis_url"})
 """Of the services' fields, those that `up` sets itself."""
 WORKER_PORTS = frozenset({"transfer_port", "http_port", "http_host"})
 ROUTER_PORTS = frozenset({"message_host", "message_port", "workers"})
@@ -38,7 +38,7 @@ ROUTER_PORTS = frozenset({"message_host", "message_port", "workers"})
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to start, checked before anything starts."""
+    """What to start, checked before anything starts. `workers`: a configuration for each process of them."""
 
     up: UpConfig
     router: RouterConfig
@@ -80,22 +80,31 @@ def make_plan(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Plan:
     own = resolve(UpConfig, flags, environ)
     # Two of these on one Redis must not share workers' names.
     suffix = f"-{secrets.token_hex(2)}" if own.redis_url else ""
-    names = [("prefill", f"prefill-{i}{suffix}") for i in range(own.prefill)]
-    names += [("decode", f"decode-{i}{suffix}") for i in range(own.decode)]
-    threads = max(1, len(os.sched_getaffinity(0)) // len(names))
+    processes = [
+        (role, f"{role}-{number}{suffix}", num_workers)
+        for role, total in (("prefill", own.prefill), ("decode", own.decode))
+        for number, num_workers in enumerate(_shared_out(total, own.workers_per_process))
+    ]
+    threads = max(1, len(os.sched_getaffinity(0)) // len(processes))
     passed = {name: value for name, value in flags.items() if name not in UpConfig.model_fields}
     decided = {"host": LOOPBACK, "advertise_host": LOOPBACK}
     if own.redis_url:
         decided["redis_url"] = own.redis_url
     shared: dict[str, Any] = {**passed, **decided, "port": 0, "transfer_port": 0}
     workers = []
-    for role, name in names:
-        config = resolve(WorkerConfig, {**shared, "worker_id": name}, environ, role=role)
+    for role, name, num_workers in processes:
+        values = {**shared, "worker_id": name, "num_workers": num_workers}
+        config = resolve(WorkerConfig, values, environ, role=role)
         workers.append(config if config.threads else config.model_copy(update={"threads": threads}))
     router_values = {**passed, **decided, "host": own.host, "port": own.port, "router_id": f"router{suffix}"}
     router_values |= {"message_host": LOOPBACK, "message_port": 0}
     router = resolve(RouterConfig, router_values, environ)
     return Plan(own, router, workers, to_argv(router_values, RouterConfig), to_argv(shared, WorkerConfig))
+
+
+def _shared_out(num_workers: int, per_process: int) -> list[int]:
+    """Workers of each process: all but the last are full."""
+    return [min(per_process, num_workers - first) for first in range(0, num_workers, per_process)]
 
 
 def to_argv(values: Mapping[str, Any], config_class: type[CommonConfig]) -> list[str]:
@@ -214,14 +223,18 @@ class _Run:
         others = []
         for worker in plan.workers:
             argv = [*plan.worker_flags, f"--worker-id={worker.worker_id}", f"--threads={worker.threads}"]
+            argv.append(f"--num-workers={worker.num_workers}")
             if worker.memory_utilization is not None:
                 argv.append(f"--memory-utilization={worker.memory_utilization / len(plan.workers):.6f}")
-            check = WorkerReady(registry, worker.served_model_name, worker.worker_id)
+            names = {each.worker_id for each in worker.each_worker()}
+            check = WorkerReady(registry, worker.served_model_name, names)
             environ = {"OMP_NUM_THREADS": str(worker.threads)}
             spec = self._spec(worker.role, worker.worker_id, argv, environ, check, worker.drain_timeout_s)
             others.append(Service(spec, self._display))
         host = LOOPBACK if is_wildcard(plan.up.host) else plan.up.host
-        expected = Counter(str(worker.role) for worker in plan.workers)
+        expected: Counter[str] = Counter()
+        for worker in plan.workers:
+            expected[worker.role] += worker.num_workers
         check_http = RouterReady(host, plan.up.port, expected)
         spec = self._spec("router", "router", plan.router_flags, {}, check_http, plan.router.drain_timeout_s)
         return Supervisor(Service(spec, self._display), others)

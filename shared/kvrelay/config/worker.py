@@ -11,6 +11,7 @@ from pydantic import ByteSize, Field, field_validator, model_validator
 from kvrelay.config.common import CommonConfig
 from kvrelay.scheduling.base import Chunking, Preemption, QueueOrderName, Retraction, SchedulerSettings
 from kvrelay.scheduling.registry import DEFAULT_SCHEDULER, WHOLE_PROMPTS, check_scheduler_name
+from kvrelay.simulated.profiles import BUILT_IN, find_profile
 
 Role = Literal["prefill", "decode"]
 MIB = 1 << 20
@@ -29,6 +30,12 @@ class WorkerConfig(CommonConfig):
         default_factory=default_worker_id,
         pattern=r"^[A-Za-z0-9_.-]{1,64}$",
         description="name of this worker, unique in the fleet (default: role and random digits)",
+    )
+    num_workers: int = Field(
+        default=1,
+        ge=1,
+        le=1024,
+        description="workers in this process, with backend = simulated; the ids of several end in -0, -1 and so on",
     )
     port: int = Field(default=0, ge=0, le=65535, description="port of the inbox for control messages; 0: any free one")
     transfer_port: int = Field(default=0, ge=0, le=65535, description="port for incoming KV blocks; 0: any free one")
@@ -58,6 +65,15 @@ class WorkerConfig(CommonConfig):
         description="what NIXL's UCX may use, as in UCX_TLS: tcp, or rc,cuda_ipc,cuda_copy (default: what UCX finds)",
     )
 
+    backend: Literal["auto", "simulated"] = Field(
+        default="auto",
+        description="what computes: auto: the model, on the device; simulated: nothing, a step takes the time that "
+        "profile says and its tokens are made up",
+    )
+    profile: str = Field(
+        default="llama3-8b-h100",
+        description=f"of backend = simulated: {', '.join(BUILT_IN)}, or a JSON file as `kvrelay measure` writes it",
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto", description="type of weights and KV; auto: the checkpoint's, or float32 where the CPU lacks it"
     )
@@ -194,6 +210,24 @@ class WorkerConfig(CommonConfig):
     def _known_scheduler(cls, name: str) -> str:
         return check_scheduler_name(name)
 
+    @field_validator("profile")
+    @classmethod
+    def _known_profile(cls, name: str) -> str:
+        find_profile(name)
+        return name
+
+    def each_worker(self) -> list[Self]:
+        """The configuration of each worker of this process."""
+        if self.num_workers == 1:
+            return [self]
+        names = [f"{self.worker_id}-{number}" for number in range(self.num_workers)]
+        return [self.model_copy(update={"worker_id": name, "num_workers": 1}) for name in names]
+
+    @property
+    def transfer_choice(self) -> Literal["auto", "nixl", "zmq"]:
+        """`transfer`; what stands for simulated K/V is small, and travels by zmq unless NIXL is asked for by name."""
+        return "zmq" if self.backend == "simulated" and self.transfer == "auto" else self.transfer
+
     @property
     def publishes_prefixes(self) -> bool:
         """Whether the fleet hears what this worker's cache holds. Only the tree tells what joins and leaves it."""
@@ -221,6 +255,7 @@ class WorkerConfig(CommonConfig):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
+        self._check_simulated()
         if self.prefill_delayer and self.role == "prefill":
             raise ValueError("prefill_delayer is for workers that run both phases: decode workers")
         if self.chunking == "dynamic" and self.scheduler in WHOLE_PROMPTS:
@@ -241,3 +276,15 @@ class WorkerConfig(CommonConfig):
                 f"({self.lease_ttl_s:g}), or one late renewal loses the lease"
             )
         return self
+
+    def _check_simulated(self) -> None:
+        if self.backend != "simulated" and self.num_workers > 1:
+            raise ValueError(f"num_workers ({self.num_workers}) must be 1 unless backend = simulated")
+        if self.backend == "simulated" and self.memory_utilization is not None:
+            raise ValueError("memory_utilization is measured, which backend = simulated cannot; give num_blocks")
+        if self.num_workers > 1 and (self.port or self.transfer_port):
+            raise ValueError("port and transfer_port must be 0 (any free one) for more than one worker in a process")
+        for name in ("metrics_file", "event_log"):
+            path, place = getattr(self, name), "{worker_id}" if name == "metrics_file" else "{name}"
+            if self.num_workers > 1 and path is not None and place not in str(path):
+                raise ValueError(f"{name} must have {place} in it for more than one worker in a process")

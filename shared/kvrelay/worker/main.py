@@ -9,7 +9,9 @@ from kvrelay.config.worker import Role as RoleName
 from kvrelay.engine.batch import ModelRunner
 from kvrelay.process import service_main
 from kvrelay.scheduling.registry import WHOLE_PROMPTS
-from kvrelay.worker.shell import RoleFactory, run_worker
+from kvrelay.simulated.runner import make_simulated_runner
+from kvrelay.worker.host import run_workers
+from kvrelay.worker.shell import RoleFactory
 
 DEFAULT_KV_MEMORY_BYTES = 1 << 30
 
@@ -25,13 +27,15 @@ def worker_main(role: RoleName, make_role: RoleFactory) -> int:
         prog,
         f"{role} worker",
         lambda: load_config(WorkerConfig, prog=prog, description=f"One {role} worker.", role=role),
-        lambda config: run_worker(config, make_role, load_runner),
+        lambda config: run_workers(config, make_role, load_runner),
         lambda config: {"worker_id": config.worker_id},
     )
 
 
 def load_runner(config: WorkerConfig) -> ModelRunner:
-    """The model, loaded, with its pool. Imports torch, which takes seconds, only here."""
+    """The model, loaded, with its pool, or a simulated device. Imports torch, which takes seconds, only here."""
+    if config.backend == "simulated":
+        return make_simulated_runner(config)
     from kvrelay.engine.runner import PoolSizing, make_runner
 
     if config.device not in ("auto", "cpu"):

@@ -1,20 +1,16 @@
-"""The process around a role: model, pool, sockets, registry, signals. Prefill and decode start, run and drain alike."""
+"""The worker around a role: model, pool, sockets, registry. Prefill and decode start, run and drain alike."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
-
-import zmq
 
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.engine.batch import ModelRunner
@@ -26,7 +22,6 @@ from kvrelay.kv.ablations import NullCache, TableCache
 from kvrelay.kv.cache import Cache, PrefixCache
 from kvrelay.kv.pool import BlockPool
 from kvrelay.messaging.messenger import Messenger
-from kvrelay.process import StartFailed, event_loop_factory
 from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings, PeerLost
 from kvrelay.protocol.messages import PROTOCOL_VERSION, Generate, LoadReport, PeerRef, Prefill, Status, StatusQuery
 from kvrelay.scheduling.base import SchedulerLimits
@@ -39,6 +34,7 @@ from kvrelay.telemetry.metrics_store import MetricsStore
 from kvrelay.telemetry.pages import Page, Pages
 from kvrelay.worker.cache_events import CacheEvents
 from kvrelay.worker.context import Role, WorkerContext
+from kvrelay.worker.launch import ThreadLauncher, TimedLauncher
 from kvrelay.worker.load_report import report_load
 from kvrelay.worker.membership import Membership
 from kvrelay.worker.prefill_delayer import PrefillDelayer
@@ -62,7 +58,7 @@ RunnerFactory = Callable[[WorkerConfig], ModelRunner]
 
 
 class WorkerShell:
-    """One worker process: `startup`, `main_loop`, `shutdown`."""
+    """One worker: `startup`, `main_loop`, `shutdown`."""
 
     def __init__(self, config: WorkerConfig, make_role: RoleFactory, make_runner: RunnerFactory) -> None:
         self.config = config
@@ -79,20 +75,6 @@ class WorkerShell:
         self._routers: dict[str, PeerRef] = {}  # those that ask for reports, by their ids
         self._pages = Pages({"/health": lambda: Page(b"ok\n"), "/ready": self._readiness})
         self._news_from: set[str] = set()  # routers whose requests came since the others were told
-
-    async def serve(self) -> None:
-        """Runs until SIGTERM or SIGINT, then drains. A second signal ends it at once."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
-        try:
-            await self.startup()
-        except (OSError, ValueError, zmq.ZMQError) as error:
-            raise StartFailed(str(error)) from error
-        try:
-            await self.main_loop()
-        finally:
-            await self.shutdown()
 
     async def startup(self) -> None:
         """Loads the model, opens sockets, joins the fleet."""
@@ -144,7 +126,8 @@ class WorkerShell:
             settings=LinkSettings(alive_interval_s=config.peer_interval_s, peer_timeout_s=config.peer_timeout_s),
         )
         metrics = self._metrics_store()
-        self.steps = StepLoop(runner, self.scheduler, metrics, overlap=config.overlap)
+        launcher = TimedLauncher if config.backend == "simulated" else ThreadLauncher
+        self.steps = StepLoop(runner, self.scheduler, metrics, overlap=config.overlap, make_launcher=launcher)
         context = WorkerContext(
             spec=spec,
             pool=self.pool,
@@ -264,7 +247,8 @@ class WorkerShell:
         path = self.config.metrics_file
         return None if path is None else MetricsStore(Path(str(path).replace("{worker_id}", self.config.worker_id)))
 
-    def _on_signal(self) -> None:
+    def on_signal(self) -> None:
+        """The first time it drains, the second time it leaves."""
         if self._stop.is_set():
             log.warning("second signal: leaving without waiting for running requests")
             self._drain_deadline = time.monotonic()
@@ -413,13 +397,3 @@ def _take_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any], cr
     loop.default_exception_handler(context)
     if context.get("fatal") and not crash.done():
         crash.set_exception(context["exception"])
-
-
-def run_worker(config: WorkerConfig, make_role: RoleFactory, make_runner: RunnerFactory) -> None:
-    """The whole life of a worker process."""
-    with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=event_loop_factory()) as runner:
-        runner.run(_serve(config, make_role, make_runner))
-
-
-async def _serve(config: WorkerConfig, make_role: RoleFactory, make_runner: RunnerFactory) -> None:
-    await WorkerShell(config, make_role, make_runner).serve()

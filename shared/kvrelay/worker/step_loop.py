@@ -12,7 +12,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -33,6 +32,7 @@ from kvrelay.scheduling.plan import PlannedRow, SequenceOutput, StepPlan
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.telemetry.metrics_store import MetricsStore
 from kvrelay.telemetry.step_trace import Mark, StepEventName
+from kvrelay.worker.launch import MakeLauncher, ThreadLauncher
 from kvrelay.worker.load_report import SpeedMeter
 
 log = logging.getLogger(__name__)
@@ -118,6 +118,7 @@ class StepLoop:
         metrics: MetricsStore | None = None,
         *,
         overlap: bool = True,
+        make_launcher: MakeLauncher = ThreadLauncher,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
@@ -126,7 +127,7 @@ class StepLoop:
         self.speeds = SpeedMeter()
         self._metrics = metrics
         self._trace = metrics.trace if metrics is not None else None
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="step")
+        self._launcher = make_launcher(runner, self._trace)
         self._wake = asyncio.Event()
         self._last_planned = 0
         self._last_landed = 0
@@ -187,13 +188,13 @@ class StepLoop:
                 await asyncio.sleep(0)
             elif not step.plan.preempted:  # else what they held is free now, and nobody else would say so
                 await self._wake.wait()
-        self._executor.shutdown(wait=True)
+        self._launcher.close()
         if self._metrics is not None:
             self._metrics.close()
 
     async def _run_from(self, first: _Step, callbacks: StepCallbacks) -> None:
         """Runs a step, and those behind it as long as each can be planned ahead."""
-        step, forward = first, await self._launch(first)
+        step, forward = first, await self._launcher.launch(first.batch, ahead=False)
         while True:
             following = self._plan_ahead(callbacks)
             try:
@@ -207,7 +208,7 @@ class StepLoop:
                 self._cancel(following, step)
                 following = None
             if following is not None:
-                forward = await self._launch(following)
+                forward = await self._launcher.launch(following.batch, ahead=True)
             self._publish(step, result, callbacks)
             if following is None:
                 return
@@ -244,25 +245,6 @@ class StepLoop:
             self._trace.note("plan_begins", plan.step, mark)
             self._trace.note("planned", plan.step)
         return step
-
-    async def _launch(self, step: _Step) -> asyncio.Future[StepResult]:
-        """Returns once the forward runs: this thread holds the interpreter's lock, and would keep it waiting."""
-        loop, begun = asyncio.get_running_loop(), asyncio.Event()
-        forward = loop.run_in_executor(self._executor, self._execute, step.batch, loop, begun)
-        await begun.wait()
-        return forward
-
-    def _execute(self, batch: WorkerBatch, loop: asyncio.AbstractEventLoop, begun: asyncio.Event) -> StepResult:
-        """On the steps' own thread."""
-        if self._trace is not None:
-            self._trace.note("forward_begins", batch.step)
-        loop.call_soon_threadsafe(begun.set)
-        if self._trace is None:
-            return self.runner.execute(batch)
-        try:
-            return self.runner.execute(batch)
-        finally:
-            self._trace.note("forward_ends", batch.step)
 
     def _publish(self, step: _Step, result: StepResult, callbacks: StepCallbacks) -> None:
         """Books a step that landed, and tells about it."""

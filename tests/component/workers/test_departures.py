@@ -88,8 +88,8 @@ def test_a_second_signal_right_after_the_first_is_not_lost(redis_url: str) -> No
             sampling = Sampling(temperature=0.0, max_tokens=480, ignore_eos=True)
             got = f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt_of(20), sampling)
             await got.until(lambda r: len(r.tokens) > 3)
-            f.decode[0].shell._on_signal()
-            f.decode[0].shell._on_signal()
+            f.decode[0].shell.on_signal()
+            f.decode[0].shell.on_signal()
             assert (await got.finished()).failed == "the worker shut down"
 
     run(test)

@@ -335,7 +335,7 @@ def test_a_draining_decode_worker_finishes_what_runs_and_refuses_what_comes(redi
             sampling = Sampling(temperature=0.0, max_tokens=100, ignore_eos=True)
             old = f.router.prefill(f.prefill[0].me, f.decode[0].me, "old", prompt_of(30), sampling)
             await old.until(lambda r: len(r.tokens) > 3)
-            f.decode[0].shell._on_signal()
+            f.decode[0].shell.on_signal()
             await asyncio.sleep(0.1)
             new = f.router.prefill(f.prefill[0].me, f.decode[0].me, "new", prompt_of(31), sampling)
             await new.until(lambda r: bool(r.need_decode))
@@ -388,7 +388,7 @@ def test_a_worker_that_begins_to_drain_tells_the_routers_at_once(redis_url: str,
                 router.send(worker.me, StatusQuery(query=1))
                 while not reports:
                     await asyncio.sleep(0.01)
-                worker.shell._on_signal()
+                worker.shell.on_signal()
                 while len(reports) < 2:
                     await asyncio.sleep(0.01)
             router.close(0)

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrelay.simulated.profiles import BUILT_IN, MeasuredProfile, StepLoad, UnknownProfile, find_profile
 from kvrelay_router.routing.policy import PolicyName
 from kvrelay_simulator.cli import main
 from kvrelay_simulator.figures import Slo, best_possible_hit_rate, figures
 from kvrelay_simulator.fleet import CannotServe, FleetSettings, SimulatedFleet
-from kvrelay_simulator.profiles import BUILT_IN, MeasuredProfile, StepLoad, UnknownProfile, find_profile
 from kvrelay_simulator.traces import (
     HASH_TOKENS,
     BadTrace,

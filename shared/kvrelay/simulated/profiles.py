@@ -13,11 +13,14 @@ ConnectX-6 at 200 beside an A100, 100 Gbit/s beside an L40S.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
+
+from kvrelay.scheduling.cost import pairs
 
 REACHED_FLOPS = 0.5  # share of the peak that prefill reaches
 REACHED_BANDWIDTH = 0.8  # share of the peak that decode reads at
@@ -25,7 +28,6 @@ REACHED_LINK = 0.8
 STEP_OVERHEAD_S = 2e-3  # scheduling, launches, sampling
 SPLIT_OVERHEAD_S = 2e-3  # of tensor parallelism, a step
 MEMORY_SHARE = 0.9  # of the device's memory, for weights and K/V
-HANDOFF_S = 1e-3  # messages of a handoff, beside its bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,19 @@ class StepLoad:
     num_pairs: float
     num_decodes: int
     context_tokens: int
+
+    @classmethod
+    def of(cls, rows: Iterable[tuple[int, int, bool]]) -> StepLoad:
+        """Of a step's rows: position, tokens, whether it is a part of a prompt."""
+        num_prompt, num_pairs, num_decodes, context = 0, 0.0, 0, 0
+        for position, num_tokens, is_prefill in rows:
+            if is_prefill:
+                num_prompt += num_tokens
+                num_pairs += pairs(position, num_tokens)
+            else:
+                num_decodes += 1
+                context += position
+        return cls(num_prompt, num_pairs, num_decodes, context)
 
 
 class Profile(Protocol):
@@ -146,13 +161,13 @@ class MeasuredProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     of a token and what it attends to."""
 
     name: str
-    fixed_s: float
-    token_s: float
-    pair_s: float
-    kv_bytes_per_token: int
-    kv_tokens: int
-    transfer_bytes_s: float
-    num_devices: int = 1
+    fixed_s: Annotated[float, msgspec.Meta(ge=0)]
+    token_s: Annotated[float, msgspec.Meta(ge=0)]
+    pair_s: Annotated[float, msgspec.Meta(ge=0)]
+    kv_bytes_per_token: Annotated[int, msgspec.Meta(ge=1)]
+    kv_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    transfer_bytes_s: Annotated[float, msgspec.Meta(gt=0)]
+    num_devices: Annotated[int, msgspec.Meta(ge=1)] = 1
 
     def step_s(self, load: StepLoad) -> float:
         """Linear."""
@@ -186,8 +201,8 @@ def find_profile(name: str) -> Profile:
     if name in BUILT_IN:
         return BUILT_IN[name]
     if not Path(name).is_file():
-        raise UnknownProfile(f"--profile {name}: must be one of {', '.join(BUILT_IN)}, or a JSON file")
+        raise UnknownProfile(f"must be one of {', '.join(BUILT_IN)}, or a JSON file")
     try:
         return msgspec.json.decode(Path(name).read_bytes(), type=MeasuredProfile)
     except (msgspec.DecodeError, OSError) as error:
-        raise UnknownProfile(f"--profile {name}: {error}") from error
+        raise UnknownProfile(f"{name} is no profile: {error}") from error

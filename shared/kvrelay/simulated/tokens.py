@@ -1,0 +1,119 @@
+"""What simulated devices compute: K/V from which it can be told what it is of, and the token that follows from it.
+
+The K/V of a token is a word of 64 bits: above, the index of its block in the block table; below (`SUM_BITS`), the sum
+of the contributions of this token and those before it in its block. A contribution depends on token and position. So
+a forward reads one word a block, the last one that counts, and their sum is the digest of all tokens of the sequence;
+where a block is missing, stale, another prompt's or in another's place, it is another number, and other tokens follow.
+
+The output is a function of the sequence's token ids (and of seed and sequence index, where the temperature is not 0):
+`continuation` says what a client must get, whatever the batches, handoffs and retries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrelay.protocol.sampling import Sampling
+
+Words = NDArray[np.uint64]
+
+SUM_BITS = np.uint64(44)
+SUM_MASK = np.uint64((1 << 44) - 1)
+MISPLACED = np.uint64(0x9E3779B97F5)
+"""Times how far (by exclusive or) a block is from its place: odd, so that no difference vanishes."""
+END_EVERY = 256
+"""Without `ignore_eos` one token in so many ends the text."""
+
+_TOKEN, _POSITION = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1B54A32D192ED03)
+_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_MODULUS = 1 << 64
+
+
+def mixed(words: Words) -> Words:
+    """Each word's bits spread over all of it: the finaliser of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    words = (words ^ (words >> np.uint64(30))) * _FIRST
+    words = (words ^ (words >> np.uint64(27))) * _SECOND
+    return words ^ (words >> np.uint64(31))
+
+
+def contributions(token_ids: Words, positions: Words) -> Words:
+    """Of tokens at positions, both `[tokens]`: below `1 << SUM_BITS`."""
+    return mixed(token_ids * _TOKEN + (positions + np.uint64(1)) * _POSITION) & SUM_MASK
+
+
+def digest(token_ids: Sequence[int]) -> int:
+    """Of a whole sequence."""
+    tokens = np.asarray(token_ids, np.uint64)
+    return int(contributions(tokens, np.arange(len(tokens), dtype=np.uint64)).sum() & SUM_MASK)
+
+
+def salt_of(sampling: Sampling, sequence: int) -> int:
+    """Tells continuations of one prompt apart: 0 where the draw is greedy."""
+    if sampling.temperature == 0:
+        return 0
+    return (sampling.seed * int(_TOKEN) + (sequence + 1) * int(_POSITION)) % _MODULUS | 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Vocabulary:
+    """The ids that stand for text, int64 and ascending, and those that end one."""
+
+    size: int
+    regular: NDArray[np.int64]
+    eos_ids: tuple[int, ...]
+
+    def draws(self, digests: Words, salts: Words) -> Words:
+        """One random word a row, `[rows]`, from which all about the next token follows."""
+        return mixed(digests + salts * _SECOND + _FIRST)
+
+    def tokens(self, draws: Words, may_end: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """The next token of each row. `may_end`: whether the row may draw the end of the text."""
+        token_ids: NDArray[np.int64] = self.regular[(draws >> np.uint64(8)) % np.uint64(len(self.regular))]
+        if self.eos_ids:
+            ends = may_end & (draws % np.uint64(END_EVERY) == 0)
+            token_ids[ends] = self.eos_ids[0]
+        return token_ids
+
+    def likeliest(self, draw: int, count: int) -> NDArray[np.int64]:
+        """`count` different regular tokens (or all there are), the one that `tokens` gives first."""
+        first = (draw >> 8) % len(self.regular)
+        token_ids: NDArray[np.int64] = self.regular[
+            (first + np.arange(min(count, len(self.regular)))) % len(self.regular)
+        ]
+        return token_ids
+
+    def without(self, token_id: int, banned: frozenset[int]) -> int:
+        """The regular token, or the next one that is not banned."""
+        first = int(np.searchsorted(self.regular, token_id))
+        candidates = (int(self.regular[(first + i) % len(self.regular)]) for i in range(len(self.regular)))
+        return next((each for each in candidates if each not in banned), token_id)
+
+
+def continuation(
+    prompt: Sequence[int], sampling: Sampling, vocabulary: Vocabulary, max_model_len: int, sequence: int = 0
+) -> list[int]:
+    """The output of simulated devices for a prompt, its end token included. `sequence`: of the request's samples.
+
+    Temperature (0 or not), seed, max_tokens, min_tokens, stop_token_ids and ignore_eos count; what else shapes the
+    distribution does not.
+    """
+    total, length = np.uint64(digest(prompt)), len(prompt)
+    salt = np.array([salt_of(sampling, sequence)], np.uint64)
+    stops = frozenset(sampling.stop_token_ids)
+    output: list[int] = []
+    while len(output) < sampling.max_tokens and length < max_model_len:
+        is_early = len(output) < sampling.min_tokens
+        may_end = np.array([not sampling.ignore_eos and not is_early])
+        token_id = int(vocabulary.tokens(vocabulary.draws(np.array([total]), salt), may_end)[0])
+        if is_early and token_id in stops:
+            token_id = vocabulary.without(token_id, stops)
+        output.append(token_id)
+        if token_id in stops or (token_id in vocabulary.eos_ids and not sampling.ignore_eos):
+            break
+        added = contributions(np.array([token_id], np.uint64), np.array([length], np.uint64))[0]
+        total, length = np.uint64((int(total) + int(added)) % _MODULUS) & SUM_MASK, length + 1
+    return output

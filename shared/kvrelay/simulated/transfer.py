@@ -1,0 +1,90 @@
+"""The transfer of a simulated device: what stands for the blocks travels by a real transport, once its time has passed.
+
+A worker has one link. Pushes take it one after the other, in pieces, and a piece's blocks are read from the pool when
+its time is over: a block that is given away too early has another content by then, and is found out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from kvrelay.simulated.profiles import Profile
+from kvrelay.transfer.base import BlockCopy, Pushed, SenderEvent, TransferSender
+
+PIECE_S = 5e-3
+"""About how long a piece takes the link: what an abort finds already under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    reservation: str
+    endpoint: dict[str, str]
+    copies: Sequence[BlockCopy]
+
+
+class PacedSender:
+    """A `TransferSender` around another one. `block_bytes`: of a block of the simulated model."""
+
+    def __init__(self, inner: TransferSender, bytes_s: float, block_bytes: int) -> None:
+        self.name = inner.name
+        self.counters = inner.counters
+        self._inner = inner
+        self._block_bytes = block_bytes
+        self._block_s = block_bytes / bytes_s
+        self._waiting: deque[_Piece] = deque()
+        self._timer: asyncio.TimerHandle | None = None  # of the first piece
+        self._free_at = 0.0
+
+    def start(self, on_event: Callable[[SenderEvent], None]) -> None:
+        self._on_event = on_event
+        self._loop = asyncio.get_running_loop()
+        self._inner.start(self._told)
+
+    def push(self, reservation: str, endpoint: dict[str, str], copies: Sequence[BlockCopy]) -> None:
+        step = max(1, int(PIECE_S / self._block_s))
+        for first in range(0, len(copies), step):
+            self._waiting.append(_Piece(reservation, endpoint, copies[first : first + step]))
+        self._begin()
+
+    def abort(self, reservation: str) -> None:
+        """The piece under way is dropped too: nothing of it has been read."""
+        if self._waiting and self._waiting[0].reservation == reservation:
+            self._stop_timer()
+            self._free_at = self._loop.time()
+        self._waiting = deque(piece for piece in self._waiting if piece.reservation != reservation)
+        self._inner.abort(reservation)
+        self._begin()
+
+    def close(self) -> None:
+        self._stop_timer()
+        self._waiting.clear()
+        self._inner.close()
+
+    def _begin(self) -> None:
+        if self._timer is None and self._waiting:
+            self._free_at = max(self._free_at, self._loop.time()) + len(self._waiting[0].copies) * self._block_s
+            self._timer = self._loop.call_at(self._free_at, self._leave)
+
+    def _leave(self) -> None:
+        self._timer = None
+        piece = self._waiting.popleft()
+        self._inner.push(piece.reservation, piece.endpoint, piece.copies)
+        self._begin()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _told(self, event: SenderEvent) -> None:
+        if isinstance(event, Pushed):
+            event = replace(event, num_bytes=len(event.blocks) * self._block_bytes)
+        self._on_event(event)
+
+
+def paced(senders: Mapping[str, TransferSender], profile: Profile, block_bytes: int) -> dict[str, TransferSender]:
+    """The same transports at the profile's pace."""
+    return {name: PacedSender(sender, profile.transfer_bytes_s, block_bytes) for name, sender in senders.items()}

@@ -26,3 +26,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._virtual.now
+
+    def advance(self, seconds: float) -> None:
+        """As if something had kept the loop busy so long."""
+        self._virtual.now += seconds

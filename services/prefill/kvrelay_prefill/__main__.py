@@ -20,7 +20,7 @@ def make_role(context: WorkerContext, config: WorkerConfig) -> PrefillRole:
         checksums=config.transfer_checksums,
     )
     if config.backend == "simulated":
-        senders = paced(senders, find_profile(config.profile), context.spec.block_bytes)
+        senders = paced(senders, find_profile(config.profile), context.spec)
     return PrefillRole(context, senders, push_when=config.push_when)
 
 

@@ -11,8 +11,10 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from kvrelay.engine.batch import ModelSpec
 from kvrelay.simulated.profiles import Profile
 from kvrelay.transfer.base import BlockCopy, Pushed, SenderEvent, TransferSender
+from kvrelay.transfer.plan import Copies
 
 PIECE_S = 5e-3
 """About how long a piece takes the link: what an abort finds already under way."""
@@ -26,13 +28,15 @@ class _Piece:
 
 
 class PacedSender:
-    """A `TransferSender` around another one. `block_bytes`: of a block of the simulated model."""
+    """A `TransferSender` around another one. `block_bytes`: of a block of the simulated model, `num_blocks`: of the
+    pool."""
 
-    def __init__(self, inner: TransferSender, bytes_s: float, block_bytes: int) -> None:
+    def __init__(self, inner: TransferSender, bytes_s: float, block_bytes: int, num_blocks: int) -> None:
         self.name = inner.name
         self.counters = inner.counters
         self._inner = inner
         self._block_bytes = block_bytes
+        self._num_blocks = num_blocks
         self._block_s = block_bytes / bytes_s
         self._waiting: deque[_Piece] = deque()
         self._timer: asyncio.TimerHandle | None = None  # of the first piece
@@ -44,6 +48,7 @@ class PacedSender:
         self._inner.start(self._told)
 
     def push(self, reservation: str, endpoint: dict[str, str], copies: Sequence[BlockCopy]) -> None:
+        Copies.of(copies, self._num_blocks)  # raises what the other one would, while the caller listens
         step = max(1, int(PIECE_S / self._block_s))
         for first in range(0, len(copies), step):
             self._waiting.append(_Piece(reservation, endpoint, copies[first : first + step]))
@@ -85,6 +90,9 @@ class PacedSender:
         self._on_event(event)
 
 
-def paced(senders: Mapping[str, TransferSender], profile: Profile, block_bytes: int) -> dict[str, TransferSender]:
+def paced(senders: Mapping[str, TransferSender], profile: Profile, spec: ModelSpec) -> dict[str, TransferSender]:
     """The same transports at the profile's pace."""
-    return {name: PacedSender(sender, profile.transfer_bytes_s, block_bytes) for name, sender in senders.items()}
+    return {
+        name: PacedSender(sender, profile.transfer_bytes_s, spec.block_bytes, spec.num_blocks)
+        for name, sender in senders.items()
+    }

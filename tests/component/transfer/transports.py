@@ -10,6 +10,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
+from kvrelay.simulated.transfer import PacedSender
 from kvrelay.transfer.base import TransferReceiver, TransferSender
 from kvrelay.transfer.checksums import PoolChecksums
 from kvrelay.transfer.nixl_agent import PACKAGES
@@ -122,6 +123,7 @@ TRANSPORTS = {
         Transport("zmq-local", zmq_sender, ZmqReceiver),
         Transport("zmq-tcp", zmq_sender, lambda pool: ZmqReceiver(pool, local=False)),
         Transport("zmq-checksum", lambda pool: zmq_sender(pool, checksum=True), ZmqReceiver),
+        Transport("zmq-paced", lambda pool: PacedSender(zmq_sender(pool), 1e9, pool.shape[1], len(pool)), ZmqReceiver),
         NIXL,
         nixl("nixl-tcp", "tcp"),
         nixl("nixl-checksum", "", checksum=True),

@@ -1,0 +1,153 @@
+"""A fleet of simulated devices under the real router, Redis and services: what every stream must say is known."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvrelay.protocol.sampling import Sampling
+from kvrelay.simulated.model import read_facts
+from kvrelay.simulated.tokens import continuation
+from tests.e2e.conftest import DEMO_MODEL
+from tests.fakes.stack import Stack
+
+pytestmark = pytest.mark.e2e
+
+PROFILE = {
+    "name": "quick",
+    "fixed_s": 0.002,
+    "token_s": 1e-5,
+    "pair_s": 0.0,
+    "kv_bytes_per_token": 1000,
+    "kv_tokens": 16 * 1024,
+    "transfer_bytes_s": 1e9,
+}
+VOCABULARY = read_facts(str(DEMO_MODEL)).vocabulary
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Stack]]:
+    stacks: list[Stack] = []
+
+    def starter(*flags: str) -> Stack:
+        profile = tmp_path / "quick.json"
+        profile.write_text(json.dumps(PROFILE))
+        simulated = ("--backend", "simulated", "--profile", str(profile))
+        stacks.append(Stack(DEMO_MODEL, tmp_path / "state", *simulated, *flags))
+        return stacks[-1]
+
+    yield starter
+    for stack in stacks:
+        stack.stop()
+
+
+def prompts(count: int, seed: int) -> list[list[int]]:
+    """Some of them begin alike."""
+    rng = random.Random(seed)
+    shared = rng.choices(range(3, 2048), k=100)
+    return [
+        shared[: rng.choice([0, 0, 40, 100])] + rng.choices(range(3, 2048), k=rng.randint(1, 400)) for _ in range(count)
+    ]
+
+
+def expected(prompt: list[int], parameters: dict[str, Any], sequence: int = 0) -> list[int]:
+    known = {
+        name: parameters[name] for name in ("temperature", "seed", "max_tokens", "ignore_eos") if name in parameters
+    }
+    return continuation(prompt, Sampling(**known), VOCABULARY, 8192, sequence)
+
+
+async def streamed(client: httpx.AsyncClient, body: dict[str, Any], begun: asyncio.Event | None = None) -> list[int]:
+    """A stream's tokens; it must end as streams do."""
+    token_ids: list[int] = []
+    last = ""
+    async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
+        assert answer.status_code == 200
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                choices = json.loads(line.removeprefix("data: "))["choices"]
+                token_ids += [token for choice in choices for token in choice["token_ids"]]
+                if begun is not None:
+                    begun.set()
+            last = line or last
+    assert last == "data: [DONE]"
+    return token_ids
+
+
+def test_sixteen_workers_in_two_processes_give_every_stream_its_tokens(start: Callable[..., Stack]) -> None:
+    stack = start("--prefill", "8", "--decode", "8", "--workers-per-process", "8")
+    assert set(stack.children()) == {"router", "prefill-0", "decode-0"}
+    assert len(stack.workers("prefill")) == len(stack.workers("decode")) == 8
+    bodies: list[dict[str, Any]] = [
+        {"model": stack.model, "return_token_ids": True, "prompt": prompt, "max_tokens": 40}
+        | ({"temperature": 0} if number % 2 else {"temperature": 1, "seed": number})
+        for number, prompt in enumerate(prompts(60, seed=1))
+    ]
+
+    async def run() -> list[list[int]]:
+        async with httpx.AsyncClient(base_url=stack.base_url, timeout=100) as client:
+            return await asyncio.gather(*(streamed(client, body) for body in bodies))
+
+    assert asyncio.run(run()) == [expected(body["prompt"], body) for body in bodies]
+    assert sum(worker["totals"]["handoffs_committed"] for worker in stack.workers("decode")) > 0
+    assert sum(worker["totals"]["local_prompts"] for worker in stack.workers("decode")) == 0
+    stack.wait_until_clean(10)
+
+
+def test_samples_text_and_logprobs_come_as_with_a_model(start: Callable[..., Stack]) -> None:
+    stack = start()
+    prompt = prompts(1, seed=3)[0]
+    sampling = {"temperature": 1, "seed": 5, "max_tokens": 30, "ignore_eos": True}
+    body = {"model": stack.model, "prompt": prompt, "return_token_ids": True, "n": 3, "logprobs": 2} | sampling
+    choices = stack.http.post("/v1/completions", json=body).raise_for_status().json()["choices"]
+    assert [choice["token_ids"] for choice in choices] == [expected(prompt, sampling, n) for n in range(3)]
+    assert all(len(choice["logprobs"]["token_logprobs"]) == 30 for choice in choices)
+    chat = {"model": stack.model, "messages": [{"role": "user", "content": "otter"}], "max_tokens": 20}
+    answer = stack.http.post("/v1/chat/completions", json=chat).raise_for_status().json()
+    assert answer["choices"][0]["message"]["content"]
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_process_of_many_workers_that_is_killed_costs_no_stream_a_token(
+    start: Callable[..., Stack], role: str
+) -> None:
+    """Long enough to be in the middle of it whenever the kill comes: it waits until every stream has begun."""
+    stack = start("--prefill", "8", "--decode", "8", "--workers-per-process", "4", "--max-attempts", "10")
+    killed = stack.children()[f"{role}-0"]
+    parameters = {"temperature": 0, "max_tokens": 1500, "ignore_eos": True}
+    bodies = [
+        {"model": stack.model, "return_token_ids": True, "prompt": prompt} | parameters
+        for prompt in prompts(32, seed=2)
+    ]
+
+    async def run() -> list[list[int]]:
+        async with httpx.AsyncClient(base_url=stack.base_url, timeout=170, limits=httpx.Limits()) as client:
+            begun = [asyncio.Event() for _ in bodies]
+            streams = [
+                asyncio.create_task(streamed(client, body, each)) for body, each in zip(bodies, begun, strict=True)
+            ]
+            for each in begun:
+                await each.wait()
+            os.kill(killed, signal.SIGKILL)
+            # Whoever computes prompts is idle by now: these meet the gap.
+            late = [asyncio.create_task(streamed(client, body)) for body in bodies[:8]]
+            return await asyncio.gather(*streams, *late)
+
+    outputs = asyncio.run(run())
+    texts = [expected(body["prompt"], parameters) for body in bodies]  # type: ignore[arg-type]
+    assert outputs == texts + texts[:8]
+    deadline = time.monotonic() + 60
+    while len(stack.workers(role)) < 8 or stack.children().get(f"{role}-0") in (None, killed):
+        assert time.monotonic() < deadline, "the process was not started again"
+        time.sleep(0.1)

@@ -1,0 +1,347 @@
+"""Simulated devices: each token follows from the K/V that the pool holds, each step takes what the profile says."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrelay.config import WorkerConfig
+from kvrelay.engine.batch import WorkerBatch, WorkerRow
+from kvrelay.kv.cache import PrefixCache
+from kvrelay.kv.hashing import root_hash
+from kvrelay.kv.pool import BlockPool
+from kvrelay.kv.table import BlockTable
+from kvrelay.protocol.messages import PeerRef
+from kvrelay.protocol.sampling import BeamSpec, FinishReason, Sampling
+from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
+from kvrelay.scheduling.plan import SequenceOutput
+from kvrelay.scheduling.registry import BUILT_IN as SCHEDULERS
+from kvrelay.scheduling.registry import make_scheduler
+from kvrelay.scheduling.sequence import Sequence, TokenBuffer
+from kvrelay.simulated.model import ModelFacts, read_facts
+from kvrelay.simulated.profiles import MeasuredProfile
+from kvrelay.simulated.runner import SimulatedRunner, make_simulated_runner
+from kvrelay.simulated.tokens import Vocabulary, continuation
+from kvrelay.worker.launch import TimedLauncher
+from kvrelay.worker.step_loop import StepCallbacks, StepLoop
+from tests.fakes.virtual_time import VirtualTimeLoop
+
+pytestmark = pytest.mark.unit
+
+DEMO_MODEL = Path(__file__).parents[3] / "models" / "demo"
+VOCABULARY = Vocabulary(50, np.arange(3, 50), (2,))  # so small that texts end and stop now and then
+FACTS = ModelFacts(VOCABULARY, 4096, b"")
+PROFILE = MeasuredProfile(
+    name="plain", fixed_s=0.01, token_s=1e-3, pair_s=1e-5, kv_bytes_per_token=100, kv_tokens=640, transfer_bytes_s=1e6
+)
+
+
+def runner_of(num_blocks: int = 40, block_size: int = 8, num_swap_slots: int = 0) -> SimulatedRunner:
+    return SimulatedRunner(
+        PROFILE, FACTS, name="test", block_size=block_size, num_blocks=num_blocks, num_swap_slots=num_swap_slots
+    )
+
+
+@dataclass
+class Served:
+    output: dict[int, list[int]] = field(default_factory=dict)
+    results: dict[int, SequenceOutput] = field(default_factory=dict)
+    at_s: dict[int, list[float]] = field(default_factory=dict)
+    num_preemptions: int = 0
+
+
+def serve(
+    runner: SimulatedRunner,
+    jobs: Items[tuple[Items[int], Sampling]],
+    *,
+    scheduler: str = "sarathi",
+    token_budget: int = 24,
+    overlap: bool = True,
+    **policy: object,
+) -> Served:
+    """All jobs through a step loop, in virtual time."""
+    spec, served = runner.spec, Served()
+    limits = SchedulerLimits(token_budget, 8, spec.max_model_len, frozenset(spec.eos_token_ids))
+    pool = BlockPool(spec.num_blocks, spec.block_size)
+    chosen = SchedulerSettings(num_swap_slots=spec.num_swap_slots, **policy)  # type: ignore[arg-type]
+    built = make_scheduler(scheduler, limits, pool, PrefixCache(pool), chosen)
+    loop = StepLoop(runner, built, overlap=overlap, make_launcher=TimedLauncher)
+
+    def committed(outputs: list[SequenceOutput]) -> None:
+        for output in outputs:
+            number = int(output.sequence.key[0])
+            if output.token_id is not None:
+                served.output[number].append(output.token_id)
+                served.at_s[number].append(asyncio.get_running_loop().time())
+            if output.finish is not None:
+                served.results[number] = output
+                if len(served.results) == len(jobs):
+                    loop.stop()
+
+    def failed(sequences: list[Sequence], cause: str) -> None:
+        raise AssertionError(cause)
+
+    async def run() -> None:
+        for number, (prompt, sampling) in enumerate(jobs):
+            served.output[number], served.at_s[number] = [], []
+            sequence = Sequence(
+                key=(str(number), 1, 0),
+                tokens=TokenBuffer(np.asarray(prompt, np.int32)),
+                num_prompt=len(prompt),
+                sampling=sampling,
+                root=root_hash(model="test"),
+                table=BlockTable(spec.block_size),
+                router=PeerRef("router", "1", "tcp://nowhere"),
+            )
+            loop.add(sequence)
+        await loop.run(StepCallbacks(lambda plan: None, committed, failed))
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as virtual:
+        virtual.run(run())
+    pool.check_integrity()
+    assert not built.has_work and pool.num_available == pool.num_blocks
+    served.num_preemptions = built.num_preemptions
+    return served
+
+
+samplings = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 1.0]),
+    seed=st.integers(0, 3),
+    max_tokens=st.integers(1, 60),
+    min_tokens=st.integers(0, 30),
+    stop_token_ids=st.lists(st.integers(3, 12), max_size=3).map(tuple),
+    ignore_eos=st.booleans(),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    jobs=st.lists(st.tuples(st.lists(st.integers(3, 5), min_size=1, max_size=90), samplings), min_size=1, max_size=9),
+    block_size=st.sampled_from([8, 16]),
+    scheduler=st.sampled_from(list(SCHEDULERS)),
+    num_swap_slots=st.sampled_from([0, 20]),
+    overlap=st.booleans(),
+)
+def test_outputs_are_the_continuations_whatever_the_batches_preemptions_and_shared_prefixes(
+    jobs: list[tuple[list[int], Sampling]], block_size: int, scheduler: str, num_swap_slots: int, overlap: bool
+) -> None:
+    runner = runner_of(160 // block_size, block_size, num_swap_slots)
+    served = serve(runner, jobs, scheduler=scheduler, overlap=overlap, preemption="swap" if num_swap_slots else "auto")
+    for number, (prompt, sampling) in enumerate(jobs):
+        assert served.output[number] == continuation(prompt, sampling, VOCABULARY, runner.spec.max_model_len)
+
+
+def test_a_crowded_pool_preempts_and_nothing_changes() -> None:
+    """The case above meets preemptions at random; this one must."""
+    jobs = [([3 + n] * 20, Sampling(temperature=0, max_tokens=60, ignore_eos=True)) for n in range(6)]
+    for num_swap_slots in (0, 30):
+        runner = runner_of(24, num_swap_slots=num_swap_slots)
+        served = serve(runner, jobs, preemption="swap" if num_swap_slots else "recompute")
+        assert served.num_preemptions > 0
+        assert [served.output[n] for n in range(6)] == [continuation(*job, VOCABULARY, 192) for job in jobs]
+
+
+def test_a_step_takes_what_the_profile_says() -> None:
+    sampling = Sampling(temperature=0, max_tokens=5, ignore_eos=True)
+    served = serve(runner_of(), [(list(range(3, 33)), sampling)], token_budget=24)
+    first_s = (0.01 + 24e-3 + 1e-5 * 24 * 12) + (0.01 + 6e-3 + 1e-5 * 6 * (24 + 3))
+    decodes = [0.01 + 1e-3 + 1e-5 * position for position in range(30, 34)]
+    assert served.at_s[0] == pytest.approx([first_s + sum(decodes[:n]) for n in range(5)])
+
+
+def test_a_late_timer_does_not_make_the_device_slower() -> None:
+    batch = WorkerBatch(1, [row_of(list(range(3, 20)), np.arange(3))])
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        runner = runner_of()
+        runner.add_sequence(KEY, GREEDY, [], 0)
+        launcher = TimedLauncher(runner, None)
+        first = await launcher.launch(batch, ahead=False)
+        step_s = (await first).forward_s
+        assert loop.time() == pytest.approx(step_s)
+        loop.advance(step_s / 2)
+        await (await launcher.launch(batch, ahead=True))
+        assert loop.time() == pytest.approx(2 * step_s)
+        loop.advance(step_s / 2)
+        await (await launcher.launch(batch, ahead=False))  # nothing waited for the device, so it begins now
+        assert loop.time() == pytest.approx(3.5 * step_s)
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as virtual:
+        virtual.run(run())
+
+
+# -- wrong K/V --------------------------------------------------------------------------------------------------------
+
+KEY = ("r", 1, 0)
+GREEDY = Sampling(temperature=0.0, max_tokens=9, ignore_eos=True)
+
+
+def row_of(token_ids: list[int], blocks: np.ndarray, position: int = 0) -> WorkerRow:
+    return WorkerRow(KEY, np.asarray(token_ids, np.int32), position, blocks.astype(np.int32), True, position == 0)
+
+
+def draws_after(damage: str | None, num_prompt: int) -> list[int]:
+    """The first tokens of many prompts, each after its last token was fed on its own, upon K/V that was damaged."""
+    drawn = []
+    for seed in range(20):
+        prompt = random.Random(seed).choices(range(3, 50), k=num_prompt)
+        runner, table = runner_of(), np.random.default_rng(seed).permutation(40)[: -(-num_prompt // 8)]
+        runner.add_sequence(KEY, GREEDY, prompt, num_prompt)
+        runner.execute(WorkerBatch(1, [row_of(prompt[:-1], table)]))
+        pool = runner.pool_bytes
+        match damage:
+            case "zeroed":
+                pool[table[1]] = 0
+            case "swapped":
+                pool[[table[0], table[2]]] = pool[[table[2], table[0]]]
+            case "another prompt's":
+                other = runner_of()
+                other.add_sequence(KEY, GREEDY, prompt, num_prompt)
+                other.execute(WorkerBatch(1, [row_of([3, *prompt[:-2]], table)]))
+                pool[table[1]] = other.pool_bytes[table[1]]
+            case "a bit":
+                pool[table[1]][-8] ^= 4
+            case "the tail's":
+                pool[table[-1]] = 0
+        (result,) = runner.execute(WorkerBatch(2, [row_of(prompt[-1:], table, num_prompt - 1)])).rows
+        assert result.token_id is not None
+        drawn.append(result.token_id)
+    return drawn
+
+
+@pytest.mark.parametrize("damage", ["zeroed", "swapped", "another prompt's", "a bit", "the tail's"])
+def test_a_wrong_block_gives_wrong_tokens(damage: str) -> None:
+    right, wrong = draws_after(None, 30), draws_after(damage, 30)
+    assert right == [
+        continuation(random.Random(seed).choices(range(3, 50), k=30), GREEDY, VOCABULARY, 320)[0] for seed in range(20)
+    ]
+    # One token in 47 is the right one by chance.
+    assert sum(a != b for a, b in zip(right, wrong, strict=True)) > 15
+
+
+# -- what comes with tokens -------------------------------------------------------------------------------------------
+
+
+def test_seed_and_sequence_index_count_when_tokens_are_drawn_and_not_when_they_are_greedy() -> None:
+    def text(sampling: Sampling, sequence: int = 0) -> tuple[int, ...]:
+        return tuple(continuation([5, 6, 7], sampling, VOCABULARY, 100, sequence))
+
+    drawn = {text(Sampling(temperature=0.7, seed=s, max_tokens=20, ignore_eos=True), n) for s in (1, 2) for n in (0, 1)}
+    assert len(drawn) == 4
+    assert len({text(Sampling(temperature=0, seed=s, max_tokens=20), n) for s in (1, 2) for n in (0, 1)}) == 1
+
+
+def test_logprobs_are_those_of_a_distribution() -> None:
+    runner, sampling = runner_of(), Sampling(max_tokens=3, logprobs=4, prompt_logprobs=2, temperature=0)
+    prompt = list(range(3, 20))
+    runner.add_sequence(KEY, sampling, prompt, len(prompt))
+    (result,) = runner.execute(WorkerBatch(1, [row_of(prompt, np.arange(3))])).rows
+    assert result.logprobs is not None
+    assert result.logprobs.token_id == result.token_id == result.logprobs.top_ids[0]
+    assert len(set(result.logprobs.top_ids)) == len(result.logprobs.top_logprobs) == 4
+    assert result.logprobs.top_logprobs == sorted(result.logprobs.top_logprobs, reverse=True)
+    assert sum(map(math.exp, result.logprobs.top_logprobs)) < 1
+    assert [each.token_id for each in result.prompt_logprobs] == prompt[1:]
+    assert all(len(each.top_ids) == 2 and each.logprob < 0 for each in result.prompt_logprobs)
+
+
+@settings(max_examples=20, deadline=None)
+@given(prompt=st.lists(st.integers(3, 49), min_size=1, max_size=40), width=st.integers(1, 4))
+def test_a_beam_search_gives_the_same_texts_whatever_the_steps(prompt: list[int], width: int) -> None:
+    sampling = Sampling(max_tokens=12, beams=BeamSpec(width=width, num_returned=width))
+    found = [serve(runner_of(), [(prompt, sampling)], token_budget=budget).results[0].beams for budget in (8, 64)]
+    assert found[0] == found[1]
+    assert len({tuple(each.token_ids) for each in found[0]}) == width
+
+
+def test_an_end_token_and_a_stop_token_end_a_text_and_not_before_min_tokens() -> None:
+    jobs = [([n % 40 + 3, n // 40 + 3], Sampling(temperature=0, max_tokens=180, min_tokens=20)) for n in range(100)]
+    served = serve(runner_of(2000), jobs)
+    assert all(len(output) > 20 for output in served.output.values())
+    ended = [n for n, result in served.results.items() if result.finish is FinishReason.STOP_TOKEN]
+    assert 0 < len(ended) < 100
+    assert all(served.output[n][-1] == 2 for n in ended)
+    stopping = Sampling(temperature=0, max_tokens=180, min_tokens=20, stop_token_ids=tuple(range(3, 30)))
+    served = serve(runner_of(2000), [(prompt, stopping) for prompt, _ in jobs])
+    assert all(len(output) > 20 and not set(output[:20]) & set(range(3, 30)) for output in served.output.values())
+
+
+# -- the model and the configuration ----------------------------------------------------------------------------------
+
+
+def test_the_vocabulary_has_no_special_token_and_the_ends_that_the_model_names() -> None:
+    facts = read_facts(str(DEMO_MODEL))
+    assert (facts.vocabulary.size, facts.vocabulary.eos_ids, facts.max_model_len) == (2048, (2, 0), 8192)
+    assert facts.vocabulary.regular.tolist() == list(range(3, 2048))
+
+
+def config_of(role: str = "decode", **values: object) -> WorkerConfig:
+    given = {"model": str(DEMO_MODEL), "served_model_name": "m", "role": role, "backend": "simulated"} | values
+    return WorkerConfig.model_validate(given)
+
+
+def test_the_pool_holds_what_the_profile_says_or_what_is_asked_for() -> None:
+    spec = make_simulated_runner(config_of()).spec
+    assert spec.block_bytes == 16 * 131072  # of Llama 3 8B
+    assert spec.num_blocks == int((0.9 * 80e9 - 2 * 8.03e9) // 131072) // 16
+    assert spec.num_swap_slots == spec.num_blocks // 4
+    assert spec.max_model_len == 8192
+    assert make_simulated_runner(config_of(num_blocks=100, max_model_len=1600)).spec.num_blocks == 100
+    assert make_simulated_runner(config_of(num_blocks=10**5, max_model_len=10**6)).spec.max_model_len == 10**6
+    assert make_simulated_runner(config_of(kv_memory_bytes=64 << 20)).spec.num_blocks == 32
+    assert make_simulated_runner(config_of("prefill")).spec.num_swap_slots == 0
+
+
+def test_devices_of_one_model_exchange_kv_and_those_of_different_models_do_not() -> None:
+    def fingerprint(**values: object) -> str:
+        return make_simulated_runner(config_of(**values)).spec.fingerprint
+
+    assert fingerprint(profile="llama3-8b-h100") == fingerprint(profile="llama3-8b-a100")
+    assert fingerprint(profile="llama3-8b-h100") != fingerprint(profile="llama3-70b-h100-tp4")
+    assert fingerprint() != fingerprint(block_size=32)
+
+
+def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="max_model_len 2000 does not fit the pool: 100 blocks of 16 tokens"):
+        make_simulated_runner(config_of(num_blocks=100, max_model_len=2000))
+    with pytest.raises(ValueError, match="no room for a block"):
+        make_simulated_runner(config_of(kv_memory_bytes=1 << 20))
+    (tmp_path / "config.json").write_text('{"model_type": "otter"}')
+    with pytest.raises(ValueError, match=r"not a model's: KeyError: 'vocab_size'"):
+        make_simulated_runner(config_of(model=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"profile": "abacus"}, "must be one of llama3-8b-h100"),
+        ({"memory_utilization": 0.5}, "memory_utilization is measured"),
+        ({"num_workers": 2, "port": 5000}, "port and transfer_port must be 0"),
+        ({"num_workers": 2, "metrics_file": "m.jsonl"}, "metrics_file must have {worker_id} in it"),
+        ({"num_workers": 2, "event_log": "e.log"}, "event_log must have {name} in it"),
+        ({"num_workers": 2, "backend": "auto"}, r"num_workers \(2\) must be 1 unless backend = simulated"),
+    ],
+)
+def test_configurations_that_make_no_sense_are_refused(values: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        config_of(**values)
+
+
+def test_several_workers_of_a_process_have_names_of_their_own() -> None:
+    several = config_of(num_workers=3, worker_id="decode-7").each_worker()
+    assert [each.worker_id for each in several] == ["decode-7-0", "decode-7-1", "decode-7-2"]
+    assert all(each.num_workers == 1 and each.backend == "simulated" for each in several)
+    alone = config_of(worker_id="decode-7")
+    assert alone.each_worker() == [alone]

@@ -287,8 +287,8 @@ def test_the_vocabulary_has_no_special_token_and_the_ends_that_the_model_names()
     assert facts.vocabulary.regular.tolist() == list(range(3, 2048))
 
 
-def config_of(role: str = "decode", **values: object) -> WorkerConfig:
-    given = {"model": str(DEMO_MODEL), "served_model_name": "m", "role": role, "backend": "simulated"} | values
+def config_of(**values: object) -> WorkerConfig:
+    given = {"model": str(DEMO_MODEL), "served_model_name": "m", "role": "decode", "backend": "simulated"} | values
     return WorkerConfig.model_validate(given)
 
 
@@ -301,7 +301,7 @@ def test_the_pool_holds_what_the_profile_says_or_what_is_asked_for() -> None:
     assert make_simulated_runner(config_of(num_blocks=100, max_model_len=1600)).spec.num_blocks == 100
     assert make_simulated_runner(config_of(num_blocks=10**5, max_model_len=10**6)).spec.max_model_len == 10**6
     assert make_simulated_runner(config_of(kv_memory_bytes=64 << 20)).spec.num_blocks == 32
-    assert make_simulated_runner(config_of("prefill")).spec.num_swap_slots == 0
+    assert make_simulated_runner(config_of(role="prefill")).spec.num_swap_slots == 0
 
 
 def test_devices_of_one_model_exchange_kv_and_those_of_different_models_do_not() -> None:

@@ -52,6 +52,8 @@ class KnownWorker:
     refused: str = ""  # the reason
     missing_since: float | None = None  # not in the registry
     foreign: WorkerLoad | None = None  # what it reported beyond this router's own share at that moment
+    candidate: Candidate | None = None  # as last made, of `made_of`
+    made_of: tuple[object, ...] = ()
 
     def state(self, now: float) -> WorkerState:
         """See the module's text."""
@@ -137,6 +139,11 @@ class FleetView:
         ready = (known for known in self._workers.values() if known.state(now) is WorkerState.READY)
         return Candidates.of(self._candidate(known) for known in ready)
 
+    def namings(self, now: float) -> set[tuple[str, int]]:
+        """Fingerprint and block size of the ready workers: all ways to name a block at the moment."""
+        records = (known.record for known in self._workers.values() if known.state(now) is WorkerState.READY)
+        return {(record.fingerprint, record.block_size) for record in records}
+
     def limits(self, now: float) -> ModelLimits | None:
         """The least that a ready worker can take; of all workers while none is ready."""
         records = [known.record for known in self._workers.values() if known.state(now) is WorkerState.READY]
@@ -168,7 +175,17 @@ class FleetView:
         return known if known is not None and known.peer.incarnation == peer.incarnation else None
 
     def _candidate(self, known: KnownWorker) -> Candidate:
-        own = self._load.of(worker_key(known.peer))
+        """Made again only when something changed: each request looks at all workers, and changes two."""
+        key = worker_key(known.peer)
+        own, recent_tokens = self._load.of(key), self._load.recent_tokens(key)
+        load = (own.num_tokens, own.num_sequences, own.num_pairs, own.num_pending, own.num_pending_blocks)
+        made_of = (known.record, known.status, known.foreign, recent_tokens, load)
+        if known.candidate is None or made_of != known.made_of:
+            known.candidate, known.made_of = self._make_candidate(known, own, recent_tokens), made_of
+        return known.candidate
+
+    @staticmethod
+    def _make_candidate(known: KnownWorker, own: WorkerLoad, recent_tokens: float) -> Candidate:
         foreign = known.foreign or WorkerLoad()
         record, status = known.record, known.status
         blocks = status.blocks if status is not None else {}
@@ -185,7 +202,7 @@ class FleetView:
             queued_pairs=own.num_pairs + foreign.num_pairs,
             num_pending=own.num_pending + foreign.num_pending,
             context_tokens=report.context_tokens,
-            recent_tokens=self._load.recent_tokens(worker_key(known.peer)),
+            recent_tokens=recent_tokens,
             num_blocks=record.num_blocks,
             block_size=record.block_size,
             block_bytes=record.block_bytes,

@@ -17,7 +17,7 @@ from kvrelay.fleet import Registry
 from kvrelay.fleet.index import IndexFeed, IndexReader
 from kvrelay.fleet.limits import SharedLimits
 from kvrelay.messaging.messenger import Messenger
-from kvrelay.process import StartFailed, event_loop_factory
+from kvrelay.process import StartFailed, event_loop_factory, settle_garbage
 from kvrelay.protocol.link import LinkEvent, LinkSettings
 from kvrelay_router.api.app import create_app
 from kvrelay_router.api.server import HttpServer, serve
@@ -56,6 +56,7 @@ class RouterServer:
                 await self.startup()
             except (OSError, ValueError, zmq.ZMQError, TokenizerNotFound, ChatTemplateError) as error:
                 raise StartFailed(str(error)) from error
+            settle_garbage()
             await self.main_loop()
         finally:
             await self.shutdown()

@@ -22,7 +22,7 @@ from kvrelay.protocol.messages import (
     unpack_tokens,
 )
 from kvrelay.protocol.sampling import BeamResult, BeamSpec, FinishReason, Sampling, TokenLogprobs
-from kvrelay_router.dispatch.attempt import MAX_VOID_ATTEMPTS, AttemptState, IllegalEvent, SequenceAttempts
+from kvrelay_router.dispatch.attempt import MAX_VOID_ATTEMPTS, AttemptState, SequenceAttempts
 from kvrelay_router.dispatch.events import (
     AttemptFailed,
     Cancelled,
@@ -34,6 +34,7 @@ from kvrelay_router.dispatch.events import (
     FindDecode,
     FindPlacement,
     FirstTokenCame,
+    IllegalEvent,
     Instruction,
     NotPlaced,
     Placed,
@@ -479,9 +480,9 @@ BEAMS = [BeamResult([1, 2, 3], -0.5, -1.5, LENGTH), BeamResult([4], -0.7, -0.7, 
 
 
 def searching() -> SequenceAttempts:
-    machine = placed()
     sampling = Sampling(max_tokens=3, beams=BeamSpec(width=2, num_returned=2))
-    machine.spec = dataclasses.replace(machine.spec, sampling=sampling)
+    machine = SequenceAttempts(dataclasses.replace(spec(), sampling=sampling))
+    machine.handle(Placed(P, D, 60.0))
     return machine
 
 

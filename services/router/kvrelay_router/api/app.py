@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
 
 from kvrelay.fleet.limits import SharedLimits
 from kvrelay_router.api.chat import ChatEndpoint
 from kvrelay_router.api.completions import CompletionsEndpoint
+from kvrelay_router.api.entrance import Endpoint, Entrance
 from kvrelay_router.api.errors import ApiError, on_api_error, on_http_exception
 from kvrelay_router.api.front import Front
 from kvrelay_router.api.limits import Door
@@ -26,7 +29,7 @@ from kvrelay_router.text.service import TextService
 
 def create_app(
     settings: ApiSettings, dispatcher: Dispatcher, text: TextService, limits: SharedLimits | None = None
-) -> FastAPI:
+) -> ASGIApp:
     """The ASGI application. It owns none of dispatcher, text service and limits: closing them is the caller's."""
     door = Door(settings.key_rules, settings.own_key_rules, limits)
     service = ApiService(settings, dispatcher, text, InProgress(settings.max_requests), door)
@@ -34,16 +37,20 @@ def create_app(
     app.add_middleware(Front, api_keys=settings.api_keys)
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_exception)
-    _add_generation(app, service)
+    endpoints: dict[str, Endpoint] = {
+        "/v1/completions": CompletionsEndpoint(service).serve,
+        "/v1/chat/completions": ChatEndpoint(service).serve,
+    }
+    _add_generation(app, service, endpoints)
     _add_operations(app, service)
-    return app
+    return Entrance(app, endpoints, settings.api_keys)
 
 
-def _add_generation(app: FastAPI, service: ApiService) -> None:
+def _add_generation(app: FastAPI, service: ApiService, endpoints: Mapping[str, Endpoint]) -> None:
     tokens = TokenRoutes(service)
     routes: list[tuple[str, Any, type[RequestModel]]] = [
-        ("/v1/completions", CompletionsEndpoint(service).serve, CompletionRequest),
-        ("/v1/chat/completions", ChatEndpoint(service).serve, ChatRequest),
+        ("/v1/completions", endpoints["/v1/completions"], CompletionRequest),
+        ("/v1/chat/completions", endpoints["/v1/chat/completions"], ChatRequest),
         ("/tokenize", tokens.tokenize, TokenizeText),
         ("/detokenize", tokens.detokenize, DetokenizeTokens),
     ]

@@ -6,7 +6,9 @@ with it, so that streaming and plain answers are made of the same pieces.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import msgspec
 
 from kvrelay.protocol.sampling import BeamResult, FinishReason, TokenLogprobs
 from kvrelay_router.dispatch.interface import RequestFailed, SequenceDelta
@@ -24,14 +26,13 @@ class StopRules:
     include_in_output: bool
 
 
-@dataclass(slots=True)
-class Piece:
+class Piece(msgspec.Struct):
     """What a delta added to a choice. `offsets` are where in the text the tokens of `logprobs` start."""
 
     text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+    offsets: list[int] = []
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     beam: BeamResult | None = None  # of a beam search: the whole text
@@ -58,8 +59,9 @@ class Choice:
             raise RequestFailed("the request was aborted")
         visible = self._visible(delta)
         if self._matcher is None and not delta.logprobs:
-            self._waiting.token_ids += delta.token_ids
-            self._waiting.text += self._detokenizer.feed(visible)
+            waiting = self._waiting
+            waiting.token_ids += delta.token_ids
+            waiting.text += self._detokenizer.feed(visible)
             self.num_tokens += len(delta.token_ids)
         else:
             self._feed_each(delta, len(visible))

@@ -34,6 +34,8 @@ from kvrelay_router.api.service import ApiService
 from kvrelay_router.dispatch.interface import ModelLimits
 from kvrelay_router.text.service import DecodedPrompt, TextService
 
+NOTHING_ELSE = b'"logprobs":null,"finish_reason":null,"stop_reason":null'
+
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
@@ -161,6 +163,7 @@ class CompletionFormat:
         self._head = service.answer_head(answer_id, "text_completion")
         self._prefix = b"data: " + orjson.dumps(self._head)[:-1] + b',"choices":['
         self._suffix = b'],"usage":null}\n\n' if request.include_usage else b"]}\n\n"
+        self._is_plain = not (request.echo or request.return_token_ids or request.logprobs is not None)
         self._echoed = {id(run): echo for run, echo in zip(runs, echoed, strict=False)}
 
     def chunk(self, step: Step) -> bytes:
@@ -170,6 +173,14 @@ class CompletionFormat:
         if not piece.text and piece.finish_reason is None and not (first and self._request.echo):
             return b""
         choice.started = True
+        if self._is_plain and piece.finish_reason is None:  # the same as below, without a dictionary
+            return b'%b{"index":%d,"text":%b,%b}%b' % (
+                self._prefix,
+                choice.index,
+                orjson.dumps(piece.text),
+                NOTHING_ELSE,
+                self._suffix,
+            )
         content = self._choice(step.run, choice.index, piece, first=first)
         return self._prefix + orjson.dumps(content) + self._suffix
 

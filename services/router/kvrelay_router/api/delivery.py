@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from kvrelay_router.api.answer import AnswerFormat, Collected, usage_of
 from kvrelay_router.api.client_watch import ClientGone, ClientWatch
 from kvrelay_router.api.errors import ApiError, as_api_error, json_response
-from kvrelay_router.api.front import RequestNames
+from kvrelay_router.api.front import RAW_SEND, RequestNames
 from kvrelay_router.api.generation import Generation, PromptRun
 from kvrelay_router.api.service import ApiService
 
@@ -80,7 +80,7 @@ class GenerationResponse(Response):
                     await generation.prepare()
                     with generation:
                         if self._stream:
-                            await self._send_stream(generation, send)
+                            await self._send_stream(generation, send, scope["state"].get(RAW_SEND, send))
                             return
                         response = await self._whole(generation)
         self._whole_started = True
@@ -96,15 +96,16 @@ class GenerationResponse(Response):
         content = self._answer.whole(collected, usage_of(self._runs))
         return json_response(content, headers=self._answer_headers(generation))
 
-    async def _send_stream(self, generation: Generation, send: Send) -> None:
+    async def _send_stream(self, generation: Generation, send: Send, send_body: Send) -> None:
         """The answer starts with the first delta, so whatever fails before it still gets its status."""
         chunk = self._answer.chunk
         async with aclosing(generation.steps()) as batches:
             async for steps in batches:
                 if not self._stream_started:
                     await self._start_stream(generation, send)
-                if events := b"".join([chunk(step) for step in steps]):
-                    await send({"type": "http.response.body", "body": events, "more_body": True})
+                events = chunk(steps[0]) if len(steps) == 1 else b"".join([chunk(step) for step in steps])
+                if events:
+                    await send_body({"type": "http.response.body", "body": events, "more_body": True})
         ending = self._answer.usage_chunk(usage_of(self._runs)) if self._include_usage else b""
         await send({"type": "http.response.body", "body": ending + DONE})
 

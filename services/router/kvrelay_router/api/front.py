@@ -81,6 +81,10 @@ def _unauthorized(message: str, code: str | None) -> ApiError:
     return ApiError(message, status=401, code=code, headers={"www-authenticate": "Bearer"})
 
 
+RAW_SEND = "raw_send"
+"""In a request's state: the server's own `send`. The events of a stream take it, for nothing is added to them here."""
+
+
 class Front:
     """ASGI middleware. Puts `RequestNames` into the request's state as `names`."""
 
@@ -95,7 +99,9 @@ class Front:
             return
         headers = Headers(scope=scope)
         names = name_request(headers)
-        scope.setdefault("state", {})["names"] = names
+        state = scope.setdefault("state", {})
+        state["names"] = names
+        state[RAW_SEND] = send
         started = False
 
         async def send_named(message: Message) -> None:
@@ -108,7 +114,7 @@ class Front:
         try:
             if scope["path"] not in OPEN_PATHS:
                 key = self._keys.check(headers)
-                scope["state"]["names"] = dataclasses.replace(names, key=key)
+                state["names"] = dataclasses.replace(names, key=key)
             await self._app(scope, receive, send_named)
         except Exception as error:
             api_error = as_api_error(error)

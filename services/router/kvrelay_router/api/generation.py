@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TypeVar
 
+import msgspec
+
 from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay_router.api.choice import Choice, Piece
 from kvrelay_router.dispatch.interface import (
@@ -50,8 +52,7 @@ class PromptRun:
         self.least_cached = num_tokens if self.least_cached is None else min(self.least_cached, num_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(msgspec.Struct, frozen=True):
     """What one delta added to one choice."""
 
     run: PromptRun
@@ -119,17 +120,19 @@ class Generation:
 
     async def steps(self) -> AsyncGenerator[list[Step], None]:
         """Batches of steps, one a wake-up. Raises RequestFailed, also for a sequence that ends without a reason."""
-        async with aclosing(self._deltas()) as batches:
-            async for number, deltas in batches:
-                yield self._take(number, deltas)
-                if not self._num_unfinished:
-                    return
+        if len(self._handles) == 1:
+            async with _closing(self._handles[0].deltas()) as batches:
+                async for deltas in batches:
+                    yield self._take(0, deltas)
+                    if not self._num_unfinished:
+                        return
+        else:
+            async with aclosing(_merged([handle.deltas for handle in self._handles])) as numbered:
+                async for number, deltas in numbered:
+                    yield self._take(number, deltas)
+                    if not self._num_unfinished:
+                        return
         raise RequestFailed("the request ended without a finish reason")
-
-    def _deltas(self) -> AsyncGenerator[tuple[int, list[SequenceDelta]], None]:
-        """Batches of deltas, each with the number of its prompt."""
-        sources = [handle.deltas for handle in self._handles]
-        return _only(sources[0]) if len(sources) == 1 else _merged(sources)
 
     def _take(self, number: int, deltas: list[SequenceDelta]) -> list[Step]:
         run = self.runs[number]
@@ -177,13 +180,6 @@ def _fitting(texts: list[str], num_bytes: int, separator_bytes: int) -> list[str
     """As many of the first texts, joined, as fit beside a note of how many do not."""
     ends = accumulate(len(text) + separator_bytes for text in texts)
     return texts[: bisect(list(ends), num_bytes - NOTE_BYTES)]
-
-
-async def _only(source: Source) -> AsyncGenerator[tuple[int, list[SequenceDelta]], None]:
-    """The batches of a single source, without a queue between."""
-    async with _closing(source()) as batches:
-        async for deltas in batches:
-            yield 0, deltas
 
 
 @asynccontextmanager

@@ -13,31 +13,27 @@ An attempt that fails is cancelled on both its workers, and the next one starts 
 that was refused before anything was computed, or that a worker gave up because we were silent. A router that stood
 still hears the latter from all its workers, one after the other.
 
-Tokens are taken by (attempt, output index) alone: what was delivered before is dropped, what comes too early is held.
-D's first entry repeats P's first token, so whichever of the two comes first is delivered.
+Which of the tokens that come are delivered, and when, is `TokenIntake`'s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvrelay.protocol.messages import (
     AnyBody,
     Cancel,
-    FirstToken,
     Generate,
     PeerRef,
     Prefill,
     Prompt,
     Reassign,
-    SequenceUsage,
     Stop,
-    TokenEntry,
     pack_tokens,
 )
-from kvrelay.protocol.sampling import FinishReason, Sampling, TokenLogprobs
+from kvrelay.protocol.sampling import FinishReason, Sampling
 from kvrelay_router.dispatch.events import (
     AttemptFailed,
     Cancelled,
@@ -49,6 +45,7 @@ from kvrelay_router.dispatch.events import (
     FindDecode,
     FindPlacement,
     FirstTokenCame,
+    IllegalEvent,
     Instruction,
     NotPlaced,
     Placed,
@@ -57,6 +54,7 @@ from kvrelay_router.dispatch.events import (
     TokensCame,
     WorkerLost,
 )
+from kvrelay_router.dispatch.intake import Arrival, TokenIntake
 from kvrelay_router.dispatch.interface import SequenceDelta
 
 MAX_VOID_ATTEMPTS = 20
@@ -72,10 +70,6 @@ class AttemptState(StrEnum):
     STREAMING = "streaming"
     DONE = "done"
     FAILED = "failed"
-
-
-class IllegalEvent(Exception):
-    """An event that cannot happen in this state. Nothing was changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,15 +109,13 @@ class SequenceAttempts:
         self.state = AttemptState.WAITING
         self.attempt = 1
         self._num_void = 0  # of the attempts so far
-        self.output: list[int] = []  # tokens delivered, over all attempts
-        self.num_resumed = 0  # of them, those of earlier attempts
         self._legs = _Legs()
         self._avoid: set[str] = set()  # workers on which earlier attempts failed
-        self._held: dict[int, FirstToken | TokenEntry] = {}  # came before the tokens in front of them
-        self._cached_tokens: int | None = None  # to go with the next delta
-        self._cached_tokens_told = False
-        self._usage: SequenceUsage | None = None  # to go with the next delta
-        self._prompt_logprobs_due = spec.sampling.prompt_logprobs is not None and spec.num_prompt_tokens > 1
+        self._intake = TokenIntake(
+            spec.sequence,
+            is_beam_search=spec.sampling.beams is not None,
+            prompt_logprobs_due=spec.sampling.prompt_logprobs is not None and spec.num_prompt_tokens > 1,
+        )
 
     # -- for the shell ------------------------------------------------------------------------------------------------
 
@@ -133,6 +125,16 @@ class SequenceAttempts:
         if transition is None:
             raise IllegalEvent(f"{type(event).__name__} in {self.state}")
         return transition(self, event)
+
+    @property
+    def output(self) -> list[int]:
+        """Tokens delivered, over all attempts."""
+        return self._intake.output
+
+    @property
+    def num_resumed(self) -> int:
+        """Of the output, what earlier attempts delivered."""
+        return self._intake.num_resumed
 
     @property
     def prefill(self) -> PeerRef | None:
@@ -252,7 +254,7 @@ class SequenceAttempts:
             return []
         if not _same(event.worker, self._legs.prefill):
             raise IllegalEvent(f"{event.worker.peer_id} does not prefill this attempt")
-        self._check_arrival(event.body, has_prompt=True)
+        self._intake.check(event.body, has_prompt=True)
         return self._take(event.body)
 
     def _tokens(self, event: TokensCame) -> list[Instruction]:
@@ -263,76 +265,22 @@ class SequenceAttempts:
             if self._is_former(event.worker):
                 return []
             raise IllegalEvent(f"{event.worker.peer_id} does not decode this attempt")
-        self._check_arrival(entry, has_prompt=self._legs.prefill is None)
+        self._intake.check(entry, has_prompt=self._legs.prefill is None)
         self.state = AttemptState.STREAMING
         if entry.usage is not None:
-            self._usage = entry.usage
+            self._intake.usage = entry.usage
         instructions = self._take(entry)
         if entry.finish is FinishReason.ABORT and not self.is_over:
             instructions += self._retry(f"{event.worker.peer_id} gave the sequence up", event.worker)
         return instructions
 
-    def _check_arrival(self, arrival: FirstToken | TokenEntry, *, has_prompt: bool) -> None:
-        """Raises IllegalEvent. `has_prompt`: the sender computed the prompt, so it has the prompt's logprobs."""
-        if self.spec.sampling.beams is not None and not _is_of_beam_search(arrival):
-            raise IllegalEvent("tokens came of a beam search, or an end without texts")
-        if arrival.index < self.num_resumed:
-            raise IllegalEvent(f"output index {arrival.index} is older than the attempt, {self.num_resumed}")
-        if has_prompt and self._lacks_prompt_logprobs(arrival) and arrival.index == self.num_resumed:
-            raise IllegalEvent("the prompt's logprobs were asked for and did not come")
-
-    def _take(self, arrival: FirstToken | TokenEntry) -> list[Instruction]:
-        """Delivers an arrival and all that was held for it, or holds it."""
-        if self._is_early(arrival):
-            held = self._held.get(arrival.index)
-            if held is None or len(_tokens_of(held)[0]) <= len(_tokens_of(arrival)[0]):
-                self._held[arrival.index] = arrival
-            return []
-        instructions = self._deliver(arrival)
-        while self._held and not self.is_over:
-            index = min(self._held)
-            if self._is_early(self._held[index]):
-                break
-            instructions += self._deliver(self._held.pop(index))
+    def _take(self, arrival: Arrival) -> list[Instruction]:
+        deltas = self._intake.take(arrival)
+        instructions: list[Instruction] = [Deliver(delta) for delta in deltas]
+        if deltas and deltas[-1].finish is not None:
+            self.state = AttemptState.DONE
+            instructions.append(Ended(None))
         return instructions
-
-    def _is_early(self, arrival: FirstToken | TokenEntry) -> bool:
-        """Tokens before it are missing, or the prompt's logprobs, which only P has and which belong in front."""
-        return arrival.index > len(self.output) or self._lacks_prompt_logprobs(arrival)
-
-    def _lacks_prompt_logprobs(self, arrival: FirstToken | TokenEntry) -> bool:
-        return self._prompt_logprobs_due and not arrival.prompt_logprobs
-
-    def _deliver(self, arrival: FirstToken | TokenEntry) -> list[Instruction]:
-        token_ids, logprobs = _tokens_of(arrival)
-        num_known = len(self.output) - arrival.index
-        finish = arrival.finish if arrival.finish is not FinishReason.ABORT else None
-        if num_known > len(token_ids):
-            finish = None  # of a past that another worker has gone beyond
-        if num_known:
-            token_ids, logprobs = token_ids[num_known:], logprobs[num_known:]
-        if arrival.cached_tokens is not None and not self._cached_tokens_told:
-            self._cached_tokens, self._cached_tokens_told = arrival.cached_tokens, True
-        if not token_ids and finish is None:
-            return []
-        self.output.extend(token_ids)
-        delta = SequenceDelta(
-            self.spec.sequence,
-            token_ids,
-            logprobs,
-            arrival.prompt_logprobs if self._prompt_logprobs_due else [],
-            self._cached_tokens,
-            finish,
-            self._usage,
-        )
-        if finish is not None and self.spec.sampling.beams is not None:
-            delta = replace(delta, beams=arrival.beams)
-        self._prompt_logprobs_due = False
-        self._cached_tokens = self._usage = None
-        if finish is None:
-            return [Deliver(delta)]
-        self.state = AttemptState.DONE
-        return [Deliver(delta), Ended(None)]
 
     # -- ends and new beginnings --------------------------------------------------------------------------------------
 
@@ -349,7 +297,7 @@ class SequenceAttempts:
 
     def _worker_lost_late(self, event: WorkerLost) -> list[Instruction]:
         is_prefill = _same(event.worker, self._legs.prefill)
-        if _same(event.worker, self._legs.decode) or (is_prefill and self._prompt_logprobs_due):
+        if _same(event.worker, self._legs.decode) or (is_prefill and self._intake.prompt_logprobs_due):
             cause = f"{event.worker.peer_id} is lost: {event.reason}"
             return self._retry(cause, event.worker, is_void=event.gave_us_up)
         return []
@@ -365,7 +313,7 @@ class SequenceAttempts:
 
     def _attempt_failed_late(self, event: AttemptFailed) -> list[Instruction]:
         is_prefill = _same(event.worker, self._legs.prefill)
-        if is_prefill and not self._is_stale(event.attempt) and not self._prompt_logprobs_due:
+        if is_prefill and not self._is_stale(event.attempt) and not self._intake.prompt_logprobs_due:
             return []
         return self._attempt_failed(event)
 
@@ -381,8 +329,7 @@ class SequenceAttempts:
         instructions = self._tell_legs(Cancel(reason=cause))
         self._avoid |= self._legs.excluded if self._legs.gave_up else {worker.peer_id}
         self._legs = _Legs()
-        self._held.clear()
-        self.num_resumed = len(self.output)
+        self._intake.begin_attempt()
         self.attempt += 1
         self.state = AttemptState.WAITING
         delay_s = min(VOID_PAUSE_AT_MOST_S, VOID_PAUSE_S * 2 ** (num_void - 1)) if is_void else 0.0
@@ -429,18 +376,6 @@ class SequenceAttempts:
 
 def _same(worker: PeerRef, leg: PeerRef | None) -> bool:
     return leg is not None and worker.peer_id == leg.peer_id and worker.incarnation == leg.incarnation
-
-
-def _tokens_of(arrival: FirstToken | TokenEntry) -> tuple[list[int], list[TokenLogprobs]]:
-    if isinstance(arrival, TokenEntry):
-        return arrival.token_ids, arrival.logprobs
-    token_ids = [] if arrival.token_id is None else [arrival.token_id]
-    return token_ids, [] if arrival.logprobs is None else [arrival.logprobs]
-
-
-def _is_of_beam_search(arrival: FirstToken | TokenEntry) -> bool:
-    has_end = arrival.finish not in (None, FinishReason.ABORT)
-    return not _tokens_of(arrival)[0] and has_end == bool(arrival.beams)
 
 
 _Transition = Callable[..., list[Instruction]]

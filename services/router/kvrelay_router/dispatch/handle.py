@@ -24,7 +24,7 @@ class RunningRequest:
         self._fresh: dict[int, list[SequenceDelta]] = {}
         self._unfinished = set(range(request.num_sequences))
         self._error: RequestFailed | None = None
-        self._wake = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
 
     @property
     def is_over(self) -> bool:
@@ -44,8 +44,8 @@ class RunningRequest:
                 elif not self._unfinished:
                     return
                 else:
-                    self._wake.clear()
-                    await self._wake.wait()
+                    self._waiter = asyncio.get_running_loop().create_future()
+                    await self._waiter
         finally:
             self.cancel()
 
@@ -69,18 +69,23 @@ class RunningRequest:
             self._fresh[delta.sequence] = [delta]
         else:
             waiting.append(delta)
-        self._wake.set()
+        self._wake()
 
     def finish(self, sequence: int) -> None:
         """Nothing more comes of this sequence."""
         self._unfinished.discard(sequence)
-        self._wake.set()
+        self._wake()
 
     def fail(self, error: RequestFailed) -> None:
         """Nothing more comes at all; what was delivered can still be taken."""
         if not self.is_over:
             self._error = error
-            self._wake.set()
+            self._wake()
+
+    def _wake(self) -> None:
+        """One who waits at most: a future for each wait is half of what an event costs, and tokens are many."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _take(self) -> list[SequenceDelta]:
         fresh, self._fresh = self._fresh, {}

@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
+
 from kvrelay.protocol.messages import SequenceUsage
 from kvrelay.protocol.sampling import BeamResult, FinishReason, Sampling, TokenLogprobs
 
@@ -54,8 +56,7 @@ class GenerateRequest:
     trace: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceDelta:
+class SequenceDelta(msgspec.Struct, frozen=True):
     """New tokens of one sequence, in order, none twice. `logprobs` has one entry a token when asked for.
 
     `prompt_logprobs` (for prompt tokens 1, 2, ...) and `cached_tokens` come with a sequence's first delta.
@@ -66,12 +67,12 @@ class SequenceDelta:
 
     sequence: int
     token_ids: list[int]
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs] = []
     cached_tokens: int | None = None
     finish: FinishReason | None = None
     usage: SequenceUsage | None = None
-    beams: list[BeamResult] = field(default_factory=list)
+    beams: list[BeamResult] = []
 
 
 @dataclass(slots=True)

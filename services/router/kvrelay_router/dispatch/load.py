@@ -39,11 +39,7 @@ class Held:
     """What one sequence adds to its workers' load at the moment."""
 
     shares: dict[WorkerKey, WorkerLoad] = field(default_factory=dict)
-
-    @property
-    def is_waiting(self) -> bool:
-        """For its prompt, or for its handoff: the next message may change what it adds."""
-        return any(share.num_tokens or share.num_pending for share in self.shares.values())
+    is_waiting: bool = False  # for its prompt, or for its handoff: the next message may change what it adds
 
 
 class OutstandingLoad:
@@ -83,6 +79,7 @@ class OutstandingLoad:
         for key, share in held.shares.items():
             self._add(key, share, -1)
         held.shares = shares
+        held.is_waiting = any(share.num_tokens or share.num_pending for share in shares.values())
         for key, share in shares.items():
             self._add(key, share, 1)
 

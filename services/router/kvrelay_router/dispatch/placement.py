@@ -115,7 +115,7 @@ class Placement:
 
     def namings(self) -> set[tuple[str, int]]:
         """Fingerprint and block size of the ready workers: all ways to name a block at the moment."""
-        return _namings(self._view.candidates(self._clock()))
+        return self._view.namings(self._clock())
 
     def place(
         self,

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from kvrelay.protocol.messages import AnyBody, PeerRef
-from kvrelay_router.dispatch.attempt import IllegalEvent
 from kvrelay_router.dispatch.events import (
     AttemptFailed,
     DecodeChosen,
@@ -19,6 +18,7 @@ from kvrelay_router.dispatch.events import (
     FindDecode,
     FindPlacement,
     FirstTokenCame,
+    IllegalEvent,
     Instruction,
     NotPlaced,
     Placed,
@@ -73,9 +73,13 @@ class SequenceRunner:
         except IllegalEvent as error:
             self._contradicted(sequence, event, error)
             return
+        is_plain = True
         for instruction in instructions:
-            self._follow(sequence, instruction)
-        is_plain = len(instructions) == 1 and type(instructions[0]) is Deliver
+            if type(instruction) is Deliver:
+                self._deliver(sequence, instruction.delta)
+            else:
+                is_plain = False
+                self._follow(sequence, instruction)
         if sequence.held.is_waiting or not is_plain:
             self._move_load(sequence)
 
@@ -106,9 +110,8 @@ class SequenceRunner:
     # -- instructions -------------------------------------------------------------------------------------------------
 
     def _follow(self, sequence: RunningSequence, instruction: Instruction) -> None:
+        """All but deliveries."""
         match instruction:
-            case Deliver(delta=delta):
-                self._deliver(sequence, delta)
             case Send(worker=worker, attempt=attempt, body=body):
                 trace = sequence.running.handle.request.trace
                 self._send(
@@ -136,7 +139,9 @@ class SequenceRunner:
         record = sequence.record
         if record.first_token_ms is None:
             record.first_token_ms = sequence.running.record.elapsed_ms()
-        record.num_output_tokens += len(delta.token_ids) + sum(len(beam.token_ids) for beam in delta.beams)
+        record.num_output_tokens += len(delta.token_ids)
+        if delta.beams:
+            record.num_output_tokens += sum(len(beam.token_ids) for beam in delta.beams)
         if delta.cached_tokens is not None:
             record.cached_tokens = delta.cached_tokens
         if delta.usage is not None:

@@ -102,6 +102,10 @@ def test_sixteen_workers_in_two_processes_give_every_stream_its_tokens(start: Ca
     assert sum(worker["totals"]["handoffs_committed"] for worker in stack.workers("decode")) > 0
     assert sum(worker["totals"]["local_prompts"] for worker in stack.workers("decode")) == 0
     stack.wait_until_clean(10)
+    assert stack.stop() == 0
+    logs = [path.read_text() for path in stack.state_dir.glob("*/*.log")]
+    assert len(logs) == 3
+    assert not any(" ERROR " in log for log in logs)
 
 
 def test_samples_text_and_logprobs_come_as_with_a_model(start: Callable[..., Stack]) -> None:

@@ -282,8 +282,10 @@ class WorkerConfig(CommonConfig):
             raise ValueError(f"num_workers ({self.num_workers}) must be 1 unless backend = simulated")
         if self.backend == "simulated" and self.memory_utilization is not None:
             raise ValueError("memory_utilization is measured, which backend = simulated cannot; give num_blocks")
-        if self.num_workers > 1 and (self.port or self.transfer_port):
-            raise ValueError("port and transfer_port must be 0 (any free one) for more than one worker in a process")
+        if self.num_workers > 1 and (self.port or self.transfer_port or self.http_port):
+            raise ValueError(
+                "port, transfer_port and http_port must be 0 (any free one) for more than one worker in a process"
+            )
         for name in ("metrics_file", "event_log"):
             path, place = getattr(self, name), "{worker_id}" if name == "metrics_file" else "{name}"
             if self.num_workers > 1 and path is not None and place not in str(path):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable
+from contextlib import suppress
 from importlib import resources
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -17,7 +18,7 @@ from urllib.parse import quote
 import msgspec
 from redis.exceptions import RedisError
 
-from kvrelay.fleet.connect import REDIS_AWAY, connect_async
+from kvrelay.fleet.connect import REDIS_AWAY, REDIS_FAILED, connect_async
 from kvrelay.fleet.records import NO_SLOT, WorkerRecord, decode_record, encode_record
 
 log = logging.getLogger(__name__)
@@ -142,7 +143,8 @@ class Registry:
 
     async def close(self) -> None:
         """Closes the connections. The leases stay."""
-        await self._redis.aclose()
+        with suppress(*REDIS_FAILED):
+            await self._redis.aclose()
 
     def _drains(self, model: str) -> str:
         return f"{self._keys(model)[0].removesuffix(':leases')}:drains"

@@ -18,6 +18,9 @@ from kvrelay.config.worker import WorkerConfig
 from kvrelay.process import StartFailed, event_loop_factory
 from kvrelay.worker.shell import RoleFactory, RunnerFactory, WorkerShell
 
+LINGER_S = 0.2
+"""Time for the last messages to leave, of all workers together."""
+
 
 def run_workers(config: WorkerConfig, make_role: RoleFactory, make_runner: RunnerFactory) -> None:
     """The whole life of a worker process. Raises StartFailed, and whatever ends a worker."""
@@ -47,7 +50,10 @@ async def _serve(shells: Sequence[WorkerShell]) -> None:
     await asyncio.wait(lives, return_when=asyncio.FIRST_EXCEPTION)
     for life in lives:
         life.cancel()
-    for ended in await asyncio.gather(*lives, return_exceptions=True):
+    ends = await asyncio.gather(*lives, return_exceptions=True)
+    for shell in shells:  # not before all have left: closing holds up the loop that the others need for it
+        shell.close(LINGER_S / len(shells))
+    for ended in ends:
         if isinstance(ended, Exception):
             raise ended
 
@@ -56,7 +62,7 @@ async def _live(shell: WorkerShell) -> None:
     try:
         await shell.main_loop()
     finally:
-        await shell.shutdown()
+        await shell.leave()
 
 
 def _allow_many_files() -> None:

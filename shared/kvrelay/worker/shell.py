@@ -177,6 +177,11 @@ class WorkerShell:
 
     async def shutdown(self) -> None:
         """Leaves the fleet and closes everything. Safe after a failed start."""
+        await self.leave()
+        self.close()
+
+    async def leave(self) -> None:
+        """Takes nothing more on, and takes itself out of registry and index."""
         await self._pages.close()
         if not hasattr(self, "membership"):
             return
@@ -189,8 +194,13 @@ class WorkerShell:
         if self._cache_events is not None:
             await self._cache_events.close()
         await self.membership.leave()
+
+    def close(self, linger_s: float = 0.2) -> None:
+        """Stops transports and closes sockets; for up to `linger_s` it holds up the event loop."""
+        if not hasattr(self, "membership"):
+            return
         self.role.close()
-        self.messenger.close()
+        self.messenger.close(linger_s)
         if self._events is not None:
             self._events.close()
 

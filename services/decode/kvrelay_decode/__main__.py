@@ -18,6 +18,7 @@ def make_role(context: WorkerContext, config: WorkerConfig) -> DecodeRole:
         port=config.transfer_port,
         advertise_host=config.reachable_host,
         ucx_transports=config.nixl_transports,
+        curve=config.curve_key(),
     )
     return DecodeRole(context, receivers)
 

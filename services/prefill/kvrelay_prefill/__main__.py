@@ -18,6 +18,7 @@ def make_role(context: WorkerContext, config: WorkerConfig) -> PrefillRole:
         context.pool_bytes,
         ucx_transports=config.nixl_transports,
         checksums=config.transfer_checksums,
+        curve=config.curve_key(),
     )
     if config.backend == "simulated":
         senders = paced(senders, find_profile(config.profile), context.spec)

@@ -139,6 +139,7 @@ class RouterServer:
             port=config.message_port,
             advertise_host=_message_address(config),
             settings=LinkSettings(alive_interval_s=config.peer_interval_s, peer_timeout_s=config.peer_timeout_s),
+            curve=config.curve_key(),
         )
 
 

@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.add_parser("replay", add_help=False, help="check and read event logs")
     commands.add_parser("drain", add_help=False, help="have routers send a worker nothing new")
     commands.add_parser("health", add_help=False, help="ask a service whether it is ready")
+    commands.add_parser("keys", add_help=False, help="make a key that encrypts what a fleet's processes say")
     commands.add_parser("bench", add_help=False, help="measure any OpenAI-compatible endpoint under load")
     commands.add_parser("simulate", add_help=False, help="replay a trace through a fleet of simulated devices")
     commands.add_parser("measure", add_help=False, help="measure a profile of this machine for simulate")
@@ -57,6 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from kvrelay.cli.drain import drain
 
         return drain(rest)
+    if command == "keys":
+        from kvrelay.cli.keys import keys
+
+        return keys(rest)
     if command == "health":
         from kvrelay.cli.health import health
 

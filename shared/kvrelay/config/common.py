@@ -12,6 +12,7 @@ from urllib.parse import quote, urlsplit, urlunsplit
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from kvrelay.config.demo import DEMO_MODEL_NAME, demo_model_path
+from kvrelay.curve import CurveKey
 from kvrelay.fleet.connect import check_redis_url
 from kvrelay.telemetry.event_log import EventLog
 
@@ -112,6 +113,11 @@ class CommonConfig(BaseModel):
     peer_interval_s: float = Field(
         default=0.5, ge=0.05, le=60, description="time between life signs to a peer, in seconds"
     )
+    curve_key_file: Path | None = Field(
+        default=None,
+        description="file with the fleet's key, from `kvrelay keys`: routers and workers then encrypt what they send "
+        "each other, KV blocks over zmq included, and refuse whoever has another key or none (default: no encryption)",
+    )
     log_level: LogLevel = Field(default="info", description="least severe level that is logged")
     log_format: LogFormat = Field(default="text", description="text for people, json for machines")
     event_log: Path | None = Field(
@@ -139,6 +145,13 @@ class CommonConfig(BaseModel):
         if not (path / "config.json").is_file():
             raise ValueError(f"{path} is no model directory: it has no config.json")
         return str(path)
+
+    @field_validator("curve_key_file")
+    @classmethod
+    def _key_can_be_read(cls, path: Path | None) -> Path | None:
+        if path is not None:
+            CurveKey.read(path)
+        return path
 
     @field_validator("advertise_host", mode="before")
     @classmethod
@@ -176,6 +189,10 @@ class CommonConfig(BaseModel):
         if self.advertise_host:
             return self.advertise_host
         return socket.gethostname() if is_wildcard(self.host) else self.host
+
+    def curve_key(self) -> CurveKey | None:
+        """The fleet's key, or None where nothing is encrypted. Raises BadKeyFile."""
+        return None if self.curve_key_file is None else CurveKey.read(self.curve_key_file)
 
     def open_event_log(self, name: str) -> EventLog | None:
         """The log of the service with this id, or None where none is wanted. Raises OSError."""

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import zmq
 
+from kvrelay.curve import OVERHEAD_BYTES, CurveKey
 from kvrelay.protocol.codec import MAX_FRAME_BYTES
 from kvrelay.protocol.link import LinkEvent, Links, LinkSettings, PeerLost
 from kvrelay.protocol.messages import AnyBody, PeerRef
@@ -49,20 +50,26 @@ class Messenger:
         advertise_host: str | None = None,
         fingerprint: str = "",
         settings: LinkSettings | None = None,
+        curve: CurveKey | None = None,
     ) -> None:
         self._context = zmq.Context()
+        self._curve = curve
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.set_hwm(0)
         self._inbox.linger = 0
-        self._inbox.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._inbox.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + OVERHEAD_BYTES)
         self._inbox.setsockopt(zmq.IPV6, int(":" in host))
+        if curve is not None:
+            curve.open_gate(self._context)
+            curve.guard_server(self._inbox)
         try:
             if port:
                 self._inbox.bind(f"{_tcp(host)}:{port}")
             else:
                 port = self._inbox.bind_to_random_port(_tcp(host))
         except zmq.ZMQError:
-            self._context.destroy(linger=0)
+            self._inbox.close(linger=0)
+            self._context.term()
             raise
         self.me = PeerRef(peer_id, new_incarnation(), f"{_tcp(advertise_host or host)}:{port}")
         self._inbox_fd = int(self._inbox.getsockopt(zmq.FD))
@@ -186,6 +193,8 @@ class Messenger:
             outbox.setsockopt(zmq.IPV6, int("[" in address))
             outbox.setsockopt(zmq.RECONNECT_IVL, 50)
             outbox.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+            if self._curve is not None:
+                self._curve.guard_client(outbox)
             try:
                 outbox.connect(address)
             except zmq.ZMQError as error:

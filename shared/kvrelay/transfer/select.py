@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Literal
 
+from kvrelay.curve import CurveKey
 from kvrelay.transfer.base import TransferReceiver, TransferSender
 from kvrelay.transfer.checksums import PoolChecksums
 from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender, NixlSettings, TransportUnavailable
@@ -21,37 +22,54 @@ TransferChoice = Literal["auto", "nixl", "zmq"]
 
 
 def make_senders(
-    choice: TransferChoice, pool: Bytes, *, ucx_transports: str = "", checksums: bool = False
+    choice: TransferChoice,
+    pool: Bytes,
+    *,
+    ucx_transports: str = "",
+    checksums: bool = False,
+    curve: CurveKey | None = None,
 ) -> dict[str, TransferSender]:
-    """By name, best first; with `checksums`, each block goes with its own.
+    """By name, best first; with `checksums`, each block goes with its own. With `curve`, zmq encrypts with it; nixl
+    cannot, and is taken only where it is asked for by name.
 
     Raises TransportUnavailable where NIXL is asked for by name and does not work.
     """
     senders: dict[str, TransferSender] = {}
     sums = PoolChecksums(pool) if checksums else None
-    if choice != "zmq":
+    if _may_be_nixl(choice, curve):
         try:
             senders["nixl"] = NixlSender(pool, settings=NixlSettings(ucx_transports=ucx_transports), checksums=sums)
         except TransportUnavailable as error:
             _explain(choice, error)
     if choice != "nixl":
-        senders["zmq"] = ZmqSender(pool, checksums=sums)
+        senders["zmq"] = ZmqSender(pool, checksums=sums, curve=curve)
     return senders
 
 
 def make_receivers(
-    choice: TransferChoice, pool: Bytes, *, host: str, port: int, advertise_host: str | None, ucx_transports: str = ""
+    choice: TransferChoice,
+    pool: Bytes,
+    *,
+    host: str,
+    port: int,
+    advertise_host: str | None,
+    ucx_transports: str = "",
+    curve: CurveKey | None = None,
 ) -> dict[str, TransferReceiver]:
-    """By name. Raises TransportUnavailable as `make_senders` does. NIXL chooses its own ports and interfaces."""
+    """By name. `curve` and TransportUnavailable: as for `make_senders`. NIXL chooses its own ports and interfaces."""
     receivers: dict[str, TransferReceiver] = {}
-    if choice != "zmq":
+    if _may_be_nixl(choice, curve):
         try:
             receivers["nixl"] = NixlReceiver(pool, ucx_transports=ucx_transports)
         except TransportUnavailable as error:
             _explain(choice, error)
     if choice != "nixl":
-        receivers["zmq"] = ZmqReceiver(pool, host=host, port=port, advertise_host=advertise_host)
+        receivers["zmq"] = ZmqReceiver(pool, host=host, port=port, advertise_host=advertise_host, curve=curve)
     return receivers
+
+
+def _may_be_nixl(choice: TransferChoice, curve: CurveKey | None) -> bool:
+    return choice == "nixl" or (choice == "auto" and curve is None)
 
 
 def _explain(choice: TransferChoice, error: TransportUnavailable) -> None:

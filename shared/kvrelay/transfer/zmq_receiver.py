@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import zmq
 
+from kvrelay.curve import CurveKey
 from kvrelay.transfer.base import ReceiverEvent
 from kvrelay.transfer.endpoints import Endpoint, local_address, machine_id, tcp_address
 from kvrelay.transfer.receiver_thread import ReceiverThread
@@ -26,7 +27,8 @@ class ZmqReceiver(ReceiverThread):
 
     Binds at once, so that `endpoint` can be told to others before `start`. Loopback only unless `host` says otherwise;
     `advertise_host` is what senders are told, and is needed where `host` is a wildcard. With `local`, senders on this
-    machine are offered a Unix socket. Raises ValueError for a pool or host of another kind, OSError if it cannot bind.
+    machine are offered a Unix socket. With `curve`, only senders with the same key are let in. Raises ValueError for a
+    pool or host of another kind, OSError if it cannot bind.
     """
 
     name = "zmq"
@@ -40,16 +42,21 @@ class ZmqReceiver(ReceiverThread):
         port: int = 0,
         advertise_host: str | None = None,
         local: bool = True,
+        curve: CurveKey | None = None,
     ) -> None:
         super().__init__("kv-receiver", pool_bytes)
         if advertise_host is None and host in {"*", "0.0.0.0", "::"}:
             raise ValueError(f"senders cannot connect to {host!r}: advertise_host must be given")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.PULL)
+        if curve is not None:
+            curve.open_gate(self._context)
+            curve.guard_server(self._socket)
         try:
             self._endpoint = self._bind(host, port, advertise_host or host, local)
         except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
+            self._socket.close(linger=0)
+            self._context.term()
             raise OSError(error.errno, f"cannot listen on {host}:{port}: {error}") from error
 
     @property

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import zmq
 
+from kvrelay.curve import CurveKey
 from kvrelay.transfer.base import SenderEvent
 from kvrelay.transfer.checksums import PoolChecksums
 from kvrelay.transfer.counters import SenderCounters
@@ -55,17 +56,23 @@ class ZmqSender(SenderThread):
     name = "zmq"
 
     def __init__(
-        self, pool_bytes: Bytes, *, settings: SenderSettings | None = None, checksums: PoolChecksums | None = None
+        self,
+        pool_bytes: Bytes,
+        *,
+        settings: SenderSettings | None = None,
+        checksums: PoolChecksums | None = None,
+        curve: CurveKey | None = None,
     ) -> None:
         if pool_bytes.ndim != 2 or not pool_bytes.flags.c_contiguous:
             raise ValueError("a pool is a C-contiguous array of shape [num_blocks, block_bytes]")
         self._settings = settings or SenderSettings()
         self._pool = pool_bytes
         self._checksums = checksums
+        self._curve = curve
         super().__init__("kv-sender", len(pool_bytes), self._courier)
 
     def _courier(self, wake: Callable[[], None]) -> Courier:
-        return _ZmqCourier(self._pool, self._settings, self._checksums, self.counters, wake)
+        return _ZmqCourier(self._pool, self._settings, self._checksums, self._curve, self.counters, wake)
 
 
 class _ZmqCourier:
@@ -76,6 +83,7 @@ class _ZmqCourier:
         pool: Bytes,
         settings: SenderSettings,
         checksums: PoolChecksums | None,
+        curve: CurveKey | None,
         counters: SenderCounters,
         wake: Callable[[], None],
     ) -> None:
@@ -83,6 +91,7 @@ class _ZmqCourier:
         self._block_bytes = pool.shape[1]
         self._settings = settings
         self._checksums = checksums
+        self._curve = curve
         self._counters = counters
         self._wake = wake
         self._machine = machine_id()
@@ -130,6 +139,8 @@ class _ZmqCourier:
             socket.setsockopt(zmq.IPV6, "[" in address)
             socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_AT_MOST_MS)
+            if self._curve is not None:
+                self._curve.guard_client(socket)
             try:
                 socket.connect(address)
             except zmq.ZMQError as error:

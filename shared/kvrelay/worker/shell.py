@@ -124,6 +124,7 @@ class WorkerShell:
             advertise_host=config.reachable_host,
             fingerprint=spec.fingerprint,
             settings=LinkSettings(alive_interval_s=config.peer_interval_s, peer_timeout_s=config.peer_timeout_s),
+            curve=config.curve_key(),
         )
         metrics = self._metrics_store()
         launcher = TimedLauncher if config.backend == "simulated" else ThreadLauncher

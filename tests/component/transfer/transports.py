@@ -10,6 +10,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
+from kvrelay.curve import CurveKey
 from kvrelay.simulated.transfer import PacedSender
 from kvrelay.transfer.base import TransferReceiver, TransferSender
 from kvrelay.transfer.checksums import PoolChecksums
@@ -43,12 +44,16 @@ class Transport:
 NO_NIXL = "" if any(map(find_spec, PACKAGES)) else "NIXL is not installed (scripts/install-nixl)"
 
 
-def zmq_sender(pool: Bytes, *, checksum: bool = False) -> ZmqSender:
+FLEET_KEY = CurveKey.new()
+
+
+def zmq_sender(pool: Bytes, *, checksum: bool = False, curve: CurveKey | None = None) -> ZmqSender:
     """A sender whose aborts do not make a test wait."""
     return ZmqSender(
         pool,
         settings=SenderSettings(drain_timeout_s=DRAIN_TIMEOUT_S),
         checksums=PoolChecksums(pool) if checksum else None,
+        curve=curve,
     )
 
 
@@ -122,6 +127,12 @@ TRANSPORTS = {
     for transport in (
         Transport("zmq-local", zmq_sender, ZmqReceiver),
         Transport("zmq-tcp", zmq_sender, lambda pool: ZmqReceiver(pool, local=False)),
+        Transport(
+            "zmq-curve",
+            lambda pool: zmq_sender(pool, curve=FLEET_KEY),
+            lambda pool: ZmqReceiver(pool, curve=FLEET_KEY),
+            across_processes=False,
+        ),
         Transport("zmq-checksum", lambda pool: zmq_sender(pool, checksum=True), ZmqReceiver),
         Transport("zmq-paced", lambda pool: PacedSender(zmq_sender(pool), 1e9, pool.shape[1], len(pool)), ZmqReceiver),
         NIXL,

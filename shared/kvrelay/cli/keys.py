@@ -1,0 +1,34 @@
+"""`kvrelay keys FILE`: a new key for a fleet."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from kvrelay.curve import CurveKey
+
+
+def keys(argv: Sequence[str]) -> int:
+    """Returns the exit status: 0, or 1 where the file cannot be made."""
+    parser = argparse.ArgumentParser(
+        prog="kvrelay keys",
+        description="Makes a fleet's secret key, for --curve-key-file of all its processes. Never writes over a file.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("file", help="where to, readable for its owner alone; -: standard output")
+    path = parser.parse_args(argv).file
+    text = CurveKey.new().text()
+    if path == "-":
+        sys.stdout.write(text)
+        return 0
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError as error:
+        print(f"kvrelay keys: cannot make {path}: {error.strerror}", file=sys.stderr)
+        return 1
+    with os.fdopen(descriptor, "w", encoding="ascii") as file:
+        file.write(text)
+    print(f"A new key is in {path}. All processes of the fleet need it: --curve-key-file {path}")
+    return 0

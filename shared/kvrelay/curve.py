@@ -1,0 +1,98 @@
+"""A fleet's key: what its processes say to each other over ZMQ is then encrypted, and nobody else is let in (CURVE).
+
+All processes of a fleet hold the same key pair. A connection's maker proves that it holds the pair: it must know the
+public key to be understood at all, and the secret one because the gate (ZAP, RFC 27 of ZeroMQ) admits no other.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Thread
+from typing import Self
+
+import zmq
+from zmq.utils import z85
+
+log = logging.getLogger(__name__)
+
+OVERHEAD_BYTES = 64
+"""What a message of ours may be longer on the wire."""
+_Z85_KEY = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+_ZAP_ADDRESS = "inproc://zeromq.zap.01"
+_ZAP_FRAMES = 7
+_DOMAIN = b"kvrelay"
+
+
+class BadKeyFile(ValueError):
+    """No key can be read from this file; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class CurveKey:
+    """A key pair, both in Z85. Raises BadKeyFile from `read`."""
+
+    secret: bytes = field(repr=False)
+    public: bytes
+
+    @classmethod
+    def new(cls) -> Self:
+        """A random one."""
+        public, secret = zmq.curve_keypair()
+        return cls(secret, public)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """From a file that `write` wrote: the secret key on a line of its own, after lines that begin with #."""
+        try:
+            lines = [line.strip() for line in path.read_text(encoding="ascii").splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise BadKeyFile(f"cannot read {path}: {error}") from error
+        keys = [line for line in lines if line and not line.startswith("# ")]
+        if len(keys) != 1 or not _Z85_KEY.fullmatch(keys[0]):
+            raise BadKeyFile(f"{path} holds no key: `kvrelay keys FILE` makes one")
+        secret = keys[0].encode()
+        try:
+            return cls(secret, zmq.curve_public(secret))
+        except (ValueError, zmq.ZMQError) as error:
+            raise BadKeyFile(f"{path} holds no key: {error}") from error
+
+    def text(self) -> str:
+        """What a key file holds."""
+        head = "# A fleet's secret key. Whoever has it can read and forge what its processes say."
+        return f"{head}\n{self.secret.decode()}\n"
+
+    def guard_server(self, socket: zmq.Socket[bytes]) -> None:
+        """A socket that binds, before it does; its context needs a `gate`."""
+        socket.curve_server = True
+        socket.curve_secretkey = self.secret
+        socket.zap_domain = _DOMAIN
+
+    def guard_client(self, socket: zmq.Socket[bytes]) -> None:
+        """A socket that connects, before it does."""
+        socket.curve_serverkey = self.public
+        socket.curve_publickey = self.public
+        socket.curve_secretkey = self.secret
+
+    def open_gate(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        """Admits this key alone to the context's guarded sockets, on a thread that ends with the context."""
+        gate = context.socket(zmq.REP)
+        gate.linger = 0
+        gate.bind(_ZAP_ADDRESS)  # here: a connection that comes before there is a gate is refused for good
+        Thread(target=self._keep_gate, args=(gate,), name="curve-gate", daemon=True).start()
+
+    def _keep_gate(self, gate: zmq.Socket[bytes]) -> None:
+        ours = z85.decode(self.public)
+        try:
+            while True:
+                frames = gate.recv_multipart()
+                # version, request, domain, address, identity, mechanism, the peer's public key (32 bytes)
+                is_ours = len(frames) == _ZAP_FRAMES and frames[5] == b"CURVE" and frames[6] == ours
+                if not is_ours:
+                    log.warning("refused a connection from %r: it has another key", frames[3:4])
+                status = (b"200", b"OK") if is_ours else (b"400", b"another key")
+                gate.send_multipart([b"1.0", frames[1], *status, b"", b""])
+        except zmq.ContextTerminated:
+            gate.close(linger=0)

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from kvrelay.config import RouterConfig, load_config
 from kvrelay.process import service_main
+from kvrelay_router.processes import run_processes
 from kvrelay_router.server import run_router
 
 PROG = "kvrelay router"
+
+
+def _run(config: RouterConfig) -> None:
+    (run_router if config.processes == 1 else run_processes)(config)
 
 
 def main() -> int:
@@ -15,7 +20,7 @@ def main() -> int:
         PROG,
         "router",
         lambda: load_config(RouterConfig, prog=PROG, description="One router."),
-        run_router,
+        _run,
         lambda config: {"router_id": config.router_id},
     )
 

@@ -20,11 +20,12 @@ from kvrelay.messaging.messenger import Messenger
 from kvrelay.process import StartFailed, event_loop_factory, settle_garbage
 from kvrelay.protocol.link import LinkEvent, LinkSettings
 from kvrelay_router.api.app import create_app
-from kvrelay_router.api.server import HttpServer, serve
+from kvrelay_router.api.server import HttpServer, bind, serve
 from kvrelay_router.api.settings import ApiSettings
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.running import DispatchSettings
 from kvrelay_router.prefix_index import FleetPrefixes
+from kvrelay_router.processes import inherited_listener, tell_ready
 from kvrelay_router.text.chat_template import ChatTemplateError
 from kvrelay_router.text.service import TextService
 from kvrelay_router.text.sources import TokenizerNotFound
@@ -57,6 +58,7 @@ class RouterServer:
             except (OSError, ValueError, zmq.ZMQError, TokenizerNotFound, ChatTemplateError) as error:
                 raise StartFailed(str(error)) from error
             settle_garbage()
+            tell_ready()
             await self.main_loop()
         finally:
             await self.shutdown()
@@ -86,9 +88,8 @@ class RouterServer:
         limits = SharedLimits(config.redis_url, config.redis_prefix, config.served_model_name)
         self._closing.push_async_callback(limits.close)
         app = create_app(api, self._dispatcher, text, limits)
-        self._http = await serve(
-            app, config.host, config.port, graceful_timeout_s=config.drain_timeout_s + HTTP_GRACE_S
-        )
+        listener = inherited_listener() or bind(config.host, config.port)
+        self._http = await serve(app, listener, graceful_timeout_s=config.drain_timeout_s + HTTP_GRACE_S)
         self._closing.push_async_callback(self._http.stop)
         self._closing.push_async_callback(self._dispatcher.close)  # first of all: it ends the answers, or HTTP waits
         log.info("serving %s at http://%s:%d", config.served_model_name, config.reachable_host, self._http.port)

@@ -30,10 +30,12 @@ from kvrelay.ports import HeldPort
 
 LOOPBACK = "127.0.0.1"
 REDIS_POLL_S = 0.5
+PROCESSES_GRACE_S = 15.0
+"""A router of several processes ends those itself that do not drain in time, which it must live to do."""
 DECIDED_HERE = frozenset({"worker_id", "num_workers", "router_id", "port", "host", "advertise_host", "redis_url"})
 """Of the services' fields, those that `up` sets itself."""
 WORKER_PORTS = frozenset({"transfer_port", "http_port", "http_host"})
-ROUTER_PORTS = frozenset({"message_host", "message_port", "workers"})
+ROUTER_PORTS = frozenset({"message_host", "message_port", "processes"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ def make_plan(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Plan:
         config = resolve(WorkerConfig, values, environ, role=role)
         workers.append(config if config.threads else config.model_copy(update={"threads": threads}))
     router_values = {**passed, **decided, "host": own.host, "port": own.port, "router_id": f"router{suffix}"}
-    router_values |= {"message_host": LOOPBACK, "message_port": 0}
+    router_values |= {"message_host": LOOPBACK, "message_port": 0, "processes": own.router_processes}
     router = resolve(RouterConfig, router_values, environ)
     return Plan(own, router, workers, to_argv(router_values, RouterConfig), to_argv(shared, WorkerConfig))
 
@@ -236,7 +238,10 @@ class _Run:
         for worker in plan.workers:
             expected[worker.role] += worker.num_workers
         check_http = RouterReady(host, plan.up.port, expected)
-        spec = self._spec("router", "router", plan.router_flags, {}, check_http, plan.router.drain_timeout_s)
+        drain_timeout_s = plan.router.drain_timeout_s
+        if plan.router.processes > 1:
+            drain_timeout_s += PROCESSES_GRACE_S
+        spec = self._spec("router", "router", plan.router_flags, {}, check_http, drain_timeout_s)
         return Supervisor(Service(spec, self._display), others)
 
     def _spec(

@@ -24,6 +24,10 @@ LEAST_PER_MINUTE = 0.001
 """One in 17 hours. Redis keeps the time of the next request, which would not fit its numbers for ever rarer ones."""
 
 
+MAX_ID_OF_SEVERAL = 61
+"""Of a router's name, to which its processes add a number."""
+
+
 class OwnKeyLimits(BaseModel):
     """One [[key]] table of key_limits_file. What is left out is as for all keys."""
 
@@ -45,11 +49,21 @@ class RouterConfig(CommonConfig):
         description="name of this router, unique in the fleet (default: router and random digits)",
     )
     port: int = Field(default=8000, ge=0, le=65535, description="port of the HTTP endpoint; 0: any free one")
+    processes: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="processes that share the port, each a router of its own whose id ends in -0, -1 and so on",
+        json_schema_extra={"flags": ["--workers"]},
+    )
     message_host: str | None = Field(
         default=None, description="address to listen on for workers' messages (default: host)"
     )
     message_port: int = Field(
-        default=0, ge=0, le=65535, description="port of the inbox for workers' messages; 0: any free one"
+        default=0,
+        ge=0,
+        le=65535,
+        description="port of the inbox for workers' messages; several processes take those after it; 0: any free one",
     )
 
     api_keys: tuple[SecretStr, ...] = Field(
@@ -68,7 +82,7 @@ class RouterConfig(CommonConfig):
     )
     max_attempts: int = Field(default=3, ge=1, le=100, description="tries of workers before a request fails")
     max_queued_requests: int = Field(
-        default=1024, ge=1, le=1 << 20, description="requests in progress beyond which new ones get 429"
+        default=1024, ge=1, le=1 << 20, description="requests in progress in a process beyond which new ones get 429"
     )
     key_requests_per_minute: float | None = Field(
         default=None,
@@ -116,6 +130,14 @@ class RouterConfig(CommonConfig):
     drain_timeout_s: float = Field(
         default=30.0, ge=0, le=3600, description="time for open requests to finish after SIGTERM, in seconds"
     )
+
+    @model_validator(mode="after")
+    def _processes_have_names_and_ports(self) -> Self:
+        if self.processes > 1 and len(self.router_id) > MAX_ID_OF_SEVERAL:
+            raise ValueError(f"router_id may have {MAX_ID_OF_SEVERAL} characters at most with several processes")
+        if self.message_port + self.processes > 65536 and self.message_port:
+            raise ValueError("message_port and the ports after it, one for each of processes, must be 65535 at most")
+        return self
 
     @field_validator("api_keys")
     @classmethod

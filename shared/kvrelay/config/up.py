@@ -19,6 +19,13 @@ class UpConfig(BaseModel):
     workers_per_process: int = Field(
         default=1, ge=1, le=1024, description="workers that share a process, with backend = simulated"
     )
+    router_processes: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="processes of the router, which share its port",
+        json_schema_extra={"flags": ["--router-workers"]},
+    )
     port: int = Field(default=8000, ge=0, le=65535, description="port of the HTTP endpoint; 0: any free one")
     host: str = Field(default="127.0.0.1", min_length=1, description="address of the HTTP endpoint")
     redis_url: str | None = Field(

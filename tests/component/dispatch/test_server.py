@@ -52,11 +52,11 @@ class RouterProcess:
 
 
 @asynccontextmanager
-async def running(redis_url: str, prefix: str, *flags: str) -> AsyncIterator[RouterProcess]:
+async def running(redis_url: str, prefix: str, *flags: str, stderr: int | None = None) -> AsyncIterator[RouterProcess]:
     held = HeldPort()
     environ = {**os.environ, "KVRELAY_REDIS_URL": redis_url, "KVRELAY_REDIS_PREFIX": prefix}
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "kvrelay_router", "--port", str(held.port), *flags, env=environ
+        sys.executable, "-m", "kvrelay_router", "--port", str(held.port), *flags, env=environ, stderr=stderr
     )
     router = RouterProcess(process, held.port)
     try:

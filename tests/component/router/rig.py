@@ -13,7 +13,7 @@ import openai
 from kvrelay.fleet.limits import SharedLimits
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay_router.api.app import create_app
-from kvrelay_router.api.server import HttpServer, serve
+from kvrelay_router.api.server import HttpServer, bind, serve
 from kvrelay_router.api.settings import ApiSettings
 from kvrelay_router.text.service import TextService
 from tests.fakes.scripted_dispatcher import Script, ScriptedDispatcher
@@ -60,7 +60,7 @@ async def running_router(
     """A router with these settings."""
     dispatcher = ScriptedDispatcher(lambda request, sequence: Script([]))
     app = create_app(ApiSettings(model_names=(MODEL, "alias"), **settings), dispatcher, text, limits)
-    router = Router(await serve(app, "127.0.0.1", 0, graceful_timeout_s=2), dispatcher, text)
+    router = Router(await serve(app, bind("127.0.0.1", 0), graceful_timeout_s=2), dispatcher, text)
     router.answers("An otter is a mammal.")
     try:
         yield router

@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from kvrelay_router.api import body
+from kvrelay_router.api.server import bind
 from kvrelay_router.dispatch.interface import ModelLimits, RequestFailed
 from tests.component.router.rig import MODEL, Router, eventually
 from tests.fakes.scripted_dispatcher import Script
@@ -356,10 +357,5 @@ async def test_stopping_ends_what_does_not_finish_with_an_error(router: Router) 
 
 
 async def test_a_port_in_use_is_an_error(router: Router) -> None:
-    from kvrelay_router.api.server import serve
-
-    async def app(*_: object) -> None:
-        pass
-
     with pytest.raises(OSError, match="in use"):
-        await serve(app, "127.0.0.1", router.server.port)
+        bind("127.0.0.1", router.server.port)

@@ -64,3 +64,10 @@ def test_the_request_to_paste_is_valid_shell() -> None:
     keyed = greeting(make_plan({}, {**ENVIRON, "KVRELAY_API_KEYS": "k3y"}))
     assert '"Authorization: Bearer $KVRELAY_API_KEY"' in keyed
     assert "k3y" not in keyed
+
+
+def test_the_router_gets_its_processes_and_nobody_else_does() -> None:
+    plan = make_plan({"router_processes": "3"}, ENVIRON)
+    assert plan.router.processes == 3
+    assert load_config(RouterConfig, plan.router_flags, environ=ENVIRON).processes == 3
+    assert not any("processes" in flag for flag in plan.worker_flags)

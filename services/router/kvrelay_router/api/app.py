@@ -34,7 +34,7 @@ def create_app(
     door = Door(settings.key_rules, settings.own_key_rules, limits)
     service = ApiService(settings, dispatcher, text, InProgress(settings.max_requests), door)
     app = FastAPI(title="kvrelay", redirect_slashes=False)
-    app.add_middleware(Front, api_keys=settings.api_keys)
+    app.add_middleware(Front, api_keys=settings.api_keys, router_id=settings.router_id)
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_exception)
     endpoints: dict[str, Endpoint] = {
@@ -43,7 +43,7 @@ def create_app(
     }
     _add_generation(app, service, endpoints)
     _add_operations(app, service)
-    return Entrance(app, endpoints, settings.api_keys)
+    return Entrance(app, endpoints, settings)
 
 
 def _add_generation(app: FastAPI, service: ApiService, endpoints: Mapping[str, Endpoint]) -> None:

@@ -88,8 +88,9 @@ RAW_SEND = "raw_send"
 class Front:
     """ASGI middleware. Puts `RequestNames` into the request's state as `names`."""
 
-    def __init__(self, app: ASGIApp, *, api_keys: tuple[str, ...]) -> None:
+    def __init__(self, app: ASGIApp, *, api_keys: tuple[str, ...], router_id: str) -> None:
         self._app = app
+        self._router_header = (b"x-kvrelay-router", router_id.encode())
         self._keys = KeyRing(api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -108,7 +109,8 @@ class Front:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", names.public.encode())]
+                own = ((b"x-request-id", names.public.encode()), self._router_header)
+                message["headers"] = [*message.get("headers", ()), *own]
             await send(message)
 
         try:

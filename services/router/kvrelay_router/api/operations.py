@@ -65,7 +65,13 @@ class OperationRoutes:
         """What became of a request, or 404. Takes `x-request-id` and answer ids; several prompts give a list."""
         found = self._recent(request_id) or self._recent(_bare(request_id))
         if not found:
-            raise ApiError(f"No request '{request_id}' is known", status=404, code="request_not_found")
+            router_id = self._service.settings.router_id
+            raise ApiError(
+                f"No request '{request_id}' is known to {router_id}: the router that served it names itself in the "
+                f"answer's header x-kvrelay-router",
+                status=404,
+                code="request_not_found",
+            )
         return json_response(found[0] if len(found) == 1 else {"requests": found})
 
     def _recent(self, name: str) -> list[dict[str, Any]]:

@@ -48,9 +48,8 @@ class HttpServer:
         await self._task
 
 
-async def serve(app: ASGIApp, host: str, port: int, *, graceful_timeout_s: float = 30.0) -> HttpServer:
-    """Binds, and serves until `stop`. Raises OSError if the address cannot be bound."""
-    listener = _bind(host, port)
+async def serve(app: ASGIApp, listener: socket.socket, *, graceful_timeout_s: float = 30.0) -> HttpServer:
+    """Serves until `stop`, which closes the listener."""
     config = uvicorn.Config(
         app,
         http="httptools",
@@ -70,8 +69,8 @@ async def serve(app: ASGIApp, host: str, port: int, *, graceful_timeout_s: float
     return server
 
 
-def _bind(host: str, port: int) -> socket.socket:
-    """A listening socket whose connections do not wait to fill packets (they inherit TCP_NODELAY)."""
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket whose connections do not wait to fill packets (they inherit TCP_NODELAY). Raises OSError."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -16,6 +16,7 @@ class ApiSettings:
     """Frozen settings of the HTTP layer. The first model name is the one that answers carry."""
 
     model_names: tuple[str, ...]
+    router_id: str = "router"
     api_keys: tuple[str, ...] = ()
     max_body_bytes: int = 16 * 1024 * 1024
     request_timeout_s: float = 600.0
@@ -30,6 +31,7 @@ class ApiSettings:
         """The HTTP layer's part of the router's config."""
         return cls(
             model_names=(config.served_model_name,),
+            router_id=config.router_id,
             api_keys=tuple(key.get_secret_value() for key in config.api_keys),
             max_body_bytes=int(config.max_body_bytes),
             request_timeout_s=config.request_timeout_s,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -217,6 +218,7 @@ class RouterDispatcher:
         return {
             "router": {
                 "router_id": me.peer_id,
+                "process_id": os.getpid(),
                 "incarnation": me.incarnation,
                 "address": me.address,
                 "accepting": self._is_accepting,

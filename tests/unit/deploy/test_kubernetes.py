@@ -1,0 +1,191 @@
+"""deploy/kubernetes: every overlay renders to resources that Kubernetes would take, and that fit together."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from kvrelay.config.router import RouterConfig
+from kvrelay.config.worker import WorkerConfig
+from tests.unit.deploy.kustomize import Resource, key, render
+
+KUBERNETES = Path(__file__).parents[3] / "deploy" / "kubernetes"
+DIRECTORIES = [KUBERNETES / "base", *sorted((KUBERNETES / "overlays").iterdir())]
+VERSIONS = ("1.31", "1.34")
+NAME, COMPONENT = "app.kubernetes.io/name", "app.kubernetes.io/component"
+
+
+def closed(required: dict[str, Any], optional: dict[str, Any] | None = None) -> dict[str, Any]:
+    """An object with these fields and no others."""
+    properties = required | (optional or {})
+    return {"type": "object", "required": list(required), "properties": properties, "additionalProperties": False}
+
+
+TEXT, WHOLE, ANY_OBJECT = {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "object"}
+TARGET = closed({"name": TEXT}, {"apiVersion": TEXT, "kind": TEXT})
+TRIGGER = closed(
+    {"type": {"const": "prometheus"}, "metadata": closed({"serverAddress": TEXT, "query": TEXT, "threshold": TEXT})},
+    {"metricType": {"enum": ["AverageValue", "Value"]}},
+)
+CUSTOM = {
+    "keda.sh/v1alpha1": closed(
+        {"scaleTargetRef": TARGET, "triggers": {"type": "array", "items": TRIGGER, "minItems": 1}},
+        {
+            "minReplicaCount": WHOLE,
+            "maxReplicaCount": WHOLE,
+            "pollingInterval": WHOLE,
+            "cooldownPeriod": WHOLE,
+            "advanced": closed({}, {"horizontalPodAutoscalerConfig": closed({}, {"behavior": ANY_OBJECT})}),
+        },
+    ),
+    "leaderworkerset.x-k8s.io/v1": closed(
+        {"leaderWorkerTemplate": closed({"workerTemplate": ANY_OBJECT, "size": WHOLE}, {"restartPolicy": TEXT})},
+        {"replicas": WHOLE, "startupPolicy": TEXT, "rolloutStrategy": ANY_OBJECT},
+    ),
+}
+"""What is used of resources that Kubernetes' own schemas do not have: the `spec` by apiVersion."""
+
+
+@pytest.fixture(params=DIRECTORIES, ids=lambda path: path.name)
+def directory(request: pytest.FixtureRequest) -> Path:
+    path: Path = request.param
+    return path
+
+
+@pytest.fixture
+def resources(directory: Path) -> list[Resource]:
+    return render(directory)
+
+
+def pods(resources: list[Resource]) -> list[tuple[str, Resource]]:
+    """Name and template of everything that makes pods."""
+    found = []
+    for resource in resources:
+        if resource["kind"] == "Deployment":
+            found.append((resource["metadata"]["name"], resource["spec"]["template"]))
+        if resource["kind"] == "LeaderWorkerSet":
+            found.append((resource["metadata"]["name"], resource["spec"]["leaderWorkerTemplate"]["workerTemplate"]))
+    return found
+
+
+def services(resources: list[Resource]) -> list[tuple[str, Resource, Resource, Resource]]:
+    """Of kvrelay's own pods: the role, the pod's spec, its container, the ConfigMap's data."""
+    (config,) = [each["data"] for each in resources if key(each) == ("ConfigMap", "kvrelay")]
+    ours = [template for _, template in pods(resources) if template["metadata"]["labels"][NAME] == "kvrelay"]
+    return [
+        (each["metadata"]["labels"][COMPONENT], each["spec"], each["spec"]["containers"][0], config) for each in ours
+    ]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_resource_is_valid(resources: list[Resource], version: str) -> None:
+    assert len({key(resource) for resource in resources}) == len(resources)
+    for resource in resources:
+        if resource["apiVersion"] in CUSTOM:
+            jsonschema.validate(resource["spec"], CUSTOM[resource["apiVersion"]])
+        else:
+            kubernetes_validate.validate(resource, version, strict=True)
+    for name, template in pods(resources):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, **template["metadata"]}}
+        kubernetes_validate.validate(pod | {"spec": template["spec"]}, version, strict=True)
+
+
+def test_kustomize_itself_agrees(directory: Path, resources: list[Resource]) -> None:
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        pytest.skip("kubectl is not installed")
+    done = subprocess.run([kubectl, "kustomize", directory], capture_output=True, text=True, check=True)
+    rendered = {key(each): each for each in yaml.safe_load_all(done.stdout)}
+    assert rendered == {key(each): each for each in resources}
+
+
+def test_selectors_find_their_pods_and_ports_exist(resources: list[Resource]) -> None:
+    templates = [template for _, template in pods(resources)]
+
+    def chosen(labels: dict[str, str]) -> list[Resource]:
+        found = [each for each in templates if labels.items() <= each["metadata"]["labels"].items()]
+        assert found, f"nothing has the labels {labels}"
+        return found
+
+    def ports(template: Resource) -> set[str]:
+        return {port["name"] for container in template["spec"]["containers"] for port in container.get("ports", ())}
+
+    for resource in resources:
+        spec = resource.get("spec", {})
+        match resource["kind"]:
+            case "Deployment":
+                assert spec["template"] in chosen(spec["selector"]["matchLabels"])
+            case "PodDisruptionBudget":
+                assert len(chosen(spec["selector"]["matchLabels"])) == 1
+            case "Service":
+                (template,) = chosen(spec["selector"])
+                assert {port["targetPort"] for port in spec["ports"]} <= ports(template)
+            case "NetworkPolicy":
+                named = {port["port"] for rule in spec["ingress"] for port in rule["ports"]}
+                assert named == set().union(*(map(ports, chosen(spec["podSelector"]["matchLabels"]))))
+            case "HorizontalPodAutoscaler" | "ScaledObject":
+                target = (spec["scaleTargetRef"]["kind"], spec["scaleTargetRef"]["name"])
+                (deployment,) = [each for each in resources if key(each) == target]
+                assert "replicas" not in deployment["spec"]
+    for template in templates:
+        for container in template["spec"]["containers"]:
+            probes = [container.get(f"{kind}Probe") for kind in ("startup", "readiness", "liveness")]
+            for probe in filter(None, probes):
+                assert (probe.get("httpGet") or probe["tcpSocket"])["port"] in ports(template)
+
+
+def test_every_role_has_workers_that_may_be_moved_one_by_one(resources: list[Resource]) -> None:
+    roles = {role for role, *_ in services(resources)}
+    budgets = {
+        each["metadata"]["labels"][COMPONENT]: each["spec"]
+        for each in resources
+        if each["kind"] == "PodDisruptionBudget"
+    }
+    assert roles == {"router", "prefill", "decode"} == set(budgets)
+    assert all(spec["maxUnavailable"] == 1 for spec in budgets.values())
+
+
+def test_every_variable_is_a_field(resources: list[Resource]) -> None:
+    fields = {f"KVRELAY_{name.upper()}" for name in (*RouterConfig.model_fields, *WorkerConfig.model_fields)}
+    for role, _, container, config in services(resources):
+        assert set(config) <= fields
+        own = RouterConfig if role == "router" else WorkerConfig
+        names = [each["name"] for each in container["env"]]
+        assert {f"KVRELAY_{name.upper()}" for name in own.model_fields} >= set(names) and len(set(names)) == len(names)
+        assert container["args"] == [role]
+
+
+def test_a_pod_may_drain_before_it_is_killed(resources: list[Resource]) -> None:
+    for _, spec, container, config in services(resources):
+        pause_s = int(container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [0, 0])[1])
+        needed_s = pause_s + int(config["KVRELAY_DRAIN_TIMEOUT_S"]) + 10
+        assert spec["terminationGracePeriodSeconds"] >= needed_s
+
+
+def test_probes_ask_what_they_mean(resources: list[Resource]) -> None:
+    """Alive: the process answers. Ready: it can be used. A dead Redis or a missing peer must kill nobody."""
+    for _, _, container, _ in services(resources):
+        assert container["livenessProbe"]["httpGet"]["path"] == "/health"
+        assert container["readinessProbe"]["httpGet"]["path"] == "/ready"
+        assert container["startupProbe"]["failureThreshold"] * container["startupProbe"]["periodSeconds"] >= 300
+
+
+def test_pods_may_do_little(resources: list[Resource]) -> None:
+    for name, template in pods(resources):
+        spec = template["spec"]
+        assert spec["securityContext"]["runAsNonRoot"] and spec["securityContext"]["runAsUser"], name
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, name
+        assert spec["automountServiceAccountToken"] is False, name
+        for container in spec["containers"]:
+            context = container["securityContext"]
+            assert context["readOnlyRootFilesystem"] and context["allowPrivilegeEscalation"] is False, name
+            assert context["capabilities"] == {"drop": ["ALL"]} and "privileged" not in context, name
+            assert container["resources"]["limits"]["memory"], name
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec), name

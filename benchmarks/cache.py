@@ -22,12 +22,12 @@ from typing import cast
 
 import numpy as np
 
-from benchmarks.schedulers import BLOCK_SIZE, Request, Simulation, fitted, read_trace, synthetic_trace
+from benchmarks.schedulers import BLOCK_SIZE, Request, fitted, simulate, synthetic_trace, traced
 from kvrelay.kv.ablations import NullCache, TableCache
 from kvrelay.kv.cache import Cache, PrefixCache
-from kvrelay.kv.hashing import hash_blocks, root_hash
 from kvrelay.kv.pool import BlockPool
 from kvrelay.scheduling.base import QueueOrderName
+from kvrelay_simulator.figures import best_possible_hit_rate
 
 CASES: list[tuple[str, Callable[[BlockPool], Cache], QueueOrderName]] = [
     ("none", cast("Callable[[BlockPool], Cache]", lambda pool: NullCache()), "fcfs"),
@@ -39,24 +39,11 @@ CASES: list[tuple[str, Callable[[BlockPool], Cache], QueueOrderName]] = [
 ]
 
 
-def best_hit_rate(requests: list[Request]) -> float:
-    """See the module's text."""
-    seen: set[bytes] = set()
-    hits = total = 0
-    for request in requests:
-        hashes = hash_blocks(root_hash(model="benchmark"), request.prompt, BLOCK_SIZE)
-        reusable = hashes[: (len(request.prompt) - 1) // BLOCK_SIZE]
-        hits += BLOCK_SIZE * next((i for i, one in enumerate(reusable) if one not in seen), len(reusable))
-        total += len(request.prompt)
-        seen.update(hashes)
-    return hits / total
-
-
 def row(arguments: argparse.Namespace, requests: list[Request], case: int, best: float) -> list[str]:
     """One case's line of the table."""
     name, make_cache, order = CASES[case]
     settings = argparse.Namespace(**{**vars(arguments), "queue_order": order})
-    measured = Simulation("sarathi", "fixed", settings, requests, make_cache).run()
+    measured = simulate(requests, settings, "sarathi", make_cache=make_cache)
     num_prompt = sum(len(request.prompt) for request in measured.requests)
     ttft = [request.token_times_s[0] - request.arrival_s for request in measured.requests]
     hit_rate = measured.num_cached / num_prompt
@@ -82,12 +69,12 @@ def main() -> None:
     parser.set_defaults(token_budget=512, max_running=128, max_model_len=16_384, max_tokens=1024, new_token_ratio=0.0)
     arguments = parser.parse_args()
     if arguments.trace:
-        name, requests = arguments.trace.name, read_trace(arguments.trace, arguments.requests)
+        name, requests = arguments.trace.name, traced(arguments.trace, arguments.requests)
     else:
         name = f"synthetic, {arguments.rate:g} a second"
         requests = synthetic_trace(arguments.requests, arguments.rate, seed=1)
     requests = fitted(requests, arguments.max_model_len)
-    best = best_hit_rate(requests)
+    best = best_possible_hit_rate((request.prompt for request in requests), BLOCK_SIZE)
     lines = [
         "# What prefix reuse is worth",
         "",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,12 +12,10 @@ from numpy.typing import NDArray
 from kvrelay_bench.http import Client, Endpoint
 from kvrelay_bench.load import Point
 from kvrelay_bench.load import run_load as bench_load
-from kvrelay_bench.workload import Ask, Wire
+from kvrelay_bench.workload import Ask, Wire, traced
+from kvrelay_simulator.traces import read_trace, scaled
 
 TIMEOUT_S = 600.0
-
-_UNIT = 16  # prompt tokens that stand for one of a trace's hash ids
-_TRACE_UNIT = 512  # those it stands for in the trace
 
 
 @dataclass(slots=True)
@@ -88,22 +85,12 @@ def synthetic_load(num_requests: int, rate: float, seed: int = 7) -> list[Reques
 
 
 def traced_load(path: Path, num_requests: int, speed: float) -> list[Request]:
-    """The first requests of a trace in Mooncake's format (a JSON object a line: `timestamp` in ms, `input_length`,
-    `output_length`, `hash_ids`), `speed` times as fast.
+    """The first requests of a trace (see `kvrelay_simulator.traces`), `speed` times as fast.
 
-    Scaled to a small model: each hash id becomes 16 fixed tokens instead of 512, lengths are divided by 32, which
-    keeps what the prompts share.
+    Scaled to a small model: lengths are divided by 32, which keeps what the prompts share.
     """
-    requests = []
-    with path.open(encoding="utf-8") as lines:
-        for _, line in zip(range(num_requests), lines, strict=False):
-            entry = json.loads(line)
-            parts = [np.random.default_rng(each).integers(5, 2000, _UNIT) for each in entry["hash_ids"]]
-            length = max(1, int(entry["input_length"]) * _UNIT // _TRACE_UNIT)
-            tokens = np.concatenate(parts)[:length].astype(np.int32)
-            num_output = max(1, int(entry["output_length"]) * _UNIT // _TRACE_UNIT)
-            requests.append(Request(entry["timestamp"] / 1e3 / speed, tokens, num_output))
-    return requests
+    asks = traced(scaled(read_trace(path, num_requests), speed), 1 / 32, seed=7)
+    return [Request(ask.arrival_s, (ask.prompt % 1995 + 5).astype(np.int32), ask.num_output) for ask in asks]
 
 
 def long_prompt_load(long_tokens: int, num_decodes: int = 16, num_output: int = 200) -> list[Request]:

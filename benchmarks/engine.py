@@ -172,27 +172,12 @@ def table(header: list[str], rows: list[list[str]]) -> list[str]:
     return [*lines, *("| " + " | ".join(row) + " |" for row in rows)]
 
 
-def main() -> None:
-    """Runs both loads and prints the report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(DEMO))
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=80)
-    parser.add_argument("--rate", type=float, default=12.0)
-    parser.add_argument("--long", type=int, default=6000)
-    parser.add_argument("--write", type=Path)
-    arguments = parser.parse_args()
-    runner = make_runner(arguments.model, dtype="float32", num_threads=arguments.threads, num_blocks=6000)
-    run(runner, "sarathi", "fixed", mixed_load(5, 100.0))  # warm
-    mixed: dict[tuple[str, Chunking], list[Outcome]] = {case: [] for case in CASES}
-    long: dict[tuple[str, Chunking], list[Outcome]] = {case: [] for case in CASES}
-    for repeat in range(arguments.repeats):
-        for case in CASES:
-            print(f"repeat {repeat + 1} of {arguments.repeats}: {' '.join(case)}", flush=True)
-            mixed[case].append(run(runner, *case, mixed_load(arguments.jobs, arguments.rate)))
-            long[case].append(run(runner, *case, long_prompt_load(arguments.long)))
-    report = [
+Results = dict[tuple[str, Chunking], list[Outcome]]
+
+
+def report(mixed: Results, long: Results, arguments: argparse.Namespace) -> str:
+    """Both tables."""
+    lines = [
         "# Schedulers on the real engine",
         "",
         f"{platform.machine()} with {os.cpu_count()} cores, {arguments.threads} thread(s) for the model, CPython "
@@ -225,9 +210,33 @@ def main() -> None:
         ),
         "",
     ]
-    print("\n".join(report))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Runs both loads and prints the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(DEMO))
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=80)
+    parser.add_argument("--rate", type=float, default=12.0)
+    parser.add_argument("--long", type=int, default=6000)
+    parser.add_argument("--write", type=Path)
+    arguments = parser.parse_args()
+    runner = make_runner(arguments.model, dtype="float32", num_threads=arguments.threads, num_blocks=6000)
+    run(runner, "sarathi", "fixed", mixed_load(5, 100.0))  # warm
+    mixed: Results = {case: [] for case in CASES}
+    long: Results = {case: [] for case in CASES}
+    for repeat in range(arguments.repeats):
+        for case in CASES:
+            print(f"repeat {repeat + 1} of {arguments.repeats}: {' '.join(case)}", flush=True)
+            mixed[case].append(run(runner, *case, mixed_load(arguments.jobs, arguments.rate)))
+            long[case].append(run(runner, *case, long_prompt_load(arguments.long)))
+    text = report(mixed, long, arguments)
+    print(text)
     if arguments.write:
-        arguments.write.write_text("\n".join(report))
+        arguments.write.write_text(text)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,9 @@ class Run:
         requests = fleet.run(self.trace)
         fleet.check_integrity()
         num_blocks = sum(worker.pool.num_blocks for worker in fleet.prefill)
-        best = best_possible_hit_rate(self.trace, WorkerSettings().block_size, num_blocks)
+        best = best_possible_hit_rate(
+            (request.tokens() for request in self.trace), WorkerSettings().block_size, num_blocks
+        )
         return figures(fleet, requests, Slo(), best)
 
 

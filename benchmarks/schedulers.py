@@ -1,13 +1,13 @@
 """Every scheduler on the same trace: time to first token, per output token, worst gap, throughput, waste.
 
-A simulation: the real schedulers, pool and cache, on a clock that each step advances by a linear cost (so much a step,
-a token, and a pair of a token and what it attends to: roughly a model of 8 billion parameters on one data-centre GPU).
+A simulation (one worker of `kvrelay_simulator` that does both phases): the real schedulers, pool and cache, and steps
+of a linear cost (so much a step, a token, and a pair of a token and what it attends to: roughly a model of 8 billion
+parameters on one data-centre GPU).
 It shows what the policies do, not what a machine does.
 
 The synthetic trace: Poisson arrivals; prompts are log-normal (median 400 tokens, one in 20 about 6,000), half of them
-begin with one of 8 shared prefixes of 256 tokens; outputs are log-normal (median 120). A trace file has a JSON object a
-line, as Mooncake's traces do: `timestamp` (ms), `input_length`, `output_length` and optionally `hash_ids` (one for each
-512 tokens of the prompt; equal ids are equal tokens). What cannot fit `--max-model-len` is cut.
+begin with one of 8 shared prefixes of 256 tokens; outputs are log-normal (median 120). A trace file is one of
+those that `kvrelay simulate` reads. What cannot fit `--max-model-len` is cut.
 
 - TTFT: from arrival to the first token. TPOT: a request's mean gap between tokens. Worst gap: a request's longest.
 - Throughput: prompt and output tokens over the time from the first arrival to the last token.
@@ -21,37 +21,40 @@ Usage: python benchmarks/schedulers.py [--rates 6 14] [--requests 600] [--trace 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kvrelay.engine.batch import RowResult, StepResult
 from kvrelay.kv.cache import Cache, PrefixCache
-from kvrelay.kv.hashing import root_hash
+from kvrelay.kv.hashing import hash_blocks, root_hash
 from kvrelay.kv.pool import BlockPool
-from kvrelay.kv.table import BlockTable
-from kvrelay.protocol.messages import PeerRef
-from kvrelay.protocol.sampling import Sampling
-from kvrelay.scheduling.base import Chunking, QueueOrderName, SchedulerLimits, SchedulerSettings
-from kvrelay.scheduling.cost import StepCost, pairs
-from kvrelay.scheduling.plan import StepPlan
-from kvrelay.scheduling.registry import BUILT_IN, make_scheduler
-from kvrelay.scheduling.sequence import Sequence, TokenBuffer
+from kvrelay.scheduling.base import Chunking, QueueOrderName
+from kvrelay.scheduling.plan import SequenceOutput, StepPlan
+from kvrelay.scheduling.registry import BUILT_IN
+from kvrelay.simulated.profiles import MeasuredProfile
+from kvrelay_simulator.clock import VirtualClock
+from kvrelay_simulator.traces import Tokens, read_trace
+from kvrelay_simulator.workers import FINGERPRINT, SimulatedDecode, WorkerSettings
+from kvrelay_simulator.workers import Request as Sent
 
 BLOCK_SIZE = 16
-COST = StepCost(fixed_s=6e-3, token_s=4e-5, pair_s=4e-9)
-TRACE_UNIT = 512  # prompt tokens that one of a trace's hash ids stands for
+COST = MeasuredProfile(
+    name="benchmark",
+    fixed_s=6e-3,
+    token_s=4e-5,
+    pair_s=4e-9,
+    kv_bytes_per_token=1,
+    kv_tokens=1,
+    transfer_bytes_s=1.0,
+)
 CASES: list[tuple[str, Chunking]] = [("sarathi", "fixed"), ("sarathi", "dynamic")]
 CASES += [(name, "fixed") for name in BUILT_IN if name != "sarathi"]
-
-Tokens = NDArray[np.int32]
 
 
 @dataclass(slots=True)
@@ -70,7 +73,6 @@ class Measured:
 
     requests: list[Request]
     seconds: float = 0.0
-    num_steps: int = 0
     num_preemptions: int = 0
     num_computed: int = 0
     num_cached: int = 0  # prompt tokens found in the cache at first admission
@@ -95,18 +97,10 @@ def synthetic_trace(num_requests: int, rate: float, seed: int) -> list[Request]:
     return requests
 
 
-def read_trace(path: Path, num_requests: int) -> list[Request]:
-    """The first requests of a trace file."""
-    requests = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in zip(range(num_requests), lines, strict=False):
-            entry = json.loads(line)
-            length = int(entry["input_length"])
-            ids = entry.get("hash_ids") or range(number << 20, (number << 20) + length // TRACE_UNIT + 1)
-            parts = [np.random.default_rng(each).integers(0, 50_000, TRACE_UNIT) for each in ids]
-            tokens = np.concatenate(parts)[:length].astype(np.int32)
-            requests.append(Request(entry["timestamp"] / 1e3, tokens, max(1, int(entry["output_length"]))))
-    return requests
+def traced(path: Path, num_requests: int) -> list[Request]:
+    """The first requests of a trace file. Raises BadTrace."""
+    trace = read_trace(path, num_requests)
+    return [Request(each.arrival_s, each.tokens(), each.num_output_tokens) for each in trace]
 
 
 def fitted(requests: Iterable[Request], max_model_len: int) -> list[Request]:
@@ -118,82 +112,65 @@ def fitted(requests: Iterable[Request], max_model_len: int) -> list[Request]:
     return cut
 
 
-class Simulation:
-    """A scheduler on a simulated clock."""
+class OneWorker(SimulatedDecode):
+    """A worker that does both phases; counts what the tables show."""
 
-    def __init__(
-        self,
-        name: str,
-        chunking: Chunking,
-        arguments: argparse.Namespace,
-        requests: list[Request],
-        make_cache: Callable[[BlockPool], Cache] = PrefixCache,
-    ) -> None:
-        self.pool = BlockPool(arguments.num_blocks, BLOCK_SIZE)
-        limits = SchedulerLimits(arguments.token_budget, arguments.max_running, arguments.max_model_len, frozenset())
-        settings = SchedulerSettings(
-            queue_order=arguments.queue_order, chunking=chunking, new_token_ratio=arguments.new_token_ratio
-        )
-        self.scheduler = make_scheduler(name, limits, self.pool, make_cache(self.pool), settings)
-        self.arguments = arguments
-        self.requests = [Request(r.arrival_s, r.prompt, r.num_output) for r in requests]
-        self.measured = Measured(self.requests)
-        self.now_s = 0.0
+    def __init__(self, settings: WorkerSettings, requests: list[Request]) -> None:
+        super().__init__("worker", COST, settings, VirtualClock())
+        self.measured = Measured([Request(r.arrival_s, r.prompt, r.num_output) for r in requests])
 
-    def run(self) -> Measured:
-        """Until the last token."""
-        num_arrived = 0
-        while num_arrived < len(self.requests) or self.scheduler.has_work:
-            while num_arrived < len(self.requests) and self.requests[num_arrived].arrival_s <= self.now_s:
-                self._arrive(num_arrived)
-                num_arrived += 1
-            if not self.scheduler.has_work:
-                self.now_s = self.requests[num_arrived].arrival_s
-                continue
-            self._step()
-        self.measured.seconds = self.now_s - self.requests[0].arrival_s
-        self.measured.num_preemptions = self.scheduler.num_preemptions
-        return self.measured
+    def run(self, max_tokens: int) -> Measured:
+        """Until the last token. `max_tokens`: what every request allows; 0: what it draws."""
+        measured, size = self.measured, self.settings.block_size
+        sent = []
+        for number, each in enumerate(measured.requests):
+            allowed = min(max_tokens, self.settings.max_model_len - len(each.prompt))
+            hashes = hash_blocks(root_hash(model=FINGERPRINT), each.prompt, size)
+            sent.append(Sent(number, each.arrival_s, each.prompt, hashes, each.num_output, max_tokens=allowed))
+            self.clock.at(each.arrival_s, partial(self.accept, sent[-1]))
+        while self.clock.step():
+            pass
+        assert not self.requests, "work waits and nothing runs"
+        measured.seconds = self.clock.now_s - measured.requests[0].arrival_s
+        measured.num_preemptions = self.scheduler.num_preemptions
+        measured.num_cached = sum(request.num_cached_tokens for request in sent)
+        return measured
 
-    def _arrive(self, number: int) -> None:
-        request = self.requests[number]
-        limit = self.arguments.max_model_len - len(request.prompt)
-        most = min(self.arguments.max_tokens, limit) if self.arguments.max_tokens else request.num_output
-        sequence = Sequence(
-            key=(str(number), 1, 0),
-            tokens=TokenBuffer(request.prompt),
-            num_prompt=len(request.prompt),
-            sampling=Sampling(max_tokens=max(most, request.num_output), stop_token_ids=(-1,)),
-            root=root_hash(model="benchmark"),
-            table=BlockTable(BLOCK_SIZE),
-            router=PeerRef("router", "1", "tcp://nowhere"),
-        )
-        self.scheduler.add(sequence)
-
-    def _step(self) -> None:
-        plan = self.scheduler.schedule()
-        assert plan.rows, f"work waits and nothing runs: {plan.held_back}"
-        num_pairs = sum(pairs(row.position, row.num_tokens) for row in plan.rows)
-        num_tokens = plan.num_prefill_tokens + plan.num_decode_tokens
-        step_s = COST.step_s(num_tokens, num_pairs)
-        self.measured.num_cached += sum(s.num_cached_tokens for s in plan.admitted if not s.num_preemptions)
+    def began(self, plan: StepPlan, step_s: float) -> None:
+        super().began(plan, step_s)
         use = self.scheduler.blocks.slot_use(self.scheduler.running.values())
-        self.now_s += step_s
-        self.measured.num_steps += 1
         self.measured.num_computed += plan.num_prefill_tokens
         self.measured.wasted += use.wasted * step_s
         self.measured.allocated += use.allocated * step_s
-        for output in self.scheduler.commit(plan, self._forward(plan, step_s)):
-            if output.token_id is not None:
-                self.requests[int(output.sequence.key[0])].token_times_s.append(self.now_s)
 
-    def _forward(self, plan: StepPlan, step_s: float) -> StepResult:
-        """The last token of a request's output is -1, which ends it; so a scheduler only knows `max_tokens`."""
-        rows = []
-        for row in plan.rows:
-            is_last = row.sequence.num_output + 1 == self.requests[int(row.sequence.key[0])].num_output
-            rows.append(RowResult((-1 if is_last else 1) if row.sample else None))
-        return StepResult(plan.step, rows, step_s)
+    def committed(self, outputs: list[SequenceOutput]) -> None:
+        for output in outputs:
+            if output.token_id is not None:
+                self.measured.requests[int(output.sequence.key[0])].token_times_s.append(self.clock.now_s)
+        super().committed(outputs)
+
+
+def simulate(
+    requests: list[Request],
+    arguments: argparse.Namespace,
+    scheduler: str,
+    chunking: Chunking = "fixed",
+    make_cache: Callable[[BlockPool], Cache] = PrefixCache,
+) -> Measured:
+    """The requests on one worker. `arguments`: as `main` parses them."""
+    settings = WorkerSettings(
+        block_size=BLOCK_SIZE,
+        decode_token_budget=arguments.token_budget,
+        max_running=arguments.max_running,
+        max_model_len=arguments.max_model_len,
+        scheduler=scheduler,
+        queue_order=arguments.queue_order,
+        chunking=chunking,
+        new_token_ratio=arguments.new_token_ratio,
+        kv_tokens=arguments.num_blocks * BLOCK_SIZE,
+        make_cache=make_cache,
+    )
+    return OneWorker(settings, requests).run(arguments.max_tokens)
 
 
 def figures(measured: Measured) -> list[str]:
@@ -243,7 +220,7 @@ def table(title: str, requests: list[Request], arguments: argparse.Namespace) ->
         "|---|---|" + "---:|" * (len(COLUMNS) - 2),
     ]
     for name, chunking in CASES:
-        measured = Simulation(name, chunking, arguments, requests).run()
+        measured = simulate(requests, arguments, name, chunking)
         lines.append(f"| {name} | {chunking} | {' | '.join(figures(measured))} |")
     return "\n".join(lines) + "\n"
 
@@ -262,7 +239,7 @@ def report(arguments: argparse.Namespace) -> str:
         max_tokens=arguments.max_tokens or "what a request draws",
     )
     if arguments.trace:
-        traces = {f"Trace {arguments.trace.name}": read_trace(arguments.trace, arguments.requests)}
+        traces = {f"Trace {arguments.trace.name}": traced(arguments.trace, arguments.requests)}
     else:
         traces = {
             f"Synthetic, {rate:g} requests a second": synthetic_trace(arguments.requests, rate, arguments.seed)

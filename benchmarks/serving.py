@@ -36,9 +36,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.client import Request, long_prompt_load, run_load, synthetic_load, traced_load
-from kvrelay.kv.hashing import hash_blocks, root_hash
 from kvrelay.scheduling.registry import BUILT_IN
 from kvrelay.telemetry.metrics_store import StepRecord, read_metrics
+from kvrelay_simulator.figures import best_possible_hit_rate
 from tests.fakes.stack import Stack
 
 BLOCK_SIZE = 16
@@ -150,20 +150,6 @@ def progress(total: int) -> Callable[[int], None]:
     return show
 
 
-def best_hit_rate(requests: Sequence[Request]) -> float:
-    """With a cache without end, in order of arrival: full blocks that an earlier prompt began with, but for the last
-    token, which is always computed. Outputs are not counted."""
-    seen: set[bytes] = set()
-    hits = total = 0
-    for request in requests:
-        hashes = hash_blocks(root_hash(model="benchmark"), request.prompt, BLOCK_SIZE)
-        reusable = hashes[: (len(request.prompt) - 1) // BLOCK_SIZE]
-        hits += BLOCK_SIZE * next((i for i, one in enumerate(reusable) if one not in seen), len(reusable))
-        total += len(request.prompt)
-        seen.update(hashes)
-    return hits / total
-
-
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
@@ -240,7 +226,7 @@ def scheduler_report(results: dict[Case, list[Outcome]], arguments: argparse.Nam
 
 def ablation_report(results: dict[Case, list[Outcome]], load: list[Request], plot: Path | None) -> list[str]:
     """Hit rates and what they are worth."""
-    best = best_hit_rate(load)
+    best = best_possible_hit_rate((request.prompt for request in load), BLOCK_SIZE)
     rows = []
     for case, outcomes in results.items():
         ttft = [[r.ttft_s for r in outcome.requests] for outcome in outcomes]

@@ -98,7 +98,7 @@ def _run(
     fleet.check_integrity()
     size = settings.workers.block_size
     num_blocks = sum(worker.pool.num_blocks for worker in fleet.prefill or fleet.decode)
-    best = best_possible_hit_rate(trace, size, num_blocks)
+    best = best_possible_hit_rate((request.tokens() for request in trace), size, num_blocks)
     return name, figures(fleet, requests, Slo(arguments.slo_ttft, arguments.slo_tpot), best)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from kvrelay.kv.hashing import BlockHash, hash_blocks, root_hash
 from kvrelay_simulator.fleet import SimulatedFleet
-from kvrelay_simulator.traces import TracedRequest
+from kvrelay_simulator.traces import Tokens
 from kvrelay_simulator.workers import FINGERPRINT, Request
 
 
@@ -85,22 +85,23 @@ def figures(fleet: SimulatedFleet, requests: Sequence[Request], slo: Slo, best_h
     )
 
 
-def best_possible_hit_rate(trace: Sequence[TracedRequest], block_size: int, num_blocks: int) -> float:
-    """Of one cache with `num_blocks` for the whole fleet, least recently used blocks out first, chains from their end;
-    each prompt is there from its arrival on. At least one token of each is computed."""
+def best_possible_hit_rate(prompts: Iterable[Tokens], block_size: int, num_blocks: int | None = None) -> float:
+    """Of one cache with `num_blocks` (None: without end) for the whole fleet, least recently used blocks out first,
+    chains from their end; each prompt is there from its arrival on. At least one token of each is computed, and
+    outputs are not counted, so a conversation's next turn may do better."""
     cache: OrderedDict[BlockHash, None] = OrderedDict()
     root = root_hash(model=FINGERPRINT)
     num_hits = num_tokens = 0
-    for request in trace:
-        hashes = hash_blocks(root, request.tokens(), block_size)
-        num_tokens += request.num_prompt_tokens
-        num_reusable = (request.num_prompt_tokens - 1) // block_size
+    for tokens in prompts:
+        hashes = hash_blocks(root, tokens, block_size)
+        num_tokens += len(tokens)
+        num_reusable = (len(tokens) - 1) // block_size
         num_held = next((i for i, each in enumerate(hashes) if each not in cache), len(hashes))
         num_hits += min(num_held, num_reusable) * block_size
         for each in reversed(hashes):
             cache[each] = None
             cache.move_to_end(each)
-        while len(cache) > num_blocks:
+        while num_blocks is not None and len(cache) > num_blocks:
             cache.popitem(last=False)
     return num_hits / num_tokens
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from math import isfinite
@@ -68,7 +68,7 @@ def scaled(requests: Iterable[TracedRequest], rate: float) -> list[TracedRequest
 
 
 def _read_jsonl(path: Path, lines: Sequence[str]) -> Iterable[TracedRequest]:
-    fresh = itertools.count(MAX_HASH_ID, -1)
+    fresh = _fresh_ids(path, range(MAX_HASH_ID, -1, -1))
     for number, line in enumerate(lines, 1):
         try:
             entry = json.loads(line)
@@ -87,7 +87,7 @@ def _read_jsonl(path: Path, lines: Sequence[str]) -> Iterable[TracedRequest]:
 
 
 def _read_csv(path: Path, lines: Sequence[str]) -> Iterable[TracedRequest]:
-    fresh = itertools.count(0)
+    fresh = _fresh_ids(path, range(MAX_HASH_ID + 1))
     for number, row in enumerate(csv.DictReader(lines), 2):
         try:
             at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
@@ -96,6 +96,12 @@ def _read_csv(path: Path, lines: Sequence[str]) -> Iterable[TracedRequest]:
             raise BadTrace(f"--trace {path}, line {number}: {type(error).__name__}: {error}") from error
         ids = tuple(next(fresh) for _ in range(-(-num_prompt // HASH_TOKENS)))
         yield TracedRequest(at, max(1, num_prompt), max(1, num_output), ids or (next(fresh),))
+
+
+def _fresh_ids(path: Path, ids: range) -> Iterator[int]:
+    """Ids whose tokens are numbers of 32 bits, each once."""
+    yield from ids
+    raise BadTrace(f"--trace {path}: more than {len(ids):,} pieces of {HASH_TOKENS} tokens; take fewer requests")
 
 
 def one_hot_prefix(

@@ -14,13 +14,13 @@ from functools import partial
 
 from kvrelay.engine.batch import RowResult, StepResult
 from kvrelay.fleet.records import WorkerRecord
-from kvrelay.kv.cache import PrefixCache
+from kvrelay.kv.cache import Cache, PrefixCache
 from kvrelay.kv.hashing import BlockHash, root_hash
 from kvrelay.kv.pool import BlockPool, Owner
 from kvrelay.kv.table import BlockTable
 from kvrelay.protocol.messages import PROTOCOL_VERSION, PeerRef, Status
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
+from kvrelay.scheduling.base import Chunking, QueueOrderName, SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.registry import make_scheduler
 from kvrelay.scheduling.sequence import Sequence, TokenBuffer
@@ -34,7 +34,8 @@ from kvrelay_simulator.traces import Tokens
 
 FINGERPRINT = "simulated"
 MODEL = "simulated"
-TOKEN = 1
+TOKEN, LAST_TOKEN = 1, 2
+"""What is drawn. A scheduler knows only how many tokens a request allows; its last one ends it as a stop token does."""
 HANDOFF_S = 1e-3  # messages of a handoff, beside its bytes
 ROUTER = PeerRef("router", "1", "tcp://router")
 
@@ -49,22 +50,31 @@ class WorkerSettings:
     max_running: int = 256
     max_model_len: int = 1 << 18
     scheduler: str = "sarathi"
-    queue_order: str = "fcfs"
+    queue_order: QueueOrderName = "fcfs"
+    chunking: Chunking = "fixed"
+    new_token_ratio: float = 0.0
     kv_tokens: int | None = None
+    make_cache: Callable[[BlockPool], Cache] = PrefixCache
+
+
+def _nothing(request: Request) -> None:
+    pass
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request on its way, with what became of it; times in virtual seconds."""
+    """One request on its way, with what became of it; times in virtual seconds. `max_tokens`: what it allows, where
+    that is more than the output that it draws."""
 
     number: int
     arrival_s: float
     tokens: Tokens
     hashes: list[BlockHash]
     num_output: int
-    on_first_token: Callable[[Request], None]
-    on_committed: Callable[[Request], None]
-    on_finished: Callable[[Request], None]
+    on_first_token: Callable[[Request], None] = _nothing
+    on_committed: Callable[[Request], None] = _nothing
+    on_finished: Callable[[Request], None] = _nothing
+    max_tokens: int = 0
     first_token_s: float | None = None
     finished_s: float | None = None
     num_cached_tokens: int = 0
@@ -81,7 +91,9 @@ class Request:
             key=(str(self.number), 1, 0),
             tokens=TokenBuffer(self.tokens),
             num_prompt=len(self.tokens),
-            sampling=Sampling(max_tokens=self.num_output, ignore_eos=True),
+            sampling=Sampling(
+                max_tokens=max(self.max_tokens, self.num_output), ignore_eos=True, stop_token_ids=(LAST_TOKEN,)
+            ),
             root=root_hash(model=FINGERPRINT),
             table=BlockTable(block_size),
             router=ROUTER,
@@ -101,13 +113,15 @@ class SimulatedWorker:
         self.settings = settings
         self.clock = clock
         self.pool = BlockPool((settings.kv_tokens or profile.kv_tokens) // settings.block_size, settings.block_size)
-        self.cache = PrefixCache(self.pool)
+        self.cache = settings.make_cache(self.pool)
         is_prefill = self.role == "prefill"
         self.token_budget = settings.prefill_token_budget if is_prefill else settings.decode_token_budget
         max_running = min(settings.max_running, self.token_budget)
         limits = SchedulerLimits(self.token_budget, max_running, settings.max_model_len, frozenset())
-        orders = SchedulerSettings(queue_order=settings.queue_order)  # type: ignore[arg-type]  # checked there
-        self.scheduler = make_scheduler(settings.scheduler, limits, self.pool, self.cache, orders)
+        policy = SchedulerSettings(
+            queue_order=settings.queue_order, chunking=settings.chunking, new_token_ratio=settings.new_token_ratio
+        )
+        self.scheduler = make_scheduler(settings.scheduler, limits, self.pool, self.cache, policy)
         self.speeds = SpeedMeter()
         self.busy_s = 0.0
         self.num_steps = 0
@@ -161,19 +175,27 @@ class SimulatedWorker:
                 load = StepLoad.of((row.position, row.num_tokens, row.is_prefill) for row in plan.rows)
                 step_s = self.profile.step_s(load)
                 self._stepping = True
-                self.busy_s += step_s
-                self.num_steps += 1
+                self.began(plan, step_s)
                 self.clock.after(step_s, partial(self._done, plan, step_s))
             elif not plan.preempted:
                 return
 
     def _done(self, plan: StepPlan, step_s: float) -> None:
         self._stepping = False
-        rows = [RowResult(TOKEN if row.sample else None) for row in plan.rows]
+        rows = [RowResult(self._draw(row.sequence) if row.sample else None) for row in plan.rows]
         outputs = self.scheduler.commit(plan, StepResult(plan.step, rows, step_s))
         self.speeds.stepped(plan, step_s)
         self.committed(outputs)
         self.wake()
+
+    def _draw(self, sequence: Sequence) -> int:
+        is_last = sequence.num_output + 1 == self.requests[sequence.key].num_output
+        return LAST_TOKEN if is_last else TOKEN
+
+    def began(self, plan: StepPlan, step_s: float) -> None:
+        """A step begins, and will take so long."""
+        self.busy_s += step_s
+        self.num_steps += 1
 
     def planned(self, plan: StepPlan) -> None:
         """Of the role."""

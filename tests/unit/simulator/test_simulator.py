@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvrelay.simulated.profiles import BUILT_IN, MeasuredProfile, StepLoad, UnknownProfile, find_profile
 from kvrelay_router.routing.policy import PolicyName
+from kvrelay_simulator import traces
 from kvrelay_simulator.cli import main
 from kvrelay_simulator.figures import Slo, best_possible_hit_rate, figures
 from kvrelay_simulator.fleet import CannotServe, FleetSettings, SimulatedFleet
@@ -144,9 +145,11 @@ def test_a_hot_prefix_replicates_in_a_busy_fleet() -> None:
 
 def test_the_best_possible_counts_what_came_before_and_a_bounded_cache_forgets() -> None:
     trace = [TracedRequest(float(i), 1024, 1, ids) for i, ids in enumerate([(0, 1), (2, 3), (0, 1), (0, 1)])]
-    assert best_possible_hit_rate(trace, 64, 1000) == pytest.approx(2 * 960 / 4096)  # one block is always computed
-    assert best_possible_hit_rate(trace, 64, 16) == pytest.approx(960 / 4096)
-    assert best_possible_hit_rate(cold_starts(20, 1.0), 64, 10**6) == 0
+    prompts = [request.tokens() for request in trace]
+    for without_end in (1000, None):  # one block is always computed
+        assert best_possible_hit_rate(prompts, 64, without_end) == pytest.approx(2 * 960 / 4096)
+    assert best_possible_hit_rate(prompts, 64, 16) == pytest.approx(960 / 4096)
+    assert best_possible_hit_rate((request.tokens() for request in cold_starts(20, 1.0)), 64) == 0
 
 
 # -- profiles ---------------------------------------------------------------------------------------------------------
@@ -231,3 +234,15 @@ def test_numbers_of_a_trace_must_be_finite(tmp_path: Path, line: str) -> None:
     trace.write_text(line.replace("Infinity}", 'Infinity, "output_length": 1}'), encoding="utf-8")
     with pytest.raises(BadTrace, match=r"bad\.jsonl, line 1"):
         read_trace(trace)
+
+
+def test_prompts_of_a_long_trace_never_share_by_accident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids whose tokens wrapped around would do that."""
+    monkeypatch.setattr(traces, "MAX_HASH_ID", 3)
+    path = tmp_path / "a.csv"
+    rows = [f"2023-11-16 18:15:{second},{length},1" for second, length in ((46, 1024), (47, 1000), (48, 1))]
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    with pytest.raises(BadTrace, match="more than 4 pieces of 512 tokens; take fewer requests"):
+        read_trace(path)
+    first, second = read_trace(path, 2)
+    assert set(first.hash_ids).isdisjoint(second.hash_ids)

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from kvrelay.fleet.embedded import EmbeddedRedis
 
 KINDS = ("unit", "component", "e2e", "faults", "gpu")
 TESTS = Path(__file__).parent
+
+# A slow machine is no failure. Where CI is set, examples are the same in every run: what a change breaks is its own.
+hypothesis.settings.register_profile(
+    "kvrelay",
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    derandomize="CI" in os.environ,
+    print_blob=True,
+)
+hypothesis.settings.load_profile("kvrelay")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -108,7 +108,7 @@ def test_a_stream_brings_all_texts_at_the_end(demo_stack: Stack) -> None:
     streamed = httpx.post(
         demo_stack.base_url + "/v1/completions",
         json={"model": demo_stack.model, "use_beam_search": True, "stream": True, **body},
-        timeout=60,
+        timeout=120,
     )
     events = [line.removeprefix("data: ") for line in streamed.text.split("\n\n") if line]
     assert events.pop() == "[DONE]"

@@ -14,6 +14,7 @@ import pytest
 
 from tests.e2e.conftest import DEMO_MODEL
 from tests.fakes.stack import Stack
+from tests.fakes.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,7 +28,9 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 @pytest.mark.parametrize("script", sorted(ROOT.glob("examples/*.py")), ids=lambda path: path.stem)
 def test_an_example_runs(stack: Stack, script: Path) -> None:
     environment = os.environ | {"KVRELAY_URL": stack.base_url}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=2 * PATIENCE_S
+    )
     assert done.returncode == 0, done.stderr
     assert EXPECTED[script.stem] in done.stdout
 

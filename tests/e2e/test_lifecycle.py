@@ -21,6 +21,7 @@ import pytest
 
 from tests.e2e.conftest import DEMO_MODEL
 from tests.fakes.stack import Stack
+from tests.fakes.waiting import PATIENCE_S, until, wait_until
 
 BLOCK = 16
 SMALL = ("--dtype", "float32", "--threads", "1", "--token-budget", "128", "--max-running", "64", "--num-blocks", "600")
@@ -49,14 +50,12 @@ def steps_taken(stack: Stack) -> int:
 
 
 async def wait_for_blocks(stack: Stack, role: str, owner: str) -> None:
-    async with asyncio.timeout(30):
-        while not any(worker["blocks"][owner] for worker in stack.workers(role)):
-            await asyncio.sleep(0.01)
+    await until(lambda: any(worker["blocks"][owner] for worker in stack.workers(role)))
 
 
 async def leave_once(stack: Stack, body: dict[str, Any], role: str, owner: str) -> None:
     """Sends a request and closes the connection as soon as a worker holds such a block for it."""
-    async with httpx.AsyncClient(base_url=stack.base_url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=stack.base_url, timeout=2 * PATIENCE_S) as client:
         request = asyncio.create_task(client.post("/v1/completions", json=body))
         await wait_for_blocks(stack, role, owner)
         assert not request.done()
@@ -66,10 +65,8 @@ async def leave_once(stack: Stack, body: dict[str, Any], role: str, owner: str) 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("role", "owner"), [("prefill", "computing"), ("decode", "running")])
-def test_a_client_that_leaves_frees_everything_within_a_second(
-    stack: Stack, stream: bool, role: str, owner: str
-) -> None:
-    long = {"prompt": prompt_of(4000, seed=stream), "max_tokens": 4000} if role == "prefill" else {"max_tokens": 4000}
+def test_a_client_that_leaves_frees_everything(stack: Stack, stream: bool, role: str, owner: str) -> None:
+    long = {"prompt": prompt_of(7000, seed=stream), "max_tokens": 1000} if role == "prefill" else {"max_tokens": 4000}
     asyncio.run(leave_once(stack, body_of(stack, stream=stream, **long), role, owner))
     stack.wait_until_clean()
     steps = steps_taken(stack)
@@ -219,7 +216,7 @@ def family_of(stack: Stack) -> Iterator[list[psutil.Process]]:
     root = psutil.Process(stack.process.pid)
     family = [root, *root.children(recursive=True)]
     yield family
-    _, alive = psutil.wait_procs(family, timeout=10)
+    _, alive = psutil.wait_procs(family, timeout=PATIENCE_S)
     assert not alive
 
 
@@ -234,13 +231,13 @@ def test_two_of_each_share_the_work_and_ctrl_c_lets_every_stream_end(tmp_path: P
         assert len(family) == 1 + 1 + 1 + 4  # up, redis, router, workers
         expected = stack.complete(prompt_of(60), 150, ignore_eos=True)["token_ids"]
         streams = [Stream(stack, body_of(stack, max_tokens=150)) for _ in range(8)]
-        assert all(stream.begun.wait(60) for stream in streams)
+        assert all(stream.begun.wait(PATIENCE_S) for stream in streams)
         totals = [worker["totals"] for worker in stack.workers("prefill")]
         assert all(each["handed_over"] > 0 for each in totals)
         assert all(worker["totals"]["handoffs_committed"] > 0 for worker in stack.workers("decode"))
         assert stack.stop() == 0
         for stream in streams:
-            stream.join(10)
+            stream.join(PATIENCE_S)
             assert stream.token_ids == expected
             assert stream.finish_reason == "length"
             assert stream.last_line == "data: [DONE]"
@@ -306,7 +303,7 @@ def test_a_small_pool_serves_more_than_it_holds_and_refuses_what_it_never_can(tm
 def failed_start(tmp_path: Path, *flags: str) -> tuple[int, str]:
     """Exit status and what was said."""
     command = [sys.executable, "-m", "kvrelay.cli.main", "up", "--port", "0", "--state-dir", str(tmp_path / "state")]
-    done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=2 * PATIENCE_S)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -357,11 +354,9 @@ def test_an_interrupt_during_the_start_ends_it(tmp_path: Path) -> None:
     with (tmp_path / "out").open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out)
     root = psutil.Process(process.pid)
-    deadline = threading.Event()
-    while len(root.children(recursive=True)) < 4 and process.poll() is None:
-        deadline.wait(0.02)
+    wait_until(lambda: len(root.children(recursive=True)) >= 4 or process.poll() is not None)
     family = root.children(recursive=True)
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) in (0, 130)
-    _, alive = psutil.wait_procs(family, timeout=10)
+    assert process.wait(PATIENCE_S) in (0, 130)
+    _, alive = psutil.wait_procs(family, timeout=PATIENCE_S)
     assert not alive

@@ -16,6 +16,7 @@ import pytest
 
 from tests.e2e.conftest import DEMO_MODEL
 from tests.fakes.stack import Stack
+from tests.fakes.waiting import PATIENCE_S
 
 SMALL = ("--dtype", "float32", "--threads", "1", "--token-budget", "256", "--max-running", "64", "--num-blocks", "600")
 FLAGS = (*SMALL, "--prefill", "2", "--decode", "2", "--routing-policy", "prefix_only")
@@ -27,7 +28,7 @@ def prompt_of(seed: int) -> list[int]:
     return random.Random(seed).choices(range(4, 2048), k=PROMPT)
 
 
-def until(condition: Callable[[], bool], within_s: float = 30.0) -> None:
+def until(condition: Callable[[], bool], within_s: float = PATIENCE_S) -> None:
     deadline = time.monotonic() + within_s
     while True:
         try:

@@ -101,7 +101,7 @@ def test_sixteen_workers_in_two_processes_give_every_stream_its_tokens(start: Ca
     assert asyncio.run(run()) == [expected(body["prompt"], body) for body in bodies]
     assert sum(worker["totals"]["handoffs_committed"] for worker in stack.workers("decode")) > 0
     assert sum(worker["totals"]["local_prompts"] for worker in stack.workers("decode")) == 0
-    stack.wait_until_clean(10)
+    stack.wait_until_clean()
     assert stack.stop() == 0
     logs = [path.read_text() for path in stack.state_dir.glob("*/*.log")]
     assert len(logs) == 3

@@ -8,6 +8,7 @@ gives other tokens than `expected_tokens`, in microseconds and without torch.
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 from collections.abc import Sequence
 
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from kvrelay.engine.batch import Candidates, ModelSpec, RowResult, SequenceKey, StepResult, WorkerBatch, WorkerRow
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
+from tests.fakes.waiting import PATIENCE_S
 
 VOCAB_SIZE = 1000
 EOS_TOKEN_ID = 0
@@ -57,7 +59,7 @@ def expected_tokens(prompt: Sequence[int], sampling: Sampling, max_model_len: in
 
 
 class HashRunner:
-    """Implements `ModelRunner`. `step_s` is how long a step takes."""
+    """Implements `ModelRunner`. A step takes `step_s`, and waits where `hold_after` says so."""
 
     def __init__(
         self,
@@ -91,6 +93,17 @@ class HashRunner:
         self._sequences: dict[SequenceKey, Sampling] = {}
         self._drawn: dict[SequenceKey, int] = {}
         self.step_s = step_s
+        self._num_free_steps = 0
+        self._may_run = threading.Event()
+        self._may_run.set()
+
+    def hold_after(self, num_steps: int) -> None:
+        """So many more steps run; the next one waits for `go_on`."""
+        self._num_free_steps = num_steps
+        self._may_run.clear()
+
+    def go_on(self) -> None:
+        self._may_run.set()
 
     @property
     def num_sequences(self) -> int:
@@ -108,6 +121,7 @@ class HashRunner:
         started = time.perf_counter()
         if self.step_s:
             time.sleep(self.step_s)
+        self._wait_while_held()
         self._swap(batch)
         if batch.copies:
             sources, targets = [copy.source for copy in batch.copies], [copy.target for copy in batch.copies]
@@ -115,6 +129,14 @@ class HashRunner:
             self.pool_bytes[targets] = self.pool_bytes[sources]
         rows = [self._run(row) for row in batch.rows]
         return StepResult(batch.step, rows, time.perf_counter() - started)
+
+    def _wait_while_held(self) -> None:
+        if self._may_run.is_set():
+            return
+        if self._num_free_steps:
+            self._num_free_steps -= 1
+            return
+        assert self._may_run.wait(PATIENCE_S), "nobody let the model go on"
 
     def _swap(self, batch: WorkerBatch) -> None:
         """Slots hold nonsense until a block is copied there, so a wrong or missing copy gives other tokens."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,8 @@ import redis
 
 from kvrelay.fleet.embedded import RedisServer
 from kvrelay.ports import HeldPort
+from tests.fakes.waiting import wait_until
 
-WITHIN_S = 60.0
 ONLY_WHEN_TOLD = 'save ""'
 """The data on disk is as of the last `client.save()`, and a start takes it up again."""
 BUS_OFFSET = 10_000
@@ -44,10 +43,7 @@ class ClusterNode(RedisServer):
         with redis.Redis(port=self.port) as node:
             for first in range(0, NUM_HASH_SLOTS, NUM_HASH_SLOTS // 4):
                 node.execute_command("CLUSTER", "ADDSLOTS", *range(first, first + NUM_HASH_SLOTS // 4))
-            deadline = time.monotonic() + WITHIN_S
-            while not cluster_is_ok(node):
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
+            wait_until(lambda: cluster_is_ok(node))
 
     def close(self) -> None:
         super().close()

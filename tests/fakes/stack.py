@@ -16,6 +16,8 @@ from typing import Any, Self
 import httpx
 import psutil
 
+from tests.fakes.waiting import PATIENCE_S
+
 START_TIMEOUT_S = 120.0
 IDLE_OWNERS = ("free", "cached", "total")
 
@@ -41,7 +43,7 @@ class Stack:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         self.base_url = self._wait_until_ready()
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self.http = httpx.Client(base_url=self.base_url, timeout=60, headers=headers)
+        self.http = httpx.Client(base_url=self.base_url, timeout=2 * PATIENCE_S, headers=headers)
         self.model: str = self.http.get("/v1/models").json()["data"][0]["id"]
 
     def fleet(self) -> dict[str, Any]:
@@ -62,9 +64,9 @@ class Stack:
                 busy[worker["worker_id"]] = held
         return busy
 
-    def wait_until_clean(self, timeout_s: float = 1.0) -> None:
-        """Within `timeout_s`, nothing of any request is left on any worker."""
-        deadline = time.monotonic() + timeout_s
+    def wait_until_clean(self) -> None:
+        """Until nothing of any request is left on any worker."""
+        deadline = time.monotonic() + PATIENCE_S
         while busy := self.busy_blocks():
             if time.monotonic() > deadline:
                 raise AssertionError(f"blocks are held although nothing runs: {busy}")
@@ -94,7 +96,7 @@ class Stack:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
         try:
-            return self.process.wait(60)
+            return self.process.wait(PATIENCE_S)
         finally:
             self.http.close()
 

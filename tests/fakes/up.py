@@ -12,9 +12,10 @@ from pathlib import Path
 
 import psutil
 
+from tests.fakes.waiting import PATIENCE_S
+
 ROOT = Path(__file__).parents[2]
 FAKE_SERVICES = Path(__file__).parent / "services"
-START_S = 30.0
 GREETING = "curl http"
 
 
@@ -39,7 +40,7 @@ class Up:
     def output(self) -> str:
         return "\n".join(self.lines)
 
-    def wait_for(self, pattern: str, count: int = 1, timeout_s: float = START_S) -> None:
+    def wait_for(self, pattern: str, count: int = 1, timeout_s: float = PATIENCE_S) -> None:
         """Until so many lines match."""
         with self._told:
             found = self._told.wait_for(
@@ -60,12 +61,12 @@ class Up:
         (found,) = [child for child in children if word in " ".join(child.cmdline())]
         return found
 
-    def wait_exit(self, timeout_s: float = START_S) -> int:
+    def wait_exit(self, timeout_s: float = PATIENCE_S) -> int:
         status = self.process.wait(timeout_s)
         self._reader.join(timeout_s)
         return status
 
-    def survivors(self, timeout_s: float = 5.0) -> list[psutil.Process]:
+    def survivors(self, timeout_s: float = PATIENCE_S) -> list[psutil.Process]:
         _, alive = psutil.wait_procs(self.family, timeout_s)
         return list(alive)
 

@@ -31,6 +31,7 @@ from kvrelay.worker.shell import RoleFactory, WorkerShell
 from kvrelay_decode.service import DecodeRole
 from kvrelay_prefill.service import PrefillRole
 from tests.fakes.hash_runner import HashRunner
+from tests.fakes.waiting import PATIENCE_S
 
 IDLE_OWNERS = {Owner.FREE.value, Owner.CACHED.value, "total"}
 
@@ -68,7 +69,7 @@ class LocalWorker:
         try:
             await self.shell.startup()
             self._task = asyncio.create_task(self.shell.main_loop())
-            await asyncio.wait_for(self.shell.membership.joined.wait(), 10)
+            await asyncio.wait_for(self.shell.membership.joined.wait(), PATIENCE_S)
         except BaseException:
             self.die()
             raise
@@ -91,6 +92,7 @@ class LocalWorker:
 
     def die(self) -> None:
         """As a crash looks to the others: silence. Also in the middle of a start or a stop; may be called twice."""
+        self.runner.go_on()
         if not hasattr(self.shell, "membership"):
             return
         # Not by cancellation alone: redis swallows one that comes at the wrong moment. A dead worker would then renew
@@ -108,6 +110,7 @@ class LocalWorker:
     async def stop(self) -> None:
         """As SIGTERM does."""
         assert self._task is not None
+        self.runner.go_on()
         self.shell.on_signal()
         try:
             await asyncio.gather(self._task, return_exceptions=True)
@@ -137,7 +140,7 @@ class Received:
         assert sorted(self.tokens) == list(range(len(self.tokens)))
         return [self.tokens[index] for index in range(len(self.tokens))]
 
-    async def until(self, condition: Callable[[Received], bool], timeout_s: float = 20.0) -> Received:
+    async def until(self, condition: Callable[[Received], bool], timeout_s: float = PATIENCE_S) -> Received:
         async def wait() -> None:
             while not condition(self):
                 self.changed.clear()
@@ -146,7 +149,7 @@ class Received:
         await asyncio.wait_for(wait(), timeout_s)
         return self
 
-    async def finished(self, timeout_s: float = 20.0) -> Received:
+    async def finished(self, timeout_s: float = PATIENCE_S) -> Received:
         return await self.until(lambda r: r.finish is not None or r.failed is not None, timeout_s)
 
 

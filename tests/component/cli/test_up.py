@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 
 from kvrelay.fleet.embedded import EmbeddedRedis
 from tests.fakes.up import GREETING, Up
+from tests.fakes.waiting import PATIENCE_S
 
 Start = Callable[..., Up]
 
@@ -39,7 +39,7 @@ def test_says_what_starts_and_is_ready_then_the_url_and_a_request_to_paste(start
     assert f"curl {url}/v1/chat/completions" in up.output
     assert '"What is an otter?"' in up.output
     port = int(url.rsplit(":", 1)[1])
-    socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S).close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -68,7 +68,7 @@ def test_a_second_interrupt_does_not_wait_for_a_worker_that_keeps_draining(start
     up.process.send_signal(signal.SIGINT)
     up.wait_for(r"^decode-0 +stopping")
     up.process.send_signal(signal.SIGINT)
-    assert up.wait_exit(10) == 0
+    assert up.wait_exit() == 0
     assert up.survivors() == []
 
 
@@ -76,7 +76,7 @@ def test_a_worker_that_outlasts_its_drain_timeout_is_killed(start: Start) -> Non
     up = start("--drain-timeout-s=0", FAKE_STUBBORN="decode")
     up.wait_ready()
     up.process.send_signal(signal.SIGINT)
-    assert up.wait_exit(20) == 0
+    assert up.wait_exit() == 0
     assert up.survivors() == []
 
 
@@ -193,8 +193,6 @@ def test_stops_while_it_is_starting(start: Start) -> None:
     up = start()
     up.wait_for(r"^router +starting")
     up.remember_children()
-    began = time.monotonic()
     up.process.send_signal(signal.SIGINT)
     assert up.wait_exit() == 0
-    assert time.monotonic() - began < 20
     assert up.survivors() == []

@@ -78,6 +78,7 @@ class FakeWorker:
         self.max_model_len = max_model_len
         self.model = "fake"
         self.draining = False
+        self.tells_status = True
         self.refusal = ""  # the answer to every Reserve
         self.failure: Failed | None = None  # the answer to every request
         self.received: list[tuple[Key, AnyBody]] = []
@@ -152,7 +153,8 @@ class FakeWorker:
         header, body, peer = event.header, event.body, event.peer
         key = (header.request, header.attempt, header.sequence)
         if isinstance(body, StatusQuery):
-            self.messenger.send(peer, self._status(body.query))
+            if self.tells_status:
+                self.messenger.send(peer, self._status(body.query))
             return
         self.received.append((key, body))
         if isinstance(body, Cancel | Stop):

@@ -17,9 +17,9 @@ from kvrelay_router.dispatch.handle import RunningRequest
 from kvrelay_router.dispatch.interface import GenerateRequest, SequenceDelta
 from kvrelay_router.dispatch.running import DispatchSettings
 from tests.component.dispatch.fake_workers import FAST, FakeDecode, FakePrefill, FakeWorker
+from tests.fakes.waiting import PATIENCE_S, until
 
 PROMPT = [1, 2, 3, 4, 5]
-WITHIN_S = 10.0
 
 
 class Rig:
@@ -40,10 +40,10 @@ class Rig:
         """Starts the dispatcher, and waits until it knows all workers."""
         for worker in workers:
             self.add(worker)
-        values = {"registry_interval_s": 0.05, "status_interval_s": 0.2} | settings
+        values = {"registry_interval_s": 0.05, "status_interval_s": 0.2, "live_timeout_s": 3.0} | settings
         self._dispatcher = RouterDispatcher(self._messenger, self._list_workers, DispatchSettings(**values))
         self.dispatcher.start()
-        await self.until(lambda: self.states() == dict.fromkeys(self.workers, "ready"))
+        await until(lambda: self.states() == dict.fromkeys(self.workers, "ready"))
 
     def add(self, worker: FakeWorker) -> None:
         """Another worker registers."""
@@ -70,14 +70,9 @@ class Rig:
         assert record is not None
         return record
 
-    async def until(self, condition: Callable[[], bool], within_s: float = WITHIN_S) -> None:
-        async with asyncio.timeout(within_s):
-            while not condition():
-                await asyncio.sleep(0.005)
-
     async def nothing_is_left(self) -> None:
         """On the living workers and in the dispatcher."""
-        await self.until(lambda: not any(worker.tasks for worker in self.workers.values()))
+        await until(lambda: not any(worker.tasks for worker in self.workers.values()))
         assert self.dispatcher.num_running == 0
         assert self.dispatcher.load.is_empty
 
@@ -105,7 +100,7 @@ async def read(handle: RunningRequest) -> dict[int, list[int]]:
 
 async def read_deltas(handle: RunningRequest) -> list[SequenceDelta]:
     deltas = []
-    async with asyncio.timeout(WITHIN_S * 2):
+    async with asyncio.timeout(PATIENCE_S):
         async for batch in handle.deltas():
             deltas += batch
     return deltas

@@ -11,6 +11,7 @@ from kvrelay.protocol.messages import Failed
 from kvrelay_router.dispatch.dispatcher import PROVEN_TOKENS
 from kvrelay_router.dispatch.interface import RequestFailed
 from tests.component.dispatch.rig import Rig, pair, read, two_pairs
+from tests.fakes.waiting import PATIENCE_S, until
 
 
 async def breaker_of(rig: Rig, worker_id: str) -> str:
@@ -68,8 +69,9 @@ async def test_a_long_stream_closes_the_breaker_before_its_end(rig: Rig) -> None
     assert await breaker_of(rig, "d0") != "closed"
     early.open.set()
     await late.reached.wait()
-    while await breaker_of(rig, "d0") != "closed":
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(PATIENCE_S):
+        while await breaker_of(rig, "d0") != "closed":
+            await asyncio.sleep(0.01)
     late.open.set()
     assert len((await read(handle))[0]) == PROVEN_TOKENS + 10
 
@@ -79,14 +81,14 @@ async def test_streams_that_began_before_do_not_speak_for_a_worker_that_fails_al
     await rig.start(prefill, decode)
     gate = decode.hold("token 40")
     handle = rig.submit(max_tokens=100)
-    await rig.until(lambda: rig.record(handle)["sequences"][0]["num_output_tokens"] == 40)
+    await until(lambda: rig.record(handle)["sequences"][0]["num_output_tokens"] == 40)
     key = decode.worker_id, decode.messenger.me.incarnation
     for _ in range(5):
         rig.dispatcher._placement.breakers.failed(key, time.monotonic())
     second = decode.hold("token 90")
     gate.open.set()
     await second.reached.wait()
-    await rig.until(lambda: rig.record(handle)["sequences"][0]["num_output_tokens"] == 90)
+    await until(lambda: rig.record(handle)["sequences"][0]["num_output_tokens"] == 90)
     assert await breaker_of(rig, "d0") != "closed"
     second.open.set()
     assert len((await read(handle))[0]) == 100

@@ -11,6 +11,7 @@ from kvrelay.protocol.messages import Cancel, Failed, Generate, NeedDecode, Pref
 from kvrelay_router.dispatch.interface import NoWorkerReady, RequestFailed
 from tests.component.dispatch.fake_workers import FakeDecode, FakePrefill, true_tokens
 from tests.component.dispatch.rig import PROMPT, Rig, pair, read, two_pairs
+from tests.fakes.waiting import until
 
 MOMENTS = [
     ("prefill", "start"),
@@ -38,7 +39,7 @@ async def test_a_worker_that_dies_costs_the_client_nothing(rig: Rig, victim: str
         gate.open.set()
     assert await read(handle) == {sequence: true_tokens(sequence, 8) for sequence in range(2)}
     await rig.nothing_is_left()
-    await rig.until(lambda: name not in rig.states())
+    await until(lambda: name not in rig.states())
 
 
 async def test_prefills_death_after_the_commit_costs_no_attempt(rig: Rig) -> None:
@@ -48,7 +49,7 @@ async def test_prefills_death_after_the_commit_costs_no_attempt(rig: Rig) -> Non
     handle = rig.submit()
     await gate.reached.wait()
     prefill.kill()
-    await rig.until(lambda: "p0" not in rig.states())
+    await until(lambda: "p0" not in rig.states())
     gate.open.set()
     assert await read(handle) == {0: true_tokens(0, 6)}
     assert rig.record(handle)["num_attempts"] == 1
@@ -75,7 +76,7 @@ async def test_workers_that_gave_up_a_silent_router_one_after_the_other_cost_no_
     await rig.start(*prefills, decode, max_attempts=1)
     handle = rig.submit()
     for attempt in (1, 2, 3):
-        await rig.until(lambda attempt=attempt: rig.record(handle)["num_attempts"] == attempt)  # type: ignore[misc]
+        await until(lambda attempt=attempt: rig.record(handle)["num_attempts"] == attempt)  # type: ignore[misc]
         lost = rig.workers[str(handle.served_by.prefill)].messenger.me
         rig.dispatcher._on_event(PeerLost(lost, "the peer lost its link to us", by_peer=True))
     for gate in gates:
@@ -122,7 +123,7 @@ async def test_a_resumed_attempt_carries_the_tokens_already_sent(rig: Rig) -> No
     handle = rig.submit(max_tokens=8)
     dying = rig.workers[str(handle.served_by.decode)]
     await dying.gates["token 4"].reached.wait()
-    await rig.until(lambda: rig.record(handle)["sequences"][0]["num_output_tokens"] == 4)
+    await until(lambda: rig.record(handle)["sequences"][0]["num_output_tokens"] == 4)
     dying.kill()
     for gate in gates:
         gate.open.set()
@@ -189,7 +190,7 @@ async def test_a_request_waits_for_a_worker_and_goes_on_where_it_stopped(rig: Ri
     handle = rig.submit(max_tokens=8)
     await gate.reached.wait()
     decode.kill()
-    await rig.until(lambda: "d0" not in rig.states())
+    await until(lambda: "d0" not in rig.states())
     with pytest.raises(NoWorkerReady):
         rig.submit()
     fleet = await rig.dispatcher.fleet()
@@ -219,12 +220,12 @@ async def test_a_client_that_leaves_while_its_request_waits_leaves_nothing(rig: 
     handle = rig.submit(max_tokens=8)
     await gate.reached.wait()
     decode.kill()
-    await rig.until(lambda: len(rig.record(handle)["sequences"][0]["attempts"]) == 1 and not rig.dispatcher.ready())
+    await until(lambda: len(rig.record(handle)["sequences"][0]["attempts"]) == 1 and not rig.dispatcher.ready())
     handle.cancel()
     await rig.nothing_is_left()
     replacement = FakeDecode("d9")
     rig.add(replacement)
-    await rig.until(lambda: rig.states().get("d9") == "ready")
+    await until(lambda: rig.states().get("d9") == "ready")
     await asyncio.sleep(0.2)
     assert not replacement.got(Generate) and len(prefill.got(Prefill)) == 1
 
@@ -260,5 +261,5 @@ async def test_prefill_that_asks_for_a_decode_worker_after_the_end_is_told_to_le
     assert await read(handle) == {0: true_tokens(0, 6)}
     key = (handle.request.request_id, 1, 0)
     prefill.send(rig.dispatcher.messenger.me, key, NeedDecode(reason="d0 is lost", excluded=["d0"]))
-    await rig.until(lambda: key in [told for told, _ in prefill.got(Cancel)])
+    await until(lambda: key in [told for told, _ in prefill.got(Cancel)])
     await rig.nothing_is_left()

@@ -13,6 +13,7 @@ from kvrelay.protocol.messages import Header, Reject
 from kvrelay_router.dispatch.interface import NoWorkerReady
 from tests.component.dispatch.fake_workers import FakeDecode, FakePrefill, true_tokens
 from tests.component.dispatch.rig import Rig, pair, read, two_pairs
+from tests.fakes.waiting import until
 
 
 async def test_a_router_is_ready_with_its_first_decode_worker(rig: Rig) -> None:
@@ -22,12 +23,12 @@ async def test_a_router_is_ready_with_its_first_decode_worker(rig: Rig) -> None:
     with pytest.raises(NoWorkerReady, match="no worker is ready"):
         rig.submit()
     rig.add(FakePrefill("p0", max_model_len=100))
-    await rig.until(lambda: rig.states() == {"p0": "ready"})
+    await until(lambda: rig.states() == {"p0": "ready"})
     assert not rig.dispatcher.ready()
     with pytest.raises(NoWorkerReady, match="no decode worker is ready"):
         rig.submit()
     rig.add(FakeDecode("d0"))
-    await rig.until(rig.dispatcher.ready)
+    await until(rig.dispatcher.ready)
     limits = rig.dispatcher.limits()
     assert limits is not None and limits.max_model_len == 100
     assert await read(rig.submit()) == {0: true_tokens(0, 6)}
@@ -35,7 +36,7 @@ async def test_a_router_is_ready_with_its_first_decode_worker(rig: Rig) -> None:
 
 async def test_the_fleet_is_asked_live_and_says_who_did_not_answer(rig: Rig) -> None:
     await rig.start(*two_pairs())
-    rig.workers["d1"].kill()
+    rig.workers["d1"].tells_status = False
     fleet = await rig.dispatcher.fleet()
     workers = {worker["worker_id"]: worker for worker in fleet["workers"]}
     assert {name: worker["live"] for name, worker in workers.items()} == {
@@ -52,18 +53,18 @@ async def test_the_fleet_is_asked_live_and_says_who_did_not_answer(rig: Rig) -> 
 async def test_the_registry_may_be_away(rig: Rig) -> None:
     await rig.start(*pair())
     rig.registry_is_away = True
-    await rig.until(lambda: rig.dispatcher.watch.registry_is_away != "")
+    await until(lambda: rig.dispatcher.watch.registry_is_away != "")
     assert await read(rig.submit()) == {0: true_tokens(0, 6)}
     rig.add(FakeDecode("d1"))
     rig.registry_is_away = False
-    await rig.until(lambda: rig.states() == {"p0": "ready", "d0": "ready", "d1": "ready"})
+    await until(lambda: rig.states() == {"p0": "ready", "d0": "ready", "d1": "ready"})
     assert (await rig.dispatcher.fleet())["router"]["registry"] == "ok"
 
 
 async def test_a_draining_worker_gets_nothing_new(rig: Rig) -> None:
     await rig.start(FakePrefill("p0"), FakeDecode("d0"), FakeDecode("d1"))
     rig.workers["d0"].draining = True
-    await rig.until(lambda: rig.states()["d0"] == "draining")
+    await until(lambda: rig.states()["d0"] == "draining")
     handles = [rig.submit() for _ in range(4)]
     for handle in handles:
         await read(handle)
@@ -75,7 +76,7 @@ async def test_a_worker_that_is_silent_for_a_while_comes_back(rig: Rig) -> None:
     await rig.start(prefill, decode)
     rig.dispatcher.view.lost(decode.messenger.me, "silent", asyncio.get_running_loop().time())
     assert not rig.dispatcher.ready()
-    await rig.until(rig.dispatcher.ready)
+    await until(rig.dispatcher.ready)
     assert await read(rig.submit()) == {0: true_tokens(0, 6)}
 
 
@@ -88,7 +89,7 @@ async def test_a_peer_that_refuses_is_shown_as_incompatible_and_not_used(rig: Ri
     rig.workers["old"] = refusing
     task = asyncio.create_task(_refuse_all(context, inbox, refusing.record))
     try:
-        await rig.until(lambda: rig.states().get("old") == "incompatible")
+        await until(lambda: rig.states().get("old") == "incompatible")
         for _ in range(4):
             assert await read(rig.submit()) == {0: true_tokens(0, 6)}
         shown = {worker["worker_id"]: worker for worker in (await rig.dispatcher.fleet())["workers"]}

@@ -107,7 +107,7 @@ async def test_a_killed_process_takes_only_its_own_streams_with_it_and_is_starte
             while decode.tasks or prefill.tasks:
                 await asyncio.sleep(0.01)
         router.process.send_signal(signal.SIGTERM)
-        assert await router.exit_status(30) == 0
+        assert await router.exit_status() == 0
 
 
 async def test_sigterm_drains_all_processes_and_lets_nobody_new_in(redis_server: EmbeddedRedis) -> None:
@@ -131,7 +131,7 @@ async def test_sigterm_drains_all_processes_and_lets_nobody_new_in(redis_server:
         assert all(psutil.pid_exists(process_id) for process_id in family)
         gate.open.set()
         assert all(map(is_complete, await asyncio.gather(*(stream.task for stream in streams))))
-        assert await router.exit_status(60) == 0
+        assert await router.exit_status() == 0
         assert not any(psutil.pid_exists(process_id) for process_id in family)
 
 
@@ -152,7 +152,7 @@ async def test_a_second_signal_ends_the_drain_with_error_events(redis_server: Em
         for stream in streams:
             *_, error, done = stream.task.result()
             assert "shutting down" in error and done == "data: [DONE]"
-        assert await router.exit_status(30) == 0
+        assert await router.exit_status() == 0
 
 
 async def test_the_limits_of_keys_hold_over_all_processes(redis_server: EmbeddedRedis) -> None:

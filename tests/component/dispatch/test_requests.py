@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from kvrelay_router.dispatch.dispatcher import LONG_PROMPT_TOKENS
 from kvrelay_router.dispatch.interface import GenerateRequest, NoWorkerReady, RequestFailed
 from tests.component.dispatch.fake_workers import CACHED_TOKENS, FakeDecode, FakePrefill, true_tokens
 from tests.component.dispatch.rig import PROMPT, Rig, pair, read, read_deltas, two_pairs
+from tests.fakes.waiting import PATIENCE_S, until
 
 
 async def test_a_request_goes_through_prefill_and_decode(rig: Rig) -> None:
@@ -116,7 +118,7 @@ async def test_without_prefill_decode_works_alone_and_the_fleet_says_so(rig: Rig
     fallback = (await rig.dispatcher.fleet())["fallback"]
     assert (fallback["decode_alone_requests"], fallback["active"]) == (1, True)
     rig.add(FakePrefill("p0"))
-    await rig.until(lambda: rig.states().get("p0") == "ready")
+    await until(lambda: rig.states().get("p0") == "ready")
     await read(rig.submit())
     assert (await rig.dispatcher.fleet())["fallback"]["active"] is False
 
@@ -143,7 +145,7 @@ async def test_stop_ends_a_sequence_on_both_workers_and_drops_its_later_tokens(r
     assert tokens.get(0, []) == true_tokens(0, len(tokens.get(0, [])))
     assert len(tokens.get(0, [])) <= 3
     assert tokens[1] == true_tokens(1, 50)
-    await rig.until(lambda: len(prefill.got(Stop)) == len(decode.got(Stop)) == 1)
+    await until(lambda: len(prefill.got(Stop)) == len(decode.got(Stop)) == 1)
     assert rig.record(handle)["sequences"][0]["finish"] == "stop_string"
     await rig.nothing_is_left()
 
@@ -162,7 +164,7 @@ async def test_cancel_reaches_both_workers_wherever_the_request_is(rig: Rig, wor
     handle.cancel()
     with pytest.raises(RequestFailed):
         await read(handle)
-    await rig.until(lambda: len(prefill.got(Cancel)) == len(decode.got(Cancel)) == 2)
+    await until(lambda: len(prefill.got(Cancel)) == len(decode.got(Cancel)) == 2)
     await rig.nothing_is_left()
     assert rig.record(handle)["state"] == "cancelled"
 
@@ -175,7 +177,7 @@ async def test_the_deadline_cancels_and_says_so(rig: Rig) -> None:
     with pytest.raises(RequestFailed, match=r"0\.3 s") as failure:
         await read(handle)
     assert failure.value.timed_out
-    await rig.until(lambda: len(prefill.got(Cancel)) == len(decode.got(Cancel)) == 1)
+    await until(lambda: len(prefill.got(Cancel)) == len(decode.got(Cancel)) == 1)
     await rig.nothing_is_left()
     assert rig.record(handle)["state"] == "timed_out"
 
@@ -183,9 +185,10 @@ async def test_the_deadline_cancels_and_says_so(rig: Rig) -> None:
 async def test_a_prompt_carries_what_is_left_of_its_time(rig: Rig) -> None:
     prefill, decode = pair()
     await rig.start(prefill, decode)
-    await read(rig.submit(timeout_s=30.0))
+    before = time.monotonic()
+    await read(rig.submit(timeout_s=3000.0))
     ((_, body),) = prefill.got(Prefill)
-    assert isinstance(body, Prefill) and 29.0 < body.prompt.timeout_s <= 30.0
+    assert isinstance(body, Prefill) and 3000.0 - (time.monotonic() - before) <= body.prompt.timeout_s <= 3000.0
 
 
 async def test_too_many_requests_are_refused_and_room_comes_back(rig: Rig) -> None:
@@ -222,7 +225,7 @@ async def test_drain_waits_for_running_requests_and_takes_no_new_ones(rig: Rig) 
     with pytest.raises(NoWorkerReady, match="shutting down"):
         rig.submit()
     gate.open.set()
-    assert await rig.dispatcher.drain(5)
+    assert await rig.dispatcher.drain(PATIENCE_S)
     assert await read(handle) == {0: true_tokens(0, 6)}
 
 

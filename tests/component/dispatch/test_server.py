@@ -17,8 +17,7 @@ from kvrelay.fleet import Registry
 from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.ports import HeldPort
 from tests.component.dispatch.fake_workers import FakeDecode, FakePrefill, FakeWorker
-
-START_WITHIN_S = 60.0
+from tests.fakes.waiting import PATIENCE_S
 
 
 class RouterProcess:
@@ -26,10 +25,10 @@ class RouterProcess:
 
     def __init__(self, process: asyncio.subprocess.Process, port: int) -> None:
         self.process = process
-        self.client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30)
+        self.client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S)
 
     async def ready(self, workers: dict[str, int]) -> None:
-        async with asyncio.timeout(START_WITHIN_S):
+        async with asyncio.timeout(PATIENCE_S):
             while True:
                 try:
                     answer = await self.client.get("/ready")
@@ -47,8 +46,17 @@ class RouterProcess:
             assert answer.headers["x-kvrelay-prefill"] == "p0"
             yield answer.aiter_lines()
 
-    async def exit_status(self, within_s: float) -> int:
-        return await asyncio.wait_for(self.process.wait(), within_s)
+    async def draining(self) -> None:
+        """Until it takes no new requests: it says so, or does not listen any more."""
+        async with asyncio.timeout(PATIENCE_S):
+            try:
+                while (await self.client.get("/ready")).status_code == 200:
+                    await asyncio.sleep(0.05)
+            except httpx.TransportError:
+                return
+
+    async def exit_status(self) -> int:
+        return await asyncio.wait_for(self.process.wait(), PATIENCE_S)
 
 
 @asynccontextmanager
@@ -95,13 +103,13 @@ async def test_running_streams_finish_after_sigterm(redis_server: EmbeddedRedis)
         async with router.stream(max_tokens=6) as lines:
             await gate.reached.wait()
             router.process.send_signal(signal.SIGTERM)
-            await asyncio.sleep(0.3)
+            await router.draining()
             assert router.process.returncode is None
             gate.open.set()
             events = [line async for line in lines if line]
         assert events[-1] == "data: [DONE]"
         assert '"finish_reason":"length"' in "".join(events)
-        assert await router.exit_status(10) == 0
+        assert await router.exit_status() == 0
 
 
 @pytest.mark.parametrize("end", ["drain timeout", "second signal"])
@@ -119,18 +127,18 @@ async def test_streams_that_do_not_finish_end_with_an_error_event(redis_server: 
             await gate.reached.wait()
             router.process.send_signal(signal.SIGTERM)
             if end == "second signal":
-                await asyncio.sleep(0.3)
+                await router.draining()
                 router.process.send_signal(signal.SIGINT)
             events = [line async for line in lines if line]
         assert "shutting down" in events[-2]
         assert events[-1] == "data: [DONE]"
-        assert await router.exit_status(10) == 0
+        assert await router.exit_status() == 0
         assert not decode.tasks
 
 
 async def test_a_router_lives_without_a_registry_and_says_that_nobody_is_ready() -> None:
     async with running("redis://127.0.0.1:1/0", "none") as router:
-        async with asyncio.timeout(START_WITHIN_S):
+        async with asyncio.timeout(PATIENCE_S):
             while True:
                 try:
                     answer = await router.client.get("/ready")
@@ -139,7 +147,7 @@ async def test_a_router_lives_without_a_registry_and_says_that_nobody_is_ready()
                     await asyncio.sleep(0.05)
         assert answer.status_code == 503
         router.process.send_signal(signal.SIGTERM)
-        assert await router.exit_status(10) == 0
+        assert await router.exit_status() == 0
 
 
 async def test_a_bad_flag_is_named_on_standard_error() -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import redis
@@ -19,21 +17,7 @@ from kvrelay.kv.cache import Stored
 from kvrelay.kv.hashing import BlockHash
 from tests.component.fleet.test_index_publisher import chain_of
 from tests.fakes.redis_servers import ONLY_WHEN_TOLD, ClusterNode, Sentinel
-
-WITHIN_S = 40.0
-
-
-def until(condition: Any) -> None:
-
-    deadline = time.monotonic() + WITHIN_S
-    while True:
-        try:
-            if condition():
-                return
-        except redis.RedisError:
-            pass
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+from tests.fakes.waiting import PATIENCE_S, wait_until
 
 
 def record() -> WorkerRecord:
@@ -53,13 +37,13 @@ def record() -> WorkerRecord:
 
 
 async def until_found(feed: IndexFeed, chain: list[BlockHash], expected: dict[str, int]) -> None:
-    async with asyncio.timeout(WITHIN_S):
+    async with asyncio.timeout(PATIENCE_S):
         while feed.replica is None or feed.replica.match(chain) != expected or await feed.lookup(chain) != expected:
             await asyncio.sleep(0.02)
 
 
 async def until_registered(registry: Registry, worker: WorkerRecord) -> None:
-    async with asyncio.timeout(WITHIN_S):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             try:
                 await registry.renew(worker, 30.0)
@@ -80,7 +64,7 @@ def primary(tmp_path: Path) -> Iterator[RedisServer]:
 def replica(primary: RedisServer, tmp_path: Path) -> Iterator[RedisServer]:
     with make_server(tmp_path, "replica", f"replicaof 127.0.0.1 {primary.port}") as server:
         with redis.Redis(port=server.port) as client:
-            until(lambda: client.info("replication")["master_link_status"] == "up")
+            wait_until(lambda: client.info("replication")["master_link_status"] == "up")
         yield server
 
 
@@ -90,7 +74,7 @@ def sentinel(primary: RedisServer, replica: RedisServer, tmp_path: Path) -> Iter
     directory.mkdir()
     with Sentinel(directory, primary.port) as server:
         with redis.Redis(port=server.port, decode_responses=True) as client:
-            until(lambda: int(client.sentinel_master("main")["num-slaves"]) == 1)
+            wait_until(lambda: int(client.sentinel_master("main")["num-slaves"]) == 1)
         yield server
 
 

@@ -14,6 +14,7 @@ import pytest
 import redis
 
 from kvrelay.fleet.embedded import EmbeddedRedis, EmbeddedRedisError, RedisServer, redis_executable
+from tests.fakes.waiting import PATIENCE_S
 
 
 def test_it_is_a_redis_that_never_evicts_and_writes_nothing_to_disk() -> None:
@@ -62,7 +63,7 @@ def test_it_starts_again_empty_under_the_same_url() -> None:
         with redis.Redis.from_url(url) as client:
             client.set("a", 1)
         os.kill(server.pid, signal.SIGKILL)
-        psutil.wait_procs([psutil.Process(server.pid)] if psutil.pid_exists(server.pid) else [], 5)
+        psutil.wait_procs([psutil.Process(server.pid)] if psutil.pid_exists(server.pid) else [], PATIENCE_S)
         server.restart()
         assert server.url == url
         with redis.Redis.from_url(url) as client:
@@ -79,7 +80,7 @@ def test_it_ends_with_its_parent_even_when_that_is_killed() -> None:
     parent.wait()
     parent.stdout.close()
     parent.stdin.close()
-    assert psutil.wait_procs([server], 5)[1] == []
+    assert psutil.wait_procs([server], PATIENCE_S)[1] == []
 
 
 def test_its_port_is_nobody_elses_while_it_is_down() -> None:

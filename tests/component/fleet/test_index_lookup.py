@@ -31,7 +31,6 @@ from kvrelay.kv.hashing import BlockHash
 from tests.fakes.redis_servers import ClusterNode
 
 TTL_MS = 600_000
-WITHIN_S = 20.0
 
 
 def block(name: object) -> BlockHash:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import secrets
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,8 +19,8 @@ from kvrelay.fleet.index.layout import index_base
 from kvrelay.kv.cache import CacheEvent, Removed, Stored
 from kvrelay.kv.hashing import BlockHash
 from tests.fakes.redis_servers import ONLY_WHEN_TOLD
+from tests.fakes.waiting import PATIENCE_S, until
 
-WITHIN_S = 20.0
 INCARNATIONS = iter(range(1, 1 << 20))
 
 
@@ -50,7 +50,7 @@ class Fleet:
         """Replica and script agree with `expected`."""
         found: list[dict[str, int] | None] = []
         try:
-            async with asyncio.timeout(WITHIN_S):
+            async with asyncio.timeout(PATIENCE_S):
                 while found != [expected, expected]:
                     replica = self.feed.replica
                     found = [await self.feed.lookup(chain), None if replica is None else replica.match(chain)]
@@ -63,12 +63,6 @@ class Fleet:
         await self.feed.close()
         for publisher in self.publishers:
             await asyncio.to_thread(publisher.close)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WITHIN_S):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def chain_of(length: int) -> list[BlockHash]:

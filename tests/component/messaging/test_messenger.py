@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import os
 import signal
 import sys
 import time
@@ -23,6 +24,7 @@ from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol import codec
 from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings, PeerLost, PeerRefused
 from kvrelay.protocol.messages import Alive, Cancel, Header, PeerRef
+from tests.fakes.waiting import PATIENCE_S, until
 
 FAST = LinkSettings(alive_interval_s=0.1, peer_timeout_s=1.0, resend_after_s=0.2, resend_at_most_s=0.5)
 ECHO_PEER = Path(__file__).with_name("echo_peer.py")
@@ -36,7 +38,7 @@ def run(request: pytest.FixtureRequest) -> Run:
 
     def run_on_loop(test: Coroutine[Any, Any, None]) -> None:
         with asyncio.Runner(loop_factory=request.param) as runner:
-            runner.run(asyncio.wait_for(test, 25))
+            runner.run(asyncio.wait_for(test, 2 * PATIENCE_S))
 
     return run_on_loop
 
@@ -82,8 +84,8 @@ class Party:
     def refused(self) -> list[PeerRef]:
         return [event.peer for event in self.events if isinstance(event, PeerRefused)]
 
-    async def until(self, condition: Callable[[], bool], within_s: float = 10.0) -> None:
-        async with asyncio.timeout(within_s):
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
             while not condition():
                 self._news.clear()
                 await self._news.wait()
@@ -112,6 +114,14 @@ async def echo_process(port: int = 0) -> AsyncIterator[tuple[asyncio.subprocess.
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+def own_fds() -> set[int]:
+    return {int(name) for name in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{name}")}
+
+
+def own_threads() -> set[int]:
+    return {thread.id for thread in psutil.Process().threads()}
 
 
 def port_of(peer: PeerRef) -> int:
@@ -255,16 +265,15 @@ def test_peers_of_different_models_both_learn_of_it_once(run: Run) -> None:
     run(test())
 
 
-def test_a_killed_peer_is_reported_lost_in_time(run: Run) -> None:
+def test_a_killed_peer_is_reported_lost(run: Run) -> None:
     async def test() -> None:
         a = Party("a")
         async with parties(a), echo_process() as (process, echo):
             a.send(echo, "1")
             await a.until(lambda: a.texts == ["1"])
             process.kill()
-            await a.until(lambda: a.lost == [echo], within_s=FAST.peer_timeout_s + 1)
-            await asyncio.sleep(0.2)
-            assert a.messenger._outboxes == {}
+            await a.until(lambda: a.lost == [echo])
+            await until(lambda: a.messenger._outboxes == {})
 
     run(test())
 
@@ -298,10 +307,9 @@ def test_a_stopped_peer_is_given_up_and_works_again_when_it_wakes(run: Run) -> N
             await a.until(lambda: a.texts == ["1"])
             process.send_signal(signal.SIGSTOP)
             a.send(echo, *(["x" * 100_000] * 200))
-            await a.until(lambda: a.lost == [echo], within_s=FAST.peer_timeout_s + 1)
+            await a.until(lambda: a.lost == [echo])
             assert a.messenger.num_unacked == 0
-            await asyncio.sleep(0.1)
-            assert a.messenger._outboxes == {}, "what is queued for a stopped peer goes with its socket"
+            await until(lambda: a.messenger._outboxes == {})  # what is queued for it goes with its socket
             process.send_signal(signal.SIGCONT)
             await asyncio.sleep(4 * FAST.alive_interval_s)
             a.send(echo, "2")
@@ -312,15 +320,15 @@ def test_a_stopped_peer_is_given_up_and_works_again_when_it_wakes(run: Run) -> N
 
 def test_close_leaves_neither_socket_nor_thread(run: Run) -> None:
     async def test() -> None:
-        process = psutil.Process()
-        num_fds, num_threads = process.num_fds(), process.num_threads()
+        fds, threads = own_fds(), own_threads()
         a, b = Party("a"), Party("b")
         async with parties(a, b):
             a.send(b.me, "hello")
             await b.until(lambda: b.texts == ["hello"])
-            assert process.num_fds() > num_fds
+            assert own_fds() > fds
         a.messenger.close()
-        assert (process.num_fds(), process.num_threads()) == (num_fds, num_threads)
+        assert own_fds() <= fds  # what earlier tests left may go meanwhile
+        assert own_threads() <= threads
 
     run(test())
 
@@ -352,7 +360,7 @@ def test_close_does_not_wait_for_peers_that_are_dead_or_stopped(run: Run) -> Non
             await asyncio.sleep(0.1)
             started = time.monotonic()
             a.messenger.close(linger_s=0.2)
-            assert time.monotonic() - started < 1.5
+            assert time.monotonic() - started < PATIENCE_S  # they would take it for ever
 
     run(test())
 
@@ -361,9 +369,9 @@ def test_a_port_in_use_is_an_error_that_leaves_nothing_behind() -> None:
     async def test() -> None:
         a = Party("a")
         async with parties(a):
-            num_fds = psutil.Process().num_fds()
+            fds = own_fds()
             with pytest.raises(zmq.ZMQError, match="in use"):
                 Party("b", port=port_of(a.me))
-            assert psutil.Process().num_fds() == num_fds
+            assert own_fds() <= fds
 
     asyncio.run(test())

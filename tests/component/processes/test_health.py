@@ -16,6 +16,7 @@ from kvrelay.cli.health import health
 from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.telemetry.pages import Page, Pages
 from tests.fakes.hash_runner import HashRunner
+from tests.fakes.waiting import PATIENCE_S
 from tests.fakes.workers import LocalWorker
 
 
@@ -76,7 +77,7 @@ async def test_a_worker_is_ready_between_its_joining_and_its_drain(redis_server:
         starting = await http.get("/ready")
         assert (starting.status_code, starting.text) == (503, "starting\n")
         worker._task = asyncio.create_task(worker.shell.main_loop())
-        await asyncio.wait_for(worker.shell.membership.joined.wait(), 30)
+        await asyncio.wait_for(worker.shell.membership.joined.wait(), PATIENCE_S)
         assert (await http.get("/ready")).text == "ready\n"
         assert await asyncio.to_thread(health, [str(http.base_url.join("/ready"))]) == 0
         worker.shell._draining = True

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,6 +16,7 @@ from kvrelay_router.api.server import HttpServer, bind, serve
 from kvrelay_router.api.settings import ApiSettings
 from kvrelay_router.text.service import TextService
 from tests.fakes.scripted_dispatcher import Script, ScriptedDispatcher
+from tests.fakes.waiting import PATIENCE_S
 
 MODEL = "test-model"
 
@@ -29,8 +29,8 @@ class Router:
         self.dispatcher = dispatcher
         self.text = text
         self.url = f"http://127.0.0.1:{server.port}"
-        self.http = httpx.AsyncClient(base_url=self.url, timeout=20)
-        self.openai = openai.AsyncOpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, timeout=20)
+        self.http = httpx.AsyncClient(base_url=self.url, timeout=PATIENCE_S)
+        self.openai = openai.AsyncOpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
 
     def tokens(self, text: str) -> list[int]:
         """Plain tokens of a text."""
@@ -55,21 +55,14 @@ class Router:
 
 @asynccontextmanager
 async def running_router(
-    text: TextService, *, limits: SharedLimits | None = None, **settings: Any
+    text: TextService, *, limits: SharedLimits | None = None, graceful_timeout_s: float = 2.0, **settings: Any
 ) -> AsyncIterator[Router]:
     """A router with these settings."""
     dispatcher = ScriptedDispatcher(lambda request, sequence: Script([]))
     app = create_app(ApiSettings(model_names=(MODEL, "alias"), **settings), dispatcher, text, limits)
-    router = Router(await serve(app, bind("127.0.0.1", 0), graceful_timeout_s=2), dispatcher, text)
+    router = Router(await serve(app, bind("127.0.0.1", 0), graceful_timeout_s=graceful_timeout_s), dispatcher, text)
     router.answers("An otter is a mammal.")
     try:
         yield router
     finally:
         await router.close()
-
-
-async def eventually(condition: Callable[[], bool], within_s: float) -> None:
-    """Waits for a condition, and fails if it does not come true in time."""
-    async with asyncio.timeout(within_s):
-        while not condition():
-            await asyncio.sleep(0.002)

@@ -12,6 +12,7 @@ from kvrelay.protocol.sampling import BeamResult, BeamSpec, FinishReason
 from kvrelay_router.dispatch.interface import ModelLimits
 from tests.component.router.rig import Router
 from tests.fakes.scripted_dispatcher import Script
+from tests.fakes.waiting import PATIENCE_S
 
 HELLO = [{"role": "user", "content": "hi"}]
 
@@ -98,7 +99,7 @@ async def test_a_stream_has_each_text_in_one_event(router: Router) -> None:
 
 async def test_too_few_texts_are_an_error_and_no_silence(router: Router) -> None:
     finds(router, "An otter")
-    answer = await asyncio.wait_for(router.post("/v1/completions", prompt="x", use_beam_search=True, n=2), 10)
+    answer = await asyncio.wait_for(router.post("/v1/completions", prompt="x", use_beam_search=True, n=2), PATIENCE_S)
     assert answer.status_code == 502
     assert "1 texts, 2 were asked for" in answer.json()["error"]["message"]
 

@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 import socket
-import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -17,8 +16,9 @@ import pytest
 from kvrelay_router.api import body
 from kvrelay_router.api.server import bind
 from kvrelay_router.dispatch.interface import ModelLimits, RequestFailed
-from tests.component.router.rig import MODEL, Router, eventually
+from tests.component.router.rig import MODEL, Router
 from tests.fakes.scripted_dispatcher import Script
+from tests.fakes.waiting import PATIENCE_S, until
 
 HELLO: list[Any] = [{"role": "user", "content": "hi"}]
 COMPLETION = {"model": MODEL, "prompt": "x"}
@@ -53,7 +53,7 @@ async def test_a_client_that_goes_away_cancels_its_request(
     """Queued or generating, streaming or not, with a proper end of the connection or a reset."""
     router.answers("An otter is a mammal.", hang_after=hang_after)
     reader, writer = await send_raw(router, "/v1/completions", {**COMPLETION, "stream": stream})
-    await eventually(lambda: len(router.dispatcher.handles) == 1, 2)
+    await until(lambda: len(router.dispatcher.handles) == 1)
     if stream and hang_after:
         assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
     handle = router.dispatcher.handles[0]
@@ -61,18 +61,16 @@ async def test_a_client_that_goes_away_cancels_its_request(
     assert handle.cancelled_at is None
     if abrupt:
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-    gone = time.monotonic()
     writer.close()
-    await eventually(lambda: handle.cancelled_at is not None, 2)
-    assert handle.cancelled_at is not None and handle.cancelled_at - gone < 0.1
+    await until(lambda: handle.cancelled_at is not None)
 
 
 async def test_a_client_that_goes_away_cancels_all_its_prompts(router: Router) -> None:
     router.answers("An otter is a mammal.", hang_after=1)
     _, writer = await send_raw(router, "/v1/completions", {"model": MODEL, "prompt": ["x", "y", "z"], "stream": True})
-    await eventually(lambda: len(router.dispatcher.handles) == 3, 2)
+    await until(lambda: len(router.dispatcher.handles) == 3)
     writer.close()
-    await eventually(lambda: all(handle.cancelled_at for handle in router.dispatcher.handles), 0.5)
+    await until(lambda: all(handle.cancelled_at for handle in router.dispatcher.handles))
 
 
 async def test_a_client_that_does_not_read_holds_nobody_up(router: Router) -> None:
@@ -85,12 +83,12 @@ async def test_a_client_that_does_not_read_holds_nobody_up(router: Router) -> No
     _, writer = await send_raw(
         router, "/v1/completions", {"model": MODEL, "prompt": [9], "stream": True, "max_tokens": 400_000}
     )
-    await eventually(lambda: len(router.dispatcher.handles) == 1, 2)
+    await until(lambda: len(router.dispatcher.handles) == 1)
     answer = await router.post("/v1/completions", prompt="x", max_tokens=300)
     assert answer.json()["choices"][0]["text"] == "otter " * 60
     assert router.dispatcher.handles[0].cancelled_at is None
     writer.close()
-    await eventually(lambda: router.dispatcher.handles[0].cancelled_at is not None, 0.5)
+    await until(lambda: router.dispatcher.handles[0].cancelled_at is not None)
 
 
 async def test_a_finished_request_is_not_cancelled(router: Router) -> None:
@@ -192,12 +190,12 @@ async def test_too_many_requests_are_429(make_router: Callable[..., Any]) -> Non
     async with make_router(max_requests=1) as router:
         router.answers("otter", hang_after=0)
         _, writer = await send_raw(router, "/v1/completions", COMPLETION)
-        await eventually(lambda: len(router.dispatcher.handles) == 1, 2)
+        await until(lambda: len(router.dispatcher.handles) == 1)
         answer = await router.post("/v1/completions", prompt="x")
         assert answer.status_code == 429
         assert (answer.headers["retry-after"], answer.json()["error"]["type"]) == ("1", "rate_limit_error")
         writer.close()
-        await eventually(lambda: router.dispatcher.handles[0].cancelled_at is not None, 1)
+        await until(lambda: router.dispatcher.handles[0].cancelled_at is not None)
         router.answers("otter")
         assert (await router.post("/v1/completions", prompt="x")).status_code == 200
 
@@ -247,8 +245,8 @@ async def test_an_endless_body_is_answered_before_its_end(make_router: Callable[
         reader, writer = await asyncio.open_connection("127.0.0.1", router.server.port)
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
         writer.write(b"400\r\n" + b" " * 1024 + b"\r\n")
-        assert b" 413 " in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 1)
-        assert b"request_too_large" in await asyncio.wait_for(reader.read(), 3)
+        assert b" 413 " in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE_S)
+        assert b"request_too_large" in await asyncio.wait_for(reader.read(), PATIENCE_S)
         writer.close()
 
 
@@ -256,7 +254,7 @@ async def test_a_body_that_does_not_arrive_is_408(router: Router, monkeypatch: p
     monkeypatch.setattr(body, "BODY_TIMEOUT_S", 0.05)
     reader, writer = await asyncio.open_connection("127.0.0.1", router.server.port)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
-    answer = await asyncio.wait_for(reader.read(), 2)
+    answer = await asyncio.wait_for(reader.read(), PATIENCE_S)
     assert b" 408 " in answer and b"took too long" in answer
     writer.close()
 
@@ -334,12 +332,13 @@ async def test_connections_do_not_wait_to_fill_packets(router: Router) -> None:
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-async def test_stopping_lets_streams_finish(router: Router) -> None:
-    router.answers("An otter is a mammal.", pause_s=0.02)
-    stream = await router.openai.completions.create(model=MODEL, prompt="x", stream=True)
-    stopping = asyncio.create_task(router.server.stop())
-    assert "".join([chunk.choices[0].text async for chunk in stream]) == "An otter is a mammal."
-    await stopping
+async def test_stopping_lets_streams_finish(make_router: Callable[..., Any]) -> None:
+    async with make_router(graceful_timeout_s=PATIENCE_S) as router:
+        router.answers("An otter is a mammal.", pause_s=0.02)
+        stream = await router.openai.completions.create(model=MODEL, prompt="x", stream=True)
+        stopping = asyncio.create_task(router.server.stop())
+        assert "".join([chunk.choices[0].text async for chunk in stream]) == "An otter is a mammal."
+        await stopping
     with pytest.raises(httpx.ConnectError):
         await httpx.AsyncClient().get(router.url + "/health")
 

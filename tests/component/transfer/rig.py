@@ -21,8 +21,7 @@ from kvrelay.transfer.base import (
 )
 from kvrelay.transfer.wire import Bytes
 from tests.component.transfer.transports import EMPTY, Transport
-
-PATIENCE_S = 15.0
+from tests.fakes.waiting import PATIENCE_S
 
 
 class Log:

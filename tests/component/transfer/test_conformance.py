@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from kvrelay.transfer.base import BlockCopy, SenderDrained
-from tests.component.transfer.rig import PATIENCE_S, Plan, Rig, scattered
+from tests.component.transfer.rig import Plan, Rig, scattered
 from tests.component.transfer.transports import source_pool, target_pool
 
-pytestmark = [pytest.mark.component, pytest.mark.timeout(2 * PATIENCE_S)]
+pytestmark = [pytest.mark.component]
 
 KIB = 1024
 

@@ -12,13 +12,12 @@ import pytest
 from kvrelay.transfer.base import BlockCopy, SenderDrained
 from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender, NixlSettings, TransportUnavailable
 from kvrelay.transfer.wire import Bytes
-from tests.component.transfer.rig import PATIENCE_S, Plan, Rig, SendingEnd, scattered
+from tests.component.transfer.rig import Plan, Rig, SendingEnd, scattered
 from tests.component.transfer.test_processes import BLOCK_BYTES, NUM_BLOCKS, child
 from tests.component.transfer.transports import NO_NIXL, TRANSPORTS, source_pool, target_pool, without_nixl
 
 pytestmark = [
     pytest.mark.component,
-    pytest.mark.timeout(3 * PATIENCE_S),
     pytest.mark.skipif(bool(NO_NIXL), reason=NO_NIXL),
 ]
 

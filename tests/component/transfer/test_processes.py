@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 
 from tests.component.transfer.end_process import digest
-from tests.component.transfer.rig import PATIENCE_S, Plan, Rig, scattered
+from tests.component.transfer.rig import Plan, Rig, scattered
 from tests.component.transfer.transports import Transport, source_pool, target_pool
+from tests.fakes.waiting import PATIENCE_S
 
-pytestmark = [pytest.mark.component, pytest.mark.timeout(3 * PATIENCE_S)]
+pytestmark = [pytest.mark.component]
 
 BLOCK_BYTES = 64 * 1024
 NUM_BLOCKS = 1200

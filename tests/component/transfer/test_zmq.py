@@ -16,10 +16,10 @@ from kvrelay.transfer.checksums import checksums_of
 from kvrelay.transfer.endpoints import tcp_address
 from kvrelay.transfer.wire import Bytes, encode_header
 from kvrelay.transfer.zmq_transport import SenderSettings, ZmqReceiver, ZmqSender
-from tests.component.transfer.rig import PATIENCE_S, Plan, Rig, SendingEnd, scattered
+from tests.component.transfer.rig import Plan, Rig, SendingEnd, scattered
 from tests.component.transfer.transports import TRANSPORTS, source_pool, target_pool
 
-pytestmark = [pytest.mark.component, pytest.mark.timeout(2 * PATIENCE_S)]
+pytestmark = [pytest.mark.component]
 
 BLOCK_BYTES = 16 * 1024
 WINDOW = 8

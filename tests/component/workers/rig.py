@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from tests.fakes.hash_runner import VOCAB_SIZE, HashRunner
+from tests.fakes.waiting import PATIENCE_S, until
 from tests.fakes.workers import LocalWorker, StubRouter
 
 
@@ -20,11 +21,9 @@ class Fleet:
     prefill: list[LocalWorker]
     decode: list[LocalWorker]
 
-    async def until_clean(self, timeout_s: float = 5.0) -> None:
+    async def until_clean(self) -> None:
         """Everything was let go of on all living workers."""
-        async with asyncio.timeout(timeout_s):
-            while not all(worker.is_clean() for worker in [*self.prefill, *self.decode]):
-                await asyncio.sleep(0.01)
+        await until(lambda: all(worker.is_clean() for worker in [*self.prefill, *self.decode]))
         for worker in [*self.prefill, *self.decode]:
             worker.shell.pool.check_integrity()
             assert worker.runner.num_sequences == 0
@@ -48,7 +47,7 @@ async def fleet(
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 45))
+    asyncio.run(asyncio.wait_for(test(), 2 * PATIENCE_S))
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

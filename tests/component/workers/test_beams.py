@@ -3,7 +3,6 @@ read, whoever shares, copies, or loses them."""
 
 from __future__ import annotations
 
-import asyncio
 import random
 
 import pytest
@@ -13,6 +12,7 @@ from kvrelay.protocol.sampling import BeamSpec, Sampling
 from tests.component.workers.rig import fleet, prompt_of, run
 from tests.fakes.beam_oracle import expected_beams
 from tests.fakes.hash_runner import HashRunner, expected_tokens
+from tests.fakes.waiting import until
 from tests.fakes.workers import Received
 
 pytestmark = pytest.mark.component
@@ -111,19 +111,19 @@ def test_one_token_never_reaches_decode(redis_url: str) -> None:
 @pytest.mark.parametrize("local", [True, False])
 def test_a_cancelled_search_leaves_nothing(redis_url: str, local: bool) -> None:
     async def test() -> None:
-        runners = [HashRunner(), HashRunner(step_s=0.01)]
-        async with fleet(redis_url, runners[:1], runners[1:]) as f:
+        async with fleet(redis_url, [HashRunner()], [HashRunner()]) as f:
             prompt, decode = prompt_of(50), f.decode[0]
+            decode.runner.hold_after(10)
             sampling = Sampling(max_tokens=150, beams=BeamSpec(width=4, num_returned=4), ignore_eos=True)
             if local:
                 f.router.generate(decode.me, "a", prompt, sampling)
             else:
                 f.router.prefill(f.prefill[0].me, decode.me, "a", prompt, sampling)
-            async with asyncio.timeout(10):
-                while len(decode.shell.scheduler.running) < 4:
-                    await asyncio.sleep(0.005)
+            await until(lambda: len(decode.shell.scheduler.running) >= 4)
             for worker in (f.prefill[0], decode):
                 f.router.send(worker.me, "a", Cancel(reason="the client is gone"))
+            await until(lambda: not f.router.messenger.num_unacked)
+            decode.runner.go_on()
             await f.until_clean()
 
     run(test)
@@ -148,14 +148,12 @@ def test_a_worker_that_dies_in_the_middle_takes_no_answer_with_it(redis_url: str
     """Nothing was sent yet: another attempt on another worker finds the same texts."""
 
     async def test() -> None:
-        runners = [HashRunner(), HashRunner(step_s=0.02), HashRunner()]
-        async with fleet(redis_url, runners[:1], runners[1:]) as f:
+        async with fleet(redis_url, [HashRunner()], [HashRunner(), HashRunner()]) as f:
+            f.decode[0].runner.hold_after(10)
             prompt = prompt_of(70)
             sampling = Sampling(max_tokens=60, beams=BeamSpec(width=4, num_returned=3), ignore_eos=True)
             first = f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt, sampling)
-            async with asyncio.timeout(10):
-                while len(f.decode[0].shell.scheduler.running) < 4:
-                    await asyncio.sleep(0.005)
+            await until(lambda: len(f.decode[0].shell.scheduler.running) >= 4)
             f.decode.pop(0).die()
             assert not first.beams
             got = f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt, sampling, attempt=2)

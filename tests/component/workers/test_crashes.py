@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from tests.component.workers.rig import run
 from tests.fakes.hash_runner import HashRunner
 from tests.fakes.workers import LocalWorker
 
@@ -22,4 +23,4 @@ def test_a_thread_that_dies_ends_the_worker(redis_url: str) -> None:
             await worker._task
         await worker.shell.shutdown()
 
-    asyncio.run(asyncio.wait_for(test(), 20))
+    run(test)

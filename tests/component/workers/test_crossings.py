@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +11,7 @@ from kvrelay.protocol.messages import Abort, Reassign
 from kvrelay.protocol.sampling import Sampling
 from tests.component.workers.rig import fleet, prompt_of, run
 from tests.fakes.hash_runner import HashRunner, expected_tokens
+from tests.fakes.waiting import until
 
 pytestmark = pytest.mark.component
 LONG = Sampling(temperature=0.0, max_tokens=60, ignore_eos=True)
@@ -27,11 +27,14 @@ def test_an_abort_that_crosses_the_commit_does_not_end_a_running_request(redis_u
     """Prefill gives up, as at the end of its drain, before it hears that decode has taken over."""
 
     async def test() -> None:
-        async with fleet(redis_url, [HashRunner()], [HashRunner(step_s=0.005)]) as f:
+        async with fleet(redis_url, [HashRunner()], [HashRunner()]) as f:
+            f.decode[0].runner.hold_after(10)
             got = f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt_of(30), LONG)
             await got.until(lambda r: len(r.tokens) > 3)
             abort = Abort(reservation="", reason="the worker shut down")
             f.prefill[0].shell.messenger.send(f.decode[0].me, abort, request="a", attempt=1)
+            await until(lambda: not f.prefill[0].shell.messenger.num_unacked)
+            f.decode[0].runner.go_on()
             assert (await got.finished()).output == expected_tokens(prompt_of(30), LONG, 512)
             await f.until_clean()
 
@@ -40,13 +43,14 @@ def test_an_abort_that_crosses_the_commit_does_not_end_a_running_request(redis_u
 
 def test_prompts_that_nobody_will_decode_leave_the_queue_and_the_step(redis_url: str) -> None:
     async def test() -> None:
-        async with fleet(redis_url, [HashRunner(step_s=0.3)], [HashRunner()], token_budget=32, max_running=8) as f:
+        async with fleet(redis_url, [HashRunner()], [HashRunner()], token_budget=32, max_running=8) as f:
+            f.prefill[0].runner.hold_after(0)
             computing = f.router.prefill(f.prefill[0].me, f.decode[0].me, "computing", prompt_of(400), LONG)
             queued = f.router.prefill(f.prefill[0].me, f.decode[0].me, "queued", prompt_of(100, 1), LONG)
-            async with asyncio.timeout(5):
-                while not f.prefill[0].blocks["computing"]:
-                    await asyncio.sleep(0.01)
+            await until(lambda: f.prefill[0].blocks["computing"])
             f.decode.pop().die()
+            await until(lambda: computing.need_decode and queued.need_decode)
+            f.prefill[0].runner.go_on()
             for name, got in (("computing", computing), ("queued", queued)):
                 await got.until(lambda r: bool(r.need_decode))
                 assert f.prefill[0].shell.scheduler.has_work

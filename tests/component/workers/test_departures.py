@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 import pytest
@@ -13,6 +12,7 @@ from kvrelay.protocol.sampling import Sampling
 from kvrelay.transfer.zmq_receiver import ZmqReceiver
 from tests.component.workers.rig import fleet, prompt_of, run
 from tests.fakes.hash_runner import HashRunner, expected_tokens
+from tests.fakes.waiting import until
 
 pytestmark = pytest.mark.component
 GREEDY = Sampling(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -62,16 +62,13 @@ def test_a_drain_does_not_wait_for_slots_that_nobody_can_prove_safe(
 
     async def test() -> None:
         settings = {"token_budget": 16, "max_running": 16, "drain_timeout_s": 3600.0}
-        async with fleet(redis_url, [HashRunner(step_s=0.05)], [HashRunner()], **settings) as f:
+        async with fleet(redis_url, [HashRunner()], [HashRunner()], **settings) as f:
+            f.prefill[0].runner.hold_after(4)
             f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt_of(400), GREEDY)
             decode = f.decode[0]
-            async with asyncio.timeout(10):
-                while not decode.blocks["reserved"]:
-                    await asyncio.sleep(0.005)
+            await until(lambda: decode.blocks["reserved"])
             f.prefill.pop().die()
-            async with asyncio.timeout(10):
-                while not decode.shell.role.queues()["sender_lost"]:
-                    await asyncio.sleep(0.05)
+            await until(lambda: decode.shell.role.queues()["sender_lost"])
             assert decode.shell.role.num_open == 1
             f.decode.clear()
             await decode.stop()  # this process lives on, so its end is no proof; the test's own timeout would be
@@ -83,13 +80,14 @@ def test_a_second_signal_right_after_the_first_is_not_lost(redis_url: str) -> No
     """Both come before the worker looks up from what it does."""
 
     async def test() -> None:
-        runners = [HashRunner(), HashRunner(step_s=0.02)]
-        async with fleet(redis_url, runners[:1], runners[1:], drain_timeout_s=3600.0) as f:
+        async with fleet(redis_url, [HashRunner()], [HashRunner()], drain_timeout_s=3600.0) as f:
+            f.decode[0].runner.hold_after(10)
             sampling = Sampling(temperature=0.0, max_tokens=480, ignore_eos=True)
             got = f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt_of(20), sampling)
             await got.until(lambda r: len(r.tokens) > 3)
             f.decode[0].shell.on_signal()
             f.decode[0].shell.on_signal()
+            f.decode[0].runner.go_on()
             assert (await got.finished()).failed == "the worker shut down"
 
     run(test)

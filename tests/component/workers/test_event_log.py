@@ -67,7 +67,7 @@ def recorded(redis_url: str, tmp_path: Path) -> list[Path]:
             for number in range(30):  # those that ran on the dead one, and those stopped on one of their workers
                 for worker in (prefill, second):
                     f.router.send(worker, f"r{number}", Cancel(reason="the test is over"))
-            await f.until_clean(20)
+            await f.until_clean()
 
     run(test)
     return sorted(tmp_path.glob("*.jsonl"))

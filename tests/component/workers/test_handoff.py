@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from kvrelay.protocol.sampling import FinishReason, Sampling
 from kvrelay.telemetry.metrics_store import StepRecord, read_metrics
 from tests.component.workers.rig import fleet, prompt_of, run
 from tests.fakes.hash_runner import EOS_TOKEN_ID, HashRunner, expected_tokens
+from tests.fakes.waiting import PATIENCE_S, until
 from tests.fakes.workers import Received, StubRouter
 
 pytestmark = pytest.mark.component
@@ -41,12 +43,13 @@ def test_a_prompt_of_any_length_is_computed_handed_over_and_continued(redis_url:
 
 def test_blocks_leave_while_later_chunks_are_computed(redis_url: str) -> None:
     async def test() -> None:
-        runners = [HashRunner(step_s=0.03), HashRunner()]
-        async with fleet(redis_url, runners[:1], runners[1:], token_budget=32, max_running=16) as f:
+        async with fleet(redis_url, [HashRunner()], [HashRunner()], token_budget=32, max_running=16) as f:
+            f.prefill[0].runner.hold_after(9)
             got = f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt_of(320), GREEDY)
-            await got.until(lambda r: 0 in r.tokens)
-            # 10 chunks of 2 blocks: when the first token is out, only the last two chunks' blocks may be under way.
-            assert f.prefill[0].shell.role.totals()["pushed_blocks"] >= 16
+            # 10 chunks of 2 blocks, of which the last is not computed.
+            await until(lambda: f.prefill[0].shell.role.totals()["pushed_blocks"] == 18)
+            assert not got.tokens
+            f.prefill[0].runner.go_on()
             await got.finished()
 
     run(test)
@@ -54,15 +57,14 @@ def test_blocks_leave_while_later_chunks_are_computed(redis_url: str) -> None:
 
 def test_a_cached_prefix_leaves_before_the_first_forward(redis_url: str) -> None:
     async def test() -> None:
-        runners = [HashRunner(step_s=0.2), HashRunner(), HashRunner()]
-        async with fleet(redis_url, runners[:1], runners[1:]) as f:
+        async with fleet(redis_url, [HashRunner()], [HashRunner(), HashRunner()]) as f:
             await f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt_of(300), GREEDY).finished()
             before = f.prefill[0].shell.role.totals()["pushed_blocks"]
+            f.prefill[0].runner.hold_after(0)
             got = f.router.prefill(f.prefill[0].me, f.decode[1].me, "b", prompt_of(300), GREEDY)
-            async with asyncio.timeout(5):
-                while f.prefill[0].shell.role.totals()["pushed_blocks"] < before + 18:
-                    await asyncio.sleep(0.005)
-            assert not got.tokens  # the step that computes the rest is still running
+            await until(lambda: f.prefill[0].shell.role.totals()["pushed_blocks"] >= before + 18)
+            assert not got.tokens
+            f.prefill[0].runner.go_on()
             await got.finished()
 
     run(test)
@@ -104,13 +106,12 @@ def test_sequences_of_one_prompt_compute_send_and_store_it_once(redis_url: str) 
 
 def test_a_shared_prefix_that_never_arrives_holds_nobody_up(redis_url: str) -> None:
     async def test() -> None:
-        runners = [HashRunner(step_s=0.05), HashRunner(), HashRunner()]
+        runners = [HashRunner(), HashRunner(), HashRunner()]
         async with fleet(redis_url, runners[:2], runners[2:], token_budget=16, max_running=16) as f:
             slow, quick = f.prefill
+            slow.runner.hold_after(4)
             f.router.prefill(slow.me, f.decode[0].me, "dying", prompt_of(300), GREEDY)
-            async with asyncio.timeout(5):
-                while not f.decode[0].blocks["reserved"]:
-                    await asyncio.sleep(0.005)
+            await until(lambda: f.decode[0].blocks["reserved"])
             got = f.router.prefill(quick.me, f.decode[0].me, "waiting", prompt_of(300), GREEDY)
             f.prefill.remove(slow)
             slow.die()
@@ -182,11 +183,12 @@ def test_a_large_handoff_is_not_starved_by_local_prompts(redis_url: str) -> None
             running = [local(number) for number in range(5)]
             await running[0].until(lambda r: bool(r.tokens))
             large = f.router.prefill(f.prefill[0].me, f.decode[0].me, "large", prompt_of(280), sampling)
-            for number in range(5, 60):  # one comes whenever one ends: there are always some that would fit
-                await running.pop(0).finished()
-                running.append(local(number))
-                if large.finish is not None:
-                    break
+            async with asyncio.timeout(PATIENCE_S):
+                for number in itertools.count(5):  # one comes whenever one ends: there are always some that would fit
+                    await running.pop(0).finished()
+                    running.append(local(number))
+                    if large.finish is not None:
+                        break
             assert large.output == expected_tokens(prompt_of(280), sampling, 320)
             for got in running:
                 await got.finished()
@@ -232,7 +234,7 @@ def test_many_requests_over_pools_too_small_for_them_all_finish_with_their_own_t
                 got = f.router.prefill(sender.me, receiver.me, f"r{number}", prompt, sampling)
                 jobs.append((prompt, sampling, got))
             for prompt, sampling, got in jobs:
-                await got.finished(40)
+                await got.finished()
                 assert got.failed is None
                 assert got.output == expected_tokens(prompt, sampling, 224)
             await f.until_clean()
@@ -271,7 +273,7 @@ def test_cancels_and_stops_at_any_moment_leave_nothing_behind(redis_url: str) ->
                 for worker in rng.sample([f.prefill[0].me, f.decode[0].me], 2):
                     f.router.send(worker, name, body)
             for prompt, got in kept:
-                assert (await got.finished(30)).output == expected_tokens(prompt, sampling, 512)
+                assert (await got.finished()).output == expected_tokens(prompt, sampling, 512)
             await f.until_clean()
 
     run(test)
@@ -279,19 +281,21 @@ def test_cancels_and_stops_at_any_moment_leave_nothing_behind(redis_url: str) ->
 
 def test_prefill_keeps_the_kv_until_commit_and_serves_another_decode_worker(redis_url: str) -> None:
     async def test() -> None:
-        runners = [HashRunner(step_s=0.01), HashRunner(), HashRunner()]
+        runners = [HashRunner(), HashRunner(), HashRunner()]
         async with fleet(redis_url, runners[:1], runners[1:], token_budget=32, max_running=16) as f:
             first, second = f.decode
+            f.prefill[0].runner.hold_after(3)
             got = f.router.prefill(f.prefill[0].me, first.me, "a", prompt_of(200), GREEDY)
-            await asyncio.sleep(0.03)
+            await until(lambda: f.prefill[0].shell.role.totals()["pushed_blocks"])
             first.die()
             f.decode.remove(first)
-            await got.until(lambda r: bool(r.need_decode), 10)
+            f.prefill[0].runner.go_on()
+            await got.until(lambda r: bool(r.need_decode))
             assert got.need_decode[0].excluded == [first.me.peer_id]
-            steps = f.prefill[0].shell.steps.totals.num_prefill_tokens
+            await until(lambda: f.prefill[0].shell.steps.totals.num_prefill_tokens == 200)
             f.router.send(f.prefill[0].me, "a", Reassign(decode=second.me))
             assert (await got.finished()).output == expected_tokens(prompt_of(200), GREEDY, 512)
-            assert steps == 200  # nothing was computed again
+            assert f.prefill[0].shell.steps.totals.num_prefill_tokens == 200  # nothing was computed again
             await f.until_clean()
 
     run(test)
@@ -299,46 +303,44 @@ def test_prefill_keeps_the_kv_until_commit_and_serves_another_decode_worker(redi
 
 def test_a_dead_prefill_worker_leaves_no_reservation_behind(redis_url: str) -> None:
     async def test() -> None:
-        runners = [HashRunner(step_s=0.05), HashRunner()]
-        async with fleet(redis_url, runners[:1], runners[1:], token_budget=16, max_running=16) as f:
+        async with fleet(redis_url, [HashRunner()], [HashRunner()], token_budget=16, max_running=16) as f:
+            f.prefill[0].runner.hold_after(4)
             f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt_of(400), GREEDY)
-            async with asyncio.timeout(5):
-                while not f.decode[0].blocks["reserved"]:
-                    await asyncio.sleep(0.01)
+            await until(lambda: f.decode[0].blocks["reserved"])
             f.prefill.pop().die()
-            await f.until_clean(10)
+            await f.until_clean()
 
     run(test)
 
 
 def test_a_router_that_dies_has_its_requests_ended(redis_url: str) -> None:
     async def test() -> None:
-        runners = [HashRunner(step_s=0.01), HashRunner(step_s=0.01)]
-        async with fleet(redis_url, runners[:1], runners[1:]) as f:
+        async with fleet(redis_url, [HashRunner()], [HashRunner()]) as f:
+            f.decode[0].runner.hold_after(20)
             other = StubRouter("dying-router")
             sampling = Sampling(temperature=0.0, max_tokens=450, ignore_eos=True)
             for number in range(4):
                 other.prefill(f.prefill[0].me, f.decode[0].me, f"r{number}", prompt_of(30, number), sampling)
-            async with asyncio.timeout(5):
-                while not f.decode[0].blocks["running"]:
-                    await asyncio.sleep(0.01)
+            await until(lambda: f.decode[0].blocks["running"])
             other.close()
-            await f.until_clean(10)
+            await until(lambda: not f.decode[0].shell.role.num_open)
+            f.decode[0].runner.go_on()
+            await f.until_clean()
 
     run(test)
 
 
 def test_a_draining_decode_worker_finishes_what_runs_and_refuses_what_comes(redis_url: str) -> None:
     async def test() -> None:
-        runners = [HashRunner(), HashRunner(step_s=0.005)]
-        async with fleet(redis_url, runners[:1], runners[1:]) as f:
+        async with fleet(redis_url, [HashRunner()], [HashRunner()]) as f:
+            f.decode[0].runner.hold_after(10)
             sampling = Sampling(temperature=0.0, max_tokens=100, ignore_eos=True)
             old = f.router.prefill(f.prefill[0].me, f.decode[0].me, "old", prompt_of(30), sampling)
             await old.until(lambda r: len(r.tokens) > 3)
             f.decode[0].shell.on_signal()
-            await asyncio.sleep(0.1)
             new = f.router.prefill(f.prefill[0].me, f.decode[0].me, "new", prompt_of(31), sampling)
             await new.until(lambda r: bool(r.need_decode))
+            f.decode[0].runner.go_on()
             assert (await old.finished()).output == expected_tokens(prompt_of(30), sampling, 512)
             f.router.send(f.prefill[0].me, "new", Reassign(decode=None))
             assert (await new.finished()).failed
@@ -351,8 +353,8 @@ def test_a_draining_worker_says_that_it_did_not_begin_what_it_refuses(redis_url:
     """So that the router does not count it as a try; what was begun and given up counts."""
 
     async def test() -> None:
-        runner = HashRunner(step_s=0.005)
-        async with fleet(redis_url, [runner], [runner]) as f:
+        async with fleet(redis_url, [HashRunner()], [HashRunner()]) as f:
+            f.decode[0].runner.hold_after(4)
             sampling = Sampling(temperature=0.0, max_tokens=400, ignore_eos=True)
             worker = f.prefill[0] if role == "prefill" else f.decode[0]
             running = f.router.generate(f.decode[0].me, "running", prompt_of(30), sampling)
@@ -384,13 +386,10 @@ def test_a_worker_that_begins_to_drain_tells_the_routers_at_once(redis_url: str,
 
             router = Messenger("asking-router", on_event, settings=LinkSettings(0.1, 2.0))
             router.start()
-            async with asyncio.timeout(5):
-                router.send(worker.me, StatusQuery(query=1))
-                while not reports:
-                    await asyncio.sleep(0.01)
-                worker.shell.on_signal()
-                while len(reports) < 2:
-                    await asyncio.sleep(0.01)
+            router.send(worker.me, StatusQuery(query=1))
+            await until(lambda: reports)
+            worker.shell.on_signal()
+            await until(lambda: len(reports) >= 2)
             router.close(0)
             assert [report.draining for report in reports] == [False, True]
 

@@ -13,6 +13,7 @@ from kvrelay.protocol.sampling import Sampling
 from kvrelay.telemetry.metrics_store import HandoffRecord, read_metrics
 from tests.component.workers.rig import fleet, prompt_of, run
 from tests.fakes.hash_runner import HashRunner, expected_tokens
+from tests.fakes.waiting import until
 from tests.fakes.workers import LocalWorker
 
 pytestmark = pytest.mark.component
@@ -37,16 +38,19 @@ def test_after_the_last_chunk_only_its_own_blocks_are_outstanding_whatever_the_p
     lengths = [64, 128, 192, 320, 448]
 
     async def test() -> None:
-        runners = [HashRunner(step_s=0.05), HashRunner()]  # decode has answered before the second chunk
         settings = {"push_when": push_when, "token_budget": CHUNK_TOKENS, "max_running": 8}
         path = str(tmp_path / "{worker_id}.jsonl")
-        async with fleet(redis_url, [], runners[1:], **settings) as f:
-            prefill = LocalWorker(redis_url, "prefill", runners[0], worker_id="p", metrics_file=path, **settings)
+        async with fleet(redis_url, [], [HashRunner()], **settings) as f:
+            prefill = LocalWorker(redis_url, "prefill", HashRunner(), worker_id="p", metrics_file=path, **settings)
             f.prefill.append(prefill)
             await prefill.start()
             for length in lengths:
                 prompt = prompt_of(length)
-                got = await f.router.prefill(prefill.me, f.decode[0].me, f"r{length}", prompt, GREEDY).finished()
+                prefill.runner.hold_after(0)
+                got = f.router.prefill(prefill.me, f.decode[0].me, f"r{length}", prompt, GREEDY)
+                await until(lambda: report(prefill).queues["granted"])  # decode has answered before the first chunk
+                prefill.runner.go_on()
+                await got.finished()
                 assert got.output == expected_tokens(prompt, GREEDY, 512)
 
     run(test)

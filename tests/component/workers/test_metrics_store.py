@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.protocol.sampling import FinishReason, Sampling
 from kvrelay.telemetry.metrics_store import HandoffRecord, Record, SequenceRecord, StepRecord, read_metrics
+from tests.component.workers.rig import run
 from tests.fakes.hash_runner import HashRunner
 from tests.fakes.workers import LocalWorker, StubRouter
 
@@ -35,7 +35,7 @@ def records(redis_server: EmbeddedRedis, tmp_path: Path) -> dict[str, list[Recor
             await worker.stop()
         router.close()
 
-    asyncio.run(asyncio.wait_for(serve(), 30))
+    run(serve)
     return {role: list(read_metrics(tmp_path / f"{role}.jsonl")) for role in ("prefill", "decode")}
 
 

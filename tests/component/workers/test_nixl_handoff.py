@@ -19,6 +19,7 @@ from kvrelay_prefill import service as prefill_service
 from tests.component.transfer.transports import NO_NIXL
 from tests.component.workers.rig import Fleet, fleet, prompt_of, run
 from tests.fakes.hash_runner import HashRunner, expected_tokens
+from tests.fakes.waiting import until
 from tests.fakes.workers import LocalWorker
 
 pytestmark = [pytest.mark.component, pytest.mark.skipif(bool(NO_NIXL), reason=NO_NIXL)]
@@ -32,9 +33,7 @@ def redis_url() -> Iterator[str]:
 
 
 async def until_reserved(f: Fleet) -> None:
-    async with asyncio.timeout(5):
-        while not f.decode[0].blocks["reserved"]:
-            await asyncio.sleep(0.01)
+    await until(lambda: f.decode[0].blocks["reserved"])
 
 
 @pytest.mark.parametrize("length", [1, 16, 17, 200, 480])
@@ -97,7 +96,7 @@ def test_cancels_and_stops_at_any_moment_leave_nothing_behind(redis_url: str) ->
                 for worker in rng.sample([f.prefill[0].me, f.decode[0].me], 2):
                     f.router.send(worker, name, body)
             for prompt, got in kept:
-                assert (await got.finished(30)).output == expected_tokens(prompt, sampling, 512)
+                assert (await got.finished()).output == expected_tokens(prompt, sampling, 512)
             await f.until_clean()
 
     run(test)
@@ -107,20 +106,19 @@ def test_slots_of_a_silent_prefill_worker_stay_in_quarantine_until_its_process_h
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def test(process: subprocess.Popen[bytes]) -> None:
-        runners = [HashRunner(step_s=0.05), HashRunner()]
+        runners = [HashRunner(), HashRunner()]
+        runners[0].hold_after(4)
         settings = {"token_budget": 16, "max_running": 16, "transfer": "nixl"}
         async with fleet(redis_url, runners[:1], runners[1:], **settings) as f:
             f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt_of(400), GREEDY)
             await until_reserved(f)
             f.prefill.pop().die()
             decode = f.decode[0]
-            async with asyncio.timeout(10):
-                while not decode.shell.role.queues()["sender_lost"]:
-                    await asyncio.sleep(0.05)
+            await until(lambda: decode.shell.role.queues()["sender_lost"])
             await asyncio.sleep(1.5)
             assert decode.blocks["quarantined"] == 25
             process.kill()
-            await f.until_clean(5)
+            await f.until_clean()
 
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
         monkeypatch.setattr(prefill_service, "own_identity", lambda: identity_of(process.pid))
@@ -132,7 +130,8 @@ def test_slots_of_a_silent_prefill_worker_stay_in_quarantine_until_its_process_h
 
 def test_slots_of_a_silent_prefill_worker_are_free_when_its_successor_speaks(redis_url: str) -> None:
     async def test() -> None:
-        runners = [HashRunner(step_s=0.05), HashRunner()]
+        runners = [HashRunner(), HashRunner()]
+        runners[0].hold_after(4)
         settings = {"token_budget": 16, "max_running": 16, "transfer": "nixl"}
         async with fleet(redis_url, [], runners[1:], **settings) as f:
             old = LocalWorker(redis_url, "prefill", runners[0], worker_id="p", **settings)
@@ -145,7 +144,7 @@ def test_slots_of_a_silent_prefill_worker_are_free_when_its_successor_speaks(red
             await new.start()
             got = f.router.prefill(new.me, f.decode[0].me, "a", prompt_of(400), GREEDY, attempt=2)
             assert (await got.finished()).output == expected_tokens(prompt_of(400), GREEDY, 512)
-            await f.until_clean(5)
+            await f.until_clean()
 
     run(test)
 
@@ -154,7 +153,8 @@ def test_slots_of_a_prefill_worker_that_was_only_out_of_reach_are_free_when_it_a
     """It did not notice, or noticed and drained with nobody to tell: it is asked again."""
 
     async def test() -> None:
-        runners = [HashRunner(step_s=0.05), HashRunner()]
+        runners = [HashRunner(), HashRunner()]
+        runners[0].hold_after(4)
         settings = {"token_budget": 16, "max_running": 16, "transfer": "nixl"}
         async with fleet(redis_url, runners[:1], runners[1:], **settings) as f:
             got = f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt_of(400), GREEDY)
@@ -162,9 +162,10 @@ def test_slots_of_a_prefill_worker_that_was_only_out_of_reach_are_free_when_it_a
             decode = f.decode[0]
             decode.shell.role.on_peer_lost(f.prefill[0].me, "silent", replaced=False)
             assert decode.blocks["quarantined"] == 25
-            await got.until(lambda r: bool(r.need_decode), 10)
+            await got.until(lambda r: bool(r.need_decode))
+            runners[0].go_on()
             f.router.send(f.prefill[0].me, "a", Reassign(decode=None))
             await got.finished()
-            await f.until_clean(5)
+            await f.until_clean()
 
     run(test)

@@ -53,7 +53,7 @@ def test_handed_over_and_local_prompts_end_with_their_own_tokens(
                     got = f.router.generate(f.decode[0].me, f"r{number}", prompt, sampling)
                 jobs.append((prompt, sampling, got))
             for prompt, sampling, got in jobs:
-                await got.finished(40)
+                await got.finished()
                 assert got.failed is None
                 assert got.output == expected_tokens(prompt, sampling, MAX_MODEL_LEN)
             await f.until_clean()
@@ -71,7 +71,7 @@ def test_a_decode_worker_with_a_prefill_delayer_delays_prompts_and_serves_all(re
                 sampling = Sampling(temperature=0.0, seed=number, max_tokens=5 + 7 * (number % 5))
                 jobs.append((prompt, sampling, f.router.generate(f.decode[0].me, f"r{number}", prompt, sampling)))
             for prompt, sampling, got in jobs:
-                await got.finished(40)
+                await got.finished()
                 assert got.output == expected_tokens(prompt, sampling, MAX_MODEL_LEN)
             await f.until_clean()
             totals = f.decode[0].shell._status(0).totals

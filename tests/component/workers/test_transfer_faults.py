@@ -77,7 +77,7 @@ class FaultyFleet:
         fleet = Fleet(StubRouter(), workers[:1], workers[1:])
         try:
             await test(fleet)
-            await fleet.until_clean(10)
+            await fleet.until_clean()
         finally:
             for worker in workers:
                 await worker.stop()

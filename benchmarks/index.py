@@ -3,8 +3,9 @@
 Both run here, in one run, on one redis-server, from redis-py without a C parser. 256 workers, in pairs that hold the
 same blocks, as a prefill and a decode worker do.
 
-- lookups: chains of 64, 256 and 768 blocks that two workers hold whole; as one client sees it (on a shared machine:
-  a lower bound), and the CPU time that it takes
+- lookups: chains of 64, 256 and 768 blocks that two workers hold whole; one in a round trip and sixteen, as a router
+  asks that has more requests than one while its replica loads; as one client sees it (on a shared machine: a lower
+  bound), and the CPU time that it takes. Beside it what a round trip of that client takes that does nothing
 - updates: blocks stored in batches of 1000, seen by one client
 - memory: used_memory for each distinct block, without and with the stream (whose entries are trimmed after 30 s)
 - replica: the router's lookup in its own copy
@@ -26,6 +27,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +36,22 @@ import redis
 from kvrelay.fleet import embedded
 from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.fleet.index import IndexFeed, IndexPublisher, IndexReader
-from kvrelay.fleet.index.layout import MAX_SLOTS, STORED, Batch, encode_batch, encode_operations, index_base
+from kvrelay.fleet.index.layout import (
+    MAX_BATCH_BLOCKS,
+    MAX_SLOTS,
+    STORED,
+    Batch,
+    decode_depths,
+    encode_batch,
+    encode_operations,
+    index_base,
+)
 from kvrelay.fleet.index.scripts import IndexScripts
 from kvrelay.kv.cache import Removed, Stored
 
 NUM_WORKERS = 256
 LENGTHS = (64, 256, 768)
+TOGETHER = (1, 16)
 BATCH = 1000
 MODEL, PREFIX = "m", "kvrelay"
 Hash = bytes
@@ -72,9 +84,9 @@ class Index:
         assert self._scripts.run("apply", [slot, claim, seq + 1, 600_000, operations, event]) == b"OK"
         self._ranges[worker] = (slot, claim, seq + 1)
 
-    def lookup(self, chain: Sequence[Hash]) -> dict[str, int]:
-        answer = self._scripts.run("lookup", [b"".join(chain)])
-        return {worker.decode(): num for worker, num in zip(answer[::2], answer[1::2], strict=True)}
+    def lookup(self, *chains: Sequence[Hash]) -> list[dict[str, int]]:
+        answers = self._scripts.run("lookup", [MAX_BATCH_BLOCKS, *map(b"".join, chains)])
+        return list(map(decode_depths, answers))
 
     def drop_stream(self) -> None:
         self._client.delete(f"{index_base(PREFIX, MODEL)}:stream")
@@ -95,13 +107,18 @@ class HashPerBlock:
             pipeline.hset(b"kvrelay:{m}:" + block_hash, worker, now)
         pipeline.execute()
 
-    def lookup(self, chain: Sequence[Hash]) -> dict[str, int]:
+    def lookup(self, *chains: Sequence[Hash]) -> list[dict[str, int]]:
         pipeline = self._client.pipeline(transaction=False)
-        for block_hash in chain:
+        for block_hash in (each for hashes in chains for each in hashes):
             pipeline.hkeys(b"kvrelay:{m}:" + block_hash)
+        answers = iter(pipeline.execute())
+        return [self._depths(list(islice(answers, len(each)))) for each in chains]
+
+    @staticmethod
+    def _depths(answers: Sequence[Sequence[bytes]]) -> dict[str, int]:
         held: dict[str, int] = {}
         holders: set[bytes] | None = None
-        for number, workers in enumerate(pipeline.execute(), 1):
+        for number, workers in enumerate(answers, 1):
             holders = set(workers) if holders is None else holders & set(workers)
             if not holders:
                 break
@@ -132,17 +149,30 @@ def measure_design(design: Index | HashPerBlock, client: Any, chains: list[list[
     found["memory_with_stream"] = (client.info("memory")["used_memory"] - before) / num_blocks
     design.drop_stream()
     found["memory"] = (client.info("memory")["used_memory"] - before) / num_blocks
-    for length in LENGTHS:
-        rounds = 400 if isinstance(design, HashPerBlock) else 4000
-        began, began_us, began_client = time.perf_counter(), server_us(client), time.process_time()
-        for number in range(rounds):
-            pair = number % len(chains)
-            assert design.lookup(chains[pair][:length])[f"worker-{2 * pair}"] == length
-        found[f"lookup_{length}"] = rounds / (time.perf_counter() - began)
-        found[f"client_us_{length}"] = 1e6 * (time.process_time() - began_client) / rounds
-        found[f"lookup_us_{length}"] = (server_us(client) - began_us) / rounds
-        found[f"both_us_{length}"] = found[f"client_us_{length}"] + found[f"lookup_us_{length}"]
+    found["ping_us"] = time_call(client.ping, 1000)
+    for length, at_once in product(LENGTHS, TOGETHER):
+        found |= measure_lookups(design, client, chains, length, at_once)
     return found
+
+
+def measure_lookups(
+    design: Index | HashPerBlock, client: Any, chains: list[list[Hash]], length: int, at_once: int
+) -> dict[str, float]:
+    """Of chains of `length` that are held whole, `at_once` in each round trip: a second, and CPU microseconds."""
+    rounds = max(20, (400 if isinstance(design, HashPerBlock) else 4000) // at_once)
+    began, began_us, began_client = time.perf_counter(), server_us(client), time.process_time()
+    for number in range(rounds):
+        pairs = [(number * at_once + i) % len(chains) for i in range(at_once)]
+        answers = design.lookup(*(chains[pair][:length] for pair in pairs))
+        assert [answer[f"worker-{2 * pair}"] for pair, answer in zip(pairs, answers, strict=True)] == [length] * at_once
+    num_lookups, key = rounds * at_once, f"{length}x{at_once}"
+    client_us = 1e6 * (time.process_time() - began_client) / num_lookups
+    lookup_us = (server_us(client) - began_us) / num_lookups
+    return {
+        f"lookup_{key}": num_lookups / (time.perf_counter() - began),
+        f"lookup_us_{key}": lookup_us,
+        f"both_us_{key}": client_us + lookup_us,
+    }
 
 
 def time_call(call: Callable[[], object], rounds: int = 20_000) -> float:
@@ -267,9 +297,16 @@ def report(version: str, num_blocks: int, found: dict[str, dict[str, float]], fl
         "",
         f"| | {HashPerBlock.name} | {Index.name} | factor |",
         "|---|---|---|---|",
-        *(row(f"lookup of {n} blocks, one client", f"lookup_{n}", "/s") for n in LENGTHS),
-        *(row(f"CPU for it, client and server, {n}", f"both_us_{n}", "us", less_is_better=True) for n in LENGTHS),
-        *(row(f"CPU for it, server alone, {n}", f"lookup_us_{n}", "us", less_is_better=True) for n in LENGTHS),
+        *(
+            line
+            for n, at_once in product(LENGTHS, TOGETHER)
+            for line in (
+                row(f"lookups of {n} blocks, {at_once} in a round trip", f"lookup_{n}x{at_once}", "/s"),
+                row("CPU for one, client and server", f"both_us_{n}x{at_once}", "us", less_is_better=True),
+                row("CPU for one, server alone", f"lookup_us_{n}x{at_once}", "us", less_is_better=True),
+            )
+        ),
+        f"| a round trip that does nothing (PING) | {theirs['ping_us']:,.1f} us | {ours['ping_us']:,.1f} us | |",
         row("updates, one client", "updates", "/s"),
         row("CPU for one, server alone", "update_us", "us", less_is_better=True),
         row("memory of a block", "memory", "bytes", less_is_better=True),

@@ -12,7 +12,7 @@ from typing import Any
 import redis
 
 from kvrelay.fleet.index.feed import IndexFeed
-from kvrelay.fleet.index.layout import MAX_SLOTS, NUM_BUCKETS, decode_slots, index_base
+from kvrelay.fleet.index.layout import MAX_BATCH_BLOCKS, MAX_SLOTS, NUM_BUCKETS, decode_depths, decode_slots, index_base
 from kvrelay.fleet.index.publication import Apply, Open, Publication, RangeState
 from kvrelay.fleet.index.reader import IndexReader
 from kvrelay.fleet.index.scripts import IndexScripts
@@ -192,8 +192,8 @@ class World:
             assert replica.match(chain) == depths
 
     def lookup(self, chain: Sequence[BlockHash]) -> dict[str, int]:
-        answer = self.scripts.run("lookup", [b"".join(chain)])
-        return {worker.decode(): int(num) for worker, num in zip(answer[::2], answer[1::2], strict=True)}
+        [answer] = self.scripts.run("lookup", [MAX_BATCH_BLOCKS, b"".join(chain)])
+        return decode_depths(answer)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import asyncio
 import os
 import secrets
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -263,11 +263,11 @@ async def test_one_lookup_waits_for_a_redis_that_hangs_and_the_next_ones_do_not(
 ) -> None:
     num_asked = 0
 
-    async def hang(hashes: object) -> dict[str, int]:
+    async def hang(chains: object) -> list[dict[str, int]]:
         nonlocal num_asked
         num_asked += 1
         await asyncio.Event().wait()
-        return {}
+        return []
 
     feed = fleet.open_feed()
     await feed.step()
@@ -275,4 +275,30 @@ async def test_one_lookup_waits_for_a_redis_that_hangs_and_the_next_ones_do_not(
     for _ in range(100):
         assert await feed.lookup([b"x" * 16]) == {}
     assert num_asked == 1
+    await feed.close()
+
+
+async def test_lookups_that_come_while_one_is_under_way_share_a_call(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chains = [chain_of(5) for _ in range(40)]
+    worker = fleet.worker("w")
+    for number, chain in enumerate(chains):
+        worker.publish(stored(chain[: 1 + number % 5]))
+    await until(lambda: worker.publication.is_settled and worker.publication.totals.blocks == 8 * (1 + 2 + 3 + 4 + 5))
+    feed = fleet.open_feed()
+    await feed.step()
+    look_up, calls = feed._reader.lookup, []
+
+    async def counted(asked: Sequence[Sequence[BlockHash]]) -> list[dict[str, int]]:
+        calls.append(len(asked))
+        return await look_up(asked)
+
+    monkeypatch.setattr(feed._reader, "lookup", counted)
+    first = asyncio.create_task(feed.lookup(chains[0]))
+    await until(lambda: bool(calls))
+    found = await asyncio.gather(*(feed.lookup(chain) for chain in chains))
+    assert found == [{"w": 1 + number % 5} for number in range(40)]
+    assert await first == {"w": 1}
+    assert calls == [1, 40]
     await feed.close()

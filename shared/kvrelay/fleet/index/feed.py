@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -30,6 +31,8 @@ CHECK_INTERVAL_S = 1.0
 MAX_LAG_S = 1.5
 RETRY_S = 0.2
 LOOKUP_TIMEOUT_S = 0.1
+MAX_LOOKUPS = 64
+"""Chains in one call."""
 LOOKUP_PAUSE_S = 1.0
 """After a lookup that failed nobody looks up for so long: not every request waits for a Redis that hangs."""
 
@@ -67,6 +70,8 @@ class IndexFeed:
         self._check: IndexState | None = None
         self._checked_at = 0.0
         self._num_retired = 0
+        self._asked: deque[tuple[Sequence[BlockHash], asyncio.Future[dict[str, int]]]] = deque()
+        self._lookups: asyncio.Task[None] | None = None
         self._no_lookup_until = 0.0
         self._away = "not asked yet"
         self._task: asyncio.Task[None] | None = None
@@ -81,6 +86,8 @@ class IndexFeed:
         self._stopping.set()
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
+        if self._lookups is not None:
+            await asyncio.gather(self._lookups, return_exceptions=True)  # bounded by their timeout
         await self._reader.close()
 
     @property
@@ -97,13 +104,20 @@ class IndexFeed:
         return self._replica if self.state is FeedState.CURRENT else None
 
     async def lookup(self, hashes: Sequence[BlockHash]) -> dict[str, int]:
-        """By the script, where Redis answers at once; else nothing is known."""
+        """By the script, where Redis answers at once; else nothing is known.
+
+        One call is under way at a time: chains that come meanwhile go together in the next one.
+        """
         if self._away or not hashes or time.monotonic() < self._no_lookup_until:
             return {}
+        answer: asyncio.Future[dict[str, int]] = asyncio.get_running_loop().create_future()
+        self._asked.append((hashes, answer))
+        if self._lookups is None or self._lookups.done():
+            self._lookups = asyncio.create_task(self._look_up(), name="prefix-lookups")
         try:
             async with asyncio.timeout(LOOKUP_TIMEOUT_S):
-                return await self._reader.lookup(hashes)
-        except REDIS_FAILED:  # TimeoutError is an OSError
+                return await answer
+        except TimeoutError:
             self._no_lookup_until = time.monotonic() + LOOKUP_PAUSE_S
             return {}
 
@@ -124,6 +138,20 @@ class IndexFeed:
             "events": self.totals.events,
             "out_of_step": self.totals.out_of_step,
         }
+
+    async def _look_up(self) -> None:
+        """Until nobody asks."""
+        while asked := [self._asked.popleft() for _ in range(min(len(self._asked), MAX_LOOKUPS))]:
+            asked = [(hashes, answer) for hashes, answer in asked if not answer.done()]  # some asked too long ago
+            try:
+                async with asyncio.timeout(LOOKUP_TIMEOUT_S):
+                    found = await self._reader.lookup([hashes for hashes, _ in asked])
+            except REDIS_FAILED:  # TimeoutError is an OSError
+                self._no_lookup_until = time.monotonic() + LOOKUP_PAUSE_S
+                found = [{} for _ in asked]
+            for (_, answer), depths in zip(asked, found, strict=True):
+                if not answer.done():
+                    answer.set_result(depths)
 
     # -- following ----------------------------------------------------------------------------------------------------
 

@@ -1,22 +1,24 @@
--- How many leading blocks of a chain each worker holds, in one round trip.
+-- How many leading blocks of each chain each worker holds, in one round trip.
 --
 -- KEYS[1]  base
--- ARGV     the chain: hashes of 16 bytes, one behind the other
--- returns  worker id, number of blocks, worker id, number of blocks, ...
+-- ARGV     blocks to read at most, then the chains: each its hashes of 16 bytes, one behind the other
+-- returns  a list for each chain: worker id, number of blocks, worker id, number of blocks, ...
+--          Fewer lists than chains where the first ones took all reads: ask again for the rest. One is always answered.
 --
--- Each worker's blocks are closed under prefixes, so the set of holders only shrinks along the chain. The script gallops
--- to where it is empty, then bisects every stretch at whose ends the sets differ: O(log n) reads for each place where
--- some worker's prefix ends.
-local blocks, chain = KEYS[1] .. ':b:', ARGV[1]
-local num_hashes = #chain / 16
-local sub, byte, call = string.sub, string.byte, redis.call
+-- Each worker's blocks are closed under prefixes, so the set of holders only shrinks along the chain. A chain that is
+-- held alike at both ends is held alike throughout. Else the script gallops to where the set is empty, then bisects
+-- every stretch at whose ends the sets differ: O(log n) reads for each place where some worker's prefix ends.
+local blocks, slots = KEYS[1] .. ':b:', KEYS[1] .. ':slots'
+local sub, byte, match, call = string.sub, string.byte, string.match, redis.call
 
+local chain, num_reads = '', 0
 local function holders(i)
   local start = 16 * i
+  num_reads = num_reads + 1
   return call('HGET', blocks .. sub(chain, start + 1, start + 2), sub(chain, start + 3, start + 16)) or ''
 end
 
-local ends = {} -- slot -> number of blocks
+local ends -- slot -> number of blocks
 local function note(set, less, num_blocks)
   local offset, less_offset = byte(set, 1), byte(less, 1) or 0
   for at = 2, #set do
@@ -51,32 +53,60 @@ local function narrow(low, high, at_low, at_high)
   end
 end
 
-if num_hashes == 0 then
-  return {}
-end
-local at, set, step = 0, holders(0), 1
-while set ~= '' and at < num_hashes - 1 do
-  local next_at = math.min(at + step, num_hashes - 1)
-  local next_set = holders(next_at)
-  narrow(at, next_at, set, next_set)
-  at, set, step = next_at, next_set, step * 2
-end
-if set ~= '' then
-  note(set, '', num_hashes)
-end
-
-local slots = {}
-for slot in pairs(ends) do
-  slots[#slots + 1] = slot
-end
-if #slots == 0 then
-  return {}
-end
-local answer = {}
-for i, holder in ipairs(call('HMGET', KEYS[1] .. ':slots', unpack(slots))) do
-  if holder then -- else it is retired
-    answer[#answer + 1] = string.match(holder, '^%S+ (.*)$')
-    answer[#answer + 1] = ends[slots[i]]
+local function walk()
+  local last = #chain / 16 - 1
+  local set = last >= 0 and holders(0) or ''
+  if set == '' then
+    return
+  end
+  local at_last = last > 0 and holders(last) or set
+  if at_last ~= '' then
+    narrow(0, last, set, at_last)
+    return note(at_last, '', last + 1)
+  end
+  local at, step = 0, 1
+  while set ~= '' do
+    local next_at, next_set = at + step, ''
+    if next_at < last then
+      next_set = holders(next_at)
+    else
+      next_at = last
+    end
+    narrow(at, next_at, set, next_set)
+    at, set, step = next_at, next_set, step * 2
   end
 end
-return answer
+
+local names = {} -- slot -> worker id, or '' of a retired one
+local function named()
+  local unknown = {}
+  for slot in pairs(ends) do
+    if not names[slot] then
+      unknown[#unknown + 1] = slot
+    end
+  end
+  if #unknown > 0 then
+    for i, holder in ipairs(call('HMGET', slots, unpack(unknown))) do
+      names[unknown[i]] = holder and match(holder, '^%S+ (.*)$') or ''
+    end
+  end
+  local answer = {}
+  for slot, num_blocks in pairs(ends) do
+    if names[slot] ~= '' then
+      answer[#answer + 1] = names[slot]
+      answer[#answer + 1] = num_blocks
+    end
+  end
+  return answer
+end
+
+local answers, most_reads = {}, tonumber(ARGV[1])
+for number = 2, #ARGV do
+  chain, ends = ARGV[number], {}
+  walk()
+  answers[#answers + 1] = named()
+  if num_reads >= most_reads then
+    break
+  end
+end
+return answers

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvrelay.fleet.connect import connect_async
-from kvrelay.fleet.index.layout import MAX_BATCH_BLOCKS, NUM_BUCKETS, index_base, parse_id
+from kvrelay.fleet.index.layout import MAX_BATCH_BLOCKS, NUM_BUCKETS, decode_depths, index_base, parse_id
 from kvrelay.fleet.index.replica import Ranges
 from kvrelay.fleet.index.scripts import IndexScripts
 from kvrelay.kv.hashing import BlockHash
@@ -63,10 +63,17 @@ class IndexReader:
         entries = streams[0][0] if isinstance(answer, dict) else streams[0]
         return [(parse_id(stream_id), fields[b"e"]) for stream_id, fields in entries]
 
-    async def lookup(self, hashes: Sequence[BlockHash]) -> dict[str, int]:
-        """Worker id to the number of leading blocks of the chain that it holds; one round trip."""
-        answer = await self._scripts.run("lookup", [b"".join(hashes)])
-        return {worker.decode(): int(num) for worker, num in zip(answer[::2], answer[1::2], strict=True)}
+    async def lookup(self, chains: Sequence[Sequence[BlockHash]]) -> list[dict[str, int]]:
+        """For each chain: worker id to the number of its leading blocks that the worker holds.
+
+        One round trip, or more where the chains' ends need more than `MAX_BATCH_BLOCKS` reads in all.
+        """
+        found: list[dict[str, int]] = []
+        while len(found) < len(chains):
+            left = [b"".join(hashes) for hashes in chains[len(found) :]]
+            answers = await self._scripts.run("lookup", [MAX_BATCH_BLOCKS, *left])
+            found += [decode_depths(answer) for answer in answers]
+        return found
 
     async def close(self) -> None:
         """Closes the connections."""

@@ -72,7 +72,7 @@ class SimulatedFleet:
         self.prefill = [SimulatedPrefill(f"prefill-{i}", profile, options, clock) for i in range(settings.num_prefill)]
         self.decode = [SimulatedDecode(f"decode-{i}", profile, options, clock) for i in range(settings.num_decode)]
         self.workers: dict[str, SimulatedWorker] = {worker.name: worker for worker in (*self.prefill, *self.decode)}
-        self.load = OutstandingLoad()
+        self.load = OutstandingLoad(self.clock.now)
         self.view = FleetView(self.load)
         index = CacheView(list(self.workers.values())) if settings.has_index else None
         self.placement = Placement(

@@ -23,7 +23,7 @@ from kvrelay.fleet import WorkerRecord
 from kvrelay.protocol.messages import LoadReport, PeerRef, Status
 from kvrelay.scheduling.cost import StepCost
 from kvrelay_router.dispatch.interface import ModelLimits
-from kvrelay_router.dispatch.load import OutstandingLoad, WorkerLoad, worker_key
+from kvrelay_router.dispatch.load import InWork, OutstandingLoad, WorkerLoad, worker_key
 from kvrelay_router.routing.candidates import Candidate, Candidates
 
 REGISTRY_GRACE_S = 10.0
@@ -177,15 +177,15 @@ class FleetView:
     def _candidate(self, known: KnownWorker) -> Candidate:
         """Made again only when something changed: each request looks at all workers, and changes two."""
         key = worker_key(known.peer)
-        own, recent_tokens = self._load.of(key), self._load.recent_tokens(key)
+        own, recent_tokens, head = self._load.of(key), self._load.recent_tokens(key), self._load.in_work(key)
         load = (own.num_tokens, own.num_sequences, own.num_pairs, own.num_pending, own.num_pending_blocks)
-        made_of = (known.record, known.status, known.foreign, recent_tokens, load)
+        made_of = (known.record, known.status, known.foreign, recent_tokens, load, head)
         if known.candidate is None or made_of != known.made_of:
-            known.candidate, known.made_of = self._make_candidate(known, own, recent_tokens), made_of
+            known.candidate, known.made_of = self._make_candidate(known, own, recent_tokens, head), made_of
         return known.candidate
 
     @staticmethod
-    def _make_candidate(known: KnownWorker, own: WorkerLoad, recent_tokens: float) -> Candidate:
+    def _make_candidate(known: KnownWorker, own: WorkerLoad, recent_tokens: float, head: InWork) -> Candidate:
         foreign = known.foreign or WorkerLoad()
         record, status = known.record, known.status
         blocks = status.blocks if status is not None else {}
@@ -200,6 +200,9 @@ class FleetView:
             num_sequences=own.num_sequences + foreign.num_sequences,
             num_free_blocks=blocks.get("free", 0) + blocks.get("cached", 0) - num_promised,
             queued_pairs=own.num_pairs + foreign.num_pairs,
+            head_tokens=head.num_tokens,
+            head_pairs=head.num_pairs,
+            head_since_s=head.since_s,
             num_pending=own.num_pending + foreign.num_pending,
             context_tokens=report.context_tokens,
             recent_tokens=recent_tokens,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from dataclasses import replace
 from typing import Any, get_args
 
 import msgspec
@@ -16,7 +17,7 @@ from kvrelay.kv.hashing import hash_blocks, root_hash
 from kvrelay.protocol.messages import LoadReport, PeerRef, Status
 from kvrelay.scheduling.cost import StepCost
 from kvrelay_router.dispatch.interface import TooLate
-from kvrelay_router.dispatch.load import Held, OutstandingLoad
+from kvrelay_router.dispatch.load import Held, OutstandingLoad, worker_key
 from kvrelay_router.dispatch.placement import Placement, PromptPrefixes, work_of
 from kvrelay_router.fleet_view import FleetView
 from kvrelay_router.routing import prefix_heat
@@ -318,7 +319,7 @@ def test_speeds_that_nobody_measured_refuse_nobody() -> None:
 
 
 def test_a_prefix_that_many_ask_for_is_computed_again_before_a_queue_has_grown() -> None:
-    workers = (worker("p0", "prefill"), worker("p1", "prefill", queued_tokens=2000), worker("d", "decode"))
+    workers = (worker("p0", "prefill"), worker("p1", "prefill", queued_tokens=4000), worker("d", "decode"))
     assert names(choose(demand(), {"p1": 200}, *workers))[0] == "p1"
     assert names(choose(demand(heat=50.0), {"p1": 200}, *workers))[0] == "p0"
 
@@ -327,6 +328,61 @@ def test_new_prompts_go_where_the_cache_turns_over_slowest() -> None:
     busy = worker("p0", "prefill", recent_tokens=60_000.0)
     workers = (busy, worker("p1", "prefill", recent_tokens=10_000.0), worker("d", "decode"))
     assert {names(choose(demand(ordinal=n), {}, *workers))[0] for n in range(4)} == {"p1"}
+
+
+def test_prompts_that_share_nothing_go_by_queues_alone() -> None:
+    """Neither what two workers measured differently nor what they had of late is a reason."""
+    rested = worker("p0", "prefill", queued_tokens=500, step_cost=StepCost(5e-3, 4.5e-5, 5e-9))
+    tired = worker("p1", "prefill", recent_tokens=60_000.0)
+    assert names(choose(demand(512), {}, rested, tired, worker("d", "decode")))[0] == "p1"
+
+
+def test_what_caches_are_good_for_says_how_much_their_balance_is_worth() -> None:
+    tired = worker("p0", "prefill", recent_tokens=60_000.0)
+    rested = worker("p1", "prefill", queued_tokens=1000)
+    for reuse, expected in ((0.0, "p0"), (0.9, "p1")):
+        assert names(choose(demand(reuse=reuse), {}, tired, rested, worker("d", "decode")))[0] == expected
+
+
+def test_the_time_that_a_prompt_has_been_computed_for_is_done_but_no_more_than_all_of_it() -> None:
+    fresh = worker("p0", "prefill", queued_tokens=2000, head_tokens=2000, head_since_s=7.0)
+    halfway = replace(fresh, peer=peer("p1"), head_since_s=6.95)
+    decode = worker("d", "decode")
+    assert names(choose(demand(now_s=7.0), {}, fresh, halfway, decode))[0] == "p1"
+    stuck = worker("p2", "prefill", queued_tokens=4000, head_tokens=2000, head_since_s=-1000.0)
+    for each, queue_s in ((fresh, 0.105), (halfway, 0.055), (stuck, 0.105)):
+        assert choose(demand(now_s=7.0), {}, each, decode).expected.queue_s == pytest.approx(queue_s)
+
+
+@given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 2), st.integers(0, 3), st.floats(0.01, 5)), max_size=60))
+def test_the_prompt_in_work_is_the_oldest_one_since_it_came_first(moves: list[tuple[int, int, int, float]]) -> None:
+    """Against a list for each worker, in the order of sending."""
+    now = 0.0
+    load = OutstandingLoad(lambda: now)
+    sequences = [Held() for _ in range(8)]
+    queues: dict[int, list[tuple[int, int]]] = {number: [] for number in range(3)}
+    since = dict.fromkeys(queues, 0.0)
+    for sequence, target, num_tokens, pause_s in moves:
+        now += pause_s
+        load.move(sequences[sequence], peer(f"p{target}"), num_tokens, None)
+        for number, queue in queues.items():
+            waits = next((at for at, (who, _) in enumerate(queue) if who == sequence), None)
+            if number == target and num_tokens:
+                since[number] = since[number] if queue else now
+                if waits is None:
+                    queue.append((sequence, num_tokens))
+                else:
+                    queue[waits] = (sequence, num_tokens)
+            elif waits is not None:
+                del queue[waits]
+                since[number] = now
+        for number, queue in queues.items():
+            found = load.in_work(worker_key(peer(f"p{number}")))
+            assert (found.num_tokens, found.since_s) == ((queue[0][1], since[number]) if queue else (0, 0.0))
+    for held in sequences:
+        load.move(held, None, 0, None)
+    assert load.is_empty
+    load.check_integrity()
 
 
 @given(st.lists(st.tuples(st.integers(0, 15), st.integers(1, 8), st.floats(0, 3)), max_size=60))

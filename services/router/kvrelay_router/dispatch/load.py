@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvrelay.protocol.messages import PeerRef
@@ -34,6 +36,21 @@ class WorkerLoad:
         self.num_pending_blocks += sign * other.num_pending_blocks
 
 
+@dataclass(frozen=True, slots=True)
+class InWork:
+    """The prompt at the head of a worker's queue: what of it was to be computed, and since when it has been."""
+
+    num_tokens: int = 0  # 0: none
+    num_pairs: float = 0.0
+    since_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Prompts:
+    since_s: float  # the last time that one began or ended
+    shares: dict[int, WorkerLoad] = field(default_factory=dict)  # by identity of `Held`, as they were sent
+
+
 @dataclass(slots=True)
 class Held:
     """What one sequence adds to its workers' load at the moment."""
@@ -43,15 +60,25 @@ class Held:
 
 
 class OutstandingLoad:
-    """Adds up over all running sequences; each sequence's share is moved, never counted twice."""
+    """Adds up over all running sequences; each sequence's share is moved, never counted twice. `clock`: seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._workers: dict[WorkerKey, WorkerLoad] = {}
+        self._prompts: dict[WorkerKey, _Prompts] = {}
         self._computed: dict[WorkerKey, float] = {}
 
     def of(self, key: WorkerKey) -> WorkerLoad:
         """A worker's load; zero where nothing is outstanding."""
         return self._workers.get(key) or WorkerLoad()
+
+    def in_work(self, key: WorkerKey) -> InWork:
+        """The prompt that a worker computes now, as far as this router knows: the one it got first."""
+        prompts = self._prompts.get(key)
+        if prompts is None:
+            return InWork()
+        first = next(iter(prompts.shares.values()))
+        return InWork(first.num_tokens, first.num_pairs, prompts.since_s)
 
     def move(
         self,
@@ -78,6 +105,8 @@ class OutstandingLoad:
             return
         for key, share in held.shares.items():
             self._add(key, share, -1)
+        for key in held.shares.keys() | shares.keys():
+            self._queue(key, held, shares.get(key))
         held.shares = shares
         held.is_waiting = any(share.num_tokens or share.num_pending for share in shares.values())
         for key, share in shares.items():
@@ -103,6 +132,22 @@ class OutstandingLoad:
         for key, load in self._workers.items():
             assert load.num_tokens >= 0 and load.num_sequences > 0, (key, load)
             assert 0 <= load.num_pending <= load.num_sequences and load.num_pending_blocks >= 0, (key, load)
+            prompts = self._prompts.get(key)
+            queued = sum(share.num_tokens for share in prompts.shares.values()) if prompts is not None else 0
+            assert queued == load.num_tokens, (key, queued, load)
+        assert not self._prompts.keys() - self._workers.keys()
+
+    def _queue(self, key: WorkerKey, held: Held, share: WorkerLoad | None) -> None:
+        """Keeps the order of a worker's prompts, and since when it has had the first one to itself."""
+        prompts = self._prompts.get(key)
+        if share is not None and share.num_tokens:
+            if prompts is None:
+                prompts = self._prompts[key] = _Prompts(self._clock())
+            prompts.shares[id(held)] = share
+        elif prompts is not None and prompts.shares.pop(id(held), None) is not None:
+            prompts.since_s = self._clock()
+            if not prompts.shares:
+                del self._prompts[key]
 
     def _add(self, key: WorkerKey, share: WorkerLoad, sign: int) -> None:
         load = self._workers.setdefault(key, WorkerLoad())

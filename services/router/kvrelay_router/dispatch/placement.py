@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 PLACEMENTS = ("disaggregated", "prefill_alone", "decode_alone")
 AFFINITY_TOKENS = 512
 """Requests without a session or user belong together where their prompts' first tokens, up to so many, are equal."""
+REUSE_REQUESTS = 256
 EXPECTED_LIFETIME_S = 30.0
 """How long a decision stands in for what the index has not heard yet, where there is an index."""
 
@@ -47,6 +48,24 @@ class Work:
     num_tokens: int = 0
     num_pairs: float = 0.0
     num_decode_blocks: int = 0
+
+
+class Reuse:
+    """The share of prompt tokens that were found cached, over about the last `REUSE_REQUESTS` requests."""
+
+    def __init__(self) -> None:
+        self._num_cached = self._num_tokens = 0.0
+
+    def count(self, num_cached: int, num_tokens: int) -> None:
+        """A request was placed."""
+        kept = 1 - 1 / REUSE_REQUESTS
+        self._num_cached = kept * self._num_cached + num_cached
+        self._num_tokens = kept * self._num_tokens + num_tokens
+
+    @property
+    def share(self) -> float:
+        """0 to 1."""
+        return self._num_cached / self._num_tokens if self._num_tokens else 0.0
 
 
 class PromptPrefixes:
@@ -107,6 +126,7 @@ class Placement:
         self._local_prefill_tokens = local_prefill_tokens
         self._prefixes = ExpectedPrefixes(index, None if index is None else EXPECTED_LIFETIME_S)
         self._heat = PrefixHeat()
+        self._reuse = Reuse()
         self._ordinal = 0
 
     def is_possible(self) -> bool:
@@ -138,6 +158,8 @@ class Placement:
             request_id=request_id,
             num_prompt_tokens=prompt.num_tokens + num_output,
             heat=self._heat_of(prompt, candidates, cached),
+            reuse=self._reuse.share,
+            now_s=self._clock(),
             needs_decode=needs_decode,
             ordinal=self._next_ordinal(),
             avoid=avoid,
@@ -162,6 +184,7 @@ class Placement:
             chosen = decision.computes
             if not prompt.sent_to:  # choices of one request and its retries do not heat a prefix
                 self._heat.used(prompt.hashes(chosen.fingerprint, chosen.block_size), self._clock())
+                self._reuse.count(decision.num_cached_tokens, prompt.num_tokens)
             self._view.gave(decision.computes, max(0, prompt.num_tokens - decision.num_cached_tokens))
         for worker in (decision.prefill, decision.decode):
             if worker is not None:
@@ -186,6 +209,7 @@ class Placement:
             request_id=request_id,
             num_prompt_tokens=prompt.num_tokens,
             needs_decode=True,
+            now_s=self._clock(),
             ordinal=self._next_ordinal(),
             affinity=prompt.affinity if self._policy == "sticky" else "",
         )

@@ -23,6 +23,9 @@ class Candidate:
     num_sequences: int = 0  # that run, wait, or are to be handed over to it
     num_free_blocks: int = 0  # free, or cached and evictable, less those of handoffs to come
     queued_pairs: float = 0.0  # of the queued tokens and what they attend to
+    head_tokens: int = 0  # of the queued tokens: those of the prompt that is being computed
+    head_pairs: float = 0.0
+    head_since_s: float = 0.0  # by the clock of `Demand.now_s`
     num_pending: int = 0  # of the sequences, those whose handoff is still to come
     context_tokens: int = 0  # of the running sequences
     recent_tokens: float = 0.0  # prompt tokens that it got to compute of late: how fast its cache turns over
@@ -67,6 +70,8 @@ class Demand:
     avoid: frozenset[str] = frozenset()  # worker ids to be taken only where no others are
     local_prefill_tokens: int | None = None  # up to so many go to decode alone; None: the policy's own judgement
     heat: float = 0.0  # other requests of late that share what is cached of the prompt, see `PrefixHeat`
+    now_s: float = 0.0  # when it is placed
+    reuse: float = 0.0  # share of the prompt tokens of late that were found cached: what a cached token is good for
     affinity: str = ""  # what `sticky` keeps together: a session, a user, or the prompt's beginning
 
 

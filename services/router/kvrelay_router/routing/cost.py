@@ -1,21 +1,21 @@
 """The policy `cost`: where a request is expected to be served soonest, with a view to the requests after it.
 
-Prefill: prompts ahead + uncached part, in seconds by the worker's own measured speeds. The uncached part weighs more
-than once, for two reasons that the request itself does not feel:
+Prefill: the prompts ahead and the uncached part, in seconds by the worker's own measured speeds, which is what the
+request itself feels; and two prices for what others lose by it:
 
-- Work that a cache would have saved delays everybody behind it, the more the longer the queues are: it counts
-  `BASE_WEIGHT` times, and up to `MOST_WEIGHT` times as the fleet's mean queue grows against it.
-- What is computed pushes something else out of that worker's cache, the sooner the faster that cache has been turning
-  over: more on a worker that has had more to compute of late than the mean, less on one that has had less. So caches
-  of equal size forget at equal ages, together like one large cache.
+- What another worker holds and this one computes again delays everybody behind it, the more the longer the queues are:
+  it costs `BASE_WEIGHT` times its time less once, and up to `MOST_WEIGHT` times as the fleet's mean queue grows against
+  it. A prefix that others ask for is worth having twice: computing it again is shared among them, who will ask at the
+  same rate again, so it costs less by the square of their number, and a hot prefix spreads before a queue has grown.
+- What is computed pushes something else out of that worker's cache, and brings its next turns there: it costs up to
+  `BALANCE_WEIGHT` times its time, more on a worker that has had more to compute of late than the mean and less than
+  nothing on one that has had less, in proportion to what cached tokens have been good for: where prompts share nothing,
+  nothing. So caches of equal size forget at equal ages, together like one large cache, and sessions spread.
 
 As every decision is counted at once, a worker that holds a prefix is chosen until the wait for it is longer than the
-weighted time of computing it elsewhere; then it is computed elsewhere, which is how it replicates. A prefix that others
-ask for at the same time is worth having twice: computing it again is shared among them, so it counts that much less,
-and a hot prefix spreads before a queue has grown. Workers that are
-equal within `TIE_SHARE` are one choice: the one with the least queued work takes it, then they take turns, so that
-routers that see the same fleet at the same moment do not all run to the same worker. The weights are those with which
-benchmarks/routing.py does well over loads from a third of the saturation to nearly all of it.
+price of computing it elsewhere; then it is computed elsewhere, which is how it replicates. Workers between which the
+request itself feels no more than `TIE_SHARE` are one choice: the one that has had the least to compute of late takes
+it, then they take turns, so that routers that see the same fleet at the same moment do not all run to the same worker.
 
 Decode: what the computation does not hide of the transfer (blocks that it holds need none), and the first tokens in its
 batch with the handoffs on their way; workers without room for the prompt come last.
@@ -36,6 +36,8 @@ TIE_S = 1e-4
 BASE_WEIGHT = 8.0
 QUEUE_WEIGHT = 2.0  # for each time that the mean queue is as long as the longest uncached part
 MOST_WEIGHT = 16.0
+BALANCE_WEIGHT = 3.0
+MOST_IMBALANCE = 0.5
 
 
 def in_turn(candidates: Sequence[Candidate], ordinal: int) -> list[Candidate]:
@@ -45,38 +47,41 @@ def in_turn(candidates: Sequence[Candidate], ordinal: int) -> list[Candidate]:
 
 
 def pick_prefill(candidates: Sequence[Candidate], estimates: Estimates) -> tuple[Candidate, str]:
-    """The worker that has the prompt computed soonest."""
-    times = weighted_times(candidates, estimates)
-    best_s = min(times.values())
-    ties = [c for c in candidates if times[c.worker_id] <= best_s * (1 + TIE_SHARE) + TIE_S]
-    chosen = min(in_turn(ties, estimates.demand.ordinal), key=lambda c: (c.queued_tokens, c.recent_tokens))
-    others = [(time_s, name) for name, time_s in times.items() if name != chosen.worker_id]
+    """The worker that has the prompt computed soonest, at the least price for others."""
+    own = {c.worker_id: estimates.queue_s(c) + estimates.compute_s(c) for c in candidates}
+    prices = prices_s(candidates, estimates)
+    totals = {name: own_s + prices[name] for name, own_s in own.items()}
+    best = min(totals, key=totals.__getitem__)
+    worst_tie_s = totals[best] + own[best] * TIE_SHARE + TIE_S
+    ties = [c for c in candidates if totals[c.worker_id] <= worst_tie_s]
+    chosen = min(in_turn(ties, estimates.demand.ordinal), key=lambda c: c.recent_tokens)
+    name = chosen.worker_id
+    others = [(total_s, other) for other, total_s in totals.items() if other != name]
     next_s, next_name = min(others, default=(0.0, ""))
     cached, total = estimates.cached_tokens(chosen), estimates.demand.num_prompt_tokens
-    reason = (
-        f"{chosen.worker_id} in {estimates.queue_s(chosen) + estimates.compute_s(chosen):.4f} s "
-        f"(queue {estimates.queue_s(chosen):.4f}, {cached} of {total} tokens cached)"
-    )
+    reason = f"{name} in {own[name]:.4f} s (queue {estimates.queue_s(chosen):.4f}, {cached} of {total} tokens cached)"
     if not next_name:
         return chosen, reason
-    return chosen, f"{reason}; weighted {times[chosen.worker_id]:.4f}, next is {next_name} with {next_s:.4f}"
+    return chosen, f"{reason}; with its price {totals[name]:.4f}, next is {next_name} with {next_s:.4f}"
 
 
-def weighted_times(candidates: Sequence[Candidate], estimates: Estimates) -> dict[str, float]:
-    """Seconds by worker: its queue, and what it would have to compute with its weight; see the module's text."""
-    queues = [estimates.queue_s(candidate) for candidate in candidates]
+def prices_s(candidates: Sequence[Candidate], estimates: Estimates) -> dict[str, float]:
+    """Seconds by worker that placing the request there costs others; see the module's text."""
+    most_cached = max(estimates.cached_tokens(candidate) for candidate in candidates)
     computes = [estimates.compute_s(candidate) for candidate in candidates]
-    mean_queue_s = sum(queues) / len(queues)
+    mean_queue_s = sum(estimates.queue_s(candidate) for candidate in candidates) / len(candidates)
     weight = min(MOST_WEIGHT, BASE_WEIGHT + QUEUE_WEIGHT * mean_queue_s / max(max(computes), 1e-9))
     mean_recent = sum(candidate.recent_tokens for candidate in candidates) / len(candidates)
-    least_s = min(computes)
-    times = {}
-    for candidate, queue_s, compute_s in zip(candidates, queues, computes, strict=True):
-        pool_tokens = max(1, candidate.num_blocks * candidate.block_size)
-        turnover = max(-0.5, min(1.0, (candidate.recent_tokens - mean_recent) / pool_tokens))
-        again_s = (compute_s - least_s) / (1 + estimates.demand.heat)
-        times[candidate.worker_id] = queue_s + weight * (1 + turnover) * (least_s + again_s)
-    return times
+    prices = {}
+    for candidate, compute_s in zip(candidates, computes, strict=True):
+        # Both by this worker's speed: what is left of the difference between two workers is what one of them holds.
+        fresh_s = estimates.compute_s(candidate, most_cached)
+        again_s = max(0.0, compute_s - fresh_s) / (1 + estimates.demand.heat) ** 2
+        imbalance = (candidate.recent_tokens - mean_recent) / (mean_recent + 1.0)
+        imbalance = max(-MOST_IMBALANCE, min(MOST_IMBALANCE, imbalance))
+        balance_s = imbalance * estimates.demand.reuse * (fresh_s + again_s)
+        prices[candidate.worker_id] = (weight - 1) * again_s + BALANCE_WEIGHT * balance_s
+    return prices
 
 
 def pick_decode(

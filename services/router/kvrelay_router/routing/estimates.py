@@ -69,12 +69,17 @@ class Estimates:
         return min(self.cached_blocks.get(worker.worker_id, 0), self.demand.num_prompt_tokens // worker.block_size)
 
     def queue_s(self, worker: Candidate) -> float:
-        """Until the prompts are computed that are ahead."""
-        return self._work_s(worker, worker.queued_tokens, worker.queued_pairs)
+        """Until the prompts are computed that are ahead. Of the first one the time that has passed is done, at most all
+        of it: what takes longer than expected goes on, and the others wait."""
+        queue_s = self._work_s(worker, worker.queued_tokens, worker.queued_pairs)
+        if self.typical.is_measured and worker.head_tokens:
+            passed_s = max(0.0, self.demand.now_s - worker.head_since_s)
+            queue_s -= min(passed_s, self._work_s(worker, worker.head_tokens, worker.head_pairs))
+        return max(0.0, queue_s)
 
-    def compute_s(self, worker: Candidate) -> float:
-        """For what the worker does not have of the prompt."""
-        cached = self.cached_tokens(worker)
+    def compute_s(self, worker: Candidate, num_cached: int | None = None) -> float:
+        """For what the worker does not have of the prompt; or for what it would not have with `num_cached` tokens."""
+        cached = self.cached_tokens(worker) if num_cached is None else num_cached
         num_tokens = self.demand.num_prompt_tokens - cached
         return self._work_s(worker, num_tokens, pairs(cached, num_tokens))
 

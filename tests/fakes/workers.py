@@ -106,6 +106,8 @@ class LocalWorker:
         if self.shell._cache_events is not None:
             self.shell._cache_events._publisher.abandon()
         self.shell.role.close()
+        if self.shell._events is not None:
+            self.shell._events.close()
 
     async def stop(self) -> None:
         """As SIGTERM does."""

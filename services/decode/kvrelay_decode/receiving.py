@@ -278,7 +278,8 @@ class Receiving:
         receiver = self._receivers[request.transport]
         first_block = sequence.num_computed // self._context.spec.block_size
         blocks = sequence.table.ids.tolist()
-        self._shares.granted(sequence.key, request.prefill, len(blocks))
+        if receiver.needs_quarantine:
+            self._shares.granted(sequence.key, request.prefill, len(blocks) - first_block)
         reservation = f"{self._context.messenger.me.incarnation}-{next(self._reservation_numbers)}"
         self._by_reservation[reservation] = sequence.key
         handoff.granted(reservation, first_block, len(blocks), needs_quarantine=receiver.needs_quarantine)

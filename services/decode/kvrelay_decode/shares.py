@@ -34,7 +34,7 @@ class Shares:
         return held is None or held.num_blocks + num_blocks <= self._limit
 
     def granted(self, key: SequenceKey, peer: PeerRef, num_blocks: int) -> None:
-        """From now on it may write for this sequence."""
+        """From now on it may write so many blocks of this sequence."""
         assert key not in self._reservations
         self._reservations[key] = peer, num_blocks
         held = self._held.setdefault(peer, _Held())

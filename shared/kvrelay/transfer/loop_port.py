@@ -1,15 +1,27 @@
-"""The way from a transport's own thread to the event loop."""
+"""The way from a transport's own thread to the event loop, and the thread's end."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable
+from threading import Thread
 from typing import Generic, TypeVar
 
 log = logging.getLogger(__name__)
 
 Event = TypeVar("Event")
+
+END_TIMEOUT_S = 5.0
+
+
+def ended_in_time(thread: Thread) -> bool:
+    """Waits for a thread that was told to end, but not for ever: a call into a library may hold it. Such a thread is
+    left behind, with all that it may still touch; it goes with the process."""
+    thread.join(END_TIMEOUT_S)
+    if thread.is_alive():
+        log.error("the thread %s did not end within %g s and is left behind", thread.name, END_TIMEOUT_S)
+    return not thread.is_alive()
 
 
 class LoopPort(Generic[Event]):

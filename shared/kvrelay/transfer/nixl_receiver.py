@@ -18,6 +18,7 @@ from threading import Event
 
 from kvrelay.transfer.base import ReceiverEvent
 from kvrelay.transfer.endpoints import Endpoint
+from kvrelay.transfer.loop_port import ended_in_time
 from kvrelay.transfer.nixl_agent import NixlAgent, Region
 from kvrelay.transfer.nixl_endpoint import NixlEndpoint
 from kvrelay.transfer.receiver_thread import ReceiverThread
@@ -57,14 +58,16 @@ class NixlReceiver(ReceiverThread):
         self._wake.set()
 
     def close(self) -> None:
-        """Stops the thread and leaves UCX. Senders that do not know yet may still write until then. Idempotent."""
+        """Stops the thread and leaves UCX. Senders that do not know yet may still write until then. Idempotent.
+
+        A thread that does not end keeps UCX with it.
+        """
         if self._closed:
             return
         self._closed = True
         self._wake.set()
-        if self._thread is not None:
-            self._thread.join()
-        self._agent.close()
+        if self._thread is None or ended_in_time(self._thread):
+            self._agent.close()
 
     def _serve(self, emit: Callable[[ReceiverEvent], None]) -> None:
         busy_until = 0.0

@@ -101,10 +101,12 @@ class NixlSender(SenderThread):
         self._agent = NixlAgent(self._region, ucx_transports=self._settings.ucx_transports)
         super().__init__("kv-sender-nixl", self._region.num_blocks, self._courier)
 
-    def close(self) -> None:
-        """Stops the thread and leaves UCX; the pool is not read after this returns. Idempotent."""
-        super().close()
-        self._agent.close()
+    def close(self) -> bool:
+        """As the base's; and leaves UCX, unless the thread is still there."""
+        has_ended = super().close()
+        if has_ended:
+            self._agent.close()
+        return has_ended
 
     def _courier(self, wake: Callable[[], None]) -> Courier:
         return _NixlCourier(self._agent, self._region, self._settings, self._checksums, self.counters)

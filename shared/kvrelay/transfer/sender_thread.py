@@ -18,7 +18,7 @@ from typing import Protocol
 from kvrelay.transfer.base import BlockCopy, SenderEvent, TransferFailed
 from kvrelay.transfer.counters import SenderCounters
 from kvrelay.transfer.endpoints import Endpoint, Unreachable
-from kvrelay.transfer.loop_port import LoopPort
+from kvrelay.transfer.loop_port import LoopPort, ended_in_time
 from kvrelay.transfer.outbox import Loan, Outbox
 from kvrelay.transfer.plan import Copies
 
@@ -116,11 +116,12 @@ class SenderThread:
         """Drops what is queued; `SenderDrained` follows, always, also for an unknown reservation."""
         self._commands.put(_Abort(reservation))
 
-    def close(self) -> None:
-        """Stops the thread; the pool is not read after this returns. Idempotent."""
-        if self._thread is not None:
-            self._commands.put(_Close())
-            self._thread.join()
+    def close(self) -> bool:
+        """Stops the thread; whether it did, in which case the pool is read no more. Idempotent."""
+        if self._thread is None:
+            return True
+        self._commands.put(_Close())
+        return ended_in_time(self._thread)
 
     def _wake(self) -> None:
         self._commands.put(_Wake())

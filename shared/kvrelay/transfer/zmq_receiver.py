@@ -8,12 +8,14 @@ copy of one frame.
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Thread
 
 import zmq
 
 from kvrelay.curve import CurveKey
 from kvrelay.transfer.base import ReceiverEvent
 from kvrelay.transfer.endpoints import Endpoint, local_address, machine_id, tcp_address
+from kvrelay.transfer.loop_port import ended_in_time
 from kvrelay.transfer.receiver_thread import ReceiverThread
 from kvrelay.transfer.wire import Bytes, MalformedBlocks
 
@@ -65,15 +67,16 @@ class ZmqReceiver(ReceiverThread):
         return dict(self._endpoint)
 
     def close(self) -> None:
-        """Stops the thread and closes the socket; nothing is written after this returns. Idempotent."""
+        """Stops the thread and closes the socket; nothing is written once it ended. Idempotent."""
         if self._closed:
             return
         self._closed = True
         if self._thread is None:
             self._socket.close(linger=0)
-        self._context.term()  # ends the thread's wait; returns once it closed the socket
-        if self._thread is not None:
-            self._thread.join()
+        ending = Thread(target=self._context.term, name="kv-receiver-end", daemon=True)
+        ending.start()  # ends the thread's wait; over once that closed the socket
+        if ended_in_time(ending) and self._thread is not None:
+            ended_in_time(self._thread)
 
     def _bind(self, host: str, port: int, advertise_host: str, local: bool) -> Endpoint:
         self._socket.set_hwm(QUEUED_MESSAGES_PER_SENDER)

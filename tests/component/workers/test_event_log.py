@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
+import os
 import random
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from kvrelay.cli.main import main
 from kvrelay.cli.replay import Replayed, replay_lines
 from kvrelay.protocol.messages import AnyBody, Cancel, Reassign, Stop
 from kvrelay.protocol.sampling import Sampling
+from kvrelay.telemetry import event_log
 from kvrelay.telemetry.event_log import EventLog
 from tests.component.workers.rig import Fleet, fleet, prompt_of, run
 from tests.fakes.hash_runner import HashRunner
@@ -137,10 +140,29 @@ def test_a_log_that_cannot_be_written_stops_and_the_machine_goes_on(
 ) -> None:
     world = World(1, spec(), 1, 1, mischief=0)
     log = EventLog(tmp_path / "router", 1 << 20)
-    log._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+    log._writer._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
     log.watch("attempts", ("r", 0, 0), world.machine, world.machine.spec)
     world.run()
+    log.close()
     assert [record.getMessage() for record in caplog.records if "event log ends" in record.getMessage()]
+
+
+def test_a_disk_that_stands_still_holds_up_nobody_and_ends_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is a pipe that nobody reads."""
+    monkeypatch.setattr(event_log, "MAX_WAITING_BYTES", 4096)
+    log = EventLog(tmp_path / "router", 1 << 20)
+    read, write = os.pipe()
+    os.set_blocking(write, True)
+    log._writer._file = open(write, "wb", buffering=0)  # noqa: SIM115
+    os.write(write, bytes(fcntl.fcntl(write, fcntl.F_GETPIPE_SZ)))  # full
+    world = World(1, spec(max_tokens=100), 1, 1, mischief=0)
+    log.watch("attempts", ("r", 0, 0), world.machine, world.machine.spec)
+    world.run()
+    assert [record.getMessage() for record in caplog.records if "behind" in record.getMessage()]
+    os.close(read)  # which lets the thread go on
+    log.close()
 
 
 def test_what_is_no_log_is_said_to_be_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings
 from kvrelay.protocol.messages import AnyBody, Cancel, Reassign, Status, StatusQuery, Stop
 from kvrelay.protocol.sampling import FinishReason, Sampling
 from kvrelay.telemetry.metrics_store import StepRecord, read_metrics
+from kvrelay_decode.service import DecodeRole
 from tests.component.workers.rig import fleet, prompt_of, run
 from tests.fakes.hash_runner import EOS_TOKEN_ID, HashRunner, expected_tokens
 from tests.fakes.waiting import PATIENCE_S, until
@@ -65,6 +66,22 @@ def test_a_cached_prefix_leaves_before_the_first_forward(redis_url: str) -> None
             await until(lambda: f.prefill[0].shell.role.totals()["pushed_blocks"] >= before + 18)
             assert not got.tokens
             f.prefill[0].runner.go_on()
+            await got.finished()
+
+    run(test)
+
+
+def test_what_a_sender_cannot_write_by_itself_is_not_of_its_share(redis_url: str) -> None:
+    async def test() -> None:
+        runners = [HashRunner(step_s=0.05), HashRunner()]
+        async with fleet(redis_url, runners[:1], runners[1:], token_budget=32, max_running=16) as f:
+            got = f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt_of(320), GREEDY)
+            async with asyncio.timeout(20):
+                while not f.decode[0].blocks["reserved"]:
+                    await asyncio.sleep(0.005)
+            role = f.decode[0].shell.role
+            assert isinstance(role, DecodeRole)
+            assert len(role._receiving._shares) == 0
             await got.finished()
 
     run(test)

@@ -1,0 +1,66 @@
+"""The end of a sender whose thread a library holds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from threading import Event
+from typing import Any
+
+import pytest
+
+from kvrelay.transfer import loop_port
+from kvrelay.transfer.base import BlockCopy, SenderEvent
+from kvrelay.transfer.outbox import Loan, Outbox
+from kvrelay.transfer.sender_thread import Push, SenderThread
+
+pytestmark = pytest.mark.unit
+
+
+class StuckCourier:
+    """A call of its library returns only when it is `released`."""
+
+    def __init__(self) -> None:
+        self.outbox = Outbox(1024, window=1, drain_timeout_s=1.0, idle_close_s=60.0)
+        self.is_stuck, self.released, self.is_closed = Event(), Event(), Event()
+
+    def enqueue(self, push: Push) -> None:
+        self.is_stuck.set()
+        self.released.wait()
+
+    def collect(self) -> list[SenderEvent]:
+        return []
+
+    def expire(self) -> None: ...
+
+    def send(self, loan: Loan) -> list[SenderEvent]:
+        raise AssertionError("nothing was queued")
+
+    def patience_s(self) -> float | None:
+        return None
+
+    def close(self) -> None:
+        self.is_closed.set()
+
+
+def test_closing_does_not_wait_for_ever_and_says_whether_the_pool_is_still_read(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    courier = StuckCourier()
+
+    def make(wake: Callable[[], None]) -> Any:
+        return courier
+
+    async def test() -> None:
+        sender = SenderThread("stuck", 4, make)
+        sender.start(lambda event: None)
+        sender.push("r", {}, [BlockCopy(0, 0, 0)])
+        assert await asyncio.to_thread(courier.is_stuck.wait, 30)
+        monkeypatch.setattr(loop_port, "END_TIMEOUT_S", 0.01)
+        assert not sender.close()
+        assert "left behind" in caplog.text and not courier.is_closed.is_set()
+        monkeypatch.setattr(loop_port, "END_TIMEOUT_S", 30.0)
+        courier.released.set()
+        assert sender.close() and courier.is_closed.is_set()
+
+    asyncio.run(test())

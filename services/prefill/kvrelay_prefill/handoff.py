@@ -73,6 +73,7 @@ class AskRouter:
 
     reason: str
     excluded: tuple[str, ...]
+    lacks: PeerRef | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,12 +237,14 @@ class SenderHandoff:
         """Decode will not take it: refused, lost, or it gave the reservation up."""
         if decode != self.decode or self.state in (SenderState.DRAINING, SenderState.RELEASED, SenderState.QUEUED):
             return []
+        if self.reservation is Reservation.REFUSED:
+            return []  # the router was asked for another one
         instructions = self._drop_grant()
         if self.state is SenderState.HANDED:
             self._move(SenderState.SENDING)
         self.reservation = Reservation.REFUSED
         self._excluded.append(decode.peer_id)
-        return [*instructions, AskRouter(reason, tuple(self._excluded))]
+        return [*instructions, AskRouter(reason, tuple(self._excluded), decode)]
 
     def decode_lost(self, decode: PeerRef, reason: str) -> list[Instruction]:
         """The decode worker's process is gone; nobody is left there to be told anything."""
@@ -249,7 +252,7 @@ class SenderHandoff:
             self.decode = None
             self.reservation = Reservation.REFUSED
             self._excluded.append(decode.peer_id)
-            return [AskRouter(reason, tuple(self._excluded))]
+            return [AskRouter(reason, tuple(self._excluded), decode)]
         instructions = self.refused(decode, reason)
         for reservation, told in self._draining.items():
             if told == decode:

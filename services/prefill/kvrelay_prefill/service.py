@@ -353,8 +353,8 @@ class PrefillRole:
             case machine.AskDecode(decode):
                 self._meter.asked(request.course)
                 self._requests.send(decode, key, self._reserve(request, decode))
-            case machine.AskRouter(reason, excluded):
-                self._requests.send(router, key, NeedDecode(reason=reason, excluded=list(excluded)))
+            case machine.AskRouter(reason, excluded, lacks):
+                self._requests.send(router, key, NeedDecode(reason=reason, excluded=list(excluded), lacks=lacks))
             case machine.PushBlocks(reservation, transport, endpoint, copies):
                 self._know_reservation(request, reservation)
                 self._hold(request, [copy.source for copy in copies])

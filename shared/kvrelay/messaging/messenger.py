@@ -110,6 +110,15 @@ class Messenger:
         """Messages that no peer has acknowledged yet."""
         return self._links.num_unacked
 
+    @property
+    def alive_interval_s(self) -> float:
+        """Time between life signs."""
+        return self._links.settings.alive_interval_s
+
+    def silent_s(self, peer: PeerRef) -> float:
+        """Seconds since this start of a peer was heard, life signs included; infinite without a link to it."""
+        return self._links.silent_s(peer, time.monotonic())
+
     def close(self, linger_s: float = 0.2) -> None:
         """Closes all sockets; what was sent gets `linger_s` to leave, for which this blocks. May be called twice."""
         if self._is_closed:

@@ -221,6 +221,13 @@ class Links:
         """Messages sent and not yet acknowledged, over all peers."""
         return sum(len(link.unacked) for link in self._links.values())
 
+    def silent_s(self, peer: PeerRef, now: float) -> float:
+        """Seconds since this incarnation of a peer was heard, or our link to it began; infinite without one."""
+        link = self._links.get(peer.peer_id)
+        if link is None or link.peer.incarnation != peer.incarnation:
+            return math.inf
+        return now - link.last_heard
+
     def addresses(self) -> set[str]:
         """Of all peers with an open link."""
         return {link.peer.address for link in self._links.values()}

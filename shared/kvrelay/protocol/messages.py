@@ -145,6 +145,8 @@ class NeedDecode(Body, frozen=True, kw_only=True, tag="need_decode"):
 
     reason: str
     excluded: list[str]
+    lacks: PeerRef | None = None
+    """Who cannot take it; None: nobody was named, or this worker's version does not tell."""
 
 
 class Reassign(Body, frozen=True, kw_only=True, tag="reassign"):

@@ -88,8 +88,8 @@ class TransferSender(Protocol):
         """Drops what is queued; `SenderDrained` follows, always, also for an unknown reservation."""
         ...
 
-    def close(self) -> bool:
-        """Stops threads and closes sockets; whether all ended in time. Idempotent."""
+    def close(self) -> None:
+        """Stops threads and closes sockets. Idempotent."""
         ...
 
 

@@ -101,12 +101,11 @@ class NixlSender(SenderThread):
         self._agent = NixlAgent(self._region, ucx_transports=self._settings.ucx_transports)
         super().__init__("kv-sender-nixl", self._region.num_blocks, self._courier)
 
-    def close(self) -> bool:
+    def close(self) -> None:
         """As the base's; and leaves UCX, unless the thread is still there."""
-        has_ended = super().close()
-        if has_ended:
+        super().close()
+        if self.has_ended:
             self._agent.close()
-        return has_ended
 
     def _courier(self, wake: Callable[[], None]) -> Courier:
         return _NixlCourier(self._agent, self._region, self._settings, self._checksums, self.counters)

@@ -116,12 +116,16 @@ class SenderThread:
         """Drops what is queued; `SenderDrained` follows, always, also for an unknown reservation."""
         self._commands.put(_Abort(reservation))
 
-    def close(self) -> bool:
-        """Stops the thread; whether it did, in which case the pool is read no more. Idempotent."""
-        if self._thread is None:
-            return True
-        self._commands.put(_Close())
-        return ended_in_time(self._thread)
+    def close(self) -> None:
+        """Stops the thread and waits for it, not for ever; once it `has_ended` the pool is not read. Idempotent."""
+        if self._thread is not None:
+            self._commands.put(_Close())
+            ended_in_time(self._thread)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is no thread (any more)."""
+        return self._thread is None or not self._thread.is_alive()
 
     def _wake(self) -> None:
         self._commands.put(_Wake())

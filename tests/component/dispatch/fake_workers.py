@@ -194,7 +194,10 @@ class FakePrefill(FakeWorker):
         self.send(router, key, first)
         decode = body.decode
         while first.finish is None:
-            assert decode is not None and first.token_id is not None
+            if decode is None:
+                self.send(router, key, Failed(cause="no decode worker is left", retriable=True))
+                return
+            assert first.token_id is not None
             granted = await self._reserve(key, router, decode, prompt)
             if isinstance(granted, Reassign):
                 decode = granted.decode
@@ -203,9 +206,6 @@ class FakePrefill(FakeWorker):
                 excluded = [decode.peer_id]
                 self.send(router, key, NeedDecode(reason="refused", excluded=excluded))
                 decode = await self._reassigned(key)
-                if decode is None:
-                    self.send(router, key, Failed(cause="no decode worker is left", retriable=True))
-                    return
                 continue
             await self.passing("handoff")
             num_tokens = len(prompt.tokens) // 4

@@ -213,6 +213,64 @@ async def test_waiting_for_a_worker_is_bounded(rig: Rig) -> None:
     await rig.nothing_is_left()
 
 
+async def test_what_was_computed_waits_for_a_decode_worker_to_come_back(rig: Rig) -> None:
+    """The only one dies before it commits; its next start takes the handoff, and nothing is computed again."""
+    prefill, decode = pair()
+    gate = decode.hold("commit")
+    await rig.start(prefill, decode)
+    handle = rig.submit()
+    await gate.reached.wait()
+    decode.kill()
+    await rig.until(lambda: rig.dispatcher._runner.num_waiting == 1)
+    rig.add(FakeDecode("d0"))
+    assert await read(handle) == {0: true_tokens(0, 6)}
+    assert rig.record(handle)["num_attempts"] == 1
+    assert len(prefill.got(Prefill)) == 1
+    await rig.nothing_is_left()
+
+
+async def test_waiting_for_a_decode_worker_is_bounded(rig: Rig) -> None:
+    prefill, decode = pair()
+    gate = decode.hold("commit")
+    await rig.start(prefill, decode, wait_for_worker_s=0.1)
+    handle = rig.submit()
+    await gate.reached.wait()
+    decode.kill()
+    with pytest.raises(RequestFailed, match=r"no decode worker is left.*no decode worker is ready, for 0.1 s"):
+        await read(handle)
+    await rig.nothing_is_left()
+
+
+async def test_a_client_that_leaves_while_its_handoff_waits_leaves_nothing(rig: Rig) -> None:
+    prefill, decode = pair()
+    gate = decode.hold("commit")
+    await rig.start(prefill, decode)
+    handle = rig.submit()
+    await gate.reached.wait()
+    decode.kill()
+    await rig.until(lambda: rig.dispatcher._runner.num_waiting == 1)
+    handle.cancel()
+    await rig.until(lambda: rig.dispatcher._runner.num_waiting == 0)
+    await rig.until(lambda: bool(prefill.got(Cancel)))
+    await rig.nothing_is_left()
+
+
+async def test_prefill_that_dies_while_its_handoff_waits_costs_the_client_nothing(rig: Rig) -> None:
+    prefill, decode = pair()
+    gate = decode.hold("commit")
+    await rig.start(prefill, decode)
+    handle = rig.submit()
+    await gate.reached.wait()
+    decode.kill()
+    await rig.until(lambda: rig.dispatcher._runner.num_waiting == 1)
+    prefill.kill()
+    await rig.until(lambda: rig.record(handle)["num_attempts"] == 1 and not rig.states())
+    rig.add(FakePrefill("p1"))
+    rig.add(FakeDecode("d1"))
+    assert await read(handle) == {0: true_tokens(0, 6)}
+    await rig.nothing_is_left()
+
+
 async def test_a_client_that_leaves_while_its_request_waits_leaves_nothing(rig: Rig) -> None:
     prefill, decode = pair()
     gate = decode.hold("token 3")

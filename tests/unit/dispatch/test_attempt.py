@@ -43,6 +43,7 @@ from kvrelay_router.dispatch.events import (
     TokensCame,
     WorkerLost,
 )
+from kvrelay_router.dispatch.load import worker_key
 from tests.unit.dispatch.world import PROMPT, peer, spec
 
 P, P2, D, D2, D3 = peer("p"), peer("p2"), peer("d"), peer("d2"), peer("d3")
@@ -205,7 +206,7 @@ def test_a_refused_handoff_goes_to_another_decode_worker() -> None:
     machine = placed()
     cancel, find = machine.handle(need("d"))
     assert sent([cancel]) == [("d", Cancel)]
-    assert isinstance(find, FindDecode) and find.excluded == {"d"}
+    assert isinstance(find, FindDecode) and find.excluded == {worker_key(D)}
     (send,) = machine.handle(DecodeChosen(D2))
     assert isinstance(send, Send) and (send.worker, send.body) == (P, Reassign(decode=D2))
     assert delivered(machine.handle(tokens(0, 5, worker=D2))) == [5]
@@ -233,7 +234,7 @@ def test_exclusions_add_up() -> None:
     machine.handle(need("d"))
     machine.handle(DecodeChosen(D2))
     find = machine.handle(WorkerLost(D2, "silent"))[-1]
-    assert isinstance(find, FindDecode) and find.excluded == {"d", "d2"}
+    assert isinstance(find, FindDecode) and find.excluded == {worker_key(D), worker_key(D2)}
 
 
 def test_no_decode_worker_left_ends_the_attempt_with_prefills_answer() -> None:
@@ -243,7 +244,36 @@ def test_no_decode_worker_left_ends_the_attempt_with_prefills_answer() -> None:
     assert isinstance(send, Send) and send.body == Reassign(decode=None)
     assert machine.handle(need("d")) == []
     find = machine.handle(failed(P, retriable=False))[-1]
-    assert isinstance(find, FindPlacement) and find.avoid == {"d"}
+    assert isinstance(find, FindPlacement) and find.avoid == {"p", "d"}
+    assert machine.attempt - machine._num_void == 2
+
+
+def test_an_attempt_whose_lost_decode_worker_came_back_too_late_for_it_is_void() -> None:
+    machine = placed()
+    machine.handle(WorkerLost(D, "silent"))
+    machine.handle(DecodeChosen(None, came_back=True))
+    find = machine.handle(failed(P))[-1]
+    assert isinstance(find, FindPlacement) and find.delay_s > 0
+    assert machine.attempt - machine._num_void == 1
+
+
+def test_while_another_decode_worker_is_awaited_nothing_asks_for_one_again() -> None:
+    machine = placed()
+    machine.handle(need("d"))
+    assert machine.handle(need("d")) == []
+    assert machine.handle(WorkerLost(D, "killed")) == []
+    (send,) = machine.handle(DecodeChosen(D2))
+    assert isinstance(send, Send) and send.body == Reassign(decode=D2)
+
+
+def test_a_new_start_of_the_lost_decode_worker_takes_over_and_late_word_about_the_old_one_counts_for_nothing() -> None:
+    machine, again = placed(), PeerRef("d", "2", "tcp://d")
+    machine.handle(WorkerLost(D, "killed"))
+    (send,) = machine.handle(DecodeChosen(again))
+    assert isinstance(send, Send) and send.body == Reassign(decode=again)
+    (repeat,) = machine.handle(DecodeNeeded(P, 1, "d is lost", frozenset({"d"}), D))
+    assert isinstance(repeat, Send) and repeat.body == Reassign(decode=again)
+    assert isinstance(machine.handle(DecodeNeeded(P, 1, "refused", frozenset({"d"}), again))[-1], FindDecode)
 
 
 def test_prefill_that_missed_the_commit_may_let_go() -> None:

@@ -188,7 +188,10 @@ class Fleet:
         self.view = FleetView(self.load)
         self.records = {name: _record(name) for name in names}
         self.view.registered(self.records.values(), 0.0)
-        self.placement = Placement(self.view, policy, 0)
+        self.silent_s: dict[str, float] = {}
+        self.placement = Placement(
+            self.view, policy, 0, silent_s=lambda peer: self.silent_s.get(peer.peer_id, 0.0), lately_s=1.5
+        )
         for name in names:
             self.report(name, draining=name in draining)
 
@@ -207,6 +210,29 @@ class Fleet:
         computes = decision.prefill or decision.decode
         self.load.move(held, computes.peer, work.num_tokens, decision.decode.peer, num_pairs=work.num_pairs)
         return decision, held
+
+
+@pytest.mark.parametrize("policy", get_args(PolicyName))
+def test_a_worker_that_was_not_heard_lately_gets_nothing_while_others_are(policy: PolicyName) -> None:
+    fleet = Fleet("p0", "p1", "d0", "d1", policy=policy)
+    fleet.silent_s = {"p0": 1.6, "d1": 9.0, "d0": 1.4}
+    for number in range(8):
+        decision, _ = fleet.place([number] * 200, number)
+        assert names(decision) == ("p1", "d0")
+    prompt = PromptPrefixes([1] * 200)
+    chosen = fleet.placement.place_decode("r", prompt, "f", frozenset({("d0", "1")}))
+    assert chosen is not None and chosen.peer_id == "d1", "the last one there is"
+    fleet.silent_s = {"p0": 3.0, "p1": 4.0, "d0": 5.0, "d1": 6.0}  # this router itself stood still
+    assert {names(fleet.place([number] * 200, number)[0])[0] for number in range(8)} <= {"p0", "p1"}
+
+
+def test_a_new_start_of_an_excluded_decode_worker_is_another_one() -> None:
+    fleet = Fleet("p0", "d0")
+    prompt = PromptPrefixes([1] * 200)
+    assert fleet.placement.place_decode("r", prompt, "f", frozenset({("d0", "1")})) is None
+    assert fleet.placement.has_decode("f") and not fleet.placement.has_decode("another")
+    chosen = fleet.placement.place_decode("r", prompt, "f", frozenset({("d0", "0")}))
+    assert chosen is not None and chosen.peer_id == "d0"
 
 
 def _record(name: str, **changes: Any) -> WorkerRecord:

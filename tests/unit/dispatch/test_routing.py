@@ -104,11 +104,11 @@ def test_where_an_attempt_failed_is_avoided_while_there_are_others(policy: Polic
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_another_decode_worker_has_the_fingerprint_and_is_not_excluded(policy: PolicyName) -> None:
-    candidates = Candidates.of([worker("d0", "decode"), worker("d1", "decode", "other"), worker("d2", "decode")])
-    chosen = decide_decode(policy, demand(), candidates, "m", frozenset({"d0"}))
+def test_another_decode_worker_has_the_fingerprint(policy: PolicyName) -> None:
+    candidates = Candidates.of([worker("d1", "decode", "other"), worker("d2", "decode")])
+    chosen = decide_decode(policy, demand(), candidates, "m")
     assert chosen is not None and chosen.worker_id == "d2"
-    assert decide_decode(policy, demand(), candidates, "m", frozenset({"d0", "d2"})) is None
+    assert decide_decode(policy, demand(), candidates, "third") is None
 
 
 CANDIDATES = st.lists(

@@ -41,6 +41,7 @@ from kvrelay_router.dispatch.events import (
     WorkerLost,
 )
 from kvrelay_router.dispatch.interface import SequenceDelta
+from kvrelay_router.dispatch.load import worker_key
 
 PROMPT = [11, 12, 13]
 
@@ -151,7 +152,7 @@ class World:
             case FindPlacement():
                 self.wish = instruction
             case FindDecode(excluded=excluded):
-                alive = [d.ref for name, d in self.decodes.items() if not d.dead and name not in excluded]
+                alive = [d.ref for d in self.decodes.values() if not d.dead and worker_key(d.ref) not in excluded]
                 self.feed(DecodeChosen(self.random.choice(alive) if alive else None))
             case Ended(error=error):
                 self.ends.append(error)

@@ -10,8 +10,9 @@ States of the current attempt:
 
 An attempt that fails is cancelled on both its workers, and the next one starts at 1 with the tokens already delivered.
 `max_attempts` bounds the tries of workers. An attempt that was none is void and bounded apart, with growing pauses: one
-that was refused before anything was computed, or that a worker gave up because we were silent. A router that stood
-still hears the latter from all its workers, one after the other.
+that was refused before anything was computed, that a worker gave up because we were silent, or that lacked a decode
+worker until those that it had lost came back. A router that stood still hears the second from all its workers, one
+after the other.
 
 Which of the tokens that come are delivered, and when, is `TokenIntake`'s.
 """
@@ -56,6 +57,7 @@ from kvrelay_router.dispatch.events import (
 )
 from kvrelay_router.dispatch.intake import Arrival, TokenIntake
 from kvrelay_router.dispatch.interface import SequenceDelta
+from kvrelay_router.dispatch.load import WorkerKey, worker_key
 
 MAX_VOID_ATTEMPTS = 20
 VOID_PAUSE_S = 0.1
@@ -93,9 +95,10 @@ class _Legs:
     prefill: PeerRef | None = None
     decode: PeerRef | None = None
     former: list[PeerRef] = field(default_factory=list)  # decode workers that were replaced within this attempt
-    excluded: set[str] = field(default_factory=set)  # worker ids that cannot decode this attempt
+    excluded: set[WorkerKey] = field(default_factory=set)  # starts of workers that cannot decode this attempt
     decode_wanted: bool = False  # FindDecode is out
     gave_up: bool = False  # P was told that there is no decode worker, and will answer Failed
+    came_back: bool = False  # with `gave_up`: those that P could not reach are there again
 
 
 class SequenceAttempts:
@@ -209,26 +212,25 @@ class SequenceAttempts:
         legs = self._legs
         if not _same(event.worker, legs.prefill):
             raise IllegalEvent(f"{event.worker.peer_id} does not prefill this attempt")
-        if legs.gave_up:
+        if legs.gave_up or legs.decode_wanted:
             return []
         if legs.decode is None:
             raise IllegalEvent("no decode worker was named for this attempt")
-        if legs.decode.peer_id not in event.excluded:
+        if not _lacks(event, legs.decode):
             return [self._send(event.worker, Reassign(decode=legs.decode))]
-        legs.excluded |= event.excluded
         return self._leave_decode(legs.decode, event.reason)
 
     def _decode_needed_late(self, event: DecodeNeeded) -> list[Instruction]:
         """P does not know that D has committed: it may let go."""
         if self._is_stale(event.attempt) or not _same(event.worker, self._legs.prefill):
             return []
-        if self._legs.decode is None or self._legs.decode.peer_id not in event.excluded:
+        if self._legs.decode is None or not _lacks(event, self._legs.decode):
             return []
         return [self._send(event.worker, Reassign(decode=None))]
 
     def _leave_decode(self, decode: PeerRef, cause: str) -> list[Instruction]:
         """P keeps the K/V; only the decode worker changes. The old one is told, in case it lives."""
-        self._legs.excluded.add(decode.peer_id)
+        self._legs.excluded.add(worker_key(decode))
         self._legs.former.append(decode)
         self._legs.decode_wanted = True
         return [
@@ -240,11 +242,12 @@ class SequenceAttempts:
         legs = self._legs
         if not legs.decode_wanted or legs.prefill is None:
             raise IllegalEvent("no decode worker was asked for")
-        if event.decode is not None and event.decode.peer_id in legs.excluded:
+        if event.decode is not None and worker_key(event.decode) in legs.excluded:
             raise IllegalEvent(f"{event.decode.peer_id} is excluded")
         legs.decode_wanted = False
         legs.decode = event.decode
         legs.gave_up = event.decode is None
+        legs.came_back = event.came_back
         return [self._send(legs.prefill, Reassign(decode=event.decode))]
 
     # -- tokens -------------------------------------------------------------------------------------------------------
@@ -289,7 +292,7 @@ class SequenceAttempts:
         cause = f"{event.worker.peer_id} is lost: {event.reason}"
         if _same(event.worker, legs.prefill):
             return self._retry(cause, event.worker, is_void=event.gave_us_up)
-        if legs.decode is None or not _same(event.worker, legs.decode):
+        if legs.decode is None or legs.decode_wanted or not _same(event.worker, legs.decode):
             return []
         if legs.prefill is None:
             return self._retry(cause, event.worker, is_void=event.gave_us_up)
@@ -308,7 +311,7 @@ class SequenceAttempts:
         if not self.involves(event.worker):
             raise IllegalEvent(f"{event.worker.peer_id} has no part in this attempt")
         if event.retriable or self._legs.gave_up:
-            return self._retry(event.cause, event.worker, is_void=event.refused)
+            return self._retry(event.cause, event.worker, is_void=event.refused or self._legs.came_back)
         return self._fail(event.cause)
 
     def _attempt_failed_late(self, event: AttemptFailed) -> list[Instruction]:
@@ -327,7 +330,9 @@ class SequenceAttempts:
             return self._fail(f"{cause} (attempt {self.attempt}, the last)")
         self._num_void = num_void
         instructions = self._tell_legs(Cancel(reason=cause))
-        self._avoid |= self._legs.excluded if self._legs.gave_up else {worker.peer_id}
+        self._avoid |= {worker.peer_id}
+        if self._legs.gave_up:  # of P and those that it could not reach, which belong together, any may be to blame
+            self._avoid |= {worker_id for worker_id, _ in self._legs.excluded}
         self._legs = _Legs()
         self._intake.begin_attempt()
         self.attempt += 1
@@ -376,6 +381,11 @@ class SequenceAttempts:
 
 def _same(worker: PeerRef, leg: PeerRef | None) -> bool:
     return leg is not None and worker.peer_id == leg.peer_id and worker.incarnation == leg.incarnation
+
+
+def _lacks(event: DecodeNeeded, decode: PeerRef) -> bool:
+    """Whether this decode worker is the one that P cannot hand over to."""
+    return decode.peer_id in event.excluded if event.lacks is None else _same(event.lacks, decode)
 
 
 _Transition = Callable[..., list[Instruction]]

@@ -63,6 +63,9 @@ log = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 1.0
 CLOSE_POLL_S = 0.01
 OVERLOAD_RETRY_AFTER_S = 1.0
+HEARD_LATELY_SIGNS = 3
+"""A worker that has not been heard for so many of its life signs gets nothing while others are heard: it may be dead,
+which is known for sure only later."""
 LONG_PROMPT_TOKENS = 4096
 """Longer prompts are not hashed on the event loop, which a block takes about a microsecond of."""
 PROVEN_TOKENS = 16
@@ -93,6 +96,8 @@ class RouterDispatcher:
             self.settings.local_prefill_tokens,
             index,
             num_last_decisions=self.settings.num_last_decisions,
+            silent_s=self.messenger.silent_s,
+            lately_s=HEARD_LATELY_SIGNS * self.messenger.alive_interval_s,
         )
         self._runner = SequenceRunner(
             self.messenger.send, self._placement, self.load, self._sequence_ended, self.settings.wait_for_worker_s
@@ -372,9 +377,9 @@ class RouterDispatcher:
             case FirstToken():
                 self._placement.breakers.succeeded(worker_key(peer))
                 self._tell(message, FirstTokenCame(peer, header.attempt, body))
-            case NeedDecode(reason=reason, excluded=excluded):
+            case NeedDecode(reason=reason, excluded=excluded, lacks=lacks):
                 if (header.request, header.sequence) in self._sequences:
-                    self._tell(message, DecodeNeeded(peer, header.attempt, reason, frozenset(excluded)))
+                    self._tell(message, DecodeNeeded(peer, header.attempt, reason, frozenset(excluded), lacks))
                 else:
                     self._let_go(message)
             case Failed(cause=cause, retriable=retriable, refused=refused):

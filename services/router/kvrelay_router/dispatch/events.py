@@ -9,6 +9,7 @@ import msgspec
 
 from kvrelay.protocol.messages import AnyBody, FirstToken, PeerRef, TokenEntry
 from kvrelay_router.dispatch.interface import SequenceDelta
+from kvrelay_router.dispatch.load import WorkerKey
 
 
 class IllegalEvent(Exception):
@@ -33,9 +34,13 @@ class NotPlaced(msgspec.Struct, frozen=True):
 
 
 class DecodeChosen(msgspec.Struct, frozen=True):
-    """The answer to `FindDecode`; None: there is no other."""
+    """The answer to `FindDecode`; None: there is no other.
+
+    `came_back`, with None: those that were lost are there again, but have forgotten this attempt.
+    """
 
     decode: PeerRef | None
+    came_back: bool = False
 
 
 class FirstTokenCame(msgspec.Struct, frozen=True):
@@ -60,6 +65,7 @@ class DecodeNeeded(msgspec.Struct, frozen=True):
     attempt: int
     reason: str
     excluded: frozenset[str]
+    lacks: PeerRef | None = None  # who cannot take it, where P tells
 
 
 class AttemptFailed(msgspec.Struct, frozen=True):
@@ -130,10 +136,13 @@ class FindPlacement(msgspec.Struct, frozen=True):
 
 
 class FindDecode(msgspec.Struct, frozen=True):
-    """Choose another decode worker that goes with the present prefill worker, then tell `DecodeChosen`."""
+    """Choose another decode worker that goes with the present prefill worker, then tell `DecodeChosen`.
+
+    `excluded`: starts of workers, by id and incarnation.
+    """
 
     cause: str
-    excluded: frozenset[str]
+    excluded: frozenset[WorkerKey]
 
 
 class Deliver(msgspec.Struct, frozen=True):

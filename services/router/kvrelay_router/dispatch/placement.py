@@ -114,8 +114,12 @@ class Placement:
         index: PrefixView | None = None,
         *,
         num_last_decisions: int = 50,
+        silent_s: Callable[[PeerRef], float] = lambda peer: 0.0,
+        lately_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._silent_s = silent_s
+        self._lately_s = lately_s
         self._clock = clock
         self.fallbacks = Fallbacks()
         self.num_placed = dict.fromkeys(PLACEMENTS, 0)
@@ -202,9 +206,9 @@ class Placement:
         self._prefixes.gone(worker_id)
 
     def place_decode(
-        self, request_id: str, prompt: PromptPrefixes, fingerprint: str, excluded: frozenset[str]
+        self, request_id: str, prompt: PromptPrefixes, fingerprint: str, excluded: frozenset[WorkerKey]
     ) -> PeerRef | None:
-        """Chooses another decode worker for a handoff that is under way."""
+        """Chooses another decode worker for a handoff that is under way. Starts of workers in `excluded` are none."""
         demand = Demand(
             request_id=request_id,
             num_prompt_tokens=prompt.num_tokens,
@@ -213,14 +217,24 @@ class Placement:
             ordinal=self._next_ordinal(),
             affinity=prompt.affinity if self._policy == "sticky" else "",
         )
-        candidates = self._candidates()
+        candidates = self._candidates(excluded)
         cached = self._cached_blocks(prompt, candidates)
-        chosen = decide_decode(self._policy, demand, candidates, fingerprint, excluded, cached)
+        chosen = decide_decode(self._policy, demand, candidates, fingerprint, cached)
         return chosen.peer if chosen is not None else None
 
-    def _candidates(self) -> Candidates:
+    def has_decode(self, fingerprint: str) -> bool:
+        """Whether a decode worker of this model is ready at all."""
+        return any(worker.fingerprint == fingerprint for worker in self._view.candidates(self._clock()).decode)
+
+    def _candidates(self, excluded: frozenset[WorkerKey] = frozenset()) -> Candidates:
         now = self._clock()
-        return self.breakers.usable(self._view.candidates(now), now)
+        ready = self._view.candidates(now)
+        decode = tuple(worker for worker in ready.decode if worker_key(worker.peer) not in excluded)
+        return self.breakers.usable(Candidates(self._heard(ready.prefill), self._heard(decode)), now)
+
+    def _heard(self, workers: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+        """Those that were heard lately; all, where none was: then the silence may be this router's own."""
+        return tuple(worker for worker in workers if self._silent_s(worker.peer) <= self._lately_s) or workers
 
     def _heat_of(self, prompt: PromptPrefixes, candidates: Candidates, cached: Mapping[WorkerId, int]) -> float:
         """Of the longest prefix that a prefill worker holds."""

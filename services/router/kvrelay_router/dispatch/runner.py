@@ -104,8 +104,11 @@ class SequenceRunner:
     def place_waiting(self) -> None:
         """Tries again for those that wait for a worker."""
         for sequence in list(self._waiting):
-            if sequence.waiting_for is not None:
-                self._find_placement(sequence, sequence.waiting_for)
+            match sequence.waiting_for:
+                case FindPlacement() as wish:
+                    self._find_placement(sequence, wish)
+                case FindDecode() as wish:
+                    self._find_decode(sequence, wish)
 
     # -- instructions -------------------------------------------------------------------------------------------------
 
@@ -123,6 +126,7 @@ class SequenceRunner:
                     trace=trace,
                 )
             case FindPlacement():
+                self._stop_waiting(sequence)  # for a decode worker of the attempt before
                 self.num_retries += 1
                 log.warning("attempt %d: %s", instruction.attempt, instruction.cause, extra=_names(sequence))
                 if instruction.delay_s:
@@ -168,11 +172,16 @@ class SequenceRunner:
             self._stop_waiting(sequence)
             self.place(sequence, decision, wish.cause)
         elif sequence.waiting_for is None:
-            sequence.waiting_for = wish
-            self._waiting[sequence] = None
-            loop = asyncio.get_running_loop()
             reason = f"{wish.cause}; then {decision.reason}, for {self._wait_for_worker_s:g} s"
-            sequence.waiting_timer = loop.call_later(self._wait_for_worker_s, self.feed, sequence, NotPlaced(reason))
+            self._wait(sequence, wish, lambda: self.feed(sequence, NotPlaced(reason)))
+
+    def _wait(
+        self, sequence: RunningSequence, wish: FindPlacement | FindDecode, give_up: Callable[[], None]
+    ) -> None:
+        """Until a worker is ready, but not for ever; the request's own deadline may come before."""
+        sequence.waiting_for = wish
+        self._waiting[sequence] = None
+        sequence.waiting_timer = asyncio.get_running_loop().call_later(self._wait_for_worker_s, give_up)
 
     def _stop_waiting(self, sequence: RunningSequence) -> None:
         if sequence.waiting_timer is not None:
@@ -181,11 +190,23 @@ class SequenceRunner:
         self._waiting.pop(sequence, None)
 
     def _find_decode(self, sequence: RunningSequence, wish: FindDecode) -> None:
-        prompt = sequence.running.prompt
-        decode = self._placement.place_decode(sequence.request_id, prompt, sequence.fingerprint, wish.excluded)
+        """While no decode worker is ready at all, prefill keeps what it has computed. One that was lost and is there
+        again has forgotten this attempt, but not its cache: the next attempt may take it."""
+        prompt, fingerprint = sequence.running.prompt, sequence.fingerprint
+        decode = self._placement.place_decode(sequence.request_id, prompt, fingerprint, wish.excluded)
+        has_waited = sequence.waiting_for is not None
+        if decode is not None or self._placement.has_decode(fingerprint):
+            self._decode_chosen(sequence, wish, decode, came_back=has_waited)
+        elif not has_waited:
+            self._wait(sequence, wish, lambda: self._decode_chosen(sequence, wish, None, came_back=False))
+
+    def _decode_chosen(
+        self, sequence: RunningSequence, wish: FindDecode, decode: PeerRef | None, *, came_back: bool
+    ) -> None:
+        self._stop_waiting(sequence)
         sequence.running.record.reassigned(sequence.index, decode, wish.cause)
         sequence.running.handle.served_by.decode = decode.peer_id if decode is not None else None
-        self.feed(sequence, DecodeChosen(decode))
+        self.feed(sequence, DecodeChosen(decode, came_back and decode is None))
 
     # -- inside -------------------------------------------------------------------------------------------------------
 

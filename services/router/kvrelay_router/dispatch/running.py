@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from kvrelay_router.dispatch.attempt import SequenceAttempts
-from kvrelay_router.dispatch.events import FindPlacement
+from kvrelay_router.dispatch.events import FindDecode, FindPlacement
 from kvrelay_router.dispatch.handle import RunningRequest
 from kvrelay_router.dispatch.load import Held
 from kvrelay_router.dispatch.placement import PromptPrefixes, Work
@@ -23,7 +23,7 @@ class DispatchSettings:
     ttft_deadline_s: float | None = None  # requests expected later are refused
     max_attempts: int = 3
     max_requests: int = 1024  # in progress; more are refused
-    wait_for_worker_s: float = 30.0  # a retry that finds no worker ready waits so long for one
+    wait_for_worker_s: float = 30.0  # a retry or a handoff that finds no worker ready waits so long for one
     num_recent_requests: int = 2000
     num_last_decisions: int = 50
     registry_interval_s: float = 0.5
@@ -55,7 +55,7 @@ class RunningSequence:
     held: Held = field(default_factory=Held)
     fingerprint: str = ""  # of the current attempt's workers
     work: Work = field(default_factory=Work)  # of the current attempt, as its placement expected
-    waiting_for: FindPlacement | None = None  # while no worker is ready
+    waiting_for: FindPlacement | FindDecode | None = None  # while no worker is ready
     waiting_timer: asyncio.TimerHandle | None = None  # also that of a pause before the next attempt
 
     @property

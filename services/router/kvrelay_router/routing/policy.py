@@ -57,11 +57,10 @@ def decide_decode(
     demand: Demand,
     candidates: Candidates,
     fingerprint: str,
-    excluded: frozenset[str],
     cached_blocks: Mapping[WorkerId, int] = NOTHING_CACHED,
 ) -> Candidate | None:
-    """Another decode worker for a handoff whose first one is out of reach."""
-    fitting = [c for c in _with_fingerprint(candidates.decode, {fingerprint}) if c.worker_id not in excluded]
+    """Another decode worker for a handoff whose first one is out of reach, and is no candidate."""
+    fitting = _with_fingerprint(candidates.decode, {fingerprint})
     if not fitting:
         return None
     estimates = Estimates(demand, TypicalSpeeds.of(candidates), cached_blocks)

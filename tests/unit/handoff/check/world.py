@@ -21,6 +21,7 @@ from kvrelay_decode.quarantine import SETTLE_TICKS, Quarantine
 from kvrelay_prefill import handoff as prefill
 from kvrelay_router.dispatch import events as router
 from kvrelay_router.dispatch.attempt import SequenceAttempts, SequenceSpec
+from kvrelay_router.dispatch.load import worker_key
 from tests.unit.handoff.check.search import Violation
 from tests.unit.handoff.check.values import clone, freeze
 
@@ -194,7 +195,7 @@ class World:
         wish = self.wishes[r]
         decodes = [d for d in self.size.decodes if d not in self.lost]
         if isinstance(wish, router.FindDecode):
-            left: list[str | None] = [d for d in decodes if d not in wish.excluded]
+            left: list[str | None] = [d for d in decodes if worker_key(peer(d)) not in wish.excluded]
             yield from (("reassign", r, d) for d in left or [None])
             return
         prefills: list[str | None] = [p for p in self.size.prefills if p not in self.lost]
@@ -427,8 +428,8 @@ class World:
                     request=r, attempt=attempt, sequence=0, index=index, token_ids=list(tokens), finish=finish
                 )
                 self._feed(r, router.TokensCame(peer(source), entry))
-            case "need", (excluded,):
-                self._feed(r, router.DecodeNeeded(peer(source), attempt, "needed", frozenset(excluded)))
+            case "need", (excluded, lacks):
+                self._feed(r, router.DecodeNeeded(peer(source), attempt, "needed", frozenset(excluded), lacks))
             case "failed", (retriable,):
                 self._feed(r, router.AttemptFailed(peer(source), attempt, "failed", retriable))
 
@@ -512,8 +513,8 @@ class World:
                     self._post(who, to.peer_id, "reserve", key, sending.num_output)
                     if to.peer_id in self.dead:
                         self.unaware |= {(who, to.peer_id)}
-                case prefill.AskRouter(_, excluded):
-                    self._post(who, R, "need", key, excluded)
+                case prefill.AskRouter(_, excluded, lacks):
+                    self._post(who, R, "need", key, excluded, lacks)
                 case prefill.PushBlocks(reservation, _, endpoint, copies):
                     self._push(who, sending, reservation, endpoint["d"], [(c.index, c.source, c.slot) for c in copies])
                 case prefill.SendHandoff(to, reservation, _, resend):

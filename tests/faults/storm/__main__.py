@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--routers", type=int, default=2)
     parser.add_argument("--peer-timeout-s", type=float, default=2.5)
     parser.add_argument("--request-timeout-s", type=float, default=90.0)
-    parser.add_argument("--max-attempts", type=int, default=8)
+    parser.add_argument("--max-attempts", type=int, default=3)
     for role in ("prefill", "decode", "router"):
         parser.add_argument(
             f"--{role}-flag",

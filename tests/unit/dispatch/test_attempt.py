@@ -22,9 +22,10 @@ from kvrelay.protocol.messages import (
     unpack_tokens,
 )
 from kvrelay.protocol.sampling import BeamResult, BeamSpec, FinishReason, Sampling, TokenLogprobs
-from kvrelay_router.dispatch.attempt import MAX_VOID_ATTEMPTS, AttemptState, SequenceAttempts
+from kvrelay_router.dispatch.attempt import AttemptState, SequenceAttempts
 from kvrelay_router.dispatch.events import (
     AttemptFailed,
+    AwaitLost,
     Cancelled,
     DecodeChosen,
     DecodeNeeded,
@@ -41,9 +42,11 @@ from kvrelay_router.dispatch.events import (
     Send,
     StopMatched,
     TokensCame,
+    WorkerBack,
     WorkerLost,
 )
 from kvrelay_router.dispatch.load import worker_key
+from kvrelay_router.dispatch.tries import MAX_VOID_ATTEMPTS, PROVEN_TOKENS
 from tests.unit.dispatch.world import PROMPT, peer, spec
 
 P, P2, D, D2, D3 = peer("p"), peer("p2"), peer("d"), peer("d2"), peer("d3")
@@ -245,7 +248,7 @@ def test_no_decode_worker_left_ends_the_attempt_with_prefills_answer() -> None:
     assert machine.handle(need("d")) == []
     find = machine.handle(failed(P, retriable=False))[-1]
     assert isinstance(find, FindPlacement) and find.avoid == {"p", "d"}
-    assert machine.attempt - machine._num_void == 2
+    assert machine._tries.num_counted == 1
 
 
 def test_an_attempt_whose_lost_decode_worker_came_back_too_late_for_it_is_void() -> None:
@@ -254,7 +257,7 @@ def test_an_attempt_whose_lost_decode_worker_came_back_too_late_for_it_is_void()
     machine.handle(DecodeChosen(None, came_back=True))
     find = machine.handle(failed(P))[-1]
     assert isinstance(find, FindPlacement) and find.delay_s > 0
-    assert machine.attempt - machine._num_void == 1
+    assert machine._tries.num_counted == 0
 
 
 def test_while_another_decode_worker_is_awaited_nothing_asks_for_one_again() -> None:
@@ -391,6 +394,39 @@ def test_void_attempts_leave_the_real_ones_their_number() -> None:
     machine.handle(WorkerLost(P, "it lost us", gave_us_up=True))
     machine.handle(Placed(P, D, 60.0))
     assert machine.handle(failed(P, attempt=4))[-1] == Ended("broken (attempt 4, the last)")
+
+
+def test_an_attempt_that_brought_enough_tokens_does_not_count() -> None:
+    machine = placed(max_attempts=1, max_tokens=100)
+    machine.handle(tokens(0, *range(PROVEN_TOKENS)))
+    find = machine.handle(WorkerLost(D, "silent"))[-1]
+    assert isinstance(find, FindPlacement) and find.delay_s == 0
+    machine.handle(Placed(P, D, 60.0))
+    machine.handle(tokens(PROVEN_TOKENS, *range(PROVEN_TOKENS - 1), attempt=2))
+    assert machine.handle(failed(D, attempt=2))[-1] == Ended("broken (attempt 2, the last)")
+
+
+def test_the_last_attempt_waits_for_lost_workers_and_goes_on_when_one_is_heard_again() -> None:
+    machine = placed(max_attempts=2)
+    machine.handle(WorkerLost(P, "silent"))
+    machine.handle(Placed(P2, D2, 60.0))
+    assert isinstance(machine.handle(WorkerLost(P2, "silent"))[-1], AwaitLost)
+    assert machine.state is AttemptState.WAITING
+    assert machine.handle(WorkerBack(PeerRef("p", "2", "tcp://p"))) == [], "a new start proves nothing"
+    (find,) = machine.handle(WorkerBack(P))
+    assert isinstance(find, FindPlacement) and find.attempt == 3
+    assert machine.handle(WorkerBack(P2)) == []
+    machine.handle(Placed(P, D, 60.0))
+    machine.handle(failed(P, attempt=3))
+    machine.handle(Placed(P, D, 60.0))
+    assert machine.handle(failed(P, attempt=4))[-1] == Ended("broken (attempt 4, the last)")
+
+
+def test_lost_workers_that_are_not_heard_again_end_the_request() -> None:
+    machine = placed(max_attempts=1)
+    (*cancels, held_back) = machine.handle(WorkerLost(P, "killed"))
+    assert sent(cancels) == [("p", Cancel), ("d", Cancel)] and isinstance(held_back, AwaitLost)
+    assert machine.handle(NotPlaced("nobody came")) == [Ended("nobody came")]
 
 
 def test_a_committed_decode_worker_that_gave_us_up_costs_no_attempt() -> None:

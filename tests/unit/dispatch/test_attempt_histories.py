@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from kvrelay.protocol.messages import Cancel, Generate, Prefill
 from kvrelay.protocol.sampling import FinishReason
-from kvrelay_router.dispatch.attempt import MAX_VOID_ATTEMPTS, AttemptState
+from kvrelay_router.dispatch.attempt import AttemptState
 from kvrelay_router.dispatch.events import Cancelled, StopMatched
+from kvrelay_router.dispatch.tries import MAX_VOID_ATTEMPTS
 from tests.unit.dispatch.world import World, spec, true_token
 
 WORLDS = st.builds(

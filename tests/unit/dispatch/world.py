@@ -26,6 +26,7 @@ from kvrelay.protocol.sampling import FinishReason, Sampling
 from kvrelay_router.dispatch.attempt import AttemptState, SequenceAttempts, SequenceSpec
 from kvrelay_router.dispatch.events import (
     AttemptFailed,
+    AwaitLost,
     DecodeChosen,
     DecodeNeeded,
     Deliver,
@@ -35,6 +36,7 @@ from kvrelay_router.dispatch.events import (
     FindPlacement,
     FirstTokenCame,
     Instruction,
+    NotPlaced,
     Placed,
     Send,
     TokensCame,
@@ -106,6 +108,7 @@ class World:
         self.sent: list[Send] = []
         self.past: list[Event] = []
         self.wish: FindPlacement | None = FindPlacement(1, "", frozenset())
+        self.held_back = False
         self.log: list[str] = []
 
     @property
@@ -132,6 +135,8 @@ class World:
                 moves.append(lambda worker=worker: self.deliver(worker))  # type: ignore[misc]
             if worker.work and not worker.dead:
                 moves.append(lambda worker=worker: self.compute(worker))  # type: ignore[misc]
+        if self.held_back:
+            moves.append(self.end_the_wait)
         if moves:
             self.random.choice(moves)()
 
@@ -151,6 +156,8 @@ class World:
                 self.workers[worker.peer_id].inbox.append((attempt, body))
             case FindPlacement():
                 self.wish = instruction
+            case AwaitLost():
+                self.held_back = True
             case FindDecode(excluded=excluded):
                 alive = [d.ref for d in self.decodes.values() if not d.dead and worker_key(d.ref) not in excluded]
                 self.feed(DecodeChosen(self.random.choice(alive) if alive else None))
@@ -164,6 +171,11 @@ class World:
         decode = self.random.choice(decodes) if decodes and (prefill is None or self.machine.needs_decode) else None
         self.wish = None
         self.feed(Placed(prefill, decode, 60.0))
+
+    def end_the_wait(self) -> None:
+        """Nobody that was killed comes back."""
+        self.held_back = False
+        self.feed(NotPlaced("nobody came back"))
 
     # -- the workers --------------------------------------------------------------------------------------------------
 

@@ -9,10 +9,10 @@ States of the current attempt:
 5. FAILED      no attempt is left, or the failure would only repeat itself.
 
 An attempt that fails is cancelled on both its workers, and the next one starts at 1 with the tokens already delivered.
-`max_attempts` bounds the tries of workers. An attempt that was none is void and bounded apart, with growing pauses: one
-that was refused before anything was computed, that a worker gave up because we were silent, or that lacked a decode
-worker until those that it had lost came back. A router that stood still hears the second from all its workers, one
-after the other.
+`max_attempts` bounds the tries of workers; `Tries` says which attempts were none. Among those that are void from the
+start are the ones that were refused before anything was computed, that a worker gave up because we were silent, or that
+lacked a decode worker until those that it had lost came back. A router that stood still hears the second from all its
+workers, one after the other.
 
 Which of the tokens that come are delivered, and when, is `TokenIntake`'s.
 """
@@ -37,6 +37,7 @@ from kvrelay.protocol.messages import (
 from kvrelay.protocol.sampling import FinishReason, Sampling
 from kvrelay_router.dispatch.events import (
     AttemptFailed,
+    AwaitLost,
     Cancelled,
     DecodeChosen,
     DecodeNeeded,
@@ -53,15 +54,13 @@ from kvrelay_router.dispatch.events import (
     Send,
     StopMatched,
     TokensCame,
+    WorkerBack,
     WorkerLost,
 )
 from kvrelay_router.dispatch.intake import Arrival, TokenIntake
 from kvrelay_router.dispatch.interface import SequenceDelta
 from kvrelay_router.dispatch.load import WorkerKey, worker_key
-
-MAX_VOID_ATTEMPTS = 20
-VOID_PAUSE_S = 0.1
-VOID_PAUSE_AT_MOST_S = 1.0
+from kvrelay_router.dispatch.tries import Tries
 
 
 class AttemptState(StrEnum):
@@ -111,7 +110,8 @@ class SequenceAttempts:
         self.spec = spec
         self.state = AttemptState.WAITING
         self.attempt = 1
-        self._num_void = 0  # of the attempts so far
+        self._tries = Tries(spec.max_attempts)
+        self._held_back = ""  # why, while all tries are spent and a lost worker is awaited
         self._legs = _Legs()
         self._avoid: set[str] = set()  # workers on which earlier attempts failed
         self._intake = TokenIntake(
@@ -291,18 +291,18 @@ class SequenceAttempts:
         legs = self._legs
         cause = f"{event.worker.peer_id} is lost: {event.reason}"
         if _same(event.worker, legs.prefill):
-            return self._retry(cause, event.worker, is_void=event.gave_us_up)
+            return self._retry(cause, event.worker, is_void=event.gave_us_up, is_silent=True)
         if legs.decode is None or legs.decode_wanted or not _same(event.worker, legs.decode):
             return []
         if legs.prefill is None:
-            return self._retry(cause, event.worker, is_void=event.gave_us_up)
+            return self._retry(cause, event.worker, is_void=event.gave_us_up, is_silent=True)
         return self._leave_decode(legs.decode, cause)
 
     def _worker_lost_late(self, event: WorkerLost) -> list[Instruction]:
         is_prefill = _same(event.worker, self._legs.prefill)
         if _same(event.worker, self._legs.decode) or (is_prefill and self._intake.prompt_logprobs_due):
             cause = f"{event.worker.peer_id} is lost: {event.reason}"
-            return self._retry(cause, event.worker, is_void=event.gave_us_up)
+            return self._retry(cause, event.worker, is_void=event.gave_us_up, is_silent=True)
         return []
 
     def _attempt_failed(self, event: AttemptFailed) -> list[Instruction]:
@@ -320,15 +320,19 @@ class SequenceAttempts:
             return []
         return self._attempt_failed(event)
 
-    def _retry(self, cause: str, worker: PeerRef, *, is_void: bool = False) -> list[Instruction]:
+    def _retry(
+        self, cause: str, worker: PeerRef, *, is_void: bool = False, is_silent: bool = False
+    ) -> list[Instruction]:
         if 0 < self.spec.sampling.max_tokens <= len(self.output):
             self.state = AttemptState.DONE
             delta = SequenceDelta(self.spec.sequence, [], finish=FinishReason.LENGTH)
             return [*self._tell_legs(Cancel(reason=cause)), Deliver(delta), Ended(None)]
-        num_void = self._num_void + is_void
-        if self.attempt - num_void >= self.spec.max_attempts or num_void > MAX_VOID_ATTEMPTS:
-            return self._fail(f"{cause} (attempt {self.attempt}, the last)")
-        self._num_void = num_void
+        silent = worker_key(worker) if is_silent else None
+        self._tries.ended(is_void=is_void, num_tokens=len(self.output) - self.num_resumed, silent=silent)
+        if self._tries.are_spent:
+            cause = f"{cause} (attempt {self.attempt}, the last)"
+            if not self._tries.may_recover:
+                return self._fail(cause)
         instructions = self._tell_legs(Cancel(reason=cause))
         self._avoid |= {worker.peer_id}
         if self._legs.gave_up:  # of P and those that it could not reach, which belong together, any may be to blame
@@ -337,8 +341,18 @@ class SequenceAttempts:
         self._intake.begin_attempt()
         self.attempt += 1
         self.state = AttemptState.WAITING
-        delay_s = min(VOID_PAUSE_AT_MOST_S, VOID_PAUSE_S * 2 ** (num_void - 1)) if is_void else 0.0
+        if self._tries.are_spent:
+            self._held_back = cause
+            return [*instructions, AwaitLost(cause)]
+        delay_s = self._tries.pause_s if is_void else 0.0
         return [*instructions, FindPlacement(self.attempt, cause, frozenset(self._avoid), delay_s)]
+
+    def _worker_back(self, event: WorkerBack) -> list[Instruction]:
+        self._tries.heard_again(worker_key(event.worker))
+        if not self._held_back or self._tries.are_spent:
+            return []
+        cause, self._held_back = self._held_back, ""
+        return [FindPlacement(self.attempt, cause, frozenset(self._avoid))]
 
     def _fail(self, cause: str) -> list[Instruction]:
         self.state = AttemptState.FAILED
@@ -398,6 +412,7 @@ _UNPLACED: dict[type[object], _Transition] = {
     DecodeNeeded: _M._ignore_stale,
     AttemptFailed: _M._ignore_stale,
     WorkerLost: _M._ignore,
+    WorkerBack: _M._worker_back,
     StopMatched: _M._stop_matched,
     Cancelled: _M._cancelled,
 }
@@ -408,6 +423,7 @@ _BEFORE_COMMIT: dict[type[object], _Transition] = {
     DecodeNeeded: _M._decode_needed,
     AttemptFailed: _M._attempt_failed,
     WorkerLost: _M._worker_lost,
+    WorkerBack: _M._worker_back,
     StopMatched: _M._stop_matched,
     Cancelled: _M._cancelled,
 }
@@ -417,11 +433,13 @@ _AFTER_COMMIT: dict[type[object], _Transition] = {
     DecodeNeeded: _M._decode_needed_late,
     AttemptFailed: _M._attempt_failed_late,
     WorkerLost: _M._worker_lost_late,
+    WorkerBack: _M._worker_back,
     StopMatched: _M._stop_matched,
     Cancelled: _M._cancelled,
 }
 _AFTER_END: dict[type[object], _Transition] = dict.fromkeys(
-    (FirstTokenCame, TokensCame, DecodeNeeded, AttemptFailed, WorkerLost, StopMatched, Cancelled), _M._ignore
+    (FirstTokenCame, TokensCame, DecodeNeeded, AttemptFailed, WorkerLost, WorkerBack, StopMatched, Cancelled),
+    _M._ignore,
 )
 _TRANSITIONS: dict[tuple[AttemptState, type[object]], _Transition] = {
     (state, event): transition

@@ -37,6 +37,7 @@ from kvrelay_router.dispatch.events import (
     FirstTokenCame,
     StopMatched,
     TokensCame,
+    WorkerBack,
     WorkerLost,
 )
 from kvrelay_router.dispatch.handle import RunningRequest
@@ -53,6 +54,7 @@ from kvrelay_router.dispatch.placement import Placement, PromptPrefixes
 from kvrelay_router.dispatch.records import RequestRecord, RequestRecords
 from kvrelay_router.dispatch.runner import SequenceRunner
 from kvrelay_router.dispatch.running import DispatchSettings, Running, RunningSequence
+from kvrelay_router.dispatch.tries import PROVEN_TOKENS
 from kvrelay_router.fleet_view import FleetView, KnownWorker, WorkerState
 from kvrelay_router.fleet_watch import FleetWatch, ListWorkers
 from kvrelay_router.prefix_index import FleetPrefixes
@@ -68,8 +70,6 @@ HEARD_LATELY_SIGNS = 3
 which is known for sure only later."""
 LONG_PROMPT_TOKENS = 4096
 """Longer prompts are not hashed on the event loop, which a block takes about a microsecond of."""
-PROVEN_TOKENS = 16
-"""After so many tokens of an attempt its decode worker has done well: a long stream's end would come too late."""
 OUTCOMES = ("submitted", "finished", "failed", "timed_out", "cancelled", "refused")
 
 
@@ -88,7 +88,7 @@ class RouterDispatcher:
         self._index = index
         self.settings = settings or DispatchSettings()
         self.load = OutstandingLoad()
-        self.view = FleetView(self.load, _log_state)
+        self.view = FleetView(self.load, self._on_state)
         self.messenger = open_messenger(self._on_event)
         self._placement = Placement(
             self.view,
@@ -418,6 +418,12 @@ class RouterDispatcher:
             trace=header.trace,
         )
 
+    def _on_state(self, worker: KnownWorker, state: WorkerState, reason: str) -> None:
+        log.info("worker %s is %s: %s", worker.record.worker_id, state, reason)
+        if state in (WorkerState.READY, WorkerState.DRAINING):
+            for sequence in list(self._sequences.values()):
+                self._runner.feed(sequence, WorkerBack(worker.peer))
+
     def _worker_gone_soon(self, loss: WorkerLost) -> None:
         """Once all that were lost at the same time are known: a retry placed on one of them would fail at once."""
         self._placement.gone(loss.worker.peer_id)
@@ -442,7 +448,3 @@ def _is_proof(entry: TokenEntry, sequence: RunningSequence | None) -> bool:
         return False
     proven_at = sequence.machine.num_resumed + PROVEN_TOKENS
     return entry.index < proven_at <= entry.index + len(entry.token_ids)
-
-
-def _log_state(worker: KnownWorker, state: WorkerState, reason: str) -> None:
-    log.info("worker %s is %s: %s", worker.record.worker_id, state, reason)

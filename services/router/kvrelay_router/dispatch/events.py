@@ -89,6 +89,12 @@ class WorkerLost(msgspec.Struct, frozen=True):
     gave_us_up: bool = False
 
 
+class WorkerBack(msgspec.Struct, frozen=True):
+    """A worker that was lost is heard again: this very start of it."""
+
+    worker: PeerRef
+
+
 class StopMatched(msgspec.Struct, frozen=True):
     """A stop string matched in the text."""
 
@@ -108,6 +114,7 @@ Event = (
     | DecodeNeeded
     | AttemptFailed
     | WorkerLost
+    | WorkerBack
     | StopMatched
     | Cancelled
 )
@@ -135,6 +142,15 @@ class FindPlacement(msgspec.Struct, frozen=True):
     delay_s: float = 0.0
 
 
+class AwaitLost(msgspec.Struct, frozen=True):
+    """All tries are spent, but some were lost with workers that may only stand still.
+
+    Tell `WorkerBack` when one is heard again; after a while, `NotPlaced`.
+    """
+
+    cause: str
+
+
 class FindDecode(msgspec.Struct, frozen=True):
     """Choose another decode worker that goes with the present prefill worker, then tell `DecodeChosen`.
 
@@ -157,4 +173,4 @@ class Ended(msgspec.Struct, frozen=True):
     error: str | None
 
 
-Instruction = Send | FindPlacement | FindDecode | Deliver | Ended
+Instruction = Send | FindPlacement | AwaitLost | FindDecode | Deliver | Ended

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from kvrelay.protocol.messages import AnyBody, PeerRef
 from kvrelay_router.dispatch.events import (
     AttemptFailed,
+    AwaitLost,
     DecodeChosen,
     Deliver,
     Ended,
@@ -133,6 +134,10 @@ class SequenceRunner:
                     self._pause(sequence, instruction)
                 else:
                     self._find_placement(sequence, instruction)
+            case AwaitLost(cause=cause):
+                self._stop_waiting(sequence)
+                reason = f"{cause}; none of the lost workers was heard again for {self._wait_for_worker_s:g} s"
+                self._wait(sequence, instruction, lambda: self.feed(sequence, NotPlaced(reason)))
             case FindDecode():
                 self._find_decode(sequence, instruction)
             case Ended(error=error):
@@ -176,7 +181,7 @@ class SequenceRunner:
             self._wait(sequence, wish, lambda: self.feed(sequence, NotPlaced(reason)))
 
     def _wait(
-        self, sequence: RunningSequence, wish: FindPlacement | FindDecode, give_up: Callable[[], None]
+        self, sequence: RunningSequence, wish: FindPlacement | AwaitLost | FindDecode, give_up: Callable[[], None]
     ) -> None:
         """Until a worker is ready, but not for ever; the request's own deadline may come before."""
         sequence.waiting_for = wish

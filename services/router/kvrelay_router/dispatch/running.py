@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from kvrelay_router.dispatch.attempt import SequenceAttempts
-from kvrelay_router.dispatch.events import FindDecode, FindPlacement
+from kvrelay_router.dispatch.events import AwaitLost, FindDecode, FindPlacement
 from kvrelay_router.dispatch.handle import RunningRequest
 from kvrelay_router.dispatch.load import Held
 from kvrelay_router.dispatch.placement import PromptPrefixes, Work
@@ -55,7 +55,7 @@ class RunningSequence:
     held: Held = field(default_factory=Held)
     fingerprint: str = ""  # of the current attempt's workers
     work: Work = field(default_factory=Work)  # of the current attempt, as its placement expected
-    waiting_for: FindPlacement | FindDecode | None = None  # while no worker is ready
+    waiting_for: FindPlacement | AwaitLost | FindDecode | None = None  # while no worker is ready
     waiting_timer: asyncio.TimerHandle | None = None  # also that of a pause before the next attempt
 
     @property

@@ -199,6 +199,9 @@ class World:
             yield from (("reassign", r, d) for d in left or [None])
             return
         prefills: list[str | None] = [p for p in self.size.prefills if p not in self.lost]
+        if isinstance(wish, router.AwaitLost):
+            yield ("place", r, None, None)
+            return
         if not decodes:
             yield ("place", r, None, None)
         yield from (("place", r, p, d) for p in prefills or [None] for d in decodes)
@@ -396,7 +399,7 @@ class World:
                             self._post(R, worker.peer_id, "cancel", key)
                     if worker.peer_id in self.dead:
                         self.unaware |= {(R, worker.peer_id)}
-                case router.FindPlacement() | router.FindDecode():
+                case router.FindPlacement() | router.AwaitLost() | router.FindDecode():
                     self.wishes[r] = instruction
                 case router.Ended():
                     self.wishes.pop(r, None)

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from kvrelay.protocol.messages import Failed
-from kvrelay_router.dispatch.dispatcher import PROVEN_TOKENS
 from kvrelay_router.dispatch.interface import RequestFailed
+from kvrelay_router.dispatch.tries import PROVEN_TOKENS
 from tests.component.dispatch.rig import Rig, pair, read, two_pairs
 from tests.fakes.waiting import PATIENCE_S, until
 

@@ -221,7 +221,7 @@ async def test_what_was_computed_waits_for_a_decode_worker_to_come_back(rig: Rig
     handle = rig.submit()
     await gate.reached.wait()
     decode.kill()
-    await rig.until(lambda: rig.dispatcher._runner.num_waiting == 1)
+    await until(lambda: rig.dispatcher._runner.num_waiting == 1)
     rig.add(FakeDecode("d0"))
     assert await read(handle) == {0: true_tokens(0, 6)}
     assert rig.record(handle)["num_attempts"] == 1
@@ -248,10 +248,10 @@ async def test_a_client_that_leaves_while_its_handoff_waits_leaves_nothing(rig: 
     handle = rig.submit()
     await gate.reached.wait()
     decode.kill()
-    await rig.until(lambda: rig.dispatcher._runner.num_waiting == 1)
+    await until(lambda: rig.dispatcher._runner.num_waiting == 1)
     handle.cancel()
-    await rig.until(lambda: rig.dispatcher._runner.num_waiting == 0)
-    await rig.until(lambda: bool(prefill.got(Cancel)))
+    await until(lambda: rig.dispatcher._runner.num_waiting == 0)
+    await until(lambda: bool(prefill.got(Cancel)))
     await rig.nothing_is_left()
 
 
@@ -262,9 +262,9 @@ async def test_prefill_that_dies_while_its_handoff_waits_costs_the_client_nothin
     handle = rig.submit()
     await gate.reached.wait()
     decode.kill()
-    await rig.until(lambda: rig.dispatcher._runner.num_waiting == 1)
+    await until(lambda: rig.dispatcher._runner.num_waiting == 1)
     prefill.kill()
-    await rig.until(lambda: rig.record(handle)["num_attempts"] == 1 and not rig.states())
+    await until(lambda: rig.record(handle)["num_attempts"] == 1 and not rig.states())
     rig.add(FakePrefill("p1"))
     rig.add(FakeDecode("d1"))
     assert await read(handle) == {0: true_tokens(0, 6)}

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvrelay.telemetry.plots import NoMatplotlib, check_plot
 from kvrelay_bench.http import Endpoint
 from kvrelay_bench.load import Point
 from kvrelay_bench.measure import Slo
-from kvrelay_bench.plot import NoMatplotlib, check_plot
 from kvrelay_bench.workload import Arrivals, Ask, Shape, Wire, arrival_times, synthetic, traced
 from kvrelay_simulator.traces import TracedRequest, read_trace, scaled
 

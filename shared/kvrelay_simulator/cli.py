@@ -13,11 +13,17 @@ from typing import Any, get_args
 from kvrelay.scheduling.base import QueueOrderName
 from kvrelay.scheduling.registry import UnknownScheduler, check_scheduler_name
 from kvrelay.simulated.profiles import BUILT_IN, UnknownProfile, find_profile
+from kvrelay.telemetry.plots import NoMatplotlib, check_plot
 from kvrelay_router.routing.policy import PolicyName
-from kvrelay_simulator.figures import Figures, Slo, best_possible_hit_rate, figures
+from kvrelay_simulator.figures import Figures, Outcome, Slo, Times, best_possible_hit_rate, figures
 from kvrelay_simulator.fleet import CannotServe, FleetSettings, SimulatedFleet
 from kvrelay_simulator.traces import BadTrace, TracedRequest, read_trace, scaled
 from kvrelay_simulator.workers import WorkerSettings
+
+
+class WrongFlags(ValueError):
+    """Flags that do not go together; the text names them."""
+
 
 COLUMNS: list[tuple[str, Callable[[Figures], str]]] = [
     ("TTFT p50", lambda f: f"{f.ttft_p50_s:.3f}"),
@@ -41,32 +47,62 @@ NOTE = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     arguments = _parser().parse_args(argv)
+    slo = Slo(arguments.slo_ttft, arguments.slo_tpot)
     try:
+        _check(arguments)
         trace = scaled(read_trace(arguments.trace, arguments.requests), arguments.rate)
-        base = _settings(arguments, trace)
-        runs = _runs(arguments, base)
-        results = [_run(name, settings, trace, arguments) for name, settings in runs]
+        runs = _runs(arguments, _settings(arguments, trace))
+        results = [_run(name, settings, trace, slo) for name, settings in runs]
     except UnknownProfile as error:
-        print(f"kvrelay simulate: --profile {arguments.profile}: {error}", file=sys.stderr)
-        return 2
-    except (BadTrace, UnknownScheduler, CannotServe) as error:
-        print(f"kvrelay simulate: {error}", file=sys.stderr)
-        return 2
+        return _refuse(f"--profile {arguments.profile}: {error}")
+    except (WrongFlags, BadTrace, UnknownScheduler, CannotServe, NoMatplotlib) as error:
+        return _refuse(str(error))
     print(table(results))
-    print(NOTE.format(ttft=arguments.slo_ttft, tpot=arguments.slo_tpot))
-    if arguments.sweep:
-        best = max(results, key=lambda result: (result[1].goodput, -result[1].ttft_p90_s))
-        print(f"Best ratio by goodput: {best[0]}")
+    print(NOTE.format(ttft=slo.ttft_s, tpot=slo.tpot_s))
+    ratios = [result for result in results if result.num_prefill]
+    best = max(ratios, key=lambda result: (result.figures.goodput, -result.figures.ttft_p90_s)) if ratios else None
+    if arguments.sweep and best is not None:
+        print(f"Best ratio by goodput: {best.name}")
     if arguments.json is not None:
-        content = {"arguments": _printable(arguments), "runs": {name: found.as_json() for name, found in results}}
+        content: dict[str, Any] = {
+            "arguments": _printable(arguments),
+            "runs": {each.name: each.figures.as_json() for each in results},
+        }
+        if arguments.sweep and best is not None:
+            content["best_ratio"] = best.name
         arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    if arguments.plot is not None:
+        from kvrelay_simulator.plot import draw_runs, draw_sweep
+
+        (draw_sweep if arguments.sweep else draw_runs)(ratios if arguments.sweep else results, slo, arguments.plot)
     return 0
 
 
-def table(results: Sequence[tuple[str, Figures]]) -> str:
+def _refuse(reason: str) -> int:
+    print(f"kvrelay simulate: {reason}", file=sys.stderr)
+    return 2
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raises WrongFlags, NoMatplotlib."""
+    total = arguments.prefill + arguments.decode
+    if total < 1:
+        raise WrongFlags("--prefill and --decode: at least one worker is needed")
+    if arguments.sweep and (total < 2 or not arguments.decode):
+        raise WrongFlags("--sweep needs two workers or more, and --decode above 0")
+    if arguments.sweep and len(arguments.policy or ()) > 1:
+        raise WrongFlags("--sweep compares ratios: give one --policy")
+    if arguments.plot is not None:
+        try:
+            check_plot(arguments.plot)
+        except ValueError as error:
+            raise WrongFlags(str(error)) from error
+
+
+def table(results: Sequence[Outcome]) -> str:
     """One line a run."""
     rows = [["", *(name for name, _ in COLUMNS)]]
-    rows += [[name, *(show(found) for _, show in COLUMNS)] for name, found in results]
+    rows += [[each.name, *(show(each.figures) for _, show in COLUMNS)] for each in results]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(
@@ -78,28 +114,28 @@ def table(results: Sequence[tuple[str, Figures]]) -> str:
 
 
 def _runs(arguments: argparse.Namespace, base: FleetSettings) -> list[tuple[str, FleetSettings]]:
-    total = base.num_prefill + base.num_decode
+    total, policies = base.num_prefill + base.num_decode, arguments.policy or ["cost"]
     if arguments.sweep:
-        return [
+        base = replace(base, policy=policies[0])
+        runs = [
             (f"{n} prefill, {total - n} decode", replace(base, num_prefill=n, num_decode=total - n))
             for n in range(1, total)
         ]
-    runs = [(f"{policy}", replace(base, policy=policy)) for policy in arguments.policy or ["cost"]]
+        return [*runs, ("colocated", replace(base, num_prefill=0, num_decode=total))] if arguments.colocated else runs
+    runs = [(policy, replace(base, policy=policy)) for policy in policies]
     if arguments.colocated:
         runs += [(f"{name}, colocated", replace(each, num_prefill=0, num_decode=total)) for name, each in runs]
     return runs
 
 
-def _run(
-    name: str, settings: FleetSettings, trace: Sequence[TracedRequest], arguments: argparse.Namespace
-) -> tuple[str, Figures]:
+def _run(name: str, settings: FleetSettings, trace: Sequence[TracedRequest], slo: Slo) -> Outcome:
     fleet = SimulatedFleet(settings)
     requests = fleet.run(trace, _progress(name))
     fleet.check_integrity()
     size = settings.workers.block_size
-    num_blocks = sum(worker.pool.num_blocks for worker in fleet.prefill or fleet.decode)
+    num_blocks = sum(worker.pool.num_blocks for worker in fleet.workers.values())
     best = best_possible_hit_rate((request.tokens() for request in trace), size, num_blocks)
-    return name, figures(fleet, requests, Slo(arguments.slo_ttft, arguments.slo_tpot), best)
+    return Outcome(name, settings.num_prefill, figures(fleet, requests, slo, best), Times.of(requests))
 
 
 def _progress(name: str) -> Callable[[float], None]:
@@ -163,6 +199,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--slo-ttft", type=_positive, default=2.0, metavar="SECONDS", help="of a good request (default: 2)")
     add("--slo-tpot", type=_positive, default=0.05, metavar="SECONDS", help="of a good request (default: 0.05)")
     add("--json", type=Path, metavar="FILE", help="also write the figures here")
+    add("--plot", type=Path, metavar="FILE", help="also draw them (.svg, .png, .pdf); needs matplotlib")
     add("--scheduler", default="sarathi", help="of the workers (default: sarathi)")
     add("--queue-order", choices=get_args(QueueOrderName), default="fcfs", help="of the workers (default: fcfs)")
     add("--block-size", type=_count(1), default=64, help="tokens of a block (default: 64)")

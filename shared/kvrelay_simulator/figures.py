@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvrelay.kv.hashing import BlockHash, hash_blocks, root_hash
 from kvrelay_simulator.fleet import SimulatedFleet
@@ -21,6 +22,22 @@ class Slo:
 
     ttft_s: float = 2.0
     tpot_s: float = 0.05
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Times:
+    """Seconds of each request: to its first token, and a token after it (of those that have several)."""
+
+    ttft_s: NDArray[np.float64]
+    tpot_s: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, requests: Sequence[Request]) -> Times:
+        """Of requests that have ended."""
+        return cls(
+            np.array([_since_arrival(request) for request in requests]),
+            np.array([_tpot(request) for request in requests if request.num_output > 1]),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +72,22 @@ class Figures:
         return asdict(self) | {"hit_share": self.hit_share}
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """One run, by the name that tables give it."""
+
+    name: str
+    num_prefill: int
+    figures: Figures
+    times: Times
+
+
 def figures(fleet: SimulatedFleet, requests: Sequence[Request], slo: Slo, best_hit_rate: float) -> Figures:
     """Of a run that has ended."""
-    ttft = np.array([_since_arrival(request) for request in requests])
-    tpot = np.array([_tpot(request) for request in requests])
-    spoken = tpot[np.array([request.num_output > 1 for request in requests])]
-    spoken = spoken if len(spoken) else np.zeros(1)
+    times = Times.of(requests)
+    ttft, spoken = times.ttft_s, times.tpot_s if len(times.tpot_s) else np.zeros(1)
     seconds = max(request.finished_s or 0.0 for request in requests) - requests[0].arrival_s
-    good = int(np.count_nonzero((ttft <= slo.ttft_s) & (tpot <= slo.tpot_s)))
+    good = sum(_since_arrival(request) <= slo.ttft_s and _tpot(request) <= slo.tpot_s for request in requests)
     num_prompt = sum(len(request.tokens) for request in requests)
     return Figures(
         num_requests=len(requests),

@@ -219,10 +219,46 @@ def test_the_command_compares_sweeps_and_writes(tmp_path: Path, capsys: pytest.C
     assert list(runs) == ["cost", "random", "cost, colocated", "random, colocated"]
     assert all(run["num_requests"] == 30 and 0 < run["hit_share"] <= 1.05 for run in runs.values())
     capsys.readouterr()
-    assert main([*common, "--sweep"]) == 0
-    assert "Best ratio by goodput: " in capsys.readouterr().out
+    assert main([*common, "--sweep", "--colocated", "--json", str(out)]) == 0
+    swept = json.loads(out.read_text())
+    assert list(swept["runs"]) == ["1 prefill, 2 decode", "2 prefill, 1 decode", "colocated"]
+    best = max(list(swept["runs"])[:2], key=lambda name: swept["runs"][name]["goodput"])
+    assert f"Best ratio by goodput: {swept['best_ratio']}" in capsys.readouterr().out
+    assert swept["runs"][swept["best_ratio"]]["goodput"] == swept["runs"][best]["goodput"]
     assert main(["--trace", str(tmp_path / "none")]) == 2
     assert "none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [[], ["--sweep"], ["--colocated"]])
+def test_the_command_draws_its_runs(tmp_path: Path, more: list[str]) -> None:
+    pytest.importorskip("matplotlib")
+    entries: list[dict[str, object]] = [
+        {"timestamp": 100 * i, "input_length": 700, "output_length": 1 + i % 3} for i in range(10)
+    ]
+    picture = tmp_path / "runs.svg"
+    trace = mooncake(tmp_path / "m.jsonl", *entries)
+    assert main(["--trace", str(trace), "--prefill", "1", "--decode", "2", "--plot", str(picture), *more]) == 0
+    assert "</svg>" in picture.read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--prefill", "0", "--decode", "0"], "at least one worker"),
+        (["--prefill", "1", "--decode", "0", "--sweep"], "--sweep needs two workers or more"),
+        (["--sweep", "--policy", "cost", "--policy", "random"], "--sweep compares ratios"),
+        (["--profile", "abacus"], "--profile abacus: must be one of llama3-8b-h100"),
+        (["--plot", "runs.txt"], "must end in .svg, .png or .pdf"),
+    ],
+)
+def test_flags_that_make_no_sense_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], words: str
+) -> None:
+    trace = mooncake(tmp_path / "m.jsonl", {"timestamp": 0, "input_length": 700, "output_length": 1})
+    if "--plot" in flags:
+        pytest.importorskip("matplotlib")
+    assert main(["--trace", str(trace), *flags]) == 2
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Writes the parts of docs/ that are taken from the code: the configuration reference and the state diagrams.
+"""Writes the parts of docs/ that are taken from the code: the configuration reference, the state diagrams, the metrics.
 
 Run: .venv/bin/python scripts/docs.py [--check]
 """
@@ -13,6 +13,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from kvrelay.config import reference
+from kvrelay.telemetry.catalogue import ALL, METRICS
+from kvrelay.telemetry.prometheus import prometheus_name
 from kvrelay_decode.handoff import TRANSITIONS as RECEIVER
 from kvrelay_decode.handoff import ReceiverState
 from kvrelay_prefill.handoff import TRANSITIONS as SENDER
@@ -72,13 +74,26 @@ def state_diagram(
     return "\n".join([*lines, "```"])
 
 
+def metrics_table() -> str:
+    """Every metric of the catalogue, as pages name it."""
+    lines = ["| OpenTelemetry | Prometheus | Kind | By | Of | Meaning |", "|---|---|---|---|---|---|"]
+    for metric in METRICS.values():
+        attributes = ", ".join(f"`{name}`" for name in metric.attributes)
+        services = "all" if metric.services == ALL else ", ".join(metric.services)
+        names = f"`{metric.name}` ({metric.unit}) | `{prometheus_name(metric)}`"
+        lines.append(f"| {names} | {metric.kind} | {attributes} | {services} | {metric.text}. |")
+    return "\n".join(lines)
+
+
 def generated() -> dict[Path, str]:
     """The files as they should be."""
     architecture = DOCS / "architecture.md"
     text = architecture.read_text(encoding="utf-8")
     text = _put(text, "sender", state_diagram(S.QUEUED, _as_enum(SENDER), SENDER_LABELS))
     text = _put(text, "receiver", state_diagram(R.ASKED, _as_enum(RECEIVER), RECEIVER_LABELS, {R.RUNNING}))
-    return {DOCS / "configuration.md": reference.render(), architecture: text}
+    operations = DOCS / "operations.md"
+    metrics = _put(operations.read_text(encoding="utf-8"), "metrics", metrics_table())
+    return {DOCS / "configuration.md": reference.render(), architecture: text, operations: metrics}
 
 
 def outdated() -> list[Path]:

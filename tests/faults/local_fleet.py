@@ -18,6 +18,7 @@ from kvrelay.fleet import Registry
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import LinkEvent, LinkSettings
 from kvrelay.protocol.sampling import FinishReason, Sampling
+from kvrelay.telemetry.tracing import Tracer
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.interface import GenerateRequest, NoWorkerReady, RequestFailed
 from kvrelay_router.dispatch.running import DispatchSettings
@@ -216,6 +217,8 @@ async def local_fleet(
     prefill: int,
     decode: int,
     make_runner: Callable[[], HashRunner],
+    *,
+    tracer: Tracer | None = None,
     **settings: object,
 ) -> AsyncIterator[LocalFleet]:
     """Workers prefill-0, ..., decode-0, ... behind one dispatcher."""
@@ -230,6 +233,7 @@ async def local_fleet(
         open_messenger,
         lambda: registry.list_workers("hash-model"),
         DispatchSettings(max_attempts=50, registry_interval_s=0.1, status_interval_s=0.2, num_recent_requests=5000),
+        tracer=tracer,
     )
     fleet = LocalFleet(redis_url, prefix, make_runner, settings, dispatcher)
     dispatcher.start()

@@ -77,7 +77,9 @@ class Receiving:
         self._shares = Shares(context.pool.num_blocks)
         self._quarantine = Quarantine(has_ended)
         self._pairs: dict[PeerRef, str] = {}  # the transport that was last taken with a prefill worker
-        self._meter = HandoffMeter("decode", context.spec.block_bytes, context.instruments, context.metrics)
+        self._meter = HandoffMeter(
+            "decode", context.spec.block_bytes, context.instruments, context.metrics, context.tracer
+        )
         self._not_stepped: dict[SequenceKey, HandoffCourse] = {}  # committed, and in no step so far
         context.scheduler.gate = self._wishes.gate
 
@@ -133,7 +135,7 @@ class Receiving:
         """Ends what is not committed yet. Prefill hears of it."""
         handoff = _machine_of(request)
         if handoff.state in WAITING:
-            self._meter.failed("cancelled")
+            self._meter.failed("cancelled", request.course)
         if handoff.state is machine.ReceiverState.ASKED:
             self._refuse_wish(request, reason)
         else:
@@ -145,7 +147,7 @@ class Receiving:
             if request.prefill == peer and request.handoff is not None:
                 self._drop_wish(request)
                 if request.handoff.state in WAITING:
-                    self._meter.failed("prefill_lost")
+                    self._meter.failed("prefill_lost", request.course)
                 self._run(request, request.handoff.sender_lost())
         self._pairs.pop(peer, None)
         self._quarantine.lost(peer, time.monotonic(), replaced=replaced)
@@ -215,7 +217,7 @@ class Receiving:
             case Abort():  # one that crossed the commit changes nothing: the request is the router's to end from there
                 self._drop_wish(request)
                 if request.handoff.state in WAITING:
-                    self._meter.failed("aborted")
+                    self._meter.failed("aborted", request.course)
                 self._run(request, request.handoff.aborted())
             case Drained() if request.is_quarantined:
                 self._quarantine.drained(key)
@@ -237,6 +239,7 @@ class Receiving:
             transport=self._choose_transport(prefill, body.transports),
             first_index=sequence.num_output,
             arrival=next(self._arrivals),
+            course=HandoffCourse(trace=sequence.trace),
         )
 
     def _why_not(self, key: SequenceKey, body: Reserve) -> str:
@@ -356,7 +359,7 @@ class Receiving:
             case machine.TellReleased(reservation, reason, transport_failed):
                 if transport_failed:
                     self.totals["failed_transfers"] += 1
-                    self._meter.failed("transfer")
+                    self._meter.failed("transfer", request.course)
                 released = Released(reservation=reservation, reason=reason, transport_failed=transport_failed)
                 self._send_prefill(request, released)
 
@@ -370,7 +373,8 @@ class Receiving:
             candidates = unpack_candidates(handoff.candidates) if handoff.candidates is not None else None
             output = self._context.steps.adopt(sequence, candidates)
         except (ValueError, OverflowError) as error:
-            log.warning("a handoff could not be taken over: %s", error)
+            fields = self._requests.log_fields(sequence.key)
+            log.warning("a handoff could not be taken over: %s", error, extra=fields)
             self._run(request, _machine_of(request).not_adopted(str(error)))
             return
         self._settle(request)

@@ -79,7 +79,9 @@ class PrefillRole:
         self, context: WorkerContext, senders: dict[str, TransferSender], *, push_when: machine.PushWhen = "chunk"
     ) -> None:
         self._push_when = push_when
-        self._meter = HandoffMeter(self.name, context.spec.block_bytes, context.instruments, context.metrics)
+        self._meter = HandoffMeter(
+            self.name, context.spec.block_bytes, context.instruments, context.metrics, context.tracer
+        )
         self._context = context
         self._senders = senders
         self._offers = TransportOffers(senders)
@@ -98,6 +100,8 @@ class PrefillRole:
                 "pushed_bytes",
                 "failed_pushes",
                 "prompt_blocks",
+                "cached_blocks",
+                "computed_blocks",
             ),
             0,
         )
@@ -166,7 +170,7 @@ class PrefillRole:
             if request.sequence.router == peer:
                 self._cancel(key, f"the router is gone: {reason}")
             elif request.handoff.decode == peer:
-                self._meter.failed("decode_lost")
+                self._meter.failed("decode_lost", request.course)
                 self._run(key, request.handoff.decode_lost(peer, f"{peer.peer_id}: {reason}"))
 
     # -- messages -----------------------------------------------------------------------------------------------------
@@ -194,9 +198,9 @@ class PrefillRole:
             case Granted():
                 self._meter.granted(request.course, body.transport)
             case Refused():
-                self._meter.failed("refused")
+                self._meter.failed("refused", request.course)
             case Released():
-                self._meter.failed("transfer" if body.transport_failed else "released")
+                self._meter.failed("transfer" if body.transport_failed else "released", request.course)
             case Committed() if handoff.state is machine.SenderState.HANDED:
                 self._meter.committed(request.course, request.sequence.key)
             case Resend():
@@ -249,7 +253,8 @@ class PrefillRole:
         handoff = machine.SenderHandoff(body.decode, self._push_when)
         if self._context.events is not None:
             self._context.events.watch("sender", sequence.key, handoff, body.decode, self._push_when)
-        self._requests.add(PrefillRequest(sequence, body.prompt, handoff, deadline_of(body.prompt)))
+        course = HandoffCourse(trace=sequence.trace)
+        self._requests.add(PrefillRequest(sequence, body.prompt, handoff, deadline_of(body.prompt), course=course))
         self._totals["requests"] += 1
         self._totals["prompt_blocks"] += blocks_for(sequence.num_tokens, self._context.spec.block_size)
 
@@ -296,6 +301,9 @@ class PrefillRole:
         if output.finish is None:
             self._hold(request, request.handoff.blocks)
             self._context.scheduler.abort(sequence.key)  # its blocks are the handoff's from here on
+        num_cached = sequence.num_cached_tokens // self._context.spec.block_size
+        self._totals["cached_blocks"] += num_cached
+        self._totals["computed_blocks"] += blocks_for(sequence.num_tokens, self._context.spec.block_size) - num_cached
         self._context.steps.forget(sequence.key)
         self._meter.complete(request.course)
         self._run(sequence.key, request.handoff.prefilled(message))
@@ -322,7 +330,8 @@ class PrefillRole:
                 self._forget_reservation(request, event.reservation)
                 self._run(key, request.handoff.drained(event.reservation))
             case TransferFailed():
-                self._meter.failed("transfer")
+                is_current = request.handoff.transport_of(event.reservation) is not None
+                self._meter.failed("transfer", request.course if is_current else None)
                 self._note_failure(request.handoff, event)
                 self._run(key, request.handoff.transfer_failed(event.reservation, event.cause))
 
@@ -337,7 +346,8 @@ class PrefillRole:
     def _note_failure(self, handoff: machine.SenderHandoff, event: TransferFailed) -> None:
         self._totals["failed_pushes"] += 1
         if handoff.decode is not None and (name := handoff.transport_of(event.reservation)) is not None:
-            log.warning("%s to %s failed: %s", name, handoff.decode.peer_id, event.cause)
+            fields = self._requests.log_fields(self._by_reservation.get(event.reservation))
+            log.warning("%s to %s failed: %s", name, handoff.decode.peer_id, event.cause, extra=fields)
             self._offers.failed(handoff.decode, name, time.monotonic())
 
     # -- instructions -------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ States of a worker:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -159,6 +160,10 @@ class FleetView:
             min((record.num_blocks for record in decode), default=0),
             min((record.block_size for record in decode), default=0),
         )
+
+    def states(self, now: float) -> Counter[tuple[str, str]]:
+        """How many workers there are, by role and state."""
+        return Counter((known.record.role, str(known.state(now))) for known in self._workers.values())
 
     def describe(self, live: frozenset[str], now: float) -> list[dict[str, Any]]:
         """JSON-ready. `live`: the ids of the workers whose last report is an answer to this question."""

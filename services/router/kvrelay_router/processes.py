@@ -148,6 +148,8 @@ class RouterProcesses:
         argv = [*self._argv, "--processes=1", f"--router-id={name}"]
         if self._config.message_port:
             argv.append(f"--message-port={self._config.message_port + number}")
+        if self._config.metrics_port:
+            argv.append(f"--metrics-port={self._config.metrics_port + number}")
         return ServiceSpec(
             name=name,
             argv=[sys.executable, "-m", "kvrelay_router", *argv],

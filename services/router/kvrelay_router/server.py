@@ -8,6 +8,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable
+from http import HTTPStatus
 
 import zmq
 
@@ -19,13 +20,21 @@ from kvrelay.fleet.limits import SharedLimits
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.process import StartFailed, event_loop_factory, settle_garbage
 from kvrelay.protocol.link import LinkEvent, LinkSettings
+from kvrelay.telemetry.instruments import Instruments
+from kvrelay.telemetry.otlp import open_export
+from kvrelay.telemetry.pages import Page, Pages
+from kvrelay.telemetry.process_readings import process_readings
+from kvrelay.telemetry.prometheus import metrics_page
+from kvrelay.telemetry.readings import Readings, merged
 from kvrelay_router.api.app import create_app
+from kvrelay_router.api.observer import RequestObserver
 from kvrelay_router.api.server import HttpServer, bind, serve
 from kvrelay_router.api.settings import ApiSettings
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.running import DispatchSettings
 from kvrelay_router.prefix_index import FleetPrefixes
 from kvrelay_router.processes import inherited_listener, tell_ready
+from kvrelay_router.readings import router_readings
 from kvrelay_router.text.chat_template import ChatTemplateError
 from kvrelay_router.text.service import TextService
 from kvrelay_router.text.sources import TokenizerNotFound
@@ -45,6 +54,8 @@ class RouterServer:
         self._hurry = asyncio.Event()
         self._dispatcher: RouterDispatcher | None = None
         self._http: HttpServer | None = None
+        self._instruments = Instruments()
+        self.pages: Pages | None = None
         self._closing = contextlib.AsyncExitStack()
 
     async def serve(self) -> None:
@@ -75,6 +86,8 @@ class RouterServer:
             self._closing.callback(events.close)
         registry = Registry(config.redis_url, config.redis_prefix)
         self._closing.push_async_callback(registry.close)
+        export = open_export("router", config.router_id)
+        self._closing.push_async_callback(export.close)
         api = ApiSettings.from_config(config)
         self._dispatcher = RouterDispatcher(
             self._open_messenger,
@@ -82,17 +95,47 @@ class RouterServer:
             _dispatch_settings(config, api),
             events,
             _prefix_index(config),
+            export.tracer,
         )
         self._closing.push_async_callback(self._dispatcher.close)
         self._dispatcher.start()
         limits = SharedLimits(config.redis_url, config.redis_prefix, config.served_model_name)
         self._closing.push_async_callback(limits.close)
-        app = create_app(api, self._dispatcher, text, limits)
+        observer = RequestObserver(config.served_model_name, self._instruments, export.tracer)
+        app = create_app(api, self._dispatcher, text, limits, observer)
+        export.start(self._readings)
+        await self._open_pages()
         listener = inherited_listener() or bind(config.host, config.port)
         self._http = await serve(app, listener, graceful_timeout_s=config.drain_timeout_s + HTTP_GRACE_S)
         self._closing.push_async_callback(self._http.stop)
         self._closing.push_async_callback(self._dispatcher.close)  # first of all: it ends the answers, or HTTP waits
         log.info("serving %s at http://%s:%d", config.served_model_name, config.reachable_host, self._http.port)
+
+    async def _open_pages(self) -> None:
+        config = self.config
+        if config.metrics_port is None:
+            return
+        self.pages = pages = Pages(
+            {
+                "/health": lambda: Page(b"ok\n"),
+                "/ready": self._readiness,
+                "/metrics": lambda: metrics_page(self._readings()),
+            }
+        )
+        self._closing.push_async_callback(pages.close)
+        await pages.start(config.metrics_host, config.metrics_port)
+        log.info("metrics at http://%s:%d/metrics", config.metrics_host, pages.port)
+
+    def _readiness(self) -> Page:
+        if self._dispatcher is not None and self._dispatcher.ready():
+            return Page(b"ready\n")
+        return Page(b"no worker is ready\n", HTTPStatus.SERVICE_UNAVAILABLE)
+
+    def _readings(self) -> Readings:
+        """All metrics now."""
+        assert self._dispatcher is not None
+        parts = [process_readings(), self._instruments.readings(), router_readings(self._dispatcher.figures())]
+        return merged(parts)
 
     async def main_loop(self) -> None:
         """Serves until a signal comes; then running requests finish, within the time allowed for it."""

@@ -35,7 +35,7 @@ PROCESSES_GRACE_S = 15.0
 DECIDED_HERE = frozenset({"worker_id", "num_workers", "router_id", "port", "host", "advertise_host", "redis_url"})
 """Of the services' fields, those that `up` sets itself."""
 WORKER_PORTS = frozenset({"transfer_port", "http_port", "http_host"})
-ROUTER_PORTS = frozenset({"message_host", "message_port", "processes"})
+ROUTER_PORTS = frozenset({"message_host", "message_port", "processes", "metrics_port", "metrics_host"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +100,8 @@ def make_plan(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Plan:
         workers.append(config if config.threads else config.model_copy(update={"threads": threads}))
     router_values = {**passed, **decided, "host": own.host, "port": own.port, "router_id": f"router{suffix}"}
     router_values |= {"message_host": LOOPBACK, "message_port": 0, "processes": own.router_processes}
+    if own.metrics_port is not None:
+        router_values["metrics_port"] = own.metrics_port
     router = resolve(RouterConfig, router_values, environ)
     return Plan(own, router, workers, to_argv(router_values, RouterConfig), to_argv(shared, WorkerConfig))
 
@@ -223,9 +225,11 @@ class _Run:
     def _make_supervisor(self, registry: Registry) -> Supervisor:
         plan = self._plan
         others = []
-        for worker in plan.workers:
+        for number, worker in enumerate(plan.workers, plan.up.router_processes):
             argv = [*plan.worker_flags, f"--worker-id={worker.worker_id}", f"--threads={worker.threads}"]
             argv.append(f"--num-workers={worker.num_workers}")
+            if plan.up.metrics_port is not None and worker.num_workers == 1:
+                argv.append(f"--http-port={plan.up.metrics_port + number}")
             if worker.memory_utilization is not None:
                 argv.append(f"--memory-utilization={worker.memory_utilization / len(plan.workers):.6f}")
             names = {each.worker_id for each in worker.each_worker()}

@@ -65,6 +65,14 @@ class RouterConfig(CommonConfig):
         le=65535,
         description="port of the inbox for workers' messages; several processes take those after it; 0: any free one",
     )
+    metrics_port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="port of the page /metrics, for Prometheus, and of /health and /ready; several processes take "
+        "those after it; 0: any free one (default: none)",
+    )
+    metrics_host: str = Field(default="127.0.0.1", min_length=1, description="address to listen on for these pages")
 
     api_keys: tuple[SecretStr, ...] = Field(
         default=(),
@@ -137,6 +145,8 @@ class RouterConfig(CommonConfig):
             raise ValueError(f"router_id may have {MAX_ID_OF_SEVERAL} characters at most with several processes")
         if self.message_port + self.processes > 65536 and self.message_port:
             raise ValueError("message_port and the ports after it, one for each of processes, must be 65535 at most")
+        if self.metrics_port and self.metrics_port + self.processes > 65536:
+            raise ValueError("metrics_port and the ports after it, one for each of processes, must be 65535 at most")
         return self
 
     @field_validator("api_keys")

@@ -34,5 +34,12 @@ class UpConfig(BaseModel):
         description="Redis to use (default: one of its own, which ends with it)",
         json_schema_extra={"flags": ["--redis"]},
     )
+    metrics_port: int | None = Field(
+        default=None,
+        ge=1,
+        le=65000,
+        description="first port of the services' pages /metrics, for Prometheus: one for each process of the router, "
+        "then one for each worker, prefill first (default: none)",
+    )
     state_dir: Path = Field(default=Path(".kvrelay"), description="directory for the services' logs")
     verbose: bool = Field(default=False, description="show the services' logs here instead of writing them to files")

@@ -43,7 +43,8 @@ class WorkerConfig(CommonConfig):
         default=None,
         ge=0,
         le=65535,
-        description="port of the pages /health and /ready, for probes; 0: any free one (default: none)",
+        description="port of the pages /health and /ready, for probes, and /metrics, for Prometheus; 0: any free one "
+        "(default: none)",
     )
     http_host: str = Field(default="127.0.0.1", min_length=1, description="address to listen on for these pages")
     transfer: Literal["auto", "nixl", "zmq"] = Field(

@@ -11,8 +11,11 @@ from typing import Literal
 from kvrelay.engine.batch import SequenceKey
 from kvrelay.telemetry.instruments import BYTES, GIGABYTES_PER_SECOND, SECONDS, Instruments
 from kvrelay.telemetry.metrics_store import HandoffRecord, MetricsStore
+from kvrelay.telemetry.tracing import Attributes, Tracer, sampled
 
-FailureCause = Literal["refused", "released", "transfer", "decode_lost", "prefill_lost", "aborted", "cancelled"]
+FailureCause = Literal[
+    "refused", "released", "transfer", "decode_lost", "prefill_lost", "aborted", "cancelled", "reassigned"
+]
 """`transfer`: the transport could not, or blocks did not come, or came corrupted. The others: who ended it."""
 
 
@@ -31,6 +34,10 @@ class HandoffCourse:
     """Prefill: those first given to the transport after the last chunk."""
     num_resends: int = 0
     is_handed: bool = False
+    trace: str = ""
+    """The context of the attempt that it belongs to."""
+    is_over: bool = False
+    """Committed, or failed; until the next question."""
 
 
 class HandoffMeter:
@@ -47,11 +54,13 @@ class HandoffMeter:
         block_bytes: int,
         instruments: Instruments,
         store: MetricsStore | None = None,
+        tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._role = role
         self._block_bytes = block_bytes
         self._store = store
+        self._tracer = tracer
         self._clock = clock
         self._duration = instruments.histogram("kvrelay.handoff.duration", "s", SECONDS)
         self._wait = instruments.histogram("kvrelay.handoff.grant_wait", "s", SECONDS)
@@ -62,10 +71,12 @@ class HandoffMeter:
 
     def asked(self, course: HandoffCourse) -> None:
         """Decode was asked for slots; what an earlier question brought does not count any more."""
+        if course.asked_at and not course.is_over:  # the router saw its end before this worker did
+            self.failed("reassigned", course)
         course.asked_at = self._clock()
         course.granted_at = course.committed_at = 0.0
         course.num_blocks = course.num_tail_blocks = 0
-        course.is_handed = False
+        course.is_handed = course.is_over = False
 
     def granted(self, course: HandoffCourse, transport: str) -> None:
         """Slots were granted."""
@@ -92,6 +103,8 @@ class HandoffMeter:
         self._size.record(num_bytes)
         if num_bytes and now > course.granted_at:
             self._rate.record(num_bytes / (now - course.granted_at) / 1e9)
+        self._trace(course, now)
+        course.is_over = True
         if self._role == "prefill":
             self._end(course, key, now)
 
@@ -99,9 +112,38 @@ class HandoffMeter:
         """Decode: the first step with the sequence begins."""
         self._end(course, key, self._clock())
 
-    def failed(self, cause: FailureCause) -> None:
-        """A handoff that was asked for came to nothing."""
+    def failed(self, cause: FailureCause, course: HandoffCourse | None) -> None:
+        """A handoff that was asked for came to nothing. Without its course it is one that was given up before."""
         self._failures.add(cause)
+        if course is not None and not course.is_over:
+            self._trace(course, self._clock(), cause)
+            course.is_over = True
+
+    def _trace(self, course: HandoffCourse, now: float, failure: FailureCause | None = None) -> None:
+        """A span from the question to the commit, or to the failure: `kvrelay.handoff.send` or `.receive`."""
+        parent = sampled(course.trace) if self._tracer is not None else None
+        if self._tracer is None or parent is None or not course.asked_at:
+            return
+        is_sender = self._role == "prefill"
+        attributes: Attributes = {
+            "kvrelay.handoff.transport": course.transport,
+            "kvrelay.handoff.blocks": course.num_blocks,
+            "kvrelay.handoff.bytes": course.num_blocks * self._block_bytes,
+            "kvrelay.handoff.resends": course.num_resends,
+            "kvrelay.handoff.grant_wait_s": max(0.0, course.granted_at - course.asked_at),
+        }
+        if failure is not None:
+            attributes = {**attributes, "error.type": failure}
+        self._tracer.record(
+            "kvrelay.handoff.send" if is_sender else "kvrelay.handoff.receive",
+            parent.child(),
+            parent,
+            course.asked_at,
+            now,
+            kind="producer" if is_sender else "consumer",
+            attributes=attributes,
+            error=failure,
+        )
 
     def _end(self, course: HandoffCourse, key: SequenceKey, now: float) -> None:
         self._exposed.record(now - course.complete_at)

@@ -1,6 +1,6 @@
 """Counters and histograms of one process, to be read at any moment by whoever exports them.
 
-Recorded per request or handoff, never per token or block. Names follow OpenTelemetry's manner (as in
+Recorded per request, handoff or step, never per token or block. Names follow OpenTelemetry's manner (as in
 `kvrelay.handoff.duration`, with the unit beside it), so that an exporter has nothing to translate. Not thread-safe:
 written on the event loop's thread.
 """
@@ -12,11 +12,14 @@ from collections import Counter as Tally
 from collections.abc import Iterator
 
 from kvrelay.protocol.messages import HistogramReport
+from kvrelay.telemetry.readings import Labels, Point, Readings, points
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 BYTES = tuple(float(4**power) for power in range(6, 18))
 """4 KiB to 16 GiB."""
 GIGABYTES_PER_SECOND = (0.001, 0.01, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
+TOKENS = tuple(float(2**power) for power in range(15))
+"""1 to 16,384."""
 
 
 class Histogram:
@@ -40,6 +43,22 @@ class Histogram:
         return HistogramReport(unit=self.unit, bounds=list(self.bounds), counts=list(self.counts), total=self.total)
 
 
+class HistogramFamily:
+    """Histograms of one name, by attributes whose values are few and known."""
+
+    def __init__(self, unit: str, bounds: tuple[float, ...]) -> None:
+        self.unit = unit
+        self.bounds = bounds
+        self.members: dict[Labels, Histogram] = {}
+
+    def of(self, labels: Labels) -> Histogram:
+        """The one with these attributes."""
+        histogram = self.members.get(labels)
+        if histogram is None:
+            histogram = self.members[labels] = Histogram(self.unit, self.bounds)
+        return histogram
+
+
 class Counter:
     """Sums by one attribute, whose values are few and known (causes, transports)."""
 
@@ -57,12 +76,19 @@ class Instruments:
 
     def __init__(self) -> None:
         self._histograms: dict[str, Histogram] = {}
+        self._families: dict[str, HistogramFamily] = {}
         self._counters: dict[str, Counter] = {}
 
     def histogram(self, name: str, unit: str, bounds: tuple[float, ...]) -> Histogram:
         """A new one. Raises ValueError for a name that is taken."""
         self._claim(name)
         self._histograms[name] = made = Histogram(unit, bounds)
+        return made
+
+    def histogram_family(self, name: str, unit: str, bounds: tuple[float, ...]) -> HistogramFamily:
+        """A new one. Raises ValueError for a name that is taken."""
+        self._claim(name)
+        self._families[name] = made = HistogramFamily(unit, bounds)
         return made
 
     def counter(self, name: str, attribute: str) -> Counter:
@@ -79,6 +105,15 @@ class Instruments:
         """By name."""
         return iter(sorted(self._counters.items()))
 
+    def readings(self) -> Readings:
+        """All of them now."""
+        found: Readings = {name: [Point((), each.report())] for name, each in self._histograms.items()}
+        for name, family in self._families.items():
+            found[name] = [Point(labels, each.report()) for labels, each in family.members.items()]
+        for name, counter in self._counters.items():
+            found[name] = points(counter.attribute, counter.sums)
+        return found
+
     def _claim(self, name: str) -> None:
-        if name in self._histograms or name in self._counters:
+        if name in self._histograms or name in self._families or name in self._counters:
             raise ValueError(f"there is an instrument {name} already")

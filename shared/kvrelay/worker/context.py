@@ -18,6 +18,7 @@ from kvrelay.scheduling.blocks import BlockManager
 from kvrelay.telemetry.event_log import EventLog
 from kvrelay.telemetry.instruments import Instruments
 from kvrelay.telemetry.metrics_store import MetricsStore
+from kvrelay.telemetry.tracing import Tracer
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 
 
@@ -35,6 +36,7 @@ class WorkerContext:
     instruments: Instruments
     metrics: MetricsStore | None
     events: EventLog | None = None
+    tracer: Tracer | None = None
 
 
 class Role(Protocol):

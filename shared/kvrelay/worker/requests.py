@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from kvrelay.engine.batch import SequenceKey
 from kvrelay.protocol.messages import AnyBody, Cancel, Failed, Header, PeerRef, Prompt, Stop
 from kvrelay.scheduling.sequence import Sequence
+from kvrelay.telemetry.tracing import trace_fields
 from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.sequences import make_sequence, sequence_key
 from kvrelay.worker.tombstones import Tombstones
@@ -101,6 +102,15 @@ class OpenRequests(Mapping[SequenceKey, RequestT]):
         """The router ends it. Remembered, so that a request that comes later than its end is not started."""
         self.cancel(key, body.reason if isinstance(body, Cancel) else "a stop string matched")
         self.tombstones.bury(key, time.monotonic())
+
+    def log_fields(self, key: SequenceKey | None) -> dict[str, Any]:
+        """For the `extra` of a log line about a sequence; nothing of one that is not open here."""
+        request = self.get(key)
+        if request is None:
+            return {}
+        request_id, attempt, index = request.sequence.key
+        fields = {"request_id": request_id, "attempt": attempt, "sequence": index}
+        return fields | trace_fields(request.sequence.trace)
 
     # -- messages -----------------------------------------------------------------------------------------------------
 

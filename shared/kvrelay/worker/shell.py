@@ -31,13 +31,19 @@ from kvrelay.scheduling.registry import make_scheduler
 from kvrelay.telemetry.event_log import EventLog
 from kvrelay.telemetry.instruments import Instruments
 from kvrelay.telemetry.metrics_store import MetricsStore
+from kvrelay.telemetry.otlp import Export, open_export
 from kvrelay.telemetry.pages import Page, Pages
+from kvrelay.telemetry.process_readings import process_readings
+from kvrelay.telemetry.prometheus import metrics_page
+from kvrelay.telemetry.readings import Point, Readings, merged
+from kvrelay.telemetry.sequence_spans import SequenceSpans
 from kvrelay.worker.cache_events import CacheEvents
 from kvrelay.worker.context import Role, WorkerContext
 from kvrelay.worker.launch import ThreadLauncher, TimedLauncher
 from kvrelay.worker.load_report import report_load
 from kvrelay.worker.membership import Membership
 from kvrelay.worker.prefill_delayer import PrefillDelayer
+from kvrelay.worker.readings import status_readings
 from kvrelay.worker.step_loop import StepLoop
 
 log = logging.getLogger(__name__)
@@ -72,8 +78,15 @@ class WorkerShell:
         self._tasks: list[asyncio.Task[None]] = []
         self._events: EventLog | None = None
         self._instruments = Instruments()
+        self._export = Export()
         self._routers: dict[str, PeerRef] = {}  # those that ask for reports, by their ids
-        self._pages = Pages({"/health": lambda: Page(b"ok\n"), "/ready": self._readiness})
+        self._pages = Pages(
+            {
+                "/health": lambda: Page(b"ok\n"),
+                "/ready": self._readiness,
+                "/metrics": lambda: metrics_page(self._readings()),
+            }
+        )
         self._news_from: set[str] = set()  # routers whose requests came since the others were told
 
     async def startup(self) -> None:
@@ -82,6 +95,7 @@ class WorkerShell:
         if config.http_port is not None:
             await self._pages.start(config.http_host, config.http_port)
             log.info("health at http://%s:%d/health", config.http_host, self._pages.port)
+        self._export = open_export(config.role, config.worker_id)
         started = time.monotonic()
         runner = await asyncio.to_thread(self._make_runner, config)
         spec = runner.spec
@@ -128,7 +142,11 @@ class WorkerShell:
         )
         metrics = self._metrics_store()
         launcher = TimedLauncher if config.backend == "simulated" else ThreadLauncher
-        self.steps = StepLoop(runner, self.scheduler, metrics, overlap=config.overlap, make_launcher=launcher)
+        tracer = self._export.tracer
+        spans = SequenceSpans(config.role, tracer) if tracer is not None else None
+        self.steps = StepLoop(
+            runner, self.scheduler, metrics, overlap=config.overlap, make_launcher=launcher, spans=spans
+        )
         context = WorkerContext(
             spec=spec,
             pool=self.pool,
@@ -140,6 +158,7 @@ class WorkerShell:
             events=self._events,
             instruments=self._instruments,
             metrics=metrics,
+            tracer=tracer,
         )
         self.role = self._make_role(context, config)
         self.role.start()
@@ -151,6 +170,7 @@ class WorkerShell:
             ttl_s=config.lease_ttl_s,
             interval_s=config.lease_interval_s,
         )
+        self._export.start(self._readings)
         if config.publishes_prefixes:
             self._cache_events = CacheEvents(cache, self._index_publisher(), config.index_interval_s)
 
@@ -184,8 +204,11 @@ class WorkerShell:
     async def leave(self) -> None:
         """Takes nothing more on, and takes itself out of registry and index."""
         await self._pages.close()
-        if not hasattr(self, "membership"):
-            return
+        if hasattr(self, "membership"):
+            await self._leave()
+        await self._export.close()
+
+    async def _leave(self) -> None:
         self.steps.stop()
         self.membership.stop()
         for task in self._tasks:
@@ -212,6 +235,23 @@ class WorkerShell:
         if self._draining:
             return Page(b"draining\n", HTTPStatus.SERVICE_UNAVAILABLE)
         return Page(b"ready\n")
+
+    def _readings(self) -> Readings:
+        """All metrics now; while it starts, those of the process alone."""
+        if not hasattr(self, "membership"):
+            return process_readings()
+        steps = self.steps.totals
+        return merged(
+            [
+                process_readings(),
+                self._instruments.readings(),
+                status_readings(self._status(NOBODY_ASKED)),
+                {
+                    "kvrelay.step.duration": [Point((), steps.durations.report())],
+                    "kvrelay.step.size": [Point((), steps.sizes.report())],
+                },
+            ]
+        )
 
     def _make_cache(self) -> Cache:
         if not self.config.prefix_cache:
@@ -346,6 +386,10 @@ class WorkerShell:
             | {
                 "steps": totals.num_steps,
                 "steps_ahead": totals.num_steps_ahead,
+                "mixed_steps": totals.num_mixed_steps,
+                "prefill_steps": totals.num_prefill_steps,
+                "decode_steps": totals.num_decode_steps,
+                "copy_steps": totals.num_copy_steps,
                 "failed_steps": totals.num_failed_steps,
                 "prefill_tokens": totals.num_prefill_tokens,
                 "decode_tokens": totals.num_decode_tokens,

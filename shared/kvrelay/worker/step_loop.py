@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -30,7 +30,9 @@ from kvrelay.engine.batch import (
 from kvrelay.scheduling.base import Scheduler
 from kvrelay.scheduling.plan import PlannedRow, SequenceOutput, StepPlan
 from kvrelay.scheduling.sequence import Sequence
+from kvrelay.telemetry.instruments import SECONDS, TOKENS, Histogram
 from kvrelay.telemetry.metrics_store import MetricsStore
+from kvrelay.telemetry.sequence_spans import SequenceSpans
 from kvrelay.telemetry.step_trace import Mark, StepEventName
 from kvrelay.worker.launch import MakeLauncher, ThreadLauncher
 from kvrelay.worker.load_report import SpeedMeter
@@ -47,9 +49,32 @@ class StepTotals:
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
     num_failed_steps: int = 0
+    num_mixed_steps: int = 0  # with prompt chunks and decodes
+    num_prefill_steps: int = 0  # with prompt chunks alone
+    num_decode_steps: int = 0  # with decodes alone
     schedule_s: float = 0.0
     forward_s: float = 0.0
     commit_s: float = 0.0
+    durations: Histogram = field(default_factory=lambda: Histogram("s", SECONDS))  # of forwards
+    sizes: Histogram = field(default_factory=lambda: Histogram("{token}", TOKENS))
+
+    @property
+    def num_copy_steps(self) -> int:
+        """Those that only copied blocks."""
+        return self.num_steps - self.num_mixed_steps - self.num_prefill_steps - self.num_decode_steps
+
+    def add(self, num_prefill_tokens: int, num_decode_tokens: int, forward_s: float, *, ahead: bool) -> None:
+        """A step is done. One without tokens only copied blocks."""
+        self.num_steps += 1
+        self.num_steps_ahead += ahead
+        self.num_prefill_tokens += num_prefill_tokens
+        self.num_decode_tokens += num_decode_tokens
+        self.num_mixed_steps += bool(num_prefill_tokens and num_decode_tokens)
+        self.num_prefill_steps += bool(num_prefill_tokens and not num_decode_tokens)
+        self.num_decode_steps += bool(num_decode_tokens and not num_prefill_tokens)
+        self.forward_s += forward_s
+        self.durations.record(forward_s)
+        self.sizes.record(num_prefill_tokens + num_decode_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +144,7 @@ class StepLoop:
         *,
         overlap: bool = True,
         make_launcher: MakeLauncher = ThreadLauncher,
+        spans: SequenceSpans | None = None,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
@@ -126,6 +152,7 @@ class StepLoop:
         self.overlap = overlap
         self.speeds = SpeedMeter()
         self._metrics = metrics
+        self._spans = spans
         self._trace = metrics.trace if metrics is not None else None
         self._launcher = make_launcher(runner, self._trace)
         self._wake = asyncio.Event()
@@ -141,6 +168,8 @@ class StepLoop:
             self.scheduler.add(sequence)
         if self._metrics is not None:
             self._metrics.arrived(sequence, is_running=False)
+        if self._spans is not None:
+            self._spans.arrived(sequence, is_running=False)
 
     def adopt(self, sequence: Sequence, candidates: Candidates | None = None) -> SequenceOutput | None:
         """Takes over a sequence whose prompt is computed, see `Scheduler.adopt`. Raises as `add` does."""
@@ -149,6 +178,8 @@ class StepLoop:
             output = self.scheduler.adopt(sequence, candidates)
         if self._metrics is not None:
             self._metrics.arrived(sequence, is_running=True)
+        if self._spans is not None:
+            self._spans.arrived(sequence, is_running=True)
         if output is not None:
             self.forget(sequence.key)
         return output
@@ -163,6 +194,8 @@ class StepLoop:
         """Drops the sampler's state of a sequence that left, once no step in flight or planned uses it."""
         if self._metrics is not None:
             self._metrics.left(key)
+        if self._spans is not None:
+            self._spans.left(key)
         if self._last_landed < self._last_planned:
             self._forget.append((self._last_planned, key))
         else:
@@ -238,6 +271,8 @@ class StepLoop:
         self.totals.schedule_s += step.schedule_s
         if self._metrics is not None:
             self._metrics.planned(plan)
+        if self._spans is not None:
+            self._spans.planned(plan)
         if plan.has_work:
             self._last_planned = plan.step
         callbacks.planned(plan)
@@ -251,19 +286,19 @@ class StepLoop:
         plan, started = step.plan, time.perf_counter()
         outputs = self.scheduler.commit(plan, result)
         self._landed(plan)
-        self.totals.num_steps += 1
-        self.totals.num_steps_ahead += step.ahead
-        self.totals.num_prefill_tokens += plan.num_prefill_tokens
-        self.totals.num_decode_tokens += plan.num_decode_tokens
-        self.totals.forward_s += result.forward_s
+        self.totals.add(plan.num_prefill_tokens, plan.num_decode_tokens, result.forward_s, ahead=step.ahead)
         self.speeds.stepped(plan, result.forward_s)
         commit_s = time.perf_counter() - started
         self.totals.commit_s += commit_s
         self._note("committed", plan)
         if self._metrics is not None:
             self._metrics.committed(plan, result, outputs, self.scheduler, step.schedule_s, commit_s, ahead=step.ahead)
+        if self._spans is not None:
+            self._spans.committed(plan, result, outputs, len(self.scheduler.running))
         for output in outputs:
             if output.finish is not None:
+                if self._spans is not None:
+                    self._spans.left(output.sequence.key, output.finish)
                 self.forget(output.sequence.key)
         callbacks.committed(outputs)
         self._note("published", plan)

@@ -319,7 +319,7 @@ async def test_the_trace_is_taken_over_or_made(router: Router) -> None:
         await router.http.post("/v1/completions", json=COMPLETION, headers={"traceparent": given})
     taken, *made = [request.trace for request in router.dispatcher.requests]
     assert taken == trace
-    assert all(re.fullmatch("00-[0-9a-f]{32}-[0-9a-f]{16}-01", each) for each in made)
+    assert all(re.fullmatch("00-[0-9a-f]{32}-[0-9a-f]{16}-00", each) for each in made)
     assert len(set(made)) == 2
 
 

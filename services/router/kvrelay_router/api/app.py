@@ -16,6 +16,7 @@ from kvrelay_router.api.entrance import Endpoint, Entrance
 from kvrelay_router.api.errors import ApiError, on_api_error, on_http_exception
 from kvrelay_router.api.front import Front
 from kvrelay_router.api.limits import Door
+from kvrelay_router.api.observer import RequestObserver
 from kvrelay_router.api.operations import OperationRoutes
 from kvrelay_router.api.schema.chat import ChatRequest
 from kvrelay_router.api.schema.completion import CompletionRequest
@@ -28,13 +29,18 @@ from kvrelay_router.text.service import TextService
 
 
 def create_app(
-    settings: ApiSettings, dispatcher: Dispatcher, text: TextService, limits: SharedLimits | None = None
+    settings: ApiSettings,
+    dispatcher: Dispatcher,
+    text: TextService,
+    limits: SharedLimits | None = None,
+    observer: RequestObserver | None = None,
 ) -> ASGIApp:
     """The ASGI application. It owns none of dispatcher, text service and limits: closing them is the caller's."""
     door = Door(settings.key_rules, settings.own_key_rules, limits)
     service = ApiService(settings, dispatcher, text, InProgress(settings.max_requests), door)
     app = FastAPI(title="kvrelay", redirect_slashes=False)
-    app.add_middleware(Front, api_keys=settings.api_keys, router_id=settings.router_id)
+    observer = observer or RequestObserver(settings.model_name)
+    app.add_middleware(Front, api_keys=settings.api_keys, router_id=settings.router_id, observer=observer)
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_exception)
     endpoints: dict[str, Endpoint] = {
@@ -43,7 +49,7 @@ def create_app(
     }
     _add_generation(app, service, endpoints)
     _add_operations(app, service)
-    return Entrance(app, endpoints, settings)
+    return Entrance(app, endpoints, settings, observer)
 
 
 def _add_generation(app: FastAPI, service: ApiService, endpoints: Mapping[str, Endpoint]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from contextlib import aclosing
 
@@ -14,8 +15,9 @@ from starlette.types import Receive, Scope, Send
 from kvrelay_router.api.answer import AnswerFormat, Collected, usage_of
 from kvrelay_router.api.client_watch import ClientGone, ClientWatch
 from kvrelay_router.api.errors import ApiError, as_api_error, json_response
-from kvrelay_router.api.front import RAW_SEND, RequestNames
+from kvrelay_router.api.front import COURSE, RAW_SEND, RequestNames
 from kvrelay_router.api.generation import Generation, PromptRun
+from kvrelay_router.api.observer import CLIENT_GONE, Course
 from kvrelay_router.api.service import ApiService
 
 TIMEOUT_GRACE_S = 5.0
@@ -55,9 +57,13 @@ class GenerationResponse(Response):
         self._stream_started = False
         self._whole_started = False
         self._wants_route = False
+        self._course: Course | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Runs the generation to its end, in one way or another."""
+        self._course = scope["state"][COURSE]
+        if self._course is not None:
+            self._course.runs = self._runs
         self._wants_route = Headers(scope=scope).get(ROUTE_HEADER, "") not in ("", "0", "false")
         try:
             async with ClientWatch(receive):
@@ -66,6 +72,7 @@ class GenerationResponse(Response):
                 except Exception as error:
                     await self._fail(as_api_error(error), scope, receive, send)
         except ClientGone:
+            self._note_error(CLIENT_GONE)
             return
         except asyncio.CancelledError:
             stopping = ApiError("The server is stopping", status=503, error_type="server_error", code="stopping")
@@ -91,8 +98,10 @@ class GenerationResponse(Response):
         by_choice = {id(each.choice): each for each in collected}
         async with aclosing(generation.steps()) as batches:
             async for steps in batches:
+                self._note_tokens()
                 for step in steps:
                     by_choice[id(step.choice)].add(step.piece)
+        self._note_end()
         content = self._answer.whole(collected, usage_of(self._runs))
         return json_response(content, headers=self._answer_headers(generation))
 
@@ -102,10 +111,12 @@ class GenerationResponse(Response):
         async with aclosing(generation.steps()) as batches:
             async for steps in batches:
                 if not self._stream_started:
+                    self._note_tokens()
                     await self._start_stream(generation, send)
                 events = chunk(steps[0]) if len(steps) == 1 else b"".join([chunk(step) for step in steps])
                 if events:
                     await send_body({"type": "http.response.body", "body": events, "more_body": True})
+        self._note_end()
         ending = self._answer.usage_chunk(usage_of(self._runs)) if self._include_usage else b""
         await send({"type": "http.response.body", "body": ending + DONE})
 
@@ -119,8 +130,21 @@ class GenerationResponse(Response):
         raw = [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
 
+    def _note_tokens(self) -> None:
+        if self._course is not None:
+            self._course.got_tokens()
+
+    def _note_end(self) -> None:
+        if self._course is not None:
+            self._course.last_token = time.monotonic()
+
+    def _note_error(self, error: str) -> None:
+        if self._course is not None:
+            self._course.error = error
+
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         """A status while nothing was sent; an event in a stream. An answer that is cut off ends with its connection."""
+        self._note_error(error.code or str(error.status))
         if self._whole_started:
             return
         if not self._stream_started:

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvrelay_router.api.front import Front
+from kvrelay_router.api.observer import RequestObserver
 from kvrelay_router.api.settings import ApiSettings
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -21,10 +22,14 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 class Entrance:
     """ASGI application. `endpoints`: those of POST requests, by path. They are routes of `app` too, for its schema."""
 
-    def __init__(self, app: ASGIApp, endpoints: Mapping[str, Endpoint], settings: ApiSettings) -> None:
+    def __init__(
+        self, app: ASGIApp, endpoints: Mapping[str, Endpoint], settings: ApiSettings, observer: RequestObserver
+    ) -> None:
         self._app = app
         self._endpoints = endpoints
-        self._short_way = Front(self._serve, api_keys=settings.api_keys, router_id=settings.router_id)
+        self._short_way = Front(
+            self._serve, api_keys=settings.api_keys, router_id=settings.router_id, observer=observer
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""

@@ -13,13 +13,12 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrelay_router.api.errors import ApiError, as_api_error
+from kvrelay_router.api.observer import OPERATIONS, Course, RequestObserver
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
 """Probes, which need no key."""
 
 SANE_REQUEST_ID = re.compile(r"[!-~]{1,128}")
-
-TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,8 @@ class RequestNames:
     """What a request is called.
 
     `public` is the client's own id, if it sent a sane one, and goes into `x-request-id`. Clients repeat their ids
-    (retries do), so dispatch and workers see `unique`. `trace` is a W3C traceparent.
+    (retries do), so dispatch and workers see `unique`. `trace` is the W3C traceparent of the request's own span; empty
+    for what is no generation.
     """
 
     public: str
@@ -38,20 +38,17 @@ class RequestNames:
     session: str = ""  # from `x-kvrelay-session`: what `sticky` routing keeps on one worker
 
 
-def name_request(headers: Headers) -> RequestNames:
+def name_request(headers: Headers, course: Course | None = None) -> RequestNames:
     """Takes the client's names over where they are sane, and makes the others."""
     own = headers.get("x-request-id", "")
     generated = secrets.token_hex(16)
-    trace = headers.get("traceparent", "")
-    if not TRACEPARENT.fullmatch(trace):
-        trace = f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"
     session = headers.get("x-kvrelay-session", "")
     session = session if SANE_REQUEST_ID.fullmatch(session) else ""
     is_own = SANE_REQUEST_ID.fullmatch(own) is not None
     return RequestNames(
         public=own if is_own else generated,
         unique=f"{own}-{generated[:12]}" if is_own else generated,
-        trace=trace,
+        trace=str(course.context) if course is not None else "",
         timeout=headers.get("x-request-timeout", ""),
         session=session,
     )
@@ -84,13 +81,17 @@ def _unauthorized(message: str, code: str | None) -> ApiError:
 RAW_SEND = "raw_send"
 """In a request's state: the server's own `send`. The events of a stream take it, for nothing is added to them here."""
 
+COURSE = "course"
+"""In a request's state: what is noted of a generation; None of anything else."""
+
 
 class Front:
     """ASGI middleware. Puts `RequestNames` into the request's state as `names`."""
 
-    def __init__(self, app: ASGIApp, *, api_keys: tuple[str, ...], router_id: str) -> None:
+    def __init__(self, app: ASGIApp, *, api_keys: tuple[str, ...], router_id: str, observer: RequestObserver) -> None:
         self._app = app
         self._router_header = (b"x-kvrelay-router", router_id.encode())
+        self._observer = observer
         self._keys = KeyRing(api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -99,9 +100,13 @@ class Front:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        names = name_request(headers)
+        course = None
+        if scope["path"] in OPERATIONS:
+            course = self._observer.begin(scope["path"], headers.get("traceparent", ""))
+        names = name_request(headers, course)
         state = scope.setdefault("state", {})
         state["names"] = names
+        state[COURSE] = course
         state[RAW_SEND] = send
         started = False
 
@@ -111,6 +116,8 @@ class Front:
                 started = True
                 own = ((b"x-request-id", names.public.encode()), self._router_header)
                 message["headers"] = [*message.get("headers", ()), *own]
+                if course is not None:
+                    course.status = message["status"]
             await send(message)
 
         try:
@@ -123,3 +130,6 @@ class Front:
             if started:
                 raise
             await api_error.response()(scope, receive, send_named)
+        finally:
+            if course is not None:
+                self._observer.ended(course, names.unique)

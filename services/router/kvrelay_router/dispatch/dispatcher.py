@@ -28,6 +28,7 @@ from kvrelay.protocol.messages import (
 )
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay.telemetry.event_log import EventLog
+from kvrelay.telemetry.tracing import Tracer
 from kvrelay_router.dispatch.attempt import SequenceAttempts, SequenceSpec
 from kvrelay_router.dispatch.events import (
     AttemptFailed,
@@ -54,6 +55,7 @@ from kvrelay_router.dispatch.placement import Placement, PromptPrefixes
 from kvrelay_router.dispatch.records import RequestRecord, RequestRecords
 from kvrelay_router.dispatch.runner import SequenceRunner
 from kvrelay_router.dispatch.running import DispatchSettings, Running, RunningSequence
+from kvrelay_router.dispatch.tracing import AttemptTracing
 from kvrelay_router.dispatch.tries import PROVEN_TOKENS
 from kvrelay_router.fleet_view import FleetView, KnownWorker, WorkerState
 from kvrelay_router.fleet_watch import FleetWatch, ListWorkers
@@ -83,7 +85,9 @@ class RouterDispatcher:
         settings: DispatchSettings | None = None,
         events: EventLog | None = None,
         index: FleetPrefixes | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
+        self._tracing = AttemptTracing(tracer) if tracer is not None else None
         self._events = events
         self._index = index
         self.settings = settings or DispatchSettings()
@@ -100,7 +104,12 @@ class RouterDispatcher:
             lately_s=HEARD_LATELY_SIGNS * self.messenger.alive_interval_s,
         )
         self._runner = SequenceRunner(
-            self.messenger.send, self._placement, self.load, self._sequence_ended, self.settings.wait_for_worker_s
+            self.messenger.send,
+            self._placement,
+            self.load,
+            self._sequence_ended,
+            self.settings.wait_for_worker_s,
+            self._tracing,
         )
         self.watch = FleetWatch(
             self.view,
@@ -218,7 +227,6 @@ class RouterDispatcher:
     async def fleet(self) -> dict[str, Any]:
         """See `Dispatcher`."""
         live = await self.watch.ask_all(self.settings.live_timeout_s)
-        fallbacks = self._placement.fallbacks
         me = self.messenger.me
         return {
             "router": {
@@ -230,6 +238,17 @@ class RouterDispatcher:
                 "registry": self.watch.registry_is_away or "ok",
             },
             "workers": self._describe_workers(live),
+            **self._figures(),
+            "last_decisions": list(self._placement.last_decisions),
+        }
+
+    def figures(self) -> dict[str, Any]:
+        """Counters and gauges of this router, and its workers by role and state; without asking anybody."""
+        return self._figures() | {"worker_states": self.view.states(time.monotonic())}
+
+    def _figures(self) -> dict[str, Any]:
+        fallbacks = self._placement.fallbacks
+        return {
             "requests": {
                 "running": len(self._running),
                 "running_sequences": len(self._sequences),
@@ -244,8 +263,8 @@ class RouterDispatcher:
                 "reason": fallbacks.reason,
             },
             "placements": self._placement.num_placed,
+            "cache": self._runner.cache.as_json(),
             "prefix_index": self._index.describe() if self._index is not None else {"state": "off"},
-            "last_decisions": list(self._placement.last_decisions),
         }
 
     def _describe_workers(self, live: frozenset[str]) -> list[dict[str, Any]]:
@@ -328,6 +347,8 @@ class RouterDispatcher:
         running.deadline_timer.cancel()
         running.record.state = running.outcome
         self._counts[running.outcome] += 1
+        if self._tracing is not None:
+            self._tracing.ended(running.record, running.handle.request.trace)
         if not self._running:
             self._idle.set()
 

@@ -25,6 +25,9 @@ class AttemptRecord:
     reasons: tuple[str, ...]
     cause: str  # the end of the attempt before it
     placed_ms: float
+    trace: str = ""  # its span's context
+    ended_ms: float | None = None
+    failure: str = ""  # why it ended, if that was no good end
     reassigned: list[dict[str, Any]] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
@@ -37,6 +40,7 @@ class AttemptRecord:
             "reasons": list(self.reasons),
             "cause": self.cause,
             "placed_ms": self.placed_ms,
+            "ended_ms": self.ended_ms,
             "reassigned": self.reassigned,
         }
 
@@ -78,18 +82,26 @@ class RequestRecord:
         self.submitted_unix_s = time.time()
         self.state = "running"
         self.error: str | None = None
-        self._submitted = time.monotonic()
+        self.submitted = time.monotonic()
 
     def elapsed_ms(self) -> float:
         """Since the request was submitted."""
-        return round((time.monotonic() - self._submitted) * 1000, 3)
+        return round((time.monotonic() - self.submitted) * 1000, 3)
 
-    def placed(self, sequence: int, attempt: int, decision: Decision, cause: str) -> None:
+    def placed(self, sequence: int, attempt: int, decision: Decision, cause: str, trace: str) -> None:
         """An attempt was sent to its workers."""
         prefill = decision.prefill.worker_id if decision.prefill is not None else None
         decode = decision.decode.worker_id if decision.decode is not None else None
-        record = AttemptRecord(attempt, prefill, decode, decision.policy, decision.reasons, cause, self.elapsed_ms())
+        record = AttemptRecord(
+            attempt, prefill, decode, decision.policy, decision.reasons, cause, self.elapsed_ms(), trace
+        )
         self.sequences[sequence].attempts.append(record)
+
+    def attempt_ended(self, sequence: int, failure: str) -> None:
+        """The current attempt of a sequence is over; one that was never placed leaves none. `failure` empty: well."""
+        attempts = self.sequences[sequence].attempts
+        if attempts and attempts[-1].ended_ms is None:
+            attempts[-1].ended_ms, attempts[-1].failure = self.elapsed_ms(), failure
 
     def reassigned(self, sequence: int, decode: PeerRef | None, cause: str) -> None:
         """The current attempt got another decode worker."""

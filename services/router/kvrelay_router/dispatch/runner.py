@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from kvrelay.protocol.messages import AnyBody, PeerRef
+from kvrelay.telemetry.tracing import trace_fields
 from kvrelay_router.dispatch.events import (
     AttemptFailed,
     AwaitLost,
@@ -29,7 +30,8 @@ from kvrelay_router.dispatch.events import (
 from kvrelay_router.dispatch.interface import SequenceDelta
 from kvrelay_router.dispatch.load import OutstandingLoad
 from kvrelay_router.dispatch.placement import Placement, as_json, work_of
-from kvrelay_router.dispatch.running import RunningSequence
+from kvrelay_router.dispatch.running import CacheTally, Expected, RunningSequence
+from kvrelay_router.dispatch.tracing import AttemptTracing
 from kvrelay_router.routing.candidates import Decision
 
 log = logging.getLogger(__name__)
@@ -52,14 +54,17 @@ class SequenceRunner:
         load: OutstandingLoad,
         on_ended: Callable[[RunningSequence, str | None], None],
         wait_for_worker_s: float,
+        tracing: AttemptTracing | None = None,
     ) -> None:
         self.num_illegal = 0
         self.num_retries = 0
+        self.cache = CacheTally()
         self._send = send
         self._placement = placement
         self._load = load
         self._on_ended = on_ended
         self._wait_for_worker_s = wait_for_worker_s
+        self._tracing = tracing
         self._waiting: dict[RunningSequence, None] = {}  # in the order in which they came
 
     @property
@@ -94,7 +99,11 @@ class SequenceRunner:
         num_tokens = machine.spec.num_prompt_tokens + len(machine.output)
         sequence.work = work_of(decision, num_tokens, running.prompt.sent_to)
         self._placement.placed(decision, running.prompt)
-        running.record.placed(sequence.index, sequence.machine.attempt, decision, cause)
+        sequence.expected = Expected(num_tokens, decision.num_cached_tokens)
+        sequence.trace = running.handle.request.trace
+        if self._tracing is not None:
+            sequence.trace = self._tracing.begin(sequence.trace)
+        running.record.placed(sequence.index, sequence.machine.attempt, decision, cause, sequence.trace)
         served_by = running.handle.served_by
         served_by.prefill = prefill.peer_id if prefill is not None else None
         served_by.decode = decode.peer_id if decode is not None else None
@@ -117,19 +126,19 @@ class SequenceRunner:
         """All but deliveries."""
         match instruction:
             case Send(worker=worker, attempt=attempt, body=body):
-                trace = sequence.running.handle.request.trace
                 self._send(
                     worker,
                     body,
                     request=sequence.request_id,
                     attempt=attempt,
                     sequence=sequence.index,
-                    trace=trace,
+                    trace=sequence.trace,
                 )
             case FindPlacement():
                 self._stop_waiting(sequence)  # for a decode worker of the attempt before
                 self.num_retries += 1
                 log.warning("attempt %d: %s", instruction.attempt, instruction.cause, extra=_names(sequence))
+                sequence.running.record.attempt_ended(sequence.index, instruction.cause)
                 if instruction.delay_s:
                     self._pause(sequence, instruction)
                 else:
@@ -142,6 +151,7 @@ class SequenceRunner:
                 self._find_decode(sequence, instruction)
             case Ended(error=error):
                 self._stop_waiting(sequence)
+                sequence.running.record.attempt_ended(sequence.index, error or "")
                 self._on_ended(sequence, error)
 
     def _deliver(self, sequence: RunningSequence, delta: SequenceDelta) -> None:
@@ -153,6 +163,9 @@ class SequenceRunner:
             record.num_output_tokens += sum(len(beam.token_ids) for beam in delta.beams)
         if delta.cached_tokens is not None:
             record.cached_tokens = delta.cached_tokens
+            if sequence.expected is not None:
+                self.cache.add(sequence.expected, delta.cached_tokens)
+                sequence.expected = None
         if delta.usage is not None:
             record.usage = delta.usage
         if delta.finish is not None:
@@ -240,4 +253,8 @@ class SequenceRunner:
 
 
 def _names(sequence: RunningSequence) -> dict[str, Any]:
-    return {"request_id": sequence.request_id, "sequence": sequence.index}
+    return {
+        "request_id": sequence.request_id,
+        "sequence": sequence.index,
+        **trace_fields(sequence.trace or sequence.running.handle.request.trace),
+    }

@@ -31,6 +31,37 @@ class DispatchSettings:
     live_timeout_s: float = 0.5
 
 
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What an attempt's placement expected of the cache, in tokens."""
+
+    num_prompt: int
+    num_cached: int
+
+
+@dataclass(slots=True)
+class CacheTally:
+    """Tokens of prompts that a worker has computed: how many the router expected in a cache, how many were found."""
+
+    num_prompt: int = 0
+    num_predicted: int = 0
+    num_found: int = 0
+
+    def add(self, expected: Expected, num_found: int) -> None:
+        """A first token came."""
+        self.num_prompt += expected.num_prompt
+        self.num_predicted += min(expected.num_cached, expected.num_prompt)
+        self.num_found += num_found
+
+    def as_json(self) -> dict[str, int]:
+        """JSON-ready."""
+        return {
+            "prompt_tokens": self.num_prompt,
+            "predicted_tokens": self.num_predicted,
+            "found_tokens": self.num_found,
+        }
+
+
 @dataclass(slots=True, eq=False)
 class Running:
     """A request in progress. It is over when its last sequence is."""
@@ -53,6 +84,8 @@ class RunningSequence:
     running: Running
     record: SequenceRecord
     held: Held = field(default_factory=Held)
+    expected: Expected | None = None  # of the cache, until it is known
+    trace: str = ""  # the current attempt's context
     fingerprint: str = ""  # of the current attempt's workers
     work: Work = field(default_factory=Work)  # of the current attempt, as its placement expected
     waiting_for: FindPlacement | AwaitLost | FindDecode | None = None  # while no worker is ready

@@ -1,0 +1,63 @@
+"""The attempts of a request as spans: `kvrelay.attempt`, children of the request's own, parents of what workers record.
+
+Written from the request's record when it is over.
+"""
+
+from __future__ import annotations
+
+from kvrelay.telemetry.trace_context import parse_traceparent
+from kvrelay.telemetry.tracing import Attributes, Tracer
+from kvrelay_router.dispatch.records import AttemptRecord, RequestRecord
+
+
+class AttemptTracing:
+    """See the module's text."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+
+    def begin(self, request_trace: str) -> str:
+        """The context of an attempt's span, for its messages. What is no valid context stays as it is."""
+        context = parse_traceparent(request_trace)
+        return str(context.child()) if context is not None else request_trace
+
+    def ended(self, record: RequestRecord, request_trace: str) -> None:
+        """A request is over, and with it all its attempts."""
+        parent = parse_traceparent(request_trace)
+        if parent is None or not parent.is_sampled:
+            return
+        for index, sequence in enumerate(record.sequences):
+            for attempt in sequence.attempts:
+                context = parse_traceparent(attempt.trace)
+                if context is None:
+                    continue
+                ended_ms = attempt.ended_ms if attempt.ended_ms is not None else record.elapsed_ms()
+                self._tracer.record(
+                    "kvrelay.attempt",
+                    context,
+                    parent,
+                    record.submitted + attempt.placed_ms / 1000,
+                    record.submitted + ended_ms / 1000,
+                    kind="client",
+                    attributes=_attributes(record, index, attempt),
+                    error=attempt.failure or None,
+                )
+
+
+def _attributes(record: RequestRecord, sequence: int, attempt: AttemptRecord) -> Attributes:
+    attributes: dict[str, str | int | tuple[str, ...]] = {
+        "kvrelay.request": record.request_id,
+        "kvrelay.attempt": attempt.attempt,
+        "kvrelay.sequence": sequence,
+        "kvrelay.route.policy": attempt.policy,
+        "kvrelay.route.reasons": attempt.reasons,
+        "kvrelay.outcome": record.state,
+        "kvrelay.reassigned": len(attempt.reassigned),
+    }
+    if attempt.prefill is not None:
+        attributes["kvrelay.worker.prefill"] = attempt.prefill
+    if attempt.decode is not None:
+        attributes["kvrelay.worker.decode"] = attempt.decode
+    if attempt.cause:
+        attributes["kvrelay.retry.cause"] = attempt.cause
+    return attributes

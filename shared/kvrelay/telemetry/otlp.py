@@ -1,0 +1,274 @@
+"""Export over OTLP, as the standard `OTEL_*` variables say. The SDK is imported where one of them asks for it.
+
+A signal (traces, metrics) is exported where `OTEL_TRACES_EXPORTER` or `OTEL_METRICS_EXPORTER` is `otlp` or `console`,
+or where it says nothing and an endpoint is set: `OTEL_EXPORTER_OTLP_ENDPOINT` or the signal's own. Everything else
+(headers, timeouts, compression, certificates, batches, samplers, resource attributes) the SDK reads by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import version
+from threading import Thread
+from typing import Any, Literal
+
+from kvrelay.telemetry.readings import Readings
+from kvrelay.telemetry.trace_context import TraceContext
+from kvrelay.telemetry.tracing import Attributes, SpanKind, SpanSink, Tracer
+
+log = logging.getLogger(__name__)
+
+Signal = Literal["traces", "metrics"]
+PROTOCOLS = {"http/protobuf": "http", "grpc": "grpc"}
+SCOPE = "kvrelay"
+DEFAULT_METRIC_INTERVAL_MS = 60_000.0
+CLOSE_TIMEOUT_S = 2.0
+"""The last batch gets so long at the end: a collector that hangs does not keep a service from ending."""
+
+
+class ExportImpossible(ValueError):
+    """The environment asks for what cannot be done; the text names the variable."""
+
+
+def wanted_exporter(signal: Signal, environ: Mapping[str, str]) -> Literal["otlp", "console"] | None:
+    """What the environment asks for. Raises ExportImpossible."""
+    if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return None
+    name = f"OTEL_{signal.upper()}_EXPORTER"
+    match environ.get(name, "").strip().lower():
+        case "otlp":
+            return "otlp"
+        case "console":
+            return "console"
+        case "none":
+            return None
+        case "":
+            own = f"OTEL_EXPORTER_OTLP_{signal.upper()}_ENDPOINT"
+            return "otlp" if environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or environ.get(own) else None
+        case other:
+            raise ExportImpossible(f"{name} = {other!r}: must be otlp, console or none")
+
+
+class Export:
+    """What a process exports. `tracer` is None where no traces are."""
+
+    def __init__(self, spans: SpanSink | None = None, metrics: MetricsPush | None = None) -> None:
+        self.tracer = Tracer(spans) if spans is not None else None
+        self._spans = spans
+        self._metrics = metrics
+
+    def start(self, read: Callable[[], Readings]) -> None:
+        """Begins to export metrics, which `read` gives. To be called on the event loop."""
+        if self._metrics is not None:
+            self._metrics.start(read)
+
+    async def close(self) -> None:
+        """Sends what is left, within `CLOSE_TIMEOUT_S`."""
+        if self._metrics is not None:
+            await self._metrics.close()
+        if self._spans is not None:
+            await _within(CLOSE_TIMEOUT_S, self._spans.close, "the last spans")
+
+
+def open_export(service: str, instance: str, environ: Mapping[str, str] | None = None) -> Export:
+    """As the environment says; without a word of it, an export of nothing. Raises ExportImpossible."""
+    environ = os.environ if environ is None else environ
+    traces, metrics = wanted_exporter("traces", environ), wanted_exporter("metrics", environ)
+    if traces is None and metrics is None:
+        return Export()
+    try:
+        resource = _resource(f"kvrelay-{service}", instance, environ)
+        spans = SdkSpans.batched(_exporter("traces", traces, environ), resource) if traces is not None else None
+        push = MetricsPush(_exporter("metrics", metrics, environ), resource, environ) if metrics is not None else None
+    except ImportError as error:
+        raise ExportImpossible(
+            f"OTEL_* variables ask for an export, and {error.name or error} is not installed: install kvrelay[otel]"
+        ) from error
+    log.info("OpenTelemetry: traces by %s, metrics by %s", traces or "nobody", metrics or "nobody")
+    return Export(spans, push)
+
+
+def _resource(service: str, instance: str, environ: Mapping[str, str]) -> Any:
+    """The environment's attributes come first."""
+    from opentelemetry.sdk.resources import Resource
+
+    own = {"service.instance.id": instance, "service.version": version("kvrelay")}
+    if not environ.get("OTEL_SERVICE_NAME") and "service.name=" not in environ.get("OTEL_RESOURCE_ATTRIBUTES", ""):
+        own["service.name"] = service
+    return Resource.create(own)
+
+
+def _exporter(signal: Signal, kind: Literal["otlp", "console"], environ: Mapping[str, str]) -> Any:
+    """The SDK's exporter. Raises ImportError, ExportImpossible."""
+    singular = {"traces": "Span", "metrics": "Metric"}[signal]
+    if kind == "console":
+        module = importlib.import_module(f"opentelemetry.sdk.{signal.removesuffix('s')}.export")
+        return getattr(module, f"Console{singular}Exporter")()
+    own = f"OTEL_EXPORTER_OTLP_{signal.upper()}_PROTOCOL"
+    name = own if environ.get(own) else "OTEL_EXPORTER_OTLP_PROTOCOL"
+    protocol = environ.get(name, "http/protobuf")
+    if protocol not in PROTOCOLS:
+        raise ExportImpossible(f"{name} = {protocol!r}: must be {' or '.join(PROTOCOLS)}")
+    part = {"traces": "trace", "metrics": "metric"}[signal]
+    module = importlib.import_module(f"opentelemetry.exporter.otlp.proto.{PROTOCOLS[protocol]}.{part}_exporter")
+    return getattr(module, f"OTLP{singular}Exporter")()
+
+
+class SdkSpans:
+    """A `SpanSink`: spans by the SDK's processor, and its sampler."""
+
+    def __init__(self, processor: Any, resource: Any) -> None:
+        from opentelemetry import trace
+        from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+        from opentelemetry.sdk.trace.sampling import Decision
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+        self._recorded = Decision.RECORD_AND_SAMPLE
+        self._api = trace
+        self._make_span = ReadableSpan
+        self._resource = resource
+        self._processor = processor
+        self._scope = InstrumentationScope(SCOPE, version("kvrelay"))
+        self._sampler = TracerProvider(resource=resource, shutdown_on_exit=False).sampler  # by OTEL_TRACES_SAMPLER
+        self._kinds = {kind.name.lower(): kind for kind in trace.SpanKind}
+
+    @classmethod
+    def batched(cls, exporter: Any, resource: Any) -> SdkSpans:
+        """With the SDK's thread that sends batches."""
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        return cls(BatchSpanProcessor(exporter), resource)
+
+    def close(self) -> None:
+        """Sends what is left; blocks for that."""
+        self._processor.shutdown()
+
+    def is_sampled(self, context: TraceContext, parent: TraceContext | None, name: str) -> bool:
+        """See `SpanSink`."""
+        surroundings = None
+        if parent is not None:
+            span = self._api.NonRecordingSpan(self._context(parent, is_remote=True))
+            surroundings = self._api.set_span_in_context(span)
+        result = self._sampler.should_sample(surroundings, context.trace_id, name, self._api.SpanKind.SERVER)
+        return bool(result.decision == self._recorded)
+
+    def put(
+        self,
+        name: str,
+        context: TraceContext,
+        parent: TraceContext | None,
+        start_ns: int,
+        end_ns: int,
+        kind: SpanKind,
+        attributes: Attributes,
+        links: Iterable[TraceContext],
+        error: str | None,
+    ) -> None:
+        """See `SpanSink`."""
+        api = self._api
+        status = api.Status() if error is None else api.Status(api.StatusCode.ERROR, error)
+        self._processor.on_end(
+            self._make_span(
+                name,
+                self._context(context),
+                parent=self._context(parent, is_remote=True) if parent is not None else None,
+                resource=self._resource,
+                attributes=attributes,
+                links=[api.Link(self._context(link)) for link in links],
+                kind=self._kinds[kind],
+                instrumentation_scope=self._scope,
+                status=status,
+                start_time=start_ns,
+                end_time=end_ns,
+            )
+        )
+
+    def _context(self, context: TraceContext, *, is_remote: bool = False) -> Any:
+        flags = self._api.TraceFlags(int(context.is_sampled))
+        return self._api.SpanContext(context.trace_id, context.span_id, is_remote, flags)
+
+
+class MetricsPush:
+    """Exports all readings of a process every `OTEL_METRIC_EXPORT_INTERVAL` milliseconds, and once at the end.
+
+    They are read on the event loop, which writes them, and sent by another thread.
+    """
+
+    def __init__(self, exporter: Any, resource: Any, environ: Mapping[str, str]) -> None:
+        self._exporter = exporter
+        self._resource = resource
+        self._interval_s = _interval_s(environ)
+        self._started_ns = time.time_ns()
+        self._read: Callable[[], Readings] | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, read: Callable[[], Readings]) -> None:
+        """To be called on the event loop."""
+        self._read = read
+        self._task = asyncio.create_task(self._run(), name="metrics-push")
+
+    async def close(self) -> None:
+        """Sends a last time, within `CLOSE_TIMEOUT_S`."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+            await _within(CLOSE_TIMEOUT_S, self._push(), "the last metrics")
+        await _within(CLOSE_TIMEOUT_S, self._exporter.shutdown, "closing the metrics' exporter")
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._interval_s)
+            try:
+                await asyncio.to_thread(self._push())
+            except Exception:
+                log.exception("exporting metrics failed")
+
+    def _push(self) -> Callable[[], None]:
+        """Reads now; what is returned sends it."""
+        from kvrelay.telemetry.otlp_metrics import metrics_data
+
+        assert self._read is not None
+        readings, now_ns = self._read(), time.time_ns()
+
+        def send() -> None:
+            self._exporter.export(metrics_data(readings, self._resource, self._started_ns, now_ns))
+
+        return send
+
+
+def _interval_s(environ: Mapping[str, str]) -> float:
+    name = "OTEL_METRIC_EXPORT_INTERVAL"
+    try:
+        interval_ms = float(environ.get(name, "") or DEFAULT_METRIC_INTERVAL_MS)
+    except ValueError:
+        interval_ms = 0.0
+    if not interval_ms >= 1:
+        raise ExportImpossible(f"{name} = {environ[name]!r}: must be a number of milliseconds, 1 or more")
+    return interval_ms / 1000
+
+
+async def _within(timeout_s: float, call: Callable[[], Any], what: str) -> None:
+    """On a thread of its own that nobody waits for longer than that, also not at the process's end."""
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+    def run() -> None:
+        try:
+            call()
+        except Exception as error:
+            log.warning("%s: %s", what, error)
+        finally:
+            with contextlib.suppress(RuntimeError):  # the loop has ended without it
+                loop.call_soon_threadsafe(done.set)
+
+    Thread(target=run, name="telemetry-close", daemon=True).start()
+    try:
+        await asyncio.wait_for(done.wait(), timeout_s)
+    except TimeoutError:
+        log.warning("%s did not leave within %g s", what, timeout_s)

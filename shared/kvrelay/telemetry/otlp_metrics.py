@@ -1,0 +1,69 @@
+"""Readings as the SDK's data, for its exporters. Imports the SDK.
+
+Cumulative, as the readings are; histograms keep their own buckets.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from opentelemetry.sdk.metrics.export import (
+    AggregationTemporality,
+    Gauge,
+    Histogram,
+    HistogramDataPoint,
+    Metric,
+    MetricsData,
+    NumberDataPoint,
+    ResourceMetrics,
+    ScopeMetrics,
+    Sum,
+)
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+from kvrelay.protocol.messages import HistogramReport
+from kvrelay.telemetry.catalogue import METRICS
+from kvrelay.telemetry.readings import Point, Readings
+
+CUMULATIVE = AggregationTemporality.CUMULATIVE
+
+
+def metrics_data(readings: Readings, resource: Any, started_ns: int, now_ns: int) -> Any:
+    """Raises KeyError for a metric that the catalogue does not know."""
+    metrics = [_metric(name, readings[name], started_ns, now_ns) for name in sorted(readings)]
+    scope = ScopeMetrics(InstrumentationScope("kvrelay"), metrics, "")
+    return MetricsData([ResourceMetrics(resource, [scope], "")])
+
+
+def _metric(name: str, points: list[Point], started_ns: int, now_ns: int) -> Metric:
+    metric = METRICS[name]
+    data: Sum | Gauge | Histogram
+    if metric.kind == "histogram":
+        data = Histogram([_buckets(point, started_ns, now_ns) for point in points], CUMULATIVE)
+    elif metric.kind == "counter":
+        data = Sum([_number(point, started_ns, now_ns) for point in points], CUMULATIVE, is_monotonic=True)
+    else:
+        data = Gauge([_number(point, None, now_ns) for point in points])
+    return Metric(name, metric.text, metric.unit, data)
+
+
+def _number(point: Point, started_ns: int | None, now_ns: int) -> NumberDataPoint:
+    assert not isinstance(point.value, HistogramReport)
+    return NumberDataPoint(dict(point.labels), started_ns or 0, now_ns, point.value)
+
+
+def _buckets(point: Point, started_ns: int, now_ns: int) -> HistogramDataPoint:
+    report = point.value
+    assert isinstance(report, HistogramReport)
+    not_kept: Any = None  # the smallest and the largest value: their fields stay out of the message
+    return HistogramDataPoint(
+        dict(point.labels),
+        started_ns,
+        now_ns,
+        sum(report.counts),
+        report.total,
+        report.counts,
+        report.bounds,
+        not_kept,
+        not_kept,
+    )

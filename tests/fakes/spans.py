@@ -1,0 +1,69 @@
+"""Spans kept in memory, to be asked for their parents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvrelay.telemetry.trace_context import TraceContext
+from kvrelay.telemetry.tracing import Attributes, SpanKind
+
+
+@dataclass(frozen=True)
+class RecordedSpan:
+    """What a `SpanSink` was given."""
+
+    name: str
+    context: TraceContext
+    parent: TraceContext | None
+    start_ns: int
+    end_ns: int
+    kind: SpanKind
+    attributes: Attributes
+    links: list[TraceContext]
+    error: str | None
+
+
+@dataclass
+class RecordedSpans:
+    """A `SpanSink`. Traces that come in from outside are recorded as they say, others as `records_new` says."""
+
+    records_new: bool = True
+    spans: list[RecordedSpan] = field(default_factory=list)
+
+    def is_sampled(self, context: TraceContext, parent: TraceContext | None, name: str) -> bool:
+        return parent.is_sampled if parent is not None else self.records_new
+
+    def put(
+        self,
+        name: str,
+        context: TraceContext,
+        parent: TraceContext | None,
+        start_ns: int,
+        end_ns: int,
+        kind: SpanKind,
+        attributes: Attributes,
+        links: Iterable[TraceContext],
+        error: str | None,
+    ) -> None:
+        self.spans.append(RecordedSpan(name, context, parent, start_ns, end_ns, kind, attributes, list(links), error))
+
+    def close(self) -> None:
+        pass
+
+    def of(self, trace_id: int, name: str = "") -> list[RecordedSpan]:
+        """The spans of a trace, by their beginnings."""
+        found = [span for span in self.spans if span.context.trace_id == trace_id and (not name or span.name == name)]
+        return sorted(found, key=lambda span: span.start_ns)
+
+    def children(self, parent: RecordedSpan) -> list[str]:
+        """The names of a span's children, sorted."""
+        return sorted(span.name for span in self.spans if span.parent == parent.context)
+
+    def check_parents(self, trace_id: int, outermost: TraceContext) -> None:
+        """Every span of the trace hangs, over others of it, on the outermost one, which was recorded elsewhere."""
+        known = {span.context for span in self.of(trace_id)} | {outermost}
+        assert len(known) == len(self.of(trace_id)) + 1, "a span id was used twice"
+        for span in self.of(trace_id):
+            assert span.parent in known, f"{span.name} hangs in the air"
+            assert span.start_ns <= span.end_ns

@@ -27,6 +27,7 @@ from kvrelay.telemetry.process_readings import process_readings
 from kvrelay.telemetry.prometheus import metrics_page
 from kvrelay.telemetry.readings import Readings, merged
 from kvrelay_router.api.app import create_app
+from kvrelay_router.api.connection import ConnectionLimits, allowed_connections
 from kvrelay_router.api.observer import RequestObserver
 from kvrelay_router.api.server import HttpServer, bind, serve
 from kvrelay_router.api.settings import ApiSettings
@@ -106,7 +107,11 @@ class RouterServer:
         export.start(self._readings)
         await self._open_pages()
         listener = inherited_listener() or bind(config.host, config.port)
-        self._http = await serve(app, listener, graceful_timeout_s=config.drain_timeout_s + HTTP_GRACE_S)
+        connections = ConnectionLimits(
+            max_connections=allowed_connections(config.max_connections), max_header_bytes=int(config.max_header_bytes)
+        )
+        grace_s = config.drain_timeout_s + HTTP_GRACE_S
+        self._http = await serve(app, listener, graceful_timeout_s=grace_s, limits=connections)
         self._closing.push_async_callback(self._http.stop)
         self._closing.push_async_callback(self._dispatcher.close)  # first of all: it ends the answers, or HTTP waits
         log.info("serving %s at http://%s:%d", config.served_model_name, config.reachable_host, self._http.port)

@@ -85,6 +85,15 @@ class RouterConfig(CommonConfig):
     max_body_bytes: ByteSize = Field(
         default=ByteSize(8 << 20), ge=1024, le=1 << 30, description="largest request body, as in 8MiB"
     )
+    max_header_bytes: ByteSize = Field(
+        default=ByteSize(64 << 10), ge=1024, le=16 << 20, description="largest head of a request, as in 64KiB"
+    )
+    max_connections: int = Field(
+        default=4096,
+        ge=1,
+        le=1 << 20,
+        description="connections of clients to a process beyond which new ones are refused with 503",
+    )
     request_timeout_s: float = Field(
         default=600.0, gt=0, le=86400, description="time a request may take from its arrival, in seconds"
     )

@@ -16,6 +16,7 @@ from kvrelay.config.demo import DEMO_MODEL_NAME
 from kvrelay.fleet import Registry
 from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.ports import HeldPort
+from kvrelay.protocol.messages import Cancel
 from tests.component.dispatch.fake_workers import FakeDecode, FakePrefill, FakeWorker
 from tests.fakes.waiting import PATIENCE_S
 
@@ -110,6 +111,23 @@ async def test_running_streams_finish_after_sigterm(redis_server: EmbeddedRedis)
         assert events[-1] == "data: [DONE]"
         assert '"finish_reason":"length"' in "".join(events)
         assert await router.exit_status() == 0
+
+
+async def test_a_client_that_leaves_its_stream_frees_both_workers(redis_server: EmbeddedRedis) -> None:
+    prefill, decode = FakePrefill("p0"), FakeDecode("d0")
+    gate = decode.hold("token 3")
+    async with (
+        registered(redis_server.url, "left", prefill, decode),
+        running(redis_server.url, "left") as router,
+    ):
+        await router.ready({"prefill": 1, "decode": 1})
+        async with router.stream(max_tokens=6):
+            await gate.reached.wait()
+        async with asyncio.timeout(START_WITHIN_S):
+            while not (prefill.got(Cancel) and decode.got(Cancel)) or decode.tasks or prefill.tasks:
+                await asyncio.sleep(0.01)
+        requests = (await router.client.get("/fleet")).json()["requests"]
+        assert (requests["running"], requests["cancelled"]) == (0, 1)
 
 
 @pytest.mark.parametrize("end", ["drain timeout", "second signal"])

@@ -12,8 +12,9 @@ import openai
 from kvrelay.fleet.limits import SharedLimits
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay_router.api.app import create_app
+from kvrelay_router.api.connection import ConnectionLimits
 from kvrelay_router.api.observer import RequestObserver
-from kvrelay_router.api.server import HttpServer, bind, serve
+from kvrelay_router.api.server import DEFAULT_LIMITS, HttpServer, bind, serve
 from kvrelay_router.api.settings import ApiSettings
 from kvrelay_router.text.service import TextService
 from tests.fakes.scripted_dispatcher import Script, ScriptedDispatcher
@@ -59,14 +60,17 @@ async def running_router(
     text: TextService,
     *,
     limits: SharedLimits | None = None,
+    connections: ConnectionLimits = DEFAULT_LIMITS,
     observer: RequestObserver | None = None,
+
     graceful_timeout_s: float = 2.0,
     **settings: Any,
 ) -> AsyncIterator[Router]:
     """A router with these settings."""
     dispatcher = ScriptedDispatcher(lambda request, sequence: Script([]))
+    app = create_app(ApiSettings(model_names=(MODEL, "alias"), **settings), dispatcher, text, limits)
     app = create_app(ApiSettings(model_names=(MODEL, "alias"), **settings), dispatcher, text, limits, observer)
-    router = Router(await serve(app, bind("127.0.0.1", 0), graceful_timeout_s=graceful_timeout_s), dispatcher, text)
+    server = await serve(app, bind("127.0.0.1", 0), graceful_timeout_s=graceful_timeout_s, limits=connections)
     router.answers("An otter is a mammal.")
     try:
         yield router

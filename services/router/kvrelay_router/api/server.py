@@ -6,11 +6,15 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
+from typing import cast
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from kvrelay_router.api.connection import ConnectionLimits, make_protocol
+
 BACKLOG = 2048
+DEFAULT_LIMITS = ConnectionLimits()
 
 
 class _EmbeddedServer(uvicorn.Server):
@@ -48,11 +52,17 @@ class HttpServer:
         await self._task
 
 
-async def serve(app: ASGIApp, listener: socket.socket, *, graceful_timeout_s: float = 30.0) -> HttpServer:
+async def serve(
+    app: ASGIApp,
+    listener: socket.socket,
+    *,
+    graceful_timeout_s: float = 30.0,
+    limits: ConnectionLimits = DEFAULT_LIMITS,
+) -> HttpServer:
     """Serves until `stop`, which closes the listener."""
     config = uvicorn.Config(
         app,
-        http="httptools",
+        http=cast("type[asyncio.Protocol]", make_protocol(limits)),
         ws="none",
         lifespan="off",
         access_log=False,

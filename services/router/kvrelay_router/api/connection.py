@@ -1,0 +1,208 @@
+"""One client connection: uvicorn's, with bounds on what a client may hold of this process before it has sent a request.
+
+Bodies are bounded where they are read (`body.py`). Here it is the number of connections, the size of a request's head
+(and of what follows a body in pieces), and the time it may take to arrive; each is refused with OpenAI's error object.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from kvrelay_router.api.errors import ApiError, json_response
+
+log = logging.getLogger(__name__)
+
+LINGER_S = 1.0
+"""After a refusal what comes is read and dropped for so long, or a reset would overtake the answer."""
+MAX_LINGERING = 256
+"""Refused connections beyond these get no answer."""
+OTHER_FILES = 256
+"""Descriptors that are left to everything but clients' connections."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """Of one process."""
+
+    max_connections: int = 4096
+    max_header_bytes: int = 64 << 10
+    header_timeout_s: float = 60.0
+
+
+def allowed_connections(wanted: int) -> int:
+    """Raises this process's limit of open files where it is too low for them; how many there may be then."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted + OTHER_FILES:
+        soft = wanted + OTHER_FILES if hard == resource.RLIM_INFINITY else min(hard, wanted + OTHER_FILES)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == resource.RLIM_INFINITY or soft >= wanted + OTHER_FILES:
+        return wanted
+    allowed = max(16, soft - OTHER_FILES)
+    log.warning("the limit of open files, %d, allows only %d of max_connections = %d", soft, allowed, wanted)
+    return allowed
+
+
+class BoundedConnection(HttpToolsProtocol):
+    """See the module's text. `num_lingering` is shared by all connections of a server."""
+
+    def __init__(self, limits: ConnectionLimits, num_lingering: list[int], **uvicorns: Any) -> None:
+        super().__init__(**uvicorns)
+        self._limits = limits
+        self._num_lingering = num_lingering
+        self._refused = False
+        self._running: RequestResponseCycle | None = None
+        self._header_bytes = 0  # of the present request, as far as they were parsed
+        self._unparsed_bytes = 0  # that the parser keeps, because they are no whole line yet
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    # -- the connection -----------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Refuses it where there are too many."""
+        super().connection_made(transport)
+        self._await_head()
+        if len(self.connections) > self._limits.max_connections:
+            self.connections.discard(self)  # the server's end does not wait for it
+            self._refuse(
+                f"This process has {self._limits.max_connections} connections, which is as many as it takes; try "
+                f"again later",
+                503,
+                "too_many_connections",
+                {"retry-after": "1"},
+            )
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Also tells the request that runs, where others wait behind it."""
+        self._stop_waiting()
+        self.pipeline.clear()
+        running = self._running
+        if running is not None and not running.response_complete:
+            running.disconnected = True
+            running.message_event.set()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parses, unless this connection is refused. A head goes in slices, to notice what the parser only keeps."""
+        slice_bytes = max(1, self._limits.max_header_bytes // 4)
+        start = 0
+        while start < len(data) and not self._refused and not self.transport.is_closing():
+            in_head = self._head_timer is not None or self._is_idle
+            piece = data[start : start + slice_bytes] if in_head and len(data) > slice_bytes else data[start:]
+            start += len(piece)
+            self._unparsed_bytes += len(piece)
+            super().data_received(piece)
+            if not self._refused and self._header_bytes + self._unparsed_bytes > self._limits.max_header_bytes:
+                self._refuse_head()
+
+    @property
+    def _is_idle(self) -> bool:
+        """Between two requests."""
+        return self._running is None or self._running.response_complete
+
+    # -- the parser's callbacks ---------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        self._header_bytes = self._unparsed_bytes = 0
+        self._await_head()
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        """Counts, as all that belongs to the head."""
+        self._header_bytes += len(url)
+        self._unparsed_bytes = 0
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Counts; a header that comes after the body is counted with the others, and dropped."""
+        self._header_bytes += len(name) + len(value) + 4
+        self._unparsed_bytes = 0
+        if self._head_timer is not None:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """The request starts, unless its head was too large."""
+        self._stop_waiting()
+        self._unparsed_bytes = 0
+        if self._header_bytes > self._limits.max_header_bytes:
+            self._refuse_head()
+        if not self._refused:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Its size is the application's to judge."""
+        self._unparsed_bytes = 0
+        if not self._refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The request is here."""
+        self._unparsed_bytes = 0
+        if not self._refused:
+            super().on_message_complete()
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _await_head(self) -> None:
+        self._stop_waiting()
+        self._head_timer = self.loop.call_later(self._limits.header_timeout_s, self._head_is_late)
+
+    def _stop_waiting(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_is_late(self) -> None:
+        self._refuse("The request's headers took too long to arrive", 408, None)
+
+    def _refuse_head(self) -> None:
+        limit = self._limits.max_header_bytes
+        self._refuse(f"The request's headers are larger than {limit} bytes", 431, "headers_too_large")
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP."""
+        self._refuse(msg, 400, "invalid_http")
+
+    def _refuse(self, message: str, status: int, code: str | None, headers: dict[str, str] | None = None) -> None:
+        """Answers and ends the connection; without an answer where another one is being written on it."""
+        self._refused = True
+        self._stop_waiting()
+        if not self._is_idle or self._num_lingering[0] >= MAX_LINGERING:
+            self.transport.close()
+            return
+        kind = "server_error" if status >= 500 else "invalid_request_error"
+        error = ApiError(message, status=status, code=code, error_type=kind, headers=headers)
+        self.transport.write(_raw_answer(error))
+        self._num_lingering[0] += 1
+        self.loop.call_later(LINGER_S, self._end_lingering)
+
+    def _end_lingering(self) -> None:
+        self._num_lingering[0] -= 1
+        self.transport.close()
+
+
+def make_protocol(limits: ConnectionLimits) -> Callable[..., BoundedConnection]:
+    """What uvicorn calls for each connection."""
+    num_lingering = [0]
+
+    def connection(**uvicorns: Any) -> BoundedConnection:
+        return BoundedConnection(limits, num_lingering, **uvicorns)
+
+    return connection
+
+
+def _raw_answer(error: ApiError) -> bytes:
+    response = json_response(error.body(), error.status, {**error.headers, "connection": "close"})
+    head = b"".join(name + b": " + value + b"\r\n" for name, value in response.raw_headers)
+    return STATUS_LINE[error.status] + head + b"\r\n" + bytes(response.body)

@@ -1,0 +1,121 @@
+"""Connections, heads of requests and time: what a client may hold of a router is bounded, and refused by name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvrelay_router.api.connection import ConnectionLimits
+from tests.component.router.rig import Router, eventually
+from tests.component.router.test_streams_under_load import connect, connections, read_answer, request
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+TIGHT = ConnectionLimits(max_connections=4, max_header_bytes=4096)
+
+
+async def refusal(reader: asyncio.StreamReader) -> tuple[int, dict[str, Any]]:
+    """Status and error of the answer that ends the connection."""
+    async with asyncio.timeout(20):
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    assert b"connection: close" in head.lower()
+    error: dict[str, Any] = json.loads(body)["error"]
+    return int(head.split()[1]), error
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        HEAD + b"x-long: " + b"a" * 5000 + b"\r\n\r\n",
+        HEAD + b"".join(b"x-%d: a\r\n" % number for number in range(600)) + b"\r\n",
+        HEAD + b"x-endless: " + b"a" * 9000,
+        b"GET /" + b"a" * 9000,
+        b"\r\n" * 5000,
+        request().replace(b"content-length", b"x-y: " + b"a" * 5000 + b"\r\ncontent-length"),
+    ],
+)
+@pytest.mark.parametrize("piece", [1 << 20, 700])
+async def test_a_head_that_is_too_large_is_431(make_router: Callable[..., Any], data: bytes, piece: int) -> None:
+    async with make_router(connections=TIGHT) as router:
+        reader, writer = await connect(router)
+        for start in range(0, len(data), piece):
+            writer.write(data[start : start + piece])
+            await asyncio.sleep(0)
+        status, error = await refusal(reader)
+        assert (status, error["code"]) == (431, "headers_too_large")
+        assert "4096 bytes" in error["message"]
+        assert not router.dispatcher.handles
+        writer.close()
+
+
+async def test_headers_that_follow_a_body_without_end_end_the_connection(make_router: Callable[..., Any]) -> None:
+    async with make_router(connections=TIGHT) as router:
+        _, writer = await connect(router)
+        body = request().partition(b"\r\n\r\n")[2]
+        writer.write(HEAD + b"transfer-encoding: chunked\r\n\r\n" + b"%x\r\n" % len(body) + body + b"\r\n0\r\n")
+        writer.write(b"x-trailer: ")
+
+        async def write_on() -> None:
+            while True:
+                writer.write(b"a" * 1000)
+                await writer.drain()
+                await asyncio.sleep(0.001)
+
+        with pytest.raises(ConnectionError):
+            await asyncio.wait_for(write_on(), 20)
+        assert not router.dispatcher.handles
+        writer.close()
+
+
+async def test_heads_just_below_the_limit_are_served(make_router: Callable[..., Any]) -> None:
+    async with make_router(connections=TIGHT) as router:
+        reader, writer = await connect(router)
+        padded = request().replace(b"content-length", b"x-y: " + b"a" * 3800 + b"\r\ncontent-length")
+        for _ in range(3):
+            writer.write(padded)
+            assert await read_answer(reader) == "An otter is a mammal."
+        writer.write(request(prompt="otter " * 2000, max_tokens=0))  # bodies do not count
+        assert b"context" in await reader.readuntil(b"}}")
+        writer.close()
+
+
+async def test_connections_beyond_the_limit_are_refused_and_the_others_served(
+    make_router: Callable[..., Any],
+) -> None:
+    async with make_router(connections=TIGHT) as router:
+        held = [await connect(router) for _ in range(4)]
+        await eventually(lambda: len(connections(router)) == 4, 10)
+        reader, writer = await connect(router)
+        status, error = await refusal(reader)
+        assert (status, error["code"]) == (503, "too_many_connections")
+        writer.close()
+        held[0][1].write(request())
+        assert await read_answer(held[0][0]) == "An otter is a mammal."
+        held[1][1].close()
+        await eventually(lambda: len(connections(router)) == 3, 10)
+        again, writer = await connect(router)
+        writer.write(request())
+        assert await read_answer(again) == "An otter is a mammal."
+        for _, each in (*held, (again, writer)):
+            each.close()
+
+
+@pytest.mark.parametrize("sent", [b"", HEAD])
+async def test_a_head_that_does_not_come_is_408(make_router: Callable[..., Any], sent: bytes) -> None:
+    async with make_router(connections=ConnectionLimits(header_timeout_s=0.05)) as router:
+        reader, writer = await connect(router)
+        writer.write(sent)
+        status, error = await refusal(reader)
+        assert status == 408 and "too long" in error["message"]
+        writer.close()
+
+
+async def test_what_is_no_http_is_400_in_the_same_shape(router: Router) -> None:
+    reader, writer = await connect(router)
+    writer.write(b"\x16\x03\x01 this is TLS, or something else\r\n\r\n")
+    status, error = await refusal(reader)
+    assert (status, error["code"]) == (400, "invalid_http")
+    writer.close()

@@ -17,11 +17,11 @@ from kvrelay.config.demo import DEMO_MODEL_NAME
 from kvrelay.fleet.embedded import EmbeddedRedis
 from tests.component.dispatch.fake_workers import FakeDecode, FakePrefill
 from tests.component.dispatch.test_server import RouterProcess, registered, running
+from tests.fakes.waiting import PATIENCE_S
 
 NUM_PROCESSES = 3
 NAMES = {f"router-{number}" for number in range(NUM_PROCESSES)}
 FLAGS = ("--workers", str(NUM_PROCESSES), "--router-id", "router")
-WITHIN_S = 60.0
 
 
 async def ask(router: RouterProcess, path: str) -> httpx.Response:
@@ -33,7 +33,7 @@ async def ask(router: RouterProcess, path: str) -> httpx.Response:
 async def answering(router: RouterProcess) -> dict[str, dict[str, Any]]:
     """What each process says of itself, once all have answered with both workers ready."""
     found: dict[str, dict[str, Any]] = {}
-    async with asyncio.timeout(WITHIN_S):
+    async with asyncio.timeout(PATIENCE_S):
         while set(found) != NAMES:
             answers = await asyncio.gather(*(ask(router, "/fleet") for _ in range(16)), return_exceptions=True)
             for answer in answers:
@@ -68,7 +68,7 @@ class OpenStream:
 async def open_streams(router: RouterProcess, max_tokens: int) -> list[OpenStream]:
     """At least one through every process."""
     streams: list[OpenStream] = []
-    async with asyncio.timeout(WITHIN_S):
+    async with asyncio.timeout(PATIENCE_S):
         while {stream.served_by.result() for stream in streams} != NAMES:
             more = [OpenStream(router, max_tokens) for _ in range(6)]
             await asyncio.gather(*(stream.served_by for stream in more))
@@ -103,7 +103,7 @@ async def test_a_killed_process_takes_only_its_own_streams_with_it_and_is_starte
         after = await answering(router)
         assert after["router-1"]["incarnation"] != before["router-1"]["incarnation"]
         assert after["router-0"] == before["router-0"] and after["router-2"] == before["router-2"]
-        async with asyncio.timeout(WITHIN_S):
+        async with asyncio.timeout(PATIENCE_S):
             while decode.tasks or prefill.tasks:
                 await asyncio.sleep(0.01)
         router.process.send_signal(signal.SIGTERM)
@@ -120,7 +120,7 @@ async def test_sigterm_drains_all_processes_and_lets_nobody_new_in(redis_server:
         family = [each["process_id"] for each in (await answering(router)).values()]
         streams = await open_streams(router, max_tokens=6)
         router.process.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(WITHIN_S):
+        async with asyncio.timeout(PATIENCE_S):
             while True:
                 try:
                     await ask(router, "/health")
@@ -145,7 +145,7 @@ async def test_a_second_signal_ends_the_drain_with_error_events(redis_server: Em
         await answering(router)
         streams = await open_streams(router, max_tokens=6)
         router.process.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(WITHIN_S):
+        async with asyncio.timeout(PATIENCE_S):
             while not all(stream.task.done() for stream in streams):
                 router.process.send_signal(signal.SIGTERM)
                 await asyncio.sleep(0.2)
@@ -170,7 +170,7 @@ async def test_the_limits_of_keys_hold_over_all_processes(redis_server: Embedded
                 return (await client.post("/v1/completions", json=body)).status_code
 
         tasks = [asyncio.create_task(complete()) for _ in range(16)]
-        async with asyncio.timeout(WITHIN_S):
+        async with asyncio.timeout(PATIENCE_S):
             while sum(task.done() for task in tasks) < 12:
                 await asyncio.sleep(0.01)
         gate.open.set()
@@ -183,7 +183,7 @@ async def test_the_limits_of_keys_hold_over_all_processes(redis_server: Embedded
 )
 async def test_a_start_that_fails_ends_all_and_says_why(flags: tuple[str, str], named: bytes) -> None:
     async with running("redis://127.0.0.1:1/0", "none", *FLAGS, *flags, stderr=asyncio.subprocess.PIPE) as router:
-        _, errors = await asyncio.wait_for(router.process.communicate(), WITHIN_S)
+        _, errors = await asyncio.wait_for(router.process.communicate(), PATIENCE_S)
         assert router.process.returncode in (1, 2)
         assert named in errors
 
@@ -195,6 +195,6 @@ async def test_a_port_that_another_router_has_is_an_error() -> None:
         port = other.getsockname()[1]
         flags = ("--port", str(port))
         async with running("redis://127.0.0.1:1/0", "none", *FLAGS, *flags, stderr=asyncio.subprocess.PIPE) as router:
-            _, errors = await asyncio.wait_for(router.process.communicate(), WITHIN_S)
+            _, errors = await asyncio.wait_for(router.process.communicate(), PATIENCE_S)
             assert router.process.returncode == 1
             assert b"in use" in errors

@@ -18,7 +18,7 @@ from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.ports import HeldPort
 from kvrelay.protocol.messages import Cancel
 from tests.component.dispatch.fake_workers import FakeDecode, FakePrefill, FakeWorker
-from tests.fakes.waiting import PATIENCE_S
+from tests.fakes.waiting import PATIENCE_S, until
 
 
 class RouterProcess:
@@ -123,9 +123,7 @@ async def test_a_client_that_leaves_its_stream_frees_both_workers(redis_server: 
         await router.ready({"prefill": 1, "decode": 1})
         async with router.stream(max_tokens=6):
             await gate.reached.wait()
-        async with asyncio.timeout(START_WITHIN_S):
-            while not (prefill.got(Cancel) and decode.got(Cancel)) or decode.tasks or prefill.tasks:
-                await asyncio.sleep(0.01)
+        await until(lambda: prefill.got(Cancel) and decode.got(Cancel) and not (decode.tasks or prefill.tasks))
         requests = (await router.client.get("/fleet")).json()["requests"]
         assert (requests["running"], requests["cancelled"]) == (0, 1)
 

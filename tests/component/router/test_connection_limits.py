@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from kvrelay_router.api.connection import ConnectionLimits
-from tests.component.router.rig import Router, eventually
+from tests.component.router.rig import Router
 from tests.component.router.test_streams_under_load import connect, connections, read_answer, request
+from tests.fakes.waiting import PATIENCE_S, until
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 TIGHT = ConnectionLimits(max_connections=4, max_header_bytes=4096)
@@ -19,7 +20,7 @@ TIGHT = ConnectionLimits(max_connections=4, max_header_bytes=4096)
 
 async def refusal(reader: asyncio.StreamReader) -> tuple[int, dict[str, Any]]:
     """Status and error of the answer that ends the connection."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         head, _, body = (await reader.read()).partition(b"\r\n\r\n")
     assert b"connection: close" in head.lower()
     error: dict[str, Any] = json.loads(body)["error"]
@@ -65,7 +66,7 @@ async def test_headers_that_follow_a_body_without_end_end_the_connection(make_ro
                 await asyncio.sleep(0.001)
 
         with pytest.raises(ConnectionError):
-            await asyncio.wait_for(write_on(), 20)
+            await asyncio.wait_for(write_on(), PATIENCE_S)
         assert not router.dispatcher.handles
         writer.close()
 
@@ -87,7 +88,7 @@ async def test_connections_beyond_the_limit_are_refused_and_the_others_served(
 ) -> None:
     async with make_router(connections=TIGHT) as router:
         held = [await connect(router) for _ in range(4)]
-        await eventually(lambda: len(connections(router)) == 4, 10)
+        await until(lambda: len(connections(router)) == 4)
         reader, writer = await connect(router)
         status, error = await refusal(reader)
         assert (status, error["code"]) == (503, "too_many_connections")
@@ -95,7 +96,7 @@ async def test_connections_beyond_the_limit_are_refused_and_the_others_served(
         held[0][1].write(request())
         assert await read_answer(held[0][0]) == "An otter is a mammal."
         held[1][1].close()
-        await eventually(lambda: len(connections(router)) == 3, 10)
+        await until(lambda: len(connections(router)) == 3)
         again, writer = await connect(router)
         writer.write(request())
         assert await read_answer(again) == "An otter is a mammal."

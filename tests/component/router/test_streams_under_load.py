@@ -15,8 +15,9 @@ from kvrelay_router.api.choice import Choice, StopRules
 from kvrelay_router.api.connection import BoundedConnection, allowed_connections
 from kvrelay_router.dispatch.interface import ModelLimits, SequenceDelta
 from kvrelay_router.text.service import TextService
-from tests.component.router.rig import MODEL, Router, eventually
+from tests.component.router.rig import MODEL, Router
 from tests.fakes.scripted_dispatcher import Script
+from tests.fakes.waiting import until
 
 END = b"0\r\n\r\n"
 
@@ -64,7 +65,7 @@ async def test_a_thousand_streams_at_once(router: Router) -> None:
     assert len(connections(router)) == 1000
     for _, writer in ends:
         writer.close()
-    await eventually(lambda: not connections(router), 10)
+    await until(lambda: not connections(router))
 
 
 async def test_a_connection_serves_one_stream_after_the_other(router: Router) -> None:
@@ -91,7 +92,7 @@ async def test_a_client_that_leaves_its_pipeline_cancels_what_runs_and_starts_no
     writer.write(request() * 3)
     await reader.readuntil(b"\r\n\r\n")
     writer.close()
-    await eventually(lambda: router.dispatcher.handles[0].cancelled_at is not None, 10)
+    await until(lambda: router.dispatcher.handles[0].cancelled_at is not None)
     assert len(router.dispatcher.handles) == 1
 
 
@@ -102,7 +103,7 @@ async def test_a_slow_reader_costs_a_bounded_buffer(router: Router) -> None:
     _, writer = await connect(router)
     writer.transport.pause_reading()  # type: ignore[attr-defined]
     writer.write(request(prompt=[9], max_tokens=400_000))
-    await eventually(lambda: bool(connections(router)) and connections(router)[0].flow.write_paused, 10)
+    await until(lambda: bool(connections(router)) and connections(router)[0].flow.write_paused)
     (connection,) = connections(router)
     for _ in range(200):
         assert connection.transport.get_write_buffer_size() < 256 << 10
@@ -118,7 +119,7 @@ async def test_a_slow_reader_costs_a_bounded_buffer(router: Router) -> None:
 
 async def test_what_is_written_does_not_wait_for_full_packets(router: Router) -> None:
     _, writer = await connect(router)
-    await eventually(lambda: bool(connections(router)), 10)
+    await until(lambda: bool(connections(router)))
     (connection,) = connections(router)
     accepted = connection.transport.get_extra_info("socket")
     assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
@@ -136,7 +137,7 @@ async def test_every_event_is_whole_whatever_bytes_its_tokens_end_in(router: Rou
     writer.close()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(content=st.text(max_size=40), data=st.data())
 def test_the_text_does_not_depend_on_how_tokens_were_cut_into_deltas(
     text: TextService, content: str, data: st.DataObject
@@ -167,12 +168,12 @@ async def test_a_reset_in_the_middle_of_many_streams_disturbs_no_other(router: R
         writer.write(request(prompt=[9], stream=stream, max_tokens=200))
     for _, writer in staying:
         writer.write(request(max_tokens=200))
-    await eventually(lambda: len(router.dispatcher.handles) == 100, 20)
+    await until(lambda: len(router.dispatcher.handles) == 100)
     for _, writer in leaving:
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         writer.close()
     assert await asyncio.gather(*(read_answer(reader) for reader, _ in staying)) == ["otter " * 30] * 50
     gone = [handle for handle in router.dispatcher.handles if handle.request.prompt_ids == [9]]
-    await eventually(lambda: all(handle.cancelled_at is not None for handle in gone), 20)
+    await until(lambda: all(handle.cancelled_at is not None for handle in gone))
     for _, writer in staying:
         writer.close()

@@ -62,7 +62,6 @@ async def running_router(
     limits: SharedLimits | None = None,
     connections: ConnectionLimits = DEFAULT_LIMITS,
     observer: RequestObserver | None = None,
-
     graceful_timeout_s: float = 2.0,
     **settings: Any,
 ) -> AsyncIterator[Router]:

@@ -67,9 +67,9 @@ async def running_router(
 ) -> AsyncIterator[Router]:
     """A router with these settings."""
     dispatcher = ScriptedDispatcher(lambda request, sequence: Script([]))
-    app = create_app(ApiSettings(model_names=(MODEL, "alias"), **settings), dispatcher, text, limits)
     app = create_app(ApiSettings(model_names=(MODEL, "alias"), **settings), dispatcher, text, limits, observer)
     server = await serve(app, bind("127.0.0.1", 0), graceful_timeout_s=graceful_timeout_s, limits=connections)
+    router = Router(server, dispatcher, text)
     router.answers("An otter is a mammal.")
     try:
         yield router

@@ -22,6 +22,7 @@ from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.cost import CalibratedCost, StepCost, pairs
 from kvrelay.simulated.profiles import MeasuredProfile
+from kvrelay.transfer.pool_memory import as_pool
 
 CHUNKS = (16, 64, 256, 512)
 POSITIONS = (0, 512, 2048)
@@ -107,13 +108,12 @@ def _batch(runner: ModelRunner, shape: Sequence[tuple[int, int]]) -> WorkerBatch
 
 
 def _copy_rate(runner: ModelRunner) -> float:
-    pool = runner.pool_bytes
-    chosen = np.random.default_rng(0).permutation(len(pool))[:COPIED_BLOCKS]
-    target = np.zeros((len(chosen), pool.shape[1]), np.uint8)
+    pool = as_pool(runner.pool_memory)
+    chosen = np.random.default_rng(0).permutation(pool.num_blocks)[:COPIED_BLOCKS]
+    target = pool.buffer(len(chosen))
     for _ in range(2):  # the first one touches the memory
         started = time.perf_counter()
-        for slot, block in enumerate(chosen):
-            target[slot] = pool[block]
+        pool.gather(chosen, target)
     return float(target.nbytes / max(time.perf_counter() - started, 1e-9))
 
 

@@ -29,6 +29,7 @@ from kvrelay.transfer.base import (
 )
 from kvrelay.transfer.checksums import PoolChecksums
 from kvrelay.transfer.plan import Copies
+from kvrelay.transfer.pool_memory import PoolLike
 from kvrelay.transfer.wire import Bytes
 from tests.fakes.fault_schedule import Fault, Faults, Point
 
@@ -119,7 +120,8 @@ class Gate(Generic[Item]):
 class FaultySender:
     """Wraps the sender that `make_inner` makes over the wire; with `checksums`, its blocks go with those of `pool`."""
 
-    def __init__(self, pool: Bytes, make_inner: InnerSender, faults: Faults, *, checksums: bool = False) -> None:
+    def __init__(self, pool: PoolLike, make_inner: InnerSender, faults: Faults, *, checksums: bool = False) -> None:
+        assert isinstance(pool, np.ndarray)
         self._pool = pool
         self._wire = pool.copy()
         self._inner = make_inner(self._wire, PoolChecksums(pool) if checksums else None)

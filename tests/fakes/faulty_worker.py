@@ -38,7 +38,8 @@ def prefill_role(context: WorkerContext, config: WorkerConfig) -> Role:
         return ZmqSender(pool, checksums=checksums)
 
     chosen = {"zmq": [zmq], "nixl": [nixl], "auto": [nixl, zmq]}[config.transfer]
-    wrapped = [FaultySender(context.pool_bytes, each, faults(), checksums=config.transfer_checksums) for each in chosen]
+    pool, checksums = context.pool_memory, config.transfer_checksums
+    wrapped = [FaultySender(pool, each, faults(), checksums=checksums) for each in chosen]
     return PrefillRole(context, {sender.name: sender for sender in wrapped}, push_when=config.push_when)
 
 
@@ -46,7 +47,7 @@ def decode_role(context: WorkerContext, config: WorkerConfig) -> Role:
     """With the receivers that the configuration asks for, each wrapped."""
     receivers = make_receivers(
         config.transfer,
-        context.pool_bytes,
+        context.pool_memory,
         host=config.host,
         port=config.transfer_port,
         advertise_host=config.reachable_host,

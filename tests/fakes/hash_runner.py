@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from kvrelay.engine.batch import Candidates, ModelSpec, RowResult, SequenceKey, StepResult, WorkerBatch, WorkerRow
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
+from kvrelay.transfer.pool_memory import PoolLike
 from tests.fakes.waiting import PATIENCE_S
 
 VOCAB_SIZE = 1000
@@ -104,6 +105,10 @@ class HashRunner:
 
     def go_on(self) -> None:
         self._may_run.set()
+
+    @property
+    def pool_memory(self) -> PoolLike:
+        return self.pool_bytes
 
     @property
     def num_sequences(self) -> int:

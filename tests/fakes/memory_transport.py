@@ -46,7 +46,7 @@ class MemoryReceiver(ReceiverThread):
     def deliver(self, header: bytes, slots: Sequence[int], data: Bytes) -> None:
         """One piece."""
         if self.needs_quarantine:
-            self._pool[list(slots)] = data
+            self._pool.scatter(np.asarray(slots, np.int64), data)
         for event in self._take(header, None if self.needs_quarantine else data.reshape(-1).data):
             self._on_event(event)
 

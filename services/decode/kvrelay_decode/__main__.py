@@ -13,7 +13,7 @@ def make_role(context: WorkerContext, config: WorkerConfig) -> DecodeRole:
     """The decode role with its transports."""
     receivers = make_receivers(
         config.transfer_choice,
-        context.pool_bytes,
+        context.pool_memory,
         host=config.host,
         port=config.transfer_port,
         advertise_host=config.reachable_host,

@@ -15,7 +15,7 @@ def make_role(context: WorkerContext, config: WorkerConfig) -> PrefillRole:
     """The prefill role with its transports."""
     senders = make_senders(
         config.transfer_choice,
-        context.pool_bytes,
+        context.pool_memory,
         ucx_transports=config.nixl_transports,
         checksums=config.transfer_checksums,
         curve=config.curve_key(),

@@ -78,7 +78,11 @@ class WorkerConfig(CommonConfig):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto", description="type of weights and KV; auto: the checkpoint's, or float32 where the CPU lacks it"
     )
-    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")
+    device: str = Field(
+        default="auto",
+        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+        description="auto, cpu, cuda or cuda:N; auto: the CPU. GPUs are experimental",
+    )
     threads: int | None = Field(
         default=None, ge=1, le=1024, description="CPU threads of the forward pass (default: one per core)"
     )

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
+from kvrelay.transfer.pool_memory import PoolLike
 
 SequenceKey = tuple[str, int, int]
 """(request id, attempt, sequence index)."""
@@ -161,8 +162,8 @@ class ModelRunner(Protocol):
     def spec(self) -> ModelSpec: ...
 
     @property
-    def pool_bytes(self) -> NDArray[np.uint8]:
-        """The pool's memory as `[num_blocks, block_bytes]` bytes, shared, not copied (CPU pools)."""
+    def pool_memory(self) -> PoolLike:
+        """The pool's memory, shared, not copied, as transports read and write it."""
         ...
 
     def add_sequence(self, key: SequenceKey, sampling: Sampling, token_ids: Sequence[int], num_prompt: int) -> None:

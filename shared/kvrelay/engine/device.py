@@ -1,4 +1,4 @@
-"""Small arrays to the device and back, with as little waiting as can be.
+"""Which device to compute on; small arrays there and back, with as little waiting as can be.
 
 A step's numbers go to the device without a wait, and what it drew comes back in one copy: each wait would leave an
 accelerator idle until the host has found its next kernel.
@@ -11,6 +11,24 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+
+def find_device(name: str) -> torch.device:
+    """The device of that name, `cpu`, `cuda` or `cuda:N`.
+
+    `auto` is the CPU, with or without a GPU: on GPUs too little is tested and measured yet to take one unasked.
+
+    Raises:
+        ValueError: a GPU that is not there, or that this torch cannot use.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name in ("auto", "cpu"):
+        return torch.device("cpu")
+    index = int(name.partition(":")[2] or 0)
+    if index >= count:
+        has = f"{count} GPUs" if count else f"no GPU (this torch is {torch.__version__})"
+        raise ValueError(f"device = {name}: torch finds {has} here (allowed: auto, cpu, cuda or cuda:N)")
+    return torch.device("cuda", index)
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:

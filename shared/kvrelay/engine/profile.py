@@ -1,7 +1,8 @@
 """How large the pool may be: what is left of a stated share of memory after the weights and the largest step.
 
 The largest step is run for real, on a pool just large enough for it, and its peak above the resting memory is read
-from the kernel (Linux: VmHWM, reset through clear_refs). As in vLLM, what is measured is what the process then uses.
+from a gauge: of a CPU from the kernel (Linux: VmHWM, reset through clear_refs), of a GPU from torch's allocator. As in
+vLLM, what is measured is what the process then uses.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -36,10 +38,12 @@ class MemoryProfile:
     total: int
     resting: int
     step: int
+    free: int | None = None  # beside what rests, where others' use of the memory is known
 
     def pool_bytes(self, memory_utilization: float) -> int:
         """What the share leaves for the pool; may be negative."""
-        return int(self.total * memory_utilization) - self.resting - self.step
+        share = int(self.total * memory_utilization) - self.resting - self.step
+        return share if self.free is None else min(share, self.free - self.step)
 
     def num_blocks(self, memory_utilization: float, block_bytes: int, least: int, *, swap_bytes: int | None = 0) -> int:
         """Blocks that fit beside a swap space of `swap_bytes`; None: of the pool's size divided by `SWAP_PART`.
@@ -73,11 +77,54 @@ def machine_memory_bytes() -> int:
     return total if limit == "max" else min(total, int(limit))
 
 
-def profile_memory(runner: ModelRunner, token_budget: int, max_running: int) -> MemoryProfile:
+class MemoryGauge(Protocol):
+    """Reads the memory that a pool is to lie in; all in bytes."""
+
+    def total(self) -> int:
+        """What there is, for all."""
+        ...
+
+    def rest(self) -> int:
+        """What this process takes now; from now on, `peak` looks for more."""
+        ...
+
+    def peak(self) -> int:
+        """The most that it took since `rest`."""
+        ...
+
+    def free(self) -> int | None:
+        """What nobody takes now; None where others' use is not counted."""
+        ...
+
+
+class HostGauge:
+    """The machine's memory, by the kernel's books."""
+
+    def total(self) -> int:
+        """See `machine_memory_bytes`."""
+        return machine_memory_bytes()
+
+    def rest(self) -> int:
+        """What is resident."""
+        gc.collect()
+        _CLEAR_REFS.write_text("5")  # the peak is now what is resident
+        return _status_bytes(_STATUS, "VmRSS")
+
+    def peak(self) -> int:
+        """The high-water mark."""
+        return _status_bytes(_STATUS, "VmHWM")
+
+    def free(self) -> int | None:
+        """Others' use changes too fast to be counted."""
+        return None
+
+
+def profile_memory(
+    runner: ModelRunner, token_budget: int, max_running: int, gauge: MemoryGauge | None = None
+) -> MemoryProfile:
     """Runs the largest steps on `runner`, whose pool must hold them: see `blocks_for_profile`."""
-    gc.collect()
-    resting = _status_bytes(_STATUS, "VmRSS")
-    _CLEAR_REFS.write_text("5")  # the peak is now what is resident
+    gauge = gauge or HostGauge()
+    resting = gauge.rest()
     for batch in _largest_batches(runner, token_budget, max_running):
         for row in batch.rows:
             tokens = row.token_ids.tolist()
@@ -85,8 +132,8 @@ def profile_memory(runner: ModelRunner, token_budget: int, max_running: int) -> 
         runner.execute(batch)
         for row in batch.rows:
             runner.drop_sequence(row.key)
-    peak = _status_bytes(_STATUS, "VmHWM")
-    return MemoryProfile(machine_memory_bytes(), resting, max(0, peak - resting))
+    step = max(0, gauge.peak() - resting)
+    return MemoryProfile(gauge.total(), resting, step, gauge.free())
 
 
 def blocks_for_profile(token_budget: int, max_running: int, block_size: int) -> int:

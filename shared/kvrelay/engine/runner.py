@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import cast
 
 import numpy as np
@@ -26,14 +27,17 @@ from kvrelay.engine.batch import (
 )
 from kvrelay.engine.beams import best_candidates
 from kvrelay.engine.device import to_device, wait_for
+from kvrelay.engine.device_pool import DevicePool
 from kvrelay.engine.fingerprint import find_model_dir, fingerprint
+from kvrelay.engine.gauges import make_gauge
 from kvrelay.engine.host_buffer import HostBuffer
 from kvrelay.engine.logprobs import token_logprobs
 from kvrelay.engine.model import CausalModel, load_model, open_source
-from kvrelay.engine.profile import SWAP_PART, blocks_for_profile, profile_memory
+from kvrelay.engine.profile import SWAP_PART, MemoryGauge, blocks_for_profile, profile_memory
 from kvrelay.engine.sampler import Sampler
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
+from kvrelay.transfer.pool_memory import PoolLike
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +105,15 @@ class TransformersRunner:
         """
         flat = self._pool.view(self._spec.num_blocks, -1).view(torch.uint8)
         return cast("NDArray[np.uint8]", flat.numpy())
+
+    @property
+    def pool_memory(self) -> PoolLike:
+        """See `ModelRunner.pool_memory`."""
+        return self.pool_bytes if self._device.type == "cpu" else self._device_pool
+
+    @cached_property
+    def _device_pool(self) -> DevicePool:
+        return DevicePool(self._pool)
 
     def add_sequence(self, key: SequenceKey, sampling: Sampling, token_ids: Sequence[int], num_prompt: int) -> None:
         """See `ModelRunner.add_sequence`."""
@@ -252,18 +265,18 @@ class PoolSizing:
     whole_prompts: bool = False  # the scheduler does not cut prompts: a step may be as long as the longest
 
 
-def _profiled_num_blocks(model: CausalModel, sizing: PoolSizing, swap_bytes: int | None) -> int:
+def _profiled_num_blocks(model: CausalModel, sizing: PoolSizing, swap_bytes: int | None, gauge: MemoryGauge) -> int:
     block_size = model.layout.block_size
     num_tokens = sizing.token_budget
     if sizing.whole_prompts:
         num_tokens = max(num_tokens, model.source.max_model_len)
     small = TransformersRunner(model, blocks_for_profile(num_tokens, sizing.max_running, block_size))
-    profile = profile_memory(small, num_tokens, sizing.max_running)
+    profile = profile_memory(small, num_tokens, sizing.max_running, gauge)
     num_blocks = profile.num_blocks(
         sizing.memory_utilization,
         model.layout.block_bytes,
         blocks_for(sizing.token_budget, block_size),
-        swap_bytes=swap_bytes,
+        swap_bytes=swap_bytes if model.source.device.type == "cpu" else 0,  # a GPU's pool swaps to the host's memory
     )
     log.info(
         "memory: %d MiB with the weights, %d MiB for the largest step, %d MiB for the pool, of %d MiB",
@@ -285,7 +298,7 @@ def make_runner(
     size_pool: PoolSizing | None = None,
     swap_bytes: int | None = 0,
     max_model_len: int | None = None,
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     num_threads: int | None = None,
     name: str | None = None,
     backend: AttentionBackend | None = None,
@@ -305,9 +318,10 @@ def make_runner(
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     source = open_source(model, dtype, device, max_model_len)
+    gauge = make_gauge(source.device)
     loaded = load_model(source, block_size, backend)
     if num_blocks is None and size_pool is not None:
-        num_blocks = _profiled_num_blocks(loaded, size_pool, swap_bytes)
+        num_blocks = _profiled_num_blocks(loaded, size_pool, swap_bytes, gauge)
     elif num_blocks is None:
         num_blocks = memory_bytes // loaded.layout.block_bytes
     if num_blocks < 1:

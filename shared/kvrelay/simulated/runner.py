@@ -42,6 +42,7 @@ from kvrelay.simulated.tokens import (
     mixed,
     salt_of,
 )
+from kvrelay.transfer.pool_memory import PoolLike
 
 
 @dataclass(slots=True)
@@ -133,6 +134,11 @@ class SimulatedRunner:
     def pool_bytes(self) -> NDArray[np.uint8]:
         """The words that stand for the K/V, `[num_blocks, 8 * block_size]`."""
         return self._words.view(np.uint8)
+
+    @property
+    def pool_memory(self) -> PoolLike:
+        """See `ModelRunner.pool_memory`."""
+        return self.pool_bytes
 
     def add_sequence(self, key: SequenceKey, sampling: Sampling, token_ids: Sequence[int], num_prompt: int) -> None:
         """See `ModelRunner.add_sequence`."""

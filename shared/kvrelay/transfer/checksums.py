@@ -12,18 +12,19 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from kvrelay.transfer.pool_memory import PoolLike, as_pool
 from kvrelay.transfer.wire import Bytes, Checksums, Indices
 
 
 class PoolChecksums:
-    """Of blocks where they lie in `pool`, uint8 of shape [num_blocks, block_bytes], C-contiguous."""
+    """Of blocks where they lie in a pool, or in an array as `as_pool` takes it."""
 
-    def __init__(self, pool: Bytes) -> None:
-        self._pool = pool
+    def __init__(self, pool: PoolLike) -> None:
+        self._pool = as_pool(pool)
 
     def of(self, blocks: Indices) -> Checksums:
         """uint32 of shape [num_blocks], in the order of `blocks`. Reads them all: not for an event loop."""
-        return checksums_of(self._pool[block] for block in blocks.tolist())
+        return checksums_of(self._pool.rows(blocks))
 
 
 def checksums_of(rows: Iterable[Bytes]) -> Checksums:

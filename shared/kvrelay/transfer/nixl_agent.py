@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 
 from kvrelay.transfer.endpoints import Unreachable
-from kvrelay.transfer.wire import Bytes, Indices
+from kvrelay.transfer.pool_memory import PoolLike, Segment, as_pool
+from kvrelay.transfer.wire import Indices
 
 PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
 """`nixl` chooses one of the others by the CUDA version; any of them works on the CPU."""
 _BACKENDS = ["UCX"]
-_MEMORY = "DRAM"
 
 
 class TransportUnavailable(RuntimeError):
@@ -39,24 +39,26 @@ class NixlError(Unreachable):
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A pool in the memory of its own process."""
+    """A pool in the memory of its own process, or of one of its devices."""
 
     address: int
     num_blocks: int
     block_bytes: int
+    segment: Segment = "DRAM"
+    device_id: int = 0
 
     @staticmethod
-    def of(pool: Bytes) -> Region:
-        """Raises ValueError for what is no pool."""
-        if pool.ndim != 2 or not pool.flags.c_contiguous or not pool.size:
-            raise ValueError("a pool is a C-contiguous array of shape [num_blocks, block_bytes], and not empty")
-        return Region(int(pool.ctypes.data), *pool.shape)
+    def of(memory: PoolLike) -> Region:
+        """Where a pool lies. Raises ValueError for an array that is no pool."""
+        pool = as_pool(memory)
+        return Region(pool.address, pool.num_blocks, pool.block_bytes, pool.segment, pool.device_id)
 
     def descriptors(self) -> np.ndarray[tuple[int, int], np.dtype[np.uint64]]:
         """One per block, [num_blocks, 3]: address, length, device."""
         rows = np.zeros((self.num_blocks, 3), np.uint64)
         rows[:, 0] = self.address + np.arange(self.num_blocks, dtype=np.uint64) * np.uint64(self.block_bytes)
         rows[:, 1] = self.block_bytes
+        rows[:, 2] = self.device_id
         return rows
 
 
@@ -84,8 +86,8 @@ class NixlAgent:
             self._agent: Any = api.nixl_agent(self.name, config)
             with _environment("UCX_TLS", ucx_transports):
                 self._agent.create_backend("UCX")
-            pool = (region.address, region.num_blocks * region.block_bytes, 0, "")
-            self._registered = self._agent.register_memory([pool], _MEMORY, _BACKENDS)
+            pool = (region.address, region.num_blocks * region.block_bytes, region.device_id, "")
+            self._registered = self._agent.register_memory([pool], region.segment, _BACKENDS)
         except Exception as error:  # NIXL's errors have no base of their own
             asked = f" with UCX_TLS={ucx_transports}" if ucx_transports else ""
             raise TransportUnavailable(f"NIXL cannot start UCX{asked}: {error!r}") from error
@@ -110,7 +112,7 @@ class NixlAgent:
     def prepare(self, region: Region, peer: str = "") -> Any:
         """Descriptors of all blocks of a peer's pool, or of one's own. Raises NixlError."""
         with _errors("descriptors"):
-            return self._agent.prep_xfer_dlist(peer, region.descriptors(), _MEMORY, _BACKENDS)
+            return self._agent.prep_xfer_dlist(peer, region.descriptors(), region.segment, _BACKENDS)
 
     def discard(self, prepared: Any) -> None:
         """Gives prepared descriptors back."""

@@ -21,8 +21,8 @@ from kvrelay.transfer.endpoints import Endpoint
 from kvrelay.transfer.loop_port import ended_in_time
 from kvrelay.transfer.nixl_agent import NixlAgent, Region
 from kvrelay.transfer.nixl_endpoint import NixlEndpoint
+from kvrelay.transfer.pool_memory import PoolLike
 from kvrelay.transfer.receiver_thread import ReceiverThread
-from kvrelay.transfer.wire import Bytes
 
 BUSY_POLL_S = 0.0002
 BUSY_FOR_S = 0.02
@@ -31,7 +31,7 @@ IDLE_POLL_S = 0.05
 
 
 class NixlReceiver(ReceiverThread):
-    """Takes blocks into `pool_bytes`, uint8 of shape [num_blocks, block_bytes], C-contiguous and writable.
+    """Takes blocks into `pool`, or into a writable array as `as_pool` takes it.
 
     Reachable at once, so that `endpoint` can be told to others before `start`. Raises ValueError for a pool of another
     kind, TransportUnavailable where NIXL or UCX does not work.
@@ -40,9 +40,9 @@ class NixlReceiver(ReceiverThread):
     name = "nixl"
     needs_quarantine = True
 
-    def __init__(self, pool_bytes: Bytes, *, ucx_transports: str = "") -> None:
-        super().__init__("kv-receiver-nixl", pool_bytes)  # which keeps it alive: others write there
-        region = Region.of(pool_bytes)
+    def __init__(self, pool: PoolLike, *, ucx_transports: str = "") -> None:
+        super().__init__("kv-receiver-nixl", pool)  # which keeps it alive: others write there
+        region = Region.of(self._pool)
         self._agent = NixlAgent(region, ucx_transports=ucx_transports)
         self._endpoint = NixlEndpoint(self._agent.name, self._agent.metadata(), region).encode()
         self._wake = Event()

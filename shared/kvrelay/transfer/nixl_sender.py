@@ -37,8 +37,9 @@ from kvrelay.transfer.nixl_agent import NixlAgent, NixlError, Region, Write
 from kvrelay.transfer.nixl_endpoint import NixlEndpoint
 from kvrelay.transfer.outbox import Loan, Outbox
 from kvrelay.transfer.plan import Copies, Piece
+from kvrelay.transfer.pool_memory import PoolLike, as_pool
 from kvrelay.transfer.sender_thread import Courier, Push, SenderThread
-from kvrelay.transfer.wire import Bytes, encode_header
+from kvrelay.transfer.wire import encode_header
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ class _InFlight:
 
 
 class NixlSender(SenderThread):
-    """Pushes blocks out of `pool_bytes`, uint8 of shape [num_blocks, block_bytes], C-contiguous.
+    """Pushes blocks out of `pool`, or of an array as `as_pool` takes it.
 
     `SenderDrained` comes when nothing is in flight any more. With `checksums`, the notification of a write carries
     those of its blocks. Raises ValueError for a pool of another kind, TransportUnavailable where NIXL or UCX does not
@@ -92,12 +93,12 @@ class NixlSender(SenderThread):
     name = "nixl"
 
     def __init__(
-        self, pool_bytes: Bytes, *, settings: NixlSettings | None = None, checksums: PoolChecksums | None = None
+        self, pool: PoolLike, *, settings: NixlSettings | None = None, checksums: PoolChecksums | None = None
     ) -> None:
         self._settings = settings or NixlSettings()
         self._checksums = checksums
-        self._pool = pool_bytes  # kept alive: UCX reads there
-        self._region = Region.of(pool_bytes)
+        self._pool = as_pool(pool)  # kept alive: UCX reads there
+        self._region = Region.of(self._pool)
         self._agent = NixlAgent(self._region, ucx_transports=self._settings.ucx_transports)
         super().__init__("kv-sender-nixl", self._region.num_blocks, self._courier)
 

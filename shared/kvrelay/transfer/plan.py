@@ -77,13 +77,19 @@ def frame_blocks(block_bytes: int, sizes: FrameSizes) -> int:
     return max(1, sizes.frame_bytes // block_bytes)
 
 
-def cut(reservation: str, copies: Copies, block_bytes: int, sizes: FrameSizes) -> Iterator[Piece]:
-    """All blocks of `copies`, each in one piece; every piece holds at least one block and at most a frame if it can."""
+def cut(
+    reservation: str, copies: Copies, block_bytes: int, sizes: FrameSizes, *, in_place: bool = True
+) -> Iterator[Piece]:
+    """All blocks of `copies`, each in one piece; every piece holds at least one block and at most a frame if it can.
+
+    Without `in_place` no piece is direct.
+    """
     step = frame_blocks(block_bytes, sizes)
     ordered = copies.take(np.argsort(copies.sources, kind="stable"))
     starts = np.flatnonzero(np.diff(ordered.sources, prepend=ordered.sources[0] - 2) != 1)
     lengths = np.diff(starts, append=len(ordered))
     is_direct = (lengths * block_bytes >= sizes.direct_bytes) | (lengths == len(ordered))
+    is_direct &= in_place
     for start, length in zip(starts[is_direct].tolist(), lengths[is_direct].tolist(), strict=True):
         for first in range(start, start + length, step):
             last = min(first + step, start + length)

@@ -20,23 +20,22 @@ from kvrelay.transfer.base import Corrupted, Landed, ReceiverEvent
 from kvrelay.transfer.checksums import checksums_of
 from kvrelay.transfer.counters import ReceiverCounters
 from kvrelay.transfer.loop_port import LoopPort
+from kvrelay.transfer.pool_memory import PoolLike, as_pool
 from kvrelay.transfer.wire import BlocksHeader, Bytes, Checksums, MalformedBlocks, decode_header
 
 log = logging.getLogger(__name__)
 
 
 class ReceiverThread:
-    """A receiver into `pool`. Subclasses say in `_serve` how messages come, and pass each to `_take`.
+    """A receiver into a pool. Subclasses say in `_serve` how messages come, and pass each to `_take`.
 
-    Raises ValueError for what is no pool of uint8 of shape [num_blocks, block_bytes], C-contiguous and writable.
+    Raises ValueError for an array that is no pool, or not writable.
     """
 
-    def __init__(self, thread_name: str, pool: Bytes) -> None:
-        if pool.ndim != 2 or not pool.flags.c_contiguous or not pool.flags.writeable or not pool.shape[1]:
-            raise ValueError("a pool is a writable C-contiguous array of shape [num_blocks, block_bytes]")
+    def __init__(self, thread_name: str, pool: PoolLike) -> None:
         self._thread_name = thread_name
-        self._pool = pool
-        self._book = AdmissionBook(*pool.shape)
+        self._pool = as_pool(pool, writable=True)
+        self._book = AdmissionBook(self._pool.num_blocks, self._pool.block_bytes)
         self._lock = Lock()
         self.counters = ReceiverCounters()
         self._thread: Thread | None = None
@@ -117,9 +116,9 @@ class ReceiverThread:
     def _verify(self, writes: Writes, checksums: Checksums, rows: Bytes | None) -> NDArray[np.bool_]:
         """Which of the blocks to be written, or that lie in their slots already, are as they were sent."""
         if rows is None:
-            found = checksums_of(self._pool[slot] for slot in writes.slots.tolist())
+            found = checksums_of(self._pool.rows(writes.slots))
         else:
-            blocks = rows.reshape(-1, self._pool.shape[1])
+            blocks = rows.reshape(-1, self._pool.block_bytes)
             found = checksums_of(blocks[row] for row in writes.rows.tolist())
         is_same: NDArray[np.bool_] = found == checksums[writes.rows]
         return is_same
@@ -133,9 +132,5 @@ class ReceiverThread:
     def _write(self, rows: Bytes, writes: Writes) -> None:
         began = time.perf_counter()
         wanted = rows if writes.rows.size == len(rows) else rows[writes.rows]
-        first, last = int(writes.slots[0]), int(writes.slots[-1])
-        if last - first + 1 == writes.slots.size and (np.diff(writes.slots) == 1).all():
-            self._pool[first : last + 1] = wanted
-        else:
-            self._pool[writes.slots] = wanted
+        self._pool.scatter(writes.slots, wanted)
         self.counters.copy_s += time.perf_counter() - began

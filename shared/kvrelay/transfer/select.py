@@ -13,7 +13,7 @@ from kvrelay.curve import CurveKey
 from kvrelay.transfer.base import TransferReceiver, TransferSender
 from kvrelay.transfer.checksums import PoolChecksums
 from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender, NixlSettings, TransportUnavailable
-from kvrelay.transfer.wire import Bytes
+from kvrelay.transfer.pool_memory import PoolLike
 from kvrelay.transfer.zmq_transport import ZmqReceiver, ZmqSender
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ TransferChoice = Literal["auto", "nixl", "zmq"]
 
 def make_senders(
     choice: TransferChoice,
-    pool: Bytes,
+    pool: PoolLike,
     *,
     ucx_transports: str = "",
     checksums: bool = False,
@@ -48,7 +48,7 @@ def make_senders(
 
 def make_receivers(
     choice: TransferChoice,
-    pool: Bytes,
+    pool: PoolLike,
     *,
     host: str,
     port: int,

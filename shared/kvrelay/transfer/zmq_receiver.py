@@ -16,8 +16,9 @@ from kvrelay.curve import CurveKey
 from kvrelay.transfer.base import ReceiverEvent
 from kvrelay.transfer.endpoints import Endpoint, local_address, machine_id, tcp_address
 from kvrelay.transfer.loop_port import ended_in_time
+from kvrelay.transfer.pool_memory import PoolLike
 from kvrelay.transfer.receiver_thread import ReceiverThread
-from kvrelay.transfer.wire import Bytes, MalformedBlocks
+from kvrelay.transfer.wire import MalformedBlocks
 
 QUEUED_MESSAGES_PER_SENDER = 8
 """What waits in this process per sender; beyond it the connection's flow control stops the sender."""
@@ -25,7 +26,7 @@ MIN_MESSAGE_LIMIT_BYTES = 64 << 20
 
 
 class ZmqReceiver(ReceiverThread):
-    """Takes blocks into `pool_bytes`, uint8 of shape [num_blocks, block_bytes], C-contiguous and writable.
+    """Takes blocks into `pool`, or into a writable array as `as_pool` takes it.
 
     Binds at once, so that `endpoint` can be told to others before `start`. Loopback only unless `host` says otherwise;
     `advertise_host` is what senders are told, and is needed where `host` is a wildcard. With `local`, senders on this
@@ -38,7 +39,7 @@ class ZmqReceiver(ReceiverThread):
 
     def __init__(
         self,
-        pool_bytes: Bytes,
+        pool: PoolLike,
         *,
         host: str = "127.0.0.1",
         port: int = 0,
@@ -46,7 +47,7 @@ class ZmqReceiver(ReceiverThread):
         local: bool = True,
         curve: CurveKey | None = None,
     ) -> None:
-        super().__init__("kv-receiver", pool_bytes)
+        super().__init__("kv-receiver", pool)
         if advertise_host is None and host in {"*", "0.0.0.0", "::"}:
             raise ValueError(f"senders cannot connect to {host!r}: advertise_host must be given")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -80,7 +81,7 @@ class ZmqReceiver(ReceiverThread):
 
     def _bind(self, host: str, port: int, advertise_host: str, local: bool) -> Endpoint:
         self._socket.set_hwm(QUEUED_MESSAGES_PER_SENDER)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, max(MIN_MESSAGE_LIMIT_BYTES, 2 * self._pool.shape[1]))
+        self._socket.setsockopt(zmq.MAXMSGSIZE, max(MIN_MESSAGE_LIMIT_BYTES, 2 * self._pool.block_bytes))
         self._socket.setsockopt(zmq.IPV6, ":" in host)
         self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         self._socket.bind(tcp_address(host, port or "*"))

@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
 import zmq
 
 from kvrelay.curve import CurveKey
@@ -25,6 +24,7 @@ from kvrelay.transfer.counters import SenderCounters
 from kvrelay.transfer.endpoints import MalformedEndpoint, choose_address, machine_id
 from kvrelay.transfer.outbox import Loan, Outbox
 from kvrelay.transfer.plan import FrameSizes, Piece, cut, frame_blocks
+from kvrelay.transfer.pool_memory import PoolLike, PoolMemory, as_pool
 from kvrelay.transfer.sender_thread import Courier, Push, SenderThread
 from kvrelay.transfer.wire import Bytes, Checksums, encode_header
 
@@ -46,7 +46,7 @@ class SenderSettings:
 
 
 class ZmqSender(SenderThread):
-    """Pushes blocks out of `pool_bytes`, uint8 of shape [num_blocks, block_bytes], C-contiguous.
+    """Pushes blocks out of `pool`, or of an array as `as_pool` takes it.
 
     A receiver that cannot be reached causes no event: the frames wait for it until `abort`. Bytes that the kernel took
     before that may still arrive; a receiver of this transport refuses them by itself. With `checksums`, each block goes
@@ -57,19 +57,17 @@ class ZmqSender(SenderThread):
 
     def __init__(
         self,
-        pool_bytes: Bytes,
+        pool: PoolLike,
         *,
         settings: SenderSettings | None = None,
         checksums: PoolChecksums | None = None,
         curve: CurveKey | None = None,
     ) -> None:
-        if pool_bytes.ndim != 2 or not pool_bytes.flags.c_contiguous:
-            raise ValueError("a pool is a C-contiguous array of shape [num_blocks, block_bytes]")
         self._settings = settings or SenderSettings()
-        self._pool = pool_bytes
+        self._pool = as_pool(pool)
         self._checksums = checksums
         self._curve = curve
-        super().__init__("kv-sender", len(pool_bytes), self._courier)
+        super().__init__("kv-sender", self._pool.num_blocks, self._courier)
 
     def _courier(self, wake: Callable[[], None]) -> Courier:
         return _ZmqCourier(self._pool, self._settings, self._checksums, self._curve, self.counters, wake)
@@ -80,7 +78,7 @@ class _ZmqCourier:
 
     def __init__(
         self,
-        pool: Bytes,
+        pool: PoolMemory,
         settings: SenderSettings,
         checksums: PoolChecksums | None,
         curve: CurveKey | None,
@@ -88,7 +86,8 @@ class _ZmqCourier:
         wake: Callable[[], None],
     ) -> None:
         self._pool = pool
-        self._block_bytes = pool.shape[1]
+        self._block_bytes = pool.block_bytes
+        self._in_place = pool.view(0, 1) is not None
         self._settings = settings
         self._checksums = checksums
         self._curve = curve
@@ -111,7 +110,8 @@ class _ZmqCourier:
         """Connects first, where it has to."""
         address = choose_address(push.endpoint, self._machine)
         self._socket_to(address)
-        self.outbox.push(address, cut(push.reservation, push.copies, self._block_bytes, self._settings.sizes))
+        sizes = self._settings.sizes
+        self.outbox.push(address, cut(push.reservation, push.copies, self._block_bytes, sizes, in_place=self._in_place))
 
     def collect(self) -> list[SenderEvent]:
         """Frames whose memory ZMQ let go of."""
@@ -185,17 +185,18 @@ class _ZmqCourier:
         if self._spare_buffers:
             buffer = self._spare_buffers.pop()
         else:
-            buffer = np.empty((frame_blocks(self._block_bytes, self._settings.sizes), self._block_bytes), np.uint8)
-        # mode="clip" writes straight into `out`; "raise" would copy once more. The sources were checked in `push`.
-        np.take(self._pool, piece.copies.sources, axis=0, out=buffer[: len(piece.copies)], mode="clip")
+            buffer = self._pool.buffer(frame_blocks(self._block_bytes, self._settings.sizes))
+        self._pool.gather(piece.copies.sources, buffer)  # which were checked in `push`
         self._counters.gather_s += time.perf_counter() - began
         return buffer
 
     def _view_of(self, piece: Piece) -> Bytes:
         if piece.staging is not None:
             return piece.staging[: len(piece.copies)]
-        first = int(piece.copies.sources[0])
-        return self._pool[first : first + len(piece.copies)]
+        view = self._pool.view(int(piece.copies.sources[0]), len(piece.copies))
+        if view is None:
+            raise RuntimeError("a piece without staging, of a pool that cannot be read in place")
+        return view
 
     def _gave_back(self, number: int) -> None:
         """On whatever thread dropped the last reference."""

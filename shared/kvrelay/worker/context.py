@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvrelay.engine.batch import ModelSpec
 from kvrelay.kv.pool import BlockPool
 from kvrelay.messaging.messenger import Messenger
@@ -19,6 +16,7 @@ from kvrelay.telemetry.event_log import EventLog
 from kvrelay.telemetry.instruments import Instruments
 from kvrelay.telemetry.metrics_store import MetricsStore
 from kvrelay.telemetry.tracing import Tracer
+from kvrelay.transfer.pool_memory import PoolLike
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 
 
@@ -28,7 +26,7 @@ class WorkerContext:
 
     spec: ModelSpec
     pool: BlockPool
-    pool_bytes: NDArray[np.uint8]
+    pool_memory: PoolLike
     blocks: BlockManager
     scheduler: Scheduler
     steps: StepLoop

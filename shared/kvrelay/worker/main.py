@@ -36,10 +36,9 @@ def load_runner(config: WorkerConfig) -> ModelRunner:
     """The model, loaded, with its pool, or a simulated device. Imports torch, which takes seconds, only here."""
     if config.backend == "simulated":
         return make_simulated_runner(config)
+    from kvrelay.engine.device import find_device
     from kvrelay.engine.runner import PoolSizing, make_runner
 
-    if config.device not in ("auto", "cpu"):
-        raise ValueError(f"device {config.device}: this version computes on the CPU only")
     sizing = None
     if config.memory_utilization is not None and config.kv_memory_bytes is None:
         whole_prompts = config.scheduler in WHOLE_PROMPTS
@@ -53,5 +52,6 @@ def load_runner(config: WorkerConfig) -> ModelRunner:
         size_pool=sizing,
         swap_bytes=config.swap_bytes,
         max_model_len=config.max_model_len,
+        device=find_device(config.device),
         num_threads=config.threads,
     )

@@ -150,7 +150,7 @@ class WorkerShell:
         context = WorkerContext(
             spec=spec,
             pool=self.pool,
-            pool_bytes=runner.pool_bytes,
+            pool_memory=runner.pool_memory,
             blocks=self.scheduler.blocks,
             scheduler=self.scheduler,
             steps=self.steps,

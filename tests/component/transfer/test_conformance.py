@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvrelay.transfer.base import BlockCopy, SenderDrained
+from kvrelay.transfer.zmq_transport import SenderSettings
 from tests.component.transfer.rig import Plan, Rig, scattered
 from tests.component.transfer.transports import source_pool, target_pool
 
@@ -207,7 +208,8 @@ async def test_an_abort_drains_although_nobody_takes_the_blocks(rig: Rig) -> Non
     source.push("r", gone, [BlockCopy(i, i, i) for i in range(64)])
     await source.until_begun()
     await source.abort("r")
-    assert source.pushed("r") == []
+    in_window = SenderSettings().window * 2  # frames of two blocks
+    assert len(source.pushed("r")) <= (in_window if rig.transport.gathers_all else 0)
 
 
 async def test_a_new_receiver_elsewhere_takes_over(rig: Rig, random: np.random.Generator) -> None:

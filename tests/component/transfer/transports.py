@@ -9,13 +9,16 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
+import torch
 
 from kvrelay.curve import CurveKey
+from kvrelay.engine.device_pool import DevicePool
 from kvrelay.simulated.transfer import PacedSender
 from kvrelay.transfer.base import TransferReceiver, TransferSender
 from kvrelay.transfer.checksums import PoolChecksums
 from kvrelay.transfer.nixl_agent import PACKAGES
 from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender, NixlSettings
+from kvrelay.transfer.pool_memory import PoolLike
 from kvrelay.transfer.wire import Bytes
 from kvrelay.transfer.zmq_transport import SenderSettings, ZmqReceiver, ZmqSender
 from tests.fakes.fault_schedule import BENIGN, Fault, Faults, Point, Seeded
@@ -39,6 +42,8 @@ class Transport:
     why_not: str = ""
     """Why it cannot be tested here."""
     across_processes: bool = True
+    gathers_all: bool = False
+    """Whether every block is copied before it is sent, and may be given up as soon as that is done."""
 
 
 NO_NIXL = "" if any(map(find_spec, PACKAGES)) else "NIXL is not installed (scripts/install-nixl)"
@@ -47,7 +52,13 @@ NO_NIXL = "" if any(map(find_spec, PACKAGES)) else "NIXL is not installed (scrip
 FLEET_KEY = CurveKey.new()
 
 
-def zmq_sender(pool: Bytes, *, checksum: bool = False, curve: CurveKey | None = None) -> ZmqSender:
+def staged(pool: Bytes) -> DevicePool:
+    """The pool as if it lay in an accelerator's memory: no end reads or writes it in place."""
+    torch.set_num_threads(1)  # copies by several threads, which spin, stand still on a busy machine
+    return DevicePool(torch.from_numpy(pool))
+
+
+def zmq_sender(pool: PoolLike, *, checksum: bool = False, curve: CurveKey | None = None) -> ZmqSender:
     """A sender whose aborts do not make a test wait."""
     return ZmqSender(
         pool,
@@ -134,10 +145,29 @@ TRANSPORTS = {
             across_processes=False,
         ),
         Transport("zmq-checksum", lambda pool: zmq_sender(pool, checksum=True), ZmqReceiver),
+        Transport(
+            "zmq-staged",
+            lambda pool: zmq_sender(staged(pool)),
+            lambda pool: ZmqReceiver(staged(pool)),
+            gathers_all=True,
+        ),
+        Transport(
+            "zmq-staged-checksum",
+            lambda pool: zmq_sender(staged(pool), checksum=True),
+            lambda pool: ZmqReceiver(staged(pool)),
+            gathers_all=True,
+        ),
         Transport("zmq-paced", lambda pool: PacedSender(zmq_sender(pool), 1e9, pool.shape[1], len(pool)), ZmqReceiver),
         NIXL,
         nixl("nixl-tcp", "tcp"),
         nixl("nixl-checksum", "", checksum=True),
+        Transport(
+            "nixl-staged-checksum",
+            lambda pool: NixlSender(staged(pool), checksums=PoolChecksums(staged(pool))),
+            lambda pool: NixlReceiver(staged(pool)),
+            one_sided=True,
+            why_not=NO_NIXL,
+        ),
         *(faulty(inner, make_inner) for inner, make_inner in WRAPPED.values()),
     )
 }

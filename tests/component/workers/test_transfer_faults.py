@@ -8,6 +8,7 @@ import random
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 
 from kvrelay.config.worker import WorkerConfig
@@ -58,12 +59,13 @@ class FaultyFleet:
 
     def prefill_role(self, context: WorkerContext, _: WorkerConfig) -> Role:
         faults = Faults(self.sending)
-        sender: TransferSender = FaultySender(context.pool_bytes, self.inner[1], faults, checksums=self.checksums)
+        sender: TransferSender = FaultySender(context.pool_memory, self.inner[1], faults, checksums=self.checksums)
         return PrefillRole(context, {sender.name: sender})
 
     def decode_role(self, context: WorkerContext, _: WorkerConfig) -> Role:
+        assert isinstance(context.pool_memory, np.ndarray)
         receiver: TransferReceiver = FaultyReceiver(
-            self.inner[0].make_receiver(context.pool_bytes), Faults(self.landing)
+            self.inner[0].make_receiver(context.pool_memory), Faults(self.landing)
         )
         return DecodeRole(context, {receiver.name: receiver})
 

@@ -16,7 +16,7 @@ class Engine:
 
     def __init__(self, num_blocks: int) -> None:
         self.spec = ModelSpec("m", 100, 4096, (0,), 1, 1, 1, 16, num_blocks, 640, "float32", "f")
-        self.pool_bytes = np.zeros((num_blocks, 640), np.uint8)
+        self.pool_memory = np.zeros((num_blocks, 640), np.uint8)
         self.known: set[object] = set()
 
     def add_sequence(self, key: object, sampling: Sampling, token_ids: object, num_prompt: int) -> None:

@@ -1,0 +1,83 @@
+"""A pool in an accelerator's memory, as transports see it.
+
+One-sided transports get its address. Others stage through pinned host memory on a stream of their own, so that a copy
+runs beside the forward and waits for nothing but itself. A block is read after the step that wrote it has landed, and
+used after `scatter` returned: the streams need no events between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from threading import Lock
+
+import numpy as np
+import torch
+
+from kvrelay.transfer.pool_memory import Segment
+from kvrelay.transfer.wire import Bytes, Indices
+
+_STAGING_BYTES = 8 << 20  # of `rows` and `scatter`, which bring no buffer of their own
+
+
+class DevicePool:
+    """`PoolMemory` over `pool`, whose first dimension is the block, and which is contiguous."""
+
+    def __init__(self, pool: torch.Tensor) -> None:
+        self._blocks = pool.view(pool.shape[0], -1).view(torch.uint8)
+        self.segment: Segment = "VRAM" if pool.device.type == "cuda" else "DRAM"
+        self._device = pool.device
+        self._is_cuda = pool.device.type == "cuda"
+        self._stream = torch.cuda.Stream(pool.device) if self._is_cuda else None
+        self._lock = Lock()  # over the staging buffer
+        self.num_blocks, self.block_bytes = self._blocks.shape
+        self.address = self._blocks.data_ptr()
+        self.device_id = pool.device.index or 0
+        self._staged = self.buffer(max(1, _STAGING_BYTES // self.block_bytes))
+
+    def view(self, first: int, count: int) -> Bytes | None:
+        """None: the host cannot read it in place."""
+        return None
+
+    def buffer(self, num_blocks: int) -> Bytes:
+        """Pinned memory."""
+        shape = (num_blocks, self.block_bytes)
+        memory: Bytes = torch.empty(shape, dtype=torch.uint8, pin_memory=self._is_cuda).numpy()
+        return memory
+
+    def gather(self, blocks: Indices, out: Bytes) -> None:
+        """See `PoolMemory.gather`. Several blocks leave as one copy."""
+        with self._on_stream():
+            found = self._blocks.index_select(0, self._indices(blocks))
+            torch.from_numpy(out[: len(blocks)]).copy_(found, non_blocking=True)
+        self._wait()
+
+    def scatter(self, slots: Indices, rows: Bytes) -> None:
+        """See `PoolMemory.scatter`."""
+        with self._lock:
+            for first in range(0, len(slots), len(self._staged)):
+                some = slots[first : first + len(self._staged)]
+                staged = self._staged[: len(some)]
+                staged[:] = rows[first : first + len(some)]
+                with self._on_stream():
+                    moved = torch.from_numpy(staged).to(self._device, non_blocking=True)
+                    self._blocks.index_copy_(0, self._indices(some), moved)
+                self._wait()
+
+    def rows(self, blocks: Indices) -> Iterator[Bytes]:
+        """See `PoolMemory.rows`."""
+        with self._lock:
+            for first in range(0, len(blocks), len(self._staged)):
+                some = blocks[first : first + len(self._staged)]
+                self.gather(some, self._staged)
+                yield from self._staged[: len(some)]
+
+    def _indices(self, blocks: Indices) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(blocks, np.int64)).to(self._device, non_blocking=True)
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _wait(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()

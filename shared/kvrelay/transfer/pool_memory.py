@@ -1,0 +1,121 @@
+"""Where a pool's blocks lie, and how transports get at them: in place on a host, through staging on a device.
+
+`HostPool` is an array. A pool in an accelerator's memory is `kvrelay.engine.device_pool.DevicePool`; transports know
+neither torch nor CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, Protocol
+
+import numpy as np
+
+from kvrelay.transfer.wire import Bytes, Indices
+
+Segment = Literal["DRAM", "VRAM"]
+"""A host's memory or an accelerator's, as NIXL calls them."""
+
+
+class PoolMemory(Protocol):
+    """A pool of `num_blocks` blocks of `block_bytes` bytes, one behind the other from `address` on.
+
+    Safe to use from several threads. What is given back or was written is complete when a method returns.
+    """
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def segment(self) -> Segment: ...
+
+    @property
+    def device_id(self) -> int:
+        """Of the accelerator; 0 for a host."""
+        ...
+
+    def view(self, first: int, count: int) -> Bytes | None:
+        """Neighbouring blocks where they lie, [count, block_bytes]; None where the host cannot read them in place."""
+        ...
+
+    def buffer(self, num_blocks: int) -> Bytes:
+        """Host memory to gather into, [num_blocks, block_bytes], of the kind that copies fastest."""
+        ...
+
+    def gather(self, blocks: Indices, out: Bytes) -> None:
+        """Copies blocks into the first rows of `out`. The caller has checked that they are there."""
+        ...
+
+    def scatter(self, slots: Indices, rows: Bytes) -> None:
+        """Copies rows into blocks. The caller has checked that they are there."""
+        ...
+
+    def rows(self, blocks: Indices) -> Iterator[Bytes]:
+        """The bytes of each block, contiguous, in turn; each only good until the next one."""
+        ...
+
+
+class HostPool:
+    """`PoolMemory` over a C-contiguous uint8 array of shape [num_blocks, block_bytes].
+
+    Raises ValueError for another kind of array.
+    """
+
+    segment: Segment = "DRAM"
+    device_id = 0
+
+    def __init__(self, memory: Bytes) -> None:
+        if memory.ndim != 2 or not memory.flags.c_contiguous or not memory.size:
+            raise ValueError("a pool is a C-contiguous array of shape [num_blocks, block_bytes], and not empty")
+        self._memory = memory
+        self.num_blocks, self.block_bytes = memory.shape
+        self.address = int(memory.ctypes.data)
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether `scatter` may be called."""
+        return self._memory.flags.writeable
+
+    def view(self, first: int, count: int) -> Bytes | None:
+        """See `PoolMemory.view`."""
+        return self._memory[first : first + count]
+
+    def buffer(self, num_blocks: int) -> Bytes:
+        """See `PoolMemory.buffer`."""
+        return np.empty((num_blocks, self.block_bytes), np.uint8)
+
+    def gather(self, blocks: Indices, out: Bytes) -> None:
+        """See `PoolMemory.gather`."""
+        # mode="clip" writes straight into `out`; "raise" would copy once more.
+        np.take(self._memory, blocks, axis=0, out=out[: len(blocks)], mode="clip")
+
+    def scatter(self, slots: Indices, rows: Bytes) -> None:
+        """See `PoolMemory.scatter`."""
+        first, last = int(slots[0]), int(slots[-1])
+        if last - first + 1 == slots.size and (np.diff(slots) == 1).all():
+            self._memory[first : last + 1] = rows
+        else:
+            self._memory[slots] = rows
+
+    def rows(self, blocks: Indices) -> Iterator[Bytes]:
+        """See `PoolMemory.rows`."""
+        return (self._memory[block] for block in blocks.tolist())
+
+
+PoolLike = Bytes | PoolMemory
+
+
+def as_pool(memory: PoolLike, *, writable: bool = False) -> PoolMemory:
+    """The pool itself, or one over an array. Raises ValueError for an array of another kind."""
+    if not isinstance(memory, np.ndarray):
+        return memory
+    pool = HostPool(memory)
+    if writable and not pool.is_writable:
+        raise ValueError("a pool that takes blocks is a writable array")
+    return pool

@@ -174,13 +174,31 @@ class WorkerConfig(CommonConfig):
         default=30,
         ge=1,
         le=1 << 16,
-        description="passes less one that a prompt waits for those of other workers that step with this one",
+        description="passes less one that a prompt waits for those of the group's other workers",
+    )
+    prefill_delayer_max_wait_s: float = Field(
+        default=1.0,
+        gt=0,
+        le=60,
+        description="longest time that the delayer holds a prompt back, whatever the reason, in seconds",
+    )
+    prefill_delayer_group: str = Field(
+        default="",
+        pattern=r"^[\w.-]{0,64}$",
+        description="name of a group of decode workers that let prompts in together; they find each other in the "
+        "registry (default: this worker alone)",
+    )
+    prefill_delayer_silence_s: float = Field(
+        default=1.0,
+        ge=0.3,
+        le=60,
+        description="silence after which a worker of the group is left out and holds up no prompt, in seconds",
     )
     prefill_delayer_low_watermark: float | None = Field(
         default=None,
         ge=0,
         le=1,
-        description="share of the KV pool in use below which a prompt does not wait for those of other workers "
+        description="share of the KV pool in use below which a prompt does not wait for those of the group's others "
         "(default: it always waits)",
     )
     overlap: bool = Field(
@@ -263,6 +281,10 @@ class WorkerConfig(CommonConfig):
         self._check_simulated()
         if self.prefill_delayer and self.role == "prefill":
             raise ValueError("prefill_delayer is for workers that run both phases: decode workers")
+        if self.prefill_delayer_group and not self.prefill_delayer:
+            raise ValueError(
+                f"prefill_delayer_group = {self.prefill_delayer_group} needs prefill_delayer, which is off"
+            )
         if self.chunking == "dynamic" and self.scheduler in WHOLE_PROMPTS:
             raise ValueError(
                 f"chunking = dynamic needs a scheduler that cuts prompts (sarathi, simple_chunking), "

@@ -39,6 +39,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     load: dict[str, float] = {}
     block_bytes: int = 0
     """Of one block of all layers; 0: a worker of an older version."""
+    delayer_group: str = ""
+    """Of decode workers that time their prompts together; empty: none."""
     token_budget: int = 0
     """Tokens that one of its steps holds; 0: a worker of an older version."""
 

@@ -338,6 +338,17 @@ class Status(Body, frozen=True, kw_only=True, tag="status"):
     load: LoadReport | None = None  # a worker of an older version sends none
 
 
+class GroupLoad(Body, frozen=True, kw_only=True, tag="group_load"):
+    """D>D, between the workers of a prefill delayer's group: what decides when prompts go in, see
+    `kvrelay.scheduling.prefill_delay`."""
+
+    group: str
+    prefillable: int
+    forced: int
+    num_running: int
+    largest_prefill: int
+
+
 class Alive(Body, frozen=True, kw_only=True, tag="alive"):
     """Every peer pair, both ways, while they have to do with each other. Carries the link's ack."""
 
@@ -371,6 +382,7 @@ AnyBody = (
     | Failed
     | StatusQuery
     | Status
+    | GroupLoad
     | Alive
     | Reject
 )

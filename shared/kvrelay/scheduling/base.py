@@ -106,6 +106,10 @@ class PrefillGate(Protocol):
         """The pass is planned."""
         ...
 
+    def patience_s(self) -> float:
+        """How long prompts that are held back will be, at the most."""
+        ...
+
 
 class Scheduler(Protocol):
     """Decides what each step computes, and books what it gave. Pure: no I/O, no clock, no tensor."""

@@ -1,14 +1,17 @@
-"""When workers that run both phases and step together let prompts in: together, or not yet (SGLang's prefill delayer).
+"""When workers that run both phases let prompts in: together, or not yet (SGLang's prefill delayer).
 
-A step lasts as long as its slowest rank's. A rank that computes a prompt alone makes all others wait with their decodes
-as long; so prompts wait, within bounds, until every rank has one. And where all have, they wait until the decodes have
-left enough slots for a whole batch of prompts, instead of going in one by one.
+Where ranks step together, a step lasts as long as its slowest rank's: one that computes a prompt alone makes all others
+wait with their decodes as long. Where they share a machine, it takes the cores and the memory's bandwidth from them. So
+prompts wait, within bounds, until every rank has one. And where all have, they wait until the decodes have left enough
+slots for a whole batch of prompts, instead of going in one by one.
 
-Four integers a rank and pass decide, the same on every rank; state is immutable and the decision a pure function.
+Four integers a rank and pass decide; state is immutable and the decision a pure function. Ranks that step together hand
+it the same loads, and decide alike. Others hand it what they know of each other (`worker/delayer_group.py`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -20,6 +23,7 @@ DelayReason = Literal[
     "all have prompts, but too few slots are free",
     "some have no prompt, and a cache is nearly empty",
     "some have no prompt, and the wait was long enough",
+    "the longest wait is over",
     "some have no prompt",
 ]
 
@@ -27,13 +31,17 @@ DelayReason = Literal[
 @dataclass(frozen=True, slots=True)
 class DelayerSettings:
     """`max_delay_passes`: prompts of some ranks wait for so many passes less one. `low_watermark`: share of the KV pool
-    in use below which a rank with a prompt does not wait for others; None: it always does."""
+    in use below which a rank with a prompt does not wait for others; None: it always does. `max_wait_s`: no prompt is
+    held back for longer, whatever the others have; it is up to each rank, so ranks in step need it large."""
 
     max_running: int
     max_delay_passes: int = 30
     low_watermark: float | None = None
+    max_wait_s: float = math.inf
 
     def __post_init__(self) -> None:
+        if not self.max_wait_s > 0:
+            raise ValueError(f"max_wait_s = {self.max_wait_s}: must be above 0")
         if self.max_running < 1 or self.max_delay_passes < 1:
             raise ValueError("max_running and max_delay_passes must be at least 1")
         if self.low_watermark is not None and not 0 <= self.low_watermark <= 1:
@@ -74,7 +82,7 @@ class GroupExchange(Protocol):
     """How the ranks of a group hear of each other. Every rank calls `share` exactly once a pass."""
 
     def share(self, load: RankLoad) -> Seq[RankLoad]:
-        """Tells this rank's load, and returns all of them in the order of the ranks."""
+        """Tells this rank's load, and returns all that are known, its own among them."""
         ...
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -52,7 +53,11 @@ class PrefillDelayer:
         if self._decision is None:
             low = self.settings.low_watermark
             forced = low is not None and kv_usage < low
-            self._decision = self._decide(RankLoad(1, int(forced), num_running, self._largest_prefill))
+            decision = self._decide(RankLoad(1, int(forced), num_running, self._largest_prefill))
+            if not decision.allowed and self._is_overdue():
+                self._state = DelayerState(0, self._state.all_had)
+                decision = DelayDecision(True, "the longest wait is over")
+            self._decision = decision
             self._count(self._decision)
         return "" if self._decision.allowed else f"delayed: {self._decision.reason}"
 
@@ -60,11 +65,21 @@ class PrefillDelayer:
         """The pass is planned; `num_admitted` prompts were let in."""
         if self._decision is None:
             self._decide(RankLoad(0, 0, num_running, self._largest_prefill))
+            self._stop_waiting()  # nothing is held back here; what was may have been cancelled
         elif self._decision.allowed:
             self.totals.num_ran += bool(num_admitted)
             self.totals.num_idle += not num_admitted
         self._largest_prefill = max(self._largest_prefill, num_admitted)
         self._decision = None
+
+    def patience_s(self) -> float:
+        """See `PrefillGate`."""
+        if self._waiting_since is None or math.isinf(self.settings.max_wait_s):
+            return math.inf
+        return max(0.0, self._waiting_since + self.settings.max_wait_s - self._clock())
+
+    def _is_overdue(self) -> bool:
+        return self._waiting_since is not None and self.patience_s() <= 0
 
     def _decide(self, load: RankLoad) -> DelayDecision:
         self._state, decision = decide(self._state, self._exchange.share(load), self.settings)
@@ -77,8 +92,12 @@ class PrefillDelayer:
             totals.num_delayed_passes += 1
             if self._waiting_since is None:
                 self._waiting_since = self._clock()
-        elif self._waiting_since is not None:
-            totals.waiting_s += self._clock() - self._waiting_since
+        else:
+            self._stop_waiting()
+
+    def _stop_waiting(self) -> None:
+        if self._waiting_since is not None:
+            self.totals.waiting_s += self._clock() - self._waiting_since
             self._waiting_since = None
 
     def status(self) -> dict[str, float]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrelay.config.worker import WorkerConfig
-from kvrelay.engine.batch import ModelRunner
+from kvrelay.engine.batch import ModelRunner, ModelSpec
 from kvrelay.engine.calibrate import measure_costs
 from kvrelay.fleet.index import IndexPublisher
 from kvrelay.fleet.records import WorkerRecord
@@ -23,7 +23,16 @@ from kvrelay.kv.cache import Cache, PrefixCache
 from kvrelay.kv.pool import BlockPool
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings, PeerLost
-from kvrelay.protocol.messages import PROTOCOL_VERSION, Generate, LoadReport, PeerRef, Prefill, Status, StatusQuery
+from kvrelay.protocol.messages import (
+    PROTOCOL_VERSION,
+    Generate,
+    GroupLoad,
+    LoadReport,
+    PeerRef,
+    Prefill,
+    Status,
+    StatusQuery,
+)
 from kvrelay.scheduling.base import SchedulerLimits
 from kvrelay.scheduling.cost import fit
 from kvrelay.scheduling.prefill_delay import DelayerSettings, LocalExchange
@@ -39,6 +48,7 @@ from kvrelay.telemetry.readings import Point, Readings, merged
 from kvrelay.telemetry.sequence_spans import SequenceSpans
 from kvrelay.worker.cache_events import CacheEvents
 from kvrelay.worker.context import Role, WorkerContext
+from kvrelay.worker.delayer_group import DelayerGroup, GroupDiscovery
 from kvrelay.worker.launch import ThreadLauncher, TimedLauncher
 from kvrelay.worker.load_report import report_load
 from kvrelay.worker.membership import Membership
@@ -77,6 +87,8 @@ class WorkerShell:
         self._stop = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._events: EventLog | None = None
+        self._group: DelayerGroup | None = None  # of the prefill delayer, where it has one
+        self._discovery: GroupDiscovery | None = None
         self._instruments = Instruments()
         self._export = Export()
         self._routers: dict[str, PeerRef] = {}  # those that ask for reports, by their ids
@@ -98,27 +110,28 @@ class WorkerShell:
         self._export = open_export(config.role, config.worker_id)
         started = time.monotonic()
         runner = await asyncio.to_thread(self._make_runner, config)
-        spec = runner.spec
-        log.info(
-            "model %s loaded in %.1f s: %s, %d blocks of %d tokens (%.0f MiB), up to %d tokens a sequence",
-            spec.name,
-            time.monotonic() - started,
-            spec.dtype,
-            spec.num_blocks,
-            spec.block_size,
-            spec.num_blocks * spec.block_bytes / 2**20,
-            spec.max_model_len,
-        )
-        if spec.num_swap_slots:
-            log.info(
-                "swap space: %d blocks (%.0f MiB); copying one takes %.3f ms",
-                spec.num_swap_slots,
-                spec.num_swap_slots * spec.block_bytes / 2**20,
-                1e3 * spec.swap_block_s,
-            )
+        _log_model(runner.spec, time.monotonic() - started)
         self._events = config.open_event_log(config.worker_id)
-        self.pool = BlockPool(spec.num_blocks, spec.block_size)
+        self.pool = BlockPool(runner.spec.num_blocks, runner.spec.block_size)
         cache = self._make_cache()
+        await self._prepare_steps(runner, cache)
+        context = self._open_messenger(runner)
+        self.role = self._make_role(context, config)
+        self.role.start()
+        self.messenger.start()
+        record = self._record(context)
+        self.membership = Membership(
+            self._registry(), record, self._load, ttl_s=config.lease_ttl_s, interval_s=config.lease_interval_s
+        )
+        if self._group is not None:
+            self._discovery = GroupDiscovery(self._registry(), self._group, record, config.lease_interval_s)
+        self._export.start(self._readings)
+        if config.publishes_prefixes:
+            self._cache_events = CacheEvents(cache, self._index_publisher(), config.index_interval_s)
+
+    async def _prepare_steps(self, runner: ModelRunner, cache: Cache) -> None:
+        """The scheduler, with what it needs to know of this machine, and the loop that drives it."""
+        config, spec = self.config, runner.spec
         limits = SchedulerLimits(
             config.token_budget, config.max_running, spec.max_model_len, frozenset(spec.eos_token_ids)
         )
@@ -128,27 +141,31 @@ class WorkerShell:
         self.scheduler = make_scheduler(config.scheduler, limits, self.pool, cache, settings)
         if config.chunking == "dynamic":
             await asyncio.to_thread(self._calibrate, runner)
+        self._metrics = self._metrics_store()
+        launcher = TimedLauncher if config.backend == "simulated" else ThreadLauncher
+        tracer = self._export.tracer
+        spans = SequenceSpans(config.role, tracer) if tracer is not None else None
+        self.steps = StepLoop(
+            runner, self.scheduler, self._metrics, overlap=config.overlap, make_launcher=launcher, spans=spans
+        )
         self.delayer = self._make_delayer()
         self.scheduler.prefill_gate = self.delayer
+
+    def _open_messenger(self, runner: ModelRunner) -> WorkerContext:
+        """The socket, and with it all that a role gets to work with."""
+        config = self.config
         self.messenger = Messenger(
             config.worker_id,
             self._on_event,
             host=config.host,
             port=config.port,
             advertise_host=config.reachable_host,
-            fingerprint=spec.fingerprint,
+            fingerprint=runner.spec.fingerprint,
             settings=LinkSettings(alive_interval_s=config.peer_interval_s, peer_timeout_s=config.peer_timeout_s),
             curve=config.curve_key(),
         )
-        metrics = self._metrics_store()
-        launcher = TimedLauncher if config.backend == "simulated" else ThreadLauncher
-        tracer = self._export.tracer
-        spans = SequenceSpans(config.role, tracer) if tracer is not None else None
-        self.steps = StepLoop(
-            runner, self.scheduler, metrics, overlap=config.overlap, make_launcher=launcher, spans=spans
-        )
-        context = WorkerContext(
-            spec=spec,
+        return WorkerContext(
+            spec=runner.spec,
             pool=self.pool,
             pool_memory=runner.pool_memory,
             blocks=self.scheduler.blocks,
@@ -157,22 +174,9 @@ class WorkerShell:
             messenger=self.messenger,
             events=self._events,
             instruments=self._instruments,
-            metrics=metrics,
-            tracer=tracer,
+            metrics=self._metrics,
+            tracer=self._export.tracer,
         )
-        self.role = self._make_role(context, config)
-        self.role.start()
-        self.messenger.start()
-        self.membership = Membership(
-            Registry(config.redis_url, config.redis_prefix),
-            self._record(context),
-            self._load,
-            ttl_s=config.lease_ttl_s,
-            interval_s=config.lease_interval_s,
-        )
-        self._export.start(self._readings)
-        if config.publishes_prefixes:
-            self._cache_events = CacheEvents(cache, self._index_publisher(), config.index_interval_s)
 
     async def main_loop(self) -> None:
         """Steps, ticks and renewals until a signal comes, then the drain."""
@@ -184,6 +188,8 @@ class WorkerShell:
         ]
         if self._cache_events is not None:
             self._tasks.append(asyncio.create_task(self._cache_events.run(), name="cache-events"))
+        if self._discovery is not None:
+            self._tasks.append(asyncio.create_task(self._discovery.run(), name="discovery"))
         stop = asyncio.create_task(self._stop.wait(), name="stop")
         loop = asyncio.get_running_loop()
         crash: asyncio.Future[None] = loop.create_future()
@@ -211,6 +217,8 @@ class WorkerShell:
     async def _leave(self) -> None:
         self.steps.stop()
         self.membership.stop()
+        if self._discovery is not None:
+            self._discovery.stop()
         for task in self._tasks:
             if task.get_name() in ("tick", "news", "cache-events"):
                 task.cancel()
@@ -290,9 +298,23 @@ class WorkerShell:
         if not config.prefill_delayer:
             return None
         settings = DelayerSettings(
-            config.max_running, config.prefill_delayer_max_passes, config.prefill_delayer_low_watermark
+            config.max_running,
+            config.prefill_delayer_max_passes,
+            config.prefill_delayer_low_watermark,
+            config.prefill_delayer_max_wait_s,
         )
-        return PrefillDelayer(settings, LocalExchange())
+        if not config.prefill_delayer_group:
+            return PrefillDelayer(settings, LocalExchange())
+        self._group = DelayerGroup(
+            config.prefill_delayer_group,
+            lambda peer, load: self.messenger.send(peer, load),
+            self.steps.wake,
+            silence_s=config.prefill_delayer_silence_s,
+        )
+        return PrefillDelayer(settings, self._group)
+
+    def _registry(self) -> Registry:
+        return Registry(self.config.redis_url, self.config.redis_prefix)
 
     def _metrics_store(self) -> MetricsStore | None:
         path = self.config.metrics_file
@@ -328,6 +350,8 @@ class WorkerShell:
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
             self.role.on_tick(now)
+            if self._group is not None:
+                self._group.tick()
             self._check_when_quiet(now)
 
     async def _tell_news(self) -> None:
@@ -362,7 +386,12 @@ class WorkerShell:
             log.warning("%s: %s", event.peer.peer_id, event.reason)
             if self._routers.get(event.peer.peer_id) == event.peer:
                 del self._routers[event.peer.peer_id]
+            if self._group is not None:
+                self._group.lost(event.peer)
             self.role.on_peer_lost(event.peer, event.reason, replaced=isinstance(event, PeerLost) and event.replaced)
+        elif isinstance(event.body, GroupLoad):
+            if self._group is not None:
+                self._group.heard(event.peer, event.body)
         elif isinstance(event.body, StatusQuery):
             self._routers[event.peer.peer_id] = event.peer
             plain, named = self._load_reports()
@@ -398,6 +427,7 @@ class WorkerShell:
                 "commit_s": totals.commit_s,
             }
             | (self.delayer.status() if self.delayer is not None else {})
+            | ({"prefill_delayer_members": self._group.num_heard} if self._group is not None else {})
             | (self._cache_events.totals() if self._cache_events is not None else {}),
             load=load,
         )
@@ -444,6 +474,27 @@ class WorkerShell:
             max_running=self.config.max_running,
             block_bytes=context.spec.block_bytes,
             token_budget=self.config.token_budget,
+            delayer_group=self.config.prefill_delayer_group,
+        )
+
+
+def _log_model(spec: ModelSpec, took_s: float) -> None:
+    log.info(
+        "model %s loaded in %.1f s: %s, %d blocks of %d tokens (%.0f MiB), up to %d tokens a sequence",
+        spec.name,
+        took_s,
+        spec.dtype,
+        spec.num_blocks,
+        spec.block_size,
+        spec.num_blocks * spec.block_bytes / 2**20,
+        spec.max_model_len,
+    )
+    if spec.num_swap_slots:
+        log.info(
+            "swap space: %d blocks (%.0f MiB); copying one takes %.3f ms",
+            spec.num_swap_slots,
+            spec.num_swap_slots * spec.block_bytes / 2**20,
+            1e3 * spec.swap_block_s,
         )
 
 

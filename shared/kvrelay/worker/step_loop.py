@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -212,18 +213,28 @@ class StepLoop:
 
     async def run(self, callbacks: StepCallbacks) -> None:
         """The loop itself."""
+        was_delayed = False
         while not self._stopping:
             self._wake.clear()
             step = self._plan(callbacks)
             if step.plan.has_work:
                 await self._run_from(step, callbacks)
             elif step.plan.delayed:
-                await asyncio.sleep(0)
+                if was_delayed:  # else it may have been decided while the step before was in flight: ask again
+                    await self._wait_for_the_gate()
             elif not step.plan.preempted:  # else what they held is free now, and nobody else would say so
                 await self._wake.wait()
+            was_delayed = step.plan.delayed and not step.plan.has_work
         self._launcher.close()
         if self._metrics is not None:
             self._metrics.close()
+
+    async def _wait_for_the_gate(self) -> None:
+        """Prompts are held back and there is nothing else to do: until something happens, or the longest wait ends."""
+        gate = self.scheduler.prefill_gate
+        patience_s = math.inf if gate is None else gate.patience_s()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), None if math.isinf(patience_s) else patience_s)
 
     async def _run_from(self, first: _Step, callbacks: StepCallbacks) -> None:
         """Runs a step, and those behind it as long as each can be planned ahead."""

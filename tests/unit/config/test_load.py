@@ -219,6 +219,14 @@ def test_values_that_do_not_fit_together_are_both_named(argv: list[str], names: 
     assert all(name in str(raised.value) for name in names)
 
 
+def test_a_prefill_delayers_group_needs_the_delayer() -> None:
+    assert worker(["--prefill-delayer", "--prefill-delayer-group=g.1"]).prefill_delayer_group == "g.1"
+    with pytest.raises(ConfigError, match="prefill_delayer_group = g needs prefill_delayer, which is off"):
+        worker(["--prefill-delayer-group=g"])
+    with pytest.raises(ConfigError, match="prefill_delayer_group"):
+        worker(["--prefill-delayer", "--prefill-delayer-group=two words"])
+
+
 def test_the_prefill_delayer_is_for_workers_that_run_both_phases() -> None:
     assert worker(["--prefill-delayer"]).prefill_delayer
     with pytest.raises(ConfigError, match="prefill_delayer is for workers that run both phases"):

@@ -223,7 +223,7 @@ def test_a_prefill_delayers_group_needs_the_delayer() -> None:
     assert worker(["--prefill-delayer", "--prefill-delayer-group=g.1"]).prefill_delayer_group == "g.1"
     with pytest.raises(ConfigError, match="prefill_delayer_group = g needs prefill_delayer, which is off"):
         worker(["--prefill-delayer-group=g"])
-    with pytest.raises(ConfigError, match="prefill.delayer.group"):
+    with pytest.raises(ConfigError, match="--prefill-delayer-group"):
         worker(["--prefill-delayer", "--prefill-delayer-group=two words"])
 
 

@@ -118,7 +118,8 @@ class LocalWorker:
         self.shell.on_signal()
         try:
             await asyncio.gather(self._task, return_exceptions=True)
-            await self.shell.shutdown()
+            await self.shell.leave()
+            self.shell.close()
         except BaseException:  # the test ends in the middle of it
             self.die()
             raise

@@ -306,7 +306,7 @@ class WorkerConfig(CommonConfig):
 
     def _check_simulated(self) -> None:
         if self.backend != "simulated" and self.num_workers > 1:
-            raise ValueError(f"num_workers ({self.num_workers}) must be 1 unless backend = simulated")
+            raise ValueError("several workers in a process (num_workers, workers_per_process) need backend = simulated")
         if self.backend == "simulated" and self.memory_utilization is not None:
             raise ValueError("memory_utilization is measured, which backend = simulated cannot; give num_blocks")
         if self.num_workers > 1 and (self.port or self.transfer_port or self.http_port):

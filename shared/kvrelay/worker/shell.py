@@ -74,7 +74,7 @@ RunnerFactory = Callable[[WorkerConfig], ModelRunner]
 
 
 class WorkerShell:
-    """One worker: `startup`, `main_loop`, `shutdown`."""
+    """One worker: `startup`, `main_loop`, `leave`, `close`."""
 
     def __init__(self, config: WorkerConfig, make_role: RoleFactory, make_runner: RunnerFactory) -> None:
         self.config = config
@@ -202,13 +202,8 @@ class WorkerShell:
                 await ended  # raises what ended it
         await self._drain()
 
-    async def shutdown(self) -> None:
-        """Leaves the fleet and closes everything. Safe after a failed start."""
-        await self.leave()
-        self.close()
-
     async def leave(self) -> None:
-        """Takes nothing more on, and takes itself out of registry and index."""
+        """Stops working, and takes itself out of registry and index. Safe after a failed start."""
         await self._pages.close()
         if hasattr(self, "membership"):
             await self._leave()
@@ -228,7 +223,7 @@ class WorkerShell:
         await self.membership.leave()
 
     def close(self, linger_s: float = 0.2) -> None:
-        """Stops transports and closes sockets; for up to `linger_s` it holds up the event loop."""
+        """Stops transports and closes sockets, for up to `linger_s` on the event loop. Safe after a failed start."""
         if not hasattr(self, "membership"):
             return
         self.role.close()

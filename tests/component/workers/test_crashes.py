@@ -21,6 +21,7 @@ def test_a_thread_that_dies_ends_the_worker(redis_url: str) -> None:
         assert worker._task is not None
         with pytest.raises(RuntimeError, match="the socket is gone"):
             await worker._task
-        await worker.shell.shutdown()
+        await worker.shell.leave()
+        worker.shell.close()
 
     run(test)

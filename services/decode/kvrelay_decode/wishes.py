@@ -66,21 +66,23 @@ class Wishes:
     def next(self, num_quarantined: int = 0) -> DecodeRequest | None:
         """The wish to grant now; None if there is none, or no room for it. `num_quarantined`: requests that are over.
 
-        Local prompts that still wait take no place: they may be waiting for this very wish.
+        Local prompts that still wait take no place: they may be waiting for this very wish. Unless room is set aside
+        for them.
         """
         num_idle = num_quarantined + len(self._waiting) + len(self._scheduler.waiting)
-        num_open = len(self._requests) - num_idle
+        num_open = len(self._requests) - num_idle + self._scheduler.num_claimed_samples
         for request in self._waiting.values():
             num_cached = self._grantable(request)
             if num_cached is not None:
                 return request if self._has_room(request, num_cached, num_open) else None
         return None
 
-    def gate(self, sequence: Sequence) -> str:
-        """Asked by the scheduler before it admits a local prompt: what is being received will run, and an older handoff
-        that waits for room goes first. O(requests)."""
+    def gate(self, sequence: Sequence, num_slots: int) -> str:
+        """Asked by the scheduler before it admits a local prompt, which becomes `num_slots` running sequences with the
+        rest of its gang: what is being received will run, and an older handoff that waits for room goes first.
+        O(requests)."""
         num_receiving = sum(each.sequence.num_slots for each in self._requests.values() if each.is_received)
-        if self._scheduler.num_slots + num_receiving + sequence.num_slots > self._scheduler.limits.max_running:
+        if self._scheduler.num_slots + num_receiving + num_slots > self._scheduler.limits.max_running:
             return "what is being received takes the rest of max_running"
         local = self._requests.get(sequence.key)
         if sequence.num_preemptions or local is None:

@@ -46,7 +46,7 @@ class SchedulerSettings:
     first; 0 leaves none. `retraction`: who goes when blocks run out. `preemption`: what becomes of its K/V: computed
     again later, copied to the host and back, or what is estimated to take less time. `num_swap_slots`: blocks that fit
     the host's swap space. `swap_block_s`: seconds that copying a block takes one way, until steps have measured it.
-    `gang_samples`: whether the samples of a request go and come back together.
+    `gang_samples`: whether the samples of a request are admitted, go and come back together.
     """
 
     queue_order: QueueOrderName = "fcfs"
@@ -91,8 +91,10 @@ class SwapUse:
     num_sequences: int = 0
 
 
-AdmissionGate = Callable[[Sequence], str]
-"""Why a waiting sequence may not be admitted now although there is room for it; empty: it may."""
+AdmissionGate = Callable[[Sequence, int], str]
+"""Why a waiting sequence, and the others that are admitted with it, may not be admitted now although there is room for
+them; empty: they may. The number is the running sequences that all of them become. Not asked for those for which room
+was set aside before."""
 
 
 class PrefillGate(Protocol):
@@ -152,12 +154,18 @@ class Scheduler(Protocol):
 
     @property
     def num_headroom_blocks(self) -> int:
-        """Blocks that admission leaves to the running sequences, beyond those they have."""
+        """Blocks that admission leaves to the running sequences, beyond those they have, and to the rest of gangs."""
         ...
 
     @property
     def num_slots(self) -> int:
-        """Running sequences, and those that beam searches among them will become: at most `max_running`."""
+        """Running sequences, those that beam searches among them will become, and the rest of their gangs: at most
+        `max_running`."""
+        ...
+
+    @property
+    def num_claimed_samples(self) -> int:
+        """Waiting sequences for which room is set aside: the rest of gangs that were admitted."""
         ...
 
     @property

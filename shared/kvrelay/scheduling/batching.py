@@ -7,13 +7,12 @@ prompts, waiting prompts. Everything else is final here and in `books.py`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from typing import ClassVar, Self
 
 from kvrelay.kv.cache import Cache
 from kvrelay.kv.pool import BlockPool, Owner
-from kvrelay.kv.table import blocks_for
 from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.blocks import BlockManager
 from kvrelay.scheduling.books import SchedulerBooks
@@ -148,6 +147,11 @@ class BatchScheduler(SchedulerBooks):
         while not draft.held_back:
             draft.held_back = self._admit_next(draft, beyond_budget)
 
+    def admit_rest_of_gangs(self, draft: PlanDraft) -> None:
+        """The samples whose gangs were admitted, as far as their prompts are computed, whatever the budget."""
+        while self.waiting.claimed_head() is not None and not self._admit_next(draft, beyond_budget=True):
+            pass
+
     def _admit_next(self, draft: PlanDraft, beyond_budget: bool) -> str:
         """Admits the sequence whose turn it is, or says why not."""
         if draft.preempted:
@@ -155,21 +159,26 @@ class BatchScheduler(SchedulerBooks):
         if not self.waiting:
             return "queue empty"
         num_slots = self.num_slots
-        if num_slots >= self.limits.max_running:
+        if num_slots >= self.limits.max_running and not self.num_claimed_samples:
             return "max_running reached"
         sequence = self.waiting.head()
         if sequence is None:
             return "its prefix is being computed"
-        if num_slots + sequence.num_slots > self.limits.max_running:
-            return "max_running leaves no room for all its beams"
-        if self.gate is not None and (reason := self.gate(sequence)):
-            return reason
+        is_claimed = self.gangs.is_claimed(sequence)
+        followers = self._followers(sequence)
+        num_wanted = sequence.num_slots + len(followers)
+        if not is_claimed:
+            if num_slots + num_wanted > self.limits.max_running:
+                is_full = num_slots >= self.limits.max_running
+                return "max_running reached" if is_full else "max_running leaves no room for all its samples or beams"
+            if self.gate is not None and (reason := self.gate(sequence, num_wanted)):
+                return reason
         is_swapped = sequence.state is SequenceState.SWAPPED
-        gate = None if is_swapped else self.prefill_gate
+        gate = None if is_swapped or is_claimed else self.prefill_gate
         if gate is not None and (reason := gate.ask(len(self.running), self._kv_usage)):
             draft.delayed = True
             return reason
-        if len(gang := self.gangs.preempted_with(sequence)) > 1 and sequence in gang:
+        if not is_claimed and len(gang := self.gangs.lost_with(sequence)) > 1 and sequence in gang:
             if self._admit_gang(gang, draft):
                 return ""
             if self.running:
@@ -182,10 +191,11 @@ class BatchScheduler(SchedulerBooks):
         num_tokens = self.chunks.size(sequence.num_tokens - position, position, draft)
         if not num_tokens and not beyond_budget:
             return "budget spent"
-        if not self._give_blocks(sequence, position + num_tokens):
-            return "no blocks"
+        if not self._give_blocks(sequence, position + num_tokens, followers):
+            return "no blocks for the whole gang" if followers else "no blocks"
         self._admitted(sequence)
         draft.admitted.append(sequence)
+        self._claim(followers)
         if num_tokens:
             self._plan_chunk(sequence, num_tokens, draft)
         return ""
@@ -214,20 +224,28 @@ class BatchScheduler(SchedulerBooks):
         return ""
 
     def _admit_gang(self, gang: Seq[Sequence], draft: PlanDraft) -> bool:
-        """All of them, whatever the budget, or nobody. Not while a step is in flight, as one that is swapped."""
-        size = self.blocks.pool.block_size
-        missing = [blocks_for(each.num_tokens, size) - self.blocks.num_cached_blocks(each) for each in gang]
-        if self.num_slots + len(gang) > self.limits.max_running or sum(missing) > self.blocks.pool.num_available:
+        """Those that come back: all of them, whatever the budget, or nobody. Not while a step is in flight, as one that
+        is swapped. Where the first computes what others lack, too, these are claimed."""
+        first = gang[0]
+        num_common = [0] + [self._num_to_wait_for(each, first) for each in gang[1:]]
+        claimed = {each: self.blocks.num_own(each, first) for each, num in zip(gang, num_common, strict=True) if num}
+        given = [each for each in gang if each not in claimed]
+        missing = sum(self.blocks.num_at_admission(each) - self.blocks.num_cached_blocks(each) for each in given)
+        # What those that run will take next, too: else they would have to preempt the whole gang at once, for ever.
+        running = self.gangs.running_with(first)
+        owed = sum(max(0, self.blocks.num_at_admission(each) - each.table.num_blocks) for each in running)
+        num_blocks = missing + owed + sum(claimed.values()) + self.num_headroom_blocks
+        if self.num_slots + len(gang) > self.limits.max_running or num_blocks > self.blocks.pool.num_available:
             return False
         if draft.ahead:
             raise NeedsCommit
-        for index, sequence in enumerate(gang):
-            if not self._give_all_blocks(sequence, draft):
-                for given in reversed(gang[:index]):
-                    self.swaps.undo(given, draft)
-                    self.blocks.free(given)
+        for index, sequence in enumerate(given):
+            if not self._give_all_blocks(sequence, draft, sum(claimed.values())):
+                for before in reversed(given[:index]):
+                    self.swaps.undo(before, draft)
+                    self.blocks.free(before)
                 return False
-        for sequence in gang:
+        for sequence in given:
             self._admitted(sequence)
             draft.admitted.append(sequence)
             if sequence.is_decoding:
@@ -235,11 +253,23 @@ class BatchScheduler(SchedulerBooks):
                     draft.add_decode(PlannedRow(sequence, sequence.num_computed, 1, False, True))
             elif num_tokens := self.chunks.size(sequence.num_remaining, sequence.num_computed, draft):
                 self._plan_chunk(sequence, num_tokens, draft)
+        self._claim(claimed)
         return True
 
-    def _give_all_blocks(self, sequence: Sequence, draft: PlanDraft) -> bool:
-        """Blocks for all known tokens of a preempted sequence, swapped or not."""
-        headroom = self.num_headroom_blocks
+    def _num_to_wait_for(self, sequence: Sequence, first: Sequence) -> int:
+        """Blocks that a sequence lacks, and that another one computes if it is admitted before."""
+        if sequence.state is SequenceState.SWAPPED:
+            return 0
+        return max(0, self.blocks.num_in_common(sequence, first) - self.blocks.num_cached_blocks(sequence))
+
+    def _claim(self, claims: Mapping[Sequence, int]) -> None:
+        for sequence, num_blocks in claims.items():
+            self.gangs.claim(sequence, num_blocks)
+            self.waiting.claim(sequence)
+
+    def _give_all_blocks(self, sequence: Sequence, draft: PlanDraft, num_claimed: int) -> bool:
+        """Blocks for all known tokens of a sequence that comes back, swapped or not; `num_claimed` besides."""
+        headroom = self.num_headroom_blocks + num_claimed
         if sequence.state is SequenceState.SWAPPED:
             num_next = sequence.num_tokens - self.swaps.num_tokens(sequence)
             return self.swaps.resume(sequence, num_next, headroom, draft)
@@ -251,12 +281,21 @@ class BatchScheduler(SchedulerBooks):
         pool = self.blocks.pool
         return 1 - pool.num_available / pool.num_blocks
 
-    def _give_blocks(self, sequence: Sequence, num_next: int) -> bool:
+    def _followers(self, sequence: Sequence) -> dict[Sequence, int]:
+        """The samples that are admitted with this one, and the blocks that each takes beside it. Without those that
+        could never run at once: they come later, one by one."""
+        followers = {each: self.blocks.num_own(each, sequence) for each in self.gangs.fresh_with(sequence)}
+        num_blocks = self.blocks.num_at_admission(sequence) + sum(followers.values())
+        fits = 1 + len(followers) <= self.limits.max_running and num_blocks <= self.blocks.pool.num_blocks
+        return followers if fits else {}
+
+    def _give_blocks(self, sequence: Sequence, num_next: int, followers: Mapping[Sequence, int]) -> bool:
         """Admission as SGLang's paper has it: free and evictable blocks must hold the part that is not cached, and what
         the running sequences are expected to take. A refusal stands until blocks come back.
         """
         available = self.blocks.pool.num_available
-        headroom = self.num_headroom_blocks
+        headroom = 0 if self.gangs.is_claimed(sequence) else self.num_headroom_blocks
+        headroom += sum(followers.values())
         if sequence.beams is not None:
             headroom += sequence.beams.num_claimed_blocks()
         if self._refused is not None:
@@ -272,6 +311,7 @@ class BatchScheduler(SchedulerBooks):
             sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt)
         self.swaps.resumed(sequence)
         self.waiting.admitted(sequence)
+        self.gangs.settle(sequence)
         sequence.state = SequenceState.RUNNING
         self.running[sequence.key] = sequence
         if sequence.beams is not None:
@@ -300,7 +340,11 @@ class BatchScheduler(SchedulerBooks):
         while not self.blocks.grow(sequence, num_tokens):
             if draft.ahead:
                 raise NeedsCommit
-            for victim in reversed(self.gangs.running_with(self._victim())):
+            latest = self._victim()
+            for claimed in reversed(self.gangs.lose_claims(latest)):
+                self.waiting.remove(claimed)
+                self.waiting.resume(claimed)
+            for victim in reversed(self.gangs.running_with(latest)):
                 self._preempt(victim, draft)
             if sequence.state is not SequenceState.RUNNING:
                 return False

@@ -63,6 +63,30 @@ class BlockManager:
         size = self.pool.block_size
         return blocks_for(num_computed, size) - self.cache.peek(sequence.block_hashes(num_computed // size))
 
+    def num_at_admission(self, sequence: Sequence) -> int:
+        """Blocks that a sequence takes when it is admitted, and its next token. Cached ones count."""
+        num_tokens = self._num_at_admission(sequence, sequence.num_tokens)
+        num_tokens = max(num_tokens, min(sequence.num_tokens + 1, self.max_model_len))
+        return blocks_for(num_tokens, self.pool.block_size)
+
+    def num_own(self, sequence: Sequence, other: Sequence) -> int:
+        """Those of them that it will not share with the other when that one is computed."""
+        return self.num_at_admission(sequence) - self.num_in_common(sequence, other)
+
+    def num_in_common(self, sequence: Sequence, other: Sequence) -> int:
+        """Blocks of the other that a sequence shares, once they are computed. O(log blocks)."""
+        if not self.shares_prefixes:
+            return 0
+        low, high = 0, min(self._num_reusable(sequence), other.num_full_blocks)
+        mine, theirs = sequence.block_hashes(high), other.block_hashes(high)
+        while low < high:  # a hash stands for all before it
+            middle = (low + high + 1) // 2
+            if mine[middle - 1] == theirs[middle - 1]:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
     def _num_reusable(self, sequence: Sequence) -> int:
         if sequence.sampling.prompt_logprobs is not None:
             return 0  # every position's logits are wanted

@@ -103,13 +103,20 @@ class SchedulerBooks(ABC):
 
     @property
     def num_headroom_blocks(self) -> int:
-        """Blocks that the running sequences are expected to take, beyond those they have. O(running) unless off."""
-        return self.new_token_ratio.headroom(self.running.values(), self.blocks) + self.beams.num_claimed_blocks
+        """Blocks that the running sequences are expected to take, beyond those they have, and those that are set aside
+        for samples and beams. O(running) unless off."""
+        claimed = self.beams.num_claimed_blocks + self.gangs.num_claimed_blocks
+        return self.new_token_ratio.headroom(self.running.values(), self.blocks) + claimed
 
     @property
     def num_slots(self) -> int:
-        """Running sequences, and those that beam searches among them will become."""
-        return len(self.running) + self.beams.num_claimed_slots
+        """Running sequences, those that beam searches among them will become, and the rest of their gangs."""
+        return len(self.running) + self.beams.num_claimed_slots + self.gangs.num_claimed_slots
+
+    @property
+    def num_claimed_samples(self) -> int:
+        """Waiting sequences for which room is set aside: the rest of gangs that were admitted."""
+        return self.gangs.num_claimed_slots
 
     @property
     def swap_use(self) -> SwapUse:

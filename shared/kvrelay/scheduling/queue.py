@@ -1,8 +1,10 @@
 """The waiting queue: who is admitted next.
 
-1. RESUMED  preempted sequences come first, whatever the order: somebody is reading their output.
-2. LISTED   in a heap by (rank, arrival).
-3. PARKED   not in the heap: a running prompt is computing the next block that this one misses. Back in the heap when
+1. CLAIMED  samples whose gang was admitted come first, as soon as the prompt that they share is computed: nobody else
+            can have what is set aside for them.
+2. RESUMED  preempted sequences come next, whatever the order: somebody is reading their output.
+3. LISTED   in a heap by (rank, arrival).
+4. PARKED   not in the heap: a running prompt is computing the next block that this one misses. Back in the heap when
             that block is published or given up.
 
 Ranks may be out of date in one direction only. A cached prefix grows when blocks are published, which re-ranks exactly
@@ -12,7 +14,7 @@ at `PROBES_A_STEP` prefixes at most, and at none if nothing changed.
 
 Starvation: once `patience` others were admitted since a sequence joined, only those that joined before it may go ahead
 (and what was preempted): it is admitted after at most patience + the queue's length at its arrival. It is not parked
-any more either.
+any more either. A gang of samples counts as one.
 """
 
 from __future__ import annotations
@@ -57,6 +59,7 @@ class WaitingQueue(Collection[Sequence]):
         self._blocks = blocks
         self._in_progress = in_progress
         self._patience = patience
+        self._claimed: dict[SequenceKey, Sequence] = {}
         self._resumed: deque[Sequence] = deque()
         self._entries: dict[SequenceKey, _Entry] = {}  # by arrival
         self._heap: list[tuple[int, int, int, _Entry]] = []
@@ -70,15 +73,18 @@ class WaitingQueue(Collection[Sequence]):
         self._unarranged = False
 
     def __len__(self) -> int:
-        return len(self._resumed) + len(self._entries)
+        return len(self._claimed) + len(self._resumed) + len(self._entries)
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self._resumed
+        yield from self._claimed.values()
         for entry in self._entries.values():
             yield entry.sequence
 
     def __contains__(self, sequence: object) -> bool:
-        return isinstance(sequence, Sequence) and (sequence.key in self._entries or sequence in self._resumed)
+        return isinstance(sequence, Sequence) and (
+            sequence.key in self._entries or sequence.key in self._claimed or sequence in self._resumed
+        )
 
     # -- sequences come and go ----------------------------------------------------------------------------------------
 
@@ -97,8 +103,15 @@ class WaitingQueue(Collection[Sequence]):
         """Queues a preempted sequence before all others."""
         self._resumed.appendleft(sequence)
 
+    def claim(self, sequence: Sequence) -> None:
+        """Room was set aside for a sequence that waits."""
+        self.remove(sequence)
+        self._claimed[sequence.key] = sequence
+
     def remove(self, sequence: Sequence) -> None:
         """Takes a sequence out."""
+        if self._claimed.pop(sequence.key, None) is not None:
+            return
         entry = self._entries.pop(sequence.key, None)
         if entry is None:
             self._resumed.remove(sequence)
@@ -109,13 +122,15 @@ class WaitingQueue(Collection[Sequence]):
 
     def admitted(self, sequence: Sequence) -> None:
         """Takes out a sequence that was admitted: the others have let one pass."""
+        self._num_admitted += sequence.key not in self._claimed
         self.remove(sequence)
-        self._num_admitted += 1
 
     # -- who is next --------------------------------------------------------------------------------------------------
 
     def head(self) -> Sequence | None:
         """The sequence to admit next; None when there is none, or all wait for prefixes that others compute."""
+        if self._claimed and (sequence := self.claimed_head()) is not None:
+            return sequence
         if self._resumed:
             return self._resumed[0]
         oldest = next(iter(self._entries.values()), None)
@@ -131,6 +146,16 @@ class WaitingQueue(Collection[Sequence]):
             if self._is_next(entry):
                 self._probes_left += 1  # only looks in vain are limited
                 return entry.sequence
+        return None
+
+    def claimed_head(self) -> Sequence | None:
+        """The first of the samples with room set aside whose prompt nobody is computing."""
+        parked: set[str] = set()
+        for sequence in self._claimed.values():
+            if sequence.gang not in parked:
+                if self._blocks.first_missing(sequence)[1] not in self._in_progress:
+                    return sequence
+                parked.add(sequence.gang)  # and with it the others, which share the prompt
         return None
 
     def refresh(self) -> None:

@@ -68,16 +68,20 @@ class Bench:
         self.sequences: list[Sequence] = []
         self.tokens_drawn = 0
 
-    def add(self, prompt: list[int], max_tokens: int, priority: int = 0, *, prefill_only: bool = False) -> Sequence:
+    def add(
+        self, prompt: list[int], max_tokens: int, priority: int = 0, *, prefill_only: bool = False, gang: str = ""
+    ) -> Sequence:
         sequence = make_sequence(prompt, max_tokens, f"r{len(self.sequences)}", priority=priority)
         sequence.prefill_only = prefill_only
+        sequence.gang = gang
         self.sequences.append(sequence)
         self.scheduler.add(sequence)
         return sequence
 
-    def adopt(self, prompt: list[int], max_tokens: int) -> Sequence | None:
+    def adopt(self, prompt: list[int], max_tokens: int, gang: str = "") -> Sequence | None:
         """As a decode worker does: slots for the prompt, filled by the peer, and its first token. None: no room."""
         sequence = make_sequence(prompt, max_tokens, f"r{len(self.sequences)}")
+        sequence.gang = gang
         if not self.blocks.admit(sequence, Owner.RESERVED):
             return None
         self.sequences.append(sequence)
@@ -140,7 +144,7 @@ class Bench:
         preempted = {s.key for s in plan.preempted}
         assert not preempted & {row.sequence.key for row in plan.rows}
         if isinstance(self.scheduler, SarathiScheduler):
-            back = {copy.sequence.key for copy in plan.swaps.returning} if plan.swaps is not None else set()
+            back = {s.key for s in plan.admitted}  # from the host, or with all but the last token cached
             assert planned - back == {s.key for s in decoding} - preempted, "a running decode was left out"
         for row in plan.rows:
             assert row.position == row.sequence.num_computed
@@ -162,7 +166,7 @@ class Bench:
         if not copying:
             self.scheduler.swaps.check_integrity()
         running = list(self.scheduler.running.values())
-        assert len(running) <= self.scheduler.limits.max_running
+        assert self.scheduler.num_slots <= self.scheduler.limits.max_running
         holders = {s for s in [*running, *self.sequences] if s.num_planned} | set(
             running
         )  # ended ones, until they land

@@ -1,4 +1,4 @@
-"""The samples of a request lose and get back their blocks together, and still draw what each draws alone."""
+"""The samples of a request get, lose and get back their blocks together, and still draw what each draws alone."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.base import SchedulerSettings
+from kvrelay.scheduling.plan import StepPlan
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from tests.fakes.hash_runner import expected_tokens
 from tests.unit.scheduling.bench import SCHEDULERS
@@ -15,6 +16,7 @@ from tests.unit.scheduling.test_beams import MAX_MODEL_LEN, World, policies, pro
 
 pytestmark = pytest.mark.unit
 
+TAIL_TOKENS = 3  # of a prompt of 11 tokens, behind its two full blocks
 requests = st.lists(
     st.tuples(prompts, st.integers(1, 5), st.integers(1, 24), st.integers(0, 4)), min_size=1, max_size=6
 )
@@ -31,25 +33,40 @@ def samples(world: World, number: int, prompt: list[int], count: int, max_tokens
     return gang
 
 
-def step(world: World, gangs: list[list[Sequence]]) -> None:
+def step(world: World, gangs: list[list[Sequence]]) -> StepPlan:
+    scheduler = world.scheduler
     before = {s: s.state for gang in gangs for s in gang}
     preempted = {s: s.num_preemptions for s in before}
-    others_ran = [
-        any(s.state is SequenceState.RUNNING for s in world.scheduler.running.values() if s not in gang)
-        for gang in gangs
-    ]
+    claimed = {s for s in before if scheduler.gangs.is_claimed(s)}
+    ready = {s for s in claimed if scheduler.blocks.first_missing(s)[1] not in scheduler.in_progress}
+    others_ran = [any(s not in gang for s in scheduler.running.values()) for gang in gangs]
     plan = world.step()
-    assert plan.has_work or plan.preempted or not world.scheduler.has_work, plan.held_back
+    assert plan.has_work or plan.preempted or not scheduler.has_work, plan.held_back
+    assert scheduler.num_slots <= scheduler.limits.max_running
+    passed = [s for s in plan.admitted if s not in claimed]
+    assert not passed or ready <= set(plan.admitted), "somebody else was admitted before those that had room set aside"
     for gang, others in zip(gangs, others_ran, strict=True):
+        now_claimed = {s for s in gang if scheduler.gangs.is_claimed(s)}
         lost = [s for s in gang if s.num_preemptions > preempted[s]]
         ran = [s for s in gang if before[s] is SequenceState.RUNNING]
         assert not lost or set(lost) >= {s for s in ran if s.state is not SequenceState.FINISHED}, (
             "a part was preempted"
         )
-        waited = [s for s in gang if before[s] is SequenceState.WAITING and preempted[s]]
-        back = [s for s in waited if s in plan.admitted]
-        in_parts = back and len(back) < len(waited)
-        assert not in_parts or not others, "a part was resumed although others will make room"
+        assert not lost or not now_claimed, "a part was preempted, another one has room set aside still"
+        fresh = {s for s in gang if before[s] is SequenceState.WAITING and not preempted[s]} - claimed
+        if fresh & set(plan.admitted) and could_run_at_once(world, gang):
+            assert fresh <= {*plan.admitted, *now_claimed}, "a part was admitted"
+        waited = {s for s in gang if before[s] is SequenceState.WAITING and preempted[s]} - claimed
+        back = waited & set(plan.admitted)
+        assert not back or not others or waited <= back | now_claimed, "a part was resumed although others will go"
+    return plan
+
+
+def could_run_at_once(world: World, gang: list[Sequence]) -> bool:
+    """At their longest: gangs that cannot may go in parts."""
+    longest = min(max(s.num_prompt + s.sampling.max_tokens for s in gang), MAX_MODEL_LEN)
+    num_blocks = len(gang) * -(-longest // world.pool.block_size)
+    return num_blocks <= world.pool.num_blocks and len(gang) <= world.scheduler.limits.max_running
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
@@ -95,3 +112,101 @@ def test_without_the_setting_they_go_one_by_one() -> None:
         lost[gang_samples] = sum(s.num_preemptions for s in gang)
     assert lost[True] == 3
     assert lost[False] == 1
+
+
+def full(world: World, max_tokens: int) -> None:
+    """Somebody else runs, so that 6 of 10 blocks are left."""
+    world.add([1] * 13, Sampling(temperature=0.0, max_tokens=max_tokens, ignore_eos=True))
+    world.step()
+
+
+@pytest.mark.parametrize("scheduler", ["sarathi", "vllm", "simple_chunking"])
+def test_a_gang_waits_for_room_for_all_of_it(scheduler: str) -> None:
+    """Five samples of a prompt of 9 tokens take 2 + 5 blocks, of which 6 are left; without the setting four go."""
+    num_admitted = {}
+    for gang_samples in (True, False):
+        world = World(10, 32, 8, True, scheduler, SchedulerSettings(gang_samples=gang_samples))
+        full(world, 5)
+        gang = samples(world, 1, [2] * 9, 5, 3)
+        for _ in range(3):
+            world.step()
+        num_admitted[gang_samples] = sum(s.state is not SequenceState.WAITING for s in gang)
+        world.run()
+        assert all(s.num_output == 3 for s in gang)
+    assert num_admitted[True] == 0
+    assert 0 < num_admitted[False] < 5
+
+
+def test_nobody_else_gets_the_room_that_is_set_aside() -> None:
+    world = World(14, 8, 8, True, "sarathi")
+    gang = samples(world, 1, [2] * 12, 4, 4)
+    world.step()
+    assert [s.state for s in gang] == [SequenceState.RUNNING] + [SequenceState.WAITING] * 3
+    assert world.scheduler.num_slots == 4
+    late = world.add([3] * 20, Sampling(temperature=0.0, max_tokens=4, ignore_eos=True))
+    assert world.pool.num_available >= 5, "it would fit"
+    for _ in range(3):
+        admitted = world.step().admitted
+        assert late not in admitted or all(s.state is SequenceState.RUNNING for s in gang)
+    assert late.state is SequenceState.WAITING or all(s.state is not SequenceState.WAITING for s in gang)
+    world.run()
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_a_prompt_is_computed_once(scheduler: str) -> None:
+    world = World(32, 16, 8, True, scheduler)
+    gang = samples(world, 1, [2] * 11, 4, 3)
+    num_computed = step_until(world, gang, SequenceState.FINISHED)
+    assert num_computed == 11 + 3 * TAIL_TOKENS
+
+
+def step_until(world: World, gang: list[Sequence], state: SequenceState) -> int:
+    """Steps until all of a gang are in a state; returns the prompt tokens that were computed."""
+    num_computed = 0
+    for _ in range(100):
+        if all(s.state is state for s in gang):
+            return num_computed
+        num_computed += step(world, [gang]).num_prefill_tokens
+    raise AssertionError(f"they are {[s.state for s in gang]}")
+
+
+@pytest.mark.parametrize("scheduler", ["sarathi", "vllm", "simple_chunking"])
+def test_a_gang_that_comes_back_computes_its_prompt_once(scheduler: str) -> None:
+    world = World(14, 32, 8, True, scheduler)
+    world.add([1] * 8, Sampling(temperature=0.0, max_tokens=24, ignore_eos=True))
+    world.step()
+    gang = samples(world, 1, [2] * 16, 3, 12)
+    step_until(world, gang, SequenceState.RUNNING)
+    step_until(world, gang, SequenceState.WAITING)
+    num_output = sum(s.num_output for s in gang)
+    world.scheduler.blocks.cache.clear()
+    num_computed = step_until(world, gang, SequenceState.RUNNING)
+    assert num_computed == 16 + num_output, "the prompt once, and each its own output"
+
+
+def test_a_gang_that_never_fits_at_once_goes_in_parts() -> None:
+    world = World(24, 16, 3, True, "sarathi")
+    gang = samples(world, 1, [2] * 8, 5, 4)
+    world.run()
+    assert all(s.num_output == 4 for s in gang)
+
+
+def test_the_rest_goes_on_when_the_first_is_aborted_before_its_prompt_is_computed() -> None:
+    world = World(24, 8, 8, True, "sarathi")
+    gang = samples(world, 1, [2] * 20, 3, 4)
+    world.step()
+    assert world.scheduler.abort(gang[0].key)
+    assert world.scheduler.num_claimed_samples == 2
+    world.run()
+    assert [s.num_output for s in gang] == [0, 4, 4]
+    assert world.scheduler.num_claimed_samples == 0
+
+
+def test_a_sample_that_is_aborted_while_room_is_set_aside_gives_it_back() -> None:
+    world = World(24, 8, 8, True, "sarathi")
+    gang = samples(world, 1, [2] * 20, 3, 4)
+    world.step()
+    for sample in gang[1:]:
+        assert world.scheduler.abort(sample.key)
+    assert (world.scheduler.num_slots, world.scheduler.num_headroom_blocks) == (1, 0)
+    world.run()

@@ -19,7 +19,12 @@ pytestmark = pytest.mark.unit
 NUM_BLOCKS = 16
 
 prompts = st.lists(st.integers(1, 2), min_size=1, max_size=30)
-kinds = st.sampled_from(["local", "local", "local", "adopted", "prefill_only", "aborted"])
+kinds = st.sampled_from(
+    [
+        *("local", "local", "local", "adopted", "prefill_only", "aborted"),
+        *("local gang", "adopted gang", "prefill_only gang", "aborted gang"),
+    ]
+)
 requests = st.lists(
     st.tuples(prompts, st.integers(0, 20), st.integers(0, 3), st.integers(0, 2), kinds), min_size=1, max_size=14
 )
@@ -43,13 +48,20 @@ class History:
         self.expected: dict[str, tuple[Sequence, int]] = {}
 
     def arrive(self, prompt: list[int], max_tokens: int, priority: int, kind: str) -> None:
+        kind, _, is_gang = kind.partition(" ")
+        gang = f"g{len(self.bench.sequences)}" if is_gang else ""
+        for index in range(2 + priority if is_gang else 1):
+            one = "local" if kind == "aborted" and index else kind  # of a gang, the first alone
+            self.arrive_one(prompt, max_tokens + index, priority, one, gang)
+
+    def arrive_one(self, prompt: list[int], max_tokens: int, priority: int, kind: str, gang: str) -> None:
         if kind == "adopted":
-            if len(self.bench.scheduler.running) < self.bench.scheduler.limits.max_running:
-                sequence = self.bench.adopt(prompt, max_tokens + 2)
+            if self.bench.scheduler.num_slots < self.bench.scheduler.limits.max_running:
+                sequence = self.bench.adopt(prompt, max_tokens + 2, gang)
                 if sequence is not None:
                     self.expected[sequence.key[0]] = (sequence, len(prompt) + max_tokens + 2)
             return
-        sequence = self.bench.add(prompt, max_tokens, priority, prefill_only=kind == "prefill_only")
+        sequence = self.bench.add(prompt, max_tokens, priority, prefill_only=kind == "prefill_only", gang=gang)
         if kind == "aborted":
             self.bench.scheduler.abort(sequence.key)
         elif kind == "prefill_only" and max_tokens > 1:
@@ -59,7 +71,8 @@ class History:
 
     def step(self) -> None:
         plan, outputs = self.bench.step()
-        assert plan.has_work or not self.bench.scheduler.has_work, f"work waits and nothing runs: {plan.held_back}"
+        is_idle = not (plan.has_work or plan.preempted)
+        assert not is_idle or not self.bench.scheduler.has_work, f"work waits and nothing runs: {plan.held_back}"
         assert all(not o.finish or o.sequence.key[0] not in self.finished for o in outputs), "finished twice"
         self.finished |= {o.sequence.key[0]: o.finish for o in outputs if o.finish}
 

@@ -227,6 +227,8 @@ class Receiving:
     def _make_request(self, header: Header, prefill: PeerRef, body: Reserve) -> DecodeRequest:
         max_running = self._context.scheduler.limits.max_running
         sequence = make_sequence(header, body.prompt, body.router, self._context.spec, max_running)
+        if not self._context.scheduler.gang_samples:
+            sequence.gang = ""
         handoff = machine.ReceiverHandoff()
         if self._context.events is not None:
             self._context.events.watch("receiver", sequence.key, handoff)
@@ -238,6 +240,7 @@ class Receiving:
             process=body.process,
             transport=self._choose_transport(prefill, body.transports),
             first_index=sequence.num_output,
+            num_siblings=body.num_siblings,
             arrival=next(self._arrivals),
             course=HandoffCourse(trace=sequence.trace),
         )

@@ -23,6 +23,7 @@ class DecodeRequest:
     transport: str = ""
     last_progress: float = 0.0
     first_index: int = 0  # of the first token that this attempt sends
+    num_siblings: int = 0  # samples of the request that its sender is to hand over besides
     arrival: int = 0  # counts up; who came first is served first
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     course: HandoffCourse = field(default_factory=HandoffCourse)

@@ -3,6 +3,7 @@
 A large wish at the head is waited for, so that small ones behind it do not starve it. A wish whose missing prefix is on
 its way into this pool already, for another reservation, waits for that one and lets others pass: the prefix is sent and
 stored once, whatever the number of sequences that share it (samples of one prompt, requests with one system prompt).
+The samples of a request are granted all or nothing: with the first, room for the others is set aside (`claims.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from kvrelay.scheduling.base import Scheduler
 from kvrelay.scheduling.blocks import BlockManager
 from kvrelay.scheduling.prefixes import PrefixesInProgress
 from kvrelay.scheduling.sequence import Sequence
+from kvrelay_decode.claims import SampleClaims
 from kvrelay_decode.request import DecodeRequest
 
 
@@ -34,6 +36,7 @@ class Wishes:
         self._blocks = blocks
         self._requests = requests
         self._waiting: dict[SequenceKey, DecodeRequest] = {}
+        self._claims = SampleClaims(blocks, requests, self._waiting.keys())
         self._arriving = PrefixesInProgress()
 
     def __len__(self) -> int:
@@ -48,12 +51,14 @@ class Wishes:
 
     def drop(self, request: DecodeRequest) -> None:
         """It is not wished for any more, or never was: both are fine."""
-        self._waiting.pop(request.sequence.key, None)
+        if self._waiting.pop(request.sequence.key, None) is not None:
+            self._claims.given_up(request)
 
     def granted(self, request: DecodeRequest) -> None:
         """It has its blocks; those behind its cached prefix are on their way."""
-        self.drop(request)
         sequence = request.sequence
+        self._waiting.pop(sequence.key, None)
+        self._claims.granted(request, self._scheduler.limits.max_running)
         if self._blocks.shares_prefixes:
             num_cached = sequence.num_computed // self._blocks.pool.block_size
             hashes = sequence.block_hashes(sequence.num_full_blocks)
@@ -72,6 +77,9 @@ class Wishes:
         num_idle = num_quarantined + len(self._waiting) + len(self._scheduler.waiting)
         num_open = len(self._requests) - num_idle + self._scheduler.num_claimed_samples
         for request in self._waiting.values():
+            if self._claims.has(request) and (num_cached := self._grantable(request)) is not None:
+                return request if self._has_room(request, num_cached, num_open) else None
+        for request in self._waiting.values():
             num_cached = self._grantable(request)
             if num_cached is not None:
                 return request if self._has_room(request, num_cached, num_open) else None
@@ -82,8 +90,13 @@ class Wishes:
         rest of its gang: what is being received will run, and an older handoff that waits for room goes first.
         O(requests)."""
         num_receiving = sum(each.sequence.num_slots for each in self._requests.values() if each.is_received)
-        if self._scheduler.num_slots + num_receiving + num_slots > self._scheduler.limits.max_running:
+        num_claimed, num_claimed_blocks = self._claims.totals()
+        if self._scheduler.num_slots + num_receiving + num_claimed + num_slots > self._scheduler.limits.max_running:
             return "what is being received takes the rest of max_running"
+        if num_claimed_blocks:
+            num_missing = self._blocks.num_at_admission(sequence) - self._blocks.num_cached_blocks(sequence)
+            if num_missing + num_claimed_blocks > self._blocks.pool.num_available:
+                return "room is set aside for samples that are handed over"
         local = self._requests.get(sequence.key)
         if sequence.num_preemptions or local is None:
             return ""
@@ -115,15 +128,20 @@ class Wishes:
 
     def _has_room(self, request: DecodeRequest, num_cached: int, num_open: int) -> bool:
         scheduler, pool, sequence = self._scheduler, self._blocks.pool, request.sequence
-        if self._yields(request):
+        max_running, is_claimed = scheduler.limits.max_running, self._claims.has(request)
+        if not is_claimed and self._yields(request):
             return False
-        if num_open + self._num_more_beams() + sequence.num_slots > scheduler.limits.max_running:
+        num_claimed, num_claimed_blocks = self._claims.totals()
+        num_wanted = 0 if is_claimed else sequence.num_slots + self._claims.num_others(request, max_running)
+        if num_open + num_claimed + self._num_more_beams() + num_wanted > max_running:
             return False
         # Running sequences grow: a block for each of them keeps a new one from preempting at once, and what the
         # scheduler expects them to take keeps it from doing so later.
         headroom = max(len(scheduler.running) + 1, scheduler.num_headroom_blocks) if num_open else 0
         if sequence.sampling.beams is not None:
             headroom += sequence.num_slots  # each beam's next token
+        if not is_claimed:
+            headroom += num_claimed_blocks + self._claims.num_blocks_of_others(request, max_running)
         num_missing = blocks_for(sequence.num_tokens, pool.block_size) - num_cached
         return num_missing + headroom <= pool.num_available - num_cached
 

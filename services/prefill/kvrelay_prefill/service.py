@@ -396,6 +396,16 @@ class PrefillRole:
             transports=self._offers.to(decode, time.monotonic()),
             num_blocks=len(request.handoff.blocks),
             process=self._process,
+            num_siblings=self._num_siblings(request, decode) if request.prompt.num_samples > 1 else 0,
+        )
+
+    def _num_siblings(self, request: PrefillRequest, decode: PeerRef) -> int:
+        """Samples of its request that this decode worker is to be asked for later. O(requests)."""
+        return sum(
+            each.sequence.key[0] == request.sequence.key[0]
+            and each.handoff.decode == decode
+            and each.handoff.state is machine.SenderState.QUEUED
+            for each in self._requests.values()
         )
 
     def _handoff_message(self, request: PrefillRequest, reservation: str, num_blocks: int, resend: int) -> Handoff:

@@ -159,6 +159,7 @@ class FleetView:
             min((record.max_running for record in decode), default=0),
             min((record.num_blocks for record in decode), default=0),
             min((record.block_size for record in decode), default=0),
+            gang_samples=bool(decode) and all(record.gang_samples for record in decode),
         )
 
     def states(self, now: float) -> Counter[tuple[str, str]]:

@@ -163,7 +163,7 @@ class WorkerConfig(CommonConfig):
     )
     gang_samples: bool = Field(
         default=True,
-        description="whether the n samples of a request lose and get back their blocks together, as beams always do",
+        description="whether the n samples of a request get, lose and regain their blocks together, as beams always do",
     )
 
     prefill_delayer: bool = Field(

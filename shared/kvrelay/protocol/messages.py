@@ -105,7 +105,8 @@ class Generate(Body, frozen=True, kw_only=True, tag="generate"):
 class Reserve(Body, frozen=True, kw_only=True, tag="reserve"):
     """P>D: hold blocks for this prompt. P already holds blocks for all of it.
 
-    `transports`, best first; `process`: who would write, see `kvrelay.process_identity`.
+    `transports`, best first; `process`: who would write, see `kvrelay.process_identity`; `num_siblings`: other samples
+    of the request that P is going to ask this worker for.
     """
 
     prompt: Prompt
@@ -113,6 +114,7 @@ class Reserve(Body, frozen=True, kw_only=True, tag="reserve"):
     transports: list[str]
     num_blocks: int
     process: str = ""
+    num_siblings: int = 0
 
 
 class Granted(Body, frozen=True, kw_only=True, tag="granted"):

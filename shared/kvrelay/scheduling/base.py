@@ -164,6 +164,11 @@ class Scheduler(Protocol):
         ...
 
     @property
+    def gang_samples(self) -> bool:
+        """Whether the samples of a request run at once."""
+        ...
+
+    @property
     def num_claimed_samples(self) -> int:
         """Waiting sequences for which room is set aside: the rest of gangs that were admitted."""
         ...

@@ -114,6 +114,11 @@ class SchedulerBooks(ABC):
         return len(self.running) + self.beams.num_claimed_slots + self.gangs.num_claimed_slots
 
     @property
+    def gang_samples(self) -> bool:
+        """Whether the samples of a request run at once."""
+        return self.settings.gang_samples
+
+    @property
     def num_claimed_samples(self) -> int:
         """Waiting sequences for which room is set aside: the rest of gangs that were admitted."""
         return self.gangs.num_claimed_slots

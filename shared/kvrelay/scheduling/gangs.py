@@ -10,8 +10,8 @@ A gang is those of a request's samples that are here. Its samples, as far as the
 3. LOST     was preempted, or claimed when the others were: comes back when all of them fit.
 
 Nobody waits for ever: a claimed sample is next, and needs no more than its own blocks; one that runs ends. A gang that
-does not fit although nobody else runs or has claims goes in parts; the door refuses it if its prompts and first tokens
-do not fit (`worker/sequences.py`). A sample that arrives after its gang was admitted is a gang of its own.
+could never fit goes in parts (the router refuses such a request). One that arrives after its gang was admitted is a
+gang of its own. What is handed over was admitted by the receiver, by the same rule.
 """
 
 from __future__ import annotations

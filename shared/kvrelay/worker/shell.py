@@ -467,6 +467,7 @@ class WorkerShell:
             max_model_len=context.spec.max_model_len,
             vocab_size=context.spec.vocab_size,
             max_running=self.config.max_running,
+            gang_samples=self.config.gang_samples,
             block_bytes=context.spec.block_bytes,
             token_budget=self.config.token_budget,
             delayer_group=self.config.prefill_delayer_group,

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.engine.batch import SequenceKey
+from kvrelay.kv.pool import Owner
 from kvrelay.scheduling.base import QueueOrderName, SchedulerSettings
 from kvrelay.scheduling.orders import ORDERS
 from kvrelay_decode.handoff import ReceiverHandoff
 from kvrelay_decode.request import DecodeRequest
 from kvrelay_decode.wishes import Wishes
-from tests.unit.scheduling.bench import Bench, make_sequence
+from tests.unit.scheduling.bench import ADOPTED_FIRST_TOKEN, Bench, make_sequence
 
 pytestmark = pytest.mark.unit
 
@@ -36,21 +37,35 @@ def test_a_wish_leaves_room_for_what_running_sequences_are_expected_to_draw(rati
 class Waiting:
     """Local prompts and wishes in the order of their arrival on a worker where nothing runs."""
 
-    def __init__(self, settings: SchedulerSettings | None = None, num_blocks: int = 16, max_running: int = 8) -> None:
-        self.bench = Bench(num_blocks, max_running=max_running, settings=settings, cache=False)
+    def __init__(
+        self,
+        settings: SchedulerSettings | None = None,
+        num_blocks: int = 16,
+        max_running: int = 8,
+        *,
+        cache: bool = False,
+    ) -> None:
+        self.bench = Bench(num_blocks, max_running=max_running, settings=settings, cache=cache)
+        self.num_arrivals = 0
         self.requests: dict[SequenceKey, DecodeRequest] = {}
         self.wishes = Wishes(self.bench.scheduler, self.bench.blocks, self.requests, lambda request, num_blocks: True)
         self.bench.scheduler.gate = self.wishes.gate
 
-    def local(self, num_tokens: int) -> None:
-        sequence = self.bench.add([1] * num_tokens, 3)
-        self.requests[sequence.key] = DecodeRequest(sequence, deadline=1e9, arrival=len(self.requests))
+    def local(self, num_tokens: int, gang: str = "", max_tokens: int = 3) -> None:
+        self.num_arrivals += 1
+        sequence = self.bench.add([1] * num_tokens, max_tokens, gang=gang)
+        self.requests[sequence.key] = DecodeRequest(sequence, deadline=1e9, arrival=self.num_arrivals)
 
-    def wish(self, num_tokens: int) -> None:
-        sequence = make_sequence([2] * num_tokens, 3, f"wish {len(self.requests)}")
-        request = DecodeRequest(sequence, deadline=1e9, arrival=len(self.requests), handoff=ReceiverHandoff())
+    def wish(self, num_tokens: int, gang: str = "", num_siblings: int = 0, max_tokens: int = 3) -> DecodeRequest:
+        self.num_arrivals += 1
+        sequence = make_sequence([2] * num_tokens, max_tokens, f"wish {self.num_arrivals}")
+        sequence.gang = gang
+        request = DecodeRequest(
+            sequence, deadline=1e9, arrival=self.num_arrivals, handoff=ReceiverHandoff(), num_siblings=num_siblings
+        )
         self.requests[sequence.key] = request
         self.wishes.add(request)
+        return request
 
     @property
     def somebody_moves(self) -> bool:
@@ -82,17 +97,142 @@ def test_prompts_that_wait_for_a_wish_take_none_of_the_places_for_running_ones()
 
 
 @given(
-    st.lists(st.tuples(st.booleans(), st.integers(1, 32)), min_size=1, max_size=6),
+    st.lists(st.tuples(st.booleans(), st.integers(1, 32), st.integers(0, 3)), min_size=1, max_size=6),
     st.sampled_from(list(ORDERS)),
     st.integers(1, 3),
 )
 def test_where_nothing_runs_somebody_moves(
-    arrivals: list[tuple[bool, int]], order: QueueOrderName, max_running: int
+    arrivals: list[tuple[bool, int, int]], order: QueueOrderName, max_running: int
 ) -> None:
     waiting = Waiting(SchedulerSettings(queue_order=order), num_blocks=8, max_running=max_running)
-    for is_wish, num_tokens in arrivals:
+    for number, (is_wish, num_tokens, num_siblings) in enumerate(arrivals):
+        gang = f"g{number}" if num_siblings else ""
         if is_wish:
-            waiting.wish(num_tokens)
+            waiting.wish(num_tokens, gang, num_siblings)
         else:
-            waiting.local(num_tokens)
+            for _ in range(1 + num_siblings):
+                waiting.local(num_tokens, gang)
     assert waiting.somebody_moves
+
+
+class Decoding(Waiting):
+    """A decode worker in rounds: grants, commits what was granted two rounds before, and makes a step."""
+
+    def __init__(self, num_blocks: int, max_running: int, *, cache: bool) -> None:
+        super().__init__(num_blocks=num_blocks, max_running=max_running, cache=cache)
+        self.receiving: list[tuple[DecodeRequest, int]] = []
+        self.round = 0
+
+    def run_round(self) -> bool:
+        """Whether anything moved."""
+        self.round += 1
+        granted = 0
+        while (request := self.wishes.next()) is not None:
+            self.grant(request)
+            granted += 1
+        committed = [request for request, landed in self.receiving if landed <= self.round]
+        for request in committed:
+            self.commit(request)
+        plan, outputs = self.bench.step()
+        for output in outputs:
+            if output.finish is not None:
+                del self.requests[output.sequence.key]
+        return bool(granted or committed or self.receiving or plan.has_work or plan.preempted)
+
+    def grant(self, request: DecodeRequest) -> None:
+        assert request.handoff is not None
+        assert self.bench.blocks.admit(request.sequence, Owner.RESERVED), "a wish was to be granted without room"
+        self.wishes.granted(request)
+        request.handoff.granted("r", 0, request.sequence.table.num_blocks, needs_quarantine=False)
+        self.receiving.append((request, self.round + 2))
+        num_running = self.bench.scheduler.num_slots + len(self.receiving)
+        assert num_running <= self.bench.scheduler.limits.max_running
+
+    def commit(self, request: DecodeRequest) -> None:
+        sequence = request.sequence
+        self.receiving = [each for each in self.receiving if each[0] is not request]
+        request.handoff = None
+        sequence.num_computed = sequence.num_tokens
+        sequence.tokens.append(ADOPTED_FIRST_TOKEN)
+        self.bench.blocks.change_owner(sequence, Owner.RUNNING)
+        self.bench.sequences.append(sequence)
+        self.bench.scheduler.adopt(sequence)
+        self.wishes.settled(request)
+
+
+@pytest.mark.parametrize(("num_siblings", "granted"), [(0, True), (2, True), (3, False)])
+def test_the_first_sample_is_granted_where_there_is_room_for_all(num_siblings: int, granted: bool) -> None:
+    """Of four places one is taken."""
+    worker = Decoding(num_blocks=32, max_running=4, cache=True)
+    worker.local(4, max_tokens=20)
+    worker.run_round()
+    wish = worker.wish(9, "gang" if num_siblings else "", num_siblings)
+    assert (worker.wishes.next() is wish) is granted
+
+
+def test_nobody_else_is_granted_what_is_set_aside_for_the_rest() -> None:
+    worker = Decoding(num_blocks=32, max_running=3, cache=True)
+    first = worker.wish(9, "gang", 2, max_tokens=20)
+    worker.run_round()
+    other = worker.wish(4)
+    worker.local(4)
+    for _ in range(4):
+        worker.run_round()
+    assert worker.bench.scheduler.running.keys() == {first.sequence.key}
+    siblings = [worker.wish(9, "gang", 1 - number, max_tokens=20) for number in range(2)]
+    for _ in range(4):
+        worker.run_round()
+    assert {first.sequence.key, *(each.sequence.key for each in siblings)} == worker.bench.scheduler.running.keys()
+    assert other.sequence.key in worker.requests
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_what_is_set_aside_for_samples_that_do_not_come_is_free_again(refused: bool) -> None:
+    worker = Decoding(num_blocks=32, max_running=2, cache=True)
+    worker.wish(9, "gang", 1, max_tokens=6)
+    worker.run_round()
+    other = worker.wish(4, max_tokens=2)
+    worker.run_round()
+    if refused:  # the sibling asks, and is given up before it is granted
+        sibling = worker.wish(9, "gang")
+        del worker.requests[sibling.sequence.key]
+        worker.wishes.drop(sibling)
+        assert worker.wishes.next() is other
+    for _ in range(20):
+        worker.run_round()
+    assert not worker.requests
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.booleans(), st.integers(1, 24), st.integers(0, 3), st.integers(2, 12), st.integers(0, 3)),
+        min_size=1,
+        max_size=8,
+    ),
+    st.integers(1, 5),
+    st.integers(0, 3),
+    st.booleans(),
+)
+def test_gangs_are_handed_over_and_run_and_nobody_waits_for_ever(
+    arrivals: list[tuple[bool, int, int, int, int]], max_running: int, num_silent: int, cache: bool
+) -> None:
+    """Some samples never ask: those that end with their first token, or whose client is gone."""
+    worker = Decoding(num_blocks=12, max_running=max_running, cache=cache)
+    for number, (is_wish, num_tokens, num_siblings, max_tokens, gap) in enumerate(arrivals):
+        gang = f"g{number}" if num_siblings else ""
+        if is_wish:
+            worker.wish(num_tokens, gang, num_siblings, max_tokens)
+            for _ in range(gap):
+                worker.run_round()
+            for left in reversed(range(max(0, num_siblings - num_silent))):
+                worker.wish(num_tokens, gang, left, max_tokens)
+        else:
+            for _ in range(1 + num_siblings):
+                worker.local(num_tokens, gang, max_tokens)
+    for _ in range(1500):
+        if not worker.requests:
+            break
+        assert worker.run_round(), "requests wait, and nothing moves"
+    assert not worker.requests
+    assert worker.bench.pool.num_available == 12

@@ -159,6 +159,10 @@ class Bench:
             assert sum(row.is_prefill for row in plan.rows) == 1
             assert not plan.num_decode_tokens or self.scheduler.block_manager is WholeSequenceBlocks
 
+    def is_a_sequences(self, block: int) -> bool:
+        """Whoever else holds it."""
+        return any(self.pool.num_holds(block, owner) for owner in (Owner.COMPUTING, Owner.RUNNING))
+
     def check_pool(self) -> None:
         self.pool.check_integrity()
         self.scheduler.waiting.check_integrity()
@@ -171,9 +175,8 @@ class Bench:
             running
         )  # ended ones, until they land
         held = {block for s in holders for block in s.table.ids.tolist()}
-        counts = self.pool.counts()
         if not copying:
-            assert counts[Owner.COMPUTING] + counts[Owner.RUNNING] == len(held)
+            assert held == {block for block in range(self.pool.num_blocks) if self.is_a_sequences(block)}
         use = self.blocks.slot_use(running)
         assert 0 <= use.committed <= use.allocated
         for sequence in running:

@@ -118,6 +118,32 @@ def check_beams(fields: BeamFields, num_prompt_tokens: int, max_tokens: int, lim
         )
 
 
+def check_samples(fields: BeamFields, num_prompt_tokens: int, max_tokens: int, limits: ModelLimits) -> None:
+    """The samples of a request run at a time: it must be possible that all of them draw a token. Raises 400.
+
+    Those that outgrow a worker together take turns. One token each is prefill's, where they need not run at a time.
+    """
+    num_samples = 1 if fields.use_beam_search else fields.num_sequences
+    if num_samples == 1 or max_tokens <= 1 or not limits.gang_samples:
+        return
+    param = "n" if fields.best_of is None else "best_of"
+    if num_samples > limits.max_running:
+        raise ApiError(
+            f"Invalid value for '{param}': the {num_samples} samples of a prompt run at a time, and the workers run up "
+            f"to {limits.max_running} sequences",
+            param=param,
+            code="invalid_value",
+        )
+    needed = blocks_for_group(num_prompt_tokens, num_prompt_tokens + 1, num_samples, limits.block_size)
+    if needed > limits.num_blocks:
+        raise ApiError(
+            f"{num_samples} samples of a prompt of {num_prompt_tokens} tokens take at least {needed} blocks of "
+            f"{limits.block_size} tokens; a worker has {limits.num_blocks}",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
 def make_sampling(
     fields: BeamFields,
     defaults: SamplingDefaults,

@@ -13,6 +13,7 @@ from kvrelay_router.api.admission import (
     allowed_output,
     check_beams,
     check_model,
+    check_samples,
     check_vocabulary,
     known_limits,
     make_requests,
@@ -62,6 +63,7 @@ class ChatEndpoint:
         output = OutputLimits(asked=request.wanted_tokens, default=None, param=param)
         max_tokens = allowed_output(len(prompt_ids), output, limits, "messages")
         check_beams(request, len(prompt_ids), max_tokens, limits)
+        check_samples(request, len(prompt_ids), max_tokens, limits)
         sampling = make_sampling(
             request,
             service.text.sampling_defaults,

@@ -14,6 +14,7 @@ from kvrelay_router.api.admission import (
     allowed_output,
     check_beams,
     check_model,
+    check_samples,
     check_scores,
     check_token_ids,
     check_vocabulary,
@@ -110,6 +111,7 @@ class CompletionsEndpoint:
         for ids in prompts.token_ids:
             max_tokens = allowed_output(len(ids), output, limits, "prompt")
             check_beams(request, len(ids), max_tokens, limits)
+            check_samples(request, len(ids), max_tokens, limits)
             samplings.append(
                 make_sampling(
                     request,

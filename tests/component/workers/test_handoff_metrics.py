@@ -73,6 +73,8 @@ def test_both_sides_report_times_sizes_and_failures_by_cause(redis_url: str) -> 
             f.router.send(f.prefill[0].me, "refused", Reassign(decode=f.decode[0].me))
             await refused.finished()
             await f.until_clean()
+            # A push may be told of after the commit that it led to.
+            await until(lambda: report(f.prefill[0]).totals["pushed_blocks"] >= 20)
             for worker in (f.prefill[0], f.decode[0]):
                 found = report(worker).histograms
                 for name in ("duration", "grant_wait", "exposed", "size", "rate"):

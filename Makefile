@@ -10,7 +10,7 @@ install:
 	@scripts/install
 
 test: install
-	@scripts/test -m "not faults and not gpu" $(ARGS)
+	@scripts/test -m "not faults and not gpu" -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-faults: install
 	@scripts/test -m "faults and not gpu" $(ARGS)

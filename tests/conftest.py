@@ -8,12 +8,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
+import psutil
 import pytest
 
 from kvrelay.fleet.embedded import EmbeddedRedis
 
 KINDS = ("unit", "component", "e2e", "faults", "gpu")
 TESTS = Path(__file__).parent
+BYTES_PER_PROCESS = 2 << 30
+"""What pytest and the services of its tests take, at most."""
+LONGEST_TEST_S = 120.0
+"""What a fault run takes on a slow machine, with the start of its system. It is begun only where it can end."""
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: every core has a pytest of its own
 
 # A slow machine is no failure. Where CI is set, examples are the same in every run: what a change breaks is its own.
 hypothesis.settings.register_profile(
@@ -27,26 +35,38 @@ hypothesis.settings.load_profile("kvrelay")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--time-budget-s", type=float, default=None, help="skip what would start later than this, in seconds"
-    )
+    parser.addoption("--time-budget-s", type=float, default=None, help="skip what may not end within so many seconds")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[STARTED] = time.monotonic()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test is of the kind that its folder says."""
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int | None:
+    """One per core, if the memory is there."""
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None
+    num_fitting = int(psutil.virtual_memory().available // BYTES_PER_PROCESS)
+    return max(1, min(len(os.sched_getaffinity(0)), num_fitting))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A test is of the kind that its folder says. In several processes the longest go first, to end together."""
     for item in items:
-        folder = item.path.relative_to(TESTS).parts[0]
-        if folder in KINDS:
-            item.add_marker(folder)
+        if kind_of(item) in KINDS:
+            item.add_marker(kind_of(item))
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: KINDS.index(kind_of(item)) if kind_of(item) in KINDS else 0, reverse=True)
+
+
+def kind_of(item: pytest.Item) -> str:
+    return item.path.relative_to(TESTS).parts[0]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     budget_s = item.config.getoption("--time-budget-s")
-    if budget_s is not None and time.monotonic() - item.config.stash[STARTED] > budget_s:
+    if budget_s is not None and time.monotonic() - item.config.stash[STARTED] > budget_s - LONGEST_TEST_S:
         pytest.skip("no time left")
 
 

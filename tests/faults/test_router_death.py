@@ -43,24 +43,14 @@ async def lose_a_router(bench: Bench, load: Load) -> None:
         bench.stack.kill("router-0")
 
 
-def test_what_a_dead_router_had_is_freed_and_its_new_start_serves(bench: Bench) -> None:
+@pytest.mark.parametrize("is_noticed", [True, False])
+def test_what_a_dead_router_had_is_freed_and_its_new_start_serves(bench: Bench, is_noticed: bool) -> None:
+    """Whether it is back before or after its silence was noticed."""
+
     async def scenario() -> None:
         await lose_a_router(bench, bench.load("router-0"))
-        await bench.until_none_running("router-1")  # it is not back yet: its silence is what frees the blocks
-        bench.stack.spawn("router-0")
-        await bench.stack.until_router_serves("router-0")
-        load = bench.load("router-0")
-        for job, expected in await bench.jobs(5):
-            await load.run(job, expected)
-        assert load.counts["equal"] == 5
-        await bench.stack.until_clean()
-
-    bench.run(scenario())
-
-
-def test_a_router_that_is_back_before_its_silence_was_noticed_finds_workers_free_of_its_past(bench: Bench) -> None:
-    async def scenario() -> None:
-        await lose_a_router(bench, bench.load("router-0"))
+        if is_noticed:
+            await bench.until_none_running("router-1")
         bench.stack.spawn("router-0")
         await bench.stack.until_router_serves("router-0")
         load = bench.load("router-0")

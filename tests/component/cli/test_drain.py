@@ -11,23 +11,9 @@ import pytest
 from kvrelay.cli.drain import drain
 from kvrelay.fleet import Registry, WorkerRecord
 from kvrelay.fleet.embedded import EmbeddedRedis
+from tests.fakes.records import worker_record
 
-
-def record(load: dict[str, float]) -> WorkerRecord:
-    return WorkerRecord(
-        worker_id="w0",
-        role="decode",
-        incarnation="1",
-        address="tcp://w0",
-        model="m",
-        fingerprint="f",
-        protocol_version=1,
-        block_size=16,
-        num_blocks=8,
-        max_model_len=64,
-        vocab_size=10,
-        load=load,
-    )
+HELD = {"worker_id": "w0", "role": "decode"}
 
 
 def test_drain_marks_waits_and_takes_back(redis_server: EmbeddedRedis, capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,7 +22,7 @@ def test_drain_marks_waits_and_takes_back(redis_server: EmbeddedRedis, capsys: p
 
     async def publish(num_open: float) -> list[WorkerRecord]:
         registry = Registry(redis_server.url, prefix)
-        joined = await registry.join(record({"open": num_open}), 60)
+        joined = await registry.join(worker_record(**HELD, load={"open": num_open}), 60)
         await registry.renew(msgspec.structs.replace(joined, load={"open": num_open}), 60)
         workers = await registry.list_workers("m")
         await registry.close()
@@ -44,7 +30,7 @@ def test_drain_marks_waits_and_takes_back(redis_server: EmbeddedRedis, capsys: p
 
     async def publish_of_an_older_version() -> None:
         registry = Registry(redis_server.url, prefix)
-        await registry.join(record({}), 60)
+        await registry.join(worker_record(**HELD, load={}), 60)
         await registry.close()
 
     asyncio.run(publish_of_an_older_version())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 import zmq.asyncio
 
@@ -108,20 +109,7 @@ class _RefusingWorker(FakeDecode):
 
     @property
     def record(self) -> WorkerRecord:
-        plain = super().record
-        return WorkerRecord(
-            worker_id=plain.worker_id,
-            role=plain.role,
-            incarnation=plain.incarnation,
-            address=f"tcp://127.0.0.1:{self._port}",
-            model=plain.model,
-            fingerprint=plain.fingerprint,
-            protocol_version=9,
-            block_size=plain.block_size,
-            num_blocks=plain.num_blocks,
-            max_model_len=plain.max_model_len,
-            vocab_size=plain.vocab_size,
-        )
+        return msgspec.structs.replace(super().record, address=f"tcp://127.0.0.1:{self._port}", protocol_version=9)
 
 
 async def _refuse_all(context: zmq.asyncio.Context, inbox: zmq.asyncio.Socket, worker: WorkerRecord) -> None:

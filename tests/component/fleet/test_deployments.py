@@ -16,24 +16,9 @@ from kvrelay.fleet.index import IndexFeed, IndexPublisher, IndexReader
 from kvrelay.kv.cache import Stored
 from kvrelay.kv.hashing import BlockHash
 from tests.component.fleet.test_index_publisher import chain_of
+from tests.fakes.records import worker_record
 from tests.fakes.redis_servers import ONLY_WHEN_TOLD, ClusterNode, Sentinel
 from tests.fakes.waiting import PATIENCE_S, wait_until
-
-
-def record() -> WorkerRecord:
-    return WorkerRecord(
-        worker_id="w",
-        role="prefill",
-        incarnation="0000000000000001",
-        address="tcp://127.0.0.1:5000",
-        model="m",
-        fingerprint="f",
-        protocol_version=1,
-        block_size=16,
-        num_blocks=100,
-        max_model_len=100,
-        vocab_size=100,
-    )
 
 
 async def until_found(feed: IndexFeed, chain: list[BlockHash], expected: dict[str, int]) -> None:
@@ -88,7 +73,7 @@ async def test_a_failover_by_sentinels_is_survived(primary: RedisServer, sentine
     url = f"redis+sentinel://127.0.0.1:{sentinel.port}/main"
     registry = Registry(url)
     await registry.check_server()
-    worker = await registry.join(record(), 30.0)
+    worker = await registry.join(worker_record(), 30.0)
     publisher = IndexPublisher(url, "kvrelay", "m", "w", "0000000000000001", renew_interval_s=0.2)
     publisher.start()
     feed = IndexFeed(IndexReader(url, "kvrelay", "m"), check_interval_s=0.2)
@@ -117,7 +102,7 @@ async def test_a_cluster_holds_registry_and_index(cluster: ClusterNode) -> None:
     url = f"redis+cluster://127.0.0.1:{cluster.port}"
     registry = Registry(url)
     await registry.check_server()
-    worker = await registry.join(record(), 30.0)
+    worker = await registry.join(worker_record(), 30.0)
     assert await registry.list_workers("m") == [worker]
     publisher = IndexPublisher(url, "kvrelay", "m", "w", "0000000000000001", renew_interval_s=0.2)
     publisher.start()

@@ -183,3 +183,10 @@ def scattered(
     sources = random.permutation(num_blocks)[:count]
     drawn = random.permutation(num_blocks)[:count] if slots is None else slots
     return Plan(reservation, first_block, tuple(map(int, sources)), tuple(map(int, drawn)))
+
+
+async def send_all(source: SendingEnd, target: ReceivingEnd, plan: Plan) -> None:
+    """Until all of the plan has landed."""
+    plan.admit(target)
+    source.push(plan.reservation, target.endpoint, plan.copies)
+    await target.until_landed(plan.reservation, plan.blocks)

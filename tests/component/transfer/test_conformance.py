@@ -9,7 +9,7 @@ import pytest
 
 from kvrelay.transfer.base import BlockCopy, SenderDrained
 from kvrelay.transfer.zmq_transport import SenderSettings
-from tests.component.transfer.rig import Plan, Rig, scattered
+from tests.component.transfer.rig import Plan, Rig, scattered, send_all
 from tests.component.transfer.transports import source_pool, target_pool
 
 pytestmark = [pytest.mark.component]
@@ -27,9 +27,7 @@ async def test_scattered_blocks_arrive_and_nothing_else_is_touched(
     source = rig.sender(source_pool(num_blocks, block_kib * KIB))
     target = rig.receiver(target_pool(num_blocks, block_kib * KIB))
     plan = scattered("r", count, num_blocks, random, first_block=3)
-    plan.admit(target)
-    source.push("r", target.endpoint, plan.copies)
-    await target.until_landed("r", plan.blocks)
+    await send_all(source, target, plan)
     await source.until_pushed("r", plan.blocks)
     plan.assert_arrived(source.pool, target.pool)
     target.assert_untouched(set(range(num_blocks)) - set(plan.slots))
@@ -39,9 +37,7 @@ async def test_scattered_blocks_arrive_and_nothing_else_is_touched(
 async def test_a_run_of_neighbours_arrives(rig: Rig, first_source: int, first_slot: int) -> None:
     source, target = rig.sender(source_pool(300, 16 * KIB)), rig.receiver(target_pool(300, 16 * KIB))
     plan = Plan("r", 0, tuple(range(first_source, first_source + 200)), tuple(range(first_slot, first_slot + 200)))
-    plan.admit(target)
-    source.push("r", target.endpoint, plan.copies)
-    await target.until_landed("r", plan.blocks)
+    await send_all(source, target, plan)
     await source.until_pushed("r", plan.blocks)
     plan.assert_arrived(source.pool, target.pool)
 
@@ -50,9 +46,7 @@ async def test_neighbours_may_swap_places(rig: Rig) -> None:
     """The slots' first and last alone look like a run."""
     source, target = rig.sender(source_pool(8, 16 * KIB)), rig.receiver(target_pool(8, 16 * KIB))
     plan = Plan("r", 0, (1, 2, 3, 4), (2, 4, 3, 5))
-    plan.admit(target)
-    source.push("r", target.endpoint, plan.copies)
-    await target.until_landed("r", plan.blocks)
+    await send_all(source, target, plan)
     plan.assert_arrived(source.pool, target.pool)
 
 
@@ -70,9 +64,7 @@ async def test_order_and_cut_of_pushes_do_not_matter(rig: Rig, random: np.random
 async def test_one_block_may_go_to_several_slots(rig: Rig) -> None:
     source, target = rig.sender(source_pool(4, 16 * KIB)), rig.receiver(target_pool(8, 16 * KIB))
     plan = Plan("r", 0, (2, 2, 2, 3), (7, 0, 5, 1))
-    plan.admit(target)
-    source.push("r", target.endpoint, plan.copies)
-    await target.until_landed("r", plan.blocks)
+    await send_all(source, target, plan)
     plan.assert_arrived(source.pool, target.pool)
 
 

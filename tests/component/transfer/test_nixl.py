@@ -12,7 +12,7 @@ import pytest
 from kvrelay.transfer.base import BlockCopy, SenderDrained
 from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender, NixlSettings, TransportUnavailable
 from kvrelay.transfer.wire import Bytes
-from tests.component.transfer.rig import Plan, Rig, SendingEnd, scattered
+from tests.component.transfer.rig import Plan, Rig, SendingEnd, scattered, send_all
 from tests.component.transfer.test_processes import BLOCK_BYTES, NUM_BLOCKS, child
 from tests.component.transfer.transports import NO_NIXL, TRANSPORTS, source_pool, target_pool, without_nixl
 
@@ -150,9 +150,7 @@ async def test_both_ends_count_what_they_did(rig: Rig, random: np.random.Generat
     assert isinstance(source.sender, NixlSender)
     assert isinstance(target.receiver, NixlReceiver)
     plan = scattered("r", 200, 300, random)
-    plan.admit(target)
-    source.push("r", target.endpoint, plan.copies)
-    await target.until_landed("r", plan.blocks)
+    await send_all(source, target, plan)
     sent, taken = source.sender.counters, target.receiver.counters
     assert (sent.num_blocks, sent.num_bytes) == (taken.num_blocks, taken.num_bytes) == (200, 200 * BLOCK_BYTES)
     assert sent.num_messages == taken.num_messages

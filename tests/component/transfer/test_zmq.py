@@ -16,7 +16,7 @@ from kvrelay.transfer.checksums import checksums_of
 from kvrelay.transfer.endpoints import tcp_address
 from kvrelay.transfer.wire import Bytes, encode_header
 from kvrelay.transfer.zmq_transport import SenderSettings, ZmqReceiver, ZmqSender
-from tests.component.transfer.rig import Plan, Rig, SendingEnd, scattered
+from tests.component.transfer.rig import Plan, Rig, SendingEnd, scattered, send_all
 from tests.component.transfer.transports import TRANSPORTS, source_pool, target_pool
 
 pytestmark = [pytest.mark.component]
@@ -217,9 +217,7 @@ async def test_both_ends_count_what_they_did(rig: Rig, random: np.random.Generat
     assert isinstance(source.sender, ZmqSender)
     assert isinstance(target.receiver, ZmqReceiver)
     plan = scattered("r", 200, 300, random)
-    plan.admit(target)
-    source.push("r", target.endpoint, plan.copies)
-    await target.until_landed("r", plan.blocks)
+    await send_all(source, target, plan)
     sent, taken = source.sender.counters, target.receiver.counters
     assert (sent.num_blocks, sent.num_bytes) == (taken.num_blocks, taken.num_bytes) == (200, 200 * BLOCK_BYTES)
     assert sent.num_messages == taken.num_messages

@@ -11,11 +11,11 @@ import pytest
 
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings
-from kvrelay.protocol.messages import AnyBody, Cancel, Reassign, Status, StatusQuery, Stop
+from kvrelay.protocol.messages import Reassign, Status, StatusQuery
 from kvrelay.protocol.sampling import FinishReason, Sampling
 from kvrelay.telemetry.metrics_store import StepRecord, read_metrics
 from kvrelay_decode.service import DecodeRole
-from tests.component.workers.rig import fleet, prompt_of, run
+from tests.component.workers.rig import cancel_and_stop_at_any_moment, fleet, prompt_of, run
 from tests.fakes.hash_runner import EOS_TOKEN_ID, HashRunner, expected_tokens
 from tests.fakes.waiting import PATIENCE_S, until
 from tests.fakes.workers import Received, StubRouter
@@ -275,23 +275,7 @@ def test_cancels_and_stops_at_any_moment_leave_nothing_behind(redis_url: str) ->
     async def test() -> None:
         runners = [HashRunner(step_s=0.001) for _ in range(2)]
         async with fleet(redis_url, runners[:1], runners[1:], token_budget=32, max_running=16) as f:
-            rng = random.Random(11)
-            sampling = Sampling(temperature=0.0, max_tokens=60, ignore_eos=True)
-            kept: list[tuple[list[int], Received]] = []
-            for number in range(150):
-                name, prompt = f"r{number}", prompt_of(rng.randint(1, 120), number)
-                got = f.router.prefill(f.prefill[0].me, f.decode[0].me, name, prompt, sampling)
-                if number % 5 == 0:
-                    kept.append((prompt, got))
-                    continue
-                await asyncio.sleep(rng.random() * 0.02)
-                bodies: list[AnyBody] = [Cancel(reason="the client is gone"), Stop()]
-                body = rng.choice(bodies)
-                for worker in rng.sample([f.prefill[0].me, f.decode[0].me], 2):
-                    f.router.send(worker, name, body)
-            for prompt, got in kept:
-                assert (await got.finished()).output == expected_tokens(prompt, sampling, 512)
-            await f.until_clean()
+            await cancel_and_stop_at_any_moment(f, num_requests=150, max_tokens=60)
 
     run(test)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,12 +11,12 @@ import pytest
 
 from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.process_identity import identity_of
-from kvrelay.protocol.messages import AnyBody, Cancel, Reassign, Stop
+from kvrelay.protocol.messages import Reassign
 from kvrelay.protocol.sampling import Sampling
 from kvrelay_decode import receiving
 from kvrelay_prefill import service as prefill_service
 from tests.component.transfer.transports import NO_NIXL
-from tests.component.workers.rig import Fleet, fleet, prompt_of, run
+from tests.component.workers.rig import Fleet, cancel_and_stop_at_any_moment, fleet, prompt_of, run
 from tests.fakes.hash_runner import HashRunner, expected_tokens
 from tests.fakes.waiting import until
 from tests.fakes.workers import LocalWorker
@@ -81,23 +80,7 @@ def test_cancels_and_stops_at_any_moment_leave_nothing_behind(redis_url: str) ->
         runners = [HashRunner(step_s=0.001) for _ in range(2)]
         settings = {"token_budget": 32, "max_running": 16, "transfer": "nixl"}
         async with fleet(redis_url, runners[:1], runners[1:], **settings) as f:
-            rng = random.Random(11)
-            sampling = Sampling(temperature=0.0, max_tokens=40, ignore_eos=True)
-            kept = []
-            for number in range(100):
-                name, prompt = f"r{number}", prompt_of(rng.randint(1, 120), number)
-                got = f.router.prefill(f.prefill[0].me, f.decode[0].me, name, prompt, sampling)
-                if number % 5 == 0:
-                    kept.append((prompt, got))
-                    continue
-                await asyncio.sleep(rng.random() * 0.02)
-                bodies: list[AnyBody] = [Cancel(reason="the client is gone"), Stop()]
-                body = rng.choice(bodies)
-                for worker in rng.sample([f.prefill[0].me, f.decode[0].me], 2):
-                    f.router.send(worker, name, body)
-            for prompt, got in kept:
-                assert (await got.finished()).output == expected_tokens(prompt, sampling, 512)
-            await f.until_clean()
+            await cancel_and_stop_at_any_moment(f, num_requests=100, max_tokens=40)
 
     run(test)
 

@@ -18,6 +18,7 @@ from tests.faults.storm.processes import FaultStack, StackSettings
 from tests.faults.storm.schedule import WEIGHTS, FaultKind, Trouble, draw_faults
 
 SAMPLE_EVERY_S = 0.5
+TELL_EVERY_S = 10.0
 ROUTER_TOTALS = ("retries", "finished", "failed", "timed_out", "cancelled", "protocol_errors")
 WORKER_TOTALS = ("handed_over", "handoffs_committed", "local_prompts", "resends", "quarantines", "preemptions")
 
@@ -60,13 +61,25 @@ async def run_storm(
     stack = FaultStack(state_dir, settings)
     try:
         await stack.start()
-        jobs = make_jobs(options.num_requests, options.seed, min(options.num_kinds, options.num_requests))
+        storm = _Storm(stack, options, tell)
+        await storm.find_references()
+        took_s = await storm.rage()
+        await stack.until_recounted()
+        return await storm.report(took_s)
+    finally:
+        await stack.close()
+
+
+class _Storm:
+    """Clients, faults and their watch, at one time."""
+
+    def __init__(self, stack: FaultStack, options: StormOptions, tell: Callable[[str], None]) -> None:
+        self._stack = stack
+        self._options = options
+        self._tell = tell
+        self._jobs = make_jobs(options.num_requests, options.seed, min(options.num_kinds, options.num_requests))
         urls = [stack.url(router) for router in stack.names("router")]
-        load = Load(urls, settings.request_timeout_s, stack.stood_still_s)
-        began = time.monotonic()
-        references = await load.references(jobs, options.concurrency)
-        load.counts.clear()
-        tell(f"{len(references)} undisturbed runs took {time.monotonic() - began:.0f} s")
+        self._load = Load(urls, stack.settings.request_timeout_s, stack.stood_still_s)
         faults = draw_faults(
             options.seed,
             stack.names("prefill", "decode"),
@@ -74,51 +87,60 @@ async def run_storm(
             kinds=options.kinds,
             pause_s=options.pause_s,
         )
-        trouble = Trouble(stack, faults, options.at_a_time)
-        totals = _Totals(stack)
+        self._trouble = Trouble(stack, faults, options.at_a_time)
+        self._totals = _Totals(stack)
+        self._thinking = random.Random(options.seed)
+        self._waiting = iter(self._jobs)
+        self._num_ended = 0
+        self._over = asyncio.Event()
+
+    async def find_references(self) -> None:
+        """What every kind of job gives while nothing is disturbed."""
         began = time.monotonic()
-        over = asyncio.Event()
-        num_ended = 0
-        waiting = iter(jobs)
-        thinking = random.Random(options.seed)
+        self._references = await self._load.references(self._jobs, self._options.concurrency)
+        self._load.counts.clear()
+        self._tell(f"{len(self._references)} undisturbed runs took {time.monotonic() - began:.0f} s")
 
-        async def client() -> None:
-            nonlocal num_ended
-            for job in waiting:
-                await asyncio.sleep(thinking.expovariate(1 / options.think_s))
-                await load.run(job, references[job.kind])
-                num_ended += 1
-
-        async def clients() -> None:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(options.concurrency):
-                    group.create_task(client())
-            over.set()
-
-        async def watch() -> None:
-            told_at = time.monotonic()
-            while not over.is_set():
-                await asyncio.sleep(SAMPLE_EVERY_S)
-                stack.check_nobody_crashed()
-                await totals.sample()
-                if time.monotonic() - told_at > 10:
-                    told_at = time.monotonic()
-                    tell(f"{told_at - began:.0f} s: {num_ended} requests, {sum(trouble.counts.values())} faults")
-
+    async def rage(self) -> float:
+        """Returns the seconds it took. Raises AssertionError, with what was done last."""
+        began = time.monotonic()
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(clients())
-                group.create_task(trouble.run(over))
-                group.create_task(watch())
+                group.create_task(self._clients())
+                group.create_task(self._trouble.run(self._over))
+                group.create_task(self._watch(began))
         except* Exception as failures:
-            raise _first_failure(failures, stack, options) from failures
-        took_s = time.monotonic() - began
-        assert num_ended == len(jobs), f"{num_ended} of {len(jobs)} requests ended"
-        await stack.until_recounted()
-        await totals.sample()
-        return Report(load.counts, trouble.counts, totals.sum(), load.errors, load.slowest_s, took_s)
-    finally:
-        await stack.close()
+            raise _first_failure(failures, self._stack, self._options) from failures
+        assert self._num_ended == len(self._jobs), f"{self._num_ended} of {len(self._jobs)} requests ended"
+        return time.monotonic() - began
+
+    async def report(self, took_s: float) -> Report:
+        await self._totals.sample()
+        load = self._load
+        return Report(load.counts, self._trouble.counts, self._totals.sum(), load.errors, load.slowest_s, took_s)
+
+    async def _clients(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self._options.concurrency):
+                group.create_task(self._client())
+        self._over.set()
+
+    async def _client(self) -> None:
+        for job in self._waiting:
+            await asyncio.sleep(self._thinking.expovariate(1 / self._options.think_s))
+            await self._load.run(job, self._references[job.kind])
+            self._num_ended += 1
+
+    async def _watch(self, began: float) -> None:
+        told_at = time.monotonic()
+        while not self._over.is_set():
+            await asyncio.sleep(SAMPLE_EVERY_S)
+            self._stack.check_nobody_crashed()
+            await self._totals.sample()
+            if time.monotonic() - told_at > TELL_EVERY_S:
+                told_at = time.monotonic()
+                num_faults = sum(self._trouble.counts.values())
+                self._tell(f"{told_at - began:.0f} s: {self._num_ended} requests, {num_faults} faults")
 
 
 def _first_failure(

@@ -106,6 +106,7 @@ def test_sixteen_workers_in_two_processes_give_every_stream_its_tokens(start: Ca
     logs = [path.read_text() for path in stack.state_dir.glob("*/*.log")]
     assert len(logs) == 3
     assert not any(" ERROR " in log for log in logs)
+    assert all(f"worker_id=decode-0-{number}\n" in "".join(logs) for number in range(8))
 
 
 def test_samples_text_and_logprobs_come_as_with_a_model(start: Callable[..., Stack]) -> None:

@@ -11,11 +11,13 @@ import contextlib
 import resource
 import signal
 from collections.abc import Sequence
+from contextvars import Context, copy_context
 
 import zmq
 
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.process import StartFailed, event_loop_factory
+from kvrelay.telemetry.logs import log_with
 from kvrelay.worker.shell import RoleFactory, RunnerFactory, WorkerShell
 
 LINGER_S = 0.2
@@ -41,12 +43,15 @@ async def _serve(shells: Sequence[WorkerShell]) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
+    contexts = [_named(shell.config.worker_id) for shell in shells]
     try:
-        for shell in shells:
-            await shell.startup()
+        for shell, context in zip(shells, contexts, strict=True):
+            await asyncio.create_task(shell.startup(), context=context)
     except (OSError, ValueError, zmq.ZMQError) as error:
         raise StartFailed(str(error)) from error
-    lives = [asyncio.create_task(_live(shell)) for shell in shells]
+    lives = [
+        asyncio.create_task(_live(shell), context=context) for shell, context in zip(shells, contexts, strict=True)
+    ]
     await asyncio.wait(lives, return_when=asyncio.FIRST_EXCEPTION)
     for life in lives:
         life.cancel()
@@ -63,6 +68,13 @@ async def _live(shell: WorkerShell) -> None:
         await shell.main_loop()
     finally:
         await shell.leave()
+
+
+def _named(worker_id: str) -> Context:
+    """In it, logs name the worker and not the process."""
+    context = copy_context()
+    context.run(log_with, worker_id=worker_id)
+    return context
 
 
 def _allow_many_files() -> None:

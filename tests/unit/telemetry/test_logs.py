@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import sys
 from collections.abc import Iterator
+from typing import Literal
 
 import pytest
 
-from kvrelay.telemetry.logs import setup_logging
+from kvrelay.telemetry.logs import log_with, setup_logging
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +47,31 @@ def test_json_is_one_object_a_line_even_with_a_traceback(capsys: pytest.CaptureF
     assert set(entry) == {
         "time", "level", "logger", "message", "worker_id", "request_id", "num_tokens", "odd", "exception"
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_a_part_of_a_process_has_fields_of_its_own_and_so_has_what_it_starts(
+    capsys: pytest.CaptureFixture[str], log_format: Literal["text", "json"]
+) -> None:
+    setup_logging("info", log_format, worker_id="process")
+    log = logging.getLogger("a")
+
+    async def part(name: str) -> None:
+        log_with(worker_id=name)
+        asyncio.get_running_loop().call_soon(log.info, "a callback of %s", name)
+        await asyncio.create_task(asyncio.sleep(0))
+        log.info("%s itself", name)
+
+    async def run() -> None:
+        await asyncio.gather(part("one"), part("two"))
+        log.info("the process")
+
+    asyncio.run(run())
+    lines = capsys.readouterr().err.splitlines()
+    said = {"a callback of one": "one", "one itself": "one", "two itself": "two", "the process": "process"}
+    for words, owner in said.items():
+        (line,) = (line for line in lines if words in line)
+        assert (f"worker_id={owner}" if log_format == "text" else f'"worker_id": "{owner}"') in line
 
 
 def test_the_level_holds(capsys: pytest.CaptureFixture[str]) -> None:

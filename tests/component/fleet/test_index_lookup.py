@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import redis
@@ -14,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvrelay.fleet.embedded import EmbeddedRedis
+from kvrelay.fleet.index import replica as replica_module
 from kvrelay.fleet.index.layout import (
     MAX_BATCH_BLOCKS,
     MAX_SLOTS,
@@ -21,6 +23,8 @@ from kvrelay.fleet.index.layout import (
     REMOVED,
     STORED,
     Batch,
+    Opened,
+    Retired,
     decode_depths,
     decode_operations,
     decode_slots,
@@ -162,3 +166,39 @@ def test_the_scripts_keep_to_one_hash_slot_of_a_cluster(cluster: redis.RedisClus
     assert scripts.run("close", [slot, "1:0"]) == 1
     assert scripts.run("sweep", ["s", 1000, 1 << 20]) == 0
     assert lookup(scripts, chain) == [{}]
+
+
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=4),
+    ends=st.sets(st.integers(0, 3)),
+    again=st.sets(st.integers(0, 3)),
+    num_calls=st.integers(0, 12),
+)
+def test_a_range_that_ended_is_forgotten_piece_by_piece_and_seen_no_more(
+    lengths: list[int], ends: set[int], again: set[int], num_calls: int
+) -> None:
+    """Also where its slot is given out again before all of it is forgotten."""
+    with patch.object(replica_module, "CLEARED_AT_ONCE", 7):
+        replica = IndexReplica({})
+        held: dict[str, int] = {}
+
+        def start(slot: int, claim: str, length: int) -> None:
+            replica.apply(Opened(slot, claim, f"w{slot}"))
+            replica.apply(Batch(slot, claim, 1, encode_operations([(STORED, chain_of(length))] if length else [])))
+            held[f"w{slot}"] = length
+
+        for slot, length in enumerate(lengths):
+            start(slot, "1:0", length)
+        for slot in ends & set(range(len(lengths))):
+            replica.apply(Retired(slot, "1:0"))
+            del held[f"w{slot}"]
+        for _ in range(num_calls):
+            replica.clear_some()
+        for slot in again & ends & set(range(len(lengths))):
+            start(slot, "2:0", 3)
+        assert replica.match(chain_of(50)) == {name: length for name, length in held.items() if length}
+        assert replica.num_held == sum(held.values())
+        while replica.clear_some():
+            pass
+        assert replica.match(chain_of(50)) == {name: length for name, length in held.items() if length}
+        assert replica.num_blocks == max(held.values(), default=0)

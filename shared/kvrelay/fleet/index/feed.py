@@ -230,6 +230,8 @@ class IndexFeed:
             self._position = stream_id
             if number % 8 == 7:
                 await asyncio.sleep(0)  # a batch is about a millisecond
+        while self._replica is not None and self._replica.clear_some():
+            await asyncio.sleep(0)
         if len(entries) < READ_COUNT:
             self._compare()
             self._caught_up_at = time.monotonic()

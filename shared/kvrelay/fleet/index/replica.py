@@ -18,6 +18,8 @@ Ranges = Mapping[int, tuple[str, str, int]]
 """Slot to (claim, worker id, sequence number)."""
 
 MAX_DECODED = 4096
+CLEARED_AT_ONCE = 1000
+"""Blocks of ended ranges that one call forgets: what follows a worker's death must hold up no stream."""
 
 
 class ReplicaOutOfStep(Exception):
@@ -39,10 +41,12 @@ class IndexReplica:
         self._holders: dict[BlockHash, int] = {}
         self._ranges = {slot: _Range(*description) for slot, description in ranges.items()}
         self._workers_of: dict[int, tuple[str, ...]] = {}  # decoded sets of slots
+        self._ended: dict[int, set[BlockHash]] = {}  # slot to what is still to be forgotten of its last range
+        self._live = -1  # all bits but those of `_ended`
 
     @property
     def num_blocks(self) -> int:
-        """Distinct blocks."""
+        """Distinct blocks, with those of ended ranges that `clear_some` has still to forget."""
         return len(self._holders)
 
     @property
@@ -80,13 +84,21 @@ class IndexReplica:
             case Opened(slot=slot, claim=claim, worker_id=worker_id):
                 known = self._ranges.get(slot)
                 if known is None or known.claim != claim:
-                    self._clear(slot)
+                    self._end(slot)
+                    while slot in self._ended:  # hardly ever: a slot is given out again when all is swept
+                        self._clear(slot)
                     self._ranges[slot] = _Range(claim, worker_id, 0)
                     self._workers_of.clear()
             case Retired(slot=slot, claim=claim):
                 known = self._ranges.get(slot)
                 if known is not None and known.claim == claim:
-                    self._clear(slot)
+                    self._end(slot)
+
+    def clear_some(self) -> bool:
+        """Forgets a piece of the ranges that ended; whether any is left. Lookups do not see them any more."""
+        if self._ended:
+            self._clear(next(iter(self._ended)))
+        return bool(self._ended)
 
     def match(self, hashes: Sequence[BlockHash]) -> dict[str, int]:
         """For a chain: worker id to the number of leading blocks that it holds; O(log n) for each end of a prefix.
@@ -95,17 +107,17 @@ class IndexReplica:
         range to be closed under prefixes, as caches are that evict leaf first.
         """
         held: dict[str, int] = {}
-        get = self._holders.get
+        get, live = self._holders.get, self._live
         last = len(hashes) - 1
         if last < 0:
             return held
         low, step = 0, 1
-        at_low = get(hashes[0], 0)
+        at_low = get(hashes[0], 0) & live
         while at_low and low < last:
             high = low + step
             if high > last:
                 high = last
-            at_high = get(hashes[high], 0)
+            at_high = get(hashes[high], 0) & live
             if at_high != at_low:
                 self._narrow(hashes, low, high, at_low, at_high, held)
             low, at_low = high, at_high
@@ -118,10 +130,10 @@ class IndexReplica:
         self, hashes: Sequence[BlockHash], low: int, high: int, at_low: int, at_high: int, held: dict[str, int]
     ) -> None:
         """Finds where holders end between two places that differ."""
-        get = self._holders.get
+        get, live = self._holders.get, self._live
         while high - low > 1:
             middle = (low + high) >> 1
-            at_middle = get(hashes[middle], 0)
+            at_middle = get(hashes[middle], 0) & live
             if at_middle == at_low:
                 low = middle
             elif at_middle == at_high:
@@ -158,12 +170,22 @@ class IndexReplica:
                 self._drop(hashes, bit)
                 own.difference_update(hashes)
 
-    def _clear(self, slot: int) -> None:
-        """Forgets a range. O(its blocks)."""
+    def _end(self, slot: int) -> None:
+        """A range counts no more; `_clear` forgets its blocks."""
         known = self._ranges.pop(slot, None)
         if known is not None:
-            self._drop(known.hashes, 1 << slot)
             self._workers_of.clear()
+            if known.hashes:
+                self._ended[slot] = known.hashes
+                self._live &= ~(1 << slot)
+
+    def _clear(self, slot: int) -> None:
+        """Forgets some blocks of a range that ended."""
+        left = self._ended[slot]
+        self._drop([left.pop() for _ in range(min(len(left), CLEARED_AT_ONCE))], 1 << slot)
+        if not left:
+            del self._ended[slot]
+            self._live |= 1 << slot
 
     def _drop(self, hashes: Iterable[BlockHash], bit: int) -> None:
         holders = self._holders

@@ -105,9 +105,9 @@ def report(results: Sequence[tuple[Run, Figures]], arguments: argparse.Namespace
         "nothing depends on the machine.",
         "Repeat with `python -m benchmarks.routing --trace FILE`; the script's head says what is measured. TTFT in "
         "seconds; *within* is TTFT p90 against the best policy's in the same table (1.00 is the best). The weights "
-        "of `cost` were chosen on ten minutes of Mooncake's conversation trace and on agents of 12 turns with another "
-        "seed; Azure's trace, the hot prefixes, the cold prompts and the agents of 6 turns were only looked at for "
-        "faults. The other policies have nothing to choose. One trace is one sample: neighbouring weights move TTFT "
+        "of `cost` were chosen on ten minutes of Mooncake's conversation trace and on agents' turns (the tau-bench "
+        "trace of LMCache). The other traces and cases showed faults of the policy's form; no weight was fitted to "
+        "them. The other policies have nothing to choose. One trace is one sample: neighbouring weights move TTFT "
         "p90 by up to 8% and the share of hits by up to five points, as the bursts fall otherwise.",
         "",
         "`sticky` goes by the prompt's first 512 tokens where there is no session, and in the conversation trace all "

@@ -11,14 +11,14 @@ PATIENCE_S = 60.0
 POLL_S = 0.005
 
 
-async def until(condition: Callable[[], object]) -> None:
-    """Returns once the condition holds. Raises AssertionError after `PATIENCE_S`."""
+async def until(condition: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
+    """Returns once the condition holds. Raises AssertionError after `patience_s`."""
     try:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(patience_s):
             while not condition():
                 await asyncio.sleep(POLL_S)
     except TimeoutError:
-        raise AssertionError(f"not within {PATIENCE_S:g} s") from None
+        raise AssertionError(f"not within {patience_s:g} s") from None
 
 
 def wait_until(condition: Callable[[], object]) -> None:

@@ -5,10 +5,11 @@ fixed overhead. The peaks are the vendors' data sheets' (dense, 16-bit), the mod
 configurations; what share of a peak is reached, and the overhead, are assumptions, named below. They are there to
 compare policies and ratios; for figures about a machine, measure a profile on it.
 
-Sources: NVIDIA H100 SXM data sheet (989 TFLOP/s, 3.35 TB/s, 80 GB), A100 80GB SXM (312 TFLOP/s, 2.039 TB/s), L40S
-(362 TFLOP/s, 864 GB/s, 48 GB); Llama 3 8B and 70B: the config.json of their releases (32 and 80 layers, 8 K/V heads of
-128, 32 and 64 query heads; 8.03 and 70.6 billion parameters). Links: ConnectX-7 at 400 Gbit/s beside an H100,
-ConnectX-6 at 200 beside an A100, 100 Gbit/s beside an L40S.
+Sources: NVIDIA H100 SXM data sheet (989 TFLOP/s, 3.35 TB/s, 80 GB), H200 SXM (989 TFLOP/s, 4.8 TB/s, 141 GB), A100
+80GB SXM (312 TFLOP/s, 2.039 TB/s), L40S (362 TFLOP/s, 864 GB/s, 48 GB); Llama 3 8B and 70B and Qwen3 32B: the
+config.json of their releases (32, 80 and 64 layers, 8 K/V heads of 128, 32, 64 and 64 query heads; 8.03, 70.6 and 32.8
+billion parameters). Links: ConnectX-7 at 400 Gbit/s beside an H100 or H200, ConnectX-6 at 200 beside an A100, 100
+Gbit/s beside an L40S.
 """
 
 from __future__ import annotations
@@ -180,17 +181,22 @@ class UnknownProfile(ValueError):
 
 
 _H100 = Device("h100", 989e12, 3.35e12, 80e9, 50e9)
+_H200 = Device("h200", 989e12, 4.8e12, 141e9, 50e9)
 _A100 = Device("a100", 312e12, 2.039e12, 80e9, 25e9)
 _L40S = Device("l40s", 362e12, 864e9, 48e9, 12.5e9)
 _8B = Model("llama3-8b", 8.03e9, 32, 32, 8, 128)
 _70B = Model("llama3-70b", 70.6e9, 80, 64, 8, 128)
+_32B = Model("qwen3-32b", 32.8e9, 64, 64, 8, 128)
 BUILT_IN: dict[str, Profile] = {
     profile.name: profile
     for profile in (
         Roofline(_8B, _H100),
+        Roofline(_8B, _H200),
         Roofline(_8B, _A100),
         Roofline(_8B, _L40S),
+        Roofline(_32B, _H100, 2),
         Roofline(_70B, _H100, 4),
+        Roofline(_70B, _H200, 2),
         Roofline(_70B, _A100, 4),
     )
 }

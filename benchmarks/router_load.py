@@ -39,10 +39,10 @@ class Outcome:
 def make_bodies(arguments: argparse.Namespace) -> list[bytes]:
     """Whole HTTP requests. Half of each prompt is shared with one in 16 of the others."""
     draw = random.Random(3)
-    shared = [_text(arguments.prompt_chars // 2, draw) for _ in range(NUM_GROUPS)]
+    shared = [prompt_text(arguments.prompt_chars // 2, draw) for _ in range(NUM_GROUPS)]
     bodies = []
     for number in range(NUM_BODIES):
-        prompt = shared[number % NUM_GROUPS] + " " + _text(arguments.prompt_chars // 2, draw)
+        prompt = shared[number % NUM_GROUPS] + " " + prompt_text(arguments.prompt_chars // 2, draw)
         asked = {"model": arguments.model, "stream": True, "max_tokens": arguments.tokens, "temperature": 0}
         content = {"messages": [{"role": "user", "content": prompt}]} if arguments.chat else {"prompt": prompt}
         body = json.dumps(asked | content).encode()
@@ -52,7 +52,8 @@ def make_bodies(arguments: argparse.Namespace) -> list[bytes]:
     return bodies
 
 
-def _text(num_chars: int, draw: random.Random) -> str:
+def prompt_text(num_chars: int, draw: random.Random) -> str:
+    """Words of about so many characters."""
     words = []
     while num_chars > 0:
         words.append(draw.choice(WORDS))

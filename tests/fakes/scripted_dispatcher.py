@@ -150,6 +150,13 @@ class ScriptedDispatcher:
         """A fixed answer."""
         return {"workers": []}
 
+    def recent_requests(self, limit: int) -> list[dict[str, Any]]:
+        return [{"request_id": request.request_id} for request in self.requests][:limit]
+
+    async def timeline(self, request_id: str) -> dict[str, Any] | None:
+        found = self.recent_request(request_id)
+        return found and {**found, "events": []}
+
     def recent_request(self, request_id: str) -> dict[str, Any] | None:
         """Only its id."""
         return next(({"id": each.request_id} for each in self.requests if each.request_id == request_id), None)

@@ -78,7 +78,7 @@ class Receiving:
         self._quarantine = Quarantine(has_ended)
         self._pairs: dict[PeerRef, str] = {}  # the transport that was last taken with a prefill worker
         self._meter = HandoffMeter(
-            "decode", context.spec.block_bytes, context.instruments, context.metrics, context.tracer
+            "decode", context.spec.block_bytes, context.instruments, context.metrics, context.tracer, context.recent
         )
         self._not_stepped: dict[SequenceKey, HandoffCourse] = {}  # committed, and in no step so far
         context.scheduler.gate = self._wishes.gate
@@ -242,7 +242,7 @@ class Receiving:
             first_index=sequence.num_output,
             num_siblings=body.num_siblings,
             arrival=next(self._arrivals),
-            course=HandoffCourse(trace=sequence.trace),
+            course=HandoffCourse(key=sequence.key, trace=sequence.trace),
         )
 
     def _why_not(self, key: SequenceKey, body: Reserve) -> str:

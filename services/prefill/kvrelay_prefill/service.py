@@ -80,7 +80,7 @@ class PrefillRole:
     ) -> None:
         self._push_when = push_when
         self._meter = HandoffMeter(
-            self.name, context.spec.block_bytes, context.instruments, context.metrics, context.tracer
+            self.name, context.spec.block_bytes, context.instruments, context.metrics, context.tracer, context.recent
         )
         self._context = context
         self._senders = senders
@@ -253,7 +253,7 @@ class PrefillRole:
         handoff = machine.SenderHandoff(body.decode, self._push_when)
         if self._context.events is not None:
             self._context.events.watch("sender", sequence.key, handoff, body.decode, self._push_when)
-        course = HandoffCourse(trace=sequence.trace)
+        course = HandoffCourse(key=sequence.key, trace=sequence.trace)
         self._requests.add(PrefillRequest(sequence, body.prompt, handoff, deadline_of(body.prompt), course=course))
         self._totals["requests"] += 1
         self._totals["prompt_blocks"] += blocks_for(sequence.num_tokens, self._context.spec.block_size)

@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
 from kvrelay.fleet import RegistryError, WorkerRecord
-from kvrelay.protocol.messages import PeerRef, Status, StatusQuery
+from kvrelay.protocol.messages import PeerRef, Stage, Status, StatusQuery
 from kvrelay_router.fleet_view import FleetView
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,8 @@ class FleetWatch:
         self._status_interval_s = status_interval_s
         self._last_query = 0
         self._asked: dict[str, str] = {}  # worker id to the incarnation that was asked at least once
-        self._questions: dict[int, tuple[set[str], set[str], asyncio.Event]] = {}  # awaited, answered, all are there
+        # Who is awaited, who answered what, and whether all are there.
+        self._questions: dict[int, tuple[set[str], dict[str, Status], asyncio.Event]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._closing = asyncio.Event()
 
@@ -59,29 +60,37 @@ class FleetWatch:
         question = self._questions.get(status.query)
         if question is not None:
             awaited, answered, complete = question
-            answered.add(peer.peer_id)
-            if awaited <= answered:
+            answered[peer.peer_id] = status
+            if awaited <= answered.keys():
                 complete.set()
         self._on_change()
 
     async def ask_all(self, timeout_s: float) -> frozenset[str]:
         """Asks every worker now; the ids of those that answered in time."""
-        peers = self._view.peers()
+        return frozenset(await self._ask(self._view.peers(), "", timeout_s))
+
+    async def ask_about(self, request: str, worker_ids: Collection[str], timeout_s: float) -> dict[str, list[Stage]]:
+        """What these workers know of a request; those that did not answer in time are left out."""
+        peers = [peer for peer in self._view.peers() if peer.peer_id in worker_ids]
+        answered = await self._ask(peers, request, timeout_s)
+        return {peer_id: status.stages for peer_id, status in answered.items()}
+
+    async def _ask(self, peers: list[PeerRef], request: str, timeout_s: float) -> dict[str, Status]:
         if not peers:
-            return frozenset()
+            return {}
         query = self._next_query()
-        answered: set[str] = set()
+        answered: dict[str, Status] = {}
         complete = asyncio.Event()
         self._questions[query] = ({peer.peer_id for peer in peers}, answered, complete)
         try:
             for peer in peers:
-                self._send(peer, StatusQuery(query=query))
+                self._send(peer, StatusQuery(query=query, request=request))
             await asyncio.wait_for(complete.wait(), timeout_s)
         except TimeoutError:
             pass
         finally:
             del self._questions[query]
-        return frozenset(answered)
+        return answered
 
     async def look(self) -> None:
         """Looks into the registry once. Without it the fleet last known is what there is."""

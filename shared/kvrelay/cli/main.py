@@ -29,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         commands.add_parser(service, add_help=False, help=text)
     commands.add_parser("replay", add_help=False, help="check and read event logs")
     commands.add_parser("drain", add_help=False, help="have routers send a worker nothing new")
+    commands.add_parser("top", add_help=False, help="show the fleet in this terminal")
     commands.add_parser("health", add_help=False, help="ask a service whether it is ready")
     commands.add_parser("keys", add_help=False, help="make a key that encrypts what a fleet's processes say")
     commands.add_parser("bench", add_help=False, help="measure any OpenAI-compatible endpoint under load")
@@ -54,6 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from kvrelay.cli.replay import replay
 
         return replay(rest)
+    if command == "top":
+        from kvrelay.cli.top import top
+
+        return top(rest)
     if command == "drain":
         from kvrelay.cli.drain import drain
 

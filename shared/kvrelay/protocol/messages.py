@@ -294,9 +294,22 @@ class Failed(Body, frozen=True, kw_only=True, tag="failed"):
 
 
 class StatusQuery(Body, frozen=True, kw_only=True, tag="status_query"):
-    """R>P,D: report your queues and blocks."""
+    """R>P,D: report your queues and blocks; of a `request` that is named, also what happened to it there."""
 
     query: int
+    request: str = ""
+
+
+class Stage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A stretch of a sequence's time on a worker. Seconds since the epoch by that machine's clock; `end` None: it goes
+    on."""
+
+    attempt: int
+    sequence: int
+    name: str
+    start: float
+    end: float | None = None
+    detail: dict[str, float | str]
 
 
 class HistogramReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -338,6 +351,7 @@ class Status(Body, frozen=True, kw_only=True, tag="status"):
     swap: dict[str, int] = {}
     histograms: dict[str, HistogramReport] = {}
     load: LoadReport | None = None  # a worker of an older version sends none
+    stages: list[Stage] = []  # of the request that was asked about
 
 
 class GroupLoad(Body, frozen=True, kw_only=True, tag="group_load"):

@@ -90,6 +90,7 @@ _METRICS = (
     Metric("kvrelay.swap.given_up", "counter", "{sequence}", DECODE, "Swapped sequences that were computed again"),
     Metric("kvrelay.swap.blocks", "counter", "{block}", DECODE, "Blocks copied to the host and back", ("direction",)),
     Metric("kvrelay.swap.time", "counter", "s", DECODE, "Time of these copies"),
+    Metric("kvrelay.prefill_delay.members", "gauge", "{worker}", DECODE, "Other workers that the delayer hears of"),
     Metric("kvrelay.prefill_delay.time", "counter", "s", DECODE, "Time in which the delayer held prompts back"),
     Metric("kvrelay.prefill_delay.passes", "counter", "{pass}", DECODE, "Passes by what the delayer did", ("result",)),
     Metric("kvrelay.prefill_delay.reasons", "counter", "{pass}", DECODE, "Its decisions by reason", ("reason",)),

@@ -11,6 +11,7 @@ from typing import Literal
 from kvrelay.engine.batch import SequenceKey
 from kvrelay.telemetry.instruments import BYTES, GIGABYTES_PER_SECOND, SECONDS, Instruments
 from kvrelay.telemetry.metrics_store import HandoffRecord, MetricsStore
+from kvrelay.telemetry.stages import RecentStages, stage
 from kvrelay.telemetry.tracing import Attributes, Tracer, sampled
 
 FailureCause = Literal[
@@ -34,6 +35,7 @@ class HandoffCourse:
     """Prefill: those first given to the transport after the last chunk."""
     num_resends: int = 0
     is_handed: bool = False
+    key: SequenceKey = ("", 0, 0)
     trace: str = ""
     """The context of the attempt that it belongs to."""
     is_over: bool = False
@@ -55,12 +57,14 @@ class HandoffMeter:
         instruments: Instruments,
         store: MetricsStore | None = None,
         tracer: Tracer | None = None,
+        recent: RecentStages | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._role = role
         self._block_bytes = block_bytes
         self._store = store
         self._tracer = tracer
+        self._recent = recent if recent is not None else RecentStages()
         self._clock = clock
         self._duration = instruments.histogram("kvrelay.handoff.duration", "s", SECONDS)
         self._wait = instruments.histogram("kvrelay.handoff.grant_wait", "s", SECONDS)
@@ -103,8 +107,7 @@ class HandoffMeter:
         self._size.record(num_bytes)
         if num_bytes and now > course.granted_at:
             self._rate.record(num_bytes / (now - course.granted_at) / 1e9)
-        self._trace(course, now)
-        course.is_over = True
+        self._over(course, now)
         if self._role == "prefill":
             self._end(course, key, now)
 
@@ -116,13 +119,28 @@ class HandoffMeter:
         """A handoff that was asked for came to nothing. Without its course it is one that was given up before."""
         self._failures.add(cause)
         if course is not None and not course.is_over:
-            self._trace(course, self._clock(), cause)
-            course.is_over = True
+            self._over(course, self._clock(), cause)
+
+    def _over(self, course: HandoffCourse, now: float, failure: FailureCause | None = None) -> None:
+        course.is_over = True
+        if not course.asked_at:
+            return
+        self._trace(course, now, failure)
+        granted = course.granted_at or now
+        detail: dict[str, float | str] = {
+            "blocks": course.num_blocks,
+            "bytes": course.num_blocks * self._block_bytes,
+            "transport": course.transport,
+        }
+        if failure is not None:
+            detail["failed"] = failure
+        wait = stage(course.key, "slots", course.asked_at, granted)
+        self._recent.add(course.key, [wait, stage(course.key, "transfer", granted, now, detail)])
 
     def _trace(self, course: HandoffCourse, now: float, failure: FailureCause | None = None) -> None:
         """A span from the question to the commit, or to the failure: `kvrelay.handoff.send` or `.receive`."""
         parent = sampled(course.trace) if self._tracer is not None else None
-        if self._tracer is None or parent is None or not course.asked_at:
+        if self._tracer is None or parent is None:
             return
         is_sender = self._role == "prefill"
         attributes: Attributes = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvrelay.engine.batch import ModelSpec
@@ -15,6 +15,7 @@ from kvrelay.scheduling.blocks import BlockManager
 from kvrelay.telemetry.event_log import EventLog
 from kvrelay.telemetry.instruments import Instruments
 from kvrelay.telemetry.metrics_store import MetricsStore
+from kvrelay.telemetry.stages import RecentStages
 from kvrelay.telemetry.tracing import Tracer
 from kvrelay.transfer.pool_memory import PoolLike
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
@@ -35,6 +36,7 @@ class WorkerContext:
     metrics: MetricsStore | None
     events: EventLog | None = None
     tracer: Tracer | None = None
+    recent: RecentStages = field(default_factory=RecentStages)
 
 
 class Role(Protocol):

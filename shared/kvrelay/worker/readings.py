@@ -52,6 +52,7 @@ TOTALS: dict[str, tuple[str, str, str]] = {
     "index_gaps": ("kvrelay.index.gaps", "", ""),
     "index_replacements": ("kvrelay.index.replacements", "", ""),
     "index_dropped": ("kvrelay.index.dropped", "", ""),
+    "prefill_delayer_members": ("kvrelay.prefill_delay.members", "", ""),
     "prefill_delay_s": ("kvrelay.prefill_delay.time", "", ""),
     "prefill_delayed_passes": ("kvrelay.prefill_delay.passes", "result", "delayed"),
     "prefill_allowed_ran": ("kvrelay.prefill_delay.passes", "result", "ran"),
@@ -68,8 +69,8 @@ COUNTERS = ("handoff_failures.",)
 
 
 def status_readings(status: Status) -> Readings:
-    """All of it but the histograms and counters that are instruments: those are read from these. Raises KeyError for a
-    total that has no metric."""
+    """All of it but the histograms and counters that are instruments: those are read from these. A total that has no
+    metric is left out, see `unknown_totals`."""
     depths = {name: depth for name, depth in status.queues.items() if name not in NOT_DEPTHS}
     owners = {owner: count for owner, count in status.blocks.items() if owner != "total"}
     readings: Readings = {
@@ -82,12 +83,18 @@ def status_readings(status: Status) -> Readings:
     for name, metric in NOT_DEPTHS.items():
         readings[metric] = plain(status.queues[name])
     for total, value in status.totals.items():
-        if total in SAID_OTHERWISE or total.startswith(COUNTERS):
-            continue
         if total.startswith(DELAYER_REASON):
             reason = total.removeprefix(DELAYER_REASON)
             readings.setdefault("kvrelay.prefill_delay.reasons", []).extend(points("reason", {reason: value}))
             continue
+        if total not in TOTALS:
+            continue
         metric, attribute, of = TOTALS[total]
         readings.setdefault(metric, []).extend(points(attribute, {of: value}) if attribute else plain(value))
     return readings
+
+
+def unknown_totals(status: Status) -> set[str]:
+    """Totals that somebody forgot to make a metric of."""
+    known = TOTALS.keys() | SAID_OTHERWISE
+    return {total for total in status.totals.keys() - known if not total.startswith((*COUNTERS, DELAYER_REASON))}

@@ -12,6 +12,8 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.engine.batch import ModelRunner, ModelSpec
 from kvrelay.engine.calibrate import measure_costs
@@ -45,7 +47,8 @@ from kvrelay.telemetry.pages import Page, Pages
 from kvrelay.telemetry.process_readings import process_readings
 from kvrelay.telemetry.prometheus import metrics_page
 from kvrelay.telemetry.readings import Point, Readings, merged
-from kvrelay.telemetry.sequence_spans import SequenceSpans
+from kvrelay.telemetry.sequence_stays import SequenceStays
+from kvrelay.telemetry.stages import RecentStages
 from kvrelay.worker.cache_events import CacheEvents
 from kvrelay.worker.context import Role, WorkerContext
 from kvrelay.worker.delayer_group import DelayerGroup, GroupDiscovery
@@ -91,6 +94,7 @@ class WorkerShell:
         self._discovery: GroupDiscovery | None = None
         self._instruments = Instruments()
         self._export = Export()
+        self._recent = RecentStages()
         self._routers: dict[str, PeerRef] = {}  # those that ask for reports, by their ids
         self._pages = Pages(
             {
@@ -143,10 +147,9 @@ class WorkerShell:
             await asyncio.to_thread(self._calibrate, runner)
         self._metrics = self._metrics_store()
         launcher = TimedLauncher if config.backend == "simulated" else ThreadLauncher
-        tracer = self._export.tracer
-        spans = SequenceSpans(config.role, tracer) if tracer is not None else None
+        self._stays = SequenceStays(config.role, self._recent, self._export.tracer)
         self.steps = StepLoop(
-            runner, self.scheduler, self._metrics, overlap=config.overlap, make_launcher=launcher, spans=spans
+            runner, self.scheduler, self._metrics, overlap=config.overlap, make_launcher=launcher, stays=self._stays
         )
         self.delayer = self._make_delayer()
         self.scheduler.prefill_gate = self.delayer
@@ -176,6 +179,7 @@ class WorkerShell:
             instruments=self._instruments,
             metrics=self._metrics,
             tracer=self._export.tracer,
+            recent=self._recent,
         )
 
     async def main_loop(self) -> None:
@@ -390,7 +394,11 @@ class WorkerShell:
         elif isinstance(event.body, StatusQuery):
             self._routers[event.peer.peer_id] = event.peer
             plain, named = self._load_reports()
-            self.messenger.send(event.peer, self._status(event.body.query, named.get(event.peer, plain)))
+            status = self._status(event.body.query, named.get(event.peer, plain))
+            if event.body.request:
+                stages = self._recent.of(event.body.request) + self._stays.open_stages(event.body.request)
+                status = msgspec.structs.replace(status, stages=stages)
+            self.messenger.send(event.peer, status)
         else:
             self.role.on_message(event)
             if len(self._routers) > 1 and isinstance(event.body, Prefill | Generate):

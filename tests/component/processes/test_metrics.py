@@ -15,6 +15,7 @@ from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.telemetry.catalogue import METRICS, Service
 from kvrelay.telemetry.prometheus import prometheus_name
 from kvrelay.telemetry.readings import Readings
+from kvrelay.worker.readings import unknown_totals
 from kvrelay_router.server import RouterServer
 from tests.fakes.hash_runner import HashRunner
 from tests.fakes.waiting import until
@@ -51,9 +52,11 @@ async def test_a_workers_page_has_what_is_documented(redis_server: EmbeddedRedis
         redis_prefix=f"test-{secrets.token_hex(4)}",
         http_port=0,
         prefill_delayer=role == "decode",
+        prefill_delayer_group="g" if role == "decode" else "",
     )
     await worker.start()
     check(worker.shell._readings(), role)
+    assert unknown_totals(worker.shell._status(1)) == set()
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{worker.shell._pages.port}") as http:
         answer = await http.get("/metrics")
     assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"

@@ -73,6 +73,9 @@ def _add_operations(app: FastAPI, service: ApiService) -> None:
         ("/ready", operations.ready),
         ("/version", operations.version),
         ("/fleet", operations.fleet),
+        ("/dashboard", operations.dashboard),
+        ("/requests", operations.requests),
+        ("/requests/{request_id:path}/timeline", operations.timeline),
         ("/requests/{request_id:path}", operations.request),
     ]
     for path, endpoint in routes:

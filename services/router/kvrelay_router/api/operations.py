@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from starlette.responses import Response
@@ -10,6 +11,15 @@ from starlette.responses import Response
 from kvrelay_router.api.errors import ApiError, json_response, model_not_found, no_worker_ready
 from kvrelay_router.api.service import ApiService
 
+DASHBOARD = Path(__file__).parent / "dashboard.html"
+DASHBOARD_HEADERS = {
+    "cache-control": "no-cache",
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+}
+MAX_LISTED = 100
 ANSWER_PREFIXES = ("chatcmpl-", "cmpl-")
 
 
@@ -65,14 +75,34 @@ class OperationRoutes:
         """What became of a request, or 404. Takes `x-request-id` and answer ids; several prompts give a list."""
         found = self._recent(request_id) or self._recent(_bare(request_id))
         if not found:
-            router_id = self._service.settings.router_id
-            raise ApiError(
-                f"No request '{request_id}' is known to {router_id}: the router that served it names itself in the "
-                f"answer's header x-kvrelay-router",
-                status=404,
-                code="request_not_found",
-            )
+            raise self._not_found(request_id)
         return json_response(found[0] if len(found) == 1 else {"requests": found})
+
+    async def requests(self) -> Response:
+        """The latest requests, the newest first."""
+        return json_response({"requests": self._service.dispatcher.recent_requests(MAX_LISTED)})
+
+    async def timeline(self, request_id: str) -> Response:
+        """What happened to a request when, or 404. Takes the names that `request` takes."""
+        for name in (request_id, _bare(request_id)):
+            found = [await self._service.dispatcher.timeline(each) for each in self._service.aliases.resolve(name)]
+            known = [timeline for timeline in found if timeline is not None]
+            if known:
+                return json_response({"timelines": known})
+        raise self._not_found(request_id)
+
+    async def dashboard(self) -> Response:
+        """The fleet page. It holds no data: it asks for them, with a key where one is needed."""
+        return Response(DASHBOARD.read_bytes(), media_type="text/html", headers=DASHBOARD_HEADERS)
+
+    def _not_found(self, request_id: str) -> ApiError:
+        router_id = self._service.settings.router_id
+        return ApiError(
+            f"No request '{request_id}' is known to {router_id}: the router that served it names itself in the "
+            f"answer's header x-kvrelay-router",
+            status=404,
+            code="request_not_found",
+        )
 
     def _recent(self, name: str) -> list[dict[str, Any]]:
         requests = map(self._service.dispatcher.recent_request, self._service.aliases.resolve(name))

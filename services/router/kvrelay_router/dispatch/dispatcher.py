@@ -55,6 +55,7 @@ from kvrelay_router.dispatch.placement import Placement, PromptPrefixes
 from kvrelay_router.dispatch.records import RequestRecord, RequestRecords
 from kvrelay_router.dispatch.runner import SequenceRunner
 from kvrelay_router.dispatch.running import DispatchSettings, Running, RunningSequence
+from kvrelay_router.dispatch.timeline import latency_of, timeline_of
 from kvrelay_router.dispatch.tracing import AttemptTracing
 from kvrelay_router.dispatch.tries import PROVEN_TOKENS
 from kvrelay_router.fleet_view import FleetView, KnownWorker, WorkerState
@@ -72,6 +73,8 @@ HEARD_LATELY_SIGNS = 3
 which is known for sure only later."""
 LONG_PROMPT_TOKENS = 4096
 """Longer prompts are not hashed on the event loop, which a block takes about a microsecond of."""
+LATENCY_REQUESTS = 500
+"""Percentiles in `/fleet` are of so many of the latest requests."""
 OUTCOMES = ("submitted", "finished", "failed", "timed_out", "cancelled", "refused")
 
 
@@ -239,6 +242,7 @@ class RouterDispatcher:
             },
             "workers": self._describe_workers(live),
             **self._figures(),
+            "latency": latency_of(self._records.latest(LATENCY_REQUESTS)),
             "last_decisions": list(self._placement.last_decisions),
         }
 
@@ -279,6 +283,18 @@ class RouterDispatcher:
         """See `Dispatcher`."""
         record = self._records.get(request_id)
         return record.as_json() if record is not None else None
+
+    def recent_requests(self, limit: int) -> list[dict[str, Any]]:
+        """See `Dispatcher`."""
+        return [record.summary() for record in self._records.latest(limit)]
+
+    async def timeline(self, request_id: str) -> dict[str, Any] | None:
+        """See `Dispatcher`."""
+        record = self._records.get(request_id)
+        if record is None:
+            return None
+        stages = await self.watch.ask_about(request_id, record.workers(), self.settings.live_timeout_s)
+        return timeline_of(record, stages)
 
     # -- beginnings and ends ------------------------------------------------------------------------------------------
 

@@ -154,6 +154,14 @@ class Dispatcher(Protocol):
         """All workers with role, state, queues and blocks by owner, asked live; JSON-ready."""
         ...
 
+    def recent_requests(self, limit: int) -> list[dict[str, Any]]:
+        """The latest requests, the newest first: id, state, tokens, times; JSON-ready."""
+        ...
+
+    async def timeline(self, request_id: str) -> dict[str, Any] | None:
+        """What happened to a recent request when, on the router and its workers, asked live; JSON-ready."""
+        ...
+
     def recent_request(self, request_id: str) -> dict[str, Any] | None:
         """Attempts, workers and block counters of a running or lately finished request; JSON-ready."""
         ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -109,6 +110,34 @@ class RequestRecord:
         attempt.decode = decode.peer_id if decode is not None else None
         attempt.reassigned.append({"decode": attempt.decode, "cause": cause, "at_ms": self.elapsed_ms()})
 
+    def workers(self) -> set[str]:
+        """All that took part in any attempt."""
+        attempts = [attempt for sequence in self.sequences for attempt in sequence.attempts]
+        named = {name for attempt in attempts for name in (attempt.prefill, attempt.decode) if name}
+        return named | {each["decode"] for attempt in attempts for each in attempt.reassigned if each["decode"]}
+
+    def first_token_ms(self) -> float | None:
+        """Of any sequence, since the request was submitted."""
+        return min((each.first_token_ms for each in self.sequences if each.first_token_ms is not None), default=None)
+
+    def finished_ms(self) -> float | None:
+        """When its last sequence ended; None while one goes on."""
+        ends = [sequence.finished_ms for sequence in self.sequences]
+        return max((end for end in ends if end is not None), default=None) if None not in ends else None
+
+    def summary(self) -> dict[str, Any]:
+        """One line of a list, JSON-ready."""
+        return {
+            "request_id": self.request_id,
+            "state": self.state,
+            "submitted_unix_s": self.submitted_unix_s,
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "num_output_tokens": sum(sequence.num_output_tokens for sequence in self.sequences),
+            "num_attempts": max((len(sequence.attempts) for sequence in self.sequences), default=0),
+            "first_token_ms": self.first_token_ms(),
+            "finished_ms": self.finished_ms(),
+        }
+
     def as_json(self) -> dict[str, Any]:
         """JSON-ready."""
         return {
@@ -139,6 +168,10 @@ class RequestRecords:
     def get(self, request_id: str) -> RequestRecord | None:
         """None where it is unknown or forgotten."""
         return self._records.get(request_id)
+
+    def latest(self, limit: int) -> list[RequestRecord]:
+        """The newest first."""
+        return list(islice(reversed(self._records.values()), limit))
 
     def usage_came_late(self, request_id: str, sequence: int, usage: SequenceUsage) -> None:
         """Block counters of a sequence that the router ended itself, by a stop string."""

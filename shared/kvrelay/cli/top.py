@@ -1,0 +1,132 @@
+"""`kvrelay top`: the fleet in a terminal, from a router's `/fleet`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from http.client import HTTPException
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+KEY_VARIABLE = "KVRELAY_API_KEY"
+OTHERS = frozenset({"queued_tokens", "tombstones", "sender_lost"})
+"""Of a worker's queues, those that are none."""
+
+
+def top(argv: Sequence[str]) -> int:
+    """Until Ctrl-C; returns the exit status: 1 where the router did not answer the first time."""
+    parser = argparse.ArgumentParser(
+        prog="kvrelay top",
+        description=f"Shows the fleet as a router sees it. A key, where one is needed, comes from {KEY_VARIABLE}.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("url", nargs="?", default=DEFAULT_URL, help=f"the router (default: {DEFAULT_URL})")
+    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between looks (default: 1)")
+    parser.add_argument("--once", action="store_true", help="show it once and end")
+    arguments = parser.parse_args(argv)
+    if not arguments.url.startswith(("http://", "https://")):
+        parser.error(f"{arguments.url!r} must start with http:// or https://")
+    if not 0.1 <= arguments.interval <= 3600:
+        parser.error("--interval must be from 0.1 to 3600")
+    try:
+        fleet = ask(arguments.url)
+    except (OSError, HTTPException, ValueError) as error:
+        print(f"kvrelay top: {arguments.url}: {error}", file=sys.stderr)
+        return 1
+    if arguments.once:
+        Console().print(view(fleet))
+        return 0
+    with contextlib.suppress(KeyboardInterrupt):
+        _follow(arguments.url, arguments.interval, fleet)
+    return 0
+
+
+def ask(url: str) -> dict[str, Any]:
+    """A router's `/fleet`. Raises OSError, HTTPException, ValueError."""
+    key = os.environ.get(KEY_VARIABLE)
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    request = urllib.request.Request(f"{url.rstrip('/')}/fleet", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            found: dict[str, Any] = json.load(answer)
+    except urllib.error.HTTPError as error:
+        hint = f"; set {KEY_VARIABLE}" if error.code == 401 else ""
+        raise ValueError(f"the router answers {error.code}{hint}") from error
+    return found
+
+
+def _follow(url: str, interval_s: float, fleet: dict[str, Any]) -> None:
+    with Live(view(fleet), auto_refresh=False, screen=True) as live:
+        while True:
+            time.sleep(interval_s)
+            try:
+                fleet = ask(url)
+            except (OSError, HTTPException, ValueError) as error:
+                live.update(Group(Text(f"{url}: {error}", style="red"), view(fleet)), refresh=True)
+            else:
+                live.update(view(fleet), refresh=True)
+
+
+def view(fleet: Mapping[str, Any]) -> RenderableType:
+    """What a router answered, as tables."""
+    return Group(_head(fleet), _workers(fleet["workers"]))
+
+
+def _head(fleet: Mapping[str, Any]) -> RenderableType:
+    requests, cache, latency = fleet["requests"], fleet["cache"], fleet["latency"]
+    grid = Table.grid(padding=(0, 2))
+    registry = fleet["router"]["registry"]
+    grid.add_row("router", fleet["router"]["router_id"], "registry", registry, "index", fleet["prefix_index"]["state"])
+    grid.add_row(
+        *("running", str(requests["running"]), "finished", str(requests["finished"])),
+        *("failed", f"{requests['failed']}, {requests['retries']} retries"),
+    )
+    grid.add_row("first token", _three(latency["ttft_ms"]), "per token", _three(latency["tpot_ms"]))
+    found, predicted = (_share(cache[f"{view}_tokens"], cache["prompt_tokens"]) for view in ("found", "predicted"))
+    grid.add_row("cache hits", f"{found}, {predicted} expected")
+    if fleet["fallback"]["active"]:
+        grid.add_row("fallback", Text(fleet["fallback"]["reason"], style="red"))
+    return grid
+
+
+def _workers(workers: Sequence[Mapping[str, Any]]) -> RenderableType:
+    table = Table(expand=True)
+    for title in ("worker", "state", "queues", "blocks held", "cached", "of", "tokens in", "tokens out"):
+        table.add_column(title, no_wrap=title == "worker")
+    for worker in workers:
+        blocks, totals = worker["blocks"], worker["totals"]
+        queues = [f"{name} {depth}" for name, depth in worker["queues"].items() if depth and name not in OTHERS]
+        held = {owner: n for owner, n in blocks.items() if n and owner not in ("free", "cached", "total")}
+        table.add_row(
+            Text(worker["worker_id"]),
+            Text(worker["state"], style="" if worker["state"] == "ready" else "red"),
+            Text(", ".join(queues) or "-"),
+            Text(", ".join(f"{owner} {n}" for owner, n in held.items()) or "-"),
+            str(blocks.get("cached", 0)),
+            str(blocks.get("total", 0)),
+            f"{totals.get('prefill_tokens', 0):,.0f}",
+            f"{totals.get('decode_tokens', 0):,.0f}",
+        )
+    return table
+
+
+def _three(percentiles: Mapping[str, float]) -> str:
+    if not percentiles:
+        return "-"
+    return " / ".join(f"{percentiles[name]:,.1f}" for name in ("p50", "p90", "p99")) + " ms"
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "-"

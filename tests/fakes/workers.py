@@ -177,11 +177,18 @@ class StubRouter:
         attempt: int = 1,
         num_output: int = 0,
         cache_salt: str = "",
+        sample: tuple[int, int] = (0, 1),
     ) -> Received:
+        """`sample`: its index, and the number of samples that the request wants."""
         prompt = Prompt(
-            tokens=pack_tokens(tokens), sampling=sampling, num_output=num_output, cache_salt=cache_salt, timeout_s=60
+            tokens=pack_tokens(tokens),
+            sampling=sampling,
+            num_output=num_output,
+            cache_salt=cache_salt,
+            num_samples=sample[1],
+            timeout_s=60,
         )
-        return self._start(worker, Prefill(prompt=prompt, decode=decode), request, attempt)
+        return self._start(worker, Prefill(prompt=prompt, decode=decode), request, attempt, sample[0])
 
     def generate(
         self, worker: PeerRef, request: str, tokens: list[int], sampling: Sampling, attempt: int = 1
@@ -195,9 +202,9 @@ class StubRouter:
     def close(self) -> None:
         self.messenger.close(0)
 
-    def _start(self, worker: PeerRef, body: AnyBody, request: str, attempt: int) -> Received:
-        received = self.received[request, attempt, 0] = Received()
-        self.messenger.send(worker, body, request=request, attempt=attempt)
+    def _start(self, worker: PeerRef, body: AnyBody, request: str, attempt: int, sequence: int = 0) -> Received:
+        received = self.received[request, attempt, sequence] = Received()
+        self.messenger.send(worker, body, request=request, attempt=attempt, sequence=sequence)
         return received
 
     def _on_event(self, event: LinkEvent) -> None:

@@ -6,7 +6,10 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from kvrelay.kv.cache import PrefixCache
 from kvrelay.kv.errors import BlockError, IntegrityError, OutOfBlocks
 from kvrelay.kv.pool import BlockPool, Owner
 from kvrelay.kv.table import BlockTable, CopyInstruction, copy_on_write, finish_copy
@@ -229,3 +232,42 @@ def test_copy_on_write_without_room_changes_nothing() -> None:
         copy_on_write(pool, table, 0)
     assert table.ids.tolist() == [0]
     assert pool.num_holds(0) == 2
+
+
+def test_blocks_for_many_are_the_free_neighbours_of_their_last_ones() -> None:
+    pool = BlockPool(16, 16)
+    first, second = pool.allocate(2, Owner.RUNNING), pool.allocate(2, Owner.RUNNING)
+    assert (first, second) == ([0, 1], [2, 3])
+    assert pool.allocate_each([3, 1, 3], Owner.RUNNING) == [4, 5, 6]  # behind 1 and 4 somebody is already
+    assert pool.counts()[Owner.RUNNING] == 7
+    pool.check_integrity()
+
+
+def test_blocks_for_many_come_from_the_cache_where_none_is_free() -> None:
+    pool = BlockPool(8, 16)
+    cache = PrefixCache(pool)
+    kept = pool.allocate(8, Owner.RUNNING)
+    cache.insert([bytes([number]) * 16 for number in range(6)], kept[:6])
+    pool.release(kept[:6], Owner.RUNNING)
+    with pytest.raises(OutOfBlocks):
+        pool.allocate_each([7] * 7, Owner.RUNNING)
+    assert (pool.num_free, cache.num_cached) == (0, 6)
+    taken = pool.allocate_each([6, 4, 2, 2], Owner.RUNNING)  # evicted are 5, 4, 3 and 2
+    assert taken == [2, 5, 3, 4]
+    assert cache.num_cached == 2
+    pool.check_integrity()
+
+
+@given(st.lists(st.integers(0, 31), min_size=0, max_size=12), st.integers(0, 16), st.integers(0, 8))
+def test_blocks_for_many_are_as_many_new_ones(after: list[int], num_cached: int, num_held: int) -> None:
+    pool = BlockPool(32, 16)
+    cache = PrefixCache(pool)
+    chain = pool.allocate(num_cached, Owner.RUNNING)
+    held = pool.allocate(num_held, Owner.RUNNING)
+    cache.insert([number.to_bytes(16, "little") for number in range(num_cached)], chain)
+    pool.release(chain, Owner.RUNNING)
+    taken = pool.allocate_each(after, Owner.COMPUTING)
+    assert len(taken) == len(set(taken)) == len(after)
+    assert not set(taken) & set(held)
+    assert {pool.owner_of(block) for block in taken} <= {Owner.COMPUTING}
+    pool.check_integrity()

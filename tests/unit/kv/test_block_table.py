@@ -66,3 +66,14 @@ def test_only_blocks_in_the_table_can_be_replaced(index: int) -> None:
     with pytest.raises(IndexError):
         table.truncate(3)
     assert table.ids.tolist() == [1, 2]
+
+
+def test_the_last_block() -> None:
+    table = BlockTable(16, [9, 3])
+    assert (table.last, table.num_blocks, table.capacity_tokens) == (3, 2, 32)
+    table.append([7])
+    assert (table.last, table.num_blocks, table.capacity_tokens) == (7, 3, 48)
+    table.clear()
+    assert (table.num_blocks, table.capacity_tokens) == (0, 0)
+    with pytest.raises(IndexError, match="no last block"):
+        _ = table.last

@@ -31,17 +31,22 @@ def own_identity() -> str:
 
 def has_ended(identity: str) -> bool:
     """Whether none of that process's threads can run any more. False also where that cannot be known."""
-    machine, _, rest = identity.partition("/")
-    process_id, _, start_time = rest.partition("/")
-    try:
-        if not process_id.isdecimal() or machine != _machine():
-            return False
-    except OSError:
+    if not can_be_seen(identity):
         return False
+    _, process_id, start_time = identity.split("/")
     fields = _stat(int(process_id))
     if not fields or fields[_START_TIME] != start_time:
         return True
     return fields[_STATE] in _ENDED and _num_threads(int(process_id)) <= 1
+
+
+def can_be_seen(identity: str) -> bool:
+    """Whether `has_ended` could tell about that process: it is, or was, where this one would see it."""
+    machine, _, rest = identity.partition("/")
+    try:
+        return rest.partition("/")[0].isdecimal() and machine == _machine()
+    except OSError:
+        return False
 
 
 def _machine() -> str:

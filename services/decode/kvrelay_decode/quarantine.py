@@ -6,8 +6,10 @@ States of an entry:
 2. LOST     the sender fell silent, or forgot us. Silence is no proof of death: a stopped process wakes up in the middle
             of a copy. It is told Released again and again, less and less often, so that one that wakes up answers; and
             its process is looked for, where it ran on this machine.
-3. PROVEN   it drained, its process has ended, or a newer start of it took its place (a worker's id belongs to one
-            process at a time). What sockets still held of it gets `SETTLE_TICKS` to come in. Then the slots are free.
+3. PROVEN   it drained, its process has ended, or a newer start of it took its place where its process cannot be seen
+            from here (a worker's id belongs to one process at a time). Where it can be seen, only its end counts: it
+            may have been stopped, and a second one started under its name. What sockets still held of it gets
+            `SETTLE_TICKS` to come in. Then the slots are free.
 
 Without a proof they stay here as long as this process lives. How many that can be is bounded, see `shares.py`.
 """
@@ -44,10 +46,12 @@ class Due:
 
 
 class Quarantine:
-    """See the module's text. `has_ended` says of a process's identity whether it provably is no more."""
+    """See the module's text. `has_ended` says of a process's identity whether it provably is no more, `can_be_seen`
+    whether that could be known."""
 
-    def __init__(self, has_ended: Callable[[str], bool]) -> None:
+    def __init__(self, has_ended: Callable[[str], bool], can_be_seen: Callable[[str], bool]) -> None:
         self._has_ended = has_ended
+        self._can_be_seen = can_be_seen
         self._entries: dict[SequenceKey, _Entry] = {}
 
     def __len__(self) -> int:
@@ -71,7 +75,7 @@ class Quarantine:
         for entry in self._entries.values():
             if entry.peer != peer:
                 continue
-            if replaced:
+            if replaced and not self._can_be_seen(entry.process):
                 self._prove(entry)
             elif not entry.lost:
                 entry.lost = True

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from kvrelay.engine.batch import SequenceKey
 from kvrelay.kv.pool import Owner
-from kvrelay.process_identity import has_ended
+from kvrelay.process_identity import can_be_seen, has_ended
 from kvrelay.protocol.messages import (
     Abort,
     Committed,
@@ -75,7 +75,7 @@ class Receiving:
         self._reservation_numbers = itertools.count(1)
         self._wishes = Wishes(context.scheduler, context.blocks, requests, self._is_within_share)
         self._shares = Shares(context.pool.num_blocks)
-        self._quarantine = Quarantine(has_ended)
+        self._quarantine = Quarantine(has_ended, can_be_seen)
         self._pairs: dict[PeerRef, str] = {}  # the transport that was last taken with a prefill worker
         self._meter = HandoffMeter(
             "decode", context.spec.block_bytes, context.instruments, context.metrics, context.tracer, context.recent

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvrelay.process_identity import has_ended, identity_of, own_identity
+from kvrelay.process_identity import can_be_seen, has_ended, identity_of, own_identity
 
 pytestmark = [pytest.mark.component, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 
@@ -27,6 +27,7 @@ def test_a_running_or_stopped_process_has_not_ended(process: subprocess.Popen[by
     process.send_signal(signal.SIGSTOP)
     assert not has_ended(identity)
     assert not has_ended(own_identity())
+    assert can_be_seen(identity) and can_be_seen(own_identity())
 
 
 def test_a_killed_one_has_as_soon_as_it_is_a_zombie(process: subprocess.Popen[bytes]) -> None:
@@ -49,3 +50,4 @@ def test_another_process_under_the_same_number_is_not_it() -> None:
 @pytest.mark.parametrize("identity", ["", "nonsense", "other-machine:pid:[1]/1/1", "a/b/c"])
 def test_nothing_is_said_of_what_cannot_be_seen(identity: str) -> None:
     assert not has_ended(identity)
+    assert not can_be_seen(identity)

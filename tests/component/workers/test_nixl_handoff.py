@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 
@@ -14,6 +15,8 @@ from kvrelay.process_identity import identity_of
 from kvrelay.protocol.messages import Reassign
 from kvrelay.protocol.sampling import Sampling
 from kvrelay_decode import receiving
+from kvrelay_decode.quarantine import SETTLE_TICKS, Due
+from kvrelay_decode.service import DecodeRole
 from kvrelay_prefill import service as prefill_service
 from tests.component.transfer.transports import NO_NIXL
 from tests.component.workers.rig import Fleet, cancel_and_stop_at_any_moment, fleet, prompt_of, run
@@ -111,25 +114,64 @@ def test_slots_of_a_silent_prefill_worker_stay_in_quarantine_until_its_process_h
             process.kill()
 
 
-def test_slots_of_a_silent_prefill_worker_are_free_when_its_successor_speaks(redis_url: str) -> None:
-    async def test() -> None:
-        runners = [HashRunner(), HashRunner()]
-        runners[0].hold_after(4)
-        settings = {"token_budget": 16, "max_running": 16, "transfer": "nixl"}
-        async with fleet(redis_url, [], runners[1:], **settings) as f:
-            old = LocalWorker(redis_url, "prefill", runners[0], worker_id="p", **settings)
-            await old.start()
-            f.router.prefill(old.me, f.decode[0].me, "a", prompt_of(400), GREEDY)
-            await until_reserved(f)
-            old.die()
-            new = LocalWorker(redis_url, "prefill", HashRunner(), worker_id="p", **settings)
-            f.prefill.append(new)
-            await new.start()
-            got = f.router.prefill(new.me, f.decode[0].me, "a", prompt_of(400), GREEDY, attempt=2)
-            assert (await got.finished()).output == expected_tokens(prompt_of(400), GREEDY, 512)
-            await f.until_clean()
+async def successor_speaks(redis_url: str, then: Callable[[LocalWorker], Awaitable[None]]) -> None:
+    """A prefill worker falls silent in the middle of a handoff, and a second one is started under its name."""
+    runners = [HashRunner(), HashRunner()]
+    runners[0].hold_after(4)
+    settings = {"token_budget": 16, "max_running": 16, "transfer": "nixl"}
+    async with fleet(redis_url, [], runners[1:], **settings) as f:
+        old = LocalWorker(redis_url, "prefill", runners[0], worker_id="p", **settings)
+        await old.start()
+        f.router.prefill(old.me, f.decode[0].me, "a", prompt_of(400), GREEDY)
+        await until_reserved(f)
+        old.die()
+        new = LocalWorker(redis_url, "prefill", HashRunner(), worker_id="p", **settings)
+        f.prefill.append(new)
+        await new.start()
+        got = f.router.prefill(new.me, f.decode[0].me, "b", prompt_of(300), GREEDY)
+        assert (await got.finished()).output == expected_tokens(prompt_of(300), GREEDY, 512)
+        await then(f.decode[0])
+        await f.until_clean()
 
-    run(test)
+
+def test_slots_of_a_silent_prefill_worker_elsewhere_are_free_when_its_successor_speaks(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def then(decode: LocalWorker) -> None:
+        assert decode.shell.role.totals()["quarantines"] == 1
+
+    monkeypatch.setattr(prefill_service, "own_identity", lambda: "another-machine:pid:[1]/1/1")
+    run(lambda: successor_speaks(redis_url, then))
+
+
+def test_slots_stay_in_quarantine_while_the_silent_prefill_worker_is_seen_to_live_whoever_has_its_name(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is stopped: it may wake up in the middle of a copy."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
+
+        async def then(decode: LocalWorker) -> None:
+            role = decode.shell.role
+            assert isinstance(role, DecodeRole)
+            quarantine = role._receiving._quarantine
+            num_ticks, tick = 0, quarantine.tick
+
+            def counted(now: float) -> Due:
+                nonlocal num_ticks
+                num_ticks += 1
+                return tick(now)
+
+            monkeypatch.setattr(quarantine, "tick", counted)
+            await until(lambda: num_ticks > 2 * SETTLE_TICKS)
+            assert decode.blocks["quarantined"] == 25
+            process.kill()
+
+        process.send_signal(signal.SIGSTOP)
+        monkeypatch.setattr(prefill_service, "own_identity", lambda: identity_of(process.pid))
+        try:
+            run(lambda: successor_speaks(redis_url, then))
+        finally:
+            process.kill()
 
 
 def test_slots_of_a_prefill_worker_that_was_only_out_of_reach_are_free_when_it_answers(redis_url: str) -> None:

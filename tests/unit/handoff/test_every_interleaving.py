@@ -48,6 +48,7 @@ def test_two_requests_share_pools_that_hold_one(one_sided: bool) -> None:
 
 
 LARGE = {
+    "a link breaks, one attempt of one block": replace(TINY, max_attempts=1, budget=(("cut", 1),)),
     "a link breaks": Size(budget=(("cut", 1),)),
     "two of each": replace(TINY, num_requests=2, prefills=("p1", "p2"), decodes=("d1", "d2")),
     "two decode workers, one dies": replace(TINY, decodes=("d1", "d2"), budget=(("die", 1),)),

@@ -21,7 +21,8 @@ class Machine:
 
     def __init__(self) -> None:
         self.ended: set[str] = set()
-        self.quarantine = Quarantine(self.ended.__contains__)
+        self.seen: set[str] = set()  # from here
+        self.quarantine = Quarantine(self.ended.__contains__, self.seen.__contains__)
 
     def safe_after(self, num_ticks: int, now: float = 0.0) -> list[tuple[str, int, int]]:
         return [key for _ in range(num_ticks) for key in self.quarantine.tick(now).safe]
@@ -65,6 +66,16 @@ def test_a_newer_start_is_one_also_after_silence(machine: Machine) -> None:
     assert machine.safe_after(100) == []
     machine.quarantine.lost(PEER, 0.0, replaced=True)
     assert machine.safe_after(100) == [KEY]
+
+
+def test_a_newer_start_is_none_while_the_older_process_is_seen_to_live(machine: Machine) -> None:
+    """Stopped in the middle of a copy, and a second one was started under its name: it may wake up."""
+    machine.seen.add("process")
+    machine.quarantine.lost(PEER, 0.0, replaced=True)
+    assert machine.quarantine.num_lost == 1
+    assert machine.safe_after(1000, HOUR_S) == []
+    machine.ended.add("process")
+    assert machine.safe_after(SETTLE_TICKS) == [KEY]
 
 
 def test_a_silent_sender_is_asked_less_and_less_often(machine: Machine) -> None:

@@ -56,6 +56,6 @@ def freeze(value: Any) -> Hashable:
     frozen: Hashable = value.__dict__.get("_frozen")
     if frozen is None:
         frozen = value.__dict__["_frozen"] = tuple(
-            freeze(item) for name, item in vars(value).items() if name not in ("spec", "_has_ended")
+            freeze(item) for name, item in vars(value).items() if name not in ("spec", "_has_ended", "_can_be_seen")
         )
     return frozen

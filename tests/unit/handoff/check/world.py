@@ -802,7 +802,7 @@ def start(size: Size, make: Callable[..., World] = World) -> World:
         attempts={name: SequenceAttempts(spec) for name in names},
         senders={p: {} for p in size.prefills},
         receivers={d: {} for d in size.decodes},
-        quarantines={d: Quarantine(bool) for d in size.decodes},
+        quarantines={d: Quarantine(bool, bool) for d in size.decodes},
         budget=dict(size.budget),
         wishes={name: router.FindPlacement(1, "", frozenset()) for name in names},
     )

@@ -10,7 +10,7 @@ router is behind and joins several.
 - Added latency: requests at half of that rate, at random times on reused connections, to prefill workers that answer at
   once: all of the time to the first event is the router's and the way's.
 
-Usage: python -m benchmarks.router_cost [--repeats 5] [--write benchmarks/results/router.md]
+Usage: python -m benchmarks.router_cost [--repeats 5]
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -178,13 +177,8 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=5.0)
     parser.add_argument("--port", type=int, default=18473)
     parser.add_argument("--router", nargs="*", default=[], help="another command for the router, to profile it")
-    parser.add_argument("--write", type=Path)
     arguments = parser.parse_args()
-    rows = measure(arguments)
-    print("\n".join(rows))
-    if arguments.write is not None:
-        machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-        arguments.write.write_text(f"# What a router process costs\n\n{machine}.\n\n" + "\n".join(rows) + "\n")
+    print("\n".join(measure(arguments)))
 
 
 if __name__ == "__main__":

@@ -14,34 +14,20 @@ from collections.abc import Callable
 from typing import Any
 
 from kvrelay.messaging.messenger import Messenger
-from kvrelay.protocol.link import Delivered, LinkEvent, PeerLost, PeerRefused
+from kvrelay.protocol.link import LinkEvent
 from kvrelay.protocol.messages import (
-    Cancel,
-    Failed,
-    FirstToken,
-    NeedDecode,
-    PeerRef,
-    Status,
-    TokenBatch,
-    TokenEntry,
     pack_tokens,
 )
-from kvrelay.protocol.sampling import FinishReason
 from kvrelay.telemetry.event_log import EventLog
 from kvrelay.telemetry.tracing import Tracer
 from kvrelay_router.dispatch.attempt import SequenceAttempts, SequenceSpec
 from kvrelay_router.dispatch.events import (
-    AttemptFailed,
     Cancelled,
-    DecodeNeeded,
-    Event,
-    FirstTokenCame,
     StopMatched,
-    TokensCame,
     WorkerBack,
-    WorkerLost,
 )
 from kvrelay_router.dispatch.handle import RunningRequest
+from kvrelay_router.dispatch.inbox import Inbox
 from kvrelay_router.dispatch.interface import (
     GenerateRequest,
     ModelLimits,
@@ -50,14 +36,13 @@ from kvrelay_router.dispatch.interface import (
     RequestFailed,
     TooLate,
 )
-from kvrelay_router.dispatch.load import OutstandingLoad, worker_key
+from kvrelay_router.dispatch.load import OutstandingLoad
 from kvrelay_router.dispatch.placement import Placement, PromptPrefixes
 from kvrelay_router.dispatch.records import RequestRecord, RequestRecords
 from kvrelay_router.dispatch.runner import SequenceRunner
 from kvrelay_router.dispatch.running import DispatchSettings, Running, RunningSequence
 from kvrelay_router.dispatch.timeline import latency_of, timeline_of
 from kvrelay_router.dispatch.tracing import AttemptTracing
-from kvrelay_router.dispatch.tries import PROVEN_TOKENS
 from kvrelay_router.fleet_view import FleetView, KnownWorker, WorkerState
 from kvrelay_router.fleet_watch import FleetWatch, ListWorkers
 from kvrelay_router.prefix_index import FleetPrefixes
@@ -126,7 +111,15 @@ class RouterDispatcher:
         self._running: dict[RunningRequest, Running] = {}
         self._sequences: dict[tuple[str, int], RunningSequence] = {}
         self._counts: Counter[str] = Counter()
-        self._gone: list[WorkerLost] = []
+        self._inbox = Inbox(
+            self._sequences,
+            self._runner,
+            self._placement,
+            self.view,
+            self.messenger.send,
+            self.watch.on_status,
+            self._records.usage_came_late,
+        )
         self._is_accepting = True
         self._is_closed = False
         self._idle = asyncio.Event()
@@ -389,99 +382,10 @@ class RouterDispatcher:
     # -- from the workers ---------------------------------------------------------------------------------------------
 
     def _on_event(self, event: LinkEvent) -> None:
-        match event:
-            case Delivered():
-                self._on_message(event)
-            case PeerLost(peer=peer, reason=reason, by_peer=by_peer):
-                self.view.lost(peer, reason, time.monotonic())
-                self._worker_gone_soon(WorkerLost(peer, reason, by_peer))
-            case PeerRefused(peer=peer, reason=reason):
-                self.view.refused(peer, reason, time.monotonic())
-                self._worker_gone_soon(WorkerLost(peer, reason))
-
-    def _on_message(self, message: Delivered) -> None:
-        peer, header, body = message.peer, message.header, message.body
-        match body:
-            case TokenBatch(entries=entries):
-                for entry in entries:
-                    sequence = self._sequences.get((entry.request, entry.sequence))
-                    if self._placement.breakers.are_watching and _is_proof(entry, sequence):
-                        self._placement.breakers.succeeded(worker_key(peer))
-                    if sequence is not None:
-                        self._runner.feed(sequence, TokensCame(peer, entry))
-                    elif entry.usage is not None:
-                        self._records.usage_came_late(entry.request, entry.sequence, entry.usage)
-            case FirstToken():
-                self._placement.breakers.succeeded(worker_key(peer))
-                self._tell(message, FirstTokenCame(peer, header.attempt, body))
-            case NeedDecode(reason=reason, excluded=excluded, lacks=lacks):
-                if (header.request, header.sequence) in self._sequences:
-                    self._tell(message, DecodeNeeded(peer, header.attempt, reason, frozenset(excluded), lacks))
-                else:
-                    self._let_go(message)
-            case Failed(cause=cause, retriable=retriable, refused=refused):
-                if retriable and not refused and not self._lacks_decode(message):
-                    # Else no worker could serve it: the request is to blame, or its deadline, or the lack of workers,
-                    # or the worker drains.
-                    self._note_failure(peer, cause)
-                self._tell(message, AttemptFailed(peer, header.attempt, cause, retriable, refused))
-            case Status():
-                self.watch.on_status(peer, body)
-            case _:
-                log.warning("%s sent a %s, which is not for a router", peer.peer_id, type(body).__name__)
-
-    def _lacks_decode(self, message: Delivered) -> bool:
-        sequence = self._sequences.get((message.header.request, message.header.sequence))
-        return sequence is not None and sequence.machine.lacks_decode
-
-    def _note_failure(self, peer: PeerRef, cause: str) -> None:
-        if self._placement.breakers.failed(worker_key(peer), time.monotonic()):
-            log.warning("%s fails again and again and gets no requests for a while: %s", peer.peer_id, cause)
-
-    def _tell(self, message: Delivered, event: Event) -> None:
-        sequence = self._sequences.get((message.header.request, message.header.sequence))
-        if sequence is not None:
-            self._runner.feed(sequence, event)
-
-    def _let_go(self, question: Delivered) -> None:
-        """Prefill did not hear of the commit, and decode has finished since: nobody else would tell it."""
-        header = question.header
-        self.messenger.send(
-            question.peer,
-            Cancel(reason="the request is over"),
-            request=header.request,
-            attempt=header.attempt,
-            sequence=header.sequence,
-            trace=header.trace,
-        )
+        self._inbox.take(event)
 
     def _on_state(self, worker: KnownWorker, state: WorkerState, reason: str) -> None:
         log.info("worker %s is %s: %s", worker.record.worker_id, state, reason)
         if state in (WorkerState.READY, WorkerState.DRAINING):
             for sequence in list(self._sequences.values()):
                 self._runner.feed(sequence, WorkerBack(worker.peer))
-
-    def _worker_gone_soon(self, loss: WorkerLost) -> None:
-        """Once all that were lost at the same time are known: a retry placed on one of them would fail at once."""
-        self._placement.gone(loss.worker.peer_id)
-        if not self._gone:
-            asyncio.get_running_loop().call_soon(self._tell_of_the_gone)
-        self._gone.append(loss)
-
-    def _tell_of_the_gone(self) -> None:
-        gone, self._gone = self._gone, []
-        for loss in gone:
-            for sequence in list(self._sequences.values()):
-                if sequence.machine.involves(loss.worker):
-                    self._runner.feed(sequence, loss)
-
-
-def _is_proof(entry: TokenEntry, sequence: RunningSequence | None) -> bool:
-    """Whether a decode worker has done well: to the end, or for long enough. Once an attempt, so that what it began
-    before it became bad does not speak for it for as long as that runs."""
-    if entry.finish is not None:
-        return entry.finish is not FinishReason.ABORT
-    if sequence is None or entry.attempt != sequence.machine.attempt:
-        return False
-    proven_at = sequence.machine.num_resumed + PROVEN_TOKENS
-    return entry.index < proven_at <= entry.index + len(entry.token_ids)

@@ -5,7 +5,8 @@ same blocks, as a prefill and a decode worker do.
 
 - lookups: chains of 64, 256 and 768 blocks that two workers hold whole; one in a round trip and sixteen, as a router
   asks that has more requests than one while its replica loads; as one client sees it (on a shared machine: a lower
-  bound), and the CPU time that it takes. Beside it what a round trip of that client takes that does nothing
+  bound), and the CPU time that it takes; medians of seven turns in which the two alternate, with the range of their
+  factors. Beside it what a round trip of that client takes that does nothing: nothing can be faster, one at a time
 - updates: blocks stored in batches of 1000, seen by one client
 - memory: used_memory for each distinct block, without and with the stream (whose entries are trimmed after 30 s)
 - replica: the router's lookup in its own copy
@@ -26,6 +27,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import islice, product
 from pathlib import Path
@@ -52,6 +54,7 @@ from kvrelay.kv.cache import Removed, Stored
 NUM_WORKERS = 256
 LENGTHS = (64, 256, 768)
 TOGETHER = (1, 16)
+TURNS = 7
 BATCH = 1000
 MODEL, PREFIX = "m", "kvrelay"
 Hash = bytes
@@ -129,13 +132,16 @@ class HashPerBlock:
         """There is none."""
 
 
+Design = Index | HashPerBlock
+
+
 def server_us(client: Any) -> float:
     """CPU time of the server in microseconds."""
     cpu = client.info("cpu")
     return 1e6 * float(cpu["used_cpu_user"] + cpu["used_cpu_sys"])
 
 
-def measure_design(design: Index | HashPerBlock, client: Any, chains: list[list[Hash]]) -> dict[str, float]:
+def measure_design(design: Design, client: Any, chains: list[list[Hash]]) -> dict[str, float]:
     """Rates a second, microseconds, bytes a block."""
     before = client.info("memory")["used_memory"]
     num_blocks = sum(map(len, chains))
@@ -150,16 +156,31 @@ def measure_design(design: Index | HashPerBlock, client: Any, chains: list[list[
     design.drop_stream()
     found["memory"] = (client.info("memory")["used_memory"] - before) / num_blocks
     found["ping_us"] = time_call(client.ping, 1000)
+    return found
+
+
+def compare_lookups(designs: Sequence[tuple[Design, Any]], chains: list[list[Hash]]) -> dict[str, dict[str, float]]:
+    """Both designs in turns, so that what else runs here meets both: medians, and the range of the factors."""
+    found: dict[str, dict[str, float]] = {design.name: {} for design, _ in designs}
     for length, at_once in product(LENGTHS, TOGETHER):
-        found |= measure_lookups(design, client, chains, length, at_once)
+        runs = [
+            {design.name: measure_lookups(design, client, chains, length, at_once) for design, client in designs}
+            for _ in range(TURNS)
+        ]
+        for name, kept in found.items():
+            kept |= {key: statistics.median(run[name][key] for run in runs) for key in runs[0][name]}
+        for key in runs[0][Index.name]:
+            factors = [run[HashPerBlock.name][key] / run[Index.name][key] for run in runs]
+            factors = [1 / factor for factor in factors] if key.startswith("lookup_") and "_us_" not in key else factors
+            found[Index.name] |= {f"{key}_least": min(factors), f"{key}_most": max(factors)}
     return found
 
 
 def measure_lookups(
-    design: Index | HashPerBlock, client: Any, chains: list[list[Hash]], length: int, at_once: int
+    design: Design, client: Any, chains: list[list[Hash]], length: int, at_once: int
 ) -> dict[str, float]:
     """Of chains of `length` that are held whole, `at_once` in each round trip: a second, and CPU microseconds."""
-    rounds = max(20, (400 if isinstance(design, HashPerBlock) else 4000) // at_once)
+    rounds = max(8, (100 if isinstance(design, HashPerBlock) else 1000) // at_once)
     began, began_us, began_client = time.perf_counter(), server_us(client), time.process_time()
     for number in range(rounds):
         pairs = [(number * at_once + i) % len(chains) for i in range(at_once)]
@@ -287,13 +308,15 @@ def report(version: str, num_blocks: int, found: dict[str, dict[str, float]], fl
 
     def row(title: str, key: str, unit: str, *, less_is_better: bool = False) -> str:
         factor = theirs[key] / ours[key] if less_is_better else ours[key] / theirs[key]
-        return f"| {title} | {theirs[key]:,.1f} {unit} | {ours[key]:,.1f} {unit} | {factor:.1f} |"
+        spread = f" ({ours[f'{key}_least']:.1f} to {ours[f'{key}_most']:.1f})" if f"{key}_least" in ours else ""
+        return f"| {title} | {theirs[key]:,.1f} {unit} | {ours[key]:,.1f} {unit} | {factor:.1f}{spread} |"
 
     lines = [
         "# The prefix index",
         "",
         f"Written by `benchmarks/index.py` on {os.cpu_count()} cores of a shared {platform.machine()} machine with "
-        f"Redis {version}: {NUM_WORKERS} workers, {num_blocks:,} blocks, each on two of them.",
+        f"Redis {version}: {NUM_WORKERS} workers, {num_blocks:,} blocks, each on two of them. Load average while it "
+        f"was written: {os.getloadavg()[1]:.0f}.",
         "",
         f"| | {HashPerBlock.name} | {Index.name} | factor |",
         "|---|---|---|---|",
@@ -343,11 +366,17 @@ def main() -> None:
         embedded.redis_executable = lambda: arguments.redis_server
     chains = make_chains(arguments.blocks)
     num_blocks = sum(map(len, chains))
-    found = {}
-    for design in (HashPerBlock, Index):
-        with EmbeddedRedis() as server, redis.Redis.from_url(server.url) as client:
+    with ExitStack() as stack:
+        designs: list[tuple[Design, Any]] = []
+        found = {}
+        for make in (HashPerBlock, Index):
+            server = stack.enter_context(EmbeddedRedis())
+            client = stack.enter_context(redis.Redis.from_url(server.url))
             version = str(client.info()["redis_version"])
-            found[design.name] = measure_design(design(client), client, chains)
+            designs.append((make(client), client))
+            found[make.name] = measure_design(*designs[-1], chains)
+        for name, lookups in compare_lookups(designs, chains).items():
+            found[name] |= lookups
     gc.freeze()
     with EmbeddedRedis() as server:
         fleet = asyncio.run(measure_heal(server, chains))

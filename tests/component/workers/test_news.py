@@ -1,0 +1,76 @@
+"""What one router sends counts at the others before they ask again."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrelay.protocol.link import Delivered, LinkEvent
+from kvrelay.protocol.messages import PeerRef, Status, StatusQuery
+from kvrelay.protocol.sampling import Sampling
+from kvrelay_router.dispatch.load import OutstandingLoad
+from kvrelay_router.fleet_view import FleetView
+from kvrelay_router.routing.candidates import Candidate
+from tests.component.workers.rig import fleet, prompt_of, run
+from tests.fakes.hash_runner import HashRunner, expected_tokens
+from tests.fakes.waiting import until
+from tests.fakes.workers import LocalWorker, StubRouter
+
+pytestmark = pytest.mark.component
+GREEDY = Sampling(temperature=0.0, max_tokens=4, ignore_eos=True)
+ASKED = 7
+
+
+class ListeningRouter(StubRouter):
+    """Keeps the reports that come."""
+
+    def __init__(self, name: str) -> None:
+        self.statuses: list[Status] = []
+        super().__init__(name)
+
+    def ask(self, worker: PeerRef) -> None:
+        self.messenger.send(worker, StatusQuery(query=ASKED))
+
+    def _on_event(self, event: LinkEvent) -> None:
+        if isinstance(event, Delivered) and isinstance(event.body, Status):
+            self.statuses.append(event.body)
+        else:
+            super()._on_event(event)
+
+
+def seen_by(router: ListeningRouter, worker: LocalWorker) -> Candidate:
+    """The worker after the last report, for a router that has nothing there."""
+    view = FleetView(OutstandingLoad())
+    view.registered([worker.shell.membership._record], 0.0)
+    view.answered(worker.me, router.statuses[-1], 0.0)
+    (candidate,) = view.candidates(0.0).prefill
+    return candidate
+
+
+def test_a_router_hears_what_another_one_sent_without_asking(redis_url: str) -> None:
+    async def test() -> None:
+        runner = HashRunner()
+        async with fleet(redis_url, [runner], [HashRunner()], token_budget=32, max_running=32) as f:
+            one, other = ListeningRouter("one"), ListeningRouter("other")
+            try:
+                worker = f.prefill[0]
+                for router in (one, other):
+                    router.ask(worker.me)
+                await until(lambda: one.statuses and other.statuses)
+                assert seen_by(other, worker).num_sequences == seen_by(other, worker).queued_tokens == 0
+                runner.hold_after(0)
+                prompts = [prompt_of(60, seed) for seed in range(4)]
+                got = [one.prefill(worker.me, f.decode[0].me, f"r{i}", each, GREEDY) for i, each in enumerate(prompts)]
+                await until(lambda: seen_by(other, worker).num_sequences == 4)
+                assert seen_by(other, worker).queued_tokens > 100, "all but what the step in flight computes"
+                assert {status.query for status in other.statuses[1:]} == {0}, "it asked once"
+                assert {status.query for status in one.statuses} == {ASKED}, "its own it knows of"
+                runner.go_on()
+                for each, prompt in zip(got, prompts, strict=True):
+                    assert (await each.finished()).output == expected_tokens(prompt, GREEDY, 512)
+                await f.until_clean()
+            finally:
+                runner.go_on()
+                one.close()
+                other.close()
+
+    run(test)

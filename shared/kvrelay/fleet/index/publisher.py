@@ -32,7 +32,10 @@ CLOSE_TIMEOUT_S = 2.0
 
 
 class IndexPublisher:
-    """`publish` takes events on any thread and returns at once. `worker_id` names the range to routers."""
+    """`publish` takes events on any thread and returns at once. `worker_id` names the range to routers.
+
+    `incarnation` must be unique in the fleet, not only among the worker's starts: a slot knows its owner by it.
+    """
 
     def __init__(
         self,

@@ -158,13 +158,14 @@ class Roofline:
 
 
 class MeasuredProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Coefficients of a measured machine, as `kvrelay measure` writes them. Seconds a step, a token, a pair
-    of a token and what it attends to."""
+    """Coefficients of a measured machine, as `kvrelay measure` writes them. Seconds a step, a token, a pair of a token
+    and what it attends to, and a sequence that decodes (its token, its sampling; None: as a token of a prompt)."""
 
     name: str
     fixed_s: Annotated[float, msgspec.Meta(ge=0)]
     token_s: Annotated[float, msgspec.Meta(ge=0)]
     pair_s: Annotated[float, msgspec.Meta(ge=0)]
+    decode_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
     kv_bytes_per_token: Annotated[int, msgspec.Meta(ge=1)]
     kv_tokens: Annotated[int, msgspec.Meta(ge=1)]
     transfer_bytes_s: Annotated[float, msgspec.Meta(gt=0)]
@@ -172,8 +173,9 @@ class MeasuredProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     def step_s(self, load: StepLoad) -> float:
         """Linear."""
-        num_tokens = load.num_prompt_tokens + load.num_decodes
-        return self.fixed_s + self.token_s * num_tokens + self.pair_s * (load.num_pairs + load.context_tokens)
+        decode_s = self.token_s if self.decode_s is None else self.decode_s
+        own_s = self.token_s * load.num_prompt_tokens + decode_s * load.num_decodes
+        return self.fixed_s + own_s + self.pair_s * (load.num_pairs + load.context_tokens)
 
 
 class UnknownProfile(ValueError):

@@ -8,11 +8,12 @@ import pytest
 from kvrelay.engine.batch import ModelSpec, RowResult, StepResult, WorkerBatch
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.cost import pairs
+from kvrelay.simulated.profiles import StepLoad
 from kvrelay_simulator.measure import main, measure
 
 
 class Engine:
-    """A step takes 2 ms, 50 us a token and 10 ns a pair."""
+    """A step takes 2 ms, 50 us a token of a prompt, 300 us a decode, and 10 ns a pair."""
 
     def __init__(self, num_blocks: int) -> None:
         self.spec = ModelSpec("m", 100, 4096, (0,), 1, 1, 1, 16, num_blocks, 640, "float32", "f")
@@ -26,12 +27,14 @@ class Engine:
         self.known.discard(key)
 
     def execute(self, batch: WorkerBatch) -> StepResult:
-        num_pairs = 0.0
+        num_pairs, own_s = 0.0, 0.0
         for row in batch.rows:
             assert row.key in self.known and row.position + len(row.token_ids) <= 16 * len(row.block_ids)
             assert row.block_ids.max() < self.spec.num_blocks
+            assert row.sample
             num_pairs += pairs(row.position, len(row.token_ids))
-        seconds = 2e-3 + 5e-5 * batch.num_tokens + 1e-8 * num_pairs
+            own_s += 5e-5 * len(row.token_ids) if row.is_prefill else 3e-4
+        seconds = 2e-3 + own_s + 1e-8 * num_pairs
         return StepResult(batch.step, [RowResult(None) for _ in batch.rows], seconds)
 
 
@@ -42,6 +45,8 @@ def test_the_coefficients_come_out_and_nothing_is_left_in_the_engine(num_blocks:
     assert not engine.known
     assert profile.fixed_s == pytest.approx(2e-3, rel=0.2)
     assert profile.token_s == pytest.approx(5e-5, rel=0.2)
+    assert profile.decode_s == pytest.approx(3e-4, rel=0.2)
+    assert profile.step_s(StepLoad(100, 0.0, 10, 0)) == pytest.approx(2e-3 + 5e-3 + 3e-3, rel=0.2)
     assert (profile.kv_bytes_per_token, profile.kv_tokens) == (40, 16 * num_blocks)
     assert profile.transfer_bytes_s > 0
 

@@ -132,8 +132,8 @@ def main() -> None:
         "",
         f"{platform.machine()} with {os.cpu_count()} cores, the demo model in float32 on one thread a worker, CPython "
         f"{platform.python_version()}; {arguments.rounds} rounds of {arguments.requests} requests.",
-        "Milliseconds: the median over the rounds, with the least and the most. Repeat with `python -m "
-        "benchmarks.predicted`; the script's head says what is measured.",
+        "Milliseconds: the median over the rounds, with the least and the most. Repeat with",
+        "`python -m benchmarks.predicted`; the script's head says what is measured.",
         "",
         "| requests/s | | measured | simulated backend | error | kvrelay simulate | error |",
         "|---:|---|---:|---:|---:|---:|---:|",

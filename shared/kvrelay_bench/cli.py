@@ -20,7 +20,7 @@ from kvrelay_bench.flags import Plan, WrongFlags, read_flags
 from kvrelay_bench.http import BadUrl, Client, ConnectionLost
 from kvrelay_bench.load import Outcome, Point, run_load
 from kvrelay_bench.measure import Figures, Ratio, figures
-from kvrelay_bench.plot import draw
+from kvrelay_bench.plot import Drawn, draw
 from kvrelay_bench.report import COMPARED, comparison_table, load_table, remarks, value_of
 from kvrelay_bench.workload import Ask
 from kvrelay_simulator.traces import BadTrace
@@ -174,7 +174,8 @@ def _tell(plan: Plan, results: Sequence[Measured]) -> None:
         }
         plan.json_path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     if plan.plot_path is not None:
-        draw([(_label(each, plan), each.figures, each.outcome.records) for each in results], plan.plot_path)
+        drawn = [Drawn(each.endpoint, each.point, each.figures, each.outcome.records) for each in results]
+        draw(drawn, plan.plot_path)
 
 
 def _label(measured: Measured, plan: Plan) -> str:

@@ -13,11 +13,13 @@ import pytest
 
 from tests.fakes.stack import Stack
 
+pytestmark = pytest.mark.timeout(400)
+
 
 def bench(*flags: str, out: Path) -> dict[str, Any]:
     """The command's results."""
     command = [sys.executable, "-m", "kvrelay", "bench", *flags, "--json", str(out), "--save-requests"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     content: dict[str, Any] = json.loads(out.read_text())
     return content

@@ -19,7 +19,8 @@ from kvrelay.cli.keys import keys
 from kvrelay.fleet.embedded import EmbeddedRedis
 from tests.fakes.stack import Stack
 
-DEADLINE_S = 90.0
+DEADLINE_S = 240.0
+pytestmark = pytest.mark.timeout(600)  # models are loaded three times over
 
 
 def open_ports(pid: int) -> list[tuple[str, int]]:

@@ -29,10 +29,10 @@ BLOCK_BYTES = 4096
 
 
 class Party:
-    def __init__(self, name: str, curve: CurveKey | None) -> None:
+    def __init__(self, name: str, curve: CurveKey | None, settings: LinkSettings = FAST) -> None:
         self.events: list[LinkEvent] = []
         self.news = asyncio.Event()
-        self.messenger = Messenger(name, self._take, settings=FAST, curve=curve)
+        self.messenger = Messenger(name, self._take, settings=settings, curve=curve)
         self.messenger.start()
 
     def _take(self, event: LinkEvent) -> None:
@@ -50,7 +50,7 @@ class Party:
 
 
 async def test_parties_with_the_same_key_understand_each_other() -> None:
-    one, other = Party("one", OURS), Party("other", OURS)
+    one, other = (Party(name, OURS, LinkSettings(0.1, 60.0)) for name in ("one", "other"))
     one.messenger.send(other.messenger.me, Cancel(reason="x" * 100_000))
     await other.until(lambda: other.has(Delivered))
     other.messenger.send(one.messenger.me, Cancel(reason="x"))

@@ -101,7 +101,7 @@ class LocalFleet:
 
     async def until_ready(self, names: set[str]) -> None:
         """The router sees all of them ready."""
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(120):
             while True:
                 described = self.dispatcher.view.describe(frozenset(), asyncio.get_running_loop().time())
                 if {each["worker_id"] for each in described if each["state"] == "ready"} >= names:
@@ -196,7 +196,7 @@ class LocalFleet:
         """Blocks by owner and queues of the living workers."""
         return {name: (worker.blocks, worker.shell.role.queues()) for name, worker in self.workers.items()}
 
-    async def until_clean(self, timeout_s: float = 10.0) -> None:
+    async def until_clean(self, timeout_s: float = 120.0) -> None:
         """The router and the living workers hold nothing of any request, and their books add up."""
         assert self.dispatcher.num_running == 0
         assert self.dispatcher.load.is_empty

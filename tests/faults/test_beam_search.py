@@ -15,7 +15,7 @@ import pytest
 from tests.e2e.conftest import DEMO_MODEL
 from tests.fakes.stack import Stack
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ async def search(client: httpx.AsyncClient, body: dict[str, Any]) -> list[tuple[
 def test_a_worker_dies_in_the_middle(stack: Stack, victim: str) -> None:
     async def until_busy() -> None:
         owners = ("running",) if victim.startswith("decode") else ("computing", "in_flight")
-        async with asyncio.timeout(30), httpx.AsyncClient(base_url=stack.base_url) as client:
+        async with asyncio.timeout(120), httpx.AsyncClient(base_url=stack.base_url) as client:
             while True:
                 workers = {each["worker_id"]: each for each in (await client.get("/fleet")).json()["workers"]}
                 if any(workers[victim]["blocks"].get(owner) for owner in owners):

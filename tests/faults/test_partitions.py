@@ -11,7 +11,7 @@ from tests.faults.storm.bench import Bench, open_bench
 from tests.faults.storm.network import Way
 from tests.faults.storm.processes import StackSettings
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(900)
 LASTS = 2.2
 """In peer timeouts: longer than either end waits."""
 

@@ -12,7 +12,7 @@ from tests.faults.storm.bench import Bench, open_bench
 from tests.faults.storm.load import Job, Load
 from tests.faults.storm.processes import StackSettings
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")

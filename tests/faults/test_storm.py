@@ -14,7 +14,7 @@ from tests.faults.storm.processes import StackSettings
 from tests.faults.storm.storm import StormOptions, run_storm
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("transport", ["zmq", "nixl"])
 def test_random_faults_change_no_output_and_leave_nothing(transport: str, tmp_path: Path) -> None:
     if transport == "nixl":

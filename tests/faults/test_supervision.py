@@ -19,7 +19,7 @@ VICTIMS = {
 }
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(2))
 def test_services_killed_in_any_order_come_back_and_the_end_leaves_nothing(seed: int, tmp_path: Path) -> None:
     up = Up(["--port=0"], tmp_path / "state", {})

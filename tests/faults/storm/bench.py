@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tests.faults.storm.load import CHAT, COMPLETIONS, MODEL, TOP_K, Job, Load, Outcome
-from tests.faults.storm.processes import FaultStack, StackSettings
+from tests.faults.storm.processes import PATIENCE_S, FaultStack, StackSettings
 
 T = TypeVar("T")
-_WAIT_S = 60.0
 
 
 @dataclass(slots=True)
@@ -74,7 +73,7 @@ class Bench:
 
     async def until_none_running(self, router: str) -> None:
         """At one router alone, while another is away."""
-        deadline = asyncio.get_running_loop().time() + _WAIT_S
+        deadline = asyncio.get_running_loop().time() + PATIENCE_S
         held: dict[str, Any] = {}
         while asyncio.get_running_loop().time() < deadline:
             held = {}

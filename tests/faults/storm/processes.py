@@ -26,7 +26,9 @@ ROOT = Path(__file__).parents[3]
 DEMO_MODEL = ROOT / "models" / "demo"
 HTTP_PORT, MESSAGE_PORT, TRANSFER_PORT = 20080, 20081, 20082
 IDLE_OWNERS = ("free", "cached", "total")
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 240.0
+PATIENCE_S = 120.0
+"""For what must come; a storm leaves a slow machine little time."""
 QUIET_CHECK_S = 3.0
 """Workers recount their pools when they have been quiet for two seconds, and end if they do not add up."""
 _ALARMING = re.compile(r"Traceback|ERROR|CRITICAL|does not fit its request")
@@ -41,7 +43,7 @@ class StackSettings:
     num_decode: int = 2
     num_routers: int = 1
     peer_timeout_s: float = 2.5
-    request_timeout_s: float = 90.0
+    request_timeout_s: float = 180.0
     max_attempts: int = 8
     drain_timeout_s: float = 30.0
     event_logs: bool = False
@@ -78,7 +80,7 @@ class FaultStack:
         self._state_dir = state_dir
         self._redis = EmbeddedRedis()
         self._began = time.monotonic()
-        self._http = httpx.AsyncClient(timeout=5)
+        self._http = httpx.AsyncClient(timeout=20)
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -181,7 +183,7 @@ class FaultStack:
         service.is_leaving = True
         service.process.terminate()
 
-    async def until_gone(self, name: str, timeout_s: float = 60.0) -> int:
+    async def until_gone(self, name: str, timeout_s: float = PATIENCE_S) -> int:
         """The exit status."""
         service = self.services[name]
         assert service.process is not None
@@ -273,7 +275,9 @@ class FaultStack:
     async def incarnations(self) -> dict[str, str]:
         return {name: worker["incarnation"] for name, worker in (await self.workers()).items()}
 
-    async def until(self, what: str, condition: Callable[[dict[str, Any]], bool], timeout_s: float = 60.0) -> None:
+    async def until(
+        self, what: str, condition: Callable[[dict[str, Any]], bool], timeout_s: float = PATIENCE_S
+    ) -> None:
         """Until the condition holds for every router's view of the fleet."""
         seen: dict[str, Any] = {}
         deadline = time.monotonic() + timeout_s
@@ -337,14 +341,14 @@ class FaultStack:
 
     async def until_busy(self, name: str, owner: str, router: str = "router-0") -> None:
         """The worker holds such blocks."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             if (await self.workers(router))[name]["blocks"].get(owner):
                 return
             await asyncio.sleep(0.01)
         raise AssertionError(f"{name} held no {owner} blocks in 30 s")
 
-    async def until_clean(self, timeout_s: float = 15.0) -> None:
+    async def until_clean(self, timeout_s: float = PATIENCE_S) -> None:
         """All run and are ready again, and nothing is held by anybody."""
         self.network.heal()
         for service in self.services.values():

@@ -313,6 +313,26 @@ async def test_a_name_that_is_not_sane_is_replaced(router: Router, name: str) ->
     assert re.fullmatch("[0-9a-f]{32}", answer.headers["x-request-id"])
 
 
+async def test_the_fleet_page_is_open_and_its_data_are_not(make_router: Callable[..., Any]) -> None:
+    async with make_router(api_keys=("key-one",)) as router:
+        page = await router.http.get("/dashboard")
+        assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+        for path in ("/fleet", "/requests", "/requests/any", "/requests/any/timeline"):
+            assert (await router.http.get(path)).status_code == 401
+            known = await router.http.get(path, headers={"authorization": "Bearer key-one"})
+            assert known.status_code == (404 if "any" in path else 200)
+
+
+async def test_the_latest_requests_and_the_timeline_by_the_clients_name(router: Router) -> None:
+    await router.http.post("/v1/completions", json=COMPLETION, headers={"x-request-id": "mine"})
+    (request,) = router.dispatcher.requests
+    listed = (await router.http.get("/requests")).json()
+    assert listed == {"requests": [{"request_id": request.request_id}]}
+    for name in ("mine", request.request_id, f"cmpl-{request.request_id}"):
+        (timeline,) = (await router.http.get(f"/requests/{name}/timeline")).json()["timelines"]
+        assert timeline == {"id": request.request_id, "events": []}
+
+
 async def test_the_trace_is_taken_over_or_made(router: Router) -> None:
     trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
     for given in (trace, "nonsense", "00-" + "0" * 32 + "-00f067aa0ba902b7-01"):

@@ -118,7 +118,9 @@ def test_nothing_is_recorded_of_a_trace_that_nobody_samples(redis_url: str, span
     assert spans.spans == []
 
 
-def test_the_trace_goes_on_when_prefill_dies(redis_url: str, spans: RecordedSpans) -> None:
+def test_the_trace_goes_on_when_prefill_dies(
+    redis_url: str, spans: RecordedSpans, caplog: pytest.LogCaptureFixture
+) -> None:
     trace = new_trace(is_sampled=True)
 
     async def test() -> None:
@@ -140,6 +142,10 @@ def test_the_trace_goes_on_when_prefill_dies(redis_url: str, spans: RecordedSpan
     assert first.parent == second.parent == trace
     assert first.error is not None and "is lost" in first.error
     assert second.error is None and second.attributes["kvrelay.retry.cause"] == first.error
+    (line,) = [record for record in caplog.records if record.getMessage().startswith("attempt 2: ")]
+    named = vars(line)
+    assert named["trace_id"] == f"{trace.trace_id:032x}"
+    assert named["span_id"] == f"{first.context.span_id:016x}"  # of the attempt that failed
     assert set(spans.children(first)) <= {"kvrelay.handoff.receive"}  # what prefill had noted went with it
     assert spans.children(second) == OF_A_HANDOFF
 

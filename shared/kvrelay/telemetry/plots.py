@@ -33,7 +33,8 @@ def panels(count: int) -> tuple[Any, Any]:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    return pyplot.subplots(1, count, figsize=(4.2 * count, 3.6), layout="constrained")
+    made: tuple[Any, Any] = pyplot.subplots(1, count, figsize=(4.2 * count, 3.6), layout="constrained")
+    return made
 
 
 def save(figure: Any, path: Path) -> None:

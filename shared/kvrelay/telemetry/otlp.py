@@ -108,7 +108,8 @@ def _exporter(signal: Signal, kind: Literal["otlp", "console"], environ: Mapping
     """The SDK's exporter. Raises ImportError, ExportImpossible."""
     singular = {"traces": "Span", "metrics": "Metric"}[signal]
     if kind == "console":
-        module = importlib.import_module(f"opentelemetry.sdk.{signal.removesuffix('s')}.export")
+        package = {"traces": "trace", "metrics": "metrics"}[signal]
+        module = importlib.import_module(f"opentelemetry.sdk.{package}.export")
         return getattr(module, f"Console{singular}Exporter")()
     own = f"OTEL_EXPORTER_OTLP_{signal.upper()}_PROTOCOL"
     name = own if environ.get(own) else "OTEL_EXPORTER_OTLP_PROTOCOL"

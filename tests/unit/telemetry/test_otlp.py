@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvrelay.telemetry.otlp import ExportImpossible, open_export, wanted_exporter
+from kvrelay.telemetry.catalogue import METRICS
+from kvrelay.telemetry.instruments import SECONDS, Histogram
+from kvrelay.telemetry.otlp import ExportImpossible, SdkSpans, open_export, wanted_exporter
+from kvrelay.telemetry.readings import Point, Readings
+from kvrelay.telemetry.trace_context import new_trace
+from kvrelay.telemetry.tracing import Tracer
 
+ROOT = Path(__file__).parents[3]
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
 
 
@@ -56,3 +64,83 @@ def test_without_a_word_of_it_no_exporter_is_imported() -> None:
         "assert not [name for name in sys.modules if name.startswith(foreign)]"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=110)
+
+
+def every_metric() -> Readings:
+    histogram = Histogram("s", SECONDS)
+    histogram.record(0.3)
+    labels = (("a", "b"),)
+    kinds: dict[str, Any] = {"histogram": histogram.report(), "counter": 3.0, "gauge": 2}
+    return {name: [Point(labels, kinds[metric.kind])] for name, metric in METRICS.items()}
+
+
+def test_the_console_shows_spans_and_metrics() -> None:
+    """In a process of its own: the SDK's exporters take its standard output as it is when they are imported."""
+    pytest.importorskip("opentelemetry.sdk.trace.export")
+    script = """
+import asyncio
+from kvrelay.telemetry.otlp import open_export
+from kvrelay.telemetry.trace_context import new_trace
+from tests.unit.telemetry.test_otlp import every_metric
+
+async def main() -> None:
+    export = open_export("decode", "d-7", {"OTEL_TRACES_EXPORTER": "console", "OTEL_METRICS_EXPORTER": "console"})
+    export.start(every_metric)
+    export.tracer.record("kvrelay.decode", new_trace(is_sampled=True), None, 1.0, 2.0)
+    export.tracer.record("kvrelay.hidden", new_trace(is_sampled=False), None, 1.0, 2.0)
+    await export.close()
+
+asyncio.run(main())
+"""
+    command = [sys.executable, "-c", script]
+    shown = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=110, cwd=ROOT).stdout
+    assert '"kvrelay.decode"' in shown and "kvrelay.hidden" not in shown
+    assert "kvrelay-decode" in shown and "d-7" in shown
+    assert all(f'"{name}"' in shown for name in METRICS)
+
+
+def test_spans_arrive_as_they_were_recorded() -> None:
+    pytest.importorskip("opentelemetry.sdk.trace.export")
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter = InMemorySpanExporter()
+    tracer = Tracer(SdkSpans(SimpleSpanProcessor(exporter), Resource.create()))
+    parent, link = new_trace(is_sampled=True), new_trace(is_sampled=True)
+    context = parent.child()
+    attributes: dict[str, Any] = {"kvrelay.attempt": 2, "kvrelay.route.reasons": ("a", "b")}
+    tracer.record(
+        "kvrelay.attempt", context, parent, 5.0, 7.5, kind="client", attributes=attributes, links=[link], error="lost"
+    )
+    found: Any = exporter.get_finished_spans()
+    (span,) = found
+    assert (span.name, span.kind.name, span.status.description) == ("kvrelay.attempt", "CLIENT", "lost")
+    assert (span.context.trace_id, span.context.span_id) == (parent.trace_id, context.span_id)
+    assert span.parent.span_id == parent.span_id
+    assert [each.context.trace_id for each in span.links] == [link.trace_id]
+    assert dict(span.attributes) == attributes
+    assert span.end_time - span.start_time == pytest.approx(2.5e9, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "root", "asked", "not_asked"),
+    [
+        ("", True, True, False),  # the default follows the client, and records what nobody has decided
+        ("parentbased_always_off", False, True, False),
+        ("always_off", False, False, False),
+        ("always_on", True, True, True),
+    ],
+)
+def test_the_standard_sampler_decides(
+    monkeypatch: pytest.MonkeyPatch, sampler: str, root: bool, asked: bool, not_asked: bool
+) -> None:
+    pytest.importorskip("opentelemetry.sdk.trace.export")
+    if sampler:
+        monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
+    export = open_export("router", "r", {"OTEL_TRACES_EXPORTER": "console"})
+    assert export.tracer is not None
+    sent = new_trace(is_sampled=True), new_trace(is_sampled=False)
+    begun = [export.tracer.begin(traceparent, "chat")[0] for traceparent in ("", str(sent[0]), str(sent[1]))]
+    assert [context.is_sampled for context in begun] == [root, asked, not_asked]
+    assert [context.trace_id for context in begun[1:]] == [each.trace_id for each in sent]

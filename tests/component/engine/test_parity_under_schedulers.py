@@ -31,6 +31,7 @@ from kvrelay.scheduling.plan import PlanDraft, SequenceOutput, StepPlan
 from kvrelay.scheduling.registry import BUILT_IN, make_scheduler
 from kvrelay.scheduling.sequence import Sequence, TokenBuffer
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
+from tests.fakes.waiting import PATIENCE_S
 from tests.tiny_models import build_model
 
 BLOCK_SIZE = 8
@@ -117,7 +118,7 @@ def run(
         raise AssertionError(cause)
 
     arrive()
-    asyncio.run(asyncio.wait_for(loop.run(StepCallbacks(lambda plan: None, committed, failed)), 60))
+    asyncio.run(asyncio.wait_for(loop.run(StepCallbacks(lambda plan: None, committed, failed)), PATIENCE_S))
     return [s.tokens.view(s.num_prompt, s.num_tokens).tolist() for s in sequences], loop
 
 

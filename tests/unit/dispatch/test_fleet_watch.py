@@ -9,6 +9,7 @@ from kvrelay.fleet import WorkerRecord
 from kvrelay_router.dispatch.load import OutstandingLoad
 from kvrelay_router.fleet_view import FleetView
 from kvrelay_router.fleet_watch import FleetWatch
+from tests.fakes.waiting import PATIENCE_S
 
 
 async def test_it_closes_although_a_cancellation_in_the_registry_is_swallowed() -> None:
@@ -28,4 +29,4 @@ async def test_it_closes_although_a_cancellation_in_the_registry_is_swallowed() 
     closing = asyncio.create_task(watch.close())
     await asyncio.sleep(0)
     answer.set()
-    await asyncio.wait_for(closing, 10)
+    await asyncio.wait_for(closing, PATIENCE_S)

@@ -31,6 +31,7 @@ from kvrelay.telemetry.metrics_store import MetricsStore, StepRecord, read_metri
 from kvrelay.telemetry.step_trace import Mark, StepEvent, StepEventName, StepTrace
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 from tests.fakes.hash_runner import EOS_TOKEN_ID, HashRunner, expected_tokens
+from tests.fakes.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.unit
 BLOCK_SIZE = 4
@@ -95,7 +96,7 @@ class FailingRunner(HashRunner):
         self.let_run = threading.Semaphore(0)
 
     def execute(self, batch: WorkerBatch) -> StepResult:
-        assert self.let_run.acquire(timeout=10)
+        assert self.let_run.acquire(timeout=PATIENCE_S)
         keys = []
         for row in batch.rows:
             at = self.fail_at.get(row.key)
@@ -230,7 +231,7 @@ class Service:
 
     async def serve(self) -> Served:
         self.add_due()
-        await asyncio.wait_for(self.loop.run(StepCallbacks(self.planned, self.committed, self.failed)), 20)
+        await asyncio.wait_for(self.loop.run(StepCallbacks(self.planned, self.committed, self.failed)), PATIENCE_S)
         self.release()
         return self.served
 
@@ -313,7 +314,7 @@ class WatchedTrace(StepTrace):
 
     def wait_for(self, *events: tuple[str, int]) -> bool:
         with self._changed:
-            return self._changed.wait_for(lambda: self._seen.issuperset(events), 10)
+            return self._changed.wait_for(lambda: self._seen.issuperset(events), PATIENCE_S)
 
 
 def test_planning_ahead_and_publishing_lie_inside_a_forward(tmp_path: Path) -> None:
@@ -404,7 +405,9 @@ def run_one(loop: StepLoop, max_tokens: int, *, needs_commit_first: bool = False
 
     async def run() -> None:
         loop.add(sequence)
-        await asyncio.wait_for(loop.run(StepCallbacks(lambda plan: None, committed, lambda failed, cause: None)), 20)
+        await asyncio.wait_for(
+            loop.run(StepCallbacks(lambda plan: None, committed, lambda failed, cause: None)), PATIENCE_S
+        )
 
     asyncio.run(run())
     assert sequence.num_output == max_tokens

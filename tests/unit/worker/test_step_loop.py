@@ -11,6 +11,7 @@ import pytest
 from kvrelay.engine.batch import BlockCopies, StepResult
 from kvrelay.scheduling.plan import StepPlan, SwapPlan
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
+from tests.fakes.waiting import PATIENCE_S
 
 
 def test_a_step_without_rows_is_executed_for_its_copies() -> None:
@@ -37,7 +38,7 @@ def test_a_step_without_rows_is_executed_for_its_copies() -> None:
         loop.stop()
         await running
 
-    asyncio.run(asyncio.wait_for(test(), 5))
+    asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
 
 
 def test_a_sequence_that_preempted_itself_is_planned_again_at_once() -> None:
@@ -51,12 +52,14 @@ def test_a_sequence_that_preempted_itself_is_planned_again_at_once() -> None:
     async def test() -> None:
         callbacks = StepCallbacks(lambda plan: planned.append(plan.step), Mock(), Mock())
         running = asyncio.create_task(loop.run(callbacks))
+        while len(planned) < 2:
+            await asyncio.sleep(0)
         await asyncio.sleep(0.05)
         assert planned == [1, 2]  # and then it sleeps
         loop.stop()
         await running
 
-    asyncio.run(asyncio.wait_for(test(), 5))
+    asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
 
 
 @pytest.mark.parametrize("known", [False, True])

@@ -12,8 +12,6 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.engine.batch import ModelRunner, ModelSpec
 from kvrelay.engine.calibrate import measure_costs
@@ -29,10 +27,8 @@ from kvrelay.protocol.messages import (
     PROTOCOL_VERSION,
     Generate,
     GroupLoad,
-    LoadReport,
     PeerRef,
     Prefill,
-    Status,
     StatusQuery,
 )
 from kvrelay.scheduling.base import SchedulerLimits
@@ -53,10 +49,10 @@ from kvrelay.worker.cache_events import CacheEvents
 from kvrelay.worker.context import Role, WorkerContext
 from kvrelay.worker.delayer_group import DelayerGroup, GroupDiscovery
 from kvrelay.worker.launch import ThreadLauncher, TimedLauncher
-from kvrelay.worker.load_report import report_load
 from kvrelay.worker.membership import Membership
 from kvrelay.worker.prefill_delayer import PrefillDelayer
 from kvrelay.worker.readings import status_readings
+from kvrelay.worker.reports import Reports
 from kvrelay.worker.step_loop import StepLoop
 
 log = logging.getLogger(__name__)
@@ -64,11 +60,7 @@ log = logging.getLogger(__name__)
 TICK_S = 0.1
 QUIET_BEFORE_CHECK_S = 2.0
 """The pool's books are checked after that long without a request, once per quiet time: it takes a moment."""
-NEWS_INTERVAL_S = 0.05
-"""After a request came, the other routers hear of the new load within that time, without asking."""
 DRAIN_POLL_S = 0.05
-NOBODY_ASKED = 0
-"""The query of a status that answers none; routers count theirs from 1."""
 CLOSE_LINGER_S = 1.0
 """Time for the last messages of a drained worker to be acknowledged."""
 
@@ -83,7 +75,6 @@ class WorkerShell:
         self.config = config
         self._make_role = make_role
         self._make_runner = make_runner
-        self._draining = False
         self._drain_deadline = math.inf
         self._cache_events: CacheEvents | None = None  # with an index to tell
         self._quiet_since = 0.0  # 0: nothing happened since the last check
@@ -95,7 +86,6 @@ class WorkerShell:
         self._instruments = Instruments()
         self._export = Export()
         self._recent = RecentStages()
-        self._routers: dict[str, PeerRef] = {}  # those that ask for reports, by their ids
         self._pages = Pages(
             {
                 "/health": lambda: Page(b"ok\n"),
@@ -103,7 +93,6 @@ class WorkerShell:
                 "/metrics": lambda: metrics_page(self._readings()),
             }
         )
-        self._news_from: set[str] = set()  # routers whose requests came since the others were told
 
     async def startup(self) -> None:
         """Loads the model, opens sockets, joins the fleet."""
@@ -121,11 +110,12 @@ class WorkerShell:
         await self._prepare_steps(runner, cache)
         context = self._open_messenger(runner)
         self.role = self._make_role(context, config)
+        self.reports = Reports(context, self.role, self._stays, self._more_totals)
         self.role.start()
         self.messenger.start()
         record = self._record(context)
         self.membership = Membership(
-            self._registry(), record, self._load, ttl_s=config.lease_ttl_s, interval_s=config.lease_interval_s
+            self._registry(), record, self.reports.digest, ttl_s=config.lease_ttl_s, interval_s=config.lease_interval_s
         )
         if self._group is not None:
             self._discovery = GroupDiscovery(self._registry(), self._group, record, config.lease_interval_s)
@@ -187,7 +177,7 @@ class WorkerShell:
         self._tasks = [
             asyncio.create_task(self.steps.run(self.role.callbacks()), name="steps"),
             asyncio.create_task(self._tick(), name="tick"),
-            asyncio.create_task(self._tell_news(), name="news"),
+            asyncio.create_task(self.reports.run(), name="news"),
             asyncio.create_task(self.membership.run(), name="membership"),
         ]
         if self._cache_events is not None:
@@ -239,7 +229,7 @@ class WorkerShell:
         """Ready from the first joining on until the drain, also while Redis is away: it serves all the same."""
         if not hasattr(self, "membership") or not self.membership.joined.is_set():
             return Page(b"starting\n", HTTPStatus.SERVICE_UNAVAILABLE)
-        if self._draining:
+        if self.reports.draining:
             return Page(b"draining\n", HTTPStatus.SERVICE_UNAVAILABLE)
         return Page(b"ready\n")
 
@@ -252,7 +242,7 @@ class WorkerShell:
             [
                 process_readings(),
                 self._instruments.readings(),
-                status_readings(self._status(NOBODY_ASKED)),
+                status_readings(self.reports.status()),
                 {
                     "kvrelay.step.duration": [Point((), steps.durations.report())],
                     "kvrelay.step.size": [Point((), steps.sizes.report())],
@@ -328,11 +318,11 @@ class WorkerShell:
 
     async def _drain(self) -> None:
         """No new requests; the running ones finish, within the time allowed for it."""
-        self._draining = True
         # Not later than a second signal has said, which may have come before the first was seen here.
         self._drain_deadline = min(self._drain_deadline, time.monotonic() + self.config.drain_timeout_s)
         self.role.begin_drain()
-        self._report_to(list(self._routers.values()))  # until they know, they send requests that would be refused
+        self.reports.draining = True
+        self.reports.tell_all()  # until they know, they send requests that would be refused
         await self.membership.announce(draining=True)
         log.info("draining: %d requests are open", self.role.num_open)
         while self.role.num_unfinished and time.monotonic() < self._drain_deadline:
@@ -353,26 +343,6 @@ class WorkerShell:
                 self._group.tick()
             self._check_when_quiet(now)
 
-    async def _tell_news(self) -> None:
-        """A burst over several routers spreads only if each counts what the others have just sent."""
-        while True:
-            await asyncio.sleep(NEWS_INTERVAL_S)
-            sources, self._news_from = self._news_from, set()
-            if sources:
-                others = [p for name, p in self._routers.items() if sources != {name}]
-                self._report_to(others)
-
-    def _report_to(self, routers: list[PeerRef]) -> None:
-        if routers:
-            plain, named = self._load_reports()
-            for router in routers:
-                self.messenger.send(router, self._status(NOBODY_ASKED, named.get(router, plain)))
-
-    def _load_reports(self) -> tuple[LoadReport, dict[PeerRef, LoadReport]]:
-        totals = self.role.totals()
-        self.steps.speeds.pushed(totals.get("pushed_bytes", 0.0), totals.get("push_busy_s", 0.0))
-        return report_load(self.scheduler, self.steps.speeds)
-
     def _check_when_quiet(self, now: float) -> None:
         if self.role.num_open or self.scheduler.has_work:
             self._quiet_since = now
@@ -383,8 +353,7 @@ class WorkerShell:
     def _on_event(self, event: LinkEvent) -> None:
         if not isinstance(event, Delivered):
             log.warning("%s: %s", event.peer.peer_id, event.reason)
-            if self._routers.get(event.peer.peer_id) == event.peer:
-                del self._routers[event.peer.peer_id]
+            self.reports.forget(event.peer)
             if self._group is not None:
                 self._group.lost(event.peer)
             self.role.on_peer_lost(event.peer, event.reason, replaced=isinstance(event, PeerLost) and event.replaced)
@@ -392,73 +361,19 @@ class WorkerShell:
             if self._group is not None:
                 self._group.heard(event.peer, event.body)
         elif isinstance(event.body, StatusQuery):
-            self._routers[event.peer.peer_id] = event.peer
-            plain, named = self._load_reports()
-            status = self._status(event.body.query, named.get(event.peer, plain))
-            if event.body.request:
-                stages = self._recent.of(event.body.request) + self._stays.open_stages(event.body.request)
-                status = msgspec.structs.replace(status, stages=stages)
-            self.messenger.send(event.peer, status)
+            self.reports.answer(event, event.body)
         else:
             self.role.on_message(event)
-            if len(self._routers) > 1 and isinstance(event.body, Prefill | Generate):
-                self._news_from.add(event.peer.peer_id)
+            if isinstance(event.body, Prefill | Generate):
+                self.reports.took_request(event.peer)
 
-    def _status(self, query: int, load: LoadReport | None = None) -> Status:
-        totals = self.steps.totals
-        return Status(
-            query=query,
-            draining=self._draining,
-            queues=self.role.queues(),
-            blocks=self._blocks(),
-            swap=self._swap(),
-            histograms={name: histogram.report() for name, histogram in self._instruments.histograms()},
-            totals=self.role.totals()
-            | self._sums()
-            | {
-                "steps": totals.num_steps,
-                "steps_ahead": totals.num_steps_ahead,
-                "mixed_steps": totals.num_mixed_steps,
-                "prefill_steps": totals.num_prefill_steps,
-                "decode_steps": totals.num_decode_steps,
-                "copy_steps": totals.num_copy_steps,
-                "failed_steps": totals.num_failed_steps,
-                "prefill_tokens": totals.num_prefill_tokens,
-                "decode_tokens": totals.num_decode_tokens,
-                "schedule_s": totals.schedule_s,
-                "forward_s": totals.forward_s,
-                "commit_s": totals.commit_s,
-            }
-            | (self.delayer.status() if self.delayer is not None else {})
-            | ({"prefill_delayer_members": self._group.num_heard} if self._group is not None else {})
-            | (self._cache_events.totals() if self._cache_events is not None else {}),
-            load=load,
-        )
-
-    def _sums(self) -> dict[str, float]:
-        """Of the counters, by name and value of their attribute."""
-        return {
-            f"{name.removeprefix('kvrelay.').replace('.', '_')}.{value}": amount
-            for name, counter in self._instruments.counters()
-            for value, amount in counter.sums.items()
-        }
-
-    def _blocks(self) -> dict[str, int]:
-        blocks = {owner.value: count for owner, count in self.pool.counts().items()}
-        return blocks | {"total": self.pool.num_blocks}
-
-    def _swap(self) -> dict[str, int]:
-        use = self.scheduler.swap_use
-        return {"total": use.num_slots, "used": use.num_used_slots}
-
-    def _load(self) -> dict[str, float]:
-        report, _ = self._load_reports()
-        load: dict[str, float] = {"open": self.role.num_open, "queued_tokens": report.queued_tokens}
-        if report.step_cost is not None:
-            load |= dict(zip(("step_fixed_s", "step_token_s", "step_pair_s"), report.step_cost, strict=True))
-        if report.transfer_bytes_s is not None:
-            load["transfer_bytes_s"] = report.transfer_bytes_s
-        return load | self._blocks()
+    def _more_totals(self) -> dict[str, float]:
+        totals = dict(self.delayer.status()) if self.delayer is not None else {}
+        if self._group is not None:
+            totals["prefill_delayer_members"] = self._group.num_heard
+        if self._cache_events is not None:
+            totals |= self._cache_events.totals()
+        return totals
 
     def _record(self, context: WorkerContext) -> WorkerRecord:
         me: PeerRef = self.messenger.me

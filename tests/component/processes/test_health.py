@@ -80,7 +80,7 @@ async def test_a_worker_is_ready_between_its_joining_and_its_drain(redis_server:
         await asyncio.wait_for(worker.shell.membership.joined.wait(), PATIENCE_S)
         assert (await http.get("/ready")).text == "ready\n"
         assert await asyncio.to_thread(health, [str(http.base_url.join("/ready"))]) == 0
-        worker.shell._draining = True
+        worker.shell.reports.draining = True
         draining = await http.get("/ready")
         assert (draining.status_code, draining.text) == (503, "draining\n")
         assert await asyncio.to_thread(health, [str(http.base_url.join("/ready"))]) == 1

@@ -261,7 +261,7 @@ def test_many_requests_over_pools_too_small_for_them_all_finish_with_their_own_t
             for each in totals:
                 assert each["preemptions"] == each["preemptions_by_swap"] + each["preemptions_by_recompute"]
             for worker in f.decode:
-                assert worker.shell._status(0).swap == {"total": num_swap_slots, "used": 0}
+                assert worker.shell.reports.status().swap == {"total": num_swap_slots, "used": 0}
 
     run(test)
     found = [record for file in tmp_path.iterdir() for record in read_metrics(file)]

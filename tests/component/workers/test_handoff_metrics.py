@@ -28,7 +28,7 @@ def redis_url() -> Iterator[str]:
 
 
 def report(worker: LocalWorker) -> Status:
-    return worker.shell._status(1)
+    return worker.shell.reports.status()
 
 
 @pytest.mark.parametrize("push_when", ["chunk", "prompt"])

@@ -1,0 +1,138 @@
+"""What is told of a worker: status and load to the routers, a digest to the registry."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from kvrelay.protocol.link import Delivered
+from kvrelay.protocol.messages import LoadReport, PeerRef, Status, StatusQuery
+from kvrelay.telemetry.sequence_stays import SequenceStays
+from kvrelay.worker.context import Role, WorkerContext
+from kvrelay.worker.load_report import report_load
+
+NEWS_INTERVAL_S = 0.05
+"""After a request came, the other routers hear of the new load within that time, without asking."""
+NOBODY_ASKED = 0
+"""The query of a status that answers none; routers count theirs from 1."""
+
+
+class Reports:
+    """Knows the routers that ask. `more_totals`: what a status has beside what role, steps and instruments count."""
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        role: Role,
+        stays: SequenceStays,
+        more_totals: Callable[[], dict[str, float]],
+    ) -> None:
+        self.draining = False
+        self._worker = context
+        self._role = role
+        self._stays = stays
+        self._more_totals = more_totals
+        self._routers: dict[str, PeerRef] = {}  # by their ids
+        self._news_from: set[str] = set()  # routers whose requests came since the others were told
+
+    def answer(self, event: Delivered, query: StatusQuery) -> None:
+        """Tells a router what it asks, and remembers it."""
+        self._routers[event.peer.peer_id] = event.peer
+        plain, named = self._load_reports()
+        status = self.status(query.query, named.get(event.peer, plain))
+        if query.request:
+            stages = self._worker.recent.of(query.request) + self._stays.open_stages(query.request)
+            status = msgspec.structs.replace(status, stages=stages)
+        self._worker.messenger.send(event.peer, status)
+
+    def took_request(self, router: PeerRef) -> None:
+        """A request came from there: the others will hear of it."""
+        if len(self._routers) > 1:
+            self._news_from.add(router.peer_id)
+
+    def forget(self, peer: PeerRef) -> None:
+        """It is gone; no error for one that never asked."""
+        if self._routers.get(peer.peer_id) == peer:
+            del self._routers[peer.peer_id]
+
+    async def run(self) -> None:
+        """Tells news until cancelled: a burst over several routers spreads only if each counts what others sent."""
+        while True:
+            await asyncio.sleep(NEWS_INTERVAL_S)
+            sources, self._news_from = self._news_from, set()
+            if sources:
+                self._tell([router for name, router in self._routers.items() if sources != {name}])
+
+    def tell_all(self) -> None:
+        """Every router that asks hears the status now."""
+        self._tell(list(self._routers.values()))
+
+    def status(self, query: int = NOBODY_ASKED, load: LoadReport | None = None) -> Status:
+        """All there is to tell, as of now."""
+        worker = self._worker
+        return Status(
+            query=query,
+            draining=self.draining,
+            queues=self._role.queues(),
+            blocks=self._blocks(),
+            swap=self._swap(),
+            histograms={name: histogram.report() for name, histogram in worker.instruments.histograms()},
+            totals=self._role.totals() | self._counters() | self._steps() | self._more_totals(),
+            load=load,
+        )
+
+    def digest(self) -> dict[str, float]:
+        """What the registry keeps, for routers that know the worker from there alone."""
+        report, _ = self._load_reports()
+        load: dict[str, float] = {"open": self._role.num_open, "queued_tokens": report.queued_tokens}
+        if report.step_cost is not None:
+            load |= dict(zip(("step_fixed_s", "step_token_s", "step_pair_s"), report.step_cost, strict=True))
+        if report.transfer_bytes_s is not None:
+            load["transfer_bytes_s"] = report.transfer_bytes_s
+        return load | self._blocks()
+
+    def _tell(self, routers: list[PeerRef]) -> None:
+        if routers:
+            plain, named = self._load_reports()
+            for router in routers:
+                self._worker.messenger.send(router, self.status(load=named.get(router, plain)))
+
+    def _load_reports(self) -> tuple[LoadReport, dict[PeerRef, LoadReport]]:
+        totals, speeds = self._role.totals(), self._worker.steps.speeds
+        speeds.pushed(totals.get("pushed_bytes", 0.0), totals.get("push_busy_s", 0.0))
+        return report_load(self._worker.scheduler, speeds)
+
+    def _steps(self) -> dict[str, float]:
+        totals = self._worker.steps.totals
+        return {
+            "steps": totals.num_steps,
+            "steps_ahead": totals.num_steps_ahead,
+            "mixed_steps": totals.num_mixed_steps,
+            "prefill_steps": totals.num_prefill_steps,
+            "decode_steps": totals.num_decode_steps,
+            "copy_steps": totals.num_copy_steps,
+            "failed_steps": totals.num_failed_steps,
+            "prefill_tokens": totals.num_prefill_tokens,
+            "decode_tokens": totals.num_decode_tokens,
+            "schedule_s": totals.schedule_s,
+            "forward_s": totals.forward_s,
+            "commit_s": totals.commit_s,
+        }
+
+    def _counters(self) -> dict[str, float]:
+        """By name and value of their attribute."""
+        return {
+            f"{name.removeprefix('kvrelay.').replace('.', '_')}.{value}": amount
+            for name, counter in self._worker.instruments.counters()
+            for value, amount in counter.sums.items()
+        }
+
+    def _blocks(self) -> dict[str, int]:
+        pool = self._worker.pool
+        return {owner.value: count for owner, count in pool.counts().items()} | {"total": pool.num_blocks}
+
+    def _swap(self) -> dict[str, int]:
+        use = self._worker.scheduler.swap_use
+        return {"total": use.num_slots, "used": use.num_used_slots}

@@ -219,8 +219,12 @@ class _Run:
             status = server.poll()
             if status is not None:
                 self._display.update("redis", DIED, f"{describe_exit(status)}; starts again")
-                server.restart()
-                self._display.update("redis", READY)
+                try:
+                    server.restart()
+                except EmbeddedRedisError as error:  # a full disk may be cleared: it is tried again
+                    self._display.update("redis", DIED, str(error))
+                else:
+                    self._display.update("redis", READY)
 
     def _make_supervisor(self, registry: Registry) -> Supervisor:
         plan = self._plan

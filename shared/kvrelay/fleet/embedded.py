@@ -53,14 +53,24 @@ class RedisServer:
         if password:
             self._settings += f"requirepass {password}\n"
         self._log = directory / "redis.log"
-        self.restart()
+        try:
+            self.restart()
+        except EmbeddedRedisError:
+            self._held.release()
+            raise
 
     def restart(self) -> None:
-        """Starts a server under the same URL after the last one ended. Raises EmbeddedRedisError."""
-        self._process = self._spawn()
+        """Starts a server under the same URL after the last one ended.
+
+        Raises EmbeddedRedisError; the port stays held then, so that it may be tried again.
+        """
+        try:
+            self._process = self._spawn()
+        except OSError as error:
+            raise EmbeddedRedisError(f"redis-server did not start: {error}") from error
         reason = self._wait_until_ready()
         if reason:
-            self.close()
+            self.stop()
             raise EmbeddedRedisError(f"redis-server did not start: {reason}")
 
     @property

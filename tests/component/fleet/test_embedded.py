@@ -91,6 +91,23 @@ def test_its_port_is_nobody_elses_while_it_is_down() -> None:
         server.restart()
 
 
+def test_a_restart_that_fails_may_be_tried_again(tmp_path: Path) -> None:
+    place = tmp_path / "redis"
+    place.mkdir()
+    with RedisServer(place) as server:
+        url = server.url
+        server.stop()
+        place.rename(tmp_path / "away")
+        for _ in range(2):
+            with pytest.raises(EmbeddedRedisError, match="did not start"):
+                server.restart()
+        (tmp_path / "away").rename(place)
+        server.restart()
+        assert server.url == url
+        with redis.Redis.from_url(url) as client:
+            assert client.ping()
+
+
 def test_a_server_that_ends_at_its_start_is_an_error_with_its_last_words(tmp_path: Path) -> None:
     with pytest.raises(EmbeddedRedisError, match=r"(?s)did not start.*no-such-setting"):
         RedisServer(tmp_path, "no-such-setting 1")

@@ -34,7 +34,7 @@ from kvrelay_router.api.settings import ApiSettings
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.running import DispatchSettings
 from kvrelay_router.prefix_index import FleetPrefixes
-from kvrelay_router.processes import inherited_listener, tell_ready
+from kvrelay_router.processes import inherited_connections
 from kvrelay_router.readings import router_readings
 from kvrelay_router.text.chat_template import ChatTemplateError
 from kvrelay_router.text.service import TextService
@@ -70,7 +70,8 @@ class RouterServer:
             except (OSError, ValueError, zmq.ZMQError, TokenizerNotFound, ChatTemplateError) as error:
                 raise StartFailed(str(error)) from error
             settle_garbage()
-            tell_ready()
+            assert self._http is not None
+            self._http.say_ready()
             await self.main_loop()
         finally:
             await self.shutdown()
@@ -106,12 +107,12 @@ class RouterServer:
         app = create_app(api, self._dispatcher, text, limits, observer)
         export.start(self._readings)
         await self._open_pages()
-        listener = inherited_listener() or bind(config.host, config.port)
+        source = inherited_connections(config.port) or bind(config.host, config.port)
         connections = ConnectionLimits(
             max_connections=allowed_connections(config.max_connections), max_header_bytes=int(config.max_header_bytes)
         )
         grace_s = config.drain_timeout_s + HTTP_GRACE_S
-        self._http = await serve(app, listener, graceful_timeout_s=grace_s, limits=connections)
+        self._http = await serve(app, source, graceful_timeout_s=grace_s, limits=connections)
         self._closing.push_async_callback(self._http.stop)
         self._closing.push_async_callback(self._dispatcher.close)  # first of all: it ends the answers, or HTTP waits
         log.info("serving %s at http://%s:%d", config.served_model_name, config.reachable_host, self._http.port)
@@ -161,13 +162,15 @@ class RouterServer:
 
     async def _drain(self, http: HttpServer, dispatcher: RouterDispatcher) -> None:
         log.info("draining: %d requests are running", dispatcher.num_running)
+        hurry = asyncio.create_task(self._hurry.wait(), name="hurry")
+        leaving = asyncio.create_task(http.leave(), name="http-leave")
+        await asyncio.wait([leaving, hurry], return_when=asyncio.FIRST_COMPLETED)
         closing = asyncio.create_task(http.stop(), name="http-stop")
         draining = asyncio.create_task(dispatcher.drain(self.config.drain_timeout_s), name="drain")
-        hurry = asyncio.create_task(self._hurry.wait(), name="hurry")
         await asyncio.wait([draining, hurry], return_when=asyncio.FIRST_COMPLETED)
-        for task in (draining, hurry):
+        for task in (leaving, draining, hurry):
             task.cancel()
-        await asyncio.gather(draining, hurry, return_exceptions=True)
+        await asyncio.gather(leaving, draining, hurry, return_exceptions=True)
         if dispatcher.num_running:
             log.warning("%d requests did not finish in time and are cancelled", dispatcher.num_running)
         await dispatcher.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import signal
 import socket
@@ -108,6 +109,125 @@ async def test_a_killed_process_takes_only_its_own_streams_with_it_and_is_starte
                 await asyncio.sleep(0.01)
         router.process.send_signal(signal.SIGTERM)
         assert await router.exit_status() == 0
+
+
+class Held:
+    """A connection that is kept, with a request on it whose answer names the process that has it."""
+
+    def __init__(self, router: RouterProcess) -> None:
+        self._url = router.client.base_url
+        self.served_by: asyncio.Task[str] = asyncio.create_task(self._ask())
+
+    async def _ask(self) -> str:
+        reader, self._writer = await asyncio.open_connection(self._url.host, self._url.port)
+        self._writer.write(b"GET /health HTTP/1.1\r\nhost: router\r\n\r\n")
+        status, *headers = (await reader.readuntil(b"\r\n\r\n")).decode().lower().splitlines()
+        assert status.split()[1] == "200"
+        (name,) = [each.split()[1] for each in headers if each.startswith("x-kvrelay-router:")]
+        return name
+
+    async def close(self) -> None:
+        self.served_by.cancel()
+        await asyncio.gather(self.served_by, return_exceptions=True)
+        self._writer.close()
+
+
+async def hold(router: RouterProcess, number: int) -> list[Held]:
+    held = [Held(router) for _ in range(number)]
+    await asyncio.wait_for(asyncio.gather(*(each.served_by for each in held)), PATIENCE_S)
+    return held
+
+
+def shares(held: list[Held]) -> Counter[str]:
+    return Counter(dict.fromkeys(NAMES, 0)) + Counter(each.served_by.result() for each in held)
+
+
+async def hold_equally_many(router: RouterProcess) -> list[Held]:
+    """At every process, once all of them serve. These are the only connections that there have been, so they are shared
+    as exactly as those that come next; to be kept, or they are closed.
+    """
+    async with asyncio.timeout(PATIENCE_S):
+        while router.process.returncode is None:
+            try:
+                held = await hold(router, 1)
+                break
+            except ConnectionRefusedError:
+                await asyncio.sleep(0.05)
+        while set(shares(held)) != NAMES:
+            held += await hold(router, 1)
+            await asyncio.sleep(0.05)
+    return held + await hold(router, NUM_PROCESSES * max(shares(held).values()) - len(held))
+
+
+async def test_connections_that_come_at_once_are_shared_equally() -> None:
+    async with running("redis://127.0.0.1:1/0", "none", *FLAGS) as router:
+        held = await hold_equally_many(router)
+        more = await hold(router, 20 * NUM_PROCESSES)
+        assert shares(more) == dict.fromkeys(NAMES, 20)
+        assert len(set(shares(held).values())) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+async def test_connections_that_wait_for_a_process_that_ends_are_served(number: signal.Signals) -> None:
+    async with running("redis://127.0.0.1:1/0", "none", *FLAGS) as router:
+        held = await hold_equally_many(router)
+        process = await process_of(router, "router-1")
+        process.suspend()
+        async with asyncio.timeout(PATIENCE_S):
+            while process.status() != psutil.STATUS_STOPPED:
+                await asyncio.sleep(0.01)
+        more = [Held(router) for _ in range(10 * NUM_PROCESSES)]
+        async with asyncio.timeout(PATIENCE_S):
+            while sum(each.served_by.done() for each in more) < 10 * (NUM_PROCESSES - 1):
+                await asyncio.sleep(0.01)
+        waiting = [each for each in more if not each.served_by.done()]
+        assert len(waiting) == 10
+        process.send_signal(number)
+        process.resume()
+        await asyncio.wait_for(asyncio.gather(*(each.served_by for each in waiting)), PATIENCE_S)
+        assert len(set(shares(held).values())) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+async def test_no_client_is_refused_while_processes_end_one_after_the_other(number: signal.Signals) -> None:
+    async with running("redis://127.0.0.1:1/0", "none", *FLAGS) as router:
+        await hold_equally_many(router)
+        done = asyncio.Event()
+        num_answers = 0
+
+        async def clients() -> None:
+            nonlocal num_answers
+            while not done.is_set():
+                connection = Held(router)
+                try:
+                    await asyncio.wait_for(connection.served_by, PATIENCE_S)
+                    num_answers += 1
+                except (ConnectionResetError, BrokenPipeError, asyncio.IncompleteReadError):
+                    pass  # a process had taken it, and ended
+                await connection.close()
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(8):
+                group.create_task(clients())
+            for name in sorted(NAMES):
+                process = await process_of(router, name)
+                process.send_signal(number)
+                async with asyncio.timeout(PATIENCE_S):
+                    while (await process_of(router, name)).pid == process.pid:
+                        await asyncio.sleep(0.05)
+            done.set()
+        assert num_answers
+
+
+async def process_of(router: RouterProcess, name: str) -> psutil.Process:
+    """Once there is one that lives."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            for child in psutil.Process(router.process.pid).children():
+                with contextlib.suppress(psutil.Error):
+                    if f"--router-id={name}" in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE:
+                        return child
+            await asyncio.sleep(0.05)
 
 
 async def test_sigterm_drains_all_processes_and_lets_nobody_new_in(redis_server: EmbeddedRedis) -> None:

@@ -102,6 +102,11 @@ class BoundedConnection(HttpToolsProtocol):
                 self._refuse_head()
 
     @property
+    def is_fresh(self) -> bool:
+        """No request has come yet."""
+        return self._running is None and not self._refused and not self.transport.is_closing()
+
+    @property
     def _is_idle(self) -> bool:
         """Between two requests."""
         return self._running is None or self._running.response_complete

@@ -11,14 +11,53 @@ from typing import cast
 import uvicorn
 from starlette.types import ASGIApp
 
-from kvrelay_router.api.connection import ConnectionLimits, make_protocol
+from kvrelay_router.api.connection import BoundedConnection, ConnectionLimits, make_protocol
+from kvrelay_router.handover import HandedConnections
 
 BACKLOG = 2048
+LEAVE_S = 5.0
+"""What connections that were handed over before a drain may take for their first requests."""
+POLL_S = 0.005
 DEFAULT_LIMITS = ConnectionLimits()
 
 
 class _EmbeddedServer(uvicorn.Server):
-    """Leaves signals to the process that it runs in."""
+    """Leaves signals to the process that it runs in; may take connections that another process hands over."""
+
+    def __init__(self, config: uvicorn.Config, handed: HandedConnections | None) -> None:
+        super().__init__(config)
+        self._handed = handed
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begins to take connections."""
+        if self._handed is None:
+            await super().startup(sockets)
+            return
+        self.servers = []
+        self._handed.start(self._make_connection)
+        self.started = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second."""
+        if self._handed is not None:
+            self._handed.say_open(len(self.server_state.connections))
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Ends all connections."""
+        if self._handed is not None:
+            self._handed.stop()
+        await super().shutdown(sockets)
+
+    def has_fresh_connections(self) -> bool:
+        """Whether there are some on which no request has come."""
+        return any(cast("BoundedConnection", each).is_fresh for each in self.server_state.connections)
+
+    def _make_connection(self) -> asyncio.Protocol:
+        made: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return made
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -29,10 +68,12 @@ class _EmbeddedServer(uvicorn.Server):
 class HttpServer:
     """A listening server. `port` is the bound one, also when 0 was asked for."""
 
-    def __init__(self, server: uvicorn.Server, listener: socket.socket) -> None:
-        self.port: int = listener.getsockname()[1]
-        self._server = server
-        self._task = asyncio.create_task(server.serve(sockets=[listener]), name="http-server")
+    def __init__(self, config: uvicorn.Config, source: socket.socket | HandedConnections) -> None:
+        self._handed = source if isinstance(source, HandedConnections) else None
+        sockets = [] if isinstance(source, HandedConnections) else [source]
+        self.port: int = source.port if isinstance(source, HandedConnections) else source.getsockname()[1]
+        self._server = _EmbeddedServer(config, self._handed)
+        self._task = asyncio.create_task(self._server.serve(sockets=sockets), name="http-server")
 
     async def started(self) -> None:
         """Returns when connections are taken. Raises what kept it from that."""
@@ -40,11 +81,26 @@ class HttpServer:
             if self._task.done():
                 self._task.result()
                 raise RuntimeError("the HTTP server ended before it was ready")
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(POLL_S)
 
     async def wait(self) -> None:
         """Returns when the server has ended."""
         await asyncio.shield(self._task)
+
+    def say_ready(self) -> None:
+        """To the process that hands connections over, if one does."""
+        if self._handed is not None:
+            self._handed.say_ready()
+
+    async def leave(self) -> None:
+        """Has new connections handed to other processes, if one does that; those that have just come are served."""
+        if self._handed is None:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_S):
+                await self._handed.leave()
+                while self._server.has_fresh_connections():
+                    await asyncio.sleep(POLL_S)
 
     async def stop(self) -> None:
         """Takes no more connections, lets answers finish up to the graceful timeout, then cuts them off."""
@@ -54,12 +110,12 @@ class HttpServer:
 
 async def serve(
     app: ASGIApp,
-    listener: socket.socket,
+    source: socket.socket | HandedConnections,
     *,
     graceful_timeout_s: float = 30.0,
     limits: ConnectionLimits = DEFAULT_LIMITS,
 ) -> HttpServer:
-    """Serves until `stop`, which closes the listener."""
+    """Serves what comes from `source` until `stop`, which closes a listener."""
     config = uvicorn.Config(
         app,
         http=cast("type[asyncio.Protocol]", make_protocol(limits)),
@@ -74,7 +130,7 @@ async def serve(
         timeout_graceful_shutdown=max(1, round(graceful_timeout_s)),
         backlog=BACKLOG,
     )
-    server = HttpServer(_EmbeddedServer(config), listener)
+    server = HttpServer(config, source)
     await server.started()
     return server
 

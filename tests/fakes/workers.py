@@ -98,6 +98,8 @@ class LocalWorker:
         # Not by cancellation alone: redis swallows one that comes at the wrong moment. A dead worker would then renew
         # its lease for ever, and the event loop could not be closed.
         self.shell.membership.stop()
+        if self.shell._pages._server is not None:
+            self.shell._pages._server.close()
         if self.shell._discovery is not None:
             self.shell._discovery.stop()
         for task in self.shell._tasks:

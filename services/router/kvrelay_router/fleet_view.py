@@ -135,6 +135,11 @@ class FleetView:
         """All workers that are worth asking."""
         return [known.peer for known in self._workers.values() if not known.refused]
 
+    def is_gone(self, record: WorkerRecord) -> bool:
+        """Whether this start of a worker is none that is, or may become, of use."""
+        known = self._workers.get(record.worker_id)
+        return known is None or known.record.incarnation != record.incarnation or bool(known.lost or known.refused)
+
     def candidates(self, now: float) -> Candidates:
         """The workers that take new requests, with their load."""
         ready = (known for known in self._workers.values() if known.state(now) is WorkerState.READY)

@@ -1,4 +1,4 @@
-"""Keeps the fleet view fresh: looks into the registry, and asks every worker for its status."""
+"""Keeps the fleet view fresh: by the registry, by static workers' records, and by the status of all."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Collection
 from kvrelay.fleet import RegistryError, WorkerRecord
 from kvrelay.protocol.messages import PeerRef, Stage, Status, StatusQuery
 from kvrelay_router.fleet_view import FleetView
+from kvrelay_router.static_workers import StaticWorkers, merged
 
 log = logging.getLogger(__name__)
 
@@ -18,21 +19,25 @@ ListWorkers = Callable[[], Awaitable[list[WorkerRecord]]]
 
 
 class FleetWatch:
-    """`on_change` is called after everything that may have made a worker ready."""
+    """`on_change` is called after everything that may have made a worker ready. Without `list_workers` there is no
+    registry, and the fleet is what `static` finds."""
 
     def __init__(
         self,
         view: FleetView,
-        list_workers: ListWorkers,
+        list_workers: ListWorkers | None,
         send: Callable[[PeerRef, StatusQuery], None],
         on_change: Callable[[], None],
         *,
+        static: StaticWorkers | None = None,
         registry_interval_s: float = 0.5,
         status_interval_s: float = 1.0,
     ) -> None:
         self.registry_is_away = ""  # the reason
         self._view = view
         self._list_workers = list_workers
+        self._static = static
+        self._registered: list[WorkerRecord] = []  # what the registry said last
         self._send = send
         self._on_change = on_change
         self._registry_interval_s = registry_interval_s
@@ -46,12 +51,16 @@ class FleetWatch:
 
     def start(self) -> None:
         """To be called on the event loop."""
+        if self._static is not None:
+            self._static.start(self._merge)
         self._tasks = [asyncio.create_task(self._watch_registry()), asyncio.create_task(self._ask_regularly())]
 
     async def close(self) -> None:
         """Stops looking and asking, after the look that is under way. An event and no cancellation: redis swallows one
         that comes at the wrong moment, and the wait for its end would never end."""
         self._closing.set()
+        if self._static is not None:
+            await self._static.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def on_status(self, peer: PeerRef, status: Status) -> None:
@@ -92,10 +101,20 @@ class FleetWatch:
             del self._questions[query]
         return answered
 
+    @property
+    def registry_state(self) -> str:
+        """For people: `ok`, `none`, or why it is away."""
+        return "none" if self._list_workers is None else self.registry_is_away or "ok"
+
     async def look(self) -> None:
-        """Looks into the registry once. Without it the fleet last known is what there is."""
+        """Looks into the registry once. Without it the fleet last known is what there is, and static workers."""
+        if self._list_workers is not None:
+            await self._ask_registry(self._list_workers)
+        self._merge()
+
+    async def _ask_registry(self, list_workers: ListWorkers) -> None:
         try:
-            records = await self._list_workers()
+            self._registered = await list_workers()
         except (RegistryError, OSError) as error:
             if not self.registry_is_away:
                 log.warning("the registry is away, going on with the workers last known: %s", error)
@@ -104,6 +123,11 @@ class FleetWatch:
         if self.registry_is_away:
             log.info("the registry is back")
             self.registry_is_away = ""
+
+    def _merge(self) -> None:
+        """Takes into the view what registry and static workers said last."""
+        static = self._static.found() if self._static is not None else []
+        records = merged(self._registered, static, self._view.is_gone)
         self._view.registered(records, time.monotonic())
         self._ask_the_new()
         self._on_change()

@@ -16,7 +16,7 @@ from kvrelay.config.common import is_wildcard
 from kvrelay.config.router import RouterConfig
 from kvrelay.fleet import Registry
 from kvrelay.fleet.index import IndexFeed, IndexReader
-from kvrelay.fleet.limits import SharedLimits
+from kvrelay.fleet.limits import OwnLimits, SharedLimits
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.process import StartFailed, event_loop_factory, settle_garbage
 from kvrelay.protocol.link import LinkEvent, LinkSettings
@@ -33,9 +33,11 @@ from kvrelay_router.api.server import HttpServer, bind, serve
 from kvrelay_router.api.settings import ApiSettings
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.running import DispatchSettings
+from kvrelay_router.fleet_watch import ListWorkers
 from kvrelay_router.prefix_index import FleetPrefixes
 from kvrelay_router.processes import inherited_connections
 from kvrelay_router.readings import router_readings
+from kvrelay_router.static_workers import StaticWorkers
 from kvrelay_router.text.chat_template import ChatTemplateError
 from kvrelay_router.text.service import TextService
 from kvrelay_router.text.sources import TokenizerNotFound
@@ -86,22 +88,21 @@ class RouterServer:
         events = config.open_event_log(config.router_id)
         if events is not None:
             self._closing.callback(events.close)
-        registry = Registry(config.redis_url, config.redis_prefix)
-        self._closing.push_async_callback(registry.close)
         export = open_export("router", config.router_id)
         self._closing.push_async_callback(export.close)
         api = ApiSettings.from_config(config)
         self._dispatcher = RouterDispatcher(
             self._open_messenger,
-            lambda: registry.list_workers(config.served_model_name),
+            self._registry(),
             _dispatch_settings(config, api),
             events,
             _prefix_index(config),
             export.tracer,
+            _static_workers(config),
         )
         self._closing.push_async_callback(self._dispatcher.close)
         self._dispatcher.start()
-        limits = SharedLimits(config.redis_url, config.redis_prefix, config.served_model_name)
+        limits = _limits(config)
         self._closing.push_async_callback(limits.close)
         observer = RequestObserver(config.served_model_name, self._instruments, export.tracer)
         app = create_app(api, self._dispatcher, text, limits, observer)
@@ -116,6 +117,14 @@ class RouterServer:
         self._closing.push_async_callback(self._http.stop)
         self._closing.push_async_callback(self._dispatcher.close)  # first of all: it ends the answers, or HTTP waits
         log.info("serving %s at http://%s:%d", config.served_model_name, config.reachable_host, self._http.port)
+
+    def _registry(self) -> ListWorkers | None:
+        config = self.config
+        if not config.uses_redis:
+            return None
+        registry = Registry(config.redis_url, config.redis_prefix)
+        self._closing.push_async_callback(registry.close)
+        return lambda: registry.list_workers(config.served_model_name)
 
     async def _open_pages(self) -> None:
         config = self.config
@@ -211,8 +220,20 @@ def _message_address(config: RouterConfig) -> str:
     return host if host is not None and not is_wildcard(host) else config.reachable_host
 
 
+def _static_workers(config: RouterConfig) -> StaticWorkers | None:
+    if not config.static_workers:
+        return None
+    return StaticWorkers(config.static_workers, config.served_model_name, config.fleet_interval_s)
+
+
+def _limits(config: RouterConfig) -> SharedLimits | OwnLimits:
+    if not config.uses_redis:
+        return OwnLimits()
+    return SharedLimits(config.redis_url, config.redis_prefix, config.served_model_name)
+
+
 def _prefix_index(config: RouterConfig) -> FleetPrefixes | None:
-    if not config.prefix_index:
+    if not config.prefix_index or not config.uses_redis:
         return None
     return FleetPrefixes(IndexFeed(IndexReader(config.redis_url, config.redis_prefix, config.served_model_name)))
 

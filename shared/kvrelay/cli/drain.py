@@ -39,6 +39,9 @@ def drain(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"kvrelay drain: {error}", file=sys.stderr)
         return 2
+    if not config.uses_redis:
+        print("kvrelay drain: redis_url is none, and it marks workers in Redis; send them SIGTERM", file=sys.stderr)
+        return 2
     try:
         return asyncio.run(_drain(config, arguments))
     except RegistryError as error:

@@ -32,7 +32,9 @@ LOOPBACK = "127.0.0.1"
 REDIS_POLL_S = 0.5
 PROCESSES_GRACE_S = 15.0
 """A router of several processes ends those itself that do not drain in time, which it must live to do."""
-DECIDED_HERE = frozenset({"worker_id", "num_workers", "router_id", "port", "host", "advertise_host", "redis_url"})
+DECIDED_HERE = frozenset(
+    {"worker_id", "num_workers", "static_workers", "router_id", "port", "host", "advertise_host", "redis_url"}
+)
 """Of the services' fields, those that `up` sets itself."""
 WORKER_PORTS = frozenset({"transfer_port", "http_port", "http_host"})
 ROUTER_PORTS = frozenset({"message_host", "message_port", "processes", "metrics_port", "metrics_host"})

@@ -21,6 +21,9 @@ LogFormat = Literal["text", "json"]
 
 MASK = "**********"
 
+NO_REDIS = "none"
+"""As redis_url: this process uses no Redis."""
+
 
 def mask_password(url: str) -> str:
     """The URL with its password replaced, fit for a log."""
@@ -84,7 +87,8 @@ class CommonConfig(BaseModel):
     redis_url: str = Field(
         default="redis://127.0.0.1:6379/0",
         description="registry of workers and prefix index; redis://, rediss://, unix://, "
-        "redis+sentinel://HOST:PORT,HOST:PORT/NAME or redis+cluster://HOST:PORT",
+        "redis+sentinel://HOST:PORT,HOST:PORT/NAME or redis+cluster://HOST:PORT; none: no Redis, routers find workers "
+        "by static_workers alone",
         json_schema_extra={"flags": ["--redis"]},
     )
     redis_password_file: Path | None = Field(
@@ -132,7 +136,7 @@ class CommonConfig(BaseModel):
     @field_validator("redis_url")
     @classmethod
     def _redis_scheme(cls, url: str) -> str:
-        return check_redis_url(url)
+        return url if url == NO_REDIS else check_redis_url(url)
 
     @field_validator("model")
     @classmethod
@@ -182,6 +186,11 @@ class CommonConfig(BaseModel):
                 f"({self.peer_timeout_s:g}), or one lost life sign ends the connection"
             )
         return self
+
+    @property
+    def uses_redis(self) -> bool:
+        """Whether there is a Redis to talk to, be it away at the moment."""
+        return self.redis_url != NO_REDIS
 
     @property
     def reachable_host(self) -> str:

@@ -112,6 +112,16 @@ def add_flags(
             parser.add_argument(
                 *names, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, dest=name, help=help_text
             )
+        elif is_list(field):
+            parser.add_argument(
+                *names,
+                action="extend",
+                type=_split,
+                metavar="LIST",
+                default=argparse.SUPPRESS,
+                dest=name,
+                help=help_text,
+            )
         else:
             parser.add_argument(*names, metavar=_metavar(field), default=argparse.SUPPRESS, dest=name, help=help_text)
 
@@ -170,7 +180,7 @@ def _metavar(field: FieldInfo) -> str:
             return "SIZE"
         if isinstance(kind, type) and kind in names:
             return names[kind]
-    return "LIST" if is_list(field) else "TEXT"
+    return "TEXT"
 
 
 def _help(name: str, field: FieldInfo) -> str:
@@ -220,7 +230,7 @@ def _read_file(path: Path, config_class: type[BaseModel], tables: Sequence[str])
     return merged
 
 
-def _split(value: object) -> object:
+def _split(value: Any) -> Any:
     if isinstance(value, str):
         return tuple(item.strip() for item in value.split(",") if item.strip())
     return value

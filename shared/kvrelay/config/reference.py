@@ -55,8 +55,8 @@ api_keys_file = "/etc/kvrelay/keys"
 ```
 
 Times are in seconds. Sizes are written as `512MiB` or `4GiB`, or in bytes. Switches take `true` or `false` in the file
-and the environment, and `--name` or `--no-name` as a flag. Lists are separated by commas in a variable, and are arrays
-in the file.
+and the environment, and `--name` or `--no-name` as a flag. Lists are separated by commas in a variable and a
+flag, which may also be repeated, and are arrays in the file.
 
 `KVRELAY_CACHE_DIR` is not a field: it names the directory where the compiled CPU kernel is kept (default: `kvrelay` in
 `XDG_CACHE_HOME`, or in `~/.cache`).

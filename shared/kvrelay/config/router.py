@@ -6,6 +6,7 @@ import secrets
 import tomllib
 from pathlib import Path
 from typing import Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import (
     BaseModel,
@@ -141,8 +142,17 @@ class RouterConfig(CommonConfig):
         description="prompts of at most so many tokens go to a decode worker alone, without a handoff; 0: none "
         "(default: where routing_policy cost expects it to be faster)",
     )
+    static_workers: tuple[str, ...] = Field(
+        default=(),
+        description="workers to use beside those that Redis names: http://HOST:PORT of the http_port of each; the flag "
+        "may be repeated",
+        json_schema_extra={"flags": ["--static-worker"], "list": True},
+    )
     fleet_interval_s: float = Field(
-        default=0.5, ge=0.05, le=60, description="time between looks into the registry, in seconds"
+        default=0.5,
+        ge=0.05,
+        le=60,
+        description="time between looks into the registry, and between questions to a static worker, in seconds",
     )
     drain_timeout_s: float = Field(
         default=30.0, ge=0, le=3600, description="time for open requests to finish after SIGTERM, in seconds"
@@ -156,6 +166,19 @@ class RouterConfig(CommonConfig):
             raise ValueError("message_port and the ports after it, one for each of processes, must be 65535 at most")
         if self.metrics_port and self.metrics_port + self.processes > 65536:
             raise ValueError("metrics_port and the ports after it, one for each of processes, must be 65535 at most")
+        return self
+
+    @field_validator("static_workers")
+    @classmethod
+    def _are_addresses(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            static_worker_address(url)
+        return tuple(dict.fromkeys(urls))
+
+    @model_validator(mode="after")
+    def _workers_can_be_found(self) -> Self:
+        if not self.uses_redis and not self.static_workers:
+            raise ValueError("redis_url = none needs static_workers: there is nothing else to find workers by")
         return self
 
     @field_validator("api_keys")
@@ -202,6 +225,19 @@ class RouterConfig(CommonConfig):
         if not keys:
             raise ValueError(f"api_keys_file: {path} holds no key")
         return {**values, "api_keys": (*values.get("api_keys", ()), *keys)}
+
+
+def static_worker_address(url: str) -> tuple[str, int]:
+    """Host and port of http://HOST:PORT. Raises ValueError."""
+    parts = urlsplit(url)
+    try:
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(f"{url!r}: {error}") from None
+    rest = parts.path.rstrip("/") or parts.query or parts.fragment or "@" in parts.netloc
+    if parts.scheme != "http" or not parts.hostname or not port or rest:
+        raise ValueError(f"{url!r} is no worker's address: http://HOST:PORT is needed, with PORT 1 to 65535")
+    return parts.hostname, port
 
 
 def _read_key_limits(path: Path) -> dict[str, OwnKeyLimits]:

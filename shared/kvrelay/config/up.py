@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from kvrelay.config.common import NO_REDIS
 
 
 class UpConfig(BaseModel):
@@ -43,3 +45,10 @@ class UpConfig(BaseModel):
     )
     state_dir: Path = Field(default=Path(".kvrelay"), description="directory for the services' logs")
     verbose: bool = Field(default=False, description="show the services' logs here instead of writing them to files")
+
+    @field_validator("redis_url")
+    @classmethod
+    def _is_a_redis(cls, url: str | None) -> str | None:
+        if url == NO_REDIS:
+            raise ValueError("its services find each other through Redis: leave it out for one of its own")
+        return url

@@ -43,8 +43,8 @@ class WorkerConfig(CommonConfig):
         default=None,
         ge=0,
         le=65535,
-        description="port of the pages /health and /ready, for probes, and /metrics, for Prometheus; 0: any free one "
-        "(default: none)",
+        description="port of the pages /health and /ready, for probes, /metrics, for Prometheus, and /worker, for the "
+        "static_workers of routers; 0: any free one (default: none)",
     )
     http_host: str = Field(default="127.0.0.1", min_length=1, description="address to listen on for these pages")
     transfer: Literal["auto", "nixl", "zmq"] = Field(
@@ -254,7 +254,7 @@ class WorkerConfig(CommonConfig):
     @property
     def publishes_prefixes(self) -> bool:
         """Whether the fleet hears what this worker's cache holds. Only the tree tells what joins and leaves it."""
-        return self.prefix_index and self.prefix_cache and self.prefix_lookup == "tree"
+        return self.uses_redis and self.prefix_index and self.prefix_cache and self.prefix_lookup == "tree"
 
     @property
     def scheduler_settings(self) -> SchedulerSettings:
@@ -279,6 +279,7 @@ class WorkerConfig(CommonConfig):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         self._check_simulated()
+        self._check_without_redis()
         if self.prefill_delayer and self.role == "prefill":
             raise ValueError("prefill_delayer is for workers that run both phases: decode workers")
         if self.prefill_delayer_group and not self.prefill_delayer:
@@ -303,6 +304,17 @@ class WorkerConfig(CommonConfig):
                 f"({self.lease_ttl_s:g}), or one late renewal loses the lease"
             )
         return self
+
+    def _check_without_redis(self) -> None:
+        if self.uses_redis:
+            return
+        if self.http_port is None:
+            raise ValueError("redis_url = none needs http_port: by its page there routers find the worker")
+        if self.prefill_delayer_group:
+            raise ValueError(
+                f"prefill_delayer_group = {self.prefill_delayer_group} needs a Redis, in which its workers find each "
+                f"other, and redis_url is none"
+            )
 
     def _check_simulated(self) -> None:
         if self.backend != "simulated" and self.num_workers > 1:

@@ -99,6 +99,25 @@ class LocalLimits:
             state.running.pop(request_id, None)
 
 
+class OwnLimits:
+    """The limits of all keys where there is no Redis: those of this process alone. As `SharedLimits` else."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._local = LocalLimits()
+
+    async def enter(self, key: str, limits: KeyLimits, request_id: str, lease_s: float) -> Refusal | None:
+        """Counts a request, or says why not."""
+        return self._local.enter(key, limits, request_id, lease_s, self._clock())
+
+    async def leave(self, key: str, request_id: str) -> None:
+        """A request ended."""
+        self._local.leave(key, request_id)
+
+    async def close(self) -> None:
+        """There is nothing to close."""
+
+
 class SharedLimits:
     """The limits of all keys of one model, over all routers. For one event loop."""
 

@@ -6,6 +6,9 @@ from typing import Literal
 
 import msgspec
 
+RECORD_PAGE = "/worker"
+"""Where a worker's page server has its record, as JSON."""
+
 NO_SLOT = -1
 """The slot of a record that has not joined."""
 
@@ -59,3 +62,13 @@ def encode_record(record: WorkerRecord) -> bytes:
 def decode_record(data: bytes) -> WorkerRecord:
     """Raises msgspec.DecodeError or ValidationError for what is no record."""
     return _decoder.decode(data)
+
+
+def record_as_json(record: WorkerRecord) -> bytes:
+    """For a page."""
+    return msgspec.json.encode(record)
+
+
+def record_from_json(data: bytes) -> WorkerRecord:
+    """Raises msgspec.DecodeError or ValidationError for what is no record."""
+    return msgspec.json.decode(data, type=WorkerRecord)

@@ -15,6 +15,34 @@ from kvrelay.fleet.registry import LeaseLost, Registry, RegistryError, RegistryM
 log = logging.getLogger(__name__)
 
 
+class NoMembership:
+    """Of a worker without a Redis, whom routers find by its page: nothing to join, and nothing to renew."""
+
+    def __init__(self) -> None:
+        self._joined = asyncio.Event()
+        self._stopped = asyncio.Event()
+
+    @property
+    def joined(self) -> asyncio.Event:
+        """Set once it runs."""
+        return self._joined
+
+    async def run(self) -> None:
+        """Until `stop`."""
+        self._joined.set()
+        await self._stopped.wait()
+
+    def stop(self) -> None:
+        """Ends `run`."""
+        self._stopped.set()
+
+    async def announce(self, *, draining: bool) -> None:
+        """There is nobody to be told."""
+
+    async def leave(self) -> None:
+        """There is nothing to leave."""
+
+
 class Membership:
     """Keeps a worker's record alive. `load` is asked before each renewal."""
 

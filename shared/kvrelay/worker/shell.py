@@ -16,7 +16,7 @@ from kvrelay.config.worker import WorkerConfig
 from kvrelay.engine.batch import ModelRunner, ModelSpec
 from kvrelay.engine.calibrate import measure_costs
 from kvrelay.fleet.index import IndexPublisher
-from kvrelay.fleet.records import WorkerRecord
+from kvrelay.fleet.records import RECORD_PAGE, WorkerRecord, record_as_json
 from kvrelay.fleet.registry import Registry
 from kvrelay.kv.ablations import NullCache, TableCache
 from kvrelay.kv.cache import Cache, PrefixCache
@@ -49,7 +49,7 @@ from kvrelay.worker.cache_events import CacheEvents
 from kvrelay.worker.context import Role, WorkerContext
 from kvrelay.worker.delayer_group import DelayerGroup, GroupDiscovery
 from kvrelay.worker.launch import ThreadLauncher, TimedLauncher
-from kvrelay.worker.membership import Membership
+from kvrelay.worker.membership import Membership, NoMembership
 from kvrelay.worker.prefill_delayer import PrefillDelayer
 from kvrelay.worker.readings import status_readings
 from kvrelay.worker.reports import Reports
@@ -90,6 +90,7 @@ class WorkerShell:
             {
                 "/health": lambda: Page(b"ok\n"),
                 "/ready": self._readiness,
+                RECORD_PAGE: self._record_page,
                 "/metrics": lambda: metrics_page(self._readings()),
             }
         )
@@ -113,10 +114,8 @@ class WorkerShell:
         self.reports = Reports(context, self.role, self._stays, self._more_totals)
         self.role.start()
         self.messenger.start()
-        record = self._record(context)
-        self.membership = Membership(
-            self._registry(), record, self.reports.digest, ttl_s=config.lease_ttl_s, interval_s=config.lease_interval_s
-        )
+        self._record = record = self._make_record(context)
+        self.membership = self._make_membership(record)
         if self._group is not None:
             self._discovery = GroupDiscovery(self._registry(), self._group, record, config.lease_interval_s)
         self._export.start(self._readings)
@@ -233,6 +232,13 @@ class WorkerShell:
             return Page(b"draining\n", HTTPStatus.SERVICE_UNAVAILABLE)
         return Page(b"ready\n")
 
+    def _record_page(self) -> Page:
+        """What the registry is told, for routers that ask the worker itself; without the load, which they hear."""
+        if not hasattr(self, "membership"):
+            return Page(b"starting\n", HTTPStatus.SERVICE_UNAVAILABLE)
+        record = msgspec.structs.replace(self._record, draining=self.reports.draining)
+        return Page(record_as_json(record), content_type="application/json")
+
     def _readings(self) -> Readings:
         """All metrics now; while it starts, those of the process alone."""
         if not hasattr(self, "membership"):
@@ -301,6 +307,14 @@ class WorkerShell:
             silence_s=config.prefill_delayer_silence_s,
         )
         return PrefillDelayer(settings, self._group)
+
+    def _make_membership(self, record: WorkerRecord) -> Membership | NoMembership:
+        config = self.config
+        if not config.uses_redis:
+            return NoMembership()
+        return Membership(
+            self._registry(), record, self.reports.digest, ttl_s=config.lease_ttl_s, interval_s=config.lease_interval_s
+        )
 
     def _registry(self) -> Registry:
         return Registry(self.config.redis_url, self.config.redis_prefix)
@@ -375,7 +389,7 @@ class WorkerShell:
             totals |= self._cache_events.totals()
         return totals
 
-    def _record(self, context: WorkerContext) -> WorkerRecord:
+    def _make_record(self, context: WorkerContext) -> WorkerRecord:
         me: PeerRef = self.messenger.me
         return WorkerRecord(
             worker_id=me.peer_id,

@@ -16,6 +16,7 @@ from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.handle import RunningRequest
 from kvrelay_router.dispatch.interface import GenerateRequest, SequenceDelta
 from kvrelay_router.dispatch.running import DispatchSettings
+from kvrelay_router.static_workers import StaticWorkers
 from tests.component.dispatch.fake_workers import FAST, FakeDecode, FakePrefill, FakeWorker
 from tests.fakes.waiting import PATIENCE_S, until
 
@@ -36,12 +37,15 @@ class Rig:
         assert self._dispatcher is not None
         return self._dispatcher
 
-    async def start(self, *workers: FakeWorker, **settings: Any) -> None:
+    async def start(
+        self, *workers: FakeWorker, static: StaticWorkers | None = None, has_registry: bool = True, **settings: Any
+    ) -> None:
         """Starts the dispatcher, and waits until it knows all workers."""
         for worker in workers:
             self.add(worker)
         values = {"registry_interval_s": 0.05, "status_interval_s": 0.2, "live_timeout_s": 3.0} | settings
-        self._dispatcher = RouterDispatcher(self._messenger, self._list_workers, DispatchSettings(**values))
+        registry = self._list_workers if has_registry else None
+        self._dispatcher = RouterDispatcher(self._messenger, registry, DispatchSettings(**values), static=static)
         self.dispatcher.start()
         await until(lambda: self.states() == dict.fromkeys(self.workers, "ready"))
 

@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
-from kvrelay.fleet.limits import SharedLimits
+from kvrelay.fleet.limits import OwnLimits, SharedLimits
 from kvrelay_router.api.chat import ChatEndpoint
 from kvrelay_router.api.completions import CompletionsEndpoint
 from kvrelay_router.api.entrance import Endpoint, Entrance
@@ -32,7 +32,7 @@ def create_app(
     settings: ApiSettings,
     dispatcher: Dispatcher,
     text: TextService,
-    limits: SharedLimits | None = None,
+    limits: SharedLimits | OwnLimits | None = None,
     observer: RequestObserver | None = None,
 ) -> ASGIApp:
     """The ASGI application. It owns none of dispatcher, text service and limits: closing them is the caller's."""

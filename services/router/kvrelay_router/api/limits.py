@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from kvrelay.fleet.limits import KeyLimits, Refusal, SharedLimits
+from kvrelay.fleet.limits import KeyLimits, OwnLimits, Refusal, SharedLimits
 from kvrelay_router.api.errors import ApiError
 
 
@@ -29,7 +29,7 @@ class Door:
 
     rules: KeyRules = field(default_factory=KeyRules)
     own: Mapping[str, KeyRules] = field(default_factory=dict)  # of single keys, instead of `rules`
-    shared: SharedLimits | None = None
+    shared: SharedLimits | OwnLimits | None = None
 
     def check_priority(self, key: str, priority: int) -> None:
         """Raises 400 for a priority beyond the key's cap."""

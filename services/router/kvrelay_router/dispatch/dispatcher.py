@@ -47,6 +47,7 @@ from kvrelay_router.fleet_view import FleetView, KnownWorker, WorkerState
 from kvrelay_router.fleet_watch import FleetWatch, ListWorkers
 from kvrelay_router.prefix_index import FleetPrefixes
 from kvrelay_router.routing.candidates import NoPlacement
+from kvrelay_router.static_workers import StaticWorkers
 
 log = logging.getLogger(__name__)
 
@@ -69,11 +70,12 @@ class RouterDispatcher:
     def __init__(
         self,
         open_messenger: Callable[[Callable[[LinkEvent], None]], Messenger],
-        list_workers: ListWorkers,
+        list_workers: ListWorkers | None,
         settings: DispatchSettings | None = None,
         events: EventLog | None = None,
         index: FleetPrefixes | None = None,
         tracer: Tracer | None = None,
+        static: StaticWorkers | None = None,
     ) -> None:
         self._tracing = AttemptTracing(tracer) if tracer is not None else None
         self._events = events
@@ -104,6 +106,7 @@ class RouterDispatcher:
             list_workers,
             self.messenger.send,
             self._runner.place_waiting,
+            static=static,
             registry_interval_s=self.settings.registry_interval_s,
             status_interval_s=self.settings.status_interval_s,
         )
@@ -231,7 +234,7 @@ class RouterDispatcher:
                 "incarnation": me.incarnation,
                 "address": me.address,
                 "accepting": self._is_accepting,
-                "registry": self.watch.registry_is_away or "ok",
+                "registry": self.watch.registry_state,
             },
             "workers": self._describe_workers(live),
             **self._figures(),

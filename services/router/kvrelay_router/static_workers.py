@@ -1,0 +1,146 @@
+"""Workers by a list of addresses: each is asked again and again for its record, which Redis need not hold then."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from kvrelay.config.router import static_worker_address
+from kvrelay.fleet import WorkerRecord
+from kvrelay.fleet.records import RECORD_PAGE, record_from_json
+
+log = logging.getLogger(__name__)
+
+ANSWER_TIMEOUT_S = 2.0
+MAX_ANSWER_BYTES = 64 << 10
+SHOWN_BYTES = 200
+
+
+@dataclass(slots=True)
+class StaticWorker:
+    """What is behind one address."""
+
+    url: str
+    record: WorkerRecord | None = None
+    """As it answered last."""
+    silence: str = ""
+    """Why there was no answer last time; empty: there was one, or it was not asked yet."""
+
+
+class StaticWorkers:
+    """Asks each URL every `interval_s` for a worker of `model`. `start` on the event loop, `close` at the end."""
+
+    def __init__(self, urls: Sequence[str], model: str, interval_s: float) -> None:
+        self._workers = [StaticWorker(url) for url in urls]
+        self._model = model
+        self._interval_s = interval_s
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self, on_change: Callable[[], None]) -> None:
+        """`on_change` is called when an answer is another one than before."""
+        self._tasks = [asyncio.create_task(self._watch(worker, on_change)) for worker in self._workers]
+
+    async def close(self) -> None:
+        """Stops asking."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def found(self) -> list[StaticWorker]:
+        """Those that have answered at least once."""
+        return [worker for worker in self._workers if worker.record is not None]
+
+    async def _watch(self, worker: StaticWorker, on_change: Callable[[], None]) -> None:
+        while True:
+            try:
+                if await self._ask(worker):
+                    on_change()
+            except Exception:
+                log.exception("asking the static worker %s failed", worker.url)
+            await asyncio.sleep(self._interval_s)
+
+    async def _ask(self, worker: StaticWorker) -> bool:
+        """Whether something changed."""
+        try:
+            record = self._read(await _get(worker.url))
+        except (OSError, TimeoutError, ValueError) as error:
+            silence = str(error) or "no answer in time"
+            has_changed = silence != worker.silence
+            if has_changed:
+                log.warning("static worker %s: %s", worker.url, silence)
+            worker.silence = silence
+            return has_changed
+        was, worker.record, worker.silence = worker.record, record, ""
+        if was is None or was.incarnation != record.incarnation:
+            log.info("static worker %s is %s, incarnation %s", worker.url, record.worker_id, record.incarnation)
+        return record != was
+
+    def _read(self, data: bytes) -> WorkerRecord:
+        """Raises ValueError for what is no worker of this model."""
+        try:
+            record = record_from_json(data)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"{RECORD_PAGE} is no worker's record: {error}") from error
+        if record.model != self._model:
+            raise ValueError(f"it serves {record.model}, and this router {self._model}")
+        if not record.address.startswith("tcp://"):
+            raise ValueError(f"its address is {record.address!r}, which is not tcp://HOST:PORT")
+        return record
+
+
+def merged(
+    registered: Iterable[WorkerRecord], static: Iterable[StaticWorker], is_gone: Callable[[WorkerRecord], bool]
+) -> list[WorkerRecord]:
+    """One record for each worker's id. `is_gone`: whether nothing is to be expected of this start any more.
+
+    The registry's record counts, for it knows more (slot, marks to drain). A worker's own takes its place only where it
+    is of a later start, or the registry's start is gone: leases outlive workers, and clocks may be set back. A worker
+    that does not answer counts as it was until it is gone: its page may be cut off when it is not.
+    """
+    records = {record.worker_id: record for record in registered}
+    for worker in static:
+        if (record := worker.record) is None:
+            continue
+        known = records.get(record.worker_id)
+        if worker.silence:
+            counts = known is None and not is_gone(record)
+        else:
+            counts = known is None or record.incarnation > known.incarnation or _succeeds(record, known, is_gone)
+        if counts:
+            records[record.worker_id] = record
+    return list(records.values())
+
+
+def _succeeds(record: WorkerRecord, known: WorkerRecord, is_gone: Callable[[WorkerRecord], bool]) -> bool:
+    return record.incarnation != known.incarnation and is_gone(known)
+
+
+async def _get(url: str) -> bytes:
+    """The page's body. HTTP/1.0, so that the end of the connection is the end of the answer, also through a proxy.
+
+    Raises OSError, TimeoutError, and ValueError for another answer than 200.
+    """
+    host, port = static_worker_address(url)
+    async with asyncio.timeout(ANSWER_TIMEOUT_S):
+        reader, writer = await asyncio.open_connection(host, port)
+        try:
+            writer.write(f"GET {RECORD_PAGE} HTTP/1.0\r\nhost: {url.removeprefix('http://')}\r\n\r\n".encode())
+            answer = bytearray()
+            while part := await reader.read(MAX_ANSWER_BYTES):
+                answer += part
+                if len(answer) > MAX_ANSWER_BYTES:
+                    raise ValueError(f"{RECORD_PAGE} has more than {MAX_ANSWER_BYTES} bytes")
+        finally:
+            writer.close()
+    head, _, body = bytes(answer).partition(b"\r\n\r\n")
+    status = head.split(b"\r\n", 1)[0].split(b" ", 2)
+    if len(status) < 2 or not status[0].startswith(b"HTTP/1."):
+        raise ValueError("what answers is no HTTP server")
+    if status[1] != b"200":
+        said = body[:SHOWN_BYTES].decode("utf-8", "replace").strip()
+        raise ValueError(f"{RECORD_PAGE} answers {status[1].decode('latin-1')} {said}")
+    return body

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.fleet.limits import KeyLimits, LocalLimits, Refusal
+from kvrelay.fleet.limits import KeyLimits, LocalLimits, OwnLimits, Refusal
 
 TIMES = st.lists(st.floats(0, 5), min_size=1, max_size=80)
 
@@ -57,3 +57,15 @@ def test_keys_do_not_count_for_each_other() -> None:
     assert isinstance(local.enter("a", limits, "2", 9.0, 0.0), Refusal)
     assert local.enter("b", limits, "3", 9.0, 0.0) is None
     local.leave("c", "3")
+
+
+async def test_without_redis_a_process_limits_its_own_requests() -> None:
+    now = 0.0
+    own, limits = OwnLimits(clock=lambda: now), KeyLimits(concurrency=1)
+    assert await own.enter("a", limits, "1", 9.0) is None
+    assert isinstance(await own.enter("a", limits, "2", 9.0), Refusal)
+    await own.leave("a", "1")
+    assert await own.enter("a", limits, "2", 9.0) is None
+    now = 10.0  # its lease has ended
+    assert await own.enter("a", limits, "3", 9.0) is None
+    await own.close()

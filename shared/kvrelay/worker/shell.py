@@ -12,6 +12,8 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.engine.batch import ModelRunner, ModelSpec
 from kvrelay.engine.calibrate import measure_costs

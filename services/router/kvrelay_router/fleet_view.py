@@ -167,6 +167,10 @@ class FleetView:
             gang_samples=bool(decode) and all(record.gang_samples for record in decode),
         )
 
+    def has_joining(self, now: float) -> bool:
+        """Whether a worker is yet to answer."""
+        return any(known.state(now) is WorkerState.JOINING for known in self._workers.values())
+
     def states(self, now: float) -> Counter[tuple[str, str]]:
         """How many workers there are, by role and state."""
         return Counter((known.record.role, str(known.state(now))) for known in self._workers.values())

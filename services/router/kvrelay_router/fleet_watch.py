@@ -15,6 +15,7 @@ from kvrelay_router.static_workers import StaticWorkers, merged
 
 log = logging.getLogger(__name__)
 
+MEETING_POLL_S = 0.01
 ListWorkers = Callable[[], Awaitable[list[WorkerRecord]]]
 
 
@@ -48,6 +49,7 @@ class FleetWatch:
         self._questions: dict[int, tuple[set[str], dict[str, Status], asyncio.Event]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._closing = asyncio.Event()
+        self._has_looked = asyncio.Event()
 
     def start(self) -> None:
         """To be called on the event loop."""
@@ -73,6 +75,12 @@ class FleetWatch:
             if awaited <= answered.keys():
                 complete.set()
         self._on_change()
+
+    async def met(self) -> None:
+        """Returns once the registry was asked, and each worker that it named has answered or is given up."""
+        await self._has_looked.wait()
+        while self._view.has_joining(time.monotonic()):
+            await asyncio.sleep(MEETING_POLL_S)
 
     async def ask_all(self, timeout_s: float) -> frozenset[str]:
         """Asks every worker now; the ids of those that answered in time."""
@@ -146,6 +154,7 @@ class FleetWatch:
                 await self.look()
             except Exception:
                 log.exception("looking into the registry failed")
+            self._has_looked.set()
             await self._pause(self._registry_interval_s)
 
     async def _ask_regularly(self) -> None:

@@ -108,6 +108,7 @@ class RouterServer:
         app = create_app(api, self._dispatcher, text, limits, observer)
         export.start(self._readings)
         await self._open_pages()
+        await self._meet_workers(self._dispatcher)
         source = inherited_connections(config.port) or bind(config.host, config.port)
         connections = ConnectionLimits(
             max_connections=allowed_connections(config.max_connections), max_header_bytes=int(config.max_header_bytes)
@@ -125,6 +126,15 @@ class RouterServer:
         registry = Registry(config.redis_url, config.redis_prefix)
         self._closing.push_async_callback(registry.close)
         return lambda: registry.list_workers(config.served_model_name)
+
+    async def _meet_workers(self, dispatcher: RouterDispatcher) -> None:
+        """Before the port is open: whoever connected at once would be told that no worker is ready."""
+        met = asyncio.create_task(dispatcher.watch.met(), name="meet-workers")
+        stop = asyncio.create_task(self._stop.wait(), name="stop")
+        await asyncio.wait([met, stop], timeout=self.config.peer_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in (met, stop):
+            task.cancel()
+        await asyncio.gather(met, stop, return_exceptions=True)
 
     async def _open_pages(self) -> None:
         config = self.config
@@ -171,15 +181,16 @@ class RouterServer:
 
     async def _drain(self, http: HttpServer, dispatcher: RouterDispatcher) -> None:
         log.info("draining: %d requests are running", dispatcher.num_running)
+        dispatcher.begin_drain()
         hurry = asyncio.create_task(self._hurry.wait(), name="hurry")
         leaving = asyncio.create_task(http.leave(), name="http-leave")
         await asyncio.wait([leaving, hurry], return_when=asyncio.FIRST_COMPLETED)
         closing = asyncio.create_task(http.stop(), name="http-stop")
-        draining = asyncio.create_task(dispatcher.drain(self.config.drain_timeout_s), name="drain")
-        await asyncio.wait([draining, hurry], return_when=asyncio.FIRST_COMPLETED)
-        for task in (leaving, draining, hurry):
+        timeout_s = self.config.drain_timeout_s
+        await asyncio.wait([closing, hurry], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in (leaving, hurry):
             task.cancel()
-        await asyncio.gather(leaving, draining, hurry, return_exceptions=True)
+        await asyncio.gather(leaving, hurry, return_exceptions=True)
         if dispatcher.num_running:
             log.warning("%d requests did not finish in time and are cancelled", dispatcher.num_running)
         await dispatcher.close()

@@ -15,7 +15,7 @@ from kvrelay_router.dispatch.dispatcher import LONG_PROMPT_TOKENS
 from kvrelay_router.dispatch.interface import GenerateRequest, NoWorkerReady, RequestFailed
 from tests.component.dispatch.fake_workers import CACHED_TOKENS, FakeDecode, FakePrefill, true_tokens
 from tests.component.dispatch.rig import PROMPT, Rig, pair, read, read_deltas, two_pairs
-from tests.fakes.waiting import PATIENCE_S, until
+from tests.fakes.waiting import until
 
 
 async def test_a_request_goes_through_prefill_and_decode(rig: Rig) -> None:
@@ -214,19 +214,22 @@ async def test_a_request_id_is_good_once(rig: Rig) -> None:
     assert await read(handle) == {0: true_tokens(0, 6)}
 
 
-async def test_drain_waits_for_running_requests_and_takes_no_new_ones(rig: Rig) -> None:
+async def test_a_drain_is_told_and_takes_what_comes_on_open_connections(rig: Rig) -> None:
     prefill, decode = pair()
     gate = decode.hold("token 3")
     await rig.start(prefill, decode)
     handle = rig.submit()
     await gate.reached.wait()
-    assert not await rig.dispatcher.drain(0.05)
+    rig.dispatcher.begin_drain()
     assert not rig.dispatcher.ready()
+    assert not (await rig.dispatcher.fleet())["router"]["accepting"]
+    late = rig.submit()
+    gate.open.set()
+    assert await read(handle) == {0: true_tokens(0, 6)}
+    assert await read(late) == {0: true_tokens(0, 6)}
+    await rig.dispatcher.close()
     with pytest.raises(NoWorkerReady, match="shutting down"):
         rig.submit()
-    gate.open.set()
-    assert await rig.dispatcher.drain(PATIENCE_S)
-    assert await read(handle) == {0: true_tokens(0, 6)}
 
 
 async def test_closing_tells_clients_and_workers(rig: Rig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -93,6 +94,20 @@ async def registered(redis_url: str, prefix: str, *workers: FakeWorker) -> Async
         await registry.close()
 
 
+async def until_refused(host: str, port: int | None) -> None:
+    """Until nobody listens there."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            try:
+                _, writer = await asyncio.open_connection(host, port)
+            except ConnectionRefusedError:
+                return
+            except ConnectionResetError:  # it was about to be taken when the port was closed
+                continue
+            writer.close()
+            await asyncio.sleep(0.01)
+
+
 async def test_running_streams_finish_after_sigterm(redis_server: EmbeddedRedis) -> None:
     prefill, decode = FakePrefill("p0"), FakeDecode("d0")
     gate = decode.hold("token 3")
@@ -126,6 +141,47 @@ async def test_a_client_that_leaves_its_stream_frees_both_workers(redis_server: 
         await until(lambda: prefill.got(Cancel) and decode.got(Cancel) and not (decode.tasks or prefill.tasks))
         requests = (await router.client.get("/fleet")).json()["requests"]
         assert (requests["running"], requests["cancelled"]) == (0, 1)
+
+
+async def test_what_comes_on_open_connections_after_sigterm_is_answered(redis_server: EmbeddedRedis) -> None:
+    """A request whose body is on its way when the port is closed already."""
+    async with (
+        registered(redis_server.url, "late", FakePrefill("p0"), FakeDecode("d0")),
+        running(redis_server.url, "late", "--drain-timeout-s", "600") as router,
+    ):
+        await router.ready({"prefill": 1, "decode": 1})
+        url = router.client.base_url
+        body = json.dumps({"model": DEMO_MODEL_NAME, "prompt": "otter", "max_tokens": 6}).encode()
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        writer.write(head.encode())
+        assert b" 100 " in await reader.readuntil(b"\r\n\r\n")  # it is being read
+        router.process.send_signal(signal.SIGTERM)
+        await until_refused(url.host, url.port)
+        writer.write(body)
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 200 "), answer
+        assert b'"finish_reason":"length"' in answer
+        writer.close()
+        assert await router.exit_status() == 0
+
+
+async def test_whoever_connects_first_finds_a_router_that_knows_its_workers(redis_server: EmbeddedRedis) -> None:
+    async with (
+        registered(redis_server.url, "first", FakePrefill("p0"), FakeDecode("d0")),
+        running(redis_server.url, "first", "--peer-timeout-s", "600") as router,
+        asyncio.timeout(PATIENCE_S),
+    ):
+        while True:
+            try:
+                body = {"model": DEMO_MODEL_NAME, "prompt": "otter", "max_tokens": 6}
+                answer = await router.client.post("/v1/completions", json=body)
+                break
+            except httpx.ConnectError:
+                assert router.process.returncode is None
+        assert answer.status_code == 200, answer.text
 
 
 @pytest.mark.parametrize("end", ["drain timeout", "second signal"])

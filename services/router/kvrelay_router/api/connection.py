@@ -19,6 +19,8 @@ from kvrelay_router.api.errors import ApiError, json_response
 
 log = logging.getLogger(__name__)
 
+LAST_REQUEST_S = 0.5
+"""When the server ends, a connection without a request stays for so long: one may be on its way, and is answered."""
 LINGER_S = 1.0
 """After a refusal what comes is read and dropped for so long, or a reset would overtake the answer."""
 MAX_LINGERING = 256
@@ -57,6 +59,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._limits = limits
         self._num_lingering = num_lingering
         self._refused = False
+        self._is_last = False  # what runs here, or comes next, ends the connection
         self._running: RequestResponseCycle | None = None
         self._header_bytes = 0  # of the present request, as far as they were parsed
         self._unparsed_bytes = 0  # that the parser keeps, because they are no whole line yet
@@ -111,6 +114,14 @@ class BoundedConnection(HttpToolsProtocol):
         """Between two requests."""
         return self._running is None or self._running.response_complete
 
+    def shutdown(self) -> None:
+        """The server ends: so does this connection, with its last answer, or if no request comes."""
+        self._is_last = True
+        if self._is_idle and not self._refused:
+            self.loop.call_later(LAST_REQUEST_S, self._end_if_idle)
+        else:
+            super().shutdown()
+
     # -- the parser's callbacks ---------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
@@ -157,7 +168,13 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        if self._is_last and not self.pipeline:
+            cycle.keep_alive = False
         super()._start_asgi_task(cycle, app)
+
+    def _end_if_idle(self) -> None:
+        if self._is_idle:
+            self.transport.close()
 
     def _await_head(self) -> None:
         self._stop_waiting()

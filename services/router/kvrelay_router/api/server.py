@@ -18,6 +18,8 @@ BACKLOG = 2048
 LEAVE_S = 5.0
 """What connections that were handed over before a drain may take for their first requests."""
 POLL_S = 0.005
+SETTLE_S = 0.02
+"""Connections that were just taken are made known to uvicorn within it, which then tells all of them of the end."""
 DEFAULT_LIMITS = ConnectionLimits()
 
 
@@ -70,7 +72,8 @@ class HttpServer:
 
     def __init__(self, config: uvicorn.Config, source: socket.socket | HandedConnections) -> None:
         self._handed = source if isinstance(source, HandedConnections) else None
-        sockets = [] if isinstance(source, HandedConnections) else [source]
+        self._listener = None if isinstance(source, HandedConnections) else source
+        sockets = [] if self._listener is None else [self._listener]
         self.port: int = source.port if isinstance(source, HandedConnections) else source.getsockname()[1]
         self._server = _EmbeddedServer(config, self._handed)
         self._task = asyncio.create_task(self._server.serve(sockets=sockets), name="http-server")
@@ -103,7 +106,12 @@ class HttpServer:
                     await asyncio.sleep(POLL_S)
 
     async def stop(self) -> None:
-        """Takes no more connections, lets answers finish up to the graceful timeout, then cuts them off."""
+        """Takes no more connections, answers what comes on open ones up to the graceful timeout, then cuts it off."""
+        for server in self._server.servers:  # now: uvicorn looks at `should_exit` every 0.1 s
+            server.close()
+        if self._listener is not None:
+            self._listener.close()
+        await asyncio.sleep(SETTLE_S)
         self._server.should_exit = True
         await self._task
 

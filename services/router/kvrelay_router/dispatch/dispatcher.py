@@ -65,7 +65,7 @@ OUTCOMES = ("submitted", "finished", "failed", "timed_out", "cancelled", "refuse
 
 
 class RouterDispatcher:
-    """A `Dispatcher`. `start` on the event loop, `drain` and `close` at the end."""
+    """A `Dispatcher`. `start` on the event loop, `begin_drain` and `close` at the end."""
 
     def __init__(
         self,
@@ -125,8 +125,6 @@ class RouterDispatcher:
         )
         self._is_accepting = True
         self._is_closed = False
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     @property
     def num_running(self) -> int:
@@ -142,14 +140,9 @@ class RouterDispatcher:
         if self._index is not None:
             self._index.start()
 
-    async def drain(self, timeout_s: float) -> bool:
-        """Takes no new requests and waits for the running ones; whether all finished in time."""
+    def begin_drain(self) -> None:
+        """Not ready for new clients any more. What comes on connections that are open already is still taken."""
         self._is_accepting = False
-        try:
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
-        except TimeoutError:
-            return False
-        return True
 
     async def close(self) -> None:
         """Cancels what still runs, tells the workers, and closes the sockets. Idempotent."""
@@ -295,7 +288,7 @@ class RouterDispatcher:
     # -- beginnings and ends ------------------------------------------------------------------------------------------
 
     def _check_room(self, request: GenerateRequest) -> None:
-        if not self._is_accepting:
+        if self._is_closed:
             raise NoWorkerReady("the router is shutting down")
         if len(self._running) >= self.settings.max_requests:
             self._counts["refused"] += 1
@@ -330,7 +323,6 @@ class RouterDispatcher:
         self._running[handle] = running
         self._records.add(record)
         self._counts["submitted"] += 1
-        self._idle.clear()
         return running
 
     def _sequence_ended(self, sequence: RunningSequence, error: str | None) -> None:
@@ -361,8 +353,6 @@ class RouterDispatcher:
         self._counts[running.outcome] += 1
         if self._tracing is not None:
             self._tracing.ended(running.record, running.handle.request.trace)
-        if not self._running:
-            self._idle.set()
 
     def _stop(self, handle: RunningRequest, sequence: int) -> None:
         found = self._sequences.get((handle.request.request_id, sequence))

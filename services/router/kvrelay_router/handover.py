@@ -37,6 +37,7 @@ class Member:
         for end in (self._ours, self._theirs):
             end.setblocking(False)
         self.takes = False
+        self._was_ready = False
         self.num_open = 0
         """Connections that were handed to it and have not ended, as far as it said."""
         self._loop = asyncio.get_running_loop()
@@ -48,11 +49,12 @@ class Member:
         return self._theirs.fileno()
 
     def restarted(self) -> None:
-        """See `ReadyCheck`: `died` has been called."""
+        """See `ReadyCheck`. `died` has been called."""
+        self._was_ready = False
 
     async def is_ready(self) -> bool:
-        """See `ReadyCheck`."""
-        return self.takes
+        """See `ReadyCheck`. Still so where it has left, or died, before this is asked: its start did not fail."""
+        return self._was_ready
 
     def hand(self, connection: socket.socket) -> bool:
         """False where the channel is full. The caller's descriptor stays open."""
@@ -91,6 +93,8 @@ class Member:
         except BlockingIOError:
             return
         self.num_open -= said.count(ENDED)
+        if TAKES in said:
+            self._was_ready = True
         if TAKES in said or LEAVES in said:
             self.takes = said.rfind(TAKES) > said.rfind(LEAVES)
             self._on_change(self)

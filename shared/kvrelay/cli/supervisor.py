@@ -110,9 +110,9 @@ class Service:
         if self._stopping:  # asked for while the process was being made
             self.kill()
         ended = asyncio.create_task(process.wait())
-        while not ended.done() and not await self.spec.ready.is_ready():
+        while not (is_ready := await self.spec.ready.is_ready()) and not ended.done():
             await asyncio.wait([ended], timeout=READY_POLL_S)
-        if not ended.done() and not self._stopping:
+        if is_ready and not self._stopping:  # it may have been ready, and have ended, since it was last asked
             self._was_ready = True
             self.ready.set()
             self._display.update(self.spec.name, READY, f"after {time.monotonic() - started:.1f} s")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -178,6 +178,20 @@ async def test_a_channel_that_is_full_delays_nobody_else() -> None:
     assert 0 < slow.member.num_open < 100
     await slow.kill()
     await until(lambda: fleet.served() == list(range(200)))
+    await fleet.close()
+
+
+@pytest.mark.parametrize("end", [Process.leave, Process.kill])
+async def test_a_process_that_ends_at_once_had_been_ready(end: Callable[[Process], Awaitable[None]]) -> None:
+    fleet = Fleet.open(1)
+    (process,) = fleet.processes
+    assert not await process.member.is_ready()
+    await process.start()
+    await end(process)
+    assert not process.member.takes
+    assert await process.member.is_ready()
+    process.member.restarted()
+    assert not await process.member.is_ready()
     await fleet.close()
 
 

@@ -229,7 +229,7 @@ def test_every_client_is_served_once_by_a_process_that_had_the_fewest(steps: lis
                 await check(fleet)
             for process in fleet.processes:  # nobody is forgotten, whatever came before
                 if process.is_frozen:
-                    await process.kill()
+                    await lose(fleet, process, process.kill)
                 if not process.takes:
                     await process.start()
             await until(lambda: fleet.served() == sorted(fleet.clients))

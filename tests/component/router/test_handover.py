@@ -87,7 +87,7 @@ class Process:
         for each in list(self.open):
             each.transport.abort()
         await until(lambda: not self.open)
-        self.handed = None
+        self.handed, self.is_frozen = None, False
         self._channel.close()
         self.member.died()
 

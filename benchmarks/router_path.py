@@ -1,7 +1,8 @@
 """The router's own Python for a request and for a token event, without sockets and without sleep.
 
 The whole application (HTTP routes, tokenizer, routing, dispatch, detokenizer, server-sent events) runs in this process.
-Workers' messages come as the bytes that they send, decoded; `send` of ASGI drops what it gets. CPU time of this thread,
+Workers' messages come as the bytes that they send, decoded; `send` of ASGI and the
+writer of events drop what they get. CPU time of this thread,
 of rounds of 64 requests with 4 and with 68 tokens; the lowest fifth of the rounds is shown, because whatever else runs
 on the machine only adds. What a router process takes beside it (its event loop, HTTP parsing, ZMQ, the kernel, caches
 that are cold after a sleep) is the difference to router_cost.py.
@@ -41,6 +42,7 @@ from kvrelay.protocol.messages import (
 )
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay_router.api.app import create_app
+from kvrelay_router.api.connection import EVENT_WRITER
 from kvrelay_router.api.settings import ApiSettings
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.running import DispatchSettings
@@ -155,10 +157,29 @@ class Path:
             told = True
             return {"type": "http.request", "body": body, "more_body": False}
 
-        await self.app(_scope(body), receive, self._send)
+        writer = Writer(self)
 
-    async def _send(self, message: Message) -> None:
-        self.num_events += message["type"] == "http.response.body" and message.get("more_body", False)
+        async def send(message: Message) -> None:
+            writer.has_begun = True
+            self.num_events += message["type"] == "http.response.body" and message.get("more_body", False)
+
+        await self.app(_scope(body, writer), receive, send)
+
+
+class Writer:
+    """As a connection's `EventWriter`; counts and drops."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.has_begun = False
+
+    def is_ready(self) -> bool:
+        """After the headers."""
+        return self.has_begun
+
+    def write(self, events: bytes) -> None:
+        """One part, which the connection would frame."""
+        self._path.num_events += len(b"%x\r\n%b\r\n" % (len(events), events)) > 0
 
 
 def _record(name: str, role: Any) -> WorkerRecord:
@@ -185,10 +206,10 @@ def _header(request: str, attempt: int, sequence: int) -> Header:
     )  # fmt: skip
 
 
-def _scope(body: bytes) -> Scope:
+def _scope(body: bytes, writer: Writer) -> Scope:
     path = "/v1/completions"
     scope: dict[str, Any] = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode()}
-    scope |= {"query_string": b"", "http_version": "1.1", "scheme": "http", "root_path": "", "state": {}}
+    scope |= {"query_string": b"", "http_version": "1.1", "scheme": "http", "root_path": "", "state": {EVENT_WRITER: writer}}
     scope["headers"] = [(b"host", b"localhost"), (b"content-length", str(len(body)).encode())]
     return scope
 

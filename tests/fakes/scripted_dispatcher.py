@@ -10,6 +10,7 @@ from typing import Any
 
 from kvrelay.protocol.sampling import BeamResult, FinishReason, TokenLogprobs
 from kvrelay_router.dispatch.interface import (
+    DeltaSink,
     GenerateRequest,
     ModelLimits,
     NoWorkerReady,
@@ -52,6 +53,11 @@ class ScriptedHandle:
         self.stopped: list[int] = []
         self.cancelled_at: float | None = None
         self._dispatcher = dispatcher
+        self._sink: DeltaSink | None = None
+
+    def push_to(self, sink: DeltaSink) -> None:
+        """From now on."""
+        self._sink = sink
 
     def stop(self, sequence: int) -> None:
         """Recorded."""
@@ -76,7 +82,12 @@ class ScriptedHandle:
                     await asyncio.Event().wait()
             if batch := [plan[number] for plan in plans if number < len(plan)]:
                 await asyncio.sleep(0)
-                yield batch
+                if self._sink is None or not self._sink.is_ready():
+                    yield batch
+                    continue
+                self._sink.take(batch)
+                if len(set(self.stopped)) == len(plans):
+                    return
 
     def _plan(self, sequence: int, script: Script) -> list[SequenceDelta]:
         sampling = self.request.sampling

@@ -51,6 +51,29 @@ def allowed_connections(wanted: int) -> int:
     return allowed
 
 
+EVENT_WRITER = "event_writer"
+"""In a request's state: its `EventWriter`."""
+
+
+class EventWriter:
+    """Writes parts of an answer that has begun, without a task that could wait for the client to read them."""
+
+    __slots__ = ("_cycle",)
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    def is_ready(self) -> bool:
+        """Not before the headers went out, and not while the client is so slow that its buffer is full."""
+        return self._cycle.chunked_encoding is True and not self._cycle.flow.write_paused
+
+    def write(self, events: bytes) -> None:
+        """At least a byte. Nobody gets it where the client has gone, which whoever serves the request is told."""
+        cycle = self._cycle
+        if not cycle.disconnected:
+            cycle.transport.write(b"%x\r\n%b\r\n" % (len(events), events))
+
+
 class BoundedConnection(HttpToolsProtocol):
     """See the module's text. `num_lingering` is shared by all connections of a server."""
 
@@ -170,6 +193,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._running = cycle
         if self._is_last and not self.pipeline:
             cycle.keep_alive = False
+        cycle.scope["state"][EVENT_WRITER] = EventWriter(cycle)
         super()._start_asgi_task(cycle, app)
 
     def _end_if_idle(self) -> None:

@@ -14,9 +14,10 @@ from starlette.types import Receive, Scope, Send
 
 from kvrelay_router.api.answer import AnswerFormat, Collected, usage_of
 from kvrelay_router.api.client_watch import ClientGone, ClientWatch
+from kvrelay_router.api.connection import EVENT_WRITER, EventWriter
 from kvrelay_router.api.errors import ApiError, as_api_error, json_response
-from kvrelay_router.api.front import COURSE, RAW_SEND, RequestNames
-from kvrelay_router.api.generation import Generation, PromptRun
+from kvrelay_router.api.front import COURSE, RequestNames
+from kvrelay_router.api.generation import Generation, PromptRun, Step
 from kvrelay_router.api.observer import CLIENT_GONE, Course
 from kvrelay_router.api.service import ApiService
 
@@ -33,6 +34,23 @@ STREAM_HEADERS = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
+
+
+def _events(answer: AnswerFormat, steps: list[Step]) -> bytes:
+    return answer.chunk(steps[0]) if len(steps) == 1 else b"".join([answer.chunk(step) for step in steps])
+
+
+class _EventSink:
+    """Writes steps as events, at once."""
+
+    def __init__(self, answer: AnswerFormat, writer: EventWriter) -> None:
+        self._answer, self._writer = answer, writer
+        self.is_ready = writer.is_ready
+
+    def take(self, steps: list[Step]) -> None:
+        """A batch; nothing is written while all of it is withheld."""
+        if events := _events(self._answer, steps):
+            self._writer.write(events)
 
 
 class GenerationResponse(Response):
@@ -87,7 +105,7 @@ class GenerationResponse(Response):
                     await generation.prepare()
                     with generation:
                         if self._stream:
-                            await self._send_stream(generation, send, scope["state"].get(RAW_SEND, send))
+                            await self._send_stream(generation, send, scope["state"].get(EVENT_WRITER))
                             return
                         response = await self._whole(generation)
         self._whole_started = True
@@ -105,17 +123,21 @@ class GenerationResponse(Response):
         content = self._answer.whole(collected, usage_of(self._runs))
         return json_response(content, headers=self._answer_headers(generation))
 
-    async def _send_stream(self, generation: Generation, send: Send, send_body: Send) -> None:
-        """The answer starts with the first delta, so whatever fails before it still gets its status."""
-        chunk = self._answer.chunk
+    async def _send_stream(self, generation: Generation, send: Send, writer: EventWriter | None) -> None:
+        """The answer starts with the first delta, so whatever fails before it still gets its status.
+
+        Most of the others go to the connection in the callback that brings them; here come those that must wait for it,
+        and the end.
+        """
+        if writer is not None:
+            generation.push_to(_EventSink(self._answer, writer))
         async with aclosing(generation.steps()) as batches:
             async for steps in batches:
                 if not self._stream_started:
                     self._note_tokens()
                     await self._start_stream(generation, send)
-                events = chunk(steps[0]) if len(steps) == 1 else b"".join([chunk(step) for step in steps])
-                if events:
-                    await send_body({"type": "http.response.body", "body": events, "more_body": True})
+                if events := _events(self._answer, steps):
+                    await send({"type": "http.response.body", "body": events, "more_body": True})
         self._note_end()
         ending = self._answer.usage_chunk(usage_of(self._runs)) if self._include_usage else b""
         await send({"type": "http.response.body", "body": ending + DONE})

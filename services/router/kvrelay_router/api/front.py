@@ -78,9 +78,6 @@ def _unauthorized(message: str, code: str | None) -> ApiError:
     return ApiError(message, status=401, code=code, headers={"www-authenticate": "Bearer"})
 
 
-RAW_SEND = "raw_send"
-"""In a request's state: the server's own `send`. The events of a stream take it, for nothing is added to them here."""
-
 COURSE = "course"
 """In a request's state: what is noted of a generation; None of anything else."""
 
@@ -107,7 +104,6 @@ class Front:
         state = scope.setdefault("state", {})
         state["names"] = names
         state[COURSE] = course
-        state[RAW_SEND] = send
         started = False
 
         async def send_named(message: Message) -> None:

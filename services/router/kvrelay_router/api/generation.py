@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -58,6 +58,18 @@ class Step(msgspec.Struct, frozen=True):
     run: PromptRun
     choice: Choice
     piece: Piece
+
+
+class StepSink(Protocol):
+    """Takes steps in the callback that brings them, as a `DeltaSink` does deltas."""
+
+    def is_ready(self) -> bool:
+        """Whether it takes any now."""
+        ...
+
+    def take(self, steps: list[Step]) -> None:
+        """A batch as `steps` would give it."""
+        ...
 
 
 class Generation:
@@ -118,6 +130,12 @@ class Generation:
             fitting.append(f'{{"left_out":{len(routes) - len(fitting)}}}')
         return f"[{','.join(fitting)}]"
 
+    def push_to(self, sink: StepSink) -> None:
+        """Steps of a single prompt go to the sink, while it is ready and whoever iterates `steps` waits there. Those of
+        several prompts go through a queue, whose order a way beside it would break."""
+        if len(self._handles) == 1:
+            self._handles[0].push_to(_PromptSink(self, sink))
+
     async def steps(self) -> AsyncGenerator[list[Step], None]:
         """Batches of steps, one a wake-up. Raises RequestFailed, also for a sequence that ends without a reason."""
         if len(self._handles) == 1:
@@ -132,7 +150,8 @@ class Generation:
                     yield self._take(number, deltas)
                     if not self._num_unfinished:
                         return
-        raise RequestFailed("the request ended without a finish reason")
+        if self._num_unfinished:
+            raise RequestFailed("the request ended without a finish reason")
 
     def _take(self, number: int, deltas: list[SequenceDelta]) -> list[Step]:
         run = self.runs[number]
@@ -168,6 +187,18 @@ class Generation:
             self._num_unfinished -= 1
             steps.append(Step(run, choice, piece))
         return steps
+
+
+class _PromptSink:
+    """Makes steps of the only prompt's deltas."""
+
+    def __init__(self, generation: Generation, sink: StepSink) -> None:
+        self._generation, self._sink = generation, sink
+        self.is_ready = sink.is_ready
+
+    def take(self, deltas: list[SequenceDelta]) -> None:
+        """A batch."""
+        self._sink.take(self._generation._take(0, deltas))
 
 
 def _joined(names: list[str | None]) -> str:

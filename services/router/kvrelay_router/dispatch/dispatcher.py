@@ -26,7 +26,7 @@ from kvrelay_router.dispatch.events import (
     StopMatched,
     WorkerBack,
 )
-from kvrelay_router.dispatch.handle import RunningRequest
+from kvrelay_router.dispatch.handle import Pushes, RunningRequest
 from kvrelay_router.dispatch.inbox import Inbox
 from kvrelay_router.dispatch.interface import (
     GenerateRequest,
@@ -114,6 +114,7 @@ class RouterDispatcher:
         self._running: dict[RunningRequest, Running] = {}
         self._sequences: dict[tuple[str, int], RunningSequence] = {}
         self._counts: Counter[str] = Counter()
+        self._pushes = Pushes()
         self._inbox = Inbox(
             self._sequences,
             self._runner,
@@ -298,7 +299,7 @@ class RouterDispatcher:
             raise ValueError(f"request id {request.request_id} was used already")
 
     def _begin(self, request: GenerateRequest, prefixes: PromptPrefixes) -> Running:
-        handle = RunningRequest(request, self._stop, self._cancel)
+        handle = RunningRequest(request, self._stop, self._cancel, self._pushes)
         record = RequestRecord(request)
         loop = asyncio.get_running_loop()
         timer = loop.call_later(request.timeout_s, self._deadline_passed, handle)

@@ -1,21 +1,45 @@
-"""The HTTP layer's end of a running request: what was delivered waits here until it is taken."""
+"""The HTTP layer's end of a running request: what was delivered waits here until it is taken, or is pushed on.
+
+A token that wakes a task costs more for the task than for the token. So a stream names who takes its deltas
+(`push_to`), and its task sleeps in `deltas` while they pass it by.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 
-from kvrelay_router.dispatch.interface import GenerateRequest, RequestFailed, SequenceDelta, ServedBy
+from kvrelay_router.dispatch.interface import DeltaSink, GenerateRequest, RequestFailed, SequenceDelta, ServedBy
+
+
+class Pushes:
+    """Pushes what came for many requests in one callback, once everything that arrived with it is there: tokens of one
+    sequence that arrived together go out together."""
+
+    def __init__(self) -> None:
+        self._due: list[RunningRequest] = []
+
+    def soon(self, request: RunningRequest) -> None:
+        """On the next turn of the event loop. More than once is as good as once."""
+        if not self._due:
+            asyncio.get_running_loop().call_soon(self._push)
+        self._due.append(request)
+
+    def _push(self) -> None:
+        due, self._due = self._due, []
+        for request in due:
+            request.push()
 
 
 class RunningRequest:
-    """A `RequestHandle`. `on_stop` and `on_cancel` lead back to the dispatcher."""
+    """A `RequestHandle`. `on_stop` and `on_cancel` lead back to the dispatcher, whose requests share `pushes`."""
 
     def __init__(
         self,
         request: GenerateRequest,
         on_stop: Callable[[RunningRequest, int], None],
         on_cancel: Callable[[RunningRequest], None],
+        pushes: Pushes | None = None,
     ) -> None:
         self.request = request
         self.served_by = ServedBy()
@@ -25,6 +49,9 @@ class RunningRequest:
         self._unfinished = set(range(request.num_sequences))
         self._error: RequestFailed | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._pushes = pushes or Pushes()
+        self._sink: DeltaSink | None = None
+        self._sink_error: Exception | None = None
 
     @property
     def is_over(self) -> bool:
@@ -37,7 +64,9 @@ class RunningRequest:
         """See `RequestHandle`. Whoever leaves it early cancels the request."""
         try:
             while True:
-                if self._fresh:
+                if self._sink_error is not None:
+                    raise self._sink_error
+                elif self._fresh:
                     yield self._take()
                 elif self._error is not None:
                     raise self._error
@@ -48,6 +77,10 @@ class RunningRequest:
                     await self._waiter
         finally:
             self.cancel()
+
+    def push_to(self, sink: DeltaSink) -> None:
+        """See `RequestHandle`."""
+        self._sink = sink
 
     def stop(self, sequence: int) -> None:
         """See `RequestHandle`."""
@@ -64,12 +97,30 @@ class RunningRequest:
 
     def deliver(self, delta: SequenceDelta) -> None:
         """Queues a delta; constant work, whatever waits already."""
-        waiting = self._fresh.get(delta.sequence)
+        fresh = self._fresh
+        is_pushed = self._sink is not None and self._is_awaited()
+        if is_pushed and not fresh:
+            self._pushes.soon(self)
+        waiting = fresh.get(delta.sequence)
         if waiting is None:
-            self._fresh[delta.sequence] = [delta]
+            fresh[delta.sequence] = [delta]
         else:
             waiting.append(delta)
-        self._wake()
+        if not is_pushed:
+            self._wake()
+
+    def push(self) -> None:
+        """Gives the sink what waits, unless it belongs to `deltas` by now. What the sink raises, `deltas` raises."""
+        if self._sink is None or not self._fresh or not self._is_awaited():
+            return
+        if not self._sink.is_ready():
+            self._wake()
+            return
+        try:
+            self._sink.take(self._take())
+        except Exception as error:
+            self._sink_error = error
+            self._wake()
 
     def finish(self, sequence: int) -> None:
         """Nothing more comes of this sequence."""
@@ -82,8 +133,11 @@ class RunningRequest:
             self._error = error
             self._wake()
 
+    def _is_awaited(self) -> bool:
+        """Somebody sleeps in `deltas`: whatever was taken from there before is dealt with."""
+        return self._waiter is not None and not self._waiter.done()
+
     def _wake(self) -> None:
-        """One who waits at most: a future for each wait is half of what an event costs, and tokens are many."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 

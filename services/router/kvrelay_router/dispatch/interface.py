@@ -84,6 +84,18 @@ class ServedBy:
     route: dict[str, Any] = field(default_factory=dict)  # the decision with its reasons, JSON-ready
 
 
+class DeltaSink(Protocol):
+    """Takes deltas in the callback that brings them."""
+
+    def is_ready(self) -> bool:
+        """Whether it takes any now."""
+        ...
+
+    def take(self, deltas: list[SequenceDelta]) -> None:
+        """A batch as `deltas` would give it. Never waits; what it raises, `deltas` raises."""
+        ...
+
+
 class RequestHandle(Protocol):
     """One running request."""
 
@@ -91,6 +103,13 @@ class RequestHandle(Protocol):
 
     def deltas(self) -> AsyncIterator[list[SequenceDelta]]:
         """Batches of deltas, one per wake-up, until every sequence has finished. Raises RequestFailed."""
+        ...
+
+    def push_to(self, sink: DeltaSink) -> None:
+        """From now on the sink gets batches while it is ready and whoever iterates `deltas` waits there.
+
+        What it is not ready for, and the ends of sequences mostly, come from `deltas`. The order is kept.
+        """
         ...
 
     def stop(self, sequence: int) -> None:

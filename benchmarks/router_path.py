@@ -209,7 +209,8 @@ def _header(request: str, attempt: int, sequence: int) -> Header:
 def _scope(body: bytes, writer: Writer) -> Scope:
     path = "/v1/completions"
     scope: dict[str, Any] = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode()}
-    scope |= {"query_string": b"", "http_version": "1.1", "scheme": "http", "root_path": "", "state": {EVENT_WRITER: writer}}
+    scope |= {"query_string": b"", "http_version": "1.1", "scheme": "http", "root_path": ""}
+    scope["state"] = {EVENT_WRITER: writer}
     scope["headers"] = [(b"host", b"localhost"), (b"content-length", str(len(body)).encode())]
     return scope
 

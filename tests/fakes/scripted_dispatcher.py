@@ -53,6 +53,7 @@ class ScriptedHandle:
         self.stopped: list[int] = []
         self.cancelled_at: float | None = None
         self._dispatcher = dispatcher
+        self.num_pushed = 0
         self._sink: DeltaSink | None = None
 
     def push_to(self, sink: DeltaSink) -> None:
@@ -85,6 +86,7 @@ class ScriptedHandle:
                 if self._sink is None or not self._sink.is_ready():
                     yield batch
                     continue
+                self.num_pushed += 1
                 self._sink.take(batch)
                 if len(set(self.stopped)) == len(plans):
                     return

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrelay.protocol.sampling import FinishReason
 from kvrelay_router.api.choice import Choice, StopRules
 from kvrelay_router.api.connection import BoundedConnection, allowed_connections
 from kvrelay_router.dispatch.interface import ModelLimits, SequenceDelta
@@ -115,6 +116,33 @@ async def test_a_slow_reader_costs_a_bounded_buffer(router: Router) -> None:
     assert router.dispatcher.handles[0].cancelled_at is None
     for each in (writer, other):
         each.close()
+
+
+async def test_only_what_has_to_wait_comes_through_the_streams_task(router: Router) -> None:
+    """The first delta, which the headers go out with; of several prompts all, whose order a queue keeps."""
+    answer = "An otter is a mammal."
+    router.answers(answer)
+    reader, writer = await connect(router)
+    for prompt in ("x", ["x", "x"]):
+        writer.write(request(prompt=prompt))
+        await read_answer(reader)
+    writer.close()
+    num_deltas = len(router.tokens(answer)) + 1
+    assert [handle.num_pushed for handle in router.dispatcher.handles] == [num_deltas - 1, 0, 0]
+
+
+async def test_what_fails_while_it_is_written_is_an_event_and_cancels(router: Router) -> None:
+    """A delta that goes to the connection at once is dealt with in a callback of somebody else's."""
+    tokens = router.tokens("An otter")
+    router.dispatcher.script = lambda asked, sequence: Script(tokens, finish=FinishReason.ABORT)
+    answer = await router.post("/v1/completions", prompt="x", stream=True)
+    *_, chunk, error, done, rest = answer.text.split("\n\n")
+    assert json.loads(chunk.removeprefix("data: "))["choices"][0]["text"]
+    assert "aborted" in json.loads(error.removeprefix("data: "))["error"]["message"]
+    assert (done, rest) == ("data: [DONE]", "")
+    (handle,) = router.dispatcher.handles
+    assert handle.num_pushed == len(tokens) - 1
+    assert handle.cancelled_at is not None
 
 
 async def test_what_is_written_does_not_wait_for_full_packets(router: Router) -> None:

@@ -4,6 +4,7 @@ nobody has to wait for, in order with what comes from `deltas`."""
 from __future__ import annotations
 
 import asyncio
+import weakref
 from contextlib import aclosing
 
 import pytest
@@ -218,6 +219,17 @@ async def test_one_requests_sink_disturbs_no_other() -> None:
     assert readers[1].seen == [("sink", [SequenceDelta(0, [1])])]
     assert isinstance(readers[0].task.exception(), ZeroDivisionError)
     readers[1].task.cancel()
+
+
+async def test_the_end_lets_go_of_the_sink() -> None:
+    """It knows the request, mostly: the two must not wait for the garbage collector."""
+    calls, sink = Calls(), Sink([])
+    calls.handle.push_to(sink)
+    weak = weakref.ref(sink)
+    del sink
+    calls.handle.finish(0)
+    assert [batch async for batch in calls.handle.deltas()] == []
+    assert weak() is None
 
 
 async def test_a_reader_that_leaves_takes_the_sink_with_it() -> None:

@@ -40,6 +40,7 @@ class ClientWatch:
         self, exc_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._listener.cancel()
+        del self._listener  # its end keeps this watch: without a cycle both go at once
         if not self._gone:
             return
         still_cancelled = self._task.uncancel()

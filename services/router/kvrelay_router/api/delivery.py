@@ -105,7 +105,7 @@ class GenerationResponse(Response):
                     await generation.prepare()
                     with generation:
                         if self._stream:
-                            await self._send_stream(generation, send, scope["state"].get(EVENT_WRITER))
+                            await self._send_stream(generation, send, scope["state"].pop(EVENT_WRITER, None))
                             return
                         response = await self._whole(generation)
         self._whole_started = True

@@ -76,6 +76,7 @@ class RunningRequest:
                     self._waiter = asyncio.get_running_loop().create_future()
                     await self._waiter
         finally:
+            self._sink = None  # it knows this request in turn: without a cycle all of it goes at once
             self.cancel()
 
     def push_to(self, sink: DeltaSink) -> None:

@@ -2,26 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvrelay.telemetry.trace_context import TraceContext
-from kvrelay.telemetry.tracing import Attributes, SpanKind
-
-
-@dataclass(frozen=True)
-class RecordedSpan:
-    """What a `SpanSink` was given."""
-
-    name: str
-    context: TraceContext
-    parent: TraceContext | None
-    start_ns: int
-    end_ns: int
-    kind: SpanKind
-    attributes: Attributes
-    links: list[TraceContext]
-    error: str | None
+from kvrelay.telemetry.tracing import Span
 
 
 @dataclass
@@ -29,34 +13,23 @@ class RecordedSpans:
     """A `SpanSink`. Traces that come in from outside are recorded as they say, others as `records_new` says."""
 
     records_new: bool = True
-    spans: list[RecordedSpan] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
 
     def is_sampled(self, context: TraceContext, parent: TraceContext | None, name: str) -> bool:
         return parent.is_sampled if parent is not None else self.records_new
 
-    def put(
-        self,
-        name: str,
-        context: TraceContext,
-        parent: TraceContext | None,
-        start_ns: int,
-        end_ns: int,
-        kind: SpanKind,
-        attributes: Attributes,
-        links: Iterable[TraceContext],
-        error: str | None,
-    ) -> None:
-        self.spans.append(RecordedSpan(name, context, parent, start_ns, end_ns, kind, attributes, list(links), error))
+    def put(self, span: Span) -> None:
+        self.spans.append(span)
 
     def close(self) -> None:
         pass
 
-    def of(self, trace_id: int, name: str = "") -> list[RecordedSpan]:
+    def of(self, trace_id: int, name: str = "") -> list[Span]:
         """The spans of a trace, by their beginnings."""
         found = [span for span in self.spans if span.context.trace_id == trace_id and (not name or span.name == name)]
         return sorted(found, key=lambda span: span.start_ns)
 
-    def children(self, parent: RecordedSpan) -> list[str]:
+    def children(self, parent: Span) -> list[str]:
         """The names of a span's children, sorted."""
         return sorted(span.name for span in self.spans if span.parent == parent.context)
 

@@ -13,14 +13,14 @@ import importlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from threading import Thread
 from typing import Any, Literal
 
 from kvrelay.telemetry.readings import Readings
 from kvrelay.telemetry.trace_context import TraceContext
-from kvrelay.telemetry.tracing import Attributes, SpanKind, SpanSink, Tracer
+from kvrelay.telemetry.tracing import Span, SpanSink, Tracer
 
 log = logging.getLogger(__name__)
 
@@ -159,34 +159,23 @@ class SdkSpans:
         result = self._sampler.should_sample(surroundings, context.trace_id, name, self._api.SpanKind.SERVER)
         return bool(result.decision == self._recorded)
 
-    def put(
-        self,
-        name: str,
-        context: TraceContext,
-        parent: TraceContext | None,
-        start_ns: int,
-        end_ns: int,
-        kind: SpanKind,
-        attributes: Attributes,
-        links: Iterable[TraceContext],
-        error: str | None,
-    ) -> None:
+    def put(self, span: Span) -> None:
         """See `SpanSink`."""
         api = self._api
-        status = api.Status() if error is None else api.Status(api.StatusCode.ERROR, error)
+        status = api.Status() if span.error is None else api.Status(api.StatusCode.ERROR, span.error)
         self._processor.on_end(
             self._make_span(
-                name,
-                self._context(context),
-                parent=self._context(parent, is_remote=True) if parent is not None else None,
+                span.name,
+                self._context(span.context),
+                parent=self._context(span.parent, is_remote=True) if span.parent is not None else None,
                 resource=self._resource,
-                attributes=attributes,
-                links=[api.Link(self._context(link)) for link in links],
-                kind=self._kinds[kind],
+                attributes=span.attributes,
+                links=[api.Link(self._context(link)) for link in span.links],
+                kind=self._kinds[span.kind],
                 instrumentation_scope=self._scope,
                 status=status,
-                start_time=start_ns,
-                end_time=end_ns,
+                start_time=span.start_ns,
+                end_time=span.end_ns,
             )
         )
 

@@ -11,12 +11,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from kvrelay.telemetry.trace_context import TraceContext, new_trace, parse_traceparent
 
 SpanKind = Literal["internal", "server", "client", "producer", "consumer"]
 Attributes = Mapping[str, str | bool | int | float | tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What is over. Times are nanoseconds since the epoch; `error` None: it went well."""
+
+    name: str
+    context: TraceContext
+    parent: TraceContext | None
+    start_ns: int
+    end_ns: int
+    kind: SpanKind
+    attributes: Attributes
+    links: list[TraceContext]
+    error: str | None
 
 
 class SpanSink(Protocol):
@@ -26,19 +42,8 @@ class SpanSink(Protocol):
         """Whether a trace that begins here, or comes in from outside, is recorded."""
         ...
 
-    def put(
-        self,
-        name: str,
-        context: TraceContext,
-        parent: TraceContext | None,
-        start_ns: int,
-        end_ns: int,
-        kind: SpanKind,
-        attributes: Attributes,
-        links: Iterable[TraceContext],
-        error: str | None,
-    ) -> None:
-        """A span is over; never blocks. Times since the epoch; `error` None: it went well."""
+    def put(self, span: Span) -> None:
+        """A span is over; never blocks."""
         ...
 
     def close(self) -> None:
@@ -75,7 +80,7 @@ class Tracer:
         if context.is_sampled:
             to_epoch = time.time() - time.monotonic()
             start_ns, end_ns = int((start + to_epoch) * 1e9), int((max(start, end) + to_epoch) * 1e9)
-            self._sink.put(name, context, parent, start_ns, end_ns, kind, attributes or {}, links, error)
+            self._sink.put(Span(name, context, parent, start_ns, end_ns, kind, attributes or {}, list(links), error))
 
 
 def sampled(traceparent: str) -> TraceContext | None:

@@ -78,6 +78,11 @@ class WorkerConfig(CommonConfig):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto", description="type of weights and KV; auto: the checkpoint's, or float32 where the CPU lacks it"
     )
+    load_format: Literal["auto", "dummy"] = Field(
+        default="auto",
+        description="auto: the checkpoint's weights; dummy: random ones of the model's shape, made on the device, to "
+        "measure a model without its weights: config.json and tokenizer are all that must be there",
+    )
     device: str = Field(
         default="auto",
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",

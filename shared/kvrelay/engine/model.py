@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -24,6 +24,10 @@ from kvrelay.engine.attention import ATTENTION_NAME, UnsupportedModel, attending
 from kvrelay.engine.probe import check_paged_forward, observe_layers
 from kvrelay.engine.support import check_config, resolve_max_model_len
 
+LoadFormat = Literal["auto", "dummy"]
+"""The checkpoint's weights, or random ones of the same shapes, which need no files but the config."""
+
+_DUMMY_SEED = 0
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NATIVE_FLAGS = {
     torch.bfloat16: frozenset({"avx512_bf16", "amx_bf16", "bf16"}),
@@ -40,6 +44,12 @@ class ModelSource:
     dtype: torch.dtype
     device: torch.device
     max_model_len: int
+    load_format: LoadFormat = "auto"
+
+    @property
+    def weights_salt(self) -> str:
+        """What tells weights that are not the checkpoint's apart from it, and from each other; else nothing."""
+        return f"dummy {_DUMMY_SEED} {self.device.type}" if self.load_format == "dummy" else ""
 
 
 class CausalModel:
@@ -78,7 +88,11 @@ class CausalModel:
 
 
 def open_source(
-    name: str, dtype: str = "auto", device: str | torch.device = "cpu", max_model_len: int | None = None
+    name: str,
+    dtype: str = "auto",
+    device: str | torch.device = "cpu",
+    max_model_len: int | None = None,
+    load_format: LoadFormat = "auto",
 ) -> ModelSource:
     """Reads and checks the config, and resolves `auto`.
 
@@ -91,7 +105,7 @@ def open_source(
     length = resolve_max_model_len(config, max_model_len)
     check_config(config, length)
     target = torch.device(device)
-    return ModelSource(name, config, resolve_dtype(dtype, config, target), target, length)
+    return ModelSource(name, config, resolve_dtype(dtype, config, target), target, length, load_format)
 
 
 def resolve_dtype(requested: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
@@ -120,10 +134,7 @@ def load_model(source: ModelSource, block_size: int, backend: AttentionBackend |
         UnsupportedModel: with the reason.
     """
     register()
-    with _without_progress_bars():
-        model = AutoModelForCausalLM.from_pretrained(
-            source.name, config=source.config, dtype=source.dtype, attn_implementation=ATTENTION_NAME
-        )
+    model = make_dummy(source, ATTENTION_NAME) if source.load_format == "dummy" else _read(source)
     model.to(source.device).eval()  # type: ignore[arg-type]
     text = source.config.get_text_config(decoder=True)
     observed = observe_layers(model, text.num_hidden_layers, source.max_model_len)
@@ -132,6 +143,26 @@ def load_model(source: ModelSource, block_size: int, backend: AttentionBackend |
         backend = select_backend(source.device, layout.dtype, layout.head_dim)
     check_paged_forward(model, layout, backend, source.max_model_len)
     return CausalModel(source, model, layout, backend, observed.vocab_size)
+
+
+def make_dummy(source: ModelSource, attn_implementation: str) -> PreTrainedModel:
+    """The source's model with random weights, made on its device: the same ones on every device of that type."""
+    device = source.device
+    generators = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(generators), torch.device(device):
+        torch.manual_seed(_DUMMY_SEED)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            source.config, dtype=source.dtype, attn_implementation=attn_implementation
+        )
+    return model
+
+
+def _read(source: ModelSource) -> PreTrainedModel:
+    with _without_progress_bars():
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            source.name, config=source.config, dtype=source.dtype, attn_implementation=ATTENTION_NAME
+        )
+    return model
 
 
 class _BackboneOutput(BaseModelOutputWithPast):

@@ -32,7 +32,7 @@ from kvrelay.engine.fingerprint import find_model_dir, fingerprint
 from kvrelay.engine.gauges import make_gauge
 from kvrelay.engine.host_buffer import HostBuffer
 from kvrelay.engine.logprobs import token_logprobs
-from kvrelay.engine.model import CausalModel, load_model, open_source
+from kvrelay.engine.model import CausalModel, LoadFormat, load_model, open_source
 from kvrelay.engine.profile import SWAP_PART, MemoryGauge, blocks_for_profile, profile_memory
 from kvrelay.engine.sampler import Sampler
 from kvrelay.kv.table import blocks_for
@@ -81,7 +81,7 @@ class TransformersRunner:
             num_blocks=num_blocks,
             block_bytes=layout.block_bytes,
             dtype=str(layout.dtype).removeprefix("torch."),
-            fingerprint=fingerprint(find_model_dir(source.name), layout),
+            fingerprint=fingerprint(find_model_dir(source.name), layout, source.weights_salt),
             num_swap_slots=num_swap_slots,
             swap_block_s=self._host.measure(),
         )
@@ -302,12 +302,13 @@ def make_runner(
     num_threads: int | None = None,
     name: str | None = None,
     backend: AttentionBackend | None = None,
+    load_format: LoadFormat = "auto",
 ) -> TransformersRunner:
     """Loads `model` (a directory or a hub name) and allocates its pool: `num_blocks`, or what fits `memory_bytes`.
 
     With `size_pool` the pool is what a profile of the largest step leaves of a share of the machine's memory.
     `swap_bytes` is the host's swap space; None: a quarter of the pool's memory.
-    Without a `backend`, the fastest one that works is taken.
+    Without a `backend`, the fastest one that works is taken. With `load_format` "dummy", weights are random.
 
     Raises:
         UnsupportedModel: the engine cannot run it; the message says why.
@@ -317,7 +318,7 @@ def make_runner(
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
-    source = open_source(model, dtype, device, max_model_len)
+    source = open_source(model, dtype, device, max_model_len, load_format)
     gauge = make_gauge(source.device)
     loaded = load_model(source, block_size, backend)
     if num_blocks is None and size_pool is not None:

@@ -54,4 +54,5 @@ def load_runner(config: WorkerConfig) -> ModelRunner:
         max_model_len=config.max_model_len,
         device=find_device(config.device),
         num_threads=config.threads,
+        load_format=config.load_format,
     )

@@ -41,6 +41,8 @@ from kvrelay.engine.fingerprint import fingerprint
 from kvrelay.engine.model import load_model, open_source, resolve_dtype
 from kvrelay.engine.probe import _check_mask
 from kvrelay.engine.runner import make_runner
+from kvrelay.protocol.sampling import Sampling
+from tests.unit.engine.driving import run, start
 
 pytestmark = pytest.mark.unit
 CPU = torch.device("cpu")
@@ -217,6 +219,25 @@ def test_the_spec_says_what_the_services_need(model_dir: Callable[[str], Path]) 
     assert spec.max_model_len == 7 * 8  # what the pool holds, if the model could do more
     assert (spec.num_layers, spec.num_kv_heads, spec.head_dim) == (2, 1, 32)
     assert (spec.block_size, spec.num_blocks, spec.dtype) == (8, 7, "float32")
+
+
+def test_random_weights_need_a_config_alone_and_are_the_same_in_every_process(tmp_path: Path) -> None:
+    name = save_config(LlamaConfig(**SMALL), tmp_path)
+    before = torch.random.get_rng_state()
+    first, second = (make_runner(name, num_blocks=8, load_format="dummy") for _ in range(2))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert first.spec.fingerprint == second.spec.fingerprint
+    tokens = []
+    for runner in (first, second):
+        (sequence,) = start(runner, [[5, 6, 7]], Sampling(temperature=0.0, max_tokens=20), num_output=20)
+        run(runner, [sequence])
+        tokens.append(sequence.output)
+    assert tokens[0] == tokens[1]
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(LlamaConfig(**SMALL)).save_pretrained(tmp_path)
+    assert make_runner(name, num_blocks=8).spec.fingerprint != first.spec.fingerprint
+    salted = make_runner(name, num_blocks=8, load_format="dummy").spec.fingerprint
+    assert salted != make_runner(name, num_blocks=8).spec.fingerprint, "a worker with the weights is no partner of it"
 
 
 def test_a_length_may_be_smaller_than_the_models_but_not_larger(model_dir: Callable[[str], Path]) -> None:

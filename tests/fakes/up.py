@@ -25,12 +25,13 @@ class Up:
     def __init__(self, flags: Sequence[str], state_dir: Path, environ: dict[str, str]) -> None:
         self.lines: list[str] = []
         self._told = threading.Condition()
+        inherited = filter(None, [os.environ.get("PYTHONPATH")])
         self.process = subprocess.Popen(
             [sys.executable, "-m", "kvrelay", "up", f"--state-dir={state_dir}", *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "PYTHONPATH": f"{FAKE_SERVICES}:{ROOT}", **environ},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(FAKE_SERVICES), str(ROOT), *inherited]), **environ},
         )
         self._reader = threading.Thread(target=self._read)
         self._reader.start()

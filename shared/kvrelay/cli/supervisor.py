@@ -45,6 +45,7 @@ class ServiceSpec:
     ready: ReadyCheck
     drain_timeout_s: float
     pass_fds: Sequence[int] = ()  # descriptors that it inherits
+    where: str = ""  # it runs, for people: shown while it starts and when it is ready
 
 
 class Service:
@@ -103,7 +104,8 @@ class Service:
 
     async def _run_once(self) -> int:
         """From start to end; returns the exit status."""
-        self._display.update(self.spec.name, STARTING, self._log_hint())
+        where = f"{self.spec.where} " if self.spec.where else ""
+        self._display.update(self.spec.name, STARTING, f"{where}{self._log_hint()}")
         started = time.monotonic()
         process = await self._spawn()
         self._process = process
@@ -115,7 +117,7 @@ class Service:
         if is_ready and not self._stopping:  # it may have been ready, and have ended, since it was last asked
             self._was_ready = True
             self.ready.set()
-            self._display.update(self.spec.name, READY, f"after {time.monotonic() - started:.1f} s")
+            self._display.update(self.spec.name, READY, f"{where}after {time.monotonic() - started:.1f} s")
         status = await ended
         self.ready.clear()
         return status

@@ -5,18 +5,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import secrets
 import signal
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvrelay.cli.display import DIED, READY, Display, make_display
+from kvrelay.cli.gpus import VISIBLE, Gpu, list_gpus
+from kvrelay.cli.placing import Placed, place_workers
 from kvrelay.cli.readiness import RouterReady, WorkerReady
 from kvrelay.cli.supervisor import Service, ServiceSpec, StartFailed, Supervisor, describe_exit
 from kvrelay.config.common import CommonConfig, is_wildcard
@@ -42,19 +45,38 @@ ROUTER_PORTS = frozenset({"message_host", "message_port", "processes", "metrics_
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to start, checked before anything starts. `workers`: a configuration for each process of them."""
+    """What to start, checked before anything starts. `workers`: a configuration for each process of them; `placed`: by
+    their ids, where they are placed on GPUs."""
 
     up: UpConfig
     router: RouterConfig
     workers: Sequence[WorkerConfig]
     router_flags: Sequence[str]
     worker_flags: Sequence[str]
+    placed: Mapping[str, Placed]
 
     @property
     def url(self) -> str:
         """Where clients on this machine find it."""
         host = LOOPBACK if is_wildcard(self.up.host) else self.up.host
         return f"http://{f'[{host}]' if ':' in host else host}:{self.up.port}"
+
+    def flags_of(self, worker: WorkerConfig) -> list[str]:
+        """From which the worker's process makes the same configuration."""
+        argv = [*self.worker_flags, f"--worker-id={worker.worker_id}", f"--threads={worker.threads}"]
+        argv.append(f"--num-workers={worker.num_workers}")
+        if worker.memory_utilization is not None:
+            argv.append(f"--memory-utilization={worker.memory_utilization:.6f}")
+        if worker.worker_id in self.placed:
+            argv.append(f"--device={worker.device}")
+        return argv
+
+    def environ_of(self, worker: WorkerConfig) -> dict[str, str]:
+        """What the worker's process has in its environment beside ours."""
+        environ = {"OMP_NUM_THREADS": str(worker.threads)}
+        if (placed := self.placed.get(worker.worker_id)) is not None:
+            environ[VISIBLE] = placed.gpu.uuid
+        return environ
 
 
 def up(argv: Sequence[str]) -> int:
@@ -79,8 +101,15 @@ def up(argv: Sequence[str]) -> int:
 # -- the plan ---------------------------------------------------------------------------------------------------------
 
 
-def make_plan(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Plan:
-    """Resolves every process's configuration as the process itself will. Raises ConfigError."""
+def make_plan(
+    flags: Mapping[str, Any],
+    environ: Mapping[str, str],
+    find_gpus: Callable[[Mapping[str, str]], Sequence[Gpu]] = list_gpus,
+) -> Plan:
+    """Resolves every process's configuration as the process itself will. Raises ConfigError.
+
+    `find_gpus`, of an environment, is asked only where workers are to be placed on GPUs.
+    """
     own = resolve(UpConfig, flags, environ)
     # Two of these on one Redis must not share workers' names.
     suffix = f"-{secrets.token_hex(2)}" if own.redis_url else ""
@@ -100,12 +129,25 @@ def make_plan(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Plan:
         values = {**shared, "worker_id": name, "num_workers": num_workers}
         config = resolve(WorkerConfig, values, environ, role=role)
         workers.append(config if config.threads else config.model_copy(update={"threads": threads}))
+    placed: dict[str, Placed] = {}
+    if own.places_workers:
+        workers, placed = place_workers(own, workers, lambda: find_gpus(environ))
+    else:
+        workers = [_with_part_of_memory(worker, len(workers)) for worker in workers]
     router_values = {**passed, **decided, "host": own.host, "port": own.port, "router_id": f"router{suffix}"}
     router_values |= {"message_host": LOOPBACK, "message_port": 0, "processes": own.router_processes}
     if own.metrics_port is not None:
         router_values["metrics_port"] = own.metrics_port
     router = resolve(RouterConfig, router_values, environ)
-    return Plan(own, router, workers, to_argv(router_values, RouterConfig), to_argv(shared, WorkerConfig))
+    return Plan(own, router, workers, to_argv(router_values, RouterConfig), to_argv(shared, WorkerConfig), placed)
+
+
+def _with_part_of_memory(worker: WorkerConfig, num_processes: int) -> WorkerConfig:
+    """All share the memory of one machine, or of the GPU that `device` names for all."""
+    if worker.memory_utilization is None:
+        return worker
+    share = math.floor(worker.memory_utilization / num_processes * 1e6) / 1e6
+    return worker.model_copy(update={"memory_utilization": share})
 
 
 def _shared_out(num_workers: int, per_process: int) -> list[int]:
@@ -232,15 +274,12 @@ class _Run:
         plan = self._plan
         others = []
         for number, worker in enumerate(plan.workers, plan.up.router_processes):
-            argv = [*plan.worker_flags, f"--worker-id={worker.worker_id}", f"--threads={worker.threads}"]
-            argv.append(f"--num-workers={worker.num_workers}")
+            argv = plan.flags_of(worker)
             if plan.up.metrics_port is not None and worker.num_workers == 1:
                 argv.append(f"--http-port={plan.up.metrics_port + number}")
-            if worker.memory_utilization is not None:
-                argv.append(f"--memory-utilization={worker.memory_utilization / len(plan.workers):.6f}")
             names = {each.worker_id for each in worker.each_worker()}
             check = WorkerReady(registry, worker.served_model_name, names)
-            environ = {"OMP_NUM_THREADS": str(worker.threads)}
+            environ = plan.environ_of(worker)
             spec = self._spec(worker.role, worker.worker_id, argv, environ, check, worker.drain_timeout_s)
             others.append(Service(spec, self._display))
         host = LOOPBACK if is_wildcard(plan.up.host) else plan.up.host
@@ -263,7 +302,9 @@ class _Run:
         check: RouterReady | WorkerReady,
         drain_timeout_s: float,
     ) -> ServiceSpec:
+        placed = self._plan.placed.get(name)
         return ServiceSpec(
+            where=str(placed) if placed else "",
             name=name,
             argv=[sys.executable, "-m", f"kvrelay_{service}", *argv],
             environ={"KVRELAY_REDIS_URL": self._redis_url, **environ},

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from kvrelay.config.common import NO_REDIS
+
+_DEVICE = re.compile(r"^(\d{1,4}|(GPU|MIG)-[0-9A-Za-z/-]{1,120})$")
 
 
 class UpConfig(BaseModel):
@@ -43,6 +47,31 @@ class UpConfig(BaseModel):
         description="first port of the services' pages /metrics, for Prometheus: one for each process of the router, "
         "then one for each worker, prefill first (default: none)",
     )
+    devices: tuple[str, ...] = Field(
+        default=(),
+        description="GPUs for the workers, as nvidia-smi numbers them or by UUID: 0,1 or GPU-...,MIG-...; divided "
+        "between prefill and decode, or shared by all where there is one (default: what device says, for every worker)",
+        json_schema_extra={"list": True},
+    )
+    prefill_devices: tuple[str, ...] = Field(
+        default=(),
+        description="GPUs on which the prefill workers take turns, in place of devices; with decode_devices, which may "
+        "name the same",
+        json_schema_extra={"list": True},
+    )
+    decode_devices: tuple[str, ...] = Field(
+        default=(), description="GPUs on which the decode workers take turns", json_schema_extra={"list": True}
+    )
+    prefill_memory_utilization: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="share of its GPU's memory for each prefill worker, with devices (default: what others leave of "
+        "memory_utilization, or of 0.9, in equal parts)",
+    )
+    decode_memory_utilization: float | None = Field(
+        default=None, gt=0, le=1, description="share of its GPU's memory for each decode worker, with devices"
+    )
     state_dir: Path = Field(default=Path(".kvrelay"), description="directory for the services' logs")
     verbose: bool = Field(default=False, description="show the services' logs here instead of writing them to files")
 
@@ -52,3 +81,43 @@ class UpConfig(BaseModel):
         if url == NO_REDIS:
             raise ValueError("its services find each other through Redis: leave it out for one of its own")
         return url
+
+    @field_validator("devices", "prefill_devices", "decode_devices", mode="before")
+    @classmethod
+    def _as_text(cls, devices: Any) -> Any:
+        """A file may hold numbers."""
+        if isinstance(devices, list | tuple):
+            return tuple(str(each) if type(each) is int else each for each in devices)
+        return devices
+
+    @field_validator("devices", "prefill_devices", "decode_devices")
+    @classmethod
+    def _names_devices(cls, devices: tuple[str, ...]) -> tuple[str, ...]:
+        if not devices:
+            raise ValueError("names no GPU: give one or more, or leave it out")
+        for device in devices:
+            if not _DEVICE.match(device):
+                raise ValueError(f"{device!r} is no GPU (allowed: a number from 0 on, GPU-UUID or MIG-UUID)")
+        if len(set(devices)) < len(devices):
+            raise ValueError("names a GPU twice: workers that share one are placed on it by turns")
+        return devices
+
+    @property
+    def places_workers(self) -> bool:
+        """Whether the workers are told which GPU is theirs."""
+        return bool(self.devices or self.decode_devices)
+
+    @model_validator(mode="after")
+    def _devices_fit_together(self) -> Self:
+        if self.devices and (self.prefill_devices or self.decode_devices):
+            raise ValueError("devices stands for prefill_devices and decode_devices: give the one or the two")
+        if self.prefill_devices and not self.prefill:
+            raise ValueError("prefill_devices without prefill workers (prefill = 0)")
+        if self.prefill_devices and not self.decode_devices:
+            raise ValueError("prefill_devices needs decode_devices beside it")
+        if self.decode_devices and self.prefill and not self.prefill_devices:
+            raise ValueError("decode_devices needs prefill_devices beside it, unless prefill = 0")
+        for name in ("prefill_memory_utilization", "decode_memory_utilization"):
+            if getattr(self, name) is not None and not self.places_workers:
+                raise ValueError(f"{name} needs devices: it is a share of the memory of a GPU that is named")
+        return self

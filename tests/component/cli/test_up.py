@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
@@ -187,6 +188,31 @@ def test_flags_reach_the_services_and_passwords_do_not_show(start: Start, tmp_pa
     (password,) = re.findall(r"redis://:(\w+)@", up.child("kvrelay_router").environ()["KVRELAY_REDIS_URL"])
     shown = up.output + "".join(logs.values()) + " ".join(" ".join(child.cmdline()) for child in up.family)
     assert password not in shown
+
+
+def test_workers_are_placed_on_gpus(start: Start, tmp_path: Path) -> None:
+    """The GPUs are made up; how they reach the processes is not."""
+    names = {number: f"GPU-{number}0000000-aaaa-bbbb-cccc-000000000000" for number in (0, 1)}
+    smi = tmp_path / "nvidia-smi"
+    listing = [f"echo 'GPU {number}: NVIDIA H100 (UUID: {uuid})'" for number, uuid in names.items()]
+    smi.write_text("\n".join(["#!/bin/sh", *listing]))
+    smi.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    up = start("--prefill-devices=0", "--decode-devices=0,1", "--decode=2", PATH=path, CUDA_VISIBLE_DEVICES="0,1")
+    up.wait_ready()
+    for worker, gpu, percent in (("prefill-0", 0, 45), ("decode-0", 0, 45), ("decode-1", 1, 90)):
+        where = rf"on GPU {gpu} \(NVIDIA H100\), {percent}% of its memory"
+        assert re.search(rf"^{worker} +starting +{where} \(log: ", up.output, re.M), up.output
+        assert re.search(rf"^{worker} +ready +{where} after ", up.output, re.M), up.output
+        child = up.child(f"--worker-id={worker}")
+        assert child.environ()["CUDA_VISIBLE_DEVICES"] == names[gpu]
+        (log,) = (tmp_path / "state").glob(f"*/{worker}.log")
+        assert "'device': 'cuda'" in log.read_text()
+        assert f"'memory_utilization': {percent / 100}," in log.read_text()
+    refused = start("--devices=0,2", PATH=path)
+    assert refused.wait_exit() == 2
+    assert "devices: there is no GPU 2 here (allowed: 0, 1, or their UUIDs)" in refused.output
+    assert "starting" not in refused.output
 
 
 def test_stops_while_it_is_starting(start: Start) -> None:

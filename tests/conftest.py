@@ -52,12 +52,20 @@ def pytest_xdist_auto_num_workers() -> int | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A test is of the kind that its folder says. In several processes the longest go first, to end together."""
+    """A test is of the kind that its folder says; but one of `gpu` whose parameter `device` is the CPU is a component
+    test, which proves the test's own code. In several processes the longest go first, to end together."""
     for item in items:
-        if kind_of(item) in KINDS:
+        if kind_of(item) == "gpu" and runs_on_cpu(item):
+            item.add_marker("component")
+        elif kind_of(item) in KINDS:
             item.add_marker(kind_of(item))
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: KINDS.index(kind_of(item)) if kind_of(item) in KINDS else 0, reverse=True)
+
+
+def runs_on_cpu(item: pytest.Item) -> bool:
+    callspec = getattr(item, "callspec", None)
+    return callspec is not None and callspec.params.get("device") == "cpu"
 
 
 def kind_of(item: pytest.Item) -> str:

@@ -57,6 +57,7 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": _config(LlamaConfig),
     "qwen2": _config(Qwen2Config),
     "qwen3": _config(Qwen3Config, num_hidden_layers=3),
+    "wide-qwen3": _config(Qwen3Config, num_attention_heads=8, head_dim=128),
     "mistral": _config(MistralConfig, sliding_window=SLIDING_WINDOW, head_dim=64),
     "gemma": _config(GemmaConfig, num_key_value_heads=1),
     "gemma2": _config(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
@@ -115,6 +116,9 @@ class ReceivingEnd:
         assert (self.pool[list(slots)] == EMPTY).all()
 
 
+AnyEnd = TypeVar("AnyEnd", SendingEnd, ReceivingEnd)
+
+
 class Rig:
     """Makes ends, starts them, and closes them all."""
 
@@ -124,15 +128,14 @@ class Rig:
 
     def sender(self, pool: Bytes) -> SendingEnd:
         """A started sender."""
-        end = SendingEnd(pool, self.transport.make_sender(pool))
-        end.sender.start(end.log.add)
-        self._ends.append(end)
-        return end
+        return self._start(SendingEnd(pool, self.transport.make_sender(pool)))
 
     def receiver(self, pool: Bytes) -> ReceivingEnd:
         """A started receiver."""
-        end = ReceivingEnd(pool, self.transport.make_receiver(pool))
-        end.receiver.start(end.log.add)
+        return self._start(ReceivingEnd(pool, self.transport.make_receiver(pool)))
+
+    def _start(self, end: AnyEnd) -> AnyEnd:
+        (end.sender if isinstance(end, SendingEnd) else end.receiver).start(end.log.add)
         self._ends.append(end)
         return end
 

@@ -218,7 +218,7 @@ async def test_a_new_receiver_elsewhere_takes_over(rig: Rig, random: np.random.G
     again.admit(after)
     source.push("again", after.endpoint, again.copies)
     await after.until_landed("again", again.blocks)
-    again.assert_arrived(source.pool, pool)
+    again.assert_arrived(source.pool, after.pool)
 
 
 @pytest.mark.parametrize("endpoint", [{}, {"address": "nonsense"}, {"address": "tcp://host:0"}])

@@ -65,14 +65,6 @@ def test_blocks_go_out_before_others_come_in(course: list[tuple[BlockCopies, Blo
     check(course, dtype, "cpu")
 
 
-@pytest.mark.gpu
-@given(steps(), st.sampled_from([torch.float32, torch.bfloat16]))
-def test_the_same_between_an_accelerator_and_pinned_memory(
-    course: list[tuple[BlockCopies, BlockCopies]], dtype: torch.dtype
-) -> None:
-    check(course, dtype, "cuda")
-
-
 def test_measuring_changes_no_block() -> None:
     pool = make_pool(torch.float32)
     assert HostBuffer(pool, NUM_SLOTS).measure() > 0

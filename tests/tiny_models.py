@@ -19,6 +19,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
@@ -76,15 +77,19 @@ def build_model(architecture: str, directory: Path, *, seed: int = 0, dtype: tor
     """Saves a random model of `ARCHITECTURES` and its tokenizer into `directory`, and returns it."""
     config = ARCHITECTURES[architecture]()
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    randomize(AutoModelForCausalLM.from_config(config, dtype=dtype)).save_pretrained(directory)
+    build_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def randomize(model: PreTrainedModel) -> PreTrainedModel:
+    """Draws all weights of a model anew, and returns it."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Norms too: a weight that is one everywhere would hide that it is not applied.
             noise = torch.randn_like(parameter) * 0.08
             parameter.copy_(noise + parameter if "norm" in name else noise)
-    model.save_pretrained(directory)
-    build_tokenizer().save_pretrained(directory)
-    return directory
+    return model
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:

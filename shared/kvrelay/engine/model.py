@@ -7,22 +7,20 @@ that the head can run in slices: logits of a whole chunk are vocabulary times to
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.utils import logging as hf_logging
 
 from kvrelay.backends.base import AttentionBackend, KVLayout, StepAttention
 from kvrelay.backends.select import select_backend
 from kvrelay.engine.attention import ATTENTION_NAME, UnsupportedModel, attending, register
+from kvrelay.engine.checkpoint import check_quantization, read_config, read_model
 from kvrelay.engine.probe import check_paged_forward, observe_layers
-from kvrelay.engine.support import check_config, resolve_max_model_len
+from kvrelay.engine.support import check_config, check_positions, resolve_max_model_len
 
 LoadFormat = Literal["auto", "dummy"]
 """The checkpoint's weights, or random ones of the same shapes, which need no files but the config."""
@@ -67,7 +65,7 @@ class CausalModel:
         self.layout = layout
         self.backend = backend
         self.vocab_size = vocab_size
-        self.eos_token_ids = _eos_token_ids(model)
+        self.eos_token_ids = _eos_token_ids(model, vocab_size)
         self._model = model
         self._backbone, self._head = _split_head(model)
 
@@ -101,9 +99,12 @@ def open_source(
         ValueError: an unknown dtype, or no length.
         OSError: there is no such model.
     """
-    config = AutoConfig.from_pretrained(name)
+    config = read_config(name)
+    check_config(config)
+    if load_format != "dummy":
+        check_quantization(config)
     length = resolve_max_model_len(config, max_model_len)
-    check_config(config, length)
+    check_positions(config, length)
     target = torch.device(device)
     return ModelSource(name, config, resolve_dtype(dtype, config, target), target, length, load_format)
 
@@ -134,7 +135,10 @@ def load_model(source: ModelSource, block_size: int, backend: AttentionBackend |
         UnsupportedModel: with the reason.
     """
     register()
-    model = make_dummy(source, ATTENTION_NAME) if source.load_format == "dummy" else _read(source)
+    if source.load_format == "dummy":
+        model = make_dummy(source, ATTENTION_NAME)
+    else:
+        model = read_model(source.name, source.config, source.dtype, ATTENTION_NAME)
     model.to(source.device).eval()  # type: ignore[arg-type]
     text = source.config.get_text_config(decoder=True)
     observed = observe_layers(model, text.num_hidden_layers, source.max_model_len)
@@ -153,14 +157,6 @@ def make_dummy(source: ModelSource, attn_implementation: str) -> PreTrainedModel
         torch.manual_seed(_DUMMY_SEED)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             source.config, dtype=source.dtype, attn_implementation=attn_implementation
-        )
-    return model
-
-
-def _read(source: ModelSource) -> PreTrainedModel:
-    with _without_progress_bars():
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            source.name, config=source.config, dtype=source.dtype, attn_implementation=ATTENTION_NAME
         )
     return model
 
@@ -205,25 +201,16 @@ def _split_head(model: PreTrainedModel) -> tuple[torch.nn.Module, _GivenHiddenSt
     return backbone, head
 
 
-def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+def _eos_token_ids(model: PreTrainedModel, vocab_size: int) -> tuple[int, ...]:
+    """As the generation config says, else the config. Ids that no token has (some configs say -1) end nothing."""
     generation = getattr(model, "generation_config", None)
     ids = getattr(generation, "eos_token_id", None)
     if ids is None:
         ids = getattr(model.config.get_text_config(decoder=True), "eos_token_id", None)
     if ids is None:
         return ()
-    return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
-
-
-@contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    shown = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            hf_logging.enable_progress_bar()
+    ids = ids if isinstance(ids, list | tuple) else (ids,)
+    return tuple(each for each in map(int, ids) if 0 <= each < vocab_size)
 
 
 def _cpu_flags() -> frozenset[str]:

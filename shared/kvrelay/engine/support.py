@@ -11,8 +11,8 @@ from kvrelay.engine.attention import UnsupportedModel
 _HELD_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
-def check_config(config: PreTrainedConfig, max_model_len: int) -> None:
-    """Refuses what a block cannot hold.
+def check_config(config: PreTrainedConfig) -> None:
+    """Refuses what a block cannot hold, at any length.
 
     Raises:
         UnsupportedModel: with the reason.
@@ -26,7 +26,6 @@ def check_config(config: PreTrainedConfig, max_model_len: int) -> None:
     text = config.get_text_config(decoder=True)
     _check_layers(name, text, model_class)
     _check_heads(name, text)
-    _check_positions(name, text, max_model_len)
 
 
 def resolve_max_model_len(config: PreTrainedConfig, requested: int | None) -> int:
@@ -67,8 +66,13 @@ def _check_heads(name: str, text: PreTrainedConfig) -> None:
         raise UnsupportedModel(f"{name}: multi-head latent attention keeps one compressed vector instead of K and V")
 
 
-def _check_positions(name: str, text: PreTrainedConfig, max_model_len: int) -> None:
-    """Dynamic NTK and longrope rescale all positions once the longest sequence of the batch passes a length."""
+def check_positions(config: PreTrainedConfig, max_model_len: int) -> None:
+    """Dynamic NTK and longrope rescale all positions once the longest sequence of the batch passes a length.
+
+    Raises:
+        UnsupportedModel: that can happen within `max_model_len` tokens.
+    """
+    name, text = config.model_type, config.get_text_config(decoder=True)
     parameters: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)]
     for rope in nested or [parameters]:

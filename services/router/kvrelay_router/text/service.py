@@ -68,7 +68,10 @@ class TextService:
     def load(cls, model: str, *, num_threads: int = 2) -> TextService:
         """Reads a model directory or hub name. Blocks. Raises TokenizerNotFound, ChatTemplateError."""
         source = load_source(model)
-        tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(source.tokenizer_json))
+        try:
+            tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(source.tokenizer_json))
+        except Exception as error:  # the library raises no type of its own
+            raise TokenizerNotFound(f"the tokenizer.json of {model} cannot be read: {error}") from error
         if not tokenizer.encode("a", add_special_tokens=False):
             raise TokenizerNotFound(f"the tokenizer of {model} knows no text: its files are missing or empty")
         template = None

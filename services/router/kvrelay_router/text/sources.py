@@ -33,7 +33,7 @@ SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_
 
 CONVERT = (
     "import sys; from transformers import AutoTokenizer; "
-    "AutoTokenizer.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[2])"
+    "AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=False).save_pretrained(sys.argv[2])"
 )
 
 
@@ -99,7 +99,12 @@ def _read(folder: Path, fallback: Path | None = None) -> TokenizerSource:
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # no JSON, or no UTF-8
+        raise TokenizerNotFound(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise TokenizerNotFound(f"{path} holds no JSON object")
     return content
 
 

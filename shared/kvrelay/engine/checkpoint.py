@@ -1,0 +1,114 @@
+"""Reads what a model's directory or hub repository holds, and refuses what would run with other weights than its own.
+
+transformers goes on where weights are missing (it draws them at random) and where it does not know how they are quantized
+(it takes their numbers as they are); for a server both are wrong tokens that nobody notices.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+from transformers.utils import logging as hf_logging
+
+from kvrelay.engine.attention import UnsupportedModel
+
+_log = logging.getLogger(__name__)
+_MAX_NAMED = 4  # of many tensors, these are named
+
+
+def read_config(name: str) -> PreTrainedConfig:
+    """The config of a directory or a hub name. Code that lies beside it is not run, and nobody is asked about it.
+
+    Raises:
+        UnsupportedModel: transformers cannot make a config of it.
+        ValueError: no model type, or one that transformers does not know.
+        OSError: there is no such model.
+    """
+    with _refusing(name, "its config cannot be read"):
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+
+
+def read_model(name: str, config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str) -> PreTrainedModel:
+    """The model with the checkpoint's weights, all of them.
+
+    Raises:
+        UnsupportedModel: weights are missing, of other shapes than the config's, unreadable, or quantized in a way that
+            transformers does not know or lacks a package for.
+        OSError: there are no weights.
+    """
+    with _refusing(name, "it cannot be loaded"), _without_progress_bars():
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            name,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
+            output_loading_info=True,
+        )
+    _check_loaded(name, loaded)
+    return model  # type: ignore[no-any-return]
+
+
+def check_quantization(config: PreTrainedConfig) -> None:
+    """Raises UnsupportedModel for weights whose quantization transformers does not know: it would ignore it."""
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is None:
+        return
+    content = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    method = content.get("quant_method")
+    if content.get("load_in_4bit") or content.get("load_in_8bit"):  # bitsandbytes' first configs do not say its name
+        return
+    if getattr(method, "value", method) not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        raise UnsupportedModel(f"{config.model_type}: its weights are quantized by {method!r}, which is not known here")
+
+
+def _check_loaded(name: str, loaded: dict[str, Any]) -> None:
+    if mismatched := sorted(loaded["mismatched_keys"]):
+        key, stored, expected = mismatched[0]
+        raise UnsupportedModel(
+            f"{name}: {len(mismatched)} tensors have other shapes than its config says, such as {key}: "
+            f"{list(stored)} in the checkpoint, {list(expected)} by the config"
+        )
+    if loaded.get("error_msgs"):
+        raise UnsupportedModel(f"{name}: its weights cannot be loaded: {'; '.join(loaded['error_msgs'])}")
+    if missing := loaded["missing_keys"]:
+        raise UnsupportedModel(
+            f"{name}: the checkpoint lacks {len(missing)} tensors of the model, and they would be random: {_some(missing)}"
+        )
+    if unused := loaded["unexpected_keys"]:
+        _log.warning("%s: the model does not use %d tensors of the checkpoint: %s", name, len(unused), _some(unused))
+
+
+def _some(keys: Collection[str]) -> str:
+    named = sorted(keys)[:_MAX_NAMED]
+    return ", ".join(named) + (", ..." if len(keys) > _MAX_NAMED else "")
+
+
+@contextmanager
+def _refusing(name: str, what: str) -> Iterator[None]:
+    """Whatever else a bad file makes transformers raise says what it is about. OSError and ValueError do already."""
+    try:
+        yield
+    except (OSError, ValueError):
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise UnsupportedModel(f"{name}: {what}: {type(error).__name__}: {reason}") from error
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()

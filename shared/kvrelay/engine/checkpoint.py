@@ -1,7 +1,7 @@
 """Reads what a model's directory or hub repository holds, and refuses what would run with other weights than its own.
 
-transformers goes on where weights are missing (it draws them at random) and where it does not know how they are quantized
-(it takes their numbers as they are); for a server both are wrong tokens that nobody notices.
+transformers goes on where weights are missing (it draws them at random) and where it does not know how they are
+quantized (it takes their numbers as they are); for a server both are wrong tokens that nobody notices.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def read_config(name: str) -> PreTrainedConfig:
         OSError: there is no such model.
     """
     with _refusing(name, "its config cannot be read"):
-        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    return config
 
 
 def read_model(name: str, config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str) -> PreTrainedModel:
@@ -43,7 +44,7 @@ def read_model(name: str, config: PreTrainedConfig, dtype: torch.dtype, attn_imp
         OSError: there are no weights.
     """
     with _refusing(name, "it cannot be loaded"), _without_progress_bars():
-        model, loaded = AutoModelForCausalLM.from_pretrained(
+        answer: Any = AutoModelForCausalLM.from_pretrained(
             name,
             config=config,
             dtype=dtype,
@@ -52,8 +53,10 @@ def read_model(name: str, config: PreTrainedConfig, dtype: torch.dtype, attn_imp
             ignore_mismatched_sizes=True,  # they are refused below, by name
             output_loading_info=True,
         )
+    model: PreTrainedModel
+    model, loaded = answer
     _check_loaded(name, loaded)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def check_quantization(config: PreTrainedConfig) -> None:
@@ -80,7 +83,7 @@ def _check_loaded(name: str, loaded: dict[str, Any]) -> None:
         raise UnsupportedModel(f"{name}: its weights cannot be loaded: {'; '.join(loaded['error_msgs'])}")
     if missing := loaded["missing_keys"]:
         raise UnsupportedModel(
-            f"{name}: the checkpoint lacks {len(missing)} tensors of the model, and they would be random: {_some(missing)}"
+            f"{name}: the checkpoint lacks {len(missing)} tensors of the model, which would be random: {_some(missing)}"
         )
     if unused := loaded["unexpected_keys"]:
         _log.warning("%s: the model does not use %d tensors of the checkpoint: %s", name, len(unused), _some(unused))

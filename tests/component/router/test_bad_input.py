@@ -9,6 +9,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from kvrelay_router.dispatch.interface import ModelLimits
 from kvrelay_router.text.service import TextService
 from tests.component.router.rig import MODEL, Router, running_router
 
@@ -260,3 +261,15 @@ async def test_tokenizing(router: Router, path: str, bad: dict[str, Any], param:
     answer = await router.http.post(path, json=bad)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_texts_with_tokens_that_only_the_tokenizer_has(text: TextService, stream: bool) -> None:
+    async with running_router(text) as small:
+        vocab_size = text.tokenizer.encode("o", add_special_tokens=False)[0]
+        small.dispatcher.model_limits = ModelLimits(512, vocab_size, 64, 200, 16)
+        answer = await small.post("/v1/completions", prompt=["!", "otter"], stream=stream)
+        check_error(answer, 400, "invalid_request_error", "prompt", "invalid_value")
+        answer = await small.post("/v1/chat/completions", messages=HELLO, stream=stream)
+        check_error(answer, 400, "invalid_request_error", "messages", "invalid_value")
+        assert small.dispatcher.requests == []

@@ -149,7 +149,7 @@ def test_other_forms_of_the_same_weights_give_the_same_tokens(
 def test_weights_of_16_bits_are_computed_in_the_type_asked_for(copy: Path) -> None:
     change_weights(lambda weights: {name: each.bfloat16() for name, each in weights.items()})(copy)
     change_config(dtype="bfloat16")(copy)
-    reference = AutoModelForCausalLM.from_pretrained(copy, dtype=torch.float32)
+    reference: Any = AutoModelForCausalLM.from_pretrained(copy, dtype=torch.float32)
     tokens = torch.arange(40, 75)[None]
     expected = reference.generate(tokens, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
     runner = load(copy)

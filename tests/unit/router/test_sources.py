@@ -45,6 +45,17 @@ def test_a_tokenizer_that_knows_no_text_is_refused(tmp_path: Path) -> None:
         TextService.load(str(tmp_path))
 
 
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"7", b'{"eos_token": "\xff"}'])
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"]
+)
+def test_a_file_that_is_no_json_object_is_named(name: str, content: bytes, tmp_path: Path) -> None:
+    write_text_model(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(TokenizerNotFound, match=name.replace(".", r"\.")):
+        TextService.load(str(tmp_path))
+
+
 def test_a_tokenizer_of_vocabulary_and_merges_is_converted(tmp_path: Path) -> None:
     """GPT-2's files of old; transformers converts them in a process of its own."""
     whole, old = tmp_path / "whole", tmp_path / "old"

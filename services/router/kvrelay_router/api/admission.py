@@ -56,6 +56,12 @@ def check_token_ids(token_ids: list[int], limits: ModelLimits, param: str) -> No
         )
 
 
+def check_tokenized(token_ids: list[int], tokenizer_size: int, limits: ModelLimits, param: str) -> None:
+    """Raises 400 for a text with a token that the tokenizer has beyond the model's vocabulary."""
+    if tokenizer_size > limits.vocab_size:
+        check_token_ids(token_ids, limits, param)
+
+
 def check_vocabulary(fields: GenerationFields, limits: ModelLimits) -> None:
     """Raises 400 for tokens that the model does not have."""
     check_token_ids(list(fields.logit_bias), limits, "logit_bias")

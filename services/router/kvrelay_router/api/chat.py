@@ -14,6 +14,7 @@ from kvrelay_router.api.admission import (
     check_beams,
     check_model,
     check_samples,
+    check_tokenized,
     check_vocabulary,
     known_limits,
     make_requests,
@@ -47,6 +48,7 @@ class ChatEndpoint:
         limits = known_limits(service.dispatcher)
         check_vocabulary(request, limits)
         prompt_ids = await service.encode_chat(request.messages, options)
+        check_tokenized(prompt_ids, service.text.tokenizer.vocab_size, limits, "messages")
         run = self._plan(http, request, prompt_ids, limits)
         names = service.names(http)
         return GenerationResponse(

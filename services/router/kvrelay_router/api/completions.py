@@ -17,6 +17,7 @@ from kvrelay_router.api.admission import (
     check_samples,
     check_scores,
     check_token_ids,
+    check_tokenized,
     check_vocabulary,
     known_limits,
     make_requests,
@@ -83,6 +84,7 @@ class CompletionsEndpoint:
         for prompt in request.prompt:
             if isinstance(prompt, str):
                 token_ids.append(await text.encode(prompt, add_special_tokens=request.add_special_tokens))
+                check_tokenized(token_ids[-1], text.tokenizer.vocab_size, limits, "prompt")
             else:
                 check_token_ids(prompt, limits, "prompt")
                 token_ids.append(prompt)

@@ -89,7 +89,7 @@ def _read(folder: Path, fallback: Path | None = None) -> TokenizerSource:
     if template is None and fallback is not None:
         template = _chat_template(fallback, config)
     return TokenizerSource(
-        tokenizer_json=(folder / "tokenizer.json").read_text(encoding="utf-8"),
+        tokenizer_json=_read_text(folder / "tokenizer.json"),
         chat_template=template,
         special_tokens=_special_tokens(_read_json(folder / "special_tokens_map.json") | config),
         sampling_defaults=sampling_defaults(_read_json((fallback or folder) / "generation_config.json")),
@@ -100,12 +100,19 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # no JSON, or no UTF-8
+        content = json.loads(_read_text(path))
+    except ValueError as error:
         raise TokenizerNotFound(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise TokenizerNotFound(f"{path} holds no JSON object")
     return content
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise TokenizerNotFound(f"{path} is not valid UTF-8: {error}") from error
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:

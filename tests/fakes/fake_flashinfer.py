@@ -1,24 +1,51 @@
-"""FlashInfer's paged kernels by their documentation, on the CPU in float64: what they refuse, and what they compute.
+"""FlashInfer's paged kernels by their documentation and source, on the CPU in float64: what they refuse and compute.
 
-Written from the documented meaning of the arguments alone; it shares no code with kvrelay's backends.
+It shares no code with kvrelay's backends. Every call is held against the recorded signatures of all releases, and
+against the limits of the kernels: a block of threads, the host's part of a plan, the room in the workspace.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
+from tests.fakes.flashinfer_signatures import check_call
+
+__version__ = "0.7.2.post1"
+
 KVPair = tuple[torch.Tensor, torch.Tensor]
+_MAX_THREADS = 1024
+
+
+def reserved_bytes(num_sms: int, num_qo_heads: int, num_kv_heads: int, head_dim: int) -> int:
+    """What a plan that splits rows sets aside at most before 0.7.2, for tiles of 128 queries (64 from heads of 256)."""
+    tile = 128 if head_dim < 256 else 64
+    num_tiles = max(1, 2 * num_sms // num_kv_heads)
+    return num_qo_heads * num_tiles * tile * (head_dim + 1) * 4
+
+
+def _check_threads(num_heads: int, head_dim: int) -> None:
+    """A kernel of one thread for eight elements of one token."""
+    assert head_dim in (64, 128, 256)
+    assert num_heads * head_dim // 8 <= _MAX_THREADS, "invalid configuration: too many threads in a block"
 
 
 class _Wrapper:
+    recorded_as = ""
     planned = 0
+    backends = ("auto", "fa2", "fa3")
 
-    def __init__(self, workspace: torch.Tensor, kv_layout: str = "NHD", **options: Any) -> None:
+    def __init__(self, *args: Any, **options: Any) -> None:
+        check_call(f"{self.recorded_as}.__init__", *args, **options)
+        workspace, kv_layout = args
         assert workspace.dtype == torch.uint8
+        assert not workspace[: 1 << 16].count_nonzero()  # asked for by the documentation
         assert kv_layout == "NHD"
+        assert options.get("backend", "auto") in self.backends
         self.options = options
+        self._workspace = workspace
         self._plan: dict[str, Any] = {}
 
     def _set_plan(
@@ -34,7 +61,9 @@ class _Wrapper:
             assert tensor.dtype == torch.int32
             assert tensor.dim() == 1
             assert tensor.is_contiguous()
+        for tensor in (indptr, page_indptr, last_page_len):
             assert tensor.device.type == "cpu"  # a plan is made on the host
+        assert page_indices.device == self._workspace.device  # only the kernels read them
         assert len(indptr) == len(page_indptr) == len(last_page_len) + 1
         assert indptr[0] == page_indptr[0] == 0
         assert len(page_indices) == int(page_indptr[-1])
@@ -44,12 +73,14 @@ class _Wrapper:
         assert head_dim in (64, 128, 256)
         known = {"causal", "sm_scale", "window_left", "logits_soft_cap", "q_data_type", "kv_data_type"}
         assert set(options) <= known
-        self._plan = {"indptr": indptr, "pages": pages, "shape": shape, **options}
+        self._plan = {"indptr": indptr.clone(), "pages": pages, "shape": shape, **options}
         type(self).planned += 1
 
-    def run(self, q: torch.Tensor, paged_kv_cache: KVPair, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    def run(self, *args: Any, **options: Any) -> Any:
+        """The output; with `return_lse` also the base-2 logarithm of each query's sum of exponentials, float32."""
+        check_call(f"{self.recorded_as}.run", *args, **options)
+        q, (keys, values) = args
         plan = self._plan
-        keys, values = paged_kv_cache
         num_qo_heads, num_kv_heads, head_dim, page_size = plan["shape"]
         assert keys.shape == values.shape
         assert keys.stride() == values.stride()
@@ -59,8 +90,12 @@ class _Wrapper:
         assert q.dtype == plan["q_data_type"]
         assert keys.dtype == plan["kv_data_type"]
         assert q.dtype in (torch.float16, torch.bfloat16)
+        assert set(options) <= {"out", "return_lse"}
+        out = options.get("out")
         out = torch.empty(q.shape, dtype=q.dtype) if out is None else out
+        lse = torch.empty(q.shape[:2])
         assert out.shape == q.shape
+        assert out.dtype == q.dtype
         assert out.is_contiguous()
         page_indptr, page_indices, last_page_len = (tensor.long() for tensor in plan["pages"])
         for row in range(len(last_page_len)):
@@ -73,10 +108,14 @@ class _Wrapper:
                 at = num_keys - (last - token) if plan.get("causal", True) else num_keys - 1
                 left = plan["window_left"]
                 start = 0 if left < 0 else max(0, at - left)
-                out[token] = self._attend(q[token].double(), row_keys[start : at + 1], row_values[start : at + 1])
-        return out
+                out[token], lse[token] = self._attend(
+                    q[token].double(), row_keys[start : at + 1], row_values[start : at + 1]
+                )
+        return (out, lse) if options.get("return_lse") else out
 
-    def _attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def _attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         num_qo_heads, num_kv_heads, _, _ = self._plan["shape"]
         spread = num_qo_heads // num_kv_heads
         keys, values = keys.repeat_interleave(spread, 1), values.repeat_interleave(spread, 1)
@@ -84,67 +123,62 @@ class _Wrapper:
         cap = self._plan["logits_soft_cap"]
         if cap:
             scores = cap * torch.tanh(scores / cap)
-        return torch.einsum("kh,khd->hd", scores.softmax(0), values)
+        return torch.einsum("kh,khd->hd", scores.softmax(0), values), scores.logsumexp(0) / math.log(2)
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
-    def plan(
-        self,
-        qo_indptr: torch.Tensor,
-        paged_kv_indptr: torch.Tensor,
-        paged_kv_indices: torch.Tensor,
-        paged_kv_last_page_len: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim_qk: int,
-        page_size: int,
-        **options: Any,
-    ) -> None:
-        pages = (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+    recorded_as = "BatchPrefillWithPagedKVCacheWrapper"
+
+    def plan(self, *args: Any, **options: Any) -> None:
+        check_call(f"{self.recorded_as}.plan", *args, **options)
+        qo_indptr, page_indptr, page_indices, last_page_len, *shape = args
         options.setdefault("causal", False)
-        self._set_plan(qo_indptr, pages, (num_qo_heads, num_kv_heads, head_dim_qk, page_size), options)
+        self._set_plan(qo_indptr, (page_indptr, page_indices, last_page_len), tuple(shape), options)
 
 
 class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
-    def plan(
-        self,
-        indptr: torch.Tensor,
-        indices: torch.Tensor,
-        last_page_len: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        **options: Any,
-    ) -> None:
-        assert "causal" not in options
+    recorded_as = "BatchDecodeWithPagedKVCacheWrapper"
+
+    def plan(self, *args: Any, **options: Any) -> None:
+        check_call(f"{self.recorded_as}.plan", *args, **options)
+        page_indptr, page_indices, last_page_len, *shape = args
+        assert self.options.get("use_tensor_cores") or shape[0] // shape[1] in (1, 2, 3, 4, 8), "unsupported group"
         one_each = torch.arange(len(last_page_len) + 1, dtype=torch.int32)
-        shape = (num_qo_heads, num_kv_heads, head_dim, page_size)
-        self._set_plan(one_each, (indptr, indices, last_page_len), shape, options)
+        self._set_plan(one_each, (page_indptr, page_indices, last_page_len), tuple(shape), options)
 
 
-def append_paged_kv_cache(
-    append_key: torch.Tensor,
-    append_value: torch.Tensor,
-    batch_indices: torch.Tensor,
-    positions: torch.Tensor,
-    paged_kv_cache: KVPair,
-    kv_indices: torch.Tensor,
-    kv_indptr: torch.Tensor,
-    kv_last_page_len: torch.Tensor,
-    kv_layout: str = "NHD",
-) -> None:
-    keys, values = paged_kv_cache
+def append_paged_kv_cache(*args: Any, **options: Any) -> None:
+    check_call("append_paged_kv_cache", *args, **options)
+    key, value, batch_indices, positions, (keys, values), page_ids, page_starts, last_page_lens, kv_layout = args
     assert kv_layout == "NHD"
     assert keys.stride() == values.stride()
-    assert append_key.dtype == append_value.dtype == keys.dtype
-    assert append_key.stride(-1) == append_value.stride(-1) == 1
-    for tensor in (batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len):
+    assert key.dtype == value.dtype == keys.dtype
+    assert key.stride(-1) == value.stride(-1) == 1
+    assert key.shape[1:] == value.shape[1:] == keys.shape[2:]
+    _check_threads(*keys.shape[2:])
+    for tensor in (batch_indices, positions, page_ids, page_starts, last_page_lens):
         assert tensor.dtype == torch.int32
+        assert tensor.device == keys.device
+        assert tensor.is_contiguous()
     page_size = keys.shape[1]
     for token, (row, position) in enumerate(zip(batch_indices.tolist(), positions.tolist(), strict=True)):
-        length = (int(kv_indptr[row + 1] - kv_indptr[row]) - 1) * page_size + int(kv_last_page_len[row])
+        length = (int(page_starts[row + 1] - page_starts[row]) - 1) * page_size + int(last_page_lens[row])
         assert 0 <= position < length
-        page = int(kv_indices[int(kv_indptr[row]) + position // page_size])
-        keys[page, position % page_size] = append_key[token]
-        values[page, position % page_size] = append_value[token]
+        page = int(page_ids[int(page_starts[row]) + position // page_size])
+        keys[page, position % page_size] = key[token]
+        values[page, position % page_size] = value[token]
+
+
+def merge_state_in_place(*args: Any, **options: Any) -> None:
+    """Outputs of the same queries over other keys join `v`, weighted by the sums that `s` and `s_other` tell of."""
+    check_call("merge_state_in_place", *args, **options)
+    v, s, v_other, s_other = args
+    assert v.shape == v_other.shape
+    assert s.shape == s_other.shape == v.shape[:2]
+    assert v.dtype == v_other.dtype
+    assert s.dtype == s_other.dtype == torch.float32
+    assert all(tensor.is_contiguous() for tensor in args)
+    _check_threads(*v.shape[1:])
+    weights = torch.stack([s, s_other]).double().mul(math.log(2)).softmax(0)[..., None]
+    v.copy_(weights[0] * v.double() + weights[1] * v_other.double())
+    s.copy_(torch.logaddexp2(s.double(), s_other.double()))

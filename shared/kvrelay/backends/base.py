@@ -10,7 +10,7 @@ import mmap
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -94,6 +94,25 @@ class AttentionParams:
     sinks: torch.Tensor | None = None  # [num_heads], one more logit per head that takes weight and gives no value
 
 
+class LayerKind(NamedTuple):
+    """What sets layers of a model apart for a kernel, beside their numbers. Most models have one kind or two."""
+
+    num_heads: int
+    scaling: float
+    sliding_window: int | None
+    softcap: float | None
+
+    @property
+    def window_left(self) -> int:
+        """Keys in sight before the query's own; -1: all."""
+        return -1 if self.sliding_window is None else self.sliding_window - 1
+
+    @property
+    def params(self) -> AttentionParams:
+        """What a layer of this kind asks of its attention."""
+        return AttentionParams(self.scaling, self.sliding_window, self.softcap)
+
+
 def last_contiguous(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The tensor in this dtype with elements of its last dimension side by side; itself, where that is so."""
     tensor = tensor.to(dtype)
@@ -123,5 +142,8 @@ class AttentionBackend(Protocol):
         ...
 
     def plan(self, pool: torch.Tensor, rows: PackedRows) -> StepAttention:
-        """Prepares a step over `pool`; the plan is good for all layers of this step, and for no other step."""
+        """Prepares a step over `pool`; the plan is good for all layers of this step, and for no other step.
+
+        The next plan may take the memory of this one: it is made when this step's layers have been asked for.
+        """
         ...

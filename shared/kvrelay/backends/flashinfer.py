@@ -10,33 +10,39 @@ from __future__ import annotations
 
 from functools import cached_property
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from kvrelay.backends.base import AttentionParams, Int32Array, PackedRows, StepAttention, last_contiguous
+from kvrelay.backends.base import (
+    AttentionParams,
+    Int32Array,
+    KVLayout,
+    LayerKind,
+    PackedRows,
+    StepAttention,
+    last_contiguous,
+)
 from kvrelay.backends.paging import PagedRows, num_chunk_rows, page_rows
 from kvrelay.backends.torch_sdpa import TorchBackend
 
 _DTYPES = (torch.float16, torch.bfloat16)
 _HEAD_DIMS = (64, 128, 256)
-_WORKSPACE_BYTES = 256 * 2**20  # twice what FlashInfer recommends: prefill of 8192 tokens splits long rows
+_MAX_ELEMENTS = 8192  # of a token's keys: the kernel that writes them has a thread for 8, and 1024 threads
+_LEAST_WORKSPACE_BYTES = 256 * 2**20  # twice what FlashInfer recommends: prefill of 8192 tokens splits long rows
 _TENSOR_CORE_GROUP = 4  # query heads a KV head from which decoding on tensor cores is the faster one
 _LAYOUT = "NHD"  # tokens of a block before its heads, as in the pool
 
 
-class LayerKind(NamedTuple):
-    """What a plan depends on beside the step."""
+def workspace_bytes(num_sms: int, group: int, head_dim: int) -> int:
+    """What the kernels need to hold partial results, with `group` query heads a KV head.
 
-    num_heads: int
-    scaling: float
-    sliding_window: int | None
-    softcap: float | None
-
-    @property
-    def window_left(self) -> int:
-        """Keys in sight before the query's own; -1: all."""
-        return -1 if self.sliding_window is None else self.sliding_window - 1
+    Long rows are split over the GPU, two tiles of at most 128 queries on each of its processors (64 queries from heads
+    of 256 on), and each tile leaves its output and a score a query in float32. FlashInfer before 0.7.2 sets as much
+    aside for every query head of a group, though the tile's queries are of all of them.
+    """
+    tiles = 2 * num_sms * 128 * (min(head_dim, 128) + 1) * 4
+    return max(_LEAST_WORKSPACE_BYTES, tiles * group)
 
 
 class FlashInferBackend:
@@ -45,49 +51,73 @@ class FlashInferBackend:
     name = "flashinfer"
 
     def __init__(self, device: torch.device, module: Any = None) -> None:
-        """Takes the workspace, in bytes `_WORKSPACE_BYTES`. `module` stands in for `flashinfer`, for tests.
+        """`module` stands in for `flashinfer`, for tests.
 
         Raises:
             ImportError: FlashInfer is not installed.
         """
         self.flashinfer: Any = import_module("flashinfer") if module is None else module
         self._device = device
-        self._workspace = torch.zeros(_WORKSPACE_BYTES if module is None else 1, dtype=torch.uint8, device=device)
+        self._workspace = torch.empty(0, dtype=torch.uint8, device=device)
         self._prefill: dict[LayerKind, Any] = {}
         self._decode: dict[LayerKind, Any] = {}
+        self._planned = torch.cuda.Event() if device.type == "cuda" else None
         self.fallback = TorchBackend()
 
     @staticmethod
-    def can_hold(dtype: torch.dtype, head_dim: int) -> bool:
-        """Whether the kernels know this element type and head size."""
-        return dtype in _DTYPES and head_dim in _HEAD_DIMS
+    def can_hold(layout: KVLayout) -> bool:
+        """Whether the kernels know this element type and these heads."""
+        fits = layout.num_kv_heads * layout.head_dim <= _MAX_ELEMENTS
+        return layout.dtype in _DTYPES and layout.head_dim in _HEAD_DIMS and fits
 
     def plan(self, pool: torch.Tensor, rows: PackedRows) -> StepAttention:
         """Sends the step's indices to the device; the kernels' own plans follow with the first layer of each kind.
 
         Raises:
-            ValueError: the pool's dtype or head size is not one of the kernels'.
+            ValueError: the pool's dtype or heads are not among the kernels'.
         """
-        if not self.can_hold(pool.dtype, pool.shape[-1]):
-            raise ValueError(f"FlashInfer cannot hold {pool.dtype} with heads of {pool.shape[-1]}")
+        _, num_layers, _, block_size, num_kv_heads, head_dim = pool.shape
+        if not self.can_hold(KVLayout(num_layers, num_kv_heads, head_dim, block_size, pool.dtype)):
+            raise ValueError(f"FlashInfer cannot hold {pool.dtype} with {num_kv_heads} heads of {head_dim}")
+        # A wrapper's plan goes to the device from pinned memory of its own, which its next plan overwrites.
+        if self._planned is not None:
+            self._planned.synchronize()
         return FlashInferStep(self, pool, rows)
 
-    # A wrapper keeps its plan, and on the device what the plan's kernels read: one per kind of layer, for all steps.
+    def note_planned(self) -> None:
+        """All that was planned so far is on its way to the device."""
+        if self._planned is not None:
+            self._planned.record(torch.cuda.current_stream(self._device))
 
-    def prefill_wrapper(self, kind: LayerKind) -> Any:
+    # A wrapper keeps its plan, and on the device what the plan's kernels read: one per kind of layer, for all steps.
+    # The workspace is for what a kernel leaves for the next one on the stream to merge: all wrappers may share it.
+
+    def prefill_wrapper(self, kind: LayerKind, num_kv_heads: int, head_dim: int) -> Any:
         """The prefill kernel's wrapper for this kind of layer."""
         if kind not in self._prefill:
             make = self.flashinfer.BatchPrefillWithPagedKVCacheWrapper
-            self._prefill[kind] = make(self._workspace, _LAYOUT)
+            self._prefill[kind] = make(self._workspace_for(kind.num_heads // num_kv_heads, head_dim), _LAYOUT)
         return self._prefill[kind]
 
-    def decode_wrapper(self, kind: LayerKind, group: int) -> Any:
-        """The decode kernel's wrapper for this kind of layer, with `group` query heads a KV head."""
+    def decode_wrapper(self, kind: LayerKind, num_kv_heads: int, head_dim: int) -> Any:
+        """The decode kernel's wrapper for this kind of layer."""
         if kind not in self._decode:
-            make = self.flashinfer.BatchDecodeWithPagedKVCacheWrapper
-            tensor_cores = group >= _TENSOR_CORE_GROUP
-            self._decode[kind] = make(self._workspace, _LAYOUT, use_tensor_cores=tensor_cores, backend="fa2")
+            make, group = self.flashinfer.BatchDecodeWithPagedKVCacheWrapper, kind.num_heads // num_kv_heads
+            self._decode[kind] = make(
+                self._workspace_for(group, head_dim),
+                _LAYOUT,
+                use_tensor_cores=group >= _TENSOR_CORE_GROUP,
+                backend="fa2",  # the one that splits long rows
+            )
         return self._decode[kind]
+
+    def _workspace_for(self, group: int, head_dim: int) -> torch.Tensor:
+        cuda = self._device.type == "cuda"
+        num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count if cuda else 0
+        num_bytes = workspace_bytes(num_sms, group, head_dim)
+        if self._workspace.numel() < num_bytes:
+            self._workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+        return self._workspace
 
 
 class FlashInferStep:
@@ -97,19 +127,16 @@ class FlashInferStep:
         self._backend = backend
         self._pool = pool
         self._rows = rows
-        block_size, num_rows = pool.shape[3], len(rows.query_lens)
+        self._paged = page_rows(rows, pool.shape[3])
         self._num_chunks = num_chunk_rows(rows)
         self._num_chunk_tokens = int(rows.query_starts[self._num_chunks])
-        self._chunks = page_rows(rows, 0, self._num_chunks, block_size) if self._num_chunks else None
-        self._decodes = page_rows(rows, self._num_chunks, num_rows, block_size) if self._num_chunks < num_rows else None
-        written = page_rows(rows, 0, num_rows, block_size)
         self._written = _to_device(
             pool.device,
             rows.token_rows,
             rows.token_positions,
-            written.page_ids,
-            written.page_starts,
-            written.last_page_lens,
+            self._paged.page_ids,
+            self._paged.page_starts,
+            self._paged.last_page_lens,
         )
         self._planned: dict[LayerKind, tuple[Any, Any]] = {}
 
@@ -127,7 +154,8 @@ class FlashInferStep:
         )
         kind = LayerKind(query.shape[1], params.scaling, params.sliding_window, params.softcap)
         if kind not in self._planned:
-            self._planned[kind] = self._plan(kind)
+            self._planned[kind] = self._plan_prefill(kind), self._plan_decode(kind)
+            self._backend.note_planned()
         prefill, decode = self._planned[kind]
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         cut = self._num_chunk_tokens
@@ -141,34 +169,43 @@ class FlashInferStep:
     def _in_torch(self) -> StepAttention:
         return self._backend.fallback.plan(self._pool, self._rows)
 
-    def _plan(self, kind: LayerKind) -> tuple[Any, Any]:
-        """The wrappers for this kind of layer, planned; None where the step has no such rows."""
-        return self._plan_prefill(kind, self._chunks), self._plan_decode(kind, self._decodes)
-
-    def _plan_prefill(self, kind: LayerKind, paged: PagedRows | None) -> Any:
-        if paged is None:
+    def _plan_prefill(self, kind: LayerKind) -> Any:
+        """The wrapper for chunks of this kind of layer, planned; None if the step has no chunk."""
+        if not self._num_chunks:
             return None
-        wrapper = self._backend.prefill_wrapper(kind)
+        _, _, _, block_size, num_kv_heads, head_dim = self._pool.shape
+        paged, page_ids = self._take(0, self._num_chunks)
+        wrapper = self._backend.prefill_wrapper(kind, num_kv_heads, head_dim)
         wrapper.plan(
-            # Host tensors: a plan is made on the host, and reading device tensors back would wait for the device.
-            *map(torch.from_numpy, (paged.query_starts, paged.page_starts, paged.page_ids, paged.last_page_lens)),
-            *(kind.num_heads, self._pool.shape[4], self._pool.shape[5], self._pool.shape[3]),
+            *_on_host(paged.query_starts, paged.page_starts),
+            page_ids,
+            *_on_host(paged.last_page_lens),
+            *(kind.num_heads, num_kv_heads, head_dim, block_size),
             causal=True,
             **self._options(kind),
         )
         return wrapper
 
-    def _plan_decode(self, kind: LayerKind, paged: PagedRows | None) -> Any:
-        if paged is None:
+    def _plan_decode(self, kind: LayerKind) -> Any:
+        """The wrapper for single tokens of this kind of layer, planned; None if the step has none."""
+        if self._num_chunks == self._paged.num_rows:
             return None
-        num_kv_heads = self._pool.shape[4]
-        wrapper = self._backend.decode_wrapper(kind, kind.num_heads // num_kv_heads)
+        _, _, _, block_size, num_kv_heads, head_dim = self._pool.shape
+        paged, page_ids = self._take(self._num_chunks, self._paged.num_rows)
+        wrapper = self._backend.decode_wrapper(kind, num_kv_heads, head_dim)
         wrapper.plan(
-            *map(torch.from_numpy, (paged.page_starts, paged.page_ids, paged.last_page_lens)),
-            *(kind.num_heads, num_kv_heads, self._pool.shape[5], self._pool.shape[3]),
+            *_on_host(paged.page_starts),
+            page_ids,
+            *_on_host(paged.last_page_lens),
+            *(kind.num_heads, num_kv_heads, head_dim, block_size),
             **self._options(kind),
         )
         return wrapper
+
+    def _take(self, first: int, last: int) -> tuple[PagedRows, torch.Tensor]:
+        """Rows of the step, and their pages on the device."""
+        starts = self._paged.page_starts
+        return self._paged.take(first, last), self._written[2][int(starts[first]) : int(starts[last])]
 
     def _options(self, kind: LayerKind) -> dict[str, Any]:
         return {
@@ -178,6 +215,11 @@ class FlashInferStep:
             "q_data_type": self._pool.dtype,
             "kv_data_type": self._pool.dtype,
         }
+
+
+def _on_host(*arrays: Int32Array) -> list[torch.Tensor]:
+    """What a plan is made from stays on the host: to read it back would be to wait for the device."""
+    return [torch.from_numpy(array) for array in arrays]
 
 
 def _to_device(device: torch.device, *arrays: Int32Array) -> list[torch.Tensor]:

@@ -23,20 +23,28 @@ class PagedRows:
         """How many rows there are."""
         return len(self.last_page_lens)
 
+    def take(self, first: int, last: int) -> PagedRows:
+        """The rows from `first` up to `last`, in views where it can be."""
+        query_starts, page_starts = self.query_starts[first : last + 1], self.page_starts[first : last + 1]
+        return PagedRows(
+            query_starts=query_starts - query_starts[0],
+            page_starts=page_starts - page_starts[0],
+            page_ids=self.page_ids[page_starts[0] : page_starts[-1]],
+            last_page_lens=self.last_page_lens[first:last],
+        )
 
-def page_rows(rows: PackedRows, first: int, last: int, block_size: int) -> PagedRows:
-    """The rows from `first` up to `last`, with pages up to the last token that this step writes."""
-    num_keys = (rows.positions + rows.query_lens)[first:last]
+
+def page_rows(rows: PackedRows, block_size: int) -> PagedRows:
+    """The step's rows, with pages up to the last token that it writes."""
+    num_keys = rows.positions + rows.query_lens
     num_pages = -(-num_keys // block_size)
-    tables = rows.block_tables[first:last]
-    used = np.arange(tables.shape[1], dtype=np.int32) < num_pages[:, None]
-    page_starts = np.zeros(last - first + 1, np.int32)
+    used = np.arange(rows.block_tables.shape[1], dtype=np.int32) < num_pages[:, None]
+    page_starts = np.zeros(len(num_pages) + 1, np.int32)
     np.cumsum(num_pages, out=page_starts[1:])
-    query_starts = rows.query_starts[first : last + 1]
     return PagedRows(
-        query_starts=query_starts - query_starts[0],
+        query_starts=rows.query_starts,
         page_starts=page_starts,
-        page_ids=tables[used],
+        page_ids=rows.block_tables[used],
         last_page_lens=(num_keys - (num_pages - 1) * block_size).astype(np.int32),
     )
 

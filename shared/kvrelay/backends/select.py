@@ -1,28 +1,35 @@
-"""Chooses the attention backend for a device, an element type and a head size."""
+"""Chooses the attention backend for a device and a model's layers."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 
 import torch
 
-from kvrelay.backends.base import AttentionBackend
+from kvrelay.backends.base import AttentionBackend, KVLayout, LayerKind
 from kvrelay.backends.cpu import CpuBackend
 from kvrelay.backends.cpu_build import KernelBuildError
 from kvrelay.backends.flashinfer import FlashInferBackend
 from kvrelay.backends.torch_sdpa import TorchBackend
+from kvrelay.backends.trial import try_layers
 
 _log = logging.getLogger(__name__)
 
 
-def select_backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
-    """The fastest backend that works; why a faster one does not is logged."""
+def select_backend(device: torch.device, layout: KVLayout, kinds: Collection[LayerKind] = ()) -> AttentionBackend:
+    """The fastest backend that works; why a faster one does not is logged.
+
+    On a GPU, a small step with each of `kinds` of layers is run and held against plain torch first.
+    """
     if device.type == "cuda":
-        return _select_cuda(device, dtype, head_dim)
+        return select_flashinfer(device, layout, kinds)
     if device.type != "cpu":
         return TorchBackend()
-    if not CpuBackend.can_hold(dtype, head_dim):
-        _log.warning("attention in plain torch: the CPU kernel knows no %s with heads of %d", dtype, head_dim)
+    if not CpuBackend.can_hold(layout.dtype, layout.head_dim):
+        _log.warning(
+            "attention in plain torch: the CPU kernel knows no %s with heads of %d", layout.dtype, layout.head_dim
+        )
         return TorchBackend()
     try:
         return CpuBackend()
@@ -31,12 +38,29 @@ def select_backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> A
         return TorchBackend()
 
 
-def _select_cuda(device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
-    if not FlashInferBackend.can_hold(dtype, head_dim):
-        _log.warning("attention in plain torch: FlashInfer knows no %s with heads of %d", dtype, head_dim)
+def select_flashinfer(device: torch.device, layout: KVLayout, kinds: Collection[LayerKind]) -> AttentionBackend:
+    """FlashInfer, if it is installed, knows the layout, and passes the trial; plain torch otherwise."""
+    if not FlashInferBackend.can_hold(layout):
+        heads = f"{layout.num_kv_heads} heads of {layout.head_dim}"
+        _log.warning("attention in plain torch: FlashInfer knows no %s with %s", layout.dtype, heads)
         return TorchBackend()
+    # Other errors than ImportError, too: its parts look for a compiler, libraries and a driver each in its own way.
     try:
-        return FlashInferBackend(device)
-    except ImportError as error:
-        _log.warning("attention in plain torch, which is much slower: FlashInfer cannot be loaded: %s", error)
+        backend = FlashInferBackend(device)
+    except Exception as error:
+        _log.warning("attention in plain torch, which is much slower: FlashInfer cannot be loaded: %s", _reason(error))
         return TorchBackend()
+    version = getattr(backend.flashinfer, "__version__", "of unknown version")
+    _log.info("trying FlashInfer %s; kernels that are not built yet are compiled now, which takes minutes", version)
+    try:
+        try_layers(backend, layout, kinds, device)
+    except Exception as error:
+        _log.warning("attention in plain torch, which is much slower: FlashInfer does not work: %s", _reason(error))
+        return TorchBackend()
+    return backend
+
+
+def _reason(error: Exception) -> str:
+    """The error on one line; compilers' logs are cut to their end, where they say what is wrong."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= 600 else f"{text[:200]} ... {text[-400:]}"

@@ -144,7 +144,7 @@ def load_model(source: ModelSource, block_size: int, backend: AttentionBackend |
     observed = observe_layers(model, text.num_hidden_layers, source.max_model_len)
     layout = KVLayout(observed.num_layers, observed.num_kv_heads, observed.head_dim, block_size, observed.dtype)
     if backend is None:
-        backend = select_backend(source.device, layout.dtype, layout.head_dim)
+        backend = select_backend(source.device, layout, observed.kinds)
     check_paged_forward(model, layout, backend, source.max_model_len)
     return CausalModel(source, model, layout, backend, observed.vocab_size)
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from kvrelay.backends.base import AttentionBackend, AttentionParams, KVLayout, PackedRows, allocate_pool
+from kvrelay.backends.base import AttentionBackend, AttentionParams, KVLayout, LayerKind, PackedRows, allocate_pool
 from kvrelay.engine.attention import ATTENTION_NAME, UnsupportedModel, attending, observing
 
 # Mean over positions of |paged - own| / |own|. A wrong mask, scale or position gives 0.1 and more; rounding of 16-bit
@@ -23,13 +23,14 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 2e-2}
 
 @dataclass(frozen=True, slots=True)
 class ObservedLayers:
-    """What all attention layers of a model have in common."""
+    """What all attention layers of a model have in common, and of which kinds they are (those with sinks aside)."""
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
     vocab_size: int
+    kinds: frozenset[LayerKind]
 
 
 class _LayerRecorder:
@@ -37,6 +38,7 @@ class _LayerRecorder:
 
     def __init__(self, max_model_len: int) -> None:
         self.shapes: dict[int, tuple[int, int, torch.dtype]] = {}
+        self.kinds: set[LayerKind] = set()
         self._max_model_len = max_model_len
 
     def __call__(
@@ -57,6 +59,8 @@ class _LayerRecorder:
         if layer in self.shapes:
             raise UnsupportedModel(f"layer {layer} attends twice")
         self.shapes[layer] = (key.shape[1], key.shape[2], key.dtype)
+        if params.sinks is None:
+            self.kinds.add(LayerKind(query.shape[1], params.scaling, params.sliding_window, params.softcap))
         if mask is not None:
             _check_mask(layer, mask, params.sliding_window, self._max_model_len)
         return torch.zeros_like(query, memory_format=torch.contiguous_format)
@@ -86,7 +90,8 @@ def observe_layers(model: PreTrainedModel, num_layers: int, max_model_len: int) 
     if len(set(recorder.shapes.values())) != 1:
         raise UnsupportedModel(f"{type(model).__name__}: KV head shapes differ between layers")
     num_kv_heads, head_dim, dtype = recorder.shapes[0]
-    return ObservedLayers(num_layers, num_kv_heads, head_dim, dtype, output.logits.shape[-1])
+    kinds = frozenset(recorder.kinds)
+    return ObservedLayers(num_layers, num_kv_heads, head_dim, dtype, output.logits.shape[-1], kinds)
 
 
 def _check_mask(layer: int, mask: object, window: int | None, max_model_len: int) -> None:

@@ -13,11 +13,16 @@ import pytest
 import torch
 
 from kvrelay.backends import cpu, cpu_build, select
+from kvrelay.backends.base import KVLayout
 
 pytestmark = pytest.mark.unit
 _BUILD = "import sys, pathlib; from kvrelay.backends.cpu_build import build_kernel; "
 _BUILD += "print(build_kernel('gcc', pathlib.Path(sys.argv[1]), link_openmp=False))"
 needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
+
+
+def make_layout(dtype: torch.dtype, head_dim: int) -> KVLayout:
+    return KVLayout(num_layers=2, num_kv_heads=2, head_dim=head_dim, block_size=16, dtype=dtype)
 
 
 @needs_gcc
@@ -75,10 +80,10 @@ def test_without_a_kernel_torch_attends_and_the_log_says_so(
 
     monkeypatch.setattr(cpu, "load_kernel", fail)
     with caplog.at_level(logging.WARNING):
-        backend = select.select_backend(torch.device("cpu"), torch.float32, 64)
+        backend = select.select_backend(torch.device("cpu"), make_layout(torch.float32, 64))
     assert backend.name == "torch" and "no compiler" in caplog.text
 
 
 def test_unknown_shapes_fall_back(caplog: pytest.LogCaptureFixture) -> None:
-    assert select.select_backend(torch.device("cpu"), torch.float16, 64).name == "torch"
-    assert select.select_backend(torch.device("cpu"), torch.bfloat16, 72).name == "torch"
+    assert select.select_backend(torch.device("cpu"), make_layout(torch.float16, 64)).name == "torch"
+    assert select.select_backend(torch.device("cpu"), make_layout(torch.bfloat16, 72)).name == "torch"

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import sys
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,14 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.backends import select
-from kvrelay.backends.base import PackedRows
-from kvrelay.backends.flashinfer import FlashInferBackend
+from kvrelay.backends.base import KVLayout, LayerKind, PackedRows
+from kvrelay.backends.flashinfer import FlashInferBackend, workspace_bytes
 from kvrelay.backends.paging import num_chunk_rows, page_rows
 from kvrelay.backends.torch_sdpa import TorchBackend
+from kvrelay.backends.trial import WrongAttention, try_layers
 from tests.fakes import fake_flashinfer
+from tests.fakes.flashinfer_signatures import RECORDED, check_call, describe
 from tests.unit.backends.cases import CPU, Case, dense_attention
 
 pytestmark = pytest.mark.unit
+LAYOUT = KVLayout(num_layers=4, num_kv_heads=2, head_dim=64, block_size=16, dtype=torch.bfloat16)
+KINDS = {LayerKind(8, 0.125, None, None), LayerKind(8, 0.125, 20, None), LayerKind(6, 0.3, None, 30.0)}
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}  # outputs are means of unit normals, rounded to 8 or 11 bits
 
 
@@ -69,7 +79,7 @@ def test_pages_name_every_block_of_every_row_in_order(rows: list[tuple[int, int]
     case = Case(rows, block_size=16)
     first = data.draw(st.integers(0, len(rows) - 1))
     last = data.draw(st.integers(first + 1, len(rows)))
-    paged = page_rows(case.packed, first, last, 16)
+    paged = page_rows(case.packed, 16).take(first, last)
     assert paged.num_rows == last - first
     for index in range(first, last):
         position, num_tokens = rows[index]
@@ -90,21 +100,128 @@ def test_decoding_rows_are_those_behind_the_last_chunk(lengths: list[int], expec
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_dim"), [(torch.float32, 64), (torch.bfloat16, 80), (torch.float16, 96), (torch.bfloat16, 512)]
+    "change",
+    [{"dtype": torch.float32}, {"head_dim": 80}, {"head_dim": 96}, {"head_dim": 512}, {"num_kv_heads": 129}],
+    ids=str,
 )
 def test_what_the_kernels_do_not_know_is_refused_and_left_to_torch(
-    dtype: torch.dtype, head_dim: int, caplog: pytest.LogCaptureFixture
+    change: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert isinstance(select.select_backend(torch.device("cuda"), dtype, head_dim), TorchBackend)
-    assert str(dtype) in caplog.text
-    case = Case([(0, 1)], head_dim=head_dim, dtype=dtype)
-    with pytest.raises(ValueError, match=str(head_dim)):
-        make_backend().plan(case.pool, case.packed)
+    layout = dataclasses.replace(LAYOUT, **change)
+    assert isinstance(select.select_backend(torch.device("cuda"), layout), TorchBackend)
+    assert f"FlashInfer knows no {layout.dtype} with {layout.num_kv_heads} heads of {layout.head_dim}" in caplog.text
+    pool = torch.zeros((1, *layout.block_shape), dtype=layout.dtype)
+    with pytest.raises(ValueError, match="FlashInfer cannot hold"):
+        make_backend().plan(pool, Case([(0, 1)]).packed)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, **parts: Any) -> None:
+    """A FlashInfer that is the fake but for `parts`."""
+    known = {name: part for name, part in vars(fake_flashinfer).items() if not name.startswith("_")}
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(**known | parts))
 
 
 def test_without_flashinfer_torch_attends_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "flashinfer", None)
-    assert isinstance(select.select_backend(torch.device("cuda"), torch.bfloat16, 128), TorchBackend)
-    assert "FlashInfer cannot be loaded" in caplog.text
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    assert isinstance(select.select_flashinfer(CPU, LAYOUT, KINDS), TorchBackend)
+    assert "FlashInfer cannot be loaded: ModuleNotFoundError" in caplog.text
+
+
+def test_a_flashinfer_that_passes_the_trial_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    assert isinstance(select.select_flashinfer(CPU, LAYOUT, KINDS), FlashInferBackend)
+
+
+class WithoutCompiler(fake_flashinfer.BatchDecodeWithPagedKVCacheWrapper):
+    """Its prefill kernels came built; those of decoding with a soft cap did not."""
+
+    def plan(self, *args: Any, **options: Any) -> None:
+        if options["logits_soft_cap"]:
+            raise RuntimeError("Ninja build failed.\n" + "[1/3] nvcc\n" * 200 + "/bin/sh: 1: nvcc: not found")
+        super().plan(*args, **options)
+
+
+def test_kernels_that_cannot_be_built_leave_attention_to_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(monkeypatch, BatchDecodeWithPagedKVCacheWrapper=WithoutCompiler)
+    assert isinstance(select.select_flashinfer(CPU, LAYOUT, KINDS), TorchBackend)
+    assert "FlashInfer does not work: RuntimeError: Ninja build failed." in caplog.text
+    assert caplog.messages[-1].endswith("nvcc: not found")
+    assert len(caplog.messages[-1]) < 800
+    uncapped = {kind for kind in KINDS if kind.softcap is None}
+    assert isinstance(select.select_flashinfer(CPU, LAYOUT, uncapped), FlashInferBackend)
+
+
+@pytest.mark.parametrize("option", [{"window_left": -1}, {"logits_soft_cap": 1.0}, {"sm_scale": 1.0}], ids=str)
+def test_kernels_that_compute_something_else_fail_the_trial(option: dict[str, Any]) -> None:
+    class Deaf(fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper):
+        def plan(self, *args: Any, **options: Any) -> None:
+            super().plan(*args, **options | option)
+
+    module = SimpleNamespace(**vars(fake_flashinfer) | {"BatchPrefillWithPagedKVCacheWrapper": Deaf})
+    with pytest.raises(WrongAttention, match="is off by"):
+        try_layers(FlashInferBackend(CPU, module), LAYOUT, KINDS, CPU)
+
+
+def test_keys_written_elsewhere_fail_the_trial() -> None:
+    def append(*args: Any) -> None:
+        fake_flashinfer.append_paged_kv_cache(*args)
+        args[4][0][0] += 1
+
+    module = SimpleNamespace(**vars(fake_flashinfer) | {"append_paged_kv_cache": append})
+    with pytest.raises(WrongAttention, match="written to other places"):
+        try_layers(FlashInferBackend(CPU, module), LAYOUT, KINDS, CPU)
+
+
+@given(st.integers(1, 300), st.integers(1, 32), st.integers(1, 71), st.sampled_from([64, 128, 256]))
+def test_the_workspace_holds_what_a_plan_sets_aside(num_sms: int, num_kv_heads: int, group: int, head_dim: int) -> None:
+    room = workspace_bytes(num_sms, group, head_dim)
+    assert room >= fake_flashinfer.reserved_bytes(num_sms, num_kv_heads * group, num_kv_heads, head_dim)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "options"),
+    [
+        ("BatchPrefillWithPagedKVCacheWrapper.plan", range(8), {"is_causal": True}),
+        ("BatchDecodeWithPagedKVCacheWrapper.plan", range(8), {}),  # the positional use that newer releases drop
+        ("BatchDecodeWithPagedKVCacheWrapper.run", range(3), {}),
+        ("append_paged_kv_cache", range(7), {}),
+    ],
+)
+def test_the_fake_refuses_what_a_release_would_not_take(name: str, args: range, options: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match="FlashInfer 0"):
+        check_call(name, *args, **options)
+
+
+def test_the_recorded_signatures_are_the_installed_ones() -> None:
+    real = pytest.importorskip("flashinfer", exc_type=ImportError)
+    if real.__version__ not in RECORDED:
+        pytest.skip(f"FlashInfer {real.__version__} is not recorded")
+    for name, recorded in RECORDED[real.__version__].items():
+        owner, _, method = name.partition(".")
+        found = getattr(real, owner)
+        if method:
+            hidden = "_plan_impl" if method == "plan" and hasattr(found, "_plan_impl") else method
+            found = getattr(found, hidden)
+        assert describe(inspect.signature(found)) == recorded, name
+
+
+def test_an_installed_flashinfer_takes_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any release: what a mixed step asks of the fake is bound to the real signatures."""
+    real = pytest.importorskip("flashinfer", exc_type=ImportError)
+    names = list(RECORDED["0.6.0"])
+    calls: list[str] = []
+
+    def bind(name: str, *args: Any, **options: Any) -> None:
+        owner, _, method = name.partition(".")
+        found = getattr(getattr(real, owner), method) if method else getattr(real, owner)
+        inspect.signature(found).bind(*([None] if method else []), *args, **options)
+        calls.append(name)
+
+    monkeypatch.setattr(fake_flashinfer, "check_call", bind)
+    case = Case([(0, 20), (40, 1)], head_dim=64, dtype=torch.bfloat16)
+    case.run(make_backend())
+    assert set(calls) == set(names) - {"merge_state_in_place"}

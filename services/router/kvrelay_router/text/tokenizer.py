@@ -7,6 +7,8 @@ import re
 
 import tokenizers
 
+from kvrelay_router.text.pieces import added_around, memory_of
+
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 """Texts come one at a time, from threads of ours; the library's own pool would only add a hop."""
 
@@ -44,9 +46,16 @@ class Tokenizer:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._bytes: dict[int, bytes] = {}
+        self._pieces = memory_of(backend)
+        self._around = added_around(backend)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text."""
+        if self._pieces is not None and not add_special_tokens:
+            return self._pieces.encode(text)
+        if self._pieces is not None and self._around is not None:
+            before, after = self._around
+            return before + self._pieces.encode(text) + after
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids

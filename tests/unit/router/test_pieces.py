@@ -1,0 +1,200 @@
+"""Pieces of a text that are remembered give the ids of the whole text, whatever was encoded before."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from kvrelay_router.text import pieces
+from kvrelay_router.text.pieces import PieceMemory, added_around, memory_of
+from tests.fakes.text_model import CORPUS, SPECIAL, byte_fallback_tokenizer, byte_level_tokenizer
+
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+GPT4O = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+MORE_CORPUS = ["it's you're we'll I'd 1 12 123 1234 12345", "a\n\n b \n  c\t d  e   f", "x = {'a': 1}  # so\n    y()\n"]
+
+
+def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def _byte_level(
+    pre_tokenizer: pre_tokenizers.PreTokenizer,
+    *added: AddedToken,
+    normalizer: normalizers.Normalizer | None = None,
+    dropout: float | None = None,
+) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE(dropout=dropout))
+    tokenizer.pre_tokenizer = pre_tokenizer
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [AddedToken(token, special=True, normalized=False) for token in SPECIAL]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, initial_alphabet=alphabet, special_tokens=special, show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS + MORE_CORPUS, trainer)
+    tokenizer.add_tokens(list(added))
+    return tokenizer
+
+
+GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
+WORDS_ADDED = [AddedToken("<tool>"), AddedToken(" otter"), AddedToken("[INST]"), AddedToken("\u0301!")]
+SOUND = {
+    "gpt2": _byte_level(GPT2),
+    "digits": _byte_level(pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT2])),
+    "llama3": _byte_level(_split(LLAMA3)),
+    "qwen": _byte_level(_split(QWEN), *WORDS_ADDED, normalizer=normalizers.NFC()),
+    "gpt4o": _byte_level(_split(GPT4O), *WORDS_ADDED),
+}
+
+
+def _whole(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+    return ids
+
+
+def _memory(tokenizer: Tokenizer, capacity: int = pieces.MAX_PIECES) -> PieceMemory:
+    memory = memory_of(tokenizer, capacity)
+    assert memory is not None
+    return memory
+
+
+WORDS = ["otter", "Otter's", "it'S", "you're", "12345", "x1y2", "na\u00efve", "e\u0301", "K\u212b", "\u6771\u4eac"]
+WORDS += ["\u0301", "\u1100\u1161", "\u200b", "\u180e", "\ufeff", "\U0001f9a6", "--", "...", "'", ".", ",", ";"]
+WORDS += ["!)", '"', "/", "{'a':", "\\", "tool>", "<|im_", "end|>", "<|im_end|>", "<|im_start|>", "<|endoftext|>"]
+WORDS += ["<tool>", "[INST]", "\u037e"]
+SPACES = [" ", " ", " ", " ", "  ", "   ", "\n", "\n\n", " \n", "\n ", "\t", "\r\n", "\xa0", "\u3000", "\x1c", "\x85"]
+SPACES += ["\u2028", ""]
+TEXTS = st.one_of(
+    st.lists(st.one_of(st.sampled_from(WORDS), st.sampled_from(SPACES)), max_size=40).map("".join),
+    st.lists(st.one_of(st.sampled_from(WORDS), st.just(" ")), max_size=60).map("".join),
+    st.text(max_size=60),
+    st.text(alphabet=" ab1'.\n\u0301<", max_size=60),
+)
+
+
+@pytest.mark.parametrize("kind", SOUND)
+@given(texts=st.lists(TEXTS, min_size=1, max_size=6), capacity=st.sampled_from([1, 8, 1000]))
+@example(texts=["otter  12 otter\n it's", "it's  otter"] * 3, capacity=1000)
+@settings(deadline=None)
+def test_pieces_give_the_ids_of_the_whole(kind: str, texts: list[str], capacity: int) -> None:
+    memory = _memory(SOUND[kind], capacity)
+    for text in [*texts, *texts]:
+        assert memory.encode(text) == _whole(SOUND[kind], text)
+        assert len(memory) <= capacity
+
+
+@pytest.mark.parametrize("kind", SOUND)
+@given(text=TEXTS)
+@settings(deadline=None)
+def test_each_piece_is_independent_of_the_others(kind: str, text: str) -> None:
+    cut = pieces.PIECE.findall(text)
+    assert "".join(cut) == text
+    assert [i for piece in cut for i in _whole(SOUND[kind], piece)] == _whole(SOUND[kind], text)
+
+
+def test_what_recurs_is_not_encoded_again() -> None:
+    asked: list[str] = []
+
+    def encode(text: str) -> list[int]:
+        asked.append(text)
+        return _whole(SOUND["gpt2"], text)
+
+    memory = PieceMemory(encode, dict(zip(SPECIAL, range(3), strict=True)), 1000)
+    text = "<|im_start|>user: " + "the otter swims in the river, and the fish flee. " * 4 + "<|im_end|>"
+    expected = _whole(SOUND["gpt2"], text)
+    for _ in range(50):  # an eighth of it is learned at a time, as long as most of it is new
+        assert memory.encode(text) == expected
+    asked.clear()
+    assert memory.encode(text) == expected
+    assert not asked
+    memory.encode(text + " badger <|endoftext|> seal")
+    assert asked == [" badger<|im_start|> <|endoftext|><|im_start|> seal"]
+    all_three = text + "".join(SPECIAL)
+    assert memory.encode(all_three) == _whole(SOUND["gpt2"], all_three)
+    assert asked[-1] == all_three
+
+
+def test_long_texts_and_long_pieces_are_not_remembered() -> None:
+    memory = _memory(SOUND["gpt2"])
+    for text in ("a " * pieces.MAX_CHARS, "x" * (pieces.MAX_PIECE_CHARS + 1)):
+        assert memory.encode(text) == _whole(SOUND["gpt2"], text)
+        assert not len(memory)
+
+
+def _bert() -> Tokenizer:
+    tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return tokenizer
+
+
+def _prepending() -> Tokenizer:
+    tokenizer = byte_fallback_tokenizer()
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        byte_fallback_tokenizer(),
+        _prepending(),
+        _bert(),
+        _byte_level(pre_tokenizers.ByteLevel(add_prefix_space=True)),
+        _byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)),
+        _byte_level(_split(LLAMA3 + r"|\p{L} \p{L}")),
+        _byte_level(_split(r"\p{L}+|\p{N}")),
+        _byte_level(GPT2, normalizer=normalizers.NFKC()),
+        _byte_level(GPT2, normalizer=normalizers.Strip()),
+        _byte_level(GPT2, AddedToken("otter is", normalized=False)),
+        _byte_level(GPT2, AddedToken("otter")),
+        _byte_level(GPT2, AddedToken("e\u0301")),
+        _byte_level(GPT2, AddedToken("   ")),
+        _byte_level(GPT2, AddedToken("end ")),
+        _byte_level(GPT2, AddedToken("the end.")),
+        _byte_level(GPT2, AddedToken("end\u037e")),
+        _byte_level(GPT2, AddedToken("<end>", rstrip=True)),
+        _byte_level(GPT2, AddedToken("<end>", lstrip=True)),
+        _byte_level(GPT2, AddedToken("end", single_word=True)),
+        _byte_level(GPT2, dropout=0.1),
+        _byte_level(_split(LLAMA3.replace(r"\s+(?!\S)|", ""))),
+        _byte_level(GPT2, AddedToken("x<|", normalized=False)),  # nothing can separate pieces
+    ],
+)
+def test_parts_that_are_not_known_to_have_none(tokenizer: Tokenizer) -> None:
+    assert memory_of(tokenizer) is None
+
+
+@pytest.mark.parametrize("template", ["$A", "<|im_start|> $A", "<|im_start|> <|im_end|> $A <|im_end|>"])
+@pytest.mark.parametrize("with_byte_level", [False, True])
+def test_special_tokens_around_a_text(template: str, with_byte_level: bool) -> None:
+    tokenizer = byte_level_tokenizer()
+    special = [(token, tokenizer.token_to_id(token)) for token in SPECIAL]
+    processor = processors.TemplateProcessing(single=template, special_tokens=special)
+    both = processors.Sequence([processors.ByteLevel(), processor])
+    tokenizer.post_processor = both if with_byte_level else processor
+    around = added_around(tokenizer)
+    assert around is not None
+    before, after = around
+    for text in ("", "an otter", "<|im_start|>"):
+        assert [*before, *_whole(tokenizer, text), *after] == _whole(tokenizer, text, add_special_tokens=True)
+
+
+def test_what_a_template_says_twice_is_not_around_it() -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A $A", special_tokens=[])
+    assert added_around(tokenizer) is None

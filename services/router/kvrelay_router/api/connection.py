@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from kvrelay_router.api.errors import ApiError, json_response
@@ -87,6 +89,8 @@ class BoundedConnection(HttpToolsProtocol):
         self._header_bytes = 0  # of the present request, as far as they were parsed
         self._unparsed_bytes = 0  # that the parser keeps, because they are no whole line yet
         self._head_timer: asyncio.TimerHandle | None = None
+        self._plain_head: bytes | None = None  # of a request that offers another protocol: the same without the offer
+        self._fed = self._left = b""  # to the parser, and what is to be fed to it next
 
     # -- the connection -----------------------------------------------------------------------------------------------
 
@@ -123,7 +127,7 @@ class BoundedConnection(HttpToolsProtocol):
             piece = data[start : start + slice_bytes] if in_head and len(data) > slice_bytes else data[start:]
             start += len(piece)
             self._unparsed_bytes += len(piece)
-            super().data_received(piece)
+            self._feed(piece)
             if not self._refused and self._header_bytes + self._unparsed_bytes > self._limits.max_header_bytes:
                 self._refuse_head()
 
@@ -172,7 +176,12 @@ class BoundedConnection(HttpToolsProtocol):
         self._unparsed_bytes = 0
         if self._header_bytes > self._limits.max_header_bytes:
             self._refuse_head()
-        if not self._refused:
+        if self._refused:
+            return
+        method = self.parser.get_method()
+        if self.parser.should_upgrade() and method != b"CONNECT":
+            self._plain_head = _plain_head(method, self.url, self.parser.get_http_version(), self.headers)
+        else:
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -184,17 +193,34 @@ class BoundedConnection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """The request is here."""
         self._unparsed_bytes = 0
-        if not self._refused:
+        if not self._refused and self._plain_head is None:
             super().on_message_complete()
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """The parser stops behind the head of a request that offers another protocol, and would not read its body.
+
+        JDK's client offers HTTP/2 with every request. None is taken up: the request is parsed again without the offer.
+        """
+        parsed = sys.exception()
+        if self._plain_head is not None and parsed is not None:
+            self._left = self._plain_head + self._fed[parsed.args[0] :]
+        self._plain_head = None
+
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _feed(self, data: bytes) -> None:
+        while data and not self._refused:
+            self._fed, self._left = data, b""
+            super().data_received(data)
+            data = self._left
+        self._fed = self._left = b""
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
         if self._is_last and not self.pipeline:
             cycle.keep_alive = False
         cycle.scope["state"][EVENT_WRITER] = EventWriter(cycle)
-        super()._start_asgi_task(cycle, app)
+        super()._start_asgi_task(cycle, _without_chunks(cycle, app) if cycle.scope["http_version"] == "1.0" else app)
 
     def _end_if_idle(self) -> None:
         if self._is_idle:
@@ -221,10 +247,13 @@ class BoundedConnection(HttpToolsProtocol):
         self._refuse(msg, 400, "invalid_http")
 
     def _refuse(self, message: str, status: int, code: str | None, headers: dict[str, str] | None = None) -> None:
-        """Answers and ends the connection; without an answer where another one is being written on it."""
+        """Answers and ends the connection. Requests that came whole before get their answers, and this none."""
         self._refused = True
         self._stop_waiting()
-        if not self._is_idle or self._num_lingering[0] >= MAX_LINGERING:
+        if not self._is_idle:
+            self._end_after_whole_requests()
+            return
+        if self._num_lingering[0] >= MAX_LINGERING:
             self.transport.close()
             return
         kind = "server_error" if status >= 500 else "invalid_request_error"
@@ -233,9 +262,45 @@ class BoundedConnection(HttpToolsProtocol):
         self._num_lingering[0] += 1
         self.loop.call_later(LINGER_S, self._end_lingering)
 
+    def _end_after_whole_requests(self) -> None:
+        if self.cycle.more_body and self.cycle is self._running:
+            self.transport.close()
+            return
+        if self.cycle.more_body:
+            self.pipeline.popleft()
+        self._is_last = True
+        if not self.pipeline and self._running is not None:
+            self._running.keep_alive = False
+
     def _end_lingering(self) -> None:
         self._num_lingering[0] -= 1
         self.transport.close()
+
+
+def _plain_head(method: bytes, url: bytes, version: str, headers: list[tuple[bytes, bytes]]) -> bytes:
+    """A request's head without the offer to go on with another protocol."""
+    lines = [b"%b %b HTTP/%b" % (method, url, version.encode())]
+    for name, value in headers:
+        if name == b"connection":
+            tokens = [token.strip() for token in value.split(b",")]
+            value = b", ".join(token for token in tokens if token.lower() not in (b"upgrade", b"http2-settings"))
+        if value and name not in (b"upgrade", b"http2-settings"):
+            lines.append(b"%b: %b" % (name, value))
+    return b"\r\n".join([*lines, b"", b""])
+
+
+def _without_chunks(cycle: RequestResponseCycle, app: ASGIApp) -> Any:
+    """Serves a client of HTTP/1.0, which knows no chunks: an answer without a length ends with its connection."""
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_plain(message: Message) -> None:
+            cycle.chunked_encoding = False
+            cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_plain)
+
+    return serve
 
 
 def make_protocol(limits: ConnectionLimits) -> Callable[..., BoundedConnection]:

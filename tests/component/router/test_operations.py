@@ -125,3 +125,16 @@ async def test_a_long_message_is_rendered_off_the_loop_wherever_its_length_is(
     await router.text.encode_chat([message], ChatOptions())
     (thread,) = rendered_in
     assert thread is not threading.current_thread()
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping", "/ready", "/version", "/fleet", "/requests", "/v1/models"])
+async def test_the_head_of_what_can_be_read(router: Router, path: str) -> None:
+    whole, head = await router.http.get(path), await router.http.head(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-length"] == whole.headers["content-length"] == str(len(whole.content))
+    assert (await router.http.head(path + "/nothing")).status_code == 404
+
+
+async def test_probes_may_ping(router: Router) -> None:
+    for answer in (await router.http.get("/ping"), await router.http.post("/ping")):
+        assert (answer.status_code, answer.json()) == (200, {"status": "ok"})

@@ -70,6 +70,7 @@ def _add_operations(app: FastAPI, service: ApiService) -> None:
         ("/v1/models", operations.models),
         ("/v1/models/{model_id:path}", operations.model),
         ("/health", operations.health),
+        ("/ping", operations.health),
         ("/ready", operations.ready),
         ("/version", operations.version),
         ("/fleet", operations.fleet),
@@ -80,6 +81,8 @@ def _add_operations(app: FastAPI, service: ApiService) -> None:
     ]
     for path, endpoint in routes:
         app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
+        app.add_api_route(path, endpoint, methods=["HEAD"], response_model=None, include_in_schema=False)
+    app.add_api_route("/ping", operations.health, methods=["POST"], response_model=None)
 
 
 def _body_schema(model: type[RequestModel]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from kvrelay_router.api.choice import Choice, Piece, StopRules
 from kvrelay_router.api.delivery import GenerationResponse
 from kvrelay_router.api.generation import PromptRun, Step
 from kvrelay_router.api.logprobs import chat_logprobs
+from kvrelay_router.api.running_usage import RunningUsage
 from kvrelay_router.api.schema.chat import ChatRequest, parse_chat
 from kvrelay_router.api.service import ApiService
 from kvrelay_router.dispatch.interface import ModelLimits
@@ -49,12 +50,13 @@ class ChatEndpoint:
         check_vocabulary(request, limits)
         prompt_ids = await service.encode_chat(request.messages, options)
         check_tokenized(prompt_ids, service.text.tokenizer.vocab_size, limits, "messages")
-        run = self._plan(http, request, prompt_ids, limits)
-        names = service.names(http)
+        room = limits.max_model_len - (1 if request.wanted_tokens is None else request.wanted_tokens)
+        run = self._plan(http, request, request.truncated(prompt_ids, room), limits)
+        answer = ChatFormat(service, f"chatcmpl-{service.names(http).unique}", request)
         return GenerationResponse(
             service,
             [run],
-            ChatFormat(service, f"chatcmpl-{names.unique}", request),
+            RunningUsage(answer) if request.running_usage else answer,
             stream=request.stream,
             include_usage=request.include_usage,
         )

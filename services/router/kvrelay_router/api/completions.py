@@ -31,6 +31,7 @@ from kvrelay_router.api.delivery import GenerationResponse
 from kvrelay_router.api.errors import ApiError
 from kvrelay_router.api.generation import PromptRun, Step
 from kvrelay_router.api.logprobs import ScoredToken, completion_logprobs
+from kvrelay_router.api.running_usage import RunningUsage
 from kvrelay_router.api.schema.completion import DEFAULT_MAX_TOKENS, CompletionRequest, parse_completion
 from kvrelay_router.api.service import ApiService
 from kvrelay_router.dispatch.interface import ModelLimits
@@ -69,11 +70,11 @@ class CompletionsEndpoint:
             )
         prompts = await self._tokenize(request, limits)
         runs = self._plan(http, request, prompts, limits)
-        names = service.names(http)
+        answer = CompletionFormat(service, f"cmpl-{service.names(http).unique}", request, runs, prompts.echoed)
         return GenerationResponse(
             service,
             runs,
-            CompletionFormat(service, f"cmpl-{names.unique}", request, runs, prompts.echoed),
+            RunningUsage(answer) if request.running_usage else answer,
             stream=request.stream,
             include_usage=request.include_usage,
         )
@@ -90,10 +91,13 @@ class CompletionsEndpoint:
                 token_ids.append(prompt)
             if not token_ids[-1]:
                 raise ApiError("Invalid value for 'prompt': it must not be empty", param="prompt")
+        whole = token_ids
+        room = limits.max_model_len - (DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens)
+        token_ids = [request.truncated(ids, room) for ids in whole]
         echoed = []
         if request.echo:
-            for prompt, ids in zip(request.prompt, token_ids, strict=True):
-                if isinstance(prompt, str):
+            for prompt, ids, before in zip(request.prompt, token_ids, whole, strict=True):
+                if isinstance(prompt, str) and len(ids) == len(before):
                     located = await text.locate_tokens(prompt, add_special_tokens=request.add_special_tokens)
                 else:
                     located = await text.decode_prompt(ids, skip_special_tokens=request.skip_special_tokens)

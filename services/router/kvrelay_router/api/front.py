@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvrelay_router.api.errors import ApiError, as_api_error
 from kvrelay_router.api.observer import OPERATIONS, Course, RequestObserver
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/dashboard"})
+OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/version", "/dashboard"})
 """Probes and a page without data, which need no key."""
 
 SANE_REQUEST_ID = re.compile(r"[!-~]{1,128}")

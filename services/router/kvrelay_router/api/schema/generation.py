@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, WrapValidator
 
 from kvrelay_router.api.schema.parsing import RequestModel, invalid, wrong_type
 
@@ -55,6 +55,19 @@ def _off_if_minus_one(value: Any) -> Any:
     return 0 if value == -1 and not isinstance(value, bool) else value
 
 
+def _not_zero(value: Any) -> Any:
+    if value == 0 and not isinstance(value, bool):
+        raise invalid("it must be 1 or more, or -1 for what fits")
+    return value
+
+
+def _side(value: Any, _: Any) -> Any:
+    """One message in the place of one for each literal that it is not."""
+    if value in (None, "left", "right"):
+        return value
+    raise invalid("it must be 'left' or 'right'")
+
+
 def or_default(default: Any) -> BeforeValidator:
     """Null means the default, as in OpenAI's API."""
     return BeforeValidator(lambda value: default if value is None else value)
@@ -72,6 +85,7 @@ class StreamOptions(RequestModel):
     """Options of a stream."""
 
     include_usage: Flag = False
+    continuous_usage_stats: Flag = False
 
 
 class GenerationFields(RequestModel):
@@ -101,12 +115,29 @@ class GenerationFields(RequestModel):
     return_token_ids: Flag = False
     cache_salt: Annotated[str, Field(max_length=1024), or_default("")] = ""
     user: Annotated[str, Field(max_length=1024), or_default("")] = ""
+    truncate_prompt_tokens: Annotated[int, BeforeValidator(_not_zero), Field(ge=-1)] | None = None
+    truncation_side: Annotated[Literal["left", "right"] | None, WrapValidator(_side)] = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31), or_default(0)] = 0
 
     @property
     def include_usage(self) -> bool:
         """Whether the stream ends with a chunk of usage."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def running_usage(self) -> bool:
+        """Whether the events before it say theirs, too."""
+        return self.stream_options is not None and self.include_usage and self.stream_options.continuous_usage_stats
+
+    def truncated(self, token_ids: list[int], room: int) -> list[int]:
+        """The prompt's part that is asked for; `room` is the most that fits before the output, in tokens."""
+        wanted = self.truncate_prompt_tokens
+        if wanted is None:
+            return token_ids
+        num_kept = max(1, room) if wanted == -1 else wanted
+        if len(token_ids) <= num_kept:
+            return token_ids
+        return token_ids[:num_kept] if self.truncation_side == "right" else token_ids[-num_kept:]
 
 
 def check_stream_options(content: Mapping[str, Any]) -> str | None:

@@ -1,0 +1,38 @@
+"""Streams whose every event says the usage so far, for clients that count tokens as they come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from kvrelay_router.api.answer import AnswerFormat, Collected
+from kvrelay_router.api.generation import Step
+
+NO_USAGE = b',"usage":null}\n\n'
+"""How an event ends where usage is asked for. No text has it: JSON writes neither quotes nor newlines as they are."""
+
+
+class RunningUsage:
+    """Wraps the format of a stream that ends with its usage: each event has that of its choice until then."""
+
+    def __init__(self, answer: AnswerFormat) -> None:
+        self._answer = answer
+
+    def chunk(self, step: Step) -> bytes:
+        """The stream's events for a step; empty if nothing is to be said yet."""
+        prompt_tokens, completion_tokens = len(step.run.request.prompt_ids), step.choice.num_tokens
+        usage = {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+        }
+        return self._answer.chunk(step).replace(NO_USAGE, b',"usage":' + orjson.dumps(usage) + b"}\n\n")
+
+    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
+        """The event that ends a stream with its usage."""
+        return self._answer.usage_chunk(usage)
+
+    def whole(self, choices: list[Collected], usage: dict[str, Any]) -> dict[str, Any]:
+        """The plain answer."""
+        return self._answer.whole(choices, usage)

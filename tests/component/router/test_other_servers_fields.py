@@ -1,0 +1,187 @@
+"""Fields that clients of vLLM, SGLang and llama.cpp send: they do what they do there, or are refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.component.router.rig import MODEL, Router
+
+HELLO: list[Any] = [{"role": "user", "content": "hi"}]
+PATHS = ["/v1/completions", "/v1/chat/completions"]
+
+
+async def events(router: Router, path: str, **fields: Any) -> list[dict[str, Any]]:
+    """A stream's events before [DONE]."""
+    answer = await router.post(path, **{"prompt": "x", "messages": HELLO, "stream": True, **fields})
+    assert answer.status_code == 200, answer.text
+    *found, done = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    assert done == "[DONE]"
+    return [json.loads(each) for each in found]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("per_delta", [1, 3])
+@pytest.mark.parametrize("logprobs", [False, True])
+async def test_usage_in_every_event_of_a_stream(router: Router, path: str, per_delta: int, logprobs: bool) -> None:
+    text = 'a,"usage":null}\n\nb'  # the end of an event, as far as a text can have it
+    router.answers(text, per_delta=per_delta)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    scored = {"logprobs": 1 if "chat" not in path else True} if logprobs else {}
+    *pieces, last = await events(router, path, n=2, max_tokens=50, stream_options=options, **scored)
+    plain = await events(router, path, n=2, max_tokens=50, stream_options={"include_usage": True}, **scored)
+    assert all(piece["usage"] is None for piece in plain[:-1])
+    assert [piece["choices"] for piece in pieces] == [piece["choices"] for piece in plain[:-1]]
+    assert (last["choices"], last["usage"]) == (plain[-1]["choices"], plain[-1]["usage"])
+    num_tokens = len(router.tokens(text)) + 1
+    for index in range(2):
+        own = [piece["usage"] for piece in pieces if piece["choices"][0]["index"] == index]
+        counts = [usage["completion_tokens"] for usage in own]
+        assert counts == sorted(counts) and counts[0] <= per_delta and counts[-1] == num_tokens
+        for usage in own:
+            assert usage["prompt_tokens"] == last["usage"]["prompt_tokens"]
+            assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert last["usage"]["completion_tokens"] == 2 * num_tokens
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_usage_in_every_event_only_with_usage_at_all(router: Router, path: str) -> None:
+    for options in ({"continuous_usage_stats": True}, {"include_usage": False, "continuous_usage_stats": True}, {}):
+        assert all("usage" not in event for event in await events(router, path, stream_options=options))
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({"truncate_prompt_tokens": None}, range(100)),
+        ({"truncate_prompt_tokens": 1}, range(99, 100)),
+        ({"truncate_prompt_tokens": 30}, range(70, 100)),
+        ({"truncate_prompt_tokens": 30, "truncation_side": "left"}, range(70, 100)),
+        ({"truncate_prompt_tokens": 30, "truncation_side": "right"}, range(30)),
+        ({"truncate_prompt_tokens": 100}, range(100)),
+        ({"truncate_prompt_tokens": 10**9}, range(100)),
+        ({"truncate_prompt_tokens": -1}, range(100)),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 450}, range(38, 100)),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 450, "truncation_side": "right"}, range(62)),
+        ({"truncation_side": "right"}, range(100)),
+    ],
+)
+async def test_truncated_prompts(router: Router, fields: dict[str, Any], kept: range) -> None:
+    answer = await router.post("/v1/completions", prompt=[list(range(100)), [7]], return_token_ids=True, **fields)
+    first, second = answer.json()["choices"]
+    assert first["prompt_token_ids"] == list(kept) == router.dispatcher.requests[0].prompt_ids
+    assert second["prompt_token_ids"] == [7]
+    assert answer.json()["usage"]["prompt_tokens"] == len(kept) + 1
+
+
+async def test_a_conversation_beyond_the_context_is_cut_to_what_fits(router: Router) -> None:
+    long: list[Any] = [{"role": "user", "content": "otter " * 600}]
+    assert (await router.post("/v1/chat/completions", messages=long)).status_code == 400
+    for length in ({}, {"max_tokens": 40}, {"max_completion_tokens": 40}):
+        answer = await router.post("/v1/chat/completions", messages=long, truncate_prompt_tokens=-1, **length)
+        assert answer.json()["usage"]["prompt_tokens"] == 512 - (40 if length else 1)
+
+
+async def test_what_is_echoed_is_the_truncated_prompt(router: Router) -> None:
+    prompt = "The otter swims"
+    ids = router.tokens(prompt)
+    for text in (prompt, ids):
+        answer = await router.post(
+            "/v1/completions", prompt=text, truncate_prompt_tokens=4, echo=True, logprobs=0, max_tokens=4
+        )
+        choice = answer.json()["choices"][0]
+        kept = router.text.tokenizer.decode(ids[-4:], skip_special_tokens=True)
+        assert choice["text"].startswith(kept) and prompt.endswith(kept)
+        assert choice["logprobs"]["token_logprobs"][0] is None
+        assert "".join(choice["logprobs"]["tokens"][:4]) == kept
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2), ("truncation_side", "middle")],
+)
+async def test_truncations_that_make_no_sense(router: Router, path: str, field: str, value: Any) -> None:
+    answer = await router.post(path, prompt="x", messages=HELLO, **{field: value})
+    assert answer.status_code == 400
+    assert (answer.json()["error"]["param"], answer.json()["error"]["code"]) == (field, "invalid_value")
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("field", "value", "harmless"),
+    [
+        ("regex", "a+", None),
+        ("ebnf", 'root ::= "a"', None),
+        ("grammar", 'root ::= "a"', ""),
+        ("json_schema", {"type": "object"}, {}),
+        ("guided_json_object", True, False),
+        ("structural_tag", {"type": "structural_tag"}, None),
+        ("stop_regex", "a+", None),
+        ("typical_p", 0.9, 1.0),
+        ("mirostat", 2, 0),
+        ("dry_multiplier", 0.8, 0.0),
+        ("xtc_probability", 0.5, 0),
+        ("dynatemp_range", 0.5, 0.0),
+        ("repeat_penalty", 1.1, 1.0),
+        ("no_repeat_ngram_size", 3, 0),
+        ("n_predict", 10, -1),
+        ("thinking_token_budget", 5, None),
+        ("lora_path", "x", None),
+        ("return_hidden_states", True, False),
+        ("return_tokens_as_token_ids", True, False),
+        ("logprob_token_ids", [5], []),
+        ("prompt_logprobs", 0, None),
+        ("allowed_token_ids", [5], None),
+        ("bad_words", ["x"], []),
+    ],
+)
+async def test_what_would_change_the_answer_and_is_not_supported(
+    router: Router, path: str, field: str, value: Any, harmless: Any
+) -> None:
+    answer = await router.post(path, prompt="x", messages=HELLO, **{field: value})
+    assert answer.status_code == 400
+    assert (answer.json()["error"]["param"], answer.json()["error"]["code"]) == (field, "unsupported_parameter")
+    assert (await router.post(path, prompt="x", messages=HELLO, **{field: harmless})).status_code == 200
+
+
+LOAD_GENERATORS: dict[str, dict[str, Any]] = {
+    "vLLM's benchmark": {
+        "temperature": 0.0,
+        "repetition_penalty": 1.0,
+        "logprobs": None,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+        "top_k": -1,
+        "min_p": 0.0,
+    },
+    "GuideLLM": {
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        "ignore_eos": True,
+        "stop": None,
+        "min_tokens": 8,
+    },
+    "AIPerf": {"stream_options": {"include_usage": True}, "ignore_eos": True, "min_tokens": 8, "n": 1},
+    "LangChain": {
+        "n": 1,
+        "presence_penalty": 0,
+        "frequency_penalty": 0,
+        "logit_bias": None,
+        "seed": None,
+        "user": None,
+    },
+}
+
+
+@pytest.mark.parametrize("sender", LOAD_GENERATORS)
+@pytest.mark.parametrize("path", PATHS)
+async def test_requests_as_well_known_clients_send_them(router: Router, path: str, sender: str) -> None:
+    prompt = {"messages": HELLO, "max_completion_tokens": 8} if "chat" in path else {"prompt": "x", "max_tokens": 8}
+    answer = await router.http.post(path, json={"model": MODEL, "stream": True, **prompt, **LOAD_GENERATORS[sender]})
+    assert answer.status_code == 200 and answer.text.endswith("data: [DONE]\n\n")
+    sampling = router.dispatcher.requests[0].sampling
+    assert sampling.max_tokens == 8
+    assert sampling.ignore_eos is LOAD_GENERATORS[sender].get("ignore_eos", False)
+    assert sampling.min_tokens == LOAD_GENERATORS[sender].get("min_tokens", 0)

@@ -21,6 +21,8 @@ from kvrelay.protocol.messages import AnyBody, PeerRef
 
 log = logging.getLogger(__name__)
 
+EVENTS, NOBLOCK, POLLIN = int(zmq.EVENTS), int(zmq.NOBLOCK), int(zmq.POLLIN)
+"""Plain integers: pyzmq takes them several times as fast as its enumerations."""
 TICK_S = 0.05
 MAX_MESSAGES_PER_WAKEUP = 256
 OUTBOX_LINGER_MS = 200
@@ -35,6 +37,16 @@ def new_incarnation() -> str:
 def _tcp(host: str) -> str:
     """An address without its port; ZMQ wants IPv6 in brackets."""
     return f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
+
+
+def _receive(inbox: zmq.Socket[bytes]) -> list[bytes]:
+    """The frames of the next message, without a question to the socket after each. Raises zmq.Again."""
+    frame = inbox.recv(NOBLOCK, copy=False)
+    frames = [frame.bytes]
+    while frame.more:
+        frame = inbox.recv(NOBLOCK, copy=False)
+        frames.append(frame.bytes)
+    return frames
 
 
 class Messenger:
@@ -151,10 +163,12 @@ class Messenger:
         now = time.monotonic()
         for _ in range(MAX_MESSAGES_PER_WAKEUP):
             try:
-                frames = self._inbox.recv_multipart(zmq.NOBLOCK)
+                frames = _receive(self._inbox)
             except zmq.Again:
                 break
             self._links.receive(frames, now)
+            if not int(self._inbox.getsockopt(EVENTS)) & POLLIN:
+                break  # at a quarter of what the exception costs
         else:
             self._drain_soon()  # the descriptor is edge-triggered: nobody else says that there is more
         self._flush()
@@ -175,7 +189,7 @@ class Messenger:
         self._flush_due = False
         self._send_out()
         events = self._links.take_events()
-        if any(isinstance(event, PeerLost) for event in events):
+        if PeerLost in map(type, events):
             self._forget_addresses()  # before a callback sends there again, which would keep the old queue
         for event in events:
             if self._is_closed:

@@ -54,7 +54,7 @@ def decode_header(frames: Sequence[Frame]) -> Header:
     """The header of a message. Raises MalformedMessage."""
     if len(frames) != 2:
         raise MalformedMessage(f"a message has 2 frames, this one {len(frames)}")
-    if max(len(frame) for frame in frames) > MAX_FRAME_BYTES:
+    if len(frames[0]) > MAX_FRAME_BYTES or len(frames[1]) > MAX_FRAME_BYTES:
         raise MalformedMessage(f"a frame is larger than {MAX_FRAME_BYTES} bytes")
     try:
         return _header_decoder.decode(frames[0])

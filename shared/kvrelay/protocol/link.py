@@ -45,8 +45,7 @@ class LinkSettings:
     ack_within_s: float = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class Delivered:
+class Delivered(msgspec.Struct, frozen=True):
     """A message from a peer, in order, exactly once."""
 
     peer: PeerRef
@@ -255,7 +254,8 @@ class Links:
             return  # our next Alive tells it our numbers
         link.peer_number = header.link
         link.last_heard = now
-        self._take_ack(link, header.ack)
+        if link.unacked:
+            self._take_ack(link, header.ack)
         if header.seq == 0:
             return
         if link.ack_owed_since is None:
@@ -268,6 +268,8 @@ class Links:
         """Our link to the sender, opened or replaced where it must be; None if the sender's own is out of date."""
         link = self._links.get(header.sender)
         if link is not None:
+            if header.link == link.peer_number and header.incarnation == link.peer.incarnation:
+                return link  # as nearly always
             if header.incarnation != link.peer.incarnation:
                 if not self._is_newer(link, header.incarnation):
                     return None

@@ -17,7 +17,7 @@ from kvrelay_router.api.connection import BoundedConnection, allowed_connections
 from kvrelay_router.dispatch.interface import ModelLimits, SequenceDelta
 from kvrelay_router.text.service import TextService
 from tests.component.router.rig import MODEL, Router
-from tests.fakes.scripted_dispatcher import Script
+from tests.fakes.scripted_dispatcher import Script, ScriptedHandle
 from tests.fakes.waiting import until
 
 END = b"0\r\n\r\n"
@@ -205,3 +205,41 @@ async def test_a_reset_in_the_middle_of_many_streams_disturbs_no_other(router: R
     await until(lambda: all(handle.cancelled_at is not None for handle in gone))
     for _, writer in staying:
         writer.close()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"n": 3},
+        {"stream_options": {"include_usage": True}},
+        {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+        {"stop": ["mam"]},
+        {"logprobs": True},
+        {"return_token_ids": True},
+        {"min_tokens": 3, "skip_special_tokens": False},
+    ],
+)
+@pytest.mark.parametrize("per_delta", [1, 3])
+async def test_a_stream_is_the_same_whether_its_deltas_are_pushed_or_go_through_its_task(
+    router: Router, monkeypatch: pytest.MonkeyPatch, path: str, options: dict[str, Any], per_delta: int
+) -> None:
+    router.answers("An otter 🦦 is a mammal.", per_delta=per_delta)
+    prompt = {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
+    asked: dict[str, Any] = options | prompt
+    if options == {"logprobs": True} and path == "/v1/completions":
+        asked["logprobs"] = 1
+    answers = []
+    for _ in range(2):
+        answer = await router.post(path, stream=True, max_tokens=100, **asked)
+        events = [event.removeprefix("data: ") for event in answer.text.split("\n\n")]
+        answers.append([event if event in ("", "[DONE]") else _nameless(event) for event in events])
+        monkeypatch.setattr(ScriptedHandle, "push_to", lambda handle, sink: None)
+    assert [handle.num_pushed > 0 for handle in router.dispatcher.handles] == [True, False]
+    assert answers[0] == answers[1]
+
+
+def _nameless(event: str) -> list[tuple[str, Any]]:
+    """Its content in its order, without what is another request's."""
+    return [(name, value) for name, value in json.loads(event).items() if name not in ("id", "created")]

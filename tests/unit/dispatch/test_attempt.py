@@ -45,6 +45,7 @@ from kvrelay_router.dispatch.events import (
     WorkerBack,
     WorkerLost,
 )
+from kvrelay_router.dispatch.interface import SequenceDelta
 from kvrelay_router.dispatch.load import worker_key
 from kvrelay_router.dispatch.tries import MAX_VOID_ATTEMPTS, PROVEN_TOKENS
 from tests.unit.dispatch.world import PROMPT, peer, spec
@@ -82,6 +83,47 @@ def delivered(instructions: list[Instruction]) -> list[int]:
 
 def sent(instructions: list[Instruction]) -> list[tuple[str, type]]:
     return [(i.worker.peer_id, type(i.body)) for i in instructions if isinstance(i, Send)]
+
+
+# -- the short cut ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        tokens(2, 22, finish=FinishReason.LENGTH),
+        tokens(2, 22, cached_tokens=3),
+        tokens(2, 22, usage=SequenceUsage(prompt_blocks=1)),
+        tokens(2, 22, logprobs=[TokenLogprobs(22, -0.5, [], [])]),
+        tokens(2),
+        tokens(1, 21, 22),
+        tokens(3, 23),
+        tokens(2, 22, attempt=2),
+        tokens(2, 22, worker=D2),
+    ],
+)
+def test_what_is_more_than_the_next_tokens_or_not_theirs_is_for_handle(event: TokensCame) -> None:
+    machine = placed()
+    assert machine.next_delta(D, tokens(0, 20).entry) is None  # decode has not committed, as far as is known
+    machine.handle(tokens(0, 20))
+    assert machine.next_delta(D, tokens(1, 21).entry) == SequenceDelta(0, [21])
+    assert machine.next_delta(event.worker, event.entry) is None
+    assert machine.output == [20, 21]
+
+
+def test_tokens_that_others_wait_for_are_for_handle() -> None:
+    machine = placed()
+    machine.handle(tokens(0, 20))
+    machine.handle(tokens(2, 22))
+    assert machine.next_delta(D, tokens(1, 21).entry) is None
+    assert delivered(machine.handle(tokens(1, 21))) == [21, 22]
+
+
+def test_after_the_end_there_is_no_short_cut() -> None:
+    machine = placed()
+    machine.handle(tokens(0, 20))
+    machine.handle(Cancelled("the client is gone"))
+    assert machine.next_delta(D, tokens(1, 21).entry) is None
 
 
 # -- placement --------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ A worker's true output is a function of the position alone, so a repeated, missi
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import deque
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from kvrelay.protocol.messages import (
     PeerRef,
     Prefill,
     Reassign,
+    SequenceUsage,
     Stop,
     TokenEntry,
     unpack_tokens,
@@ -110,6 +112,7 @@ class World:
         self.wish: FindPlacement | None = FindPlacement(1, "", frozenset())
         self.held_back = False
         self.log: list[str] = []
+        self.num_short_cuts = 0
 
     @property
     def tokens(self) -> list[int]:
@@ -144,8 +147,22 @@ class World:
 
     def feed(self, event: Event) -> None:
         self.log.append(f"{event}")
-        for instruction in self.machine.handle(event):
+        instructions = self.checked(event) if isinstance(event, TokensCame) else self.machine.handle(event)
+        for instruction in instructions:
             self.follow(instruction)
+
+    def checked(self, event: TokensCame) -> list[Instruction]:
+        """What the machine answers. Its short cut, where it has one, gives the same and leaves the same behind."""
+        before, other = copy.deepcopy(self.machine), copy.deepcopy(self.machine)
+        delta = other.next_delta(event.worker, event.entry)
+        instructions = self.machine.handle(event)
+        if delta is None:
+            assert vars(other) == vars(before)
+        else:
+            assert instructions == [Deliver(delta)]
+            assert vars(other) == vars(self.machine)
+            self.num_short_cuts += 1
+        return instructions
 
     def follow(self, instruction: Instruction) -> None:
         match instruction:
@@ -246,7 +263,9 @@ class World:
             sequence=0,
             index=work.next_index,
             token_ids=[true_token(index) for index in range(work.next_index, end)],
+            cached_tokens=self.random.choice([None, None, 3]),
             finish=FinishReason.LENGTH if is_last else None,
+            usage=self.random.choice([None, None, SequenceUsage(prompt_blocks=1)]),
         )
         work.next_index = end
         worker.outbox.append(TokensCame(worker.ref, entry))

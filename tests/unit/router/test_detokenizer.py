@@ -16,6 +16,7 @@ from kvrelay_router.text.detokenizer import (
     make_detokenizer,
 )
 from kvrelay_router.text.tokenizer import Tokenizer
+from tests.fakes.text_model import byte_level_tokenizer
 
 TEXTS = st.text(
     alphabet=st.one_of(
@@ -115,3 +116,11 @@ def test_special_tokens_are_shown_when_asked_for(byte_level: Tokenizer) -> None:
     (end,) = byte_level.encode("<|im_end|>", add_special_tokens=False)
     assert make_detokenizer(byte_level, [], skip_special_tokens=True).feed([end]) == ""
     assert make_detokenizer(byte_level, [], skip_special_tokens=False).feed([end]) == "<|im_end|>"
+
+
+def test_no_more_tokens_are_kept_than_the_vocabulary_has() -> None:
+    tokenizer = Tokenizer(byte_level_tokenizer())
+    for skip in (True, False):
+        detokenizer = make_detokenizer(tokenizer, [], skip_special_tokens=skip)
+        detokenizer.feed(list(range(3 * tokenizer.vocab_size)))
+    assert len(tokenizer.bytes_of) == len(tokenizer.visible_bytes_of) == tokenizer.vocab_size

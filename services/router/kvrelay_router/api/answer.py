@@ -55,6 +55,11 @@ class AnswerFormat(Protocol):
         """The stream's events for a step; empty if nothing is to be said yet."""
         ...
 
+    def around_text(self, index: int) -> tuple[bytes, bytes] | None:
+        """What stands before and after the text, a JSON string, of an event of this choice that has begun and tells
+        nothing else. None: each of its events tells more."""
+        ...
+
     def usage_chunk(self, usage: dict[str, Any]) -> bytes:
         """The event that ends a stream with its usage."""
         ...

@@ -32,6 +32,8 @@ from kvrelay_router.api.schema.chat import ChatRequest, parse_chat
 from kvrelay_router.api.service import ApiService
 from kvrelay_router.dispatch.interface import ModelLimits
 
+NOTHING_ELSE = b',"logprobs":null,"finish_reason":null'
+
 
 class ChatEndpoint:
     """Serves chat completions."""
@@ -102,7 +104,7 @@ class ChatFormat:
         self._chunk_head = {**self._head, "object": "chat.completion.chunk"}
         self._prefix = b"data: " + orjson.dumps(self._chunk_head)[:-1] + b',"choices":[{"index":'
         self._suffix = b'}],"usage":null}\n\n' if request.include_usage else b"}]}\n\n"
-        self._plain = not request.logprobs and not request.return_token_ids
+        self._is_plain = not request.logprobs and not request.return_token_ids
 
     def chunk(self, step: Step) -> bytes:
         """The role at first; then an event a piece, none while everything is withheld."""
@@ -113,9 +115,10 @@ class ChatFormat:
             opening = self._opening(step)
         if not piece.text and piece.finish_reason is None:
             return opening
+        around = self.around_text(choice.index) if piece.finish_reason is None else None
+        if around is not None:
+            return opening + around[0] + orjson.dumps(piece.text) + around[1]
         delta = b'{"content":' + orjson.dumps(piece.text) + b"}" if piece.text else b"{}"
-        if self._plain and piece.finish_reason is None:
-            return opening + self._event(choice.index, delta, b',"logprobs":null,"finish_reason":null')
         rest: dict[str, Any] = {
             "logprobs": self._logprobs(piece),
             "finish_reason": piece.finish_reason,
@@ -126,9 +129,15 @@ class ChatFormat:
             rest["token_ids"] = piece.token_ids
         return opening + self._event(choice.index, delta, b"," + orjson.dumps(rest)[1:-1])
 
+    def around_text(self, index: int) -> tuple[bytes, bytes] | None:
+        """See `AnswerFormat`."""
+        if not self._is_plain:
+            return None
+        return b'%b%d,"delta":{"content":' % (self._prefix, index), b"}%b%b" % (NOTHING_ELSE, self._suffix)
+
     def _opening(self, step: Step) -> bytes:
         delta = b'{"role":"assistant","content":""}'
-        event = self._event(step.choice.index, delta, b',"logprobs":null,"finish_reason":null')
+        event = self._event(step.choice.index, delta, NOTHING_ELSE)
         if not self._request.return_token_ids:
             return event
         prompt = b',"prompt_token_ids":' + orjson.dumps(step.run.request.prompt_ids) + b"}\n\n"

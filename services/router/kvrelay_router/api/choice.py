@@ -69,6 +69,22 @@ class Choice:
             self._finish(delta.finish, delta.token_ids)
         return self._take()
 
+    def next_text(self, delta: SequenceDelta) -> str | None:
+        """A short cut for what nearly every delta is, tokens and nothing else, of a choice that has begun: the text
+        that `feed` would let out. None, and nothing done: the delta is for `feed`, as all are with stop strings."""
+        if (
+            self._matcher is not None
+            or not self.started
+            or self.finish_reason is not None
+            or delta.finish is not None
+            or delta.logprobs
+            or delta.prompt_logprobs
+            or delta.cached_tokens is not None
+        ):
+            return None
+        self.num_tokens += len(delta.token_ids)
+        return self._detokenizer.feed(delta.token_ids)
+
     def _visible(self, delta: SequenceDelta) -> list[int]:
         """Tokens whose text counts: a token that stopped the sequence has none, unless stops are to be shown."""
         hidden = delta.finish is FinishReason.STOP_TOKEN and not self._stop.include_in_output

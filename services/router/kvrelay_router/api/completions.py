@@ -181,16 +181,14 @@ class CompletionFormat:
         if not piece.text and piece.finish_reason is None and not (first and self._request.echo):
             return b""
         choice.started = True
-        if self._is_plain and piece.finish_reason is None:  # the same as below, without a dictionary
-            return b'%b{"index":%d,"text":%b,%b}%b' % (
-                self._prefix,
-                choice.index,
-                orjson.dumps(piece.text),
-                NOTHING_ELSE,
-                self._suffix,
-            )
         content = self._choice(step.run, choice.index, piece, first=first)
         return self._prefix + orjson.dumps(content) + self._suffix
+
+    def around_text(self, index: int) -> tuple[bytes, bytes] | None:
+        """See `AnswerFormat`."""
+        if not self._is_plain:
+            return None
+        return b'%b{"index":%d,"text":' % (self._prefix, index), b",%b}%b" % (NOTHING_ELSE, self._suffix)
 
     def usage_chunk(self, usage: dict[str, Any]) -> bytes:
         """The last event: no choice, but the usage."""

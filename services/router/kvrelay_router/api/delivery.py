@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import aclosing
 
-import orjson
+from orjson import dumps
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -20,6 +20,7 @@ from kvrelay_router.api.front import COURSE, RequestNames
 from kvrelay_router.api.generation import Generation, PromptRun, Step
 from kvrelay_router.api.observer import CLIENT_GONE, Course
 from kvrelay_router.api.service import ApiService
+from kvrelay_router.dispatch.interface import SequenceDelta
 
 TIMEOUT_GRACE_S = 5.0
 """Dispatch keeps the deadline; this much later the HTTP layer gives up on its own, so that nothing ever hangs."""
@@ -41,15 +42,23 @@ def _events(answer: AnswerFormat, steps: list[Step]) -> bytes:
 
 
 class _EventSink:
-    """Writes steps as events, at once."""
+    """Writes deltas of the only prompt as events, at once."""
 
-    def __init__(self, answer: AnswerFormat, writer: EventWriter) -> None:
-        self._answer, self._writer = answer, writer
+    def __init__(self, generation: Generation, answer: AnswerFormat, writer: EventWriter) -> None:
+        self._generation, self._answer, self._writer = generation, answer, writer
+        self._choices = [(choice, answer.around_text(choice.index)) for choice in generation.runs[0].choices]
         self.is_ready = writer.is_ready
 
-    def take(self, steps: list[Step]) -> None:
+    def take(self, deltas: list[SequenceDelta]) -> None:
         """A batch; nothing is written while all of it is withheld."""
-        if events := _events(self._answer, steps):
+        events = b""
+        for delta in deltas:
+            choice, around = self._choices[delta.sequence]
+            if around is None or (text := choice.next_text(delta)) is None:
+                events += _events(self._answer, self._generation.take([delta]))
+            elif text:
+                events += around[0] + dumps(text) + around[1]
+        if events:
             self._writer.write(events)
 
 
@@ -130,7 +139,7 @@ class GenerationResponse(Response):
         and the end.
         """
         if writer is not None:
-            generation.push_to(_EventSink(self._answer, writer))
+            generation.push_to(_EventSink(generation, self._answer, writer))
         async with aclosing(generation.steps()) as batches:
             async for steps in batches:
                 if not self._stream_started:
@@ -172,5 +181,5 @@ class GenerationResponse(Response):
         if not self._stream_started:
             await error.response()(scope, receive, send)
             return
-        event = b"data: " + orjson.dumps(error.body()) + b"\n\n" + DONE
+        event = b"data: " + dumps(error.body()) + b"\n\n" + DONE
         await send({"type": "http.response.body", "body": event})

@@ -9,13 +9,14 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay_router.api.choice import Choice, Piece
 from kvrelay_router.dispatch.interface import (
+    DeltaSink,
     Dispatcher,
     GenerateRequest,
     PreparedPrompt,
@@ -58,18 +59,6 @@ class Step(msgspec.Struct, frozen=True):
     run: PromptRun
     choice: Choice
     piece: Piece
-
-
-class StepSink(Protocol):
-    """Takes steps in the callback that brings them, as a `DeltaSink` does deltas."""
-
-    def is_ready(self) -> bool:
-        """Whether it takes any now."""
-        ...
-
-    def take(self, steps: list[Step]) -> None:
-        """A batch as `steps` would give it."""
-        ...
 
 
 class Generation:
@@ -130,11 +119,15 @@ class Generation:
             fitting.append(f'{{"left_out":{len(routes) - len(fitting)}}}')
         return f"[{','.join(fitting)}]"
 
-    def push_to(self, sink: StepSink) -> None:
-        """Steps of a single prompt go to the sink, while it is ready and whoever iterates `steps` waits there. Those of
-        several prompts go through a queue, whose order a way beside it would break."""
+    def push_to(self, sink: DeltaSink) -> None:
+        """Deltas of a single prompt go to the sink, while it is ready and whoever iterates `steps` waits there. Those
+        of several prompts go through a queue, whose order a way beside it would break."""
         if len(self._handles) == 1:
-            self._handles[0].push_to(_PromptSink(self, sink))
+            self._handles[0].push_to(sink)
+
+    def take(self, deltas: list[SequenceDelta]) -> list[Step]:
+        """For a sink: what deltas of the only prompt add to its choices."""
+        return self._take(0, deltas)
 
     async def steps(self) -> AsyncGenerator[list[Step], None]:
         """Batches of steps, one a wake-up. Raises RequestFailed, also for a sequence that ends without a reason."""
@@ -187,18 +180,6 @@ class Generation:
             self._num_unfinished -= 1
             steps.append(Step(run, choice, piece))
         return steps
-
-
-class _PromptSink:
-    """Makes steps of the only prompt's deltas."""
-
-    def __init__(self, generation: Generation, sink: StepSink) -> None:
-        self._generation, self._sink = generation, sink
-        self.is_ready = sink.is_ready
-
-    def take(self, deltas: list[SequenceDelta]) -> None:
-        """A batch."""
-        self._sink.take(self._generation._take(0, deltas))
 
 
 def _joined(names: list[str | None]) -> str:

@@ -29,6 +29,9 @@ class RunningUsage:
         }
         return self._answer.chunk(step).replace(NO_USAGE, b',"usage":' + orjson.dumps(usage) + b"}\n\n")
 
+    def around_text(self, index: int) -> None:
+        """Each event has its usage beside the text."""
+
     def usage_chunk(self, usage: dict[str, Any]) -> bytes:
         """The event that ends a stream with its usage."""
         return self._answer.usage_chunk(usage)

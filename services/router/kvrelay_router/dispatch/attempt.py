@@ -32,6 +32,7 @@ from kvrelay.protocol.messages import (
     Prompt,
     Reassign,
     Stop,
+    TokenEntry,
     pack_tokens,
 )
 from kvrelay.protocol.sampling import FinishReason, Sampling
@@ -128,6 +129,12 @@ class SequenceAttempts:
         if transition is None:
             raise IllegalEvent(f"{type(event).__name__} in {self.state}")
         return transition(self, event)
+
+    def next_delta(self, worker: PeerRef, entry: TokenEntry) -> SequenceDelta | None:
+        """A short cut for what nearly every TokensCame is: the next tokens of a stream, and nothing else. What `handle`
+        would deliver, where it would do nothing but that; else None, and nothing done: the event is for `handle`."""
+        is_ours = self.state is AttemptState.STREAMING and entry.attempt == self.attempt
+        return self._intake.next_delta(entry) if is_ours and _same(worker, self._legs.decode) else None
 
     @property
     def output(self) -> list[int]:

@@ -100,6 +100,7 @@ class RouterDispatcher:
             self._sequence_ended,
             self.settings.wait_for_worker_s,
             self._tracing,
+            is_recorded=events is not None,
         )
         self.watch = FleetWatch(
             self.view,

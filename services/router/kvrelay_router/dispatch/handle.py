@@ -45,10 +45,10 @@ class RunningRequest:
         self.served_by = ServedBy()
         self._on_stop = on_stop
         self._on_cancel = on_cancel
-        self._fresh: dict[int, list[SequenceDelta]] = {}
+        self._fresh: list[SequenceDelta] = []  # in the order in which they came
         self._unfinished = set(range(request.num_sequences))
         self._error: RequestFailed | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter: asyncio.Future[None] | None = None  # of whoever sleeps in `deltas`
         self._pushes = pushes or Pushes()
         self._sink: DeltaSink | None = None
         self._sink_error: Exception | None = None
@@ -76,6 +76,7 @@ class RunningRequest:
                     self._waiter = asyncio.get_running_loop().create_future()
                     await self._waiter
         finally:
+            self._waiter = None
             self._sink = None  # it knows this request in turn: without a cycle all of it goes at once
             self.cancel()
 
@@ -85,7 +86,7 @@ class RunningRequest:
 
     def stop(self, sequence: int) -> None:
         """See `RequestHandle`."""
-        self._fresh.pop(sequence, None)
+        self._fresh = [delta for delta in self._fresh if delta.sequence != sequence]
         if sequence in self._unfinished and self._error is None:
             self._on_stop(self, sequence)
 
@@ -98,27 +99,23 @@ class RunningRequest:
 
     def deliver(self, delta: SequenceDelta) -> None:
         """Queues a delta; constant work, whatever waits already."""
-        fresh = self._fresh
-        is_pushed = self._sink is not None and self._is_awaited()
-        if is_pushed and not fresh:
-            self._pushes.soon(self)
-        waiting = fresh.get(delta.sequence)
-        if waiting is None:
-            fresh[delta.sequence] = [delta]
-        else:
-            waiting.append(delta)
-        if not is_pushed:
-            self._wake()
+        if self._waiter is not None:
+            if self._sink is None:
+                self._wake()
+            elif not self._fresh:
+                self._pushes.soon(self)
+        self._fresh.append(delta)
 
     def push(self) -> None:
         """Gives the sink what waits, unless it belongs to `deltas` by now. What the sink raises, `deltas` raises."""
-        if self._sink is None or not self._fresh or not self._is_awaited():
+        sink = self._sink
+        if sink is None or self._waiter is None or not self._fresh:
             return
-        if not self._sink.is_ready():
+        if not sink.is_ready():
             self._wake()
             return
         try:
-            self._sink.take(self._take())
+            sink.take(self._take())
         except Exception as error:
             self._sink_error = error
             self._wake()
@@ -134,17 +131,20 @@ class RunningRequest:
             self._error = error
             self._wake()
 
-    def _is_awaited(self) -> bool:
-        """Somebody sleeps in `deltas`: whatever was taken from there before is dealt with."""
-        return self._waiter is not None and not self._waiter.done()
-
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     def _take(self) -> list[SequenceDelta]:
-        fresh, self._fresh = self._fresh, {}
-        return [deltas[0] if len(deltas) == 1 else _merge(deltas) for deltas in fresh.values()]
+        """What waits, as one delta a sequence."""
+        fresh, self._fresh = self._fresh, []
+        if len(fresh) == 1:
+            return fresh
+        by_sequence: dict[int, list[SequenceDelta]] = {}
+        for delta in fresh:
+            by_sequence.setdefault(delta.sequence, []).append(delta)
+        return [deltas[0] if len(deltas) == 1 else _merge(deltas) for deltas in by_sequence.values()]
 
 
 def _merge(deltas: list[SequenceDelta]) -> SequenceDelta:

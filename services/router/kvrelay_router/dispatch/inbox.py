@@ -25,7 +25,6 @@ from kvrelay_router.dispatch.events import (
     DecodeNeeded,
     Event,
     FirstTokenCame,
-    TokensCame,
     WorkerLost,
 )
 from kvrelay_router.dispatch.load import worker_key
@@ -79,14 +78,7 @@ class Inbox:
         peer, header, body = message.peer, message.header, message.body
         match body:
             case TokenBatch(entries=entries):
-                for entry in entries:
-                    sequence = self._sequences.get((entry.request, entry.sequence))
-                    if self._placement.breakers.are_watching and _is_proof(entry, sequence):
-                        self._placement.breakers.succeeded(worker_key(peer))
-                    if sequence is not None:
-                        self._runner.feed(sequence, TokensCame(peer, entry))
-                    elif entry.usage is not None:
-                        self._usage_came_late(entry.request, entry.sequence, entry.usage)
+                self._on_tokens(peer, entries)
             case FirstToken():
                 self._placement.breakers.succeeded(worker_key(peer))
                 self._tell(message, FirstTokenCame(peer, header.attempt, body))
@@ -105,6 +97,18 @@ class Inbox:
                 self._on_status(peer, body)
             case _:
                 log.warning("%s sent a %s, which is not for a router", peer.peer_id, type(body).__name__)
+
+    def _on_tokens(self, peer: PeerRef, entries: list[TokenEntry]) -> None:
+        breakers = self._placement.breakers
+        is_watched = breakers.are_watching
+        for entry in entries:
+            sequence = self._sequences.get((entry.request, entry.sequence))
+            if is_watched and _is_proof(entry, sequence):
+                breakers.succeeded(worker_key(peer))
+            if sequence is not None:
+                self._runner.feed_tokens(sequence, peer, entry)
+            elif entry.usage is not None:
+                self._usage_came_late(entry.request, entry.sequence, entry.usage)
 
     def _lacks_decode(self, message: Delivered) -> bool:
         sequence = self._sequences.get((message.header.request, message.header.sequence))

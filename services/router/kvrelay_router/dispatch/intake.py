@@ -44,6 +44,27 @@ class TokenIntake:
         if has_prompt and arrival.index == self.num_resumed and self._lacks_prompt_logprobs(arrival):
             raise IllegalEvent("the prompt's logprobs were asked for and did not come")
 
+    def next_delta(self, entry: TokenEntry) -> SequenceDelta | None:
+        """What `check` and `take` would deliver of an entry that is the next tokens and nothing else, while nothing
+        waits to go with them: nearly all are. None, and nothing done: it is for those two."""
+        if (
+            entry.index != len(self.output)
+            or not self.output
+            or not entry.token_ids
+            or entry.logprobs
+            or entry.cached_tokens is not None
+            or entry.finish is not None
+            or entry.usage is not None
+            or self._held
+            or self._cached_tokens is not None
+            or self.usage is not None
+            or self.prompt_logprobs_due
+            or self.is_beam_search
+        ):
+            return None
+        self.output += entry.token_ids
+        return SequenceDelta(self.sequence, entry.token_ids)
+
     def take(self, arrival: Arrival) -> list[SequenceDelta]:
         """What an arrival and all that was held for it give to deliver. Nothing comes after a delta with `finish`."""
         if self._is_early(arrival):

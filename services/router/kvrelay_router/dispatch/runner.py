@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from kvrelay.protocol.messages import AnyBody, PeerRef
+from kvrelay.protocol.messages import AnyBody, PeerRef, TokenEntry
 from kvrelay.telemetry.tracing import trace_fields
 from kvrelay_router.dispatch.events import (
     AttemptFailed,
@@ -45,7 +45,8 @@ class SendMessage(Protocol):
 
 
 class SequenceRunner:
-    """Owns no sequence: `on_ended` tells their owner, once for each."""
+    """Owns no sequence: `on_ended` tells their owner, once for each. `is_recorded`: machines' events are, so all go
+    through `handle`."""
 
     def __init__(
         self,
@@ -55,6 +56,8 @@ class SequenceRunner:
         on_ended: Callable[[RunningSequence, str | None], None],
         wait_for_worker_s: float,
         tracing: AttemptTracing | None = None,
+        *,
+        is_recorded: bool = False,
     ) -> None:
         self.num_illegal = 0
         self.num_retries = 0
@@ -65,6 +68,7 @@ class SequenceRunner:
         self._on_ended = on_ended
         self._wait_for_worker_s = wait_for_worker_s
         self._tracing = tracing
+        self._is_recorded = is_recorded
         self._waiting: dict[RunningSequence, None] = {}  # in the order in which they came
 
     @property
@@ -88,6 +92,15 @@ class SequenceRunner:
                 self._follow(sequence, instruction)
         if sequence.held.is_waiting or not is_plain:
             self._move_load(sequence)
+
+    def feed_tokens(self, sequence: RunningSequence, worker: PeerRef, entry: TokenEntry) -> None:
+        """`feed` of TokensCame."""
+        delta = None if self._is_recorded else sequence.machine.next_delta(worker, entry)
+        if delta is None:
+            self.feed(sequence, TokensCame(worker, entry))
+            return
+        sequence.record.num_output_tokens += len(delta.token_ids)
+        sequence.running.handle.deliver(delta)
 
     def place(self, sequence: RunningSequence, decision: Decision, cause: str) -> None:
         """Sends an attempt to the workers chosen for it."""

@@ -10,7 +10,7 @@ Both take tokens one by one, so the text does not depend on how the tokens were 
 
 from __future__ import annotations
 
-import codecs
+from codecs import utf_8_decode
 from typing import Protocol
 
 from kvrelay_router.text.tokenizer import Tokenizer
@@ -43,18 +43,20 @@ class ByteLevelDetokenizer:
     """For byte-level BPE: exact, and linear in the number of bytes."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
-        self._bytes_of = tokenizer.token_bytes
-        self._skipped: frozenset[int] = tokenizer.special_ids if skip_special_tokens else frozenset()
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._bytes_of = (tokenizer.visible_bytes_of if skip_special_tokens else tokenizer.bytes_of).__getitem__
+        self._withheld = b""
 
     def feed(self, token_ids: list[int]) -> str:
         """Text that became certain with these tokens."""
-        skipped, bytes_of = self._skipped, self._bytes_of
-        return self._utf8.decode(b"".join([bytes_of(token) for token in token_ids if token not in skipped]))
+        data = self._withheld + b"".join(map(self._bytes_of, token_ids))
+        text, num_bytes = utf_8_decode(data, "replace", False)
+        self._withheld = data[num_bytes:]
+        return text
 
     def flush(self) -> str:
         """What was withheld; incomplete bytes as U+FFFD."""
-        return self._utf8.decode(b"", final=True)
+        withheld, self._withheld = self._withheld, b""
+        return withheld.decode("utf-8", "replace")
 
 
 class WindowedDetokenizer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 
 import tokenizers
 
@@ -30,6 +31,21 @@ def byte_level_alphabet() -> dict[str, int]:
 BYTE_OF_CHAR = byte_level_alphabet()
 
 
+class _TokenTable(dict[int, bytes]):
+    """The bytes of tokens, filled as they are asked for. It keeps no ids beyond the vocabulary; an entry takes about
+    150 bytes with what it refers to."""
+
+    def __init__(self, vocab_size: int, bytes_of: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self._vocab_size, self._bytes_of = vocab_size, bytes_of
+
+    def __missing__(self, token_id: int) -> bytes:
+        data = self._bytes_of(token_id)
+        if token_id < self._vocab_size:
+            self[token_id] = data
+        return data
+
+
 class Tokenizer:
     """Wraps a `tokenizers.Tokenizer`; safe to call from several threads.
 
@@ -45,7 +61,8 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._added = {token_id: token.content for token_id, token in added.items()}
-        self._bytes: dict[int, bytes] = {}
+        self.bytes_of = _TokenTable(self.vocab_size, self._bytes_of)
+        self.visible_bytes_of = _TokenTable(self.vocab_size, self._visible_bytes_of)
         self._pieces = memory_of(backend)
         self._around = added_around(backend)
 
@@ -76,10 +93,10 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for; empty for an id beyond the vocabulary."""
-        known = self._bytes.get(token_id)
-        if known is None:
-            known = self._bytes[token_id] = self._bytes_of(token_id)
-        return known
+        return self.bytes_of[token_id]
+
+    def _visible_bytes_of(self, token_id: int) -> bytes:
+        return b"" if token_id in self.special_ids else self.bytes_of[token_id]
 
     def _bytes_of(self, token_id: int) -> bytes:
         token = self.token_string(token_id)

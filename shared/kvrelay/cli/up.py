@@ -164,6 +164,8 @@ def to_argv(values: Mapping[str, Any], config_class: type[CommonConfig]) -> list
         flag = flag_names(name)[0]
         if isinstance(value, bool):
             argv.append(flag if value else flag.replace("--", "--no-", 1))
+        elif isinstance(value, list | tuple):
+            argv += [f"{flag}={each}" for each in value]
         else:
             argv.append(f"{flag}={value}")
     return argv

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import tomllib
 from pathlib import Path
@@ -24,6 +25,9 @@ from kvrelay.config.common import CommonConfig
 LEAST_PER_MINUTE = 0.001
 """One in 17 hours. Redis keeps the time of the next request, which would not fit its numbers for ever rarer ones."""
 
+
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-fA-F:.]+\]|[^/?#@\s\[\]:]+)(:[0-9]{1,5})?")
+"""As browsers send it."""
 
 MAX_ID_OF_SEVERAL = 61
 """Of a router's name, to which its processes add a number."""
@@ -82,6 +86,12 @@ class RouterConfig(CommonConfig):
     )
     api_keys_file: Path | None = Field(
         default=None, description="file with one key a line; blank lines and lines that start with # do not count"
+    )
+    allowed_origins: tuple[str, ...] = Field(
+        default=(),
+        description="web pages that browsers let use the API: origins as in https://chat.example, or * for all; the "
+        "flag may be repeated (default: none)",
+        json_schema_extra={"flags": ["--allowed-origin"], "list": True},
     )
     max_body_bytes: ByteSize = Field(
         default=ByteSize(8 << 20), ge=1024, le=1 << 30, description="largest request body, as in 8MiB"
@@ -180,6 +190,14 @@ class RouterConfig(CommonConfig):
         if not self.uses_redis and not self.static_workers:
             raise ValueError("redis_url = none needs static_workers: there is nothing else to find workers by")
         return self
+
+    @field_validator("allowed_origins")
+    @classmethod
+    def _are_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in origins:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise ValueError(f"{origin!r} is no origin: SCHEME://HOST or SCHEME://HOST:PORT, without a path, or *")
+        return tuple(dict.fromkeys(origins))
 
     @field_validator("api_keys")
     @classmethod

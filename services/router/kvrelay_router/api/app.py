@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from kvrelay.fleet.limits import OwnLimits, SharedLimits
@@ -26,6 +27,16 @@ from kvrelay_router.api.settings import ApiSettings
 from kvrelay_router.api.tokens import DetokenizeTokens, TokenizeText, TokenRoutes
 from kvrelay_router.dispatch.interface import Dispatcher
 from kvrelay_router.text.service import TextService
+
+SHOWN_HEADERS = (
+    "x-request-id",
+    "retry-after",
+    "x-kvrelay-router",
+    "x-kvrelay-prefill",
+    "x-kvrelay-decode",
+    "x-kvrelay-route",
+)
+"""Of answers to web pages of other origins, beside those that browsers show anyway."""
 
 
 def create_app(
@@ -49,7 +60,15 @@ def create_app(
     }
     _add_generation(app, service, endpoints)
     _add_operations(app, service)
-    return Entrance(app, endpoints, settings, observer)
+    entrance = Entrance(app, endpoints, settings, observer)
+    return _for_web_pages(entrance, settings.allowed_origins) if settings.allowed_origins else entrance
+
+
+def _for_web_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Browsers ask, without a key, whether a page of another origin may use the API, and what of answers it may see."""
+    return CORSMiddleware(
+        app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=SHOWN_HEADERS
+    )
 
 
 def _add_generation(app: FastAPI, service: ApiService, endpoints: Mapping[str, Endpoint]) -> None:

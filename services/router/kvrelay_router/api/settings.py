@@ -18,6 +18,7 @@ class ApiSettings:
     model_names: tuple[str, ...]
     router_id: str = "router"
     api_keys: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()  # of web pages; "*": of all
     max_body_bytes: int = 16 * 1024 * 1024
     request_timeout_s: float = 600.0
     max_requests: int = 1024  # in progress; beyond it new ones get 429
@@ -33,6 +34,7 @@ class ApiSettings:
             model_names=(config.served_model_name,),
             router_id=config.router_id,
             api_keys=tuple(key.get_secret_value() for key in config.api_keys),
+            allowed_origins=config.allowed_origins,
             max_body_bytes=int(config.max_body_bytes),
             request_timeout_s=config.request_timeout_s,
             max_requests=config.max_queued_requests,

@@ -119,7 +119,7 @@ class SimulatedFleet:
     def _arrive(self, number: int, traced: TracedRequest, requests: list[Request]) -> None:
         num_output = traced.num_output_tokens if self.decode else 1
         tokens = traced.tokens()
-        prompt = PromptPrefixes(tokens, affinity=traced.session)  # type: ignore[arg-type]  # an array, not a list
+        prompt = PromptPrefixes(tokens, affinity=traced.session)
         block_size = self.settings.workers.block_size
         needed = -(-(len(tokens) + num_output) // block_size)
         if needed > min(worker.pool.num_blocks for worker in self.workers.values()):

@@ -24,7 +24,7 @@ from kvrelay.fleet import WorkerRecord
 from kvrelay.protocol.messages import LoadReport, PeerRef, Status
 from kvrelay.scheduling.cost import StepCost
 from kvrelay_router.dispatch.interface import ModelLimits
-from kvrelay_router.dispatch.load import InWork, OutstandingLoad, WorkerLoad, worker_key
+from kvrelay_router.dispatch.load import OutstandingLoad, WorkerLoad, worker_key
 from kvrelay_router.routing.candidates import Candidate, Candidates
 
 REGISTRY_GRACE_S = 10.0
@@ -53,8 +53,7 @@ class KnownWorker:
     refused: str = ""  # the reason
     missing_since: float | None = None  # not in the registry
     foreign: WorkerLoad | None = None  # what it reported beyond this router's own share at that moment
-    candidate: Candidate | None = None  # as last made, of `made_of`
-    made_of: tuple[object, ...] = ()
+    candidate: Candidate | None = None  # as last made, unless something of it has changed since
 
     def state(self, now: float) -> WorkerState:
         """See the module's text."""
@@ -78,7 +77,8 @@ class FleetView:
     ) -> None:
         self._load = load
         self._on_state = on_state
-        self._workers: dict[str, KnownWorker] = {}
+        self._workers: dict[str, KnownWorker] = {}  # in the order of their names
+        self._limits: tuple[list[WorkerRecord], ModelLimits | None] = ([], None)  # of these records
 
     # -- events -------------------------------------------------------------------------------------------------------
 
@@ -92,7 +92,7 @@ class FleetView:
                 peer = PeerRef(record.worker_id, record.incarnation, record.address)
                 self._workers[record.worker_id] = KnownWorker(record, peer)
             elif record.incarnation == known.record.incarnation:
-                known.record, known.missing_since = record, None
+                known.record, known.missing_since, known.candidate = record, None, None
         for worker_id, known in list(self._workers.items()):
             if worker_id in present:
                 continue
@@ -100,6 +100,7 @@ class FleetView:
                 del self._workers[worker_id]
             elif known.missing_since is None:
                 known.missing_since = now
+        self._workers = dict(sorted(self._workers.items()))
 
     def answered(self, peer: PeerRef, status: Status, now: float) -> None:
         """A worker's own report, which is also its life sign."""
@@ -108,7 +109,7 @@ class FleetView:
             return
         was = known.state(now)
         known.foreign = _foreign(status, self._load.of(worker_key(peer)))
-        known.status, known.heard_at, known.lost = status, now, ""
+        known.status, known.heard_at, known.lost, known.candidate = status, now, "", None
         self._tell(known, was, "it answers", now)
 
     def lost(self, peer: PeerRef, reason: str, now: float) -> None:
@@ -142,8 +143,15 @@ class FleetView:
 
     def candidates(self, now: float) -> Candidates:
         """The workers that take new requests, with their load."""
-        ready = (known for known in self._workers.values() if known.state(now) is WorkerState.READY)
-        return Candidates.of(self._candidate(known) for known in ready)
+        for worker_id, _ in self._load.changed:
+            if (changed := self._workers.get(worker_id)) is not None:
+                changed.candidate = None
+        self._load.changed.clear()
+        ready = [self._candidate(known) for known in self._workers.values() if known.state(now) is WorkerState.READY]
+        return Candidates(
+            tuple([candidate for candidate in ready if candidate.role == "prefill"]),
+            tuple([candidate for candidate in ready if candidate.role == "decode"]),
+        )
 
     def namings(self, now: float) -> set[tuple[str, int]]:
         """Fingerprint and block size of the ready workers: all ways to name a block at the moment."""
@@ -154,18 +162,9 @@ class FleetView:
         """The least that a ready worker can take; of all workers while none is ready."""
         records = [known.record for known in self._workers.values() if known.state(now) is WorkerState.READY]
         records = records or [known.record for known in self._workers.values() if not known.refused]
-        if not records:
-            return None
-        knows_beams = all(record.max_running for record in records)
-        decode = [record for record in records if record.role == "decode" and knows_beams]
-        return ModelLimits(
-            min(record.max_model_len for record in records),
-            min(record.vocab_size for record in records),
-            min((record.max_running for record in decode), default=0),
-            min((record.num_blocks for record in decode), default=0),
-            min((record.block_size for record in decode), default=0),
-            gang_samples=bool(decode) and all(record.gang_samples for record in decode),
-        )
+        if records != self._limits[0]:
+            self._limits = records, _limits_of(records) if records else None
+        return self._limits[1]
 
     def has_joining(self, now: float) -> bool:
         """Whether a worker is yet to answer."""
@@ -191,16 +190,13 @@ class FleetView:
 
     def _candidate(self, known: KnownWorker) -> Candidate:
         """Made again only when something changed: each request looks at all workers, and changes two."""
-        key = worker_key(known.peer)
-        own, recent_tokens, head = self._load.of(key), self._load.recent_tokens(key), self._load.in_work(key)
-        load = (own.num_tokens, own.num_sequences, own.num_pairs, own.num_pending, own.num_pending_blocks)
-        made_of = (known.record, known.status, known.foreign, recent_tokens, load, head)
-        if known.candidate is None or made_of != known.made_of:
-            known.candidate, known.made_of = self._make_candidate(known, own, recent_tokens, head), made_of
+        if known.candidate is None:
+            known.candidate = self._make_candidate(known)
         return known.candidate
 
-    @staticmethod
-    def _make_candidate(known: KnownWorker, own: WorkerLoad, recent_tokens: float, head: InWork) -> Candidate:
+    def _make_candidate(self, known: KnownWorker) -> Candidate:
+        key = worker_key(known.peer)
+        own, head = self._load.of(key), self._load.in_work(key)
         foreign = known.foreign or WorkerLoad()
         record, status = known.record, known.status
         blocks = status.blocks if status is not None else {}
@@ -220,7 +216,7 @@ class FleetView:
             head_since_s=head.since_s,
             num_pending=own.num_pending + foreign.num_pending,
             context_tokens=report.context_tokens,
-            recent_tokens=recent_tokens,
+            recent_tokens=self._load.recent_tokens(key),
             num_blocks=record.num_blocks,
             block_size=record.block_size,
             block_bytes=record.block_bytes,
@@ -233,6 +229,19 @@ class FleetView:
         state = known.state(now)
         if self._on_state is not None and state is not was:
             self._on_state(known, state, reason)
+
+
+def _limits_of(records: list[WorkerRecord]) -> ModelLimits:
+    knows_beams = all(record.max_running for record in records)
+    decode = [record for record in records if record.role == "decode" and knows_beams]
+    return ModelLimits(
+        min(record.max_model_len for record in records),
+        min(record.vocab_size for record in records),
+        min((record.max_running for record in decode), default=0),
+        min((record.num_blocks for record in decode), default=0),
+        min((record.block_size for record in decode), default=0),
+        gang_samples=bool(decode) and all(record.gang_samples for record in decode),
+    )
 
 
 def _are_speeds(values: tuple[float | None, ...] | None) -> TypeGuard[tuple[float, ...]]:

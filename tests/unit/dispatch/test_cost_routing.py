@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import replace
 from typing import Any, get_args
 
 import msgspec
@@ -372,7 +371,7 @@ def test_what_caches_are_good_for_says_how_much_their_balance_is_worth() -> None
 
 def test_the_time_that_a_prompt_has_been_computed_for_is_done_but_no_more_than_all_of_it() -> None:
     fresh = worker("p0", "prefill", queued_tokens=2000, head_tokens=2000, head_since_s=7.0)
-    halfway = replace(fresh, peer=peer("p1"), head_since_s=6.95)
+    halfway = msgspec.structs.replace(fresh, peer=peer("p1"), head_since_s=6.95)
     decode = worker("d", "decode")
     assert names(choose(demand(now_s=7.0), {}, fresh, halfway, decode))[0] == "p1"
     stuck = worker("p2", "prefill", queued_tokens=4000, head_tokens=2000, head_since_s=-1000.0)

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvrelay.fleet import WorkerRecord
 from kvrelay.protocol.messages import LoadReport, PeerRef, Status
@@ -230,3 +232,41 @@ def test_speeds_that_are_no_numbers_to_reckon_with_are_not_known(bad: float) -> 
     fleet.view.answered(ref(record("d")), msgspec.structs.replace(status(), load=load), fleet.now)
     (candidate,) = fleet.view.candidates(fleet.now).decode
     assert (candidate.step_cost, candidate.transfer_bytes_s) == (None, None)
+
+
+CHANGES = st.one_of(
+    st.tuples(st.just("move"), st.integers(0, 3), st.sampled_from(["p0", "p1", ""]), st.integers(0, 300)),
+    st.tuples(st.just("gave"), st.integers(0, 1), st.just(""), st.integers(0, 2000)),
+    st.tuples(st.just("answered"), st.integers(0, 2), st.just(""), st.integers(0, 5)),
+    st.tuples(st.just("registered"), st.integers(0, 3), st.just(""), st.integers(100, 102)),
+    st.tuples(st.just("asked"), st.just(0), st.just(""), st.just(0)),
+)
+
+
+@given(st.lists(CHANGES, max_size=40))
+def test_candidates_are_what_they_would_be_if_none_were_kept(changes: list[tuple[str, int, str, int]]) -> None:
+    """Whatever changed, and however often they were asked for between."""
+    workers = [record("d0"), record("p0", "prefill"), record("p1", "prefill")]
+    fleet, sequences = Fleet(*workers), [Held() for _ in range(4)]
+    peers = {worker.worker_id: ref(worker) for worker in workers}
+    for kind, number, name, amount in changes:
+        match kind:
+            case "move":
+                decode = peers["d0"] if amount % 3 else None
+                fleet.load.move(
+                    sequences[number], peers.get(name), amount, decode, num_pairs=amount, num_pending_blocks=amount % 4
+                )
+            case "gave":
+                fleet.load.gave((f"p{number}", workers[1].incarnation), amount, 1600)
+            case "answered":
+                fleet.view.answered(ref(workers[number]), status(queued_tokens=amount), fleet.now)
+            case "registered":
+                workers = [msgspec.structs.replace(worker, num_blocks=amount) for worker in workers]
+                fleet.view.registered(workers[number:] + workers[:number], fleet.now)
+            case "asked":
+                fleet.view.candidates(fleet.now)
+    kept = fleet.view.candidates(fleet.now)
+    for worker in fleet.view._workers.values():
+        worker.candidate = None
+    assert kept == fleet.view.candidates(fleet.now)
+    assert [each.worker_id for each in (*kept.decode, *kept.prefill)] == ["d0", "p0", "p1"]

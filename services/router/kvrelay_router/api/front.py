@@ -117,8 +117,7 @@ class Front:
             await send(message)
 
         try:
-            if scope["path"] not in OPEN_PATHS:
-                key = self._keys.check(headers)
+            if scope["path"] not in OPEN_PATHS and (key := self._keys.check(headers)):
                 state["names"] = dataclasses.replace(names, key=key)
             await self._app(scope, receive, send_named)
         except Exception as error:

@@ -111,7 +111,7 @@ class Generation:
 
         Those that do not fit 4 KiB, which is what proxies take of a header, are left out; the last item counts them.
         """
-        routes = [json.dumps(handle.served_by.route, separators=(",", ":")) for handle in self._handles]
+        routes = [json.dumps(handle.served_by.tell_route(), separators=(",", ":")) for handle in self._handles]
         if len(routes) == 1 and len(routes[0]) <= MAX_ROUTES_BYTES:
             return routes[0]
         fitting = _fitting(routes, MAX_ROUTES_BYTES, 1)

@@ -196,7 +196,7 @@ class SequenceAttempts:
         self._legs = _Legs(event.prefill, event.decode)
         self.state = AttemptState.PREFILLING
         prompt = Prompt(
-            tokens=self.spec.prompt + pack_tokens(self.output),
+            tokens=self.spec.prompt + pack_tokens(self.output) if self.output else self.spec.prompt,
             num_output=len(self.output),
             sampling=self.spec.sampling,
             cache_salt=self.spec.cache_salt,

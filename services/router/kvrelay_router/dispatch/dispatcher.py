@@ -15,9 +15,6 @@ from typing import Any
 
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import LinkEvent
-from kvrelay.protocol.messages import (
-    pack_tokens,
-)
 from kvrelay.telemetry.event_log import EventLog
 from kvrelay.telemetry.tracing import Tracer
 from kvrelay_router.dispatch.attempt import SequenceAttempts, SequenceSpec
@@ -234,7 +231,7 @@ class RouterDispatcher:
             "workers": self._describe_workers(live),
             **self._figures(),
             "latency": latency_of(self._records.latest(LATENCY_REQUESTS)),
-            "last_decisions": list(self._placement.last_decisions),
+            "last_decisions": self._placement.last_decisions,
         }
 
     def figures(self) -> dict[str, Any]:
@@ -305,11 +302,10 @@ class RouterDispatcher:
         loop = asyncio.get_running_loop()
         timer = loop.call_later(request.timeout_s, self._deadline_passed, handle)
         running = Running(handle, record, time.monotonic() + request.timeout_s, timer, prefixes)
-        prompt = pack_tokens(request.prompt_ids)
         for index in range(request.num_sequences):
             spec = SequenceSpec(
                 sequence=index,
-                prompt=prompt,
+                prompt=prefixes.packed,
                 num_prompt_tokens=len(request.prompt_ids),
                 sampling=request.sampling,
                 cache_salt=request.cache_salt,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -81,7 +81,7 @@ class ServedBy:
 
     prefill: str | None = None
     decode: str | None = None
-    route: dict[str, Any] = field(default_factory=dict)  # the decision with its reasons, JSON-ready
+    tell_route: Callable[[], dict[str, Any]] = dict  # the decision with its reasons, JSON-ready
 
 
 class DeltaSink(Protocol):

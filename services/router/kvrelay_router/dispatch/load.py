@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from kvrelay.protocol.messages import PeerRef
 
 WorkerKey = tuple[str, str]
@@ -17,8 +19,7 @@ def worker_key(peer: PeerRef) -> WorkerKey:
     return peer.peer_id, peer.incarnation
 
 
-@dataclass(slots=True)
-class WorkerLoad:
+class WorkerLoad(msgspec.Struct):
     """Of one worker, from one source."""
 
     num_tokens: int = 0  # of prompts that are not computed yet, without what was expected in the cache
@@ -36,8 +37,7 @@ class WorkerLoad:
         self.num_pending_blocks += sign * other.num_pending_blocks
 
 
-@dataclass(frozen=True, slots=True)
-class InWork:
+class InWork(msgspec.Struct, frozen=True):
     """The prompt at the head of a worker's queue: what of it was to be computed, and since when it has been."""
 
     num_tokens: int = 0  # 0: none
@@ -67,6 +67,8 @@ class OutstandingLoad:
         self._workers: dict[WorkerKey, WorkerLoad] = {}
         self._prompts: dict[WorkerKey, _Prompts] = {}
         self._computed: dict[WorkerKey, float] = {}
+        self.changed: set[WorkerKey] = set()
+        """Workers of which answers may differ from those before this was last cleared, by whoever keeps answers."""
 
     def of(self, key: WorkerKey) -> WorkerLoad:
         """A worker's load; zero where nothing is outstanding."""
@@ -105,7 +107,9 @@ class OutstandingLoad:
             return
         for key, share in held.shares.items():
             self._add(key, share, -1)
-        for key in held.shares.keys() | shares.keys():
+        changed = held.shares.keys() | shares.keys()
+        self.changed |= changed
+        for key in changed:
             self._queue(key, held, shares.get(key))
         held.shares = shares
         held.is_waiting = any(share.num_tokens or share.num_pending for share in shares.values())
@@ -119,7 +123,9 @@ class OutstandingLoad:
     def gave(self, key: WorkerKey, num_tokens: int, pool_tokens: int) -> None:
         """A worker got prompt tokens to compute. Once one has had a pool full of them, all that was counts half."""
         total = self._computed[key] = self._computed.get(key, 0.0) + num_tokens
+        self.changed.add(key)
         if pool_tokens and total > pool_tokens:
+            self.changed |= self._computed.keys()
             self._computed = {each: tokens / 2 for each, tokens in self._computed.items() if tokens > 1}
 
     @property

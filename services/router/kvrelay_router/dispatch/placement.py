@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
 from kvrelay.kv.hashing import BlockHash, hash_blocks, root_hash
-from kvrelay.protocol.messages import PeerRef
+from kvrelay.protocol.messages import PeerRef, pack_tokens
 from kvrelay.scheduling.cost import pairs
 from kvrelay_router.dispatch.breaker import Breakers
 from kvrelay_router.dispatch.interface import TooLate
@@ -50,6 +54,17 @@ class Work:
     num_decode_blocks: int = 0
 
 
+class _Placed(msgspec.Struct, frozen=True):
+    request_id: str
+    num_prompt_tokens: int
+    at: float  # Unix seconds
+    decision: Decision | NoPlacement
+
+    def as_json(self) -> dict[str, Any]:
+        about = {"request_id": self.request_id, "num_prompt_tokens": self.num_prompt_tokens, "at": self.at}
+        return about | as_json(self.decision)
+
+
 class Reuse:
     """The share of prompt tokens that were found cached, over about the last `REUSE_REQUESTS` requests."""
 
@@ -69,10 +84,11 @@ class Reuse:
 
 
 class PromptPrefixes:
-    """A prompt's block hashes, made once for each model and block size of the fleet."""
+    """A prompt's tokens as bytes, and its block hashes, made once for each model and block size of the fleet."""
 
-    def __init__(self, prompt_ids: Sequence[int], cache_salt: str = "", affinity: str = "") -> None:
-        self._prompt_ids = prompt_ids
+    def __init__(self, prompt_ids: list[int] | NDArray[np.int32], cache_salt: str = "", affinity: str = "") -> None:
+        self.packed = pack_tokens(prompt_ids)
+        self._prompt_ids = np.frombuffer(self.packed, dtype="<i4")
         self._cache_salt = cache_salt
         self._affinity = affinity
         self._hashes: dict[tuple[str, int], list[BlockHash]] = {}
@@ -124,7 +140,7 @@ class Placement:
         self.fallbacks = Fallbacks()
         self.num_placed = dict.fromkeys(PLACEMENTS, 0)
         self.breakers = Breakers()
-        self.last_decisions: deque[dict[str, Any]] = deque(maxlen=num_last_decisions)
+        self._last_decisions: deque[_Placed] = deque(maxlen=num_last_decisions)
         self._view = view
         self._policy = policy
         self._local_prefill_tokens = local_prefill_tokens
@@ -132,6 +148,11 @@ class Placement:
         self._heat = PrefixHeat()
         self._reuse = Reuse()
         self._ordinal = 0
+
+    @property
+    def last_decisions(self) -> list[dict[str, Any]]:
+        """JSON-ready, the latest at the end."""
+        return [each.as_json() for each in self._last_decisions]
 
     def is_possible(self) -> bool:
         """Whether a request of many tokens could be placed."""
@@ -260,10 +281,10 @@ class Placement:
         return self._ordinal - 1
 
     def _record(self, demand: Demand, decision: Decision | NoPlacement) -> None:
-        record = {"request_id": demand.request_id, "num_prompt_tokens": demand.num_prompt_tokens, "at": time.time()}
-        record |= as_json(decision)
-        self.last_decisions.append(record)
-        log.debug("route %s: %s", demand.request_id, record)
+        placed = _Placed(demand.request_id, demand.num_prompt_tokens, time.time(), decision)
+        self._last_decisions.append(placed)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("route %s: %s", demand.request_id, placed.as_json())
 
     def _count(self, decision: Decision) -> None:
         """By kind: else nobody would notice that all prompts stay on decode, by choice or for lack of others."""

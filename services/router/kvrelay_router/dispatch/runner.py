@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from kvrelay.protocol.messages import AnyBody, PeerRef, TokenEntry
@@ -120,7 +121,7 @@ class SequenceRunner:
         served_by = running.handle.served_by
         served_by.prefill = prefill.peer_id if prefill is not None else None
         served_by.decode = decode.peer_id if decode is not None else None
-        served_by.route = as_json(decision)
+        served_by.tell_route = partial(as_json, decision)
         timeout_s = max(0.0, running.deadline - time.monotonic())
         self.feed(sequence, Placed(prefill, decode, timeout_s))
 

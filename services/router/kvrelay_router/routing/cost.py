@@ -26,10 +26,11 @@ sooner, counting also what it takes from the streams there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvrelay_router.routing.candidates import Candidate, Expected
 from kvrelay_router.routing.estimates import Estimates
+from kvrelay_router.routing.prefix_view import WorkerId
 
 TIE_SHARE = 0.05
 TIE_S = 1e-4
@@ -48,8 +49,9 @@ def in_turn(candidates: Sequence[Candidate], ordinal: int) -> list[Candidate]:
 
 def pick_prefill(candidates: Sequence[Candidate], estimates: Estimates) -> tuple[Candidate, str]:
     """The worker that has the prompt computed soonest, at the least price for others."""
-    own = {c.worker_id: estimates.queue_s(c) + estimates.compute_s(c) for c in candidates}
-    prices = prices_s(candidates, estimates)
+    waits = {c.worker_id: estimates.alone(c) for c in candidates}
+    prices = prices_s(candidates, waits, estimates)
+    own = {name: wait.ttft_s for name, wait in waits.items()}
     totals = {name: own_s + prices[name] for name, own_s in own.items()}
     best = min(totals, key=totals.__getitem__)
     worst_tie_s = totals[best] + own[best] * TIE_SHARE + TIE_S
@@ -59,23 +61,27 @@ def pick_prefill(candidates: Sequence[Candidate], estimates: Estimates) -> tuple
     others = [(total_s, other) for other, total_s in totals.items() if other != name]
     next_s, next_name = min(others, default=(0.0, ""))
     cached, total = estimates.cached_tokens(chosen), estimates.demand.num_prompt_tokens
-    reason = f"{name} in {own[name]:.4f} s (queue {estimates.queue_s(chosen):.4f}, {cached} of {total} tokens cached)"
+    reason = f"{name} in {own[name]:.4f} s (queue {waits[name].queue_s:.4f}, {cached} of {total} tokens cached)"
     if not next_name:
         return chosen, reason
     return chosen, f"{reason}; with its price {totals[name]:.4f}, next is {next_name} with {next_s:.4f}"
 
 
-def prices_s(candidates: Sequence[Candidate], estimates: Estimates) -> dict[str, float]:
-    """Seconds by worker that placing the request there costs others; see the module's text."""
-    most_cached = max(estimates.cached_tokens(candidate) for candidate in candidates)
-    computes = [estimates.compute_s(candidate) for candidate in candidates]
-    mean_queue_s = sum(estimates.queue_s(candidate) for candidate in candidates) / len(candidates)
-    weight = min(MOST_WEIGHT, BASE_WEIGHT + QUEUE_WEIGHT * mean_queue_s / max(max(computes), 1e-9))
-    mean_recent = sum(candidate.recent_tokens for candidate in candidates) / len(candidates)
+def prices_s(
+    candidates: Sequence[Candidate], waits: Mapping[WorkerId, Expected], estimates: Estimates
+) -> dict[WorkerId, float]:
+    """Seconds by worker that placing the request there costs others; see the module's text. `waits`: its own, there."""
+    cached = [estimates.cached_tokens(candidate) for candidate in candidates]
+    most_cached = max(cached)
+    longest_s = max([wait.compute_s for wait in waits.values()])
+    mean_queue_s = sum([wait.queue_s for wait in waits.values()]) / len(candidates)
+    weight = min(MOST_WEIGHT, BASE_WEIGHT + QUEUE_WEIGHT * mean_queue_s / max(longest_s, 1e-9))
+    mean_recent = sum([candidate.recent_tokens for candidate in candidates]) / len(candidates)
     prices = {}
-    for candidate, compute_s in zip(candidates, computes, strict=True):
+    for candidate, num_cached in zip(candidates, cached, strict=True):
         # Both by this worker's speed: what is left of the difference between two workers is what one of them holds.
-        fresh_s = estimates.compute_s(candidate, most_cached)
+        compute_s = waits[candidate.worker_id].compute_s
+        fresh_s = compute_s if num_cached == most_cached else estimates.compute_s(candidate, most_cached)
         again_s = max(0.0, compute_s - fresh_s) / (1 + estimates.demand.heat) ** 2
         imbalance = (candidate.recent_tokens - mean_recent) / (mean_recent + 1.0)
         imbalance = max(-MOST_IMBALANCE, min(MOST_IMBALANCE, imbalance))
@@ -88,9 +94,14 @@ def pick_decode(
     candidates: Sequence[Candidate], prefill: Candidate | None, estimates: Estimates
 ) -> tuple[Candidate, str]:
     """The worker on which the sequence is expected to go on soonest."""
+    compute_s = estimates.compute_s(prefill) if prefill is not None else 0.0
 
     def key(candidate: Candidate) -> tuple[bool, float, int]:
-        return not estimates.has_room(candidate), _decode_s(candidate, prefill, estimates), -candidate.num_free_blocks
+        if prefill is None:
+            wait_s = _alone_s(candidate, estimates)
+        else:
+            wait_s = estimates.transfer_s(prefill, candidate, compute_s) + estimates.decode_s(candidate)
+        return not estimates.has_room(candidate), wait_s, -candidate.num_free_blocks
 
     chosen = min(in_turn(candidates, estimates.demand.ordinal), key=key)
     reason = (
@@ -117,13 +128,9 @@ def better_alone(
     ]
     if not fitting:
         return None
-
-    def total_s(candidate: Candidate) -> float:
-        return estimates.alone(candidate).ttft_s + estimates.stall_s(candidate) + estimates.decode_s(candidate)
-
-    chosen = min(in_turn(fitting, estimates.demand.ordinal), key=total_s)
+    chosen = min(in_turn(fitting, estimates.demand.ordinal), key=lambda candidate: _alone_s(candidate, estimates))
     with_handoff_s = handed_over.ttft_s + estimates.decode_s(decode)
-    if total_s(chosen) >= with_handoff_s:
+    if _alone_s(chosen, estimates) >= with_handoff_s:
         return None
     alone = estimates.alone(chosen)
     return chosen, (
@@ -132,7 +139,6 @@ def better_alone(
     )
 
 
-def _decode_s(candidate: Candidate, prefill: Candidate | None, estimates: Estimates) -> float:
-    if prefill is None:
-        return estimates.alone(candidate).ttft_s + estimates.stall_s(candidate) + estimates.decode_s(candidate)
-    return estimates.handed_over(prefill, candidate).transfer_s + estimates.decode_s(candidate)
+def _alone_s(decode: Candidate, estimates: Estimates) -> float:
+    """Without a handoff, counting what it takes from the streams there."""
+    return estimates.alone(decode).ttft_s + estimates.stall_s(decode) + estimates.decode_s(decode)

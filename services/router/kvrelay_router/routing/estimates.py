@@ -8,9 +8,10 @@ between workers is what decides, and it is right whatever the unit.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from math import ceil
 from statistics import median
+
+import msgspec
 
 from kvrelay.scheduling.cost import StepCost, pairs
 from kvrelay_router.routing.candidates import Candidate, Candidates, Demand, Expected
@@ -22,9 +23,9 @@ HORIZON_TOKENS = 64
 """Output tokens over which a decode worker's slowness counts against the time that its handoff takes."""
 
 
-@dataclass(frozen=True, slots=True)
-class TypicalSpeeds:
-    """Medians over those workers that have measured something. `transfer_bytes_s` 0: nobody has."""
+class TypicalSpeeds(msgspec.Struct, frozen=True):
+    """Medians over those workers that have measured something, for those that have not. `transfer_bytes_s` 0: nobody
+    has."""
 
     prefill: StepCost = DEFAULT_COST
     decode: StepCost = DEFAULT_COST
@@ -34,8 +35,10 @@ class TypicalSpeeds:
     @classmethod
     def of(cls, candidates: Candidates) -> TypicalSpeeds:
         """A role of which nothing is known borrows the other's: they run the same model."""
-        prefill, decode = _median_cost(candidates.prefill), _median_cost(candidates.decode)
         rates = [c.transfer_bytes_s for c in candidates.prefill if c.transfer_bytes_s]
+        if None not in [c.step_cost for c in (*candidates.prefill, *candidates.decode)]:  # no worker is taken for one
+            return cls(transfer_bytes_s=median(rates) if rates else 0.0, is_measured=True)
+        prefill, decode = _median_cost(candidates.prefill), _median_cost(candidates.decode)
         return cls(
             prefill or decode or DEFAULT_COST,
             decode or prefill or DEFAULT_COST,
@@ -44,13 +47,12 @@ class TypicalSpeeds:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Estimates:
+class Estimates(msgspec.Struct, frozen=True):
     """About one request. `cached_blocks`: leading blocks of the prompt by worker; who is not in it has none."""
 
     demand: Demand
-    typical: TypicalSpeeds = field(default_factory=TypicalSpeeds)
-    cached_blocks: Mapping[WorkerId, int] = field(default_factory=dict)
+    typical: TypicalSpeeds = TypicalSpeeds()
+    cached_blocks: Mapping[WorkerId, int] = {}
 
     def cost(self, worker: Candidate) -> StepCost:
         """Of the worker's steps."""
@@ -90,7 +92,7 @@ class Estimates:
     def handed_over(self, prefill: Candidate, decode: Candidate) -> Expected:
         """From one to the other. Only what the computation does not hide of the transfer counts."""
         compute_s = self.compute_s(prefill)
-        transfer_s = self._transfer_s(prefill, decode, compute_s)
+        transfer_s = self.transfer_s(prefill, decode, compute_s)
         return Expected(self.queue_s(prefill), compute_s, transfer_s, self.typical.is_measured)
 
     def stall_s(self, decode: Candidate) -> float:
@@ -130,7 +132,8 @@ class Estimates:
             step_s = cost.fixed_s
         return num_steps * step_s + cost.token_s * num_tokens + cost.pair_s * num_pairs
 
-    def _transfer_s(self, prefill: Candidate, decode: Candidate, compute_s: float) -> float:
+    def transfer_s(self, prefill: Candidate, decode: Candidate, compute_s: float) -> float:
+        """What a computation of so long on `prefill` does not hide of the handoff."""
         rate = prefill.transfer_bytes_s or self.typical.transfer_bytes_s
         if not rate or not decode.block_bytes:
             return 0.0

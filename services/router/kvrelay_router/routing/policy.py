@@ -7,8 +7,9 @@ is the same for all: only workers of one fingerprint are paired, and where an at
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Literal, get_args
+
+import msgspec
 
 from kvrelay_router.routing import baselines
 from kvrelay_router.routing.candidates import Candidate, Candidates, Decision, Demand, Expected, NoPlacement
@@ -48,7 +49,7 @@ def decide(
     if not prefills:
         missing = "no prefill worker goes with a decode worker" if candidates.prefill else "no prefill worker is ready"
         alone = _decode_alone(policy, candidates.decode, estimates, f"{missing}: decode alone")
-        return replace(alone, is_fallback=True)
+        return msgspec.structs.replace(alone, is_fallback=True)
     return _both(policy, prefills, candidates.decode, estimates)
 
 

@@ -25,10 +25,13 @@ class PrefixHeat:
 
     def used(self, hashes: Sequence[BlockHash], now: float) -> None:
         """A prompt with these blocks was placed."""
-        blocks = self._blocks
+        blocks, first = self._blocks, (now, 1.0)
         for block_hash in hashes:
-            at, count = blocks.pop(block_hash, (now, 0.0))
-            blocks[block_hash] = now, 1.0 + count * 0.5 ** ((now - at) / HALF_LIFE_S)
+            if (last := blocks.pop(block_hash, None)) is None:
+                blocks[block_hash] = first
+            else:
+                at, count = last
+                blocks[block_hash] = now, 1.0 + count * 0.5 ** ((now - at) / HALF_LIFE_S)
         while len(blocks) > MAX_BLOCKS or (blocks and next(iter(blocks.values()))[0] < now - FORGET_S):
             blocks.popitem(last=False)
 

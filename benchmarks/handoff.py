@@ -21,7 +21,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -37,40 +37,50 @@ VOCABULARY = range(3, 2048)
 NUM_OUTPUT = 4
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True)
+class Load:
+    """What is served to whom. `model`: a directory; None: the demo model."""
+
+    model: Path | None = None
+    lengths: tuple[int, ...] = LENGTHS
+    modes: tuple[str, ...] = MODES
+
+
 class Series:
     """Of one transport and mode, by prompt length, one figure a turn: ms exposed, KiB sent after the last chunk."""
 
-    exposed_ms: dict[int, list[float]] = field(default_factory=lambda: {length: [] for length in LENGTHS})
-    tail_kib: dict[int, list[float]] = field(default_factory=lambda: {length: [] for length in LENGTHS})
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.exposed_ms: dict[int, list[float]] = {length: [] for length in lengths}
+        self.tail_kib: dict[int, list[float]] = {length: [] for length in lengths}
 
     @property
     def slopes_us(self) -> list[float]:
         """Microseconds a token, one per turn."""
-        turns = zip(*(self.exposed_ms[length] for length in LENGTHS), strict=True)
-        return [1e3 * float(np.polyfit(LENGTHS, turn, 1)[0]) for turn in turns]
+        turns = zip(*self.exposed_ms.values(), strict=True)
+        return [1e3 * float(np.polyfit(list(self.exposed_ms), turn, 1)[0]) for turn in turns]
 
 
-def measure(transport: str, repeats: int, flags: Sequence[str]) -> dict[str, Series]:
-    """Both modes of one transport, in turns."""
+def measure(transport: str, repeats: int, flags: Sequence[str], load: Load | None = None) -> dict[str, Series]:
+    """All modes of one transport, in turns."""
+    load = load or Load()
     rng = random.Random(transport)
     with tempfile.TemporaryDirectory() as folder:
-        paths = {mode: Path(folder) / mode for mode in MODES}
+        paths = {mode: Path(folder) / mode for mode in load.modes}
         with ExitStack() as running:
             stacks = {}
             for mode, path in paths.items():
                 metrics = str(path / "{worker_id}.jsonl")
                 own = ("--transfer", transport, "--push-when", mode, "--metrics-file", metrics)
-                stacks[mode] = running.enter_context(Stack(None, path, *own, *flags))
+                stacks[mode] = running.enter_context(Stack(load.model, path, *own, *flags))
             for turn in range(repeats + 1):
-                for length in LENGTHS:
+                for length in load.lengths:
                     for stack in stacks.values():
                         stack.complete(rng.choices(VOCABULARY, k=length), NUM_OUTPUT, ignore_eos=True)
                 print(f"{transport}: turn {turn} of {repeats}", file=sys.stderr)
-        return {mode: read(path) for mode, path in paths.items()}
+        return {mode: read(path, load.lengths) for mode, path in paths.items()}
 
 
-def read(folder: Path) -> Series:
+def read(folder: Path, lengths: Sequence[int] = LENGTHS) -> Series:
     """The exposed times of a stack that has ended, without its first turn."""
     records = [
         record
@@ -80,10 +90,10 @@ def read(folder: Path) -> Series:
     ]
     first_steps = {record.request: record.at for record in records if record.role == "decode"}
     sent = sorted((record for record in records if record.role == "prefill"), key=lambda record: record.at)
-    series = Series()
+    series = Series(lengths)
     for number, record in enumerate(sent):
-        if number >= len(LENGTHS):
-            length = LENGTHS[number % len(LENGTHS)]
+        if number >= len(lengths):
+            length = lengths[number % len(lengths)]
             last_chunk = record.at - record.exposed_s
             series.exposed_ms[length].append(1e3 * (first_steps[record.request] - last_chunk))
             series.tail_kib[length].append(record.num_bytes / record.num_blocks * record.num_tail_blocks / 1024)

@@ -7,6 +7,7 @@ that the head can run in slices: logits of a whole chunk are vocabulary times to
 from __future__ import annotations
 
 import platform
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -156,7 +157,9 @@ def make_dummy(source: ModelSource, attn_implementation: str) -> PreTrainedModel
     with torch.random.fork_rng(generators), torch.device(device):
         torch.manual_seed(_DUMMY_SEED)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            source.config, dtype=source.dtype, attn_implementation=attn_implementation
+            deepcopy(source.config),  # a model keeps it, and it says how the model attends
+            dtype=source.dtype,
+            attn_implementation=attn_implementation,
         )
     return model
 

@@ -38,9 +38,9 @@ from kvrelay.engine import model as model_module
 from kvrelay.engine import support
 from kvrelay.engine.attention import UnsupportedModel, _paged_attention_forward
 from kvrelay.engine.fingerprint import fingerprint
-from kvrelay.engine.model import load_model, open_source, resolve_dtype
+from kvrelay.engine.model import load_model, make_dummy, open_source, resolve_dtype
 from kvrelay.engine.probe import _check_mask
-from kvrelay.engine.runner import make_runner
+from kvrelay.engine.runner import TransformersRunner, make_runner
 from kvrelay.protocol.sampling import Sampling
 from tests.unit.engine.driving import run, start
 
@@ -238,6 +238,22 @@ def test_random_weights_need_a_config_alone_and_are_the_same_in_every_process(tm
     assert make_runner(name, num_blocks=8).spec.fingerprint != first.spec.fingerprint
     salted = make_runner(name, num_blocks=8, load_format="dummy").spec.fingerprint
     assert salted != make_runner(name, num_blocks=8).spec.fingerprint, "a worker with the weights is no partner of it"
+
+
+def test_a_second_model_of_a_source_does_not_change_how_the_first_attends(tmp_path: Path) -> None:
+    source = open_source(save_config(LlamaConfig(**SMALL), tmp_path), load_format="dummy")
+    prompt = [5, 6, 7, 8]
+    outputs = []
+    model = load_model(source, 16)
+    for _ in range(2):
+        runner = TransformersRunner(model, 8)
+        (sequence,) = start(runner, [prompt], Sampling(temperature=0.0, max_tokens=20), num_output=20)
+        run(runner, [sequence])
+        outputs.append(sequence.output)
+        other = make_dummy(source, "eager").eval()
+    assert outputs[0] == outputs[1]
+    got = other.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert outputs[0] == got[0, len(prompt) :].tolist()
 
 
 def test_a_length_may_be_smaller_than_the_models_but_not_larger(model_dir: Callable[[str], Path]) -> None:

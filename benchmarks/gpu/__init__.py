@@ -1,0 +1,1 @@
+"""What kvrelay does with a GPU, held against what the GPU itself can do; see `python -m benchmarks.gpu --help`."""

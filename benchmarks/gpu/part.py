@@ -1,0 +1,127 @@
+"""What a part finds when it runs: the device, the scale, the floors that were measured, and an engine on request."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.gpu.figures import Recorder
+from benchmarks.gpu.scale import BLOCK_SIZE, Scale, write_model
+from kvrelay.engine.batch import SequenceKey, WorkerBatch, WorkerRow
+from kvrelay.engine.model import CausalModel, load_model, open_source
+from kvrelay.engine.runner import TransformersRunner
+from kvrelay.kv.table import blocks_for
+from kvrelay.protocol.sampling import Sampling
+
+
+class WrongResults(AssertionError):
+    """What would be measured is not what transformers computes."""
+
+
+@dataclass(frozen=True)
+class Floors:
+    """What the device can do, measured in this run. Bandwidths in bytes a second, counting reads and writes."""
+
+    copy_rate: float
+    matmul_rate: float  # floating-point operations a second, in the model's type
+    to_host_rate: float  # bytes a second, from the device to pinned memory
+    to_device_rate: float
+
+
+@dataclass
+class Part:
+    """A part's surroundings."""
+
+    name: str
+    device: torch.device
+    scale: Scale
+    recorder: Recorder
+    folder: Path
+    floors: Floors | None = None
+    _model: CausalModel | None = field(default=None, init=False)
+
+    @property
+    def known_floors(self) -> Floors:
+        """Those of this run."""
+        assert self.floors is not None, "floors are measured before all other parts"
+        return self.floors
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's."""
+        return torch.bfloat16 if self.scale.dtype == "bfloat16" else torch.float32
+
+    def model_dir(self) -> Path:
+        """The model's config and tokenizer."""
+        directory = self.folder / "model"
+        return directory if directory.exists() else write_model(self.scale, directory)
+
+    def model(self) -> CausalModel:
+        """The model with random weights, made once."""
+        if self._model is None:
+            started = time.monotonic()
+            name = str(self.model_dir())
+            source = open_source(name, self.scale.dtype, self.device, self.scale.max_model_len, "dummy")
+            self._model = load_model(source, BLOCK_SIZE)
+            self.recorder.note(f"Attention by {self._model.backend.name}.")
+            print(f"  model made in {time.monotonic() - started:.1f} s", flush=True)
+        return self._model
+
+    def runner(self, num_tokens: int) -> TransformersRunner:
+        """With a pool for so many tokens, full of normal random numbers: kernels on zeros draw less power."""
+        runner = TransformersRunner(self.model(), blocks_for(num_tokens, BLOCK_SIZE) + 1)
+        runner.pool.normal_()
+        return runner
+
+    def wait(self) -> None:
+        """Until the device has done everything."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def seconds(self, work: Callable[[], object], times: int = 1) -> float:
+        """Of one call, by the wall's clock, from an idle device to an idle device, over so many calls in a row."""
+        self.wait()
+        started = time.perf_counter()
+        for _ in range(times):
+            work()
+        self.wait()
+        return (time.perf_counter() - started) / times
+
+
+def interleaved(works: dict[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+    """Each work's figure of every repeat; they take turns, and the first turn, which warms up, is thrown away."""
+    taken: dict[str, list[float]] = {name: [] for name in works}
+    for repeat in range(repeats + 1):
+        for name, work in works.items():
+            figure = work()
+            if repeat:
+                taken[name].append(figure)
+    return taken
+
+
+GREEDY = Sampling(temperature=0.0, max_tokens=1 << 20, ignore_eos=True)
+
+
+def decoding_batch(runner: TransformersRunner, batch: int, context: int) -> WorkerBatch:
+    """A step of `batch` sequences whose tokens attend to `context` tokens, themselves among them; scattered."""
+    count = blocks_for(context, BLOCK_SIZE)
+    order = np.random.default_rng(0).permutation(runner.spec.num_blocks).astype(np.int32)
+    rows = []
+    for index in range(batch):
+        key: SequenceKey = ("decode", 1, index)
+        runner.drop_sequence(key)
+        runner.add_sequence(key, GREEDY, [], context - 1)
+        blocks = order[index * count : (index + 1) * count]
+        rows.append(WorkerRow(key, np.array([5 + index], np.int32), context - 1, blocks, sample=True, is_prefill=False))
+    return WorkerBatch(0, rows)
+
+
+def middle(values: list[float]) -> float:
+    """The median."""
+    return statistics.median(values)

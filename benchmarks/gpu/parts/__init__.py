@@ -1,0 +1,1 @@
+"""The parts of the benchmark, each a module with `ABOUT`, what its figures mean, and `run`."""

@@ -1,0 +1,61 @@
+"""A decoding step against the time that reading its bytes takes at least."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.gpu.figures import figures, ratios
+from benchmarks.gpu.part import Part, decoding_batch, interleaved
+from kvrelay.engine.batch import WorkerBatch
+from kvrelay.engine.runner import TransformersRunner
+
+ABOUT = (
+    "One step of the engine with so many sequences that decode, greedily: from the step's rows to tokens on the host. "
+    "Floor: the bytes of all weights but the input embedding, and of the context's keys and values, over the rate of "
+    "copies within the device. Target: at most 1.35 of the floor."
+)
+TARGET = 1.35
+
+
+def run(part: Part) -> None:
+    """A row a batch."""
+    scale = part.scale
+    runner = part.runner((max(scale.batches) + 1) * (scale.context + 16))
+    for batch in scale.batches:
+        if not part.recorder.has_time(f"batch {batch} and larger ones"):
+            return
+        step = decoding_batch(runner, batch, scale.context)
+        taken = interleaved({"eager": _steps(part, runner, step)}, scale.repeats)
+        floor_s = step_bytes(part, batch, scale.context) / part.known_floors.copy_rate
+        for how, seconds in taken.items():
+            part.recorder.row(
+                "Decoding step",
+                batch=batch,
+                launched=how,
+                step_ms=figures([1e3 * s for s in seconds], 3),
+                floor_ms=round(1e3 * floor_s, 3),
+                of_the_floor=ratios(seconds, [floor_s] * len(seconds)),
+                tokens_a_second=figures([batch / s for s in seconds], 0),
+            )
+
+
+def _steps(part: Part, runner: TransformersRunner, step: WorkerBatch) -> Callable[[], float]:
+    return lambda: part.seconds(lambda: runner.execute(step), part.scale.steps)
+
+
+def step_bytes(part: Part, batch: int, context: int) -> int:
+    """What a decoding step has to read."""
+    layout = part.model().layout
+    return weight_bytes(part) + batch * context * layout.block_bytes // layout.block_size
+
+
+def weight_bytes(part: Part) -> int:
+    """Of all parameters but the input embedding, of which a step reads a row a token; a tied one is the head's, too."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(part.model().source.config, dtype=part.dtype)
+    sizes = {id(p): p.numel() * p.element_size() for p in model.parameters()}
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    return int(sum(sizes.values())) - (0 if embedding is head else sizes[id(embedding)])

@@ -1,0 +1,117 @@
+"""What lies between the steps of sequences that decode: planning, booking, sampling on the host."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from benchmarks.gpu.figures import figures
+from benchmarks.gpu.idle import device_activities, idleness
+from benchmarks.gpu.loop import Job, serve
+from benchmarks.gpu.part import Part
+from benchmarks.gpu.scale import Scale
+from kvrelay.engine.runner import TransformersRunner
+from kvrelay.scheduling.plan import SequenceOutput
+from kvrelay.worker.step_loop import StepLoop
+
+ABOUT = (
+    "A worker's step loop with its scheduler, in steps in which all sequences decode. Outside forwards: the share of "
+    "the time in which no forward ran on the host's step thread. Idle between, within steps: shares of the time in "
+    "which the GPU did nothing, from the profiler's trace of some of these steps, after the copy that brings a step's "
+    "tokens and elsewhere. The profiler slows the host a little. Target: at most 3% between steps."
+)
+TARGET = 0.03
+_MARGIN_STEPS = 3
+
+
+def num_outputs(scale: Scale) -> int:
+    """Tokens of a sequence, so many that all still decode in the window: they start one behind the other."""
+    return scale.loop_steps + 2 * _MARGIN_STEPS + scale.loop_batch
+
+
+@dataclass
+class Window:
+    """Steps in which all sequences decode: moments of their ends, and what forwards took; a profiler around some."""
+
+    batch: int
+    num_steps: int
+    profiler: torch.profiler.profile | None
+    ends: list[float] = field(default_factory=list)
+    forward_s: list[float] = field(default_factory=list)
+    _seen: int = 0
+
+    def on_step(self, loop: StepLoop, outputs: Sequence[SequenceOutput]) -> None:
+        """After each step of the loop."""
+        if len(outputs) < self.batch:
+            return
+        self._seen += 1
+        if self._seen == _MARGIN_STEPS and self.profiler is not None:
+            self.profiler.start()
+        if _MARGIN_STEPS < self._seen <= _MARGIN_STEPS + self.num_steps:
+            self.ends.append(time.perf_counter())
+            self.forward_s.append(loop.totals.forward_s)
+        if self._seen == _MARGIN_STEPS + self.num_steps and self.profiler is not None:
+            self.profiler.stop()
+
+    @property
+    def step_s(self) -> float:
+        """The mean."""
+        return (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
+
+    @property
+    def outside_forwards(self) -> float:
+        """A share of the time."""
+        return max(0.0, 1 - (self.forward_s[-1] - self.forward_s[0]) / (self.ends[-1] - self.ends[0]))
+
+
+def run(part: Part) -> None:
+    """A row for each way of planning."""
+    scale = part.scale
+    runner = part.runner((scale.loop_batch + 1) * (scale.context + num_outputs(scale) + 16))
+    for overlap in (True, False):
+        if not part.recorder.has_time(f"overlap {overlap}"):
+            return
+        _row(part, runner, overlap=overlap)
+    if part.device.type != "cuda":
+        part.recorder.note("Idle shares of the device are read from a GPU's profiler alone.")
+
+
+def _row(part: Part, runner: TransformersRunner, *, overlap: bool) -> None:
+    scale = part.scale
+    windows = [_measure(part, runner, None, overlap=overlap) for _ in range(scale.repeats + 1)][1:]
+    cells = {
+        "planned": "while the step before runs" if overlap else "after it",
+        "batch": scale.loop_batch,
+        "step_ms": figures([1e3 * window.step_s for window in windows], 3),
+        "outside_forwards_percent": figures([100 * window.outside_forwards for window in windows], 1),
+    }
+    if part.device.type == "cuda":
+        shares = []
+        for _ in range(scale.repeats):
+            profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            _measure(part, runner, profiler, overlap=overlap)
+            shares.append(idleness(device_activities(profiler)))
+        cells["idle_between_steps_percent"] = figures([100 * share.between_steps for share in shares], 2)
+        cells["idle_within_steps_percent"] = figures([100 * share.within_steps for share in shares], 2)
+    part.recorder.row("Gaps", **cells)
+
+
+def _measure(
+    part: Part, runner: TransformersRunner, profiler: torch.profiler.profile | None, *, overlap: bool
+) -> Window:
+    scale = part.scale
+    num_steps = scale.loop_steps if profiler is None else min(scale.loop_steps, 30)  # a trace grows by a step's kernels
+    window = Window(scale.loop_batch, num_steps, profiler)
+    random = np.random.default_rng(1)
+    jobs = [
+        Job(random.integers(5, 2000, scale.context).astype(np.int32), num_outputs(scale))
+        for _ in range(scale.loop_batch)
+    ]
+    on_step: Callable[[StepLoop, Sequence[SequenceOutput]], None] = window.on_step
+    serve(runner, jobs, token_budget=4 * scale.context, max_running=scale.loop_batch, overlap=overlap, on_step=on_step)
+    assert len(window.ends) == num_steps, "sequences ended before the window"
+    return window

@@ -1,0 +1,42 @@
+"""What of a handoff a client can feel, through the whole system on one device."""
+
+from __future__ import annotations
+
+import statistics
+
+from benchmarks import handoff
+from benchmarks.gpu.figures import figures
+from benchmarks.gpu.part import Part
+from benchmarks.transfer import has_nixl
+
+ABOUT = (
+    "`kvrelay up` with a prefill and a decode worker, two processes on the one device; one request at a time, of "
+    "random tokens. Exposed: from the end of the prompt's last chunk to decode's first step with the request, by the "
+    "workers' metrics files. After the last chunk: what was still to be sent then."
+)
+_TOKEN_BUDGET = 2048
+
+
+def run(part: Part) -> None:
+    """A row a transport and prompt length."""
+    scale = part.scale
+    kind = "cuda" if part.device.type == "cuda" else "cpu"
+    longest = max(scale.handoff_prompts) + 32
+    flags = ["--device", kind, "--dtype", scale.dtype, "--load-format", "dummy"]
+    flags += ["--num-blocks", str(3 * longest // 16), "--max-model-len", str(min(longest, scale.max_model_len))]
+    flags += ["--token-budget", str(min(_TOKEN_BUDGET, max(64, scale.prompt // 4))), "--max-running", "32"]
+    if kind == "cpu":
+        flags += ["--threads", "1"]
+    for transport in ("zmq", "nixl") if has_nixl() else ("zmq",):
+        if not part.recorder.has_time(transport):
+            return
+        load = handoff.Load(part.model_dir(), scale.handoff_prompts, ("chunk",))
+        series = handoff.measure(transport, scale.repeats, flags, load)["chunk"]
+        for length in scale.handoff_prompts:
+            part.recorder.row(
+                "Handoff",
+                transport=transport,
+                prompt=length,
+                exposed_ms=figures(series.exposed_ms[length], 2),
+                after_the_last_chunk_MiB=round(statistics.median(series.tail_kib[length]) / 1024, 2),
+            )

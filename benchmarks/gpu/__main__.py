@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import os
 import shlex
 import signal
@@ -117,6 +118,7 @@ def run_limited(
 
 def _run_child(arguments: argparse.Namespace, device: torch.device) -> None:
     """The part itself."""
+    logging.basicConfig(level=logging.INFO, format="  %(name)s: %(message)s")
     name, folder = arguments.child, arguments.folder
     deadline = time.monotonic() + arguments.limit[name]
     recorder = Recorder(folder / f"{name}.jsonl", deadline)

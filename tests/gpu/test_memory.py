@@ -27,6 +27,8 @@ CONTEXT_BYTES = 64 * MIB
 class OfficeGauge:
     """A CPU's share of the test: a memory of 16 GiB in which nothing but the step takes anything."""
 
+    pool_rests = False
+
     def __init__(self) -> None:
         self.resting = 100 * MIB
 
@@ -41,6 +43,9 @@ class OfficeGauge:
 
     def free(self) -> int | None:
         return None
+
+    def keep(self) -> None:
+        pass
 
 
 @pytest.fixture

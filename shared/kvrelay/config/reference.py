@@ -58,8 +58,8 @@ Times are in seconds. Sizes are written as `512MiB` or `4GiB`, or in bytes. Swit
 and the environment, and `--name` or `--no-name` as a flag. Lists are separated by commas in a variable and a
 flag, which may also be repeated, and are arrays in the file.
 
-`KVRELAY_CACHE_DIR` is not a field: it names the directory where the compiled CPU kernel is kept (default: `kvrelay` in
-`XDG_CACHE_HOME`, or in `~/.cache`).
+`KVRELAY_CACHE_DIR` is not a field: it names the directory where the compiled CPU kernel is kept, and the locks by which
+processes that share a GPU start one after the other (default: `kvrelay` in `XDG_CACHE_HOME`, or in `~/.cache`).
 """
 
 COMMON = "Router and workers alike: `kvrelay router`, `kvrelay prefill`, `kvrelay decode`."

@@ -105,8 +105,9 @@ class WorkerConfig(CommonConfig):
         default=None,
         gt=0,
         le=1,
-        description="share of the machine's memory for this worker, when neither num_blocks nor kv_memory_bytes is "
-        "given: the pool gets what the weights and the largest step, which is run to measure it, leave",
+        description="share of the machine's memory, or of its GPU's, for this worker, when neither num_blocks nor "
+        "kv_memory_bytes is given: the pool gets what the weights and the largest step, which is run to measure it, "
+        "leave",
     )
     max_model_len: int | None = Field(
         default=None, ge=2, description="longest sequence in tokens, prompt and output (default: the model's own)"

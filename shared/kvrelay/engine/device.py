@@ -6,11 +6,19 @@ accelerator idle until the host has found its next kernel.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from kvrelay.backends.cpu_build import cache_dir
+from kvrelay.engine.turns import turn_on_gpu
+
+_UUID_CHARACTERS = len("GPU-00000000-0000-0000-0000-000000000000")  # the variable takes shorter beginnings too
 
 
 def find_device(name: str) -> torch.device:
@@ -29,6 +37,22 @@ def find_device(name: str) -> torch.device:
         has = f"{count} GPUs" if count else f"no GPU (this torch is {torch.__version__})"
         raise ValueError(f"device = {name}: torch finds {has} here (allowed: auto, cpu, cuda or cuda:N)")
     return torch.device("cuda", index)
+
+
+def device_uuid(device: torch.device) -> str:
+    """Of a GPU or a part of one, as nvidia-smi shows it. CUDA is asked only where the environment does not say."""
+    index = device.index or 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if index < len(visible) and visible[index].startswith(("GPU-", "MIG-")) and len(visible[index]) >= _UUID_CHARACTERS:
+        return visible[index]
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
+@contextmanager
+def turn_on(device: torch.device) -> Iterator[None]:
+    """Holds up other processes that start on the same GPU; see `turns`. Raises TurnNeverCame."""
+    with turn_on_gpu(device_uuid(device), cache_dir()) if device.type == "cuda" else nullcontext():
+        yield
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:

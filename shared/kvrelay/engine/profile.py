@@ -40,6 +40,17 @@ class MemoryProfile:
     step: int
     free: int | None = None  # beside what rests, where others' use of the memory is known
 
+    def check_free(self, memory_utilization: float) -> None:
+        """Raises PoolDoesNotFit where others hold what the share counts on."""
+        wanted = int(self.total * memory_utilization) - self.resting
+        if self.free is not None and self.free < wanted:
+            raise PoolDoesNotFit(
+                f"memory_utilization {memory_utilization:g} of {self.total // _MIB} MiB is "
+                f"{int(self.total * memory_utilization) // _MIB} MiB; this process takes {self.resting // _MIB} MiB of "
+                f"them already, and of the other {wanted // _MIB} MiB only {self.free // _MIB} MiB are free: other "
+                f"processes hold the rest. Lower memory_utilization, or stop them"
+            )
+
     def pool_bytes(self, memory_utilization: float) -> int:
         """What the share leaves for the pool; may be negative."""
         share = int(self.total * memory_utilization) - self.resting - self.step
@@ -80,6 +91,11 @@ def machine_memory_bytes() -> int:
 class MemoryGauge(Protocol):
     """Reads the memory that a pool is to lie in; all in bytes."""
 
+    @property
+    def pool_rests(self) -> bool:
+        """Whether a pool counts in `rest` before it is written to."""
+        ...
+
     def total(self) -> int:
         """What there is, for all."""
         ...
@@ -96,9 +112,15 @@ class MemoryGauge(Protocol):
         """What nobody takes now; None where others' use is not counted."""
         ...
 
+    def keep(self) -> None:
+        """From now on this process holds what it took between `rest` and `peak`, where others could take it instead."""
+        ...
+
 
 class HostGauge:
     """The machine's memory, by the kernel's books."""
+
+    pool_rests = False
 
     def total(self) -> int:
         """See `machine_memory_bytes`."""
@@ -117,6 +139,9 @@ class HostGauge:
     def free(self) -> int | None:
         """Others' use changes too fast to be counted."""
         return None
+
+    def keep(self) -> None:
+        """Nothing: pages that are held and not used would be the others' loss."""
 
 
 def profile_memory(

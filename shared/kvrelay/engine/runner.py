@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast
 
@@ -272,6 +272,12 @@ def _profiled_num_blocks(model: CausalModel, sizing: PoolSizing, swap_bytes: int
         num_tokens = max(num_tokens, model.source.max_model_len)
     small = TransformersRunner(model, blocks_for_profile(num_tokens, sizing.max_running, block_size))
     profile = profile_memory(small, num_tokens, sizing.max_running, gauge)
+    if gauge.pool_rests:  # which goes, while what libraries took with the first step stays
+        most = profile.resting + profile.step - small.pool.nbytes
+        del small
+        resting = gauge.rest()
+        profile = replace(profile, resting=resting, step=max(0, most - resting), free=gauge.free())
+    profile.check_free(sizing.memory_utilization)
     num_blocks = profile.num_blocks(
         sizing.memory_utilization,
         model.layout.block_bytes,
@@ -338,4 +344,6 @@ def make_runner(
         raise ValueError(
             f"swap_space = {swap_bytes}: a block takes {loaded.layout.block_bytes} bytes (allowed: 0, or at least that)"
         )
-    return TransformersRunner(loaded, num_blocks, name, num_swap_slots=num_slots)
+    runner = TransformersRunner(loaded, num_blocks, name, num_swap_slots=num_slots)
+    gauge.keep()
+    return runner

@@ -36,23 +36,25 @@ def load_runner(config: WorkerConfig) -> ModelRunner:
     """The model, loaded, with its pool, or a simulated device. Imports torch, which takes seconds, only here."""
     if config.backend == "simulated":
         return make_simulated_runner(config)
-    from kvrelay.engine.device import find_device
+    from kvrelay.engine.device import find_device, turn_on
     from kvrelay.engine.runner import PoolSizing, make_runner
 
     sizing = None
     if config.memory_utilization is not None and config.kv_memory_bytes is None:
         whole_prompts = config.scheduler in WHOLE_PROMPTS
         sizing = PoolSizing(config.memory_utilization, config.token_budget, config.max_running, whole_prompts)
-    return make_runner(
-        config.model,
-        dtype=config.dtype,
-        block_size=config.block_size,
-        num_blocks=config.num_blocks,
-        memory_bytes=config.kv_memory_bytes or DEFAULT_KV_MEMORY_BYTES,
-        size_pool=sizing,
-        swap_bytes=config.swap_bytes,
-        max_model_len=config.max_model_len,
-        device=find_device(config.device),
-        num_threads=config.threads,
-        load_format=config.load_format,
-    )
+    device = find_device(config.device)
+    with turn_on(device):
+        return make_runner(
+            config.model,
+            dtype=config.dtype,
+            block_size=config.block_size,
+            num_blocks=config.num_blocks,
+            memory_bytes=config.kv_memory_bytes or DEFAULT_KV_MEMORY_BYTES,
+            size_pool=sizing,
+            swap_bytes=config.swap_bytes,
+            max_model_len=config.max_model_len,
+            device=device,
+            num_threads=config.threads,
+            load_format=config.load_format,
+        )

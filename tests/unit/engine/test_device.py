@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
-from kvrelay.engine.device import find_device, to_host
+from kvrelay.engine.device import device_uuid, find_device, to_host
 
 pytestmark = pytest.mark.unit
 
@@ -34,3 +36,21 @@ def test_columns_come_back_exactly() -> None:
     assert ids.astype(np.int64).tolist() == [2**52, 7]
     assert peaks[0] == np.float32(0.1)
     assert np.isnan(peaks[1])
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        ("0", "GPU-of-cuda"),
+        ("", "GPU-of-cuda"),
+        ("GPU-5c89852c", "GPU-of-cuda"),  # cut short
+        ("GPU-5c89852c-d268-c3f3-1b07-005d5ae1dc3f", "GPU-5c89852c-d268-c3f3-1b07-005d5ae1dc3f"),
+        ("MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f", "MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f"),
+    ],
+)
+def test_a_uuid_comes_from_the_environment_where_that_has_it(
+    visible: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="of-cuda"))
+    assert device_uuid(torch.device("cuda", 0)) == expected

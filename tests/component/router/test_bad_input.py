@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -273,3 +274,11 @@ async def test_texts_with_tokens_that_only_the_tokenizer_has(text: TextService, 
         answer = await small.post("/v1/chat/completions", messages=HELLO, stream=stream)
         check_error(answer, 400, "invalid_request_error", "messages", "invalid_value")
         assert small.dispatcher.requests == []
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+async def test_compressed_bodies_are_named(router: Router, path: str) -> None:
+    body = gzip.compress(b'{"model": "x"}')
+    answer = await router.http.post(path, content=body, headers={"content-encoding": "gzip"})
+    check_error(answer, 415, "invalid_request_error", None, "unsupported_encoding")
+    assert "gzip" in answer.json()["error"]["message"]

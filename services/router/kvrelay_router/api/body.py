@@ -77,6 +77,12 @@ async def read_json_object(request: Request, limit_bytes: int) -> dict[str, Any]
     try:
         content = orjson.loads(body)
     except orjson.JSONDecodeError as error:
+        if (encoding := request.headers.get("content-encoding", "identity").lower()) != "identity":
+            raise ApiError(
+                f"The request body comes as {encoding[:32]!r}; bodies are read as they are",
+                status=415,
+                code="unsupported_encoding",
+            ) from error
         raise ApiError(f"The request body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(content, dict):
         raise ApiError("The request body must be a JSON object", code="invalid_json")

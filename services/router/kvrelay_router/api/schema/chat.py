@@ -22,8 +22,11 @@ from kvrelay_router.text.service import ChatOptions
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
-PASSED_ON = ("name", "tool_call_id", "reasoning_content")
+PASSED_ON = ("name", "tool_call_id")
 """Message fields that templates may read beside role and content."""
+
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""What servers call the reasoning of an answer that comes back as a message. Templates read the first two names."""
 
 
 def _messages(value: Any) -> list[Message]:
@@ -42,11 +45,15 @@ def _message(value: Any, index: int) -> Message:
     if role not in ROLES:
         raise invalid(f"message {index} has the unknown role {role!r}; known are {', '.join(ROLES)}")
     message: Message = {"role": role, "content": _content(value, role, index)}
-    for name in PASSED_ON:
+    for name in (*PASSED_ON, *REASONING):
         if value.get(name) is not None:
             if not isinstance(value[name], str):
                 raise wrong_type(f"'{name}' of message {index} must be a string")
             message[name] = value[name]
+    reasoning = next((message.pop(name) for name in REASONING if name in message), None)
+    if reasoning is not None:
+        message |= {"reasoning_content": reasoning, "thinking": reasoning}
+        message.pop("reasoning", None)
     if value.get("tool_calls"):
         message["tool_calls"] = [_tool_call(call, index) for call in _as_list(value["tool_calls"], index)]
     return message

@@ -1,0 +1,51 @@
+"""What of a client's messages reaches the chat template."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvrelay_router.api.errors import ApiError
+from kvrelay_router.api.schema.chat import parse_chat
+from kvrelay_router.text.chat_template import ChatTemplate
+
+pytestmark = pytest.mark.unit
+
+BOTH = {"reasoning_content": "because", "thinking": "because"}
+
+
+def messages(assistant: dict[str, Any]) -> list[dict[str, Any]]:
+    answer = {"role": "assistant", "content": "yes", **assistant}
+    return parse_chat({"model": "m", "messages": [{"role": "user", "content": "hi"}, answer]}).messages
+
+
+@pytest.mark.parametrize(
+    ("sent", "passed_on"),
+    [
+        ({"reasoning_content": "because"}, BOTH),
+        ({"reasoning": "because"}, BOTH),
+        ({"thinking": "because"}, BOTH),
+        ({"reasoning": "because", "reasoning_content": None}, BOTH),
+        ({"reasoning_content": "because", "reasoning": "other"}, BOTH),
+        ({"reasoning": "other", "thinking": "because"}, BOTH),
+        ({"reasoning": ""}, {"reasoning_content": "", "thinking": ""}),
+        ({"reasoning": None}, {}),
+        ({"refusal": None, "audio": None, "annotations": [], "function_call": None, "tool_calls": None}, {}),
+    ],
+)
+def test_reasoning_reaches_the_template_by_the_names_that_templates_read(
+    sent: dict[str, Any], passed_on: dict[str, Any]
+) -> None:
+    assert messages(sent)[1] == {"role": "assistant", "content": "yes", **passed_on}
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking", "name", "tool_call_id"])
+def test_what_is_no_text_is_named(name: str) -> None:
+    with pytest.raises(ApiError, match=f"'{name}' of message 1 must be a string"):
+        messages({name: ["because"]})
+
+
+def test_a_template_reads_it() -> None:
+    source = "{% for m in messages %}{% if m.thinking %}<{{ m.thinking }}>{% endif %}{{ m.content }}{% endfor %}"
+    assert ChatTemplate(source, {}).render(messages({"reasoning": "because"})) == "hi<because>yes"

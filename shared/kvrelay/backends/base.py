@@ -10,7 +10,7 @@ import mmap
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -146,4 +146,40 @@ class AttentionBackend(Protocol):
 
         The next plan may take the memory of this one: it is made when this step's layers have been asked for.
         """
+        ...
+
+
+class NotCapturable(Exception):
+    """A layer asks for attention that a CUDA graph cannot hold here; the message names it."""
+
+
+class FixedStep(StepAttention, Protocol):
+    """A step of a fixed number of rows, one token each, that may be captured in a CUDA graph.
+
+    All that its `attend` reads of the step lies in buffers that stay where they are. Before each replay `replan` fills
+    them. Its first `attend` of a kind of layer may allocate and wait, so a forward comes before the capture.
+    """
+
+    def replan(self, rows: PackedRows) -> None:
+        """From now on, in the stream's order, the step is over these rows. The host waits for nothing.
+
+        Every `attend`, captured or not, comes after a `replan`.
+        """
+        ...
+
+
+class FixedSteps(Protocol):
+    """Makes fixed steps over one pool. They share their buffers: a replan of one is the end of the others' plans."""
+
+    def __call__(self, num_rows: int) -> FixedStep:
+        """A step of `num_rows` rows."""
+        ...
+
+
+@runtime_checkable
+class CapturableBackend(AttentionBackend, Protocol):
+    """A backend whose decoding steps may be captured in CUDA graphs."""
+
+    def fixed_steps(self, pool: torch.Tensor, max_rows: int, max_row_blocks: int) -> FixedSteps:
+        """Steps of up to `max_rows` rows over `pool`, each of up to `max_row_blocks` blocks."""
         ...

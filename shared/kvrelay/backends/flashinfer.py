@@ -23,6 +23,7 @@ from kvrelay.backends.base import (
     StepAttention,
     last_contiguous,
 )
+from kvrelay.backends.flashinfer_graphs import FlashInferFixedSteps, plan_options
 from kvrelay.backends.paging import PagedRows, num_chunk_rows, page_rows
 from kvrelay.backends.torch_sdpa import TorchBackend
 
@@ -79,10 +80,20 @@ class FlashInferBackend:
         _, num_layers, _, block_size, num_kv_heads, head_dim = pool.shape
         if not self.can_hold(KVLayout(num_layers, num_kv_heads, head_dim, block_size, pool.dtype)):
             raise ValueError(f"FlashInfer cannot hold {pool.dtype} with {num_kv_heads} heads of {head_dim}")
-        # A wrapper's plan goes to the device from pinned memory of its own, which its next plan overwrites.
+        self.await_planned()
+        return FlashInferStep(self, pool, rows)
+
+    def fixed_steps(self, pool: torch.Tensor, max_rows: int, max_row_blocks: int) -> FlashInferFixedSteps:
+        """See `CapturableBackend.fixed_steps`."""
+        return FlashInferFixedSteps(self, pool, max_rows, max_row_blocks)
+
+    def await_planned(self) -> None:
+        """Returns once new plans may be made, which is at once where the step before has been waited for.
+
+        A wrapper's plan goes to the device from pinned memory of its own, which its next plan overwrites.
+        """
         if self._planned is not None:
             self._planned.synchronize()
-        return FlashInferStep(self, pool, rows)
 
     def note_planned(self) -> None:
         """All that was planned so far is on its way to the device."""
@@ -96,22 +107,32 @@ class FlashInferBackend:
         """The prefill kernel's wrapper for this kind of layer."""
         if kind not in self._prefill:
             make = self.flashinfer.BatchPrefillWithPagedKVCacheWrapper
-            self._prefill[kind] = make(self._workspace_for(kind.num_heads // num_kv_heads, head_dim), _LAYOUT)
+            self._prefill[kind] = make(self.workspace_for(kind.num_heads // num_kv_heads, head_dim), _LAYOUT)
         return self._prefill[kind]
 
     def decode_wrapper(self, kind: LayerKind, num_kv_heads: int, head_dim: int) -> Any:
         """The decode kernel's wrapper for this kind of layer."""
         if kind not in self._decode:
-            make, group = self.flashinfer.BatchDecodeWithPagedKVCacheWrapper, kind.num_heads // num_kv_heads
-            self._decode[kind] = make(
-                self._workspace_for(group, head_dim),
-                _LAYOUT,
-                use_tensor_cores=group >= _TENSOR_CORE_GROUP,
-                backend="fa2",  # the one that splits long rows
-            )
+            self._decode[kind] = self.make_decode(kind, num_kv_heads, head_dim)
         return self._decode[kind]
 
-    def _workspace_for(self, group: int, head_dim: int) -> torch.Tensor:
+    def make_decode(self, kind: LayerKind, num_kv_heads: int, head_dim: int, **options: Any) -> Any:
+        """A new wrapper of the decode kernel."""
+        make, group = self.flashinfer.BatchDecodeWithPagedKVCacheWrapper, kind.num_heads // num_kv_heads
+        return make(
+            self.workspace_for(group, head_dim),
+            _LAYOUT,
+            use_tensor_cores=group >= _TENSOR_CORE_GROUP,
+            backend="fa2",  # the one that splits long rows
+            **options,
+        )
+
+    def append(self, *arguments: Any) -> None:
+        """`append_paged_kv_cache` in the pool's layout."""
+        self.flashinfer.append_paged_kv_cache(*arguments, _LAYOUT)
+
+    def workspace_for(self, group: int, head_dim: int) -> torch.Tensor:
+        """The workspace, large enough for `group` query heads a KV head."""
         cuda = self._device.type == "cuda"
         num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count if cuda else 0
         num_bytes = workspace_bytes(num_sms, group, head_dim)
@@ -149,8 +170,8 @@ class FlashInferStep:
         query, key, value = (last_contiguous(tensor, self._pool.dtype) for tensor in (query, key, value))
         keys, values = self._pool[:, layer, 0], self._pool[:, layer, 1]
         token_rows, token_positions, page_ids, page_starts, last_page_lens = self._written
-        self._backend.flashinfer.append_paged_kv_cache(
-            *(key, value, token_rows, token_positions, (keys, values), page_ids, page_starts, last_page_lens, _LAYOUT)
+        self._backend.append(
+            *(key, value, token_rows, token_positions, (keys, values), page_ids, page_starts, last_page_lens)
         )
         kind = LayerKind(query.shape[1], params.scaling, params.sliding_window, params.softcap)
         if kind not in self._planned:
@@ -182,7 +203,7 @@ class FlashInferStep:
             *_on_host(paged.last_page_lens),
             *(kind.num_heads, num_kv_heads, head_dim, block_size),
             causal=True,
-            **self._options(kind),
+            **plan_options(kind, self._pool.dtype),
         )
         return wrapper
 
@@ -198,7 +219,7 @@ class FlashInferStep:
             page_ids,
             *_on_host(paged.last_page_lens),
             *(kind.num_heads, num_kv_heads, head_dim, block_size),
-            **self._options(kind),
+            **plan_options(kind, self._pool.dtype),
         )
         return wrapper
 
@@ -206,15 +227,6 @@ class FlashInferStep:
         """Rows of the step, and their pages on the device."""
         starts = self._paged.page_starts
         return self._paged.take(first, last), self._written[2][int(starts[first]) : int(starts[last])]
-
-    def _options(self, kind: LayerKind) -> dict[str, Any]:
-        return {
-            "sm_scale": kind.scaling,
-            "window_left": kind.window_left,
-            "logits_soft_cap": kind.softcap,
-            "q_data_type": self._pool.dtype,
-            "kv_data_type": self._pool.dtype,
-        }
 
 
 def _on_host(*arrays: Int32Array) -> list[torch.Tensor]:

@@ -53,3 +53,14 @@ def num_chunk_rows(rows: PackedRows) -> int:
     """How many leading rows end with the last one of several tokens; the rows behind decode one token each."""
     chunks = np.flatnonzero(rows.query_lens > 1)
     return int(chunks[-1]) + 1 if len(chunks) else 0
+
+
+def pad_rows(rows: PackedRows, num_rows: int, block: int) -> PackedRows:
+    """`rows`, of one token each, and behind them as many of one token at position 0 in `block` as make `num_rows`."""
+    count, width = rows.block_tables.shape
+    query_lens = np.ones(num_rows, np.int32)
+    positions = np.zeros(num_rows, np.int32)
+    tables = np.full((num_rows, max(width, 1)), block, np.int32)
+    positions[:count] = rows.positions
+    tables[:count, :width] = rows.block_tables
+    return PackedRows(query_lens, positions, tables)

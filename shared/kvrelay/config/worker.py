@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 from pydantic import ByteSize, Field, field_validator, model_validator
 
 from kvrelay.config.common import CommonConfig
+from kvrelay.engine.graph_sizes import default_sizes
 from kvrelay.scheduling.base import Chunking, Preemption, QueueOrderName, Retraction, SchedulerSettings
 from kvrelay.scheduling.registry import DEFAULT_SCHEDULER, WHOLE_PROMPTS, check_scheduler_name
 from kvrelay.simulated.profiles import BUILT_IN, find_profile
@@ -87,6 +88,18 @@ class WorkerConfig(CommonConfig):
         default="auto",
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",
         description="auto, cpu, cuda or cuda:N; auto: the CPU. GPUs are experimental",
+    )
+    cuda_graphs: bool = Field(
+        default=True,
+        description="on a GPU, capture decoding steps at the start and replay them; off: launch every kernel of every "
+        "step",
+    )
+    cuda_graph_sizes: tuple[int, ...] = Field(
+        default=(),
+        description="numbers of sequences to capture a decoding step for, each 1 to max_running; a step is padded to "
+        "the next of them (default: 1, 2, 4, multiples of 8 up to 128, of 16 up to 256, of 32 up to 512 and so on, up "
+        "to max_running)",
+        json_schema_extra={"list": True},
     )
     threads: int | None = Field(
         default=None, ge=1, le=1024, description="CPU threads of the forward pass (default: one per core)"
@@ -276,6 +289,13 @@ class WorkerConfig(CommonConfig):
         )
 
     @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        """For how many sequences a decoding step is captured on a GPU, rising; none with `cuda_graphs` off."""
+        if not self.cuda_graphs:
+            return ()
+        return tuple(sorted(set(self.cuda_graph_sizes))) or default_sizes(self.max_running)
+
+    @property
     def swap_bytes(self) -> int | None:
         """Bytes of swap space; None: a part of the pool's size. Prefill workers swap nothing."""
         if self.role == "prefill" or self.preemption == "recompute":
@@ -303,6 +323,13 @@ class WorkerConfig(CommonConfig):
             raise ValueError(
                 f"max_running ({self.max_running}) must be at most token_budget ({self.token_budget}): each running "
                 f"decode takes one token of every step"
+            )
+        if self.cuda_graph_sizes and not self.cuda_graphs:
+            raise ValueError("cuda_graph_sizes need cuda_graphs, which is off")
+        wrong = [size for size in self.cuda_graph_sizes if not 1 <= size <= self.max_running]
+        if wrong:
+            raise ValueError(
+                f"cuda_graph_sizes = {wrong[0]} (allowed: 1 to max_running, which is {self.max_running})"
             )
         if self.lease_interval_s * 2 > self.lease_ttl_s:
             raise ValueError(

@@ -11,12 +11,17 @@ from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from kvrelay.backends.base import AttentionParams, StepAttention
 
 ATTENTION_NAME = "kvrelay_paged"
-"""The `attn_implementation` under which models find this module."""
+"""The `attn_implementation` under which models find this module. No mask goes with it: for an implementation without a
+mask function transformers makes none, and does not look for packed sequences in the positions, which on a GPU would
+make the host wait in every forward."""
+
+OBSERVED_NAME = "kvrelay_observed"
+"""The same with the model's mask function as mask; see `observing`."""
 
 _MEANT = frozenset({"scaling", "sliding_window", "softcap", "s_aux"})
 # Passed by some model, and without influence here: what they say is fixed for a causal decoder in inference, or is told
@@ -50,13 +55,13 @@ class LayerAttention(Protocol):
 
 MaskFunction = Callable[..., Any]
 _attention: ContextVar[LayerAttention] = ContextVar("kvrelay_attention")
-_keep_masks: ContextVar[bool] = ContextVar("kvrelay_keep_masks", default=False)
 
 
 def register() -> None:
-    """Makes `attn_implementation="kvrelay_paged"` known to transformers. Idempotent."""
+    """Makes both implementations known to transformers. Idempotent."""
     AttentionInterface.register(ATTENTION_NAME, _paged_attention_forward)
-    AttentionMaskInterface.register(ATTENTION_NAME, _null_mask)
+    AttentionInterface.register(OBSERVED_NAME, _paged_attention_forward)
+    AttentionMaskInterface.register(OBSERVED_NAME, _mask_function)
 
 
 @contextmanager
@@ -81,19 +86,20 @@ def attending(step: StepAttention) -> Iterator[None]:
 
 
 @contextmanager
-def observing(attention: LayerAttention) -> Iterator[None]:
-    """Forwards in this context attend through `attention`, which gets the model's mask function as `mask`."""
-    attention_token, masks_token = _attention.set(attention), _keep_masks.set(True)
+def observing(model: PreTrainedModel, attention: LayerAttention) -> Iterator[None]:
+    """Forwards of `model` in this context attend through `attention`, with the model's mask function as `mask`."""
+    token = _attention.set(attention)
+    model.set_attn_implementation(OBSERVED_NAME)
     try:
         yield
     finally:
-        _attention.reset(attention_token)
-        _keep_masks.reset(masks_token)
+        model.set_attn_implementation(ATTENTION_NAME)
+        _attention.reset(token)
 
 
-def _null_mask(*, mask_function: MaskFunction | None = None, **_: Any) -> MaskFunction | None:
-    """No mask: block tables, positions and the window say the same in less than tokens squared."""
-    return mask_function if _keep_masks.get() else None
+def _mask_function(*, mask_function: MaskFunction | None = None, **_: Any) -> MaskFunction | None:
+    """The function itself in place of the mask that it would fill."""
+    return mask_function
 
 
 def _paged_attention_forward(

@@ -77,7 +77,7 @@ def observe_layers(model: PreTrainedModel, num_layers: int, max_model_len: int) 
     length = min(4, max_model_len)
     token_ids = torch.arange(length, device=model.device)[None]
     try:
-        with observing(recorder):
+        with observing(model, recorder):
             output = model(input_ids=token_ids, position_ids=token_ids, use_cache=False)
     except UnsupportedModel:
         raise

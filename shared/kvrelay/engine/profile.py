@@ -8,7 +8,7 @@ vLLM, what is measured is what the process then uses.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -33,12 +33,14 @@ class PoolDoesNotFit(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class MemoryProfile:
-    """All in bytes. `resting`: the process with its weights; `step`: what the largest step takes beside."""
+    """All in bytes. `resting`: the process with its weights; `step`: what the largest step takes beside; `graphs`: what
+    captured steps keep."""
 
     total: int
     resting: int
     step: int
     free: int | None = None  # beside what rests, where others' use of the memory is known
+    graphs: int = 0
 
     def check_free(self, memory_utilization: float) -> None:
         """Raises PoolDoesNotFit where others hold what the share counts on."""
@@ -53,8 +55,9 @@ class MemoryProfile:
 
     def pool_bytes(self, memory_utilization: float) -> int:
         """What the share leaves for the pool; may be negative."""
-        share = int(self.total * memory_utilization) - self.resting - self.step
-        return share if self.free is None else min(share, self.free - self.step)
+        share = int(self.total * memory_utilization) - self.resting
+        most = share if self.free is None else min(share, self.free)
+        return most - self.step - self.graphs
 
     def num_blocks(self, memory_utilization: float, block_bytes: int, least: int, *, swap_bytes: int | None = 0) -> int:
         """Blocks that fit beside a swap space of `swap_bytes`; None: of the pool's size divided by `SWAP_PART`.
@@ -68,11 +71,14 @@ class MemoryProfile:
                 f"memory_utilization {memory_utilization:g} of {self.total // _MIB} MiB is "
                 f"{int(self.total * memory_utilization) // _MIB} MiB; the process with its weights takes "
                 f"{self.resting // _MIB} MiB and the largest step {self.step // _MIB} MiB"
-                f"{_and_swap(swap_bytes)}, which leaves "
+                f"{self._and_graphs()}{_and_swap(swap_bytes)}, which leaves "
                 f"{available // _MIB} MiB for a pool that takes at least {least * block_bytes // _MIB} MiB "
                 f"({least} blocks)"
             )
         return available // block_bytes
+
+    def _and_graphs(self) -> str:
+        return f" and its CUDA graphs {-(-self.graphs // _MIB)} MiB" if self.graphs else ""
 
 
 def _and_swap(swap_bytes: int | None) -> str:
@@ -159,6 +165,13 @@ def profile_memory(
             runner.drop_sequence(row.key)
     step = max(0, gauge.peak() - resting)
     return MemoryProfile(gauge.total(), resting, step, gauge.free())
+
+
+def measure_kept(work: Callable[[], None], gauge: MemoryGauge) -> int:
+    """Bytes that rest after `work` and did not before."""
+    before = gauge.rest()
+    work()
+    return max(0, gauge.rest() - before)
 
 
 def blocks_for_profile(token_budget: int, max_running: int, block_size: int) -> int:

@@ -30,10 +30,11 @@ from kvrelay.engine.device import to_device, wait_for
 from kvrelay.engine.device_pool import DevicePool
 from kvrelay.engine.fingerprint import find_model_dir, fingerprint
 from kvrelay.engine.gauges import make_gauge
+from kvrelay.engine.graphs import DecodeGraphs, GraphSettings, try_to_capture
 from kvrelay.engine.host_buffer import HostBuffer
 from kvrelay.engine.logprobs import token_logprobs
 from kvrelay.engine.model import CausalModel, LoadFormat, load_model, open_source
-from kvrelay.engine.profile import SWAP_PART, MemoryGauge, blocks_for_profile, profile_memory
+from kvrelay.engine.profile import SWAP_PART, MemoryGauge, blocks_for_profile, measure_kept, profile_memory
 from kvrelay.engine.sampler import Sampler
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
@@ -57,14 +58,25 @@ class TransformersRunner:
     """A `ModelRunner` over a model of transformers and one pool."""
 
     def __init__(
-        self, model: CausalModel, num_blocks: int, name: str | None = None, *, num_swap_slots: int = 0
+        self,
+        model: CausalModel,
+        num_blocks: int,
+        name: str | None = None,
+        *,
+        num_swap_slots: int = 0,
+        with_scratch: bool = False,
     ) -> None:
-        """`name` is what the spec calls the model; its path or hub name if there is none."""
+        """`name` is what the spec calls the model; its path or hub name if there is none.
+
+        `with_scratch`: beside the pool lies one more block, which CUDA graphs take.
+        """
         layout, source = model.layout, model.source
         self._model = model
         self._backend = model.backend
         self._device = source.device
-        self._pool = allocate_pool(layout, num_blocks, source.device)
+        self._blocks = allocate_pool(layout, num_blocks + with_scratch, source.device)
+        self._pool = self._blocks[:num_blocks]
+        self._graphs: DecodeGraphs | None = None
         self._host = HostBuffer(self._pool, num_swap_slots)
         self._sampler = Sampler(model.vocab_size, model.eos_token_ids, source.device)
         self._scored: dict[SequenceKey, _ScoredPrompt] = {}
@@ -115,6 +127,16 @@ class TransformersRunner:
     def _device_pool(self) -> DevicePool:
         return DevicePool(self._pool)
 
+    def try_graphs(self, graphs: GraphSettings, *, say: bool = True) -> None:
+        """Captures decoding steps, which are replayed from now on, or says why not.
+
+        Raises:
+            ValueError: there is no scratch block, or the device refuses to capture.
+        """
+        if len(self._blocks) == len(self._pool):
+            raise ValueError("CUDA graphs take a scratch block, and the pool has none")
+        self._graphs = try_to_capture(self._model, self._blocks, graphs, say=say)
+
     def add_sequence(self, key: SequenceKey, sampling: Sampling, token_ids: Sequence[int], num_prompt: int) -> None:
         """See `ModelRunner.add_sequence`."""
         with self._lock:
@@ -149,10 +171,7 @@ class TransformersRunner:
         if unknown:
             raise KeyError(f"sequences never added, or dropped before the step: {unknown}")
         packed = pack_rows(batch.rows)
-        token_ids = to_device(self._token_ids(batch.rows, packed), self._device)
-        positions = to_device(packed.token_positions.astype(np.int64), self._device)
-        step = self._backend.plan(self._pool, packed)
-        hidden = self._model.hidden_states(token_ids, positions, step)
+        hidden = self._hidden_states(self._token_ids(batch.rows, packed), packed)
         prompt_logprobs = self._score_prompts(batch.rows, packed, hidden)
         sampled = self._sample(batch.rows, packed, hidden)
         candidates = self._find_candidates(batch.rows, packed, hidden)
@@ -163,6 +182,14 @@ class TransformersRunner:
         if not sampled:
             wait_for(self._device)  # whoever pushes this step's blocks now must find them written
         return StepResult(batch.step, results, time.perf_counter() - started, copy_s)
+
+    def _hidden_states(self, token_ids: NDArray[np.int64], packed: PackedRows) -> torch.Tensor:
+        """The backbone over the step, `[tokens, hidden]`, good until the next one."""
+        if self._graphs is not None and self._graphs.can_run(packed):
+            return self._graphs.hidden_states(token_ids, packed)
+        positions = to_device(packed.token_positions.astype(np.int64), self._device)
+        step = self._backend.plan(self._pool, packed)
+        return self._model.hidden_states(to_device(token_ids, self._device), positions, step)
 
     def _token_ids(self, rows: Sequence[WorkerRow], packed: PackedRows) -> NDArray[np.int64]:
         """The step's tokens; placeholders are replaced by what was drawn."""
@@ -265,8 +292,10 @@ class PoolSizing:
     whole_prompts: bool = False  # the scheduler does not cut prompts: a step may be as long as the longest
 
 
-def _profiled_num_blocks(model: CausalModel, sizing: PoolSizing, swap_bytes: int | None, gauge: MemoryGauge) -> int:
-    block_size = model.layout.block_size
+def _profiled_num_blocks(
+    model: CausalModel, sizing: PoolSizing, swap_bytes: int | None, gauge: MemoryGauge, graphs: GraphSettings | None
+) -> int:
+    block_size, block_bytes = model.layout.block_size, model.layout.block_bytes
     num_tokens = sizing.token_budget
     if sizing.whole_prompts:
         num_tokens = max(num_tokens, model.source.max_model_len)
@@ -277,21 +306,31 @@ def _profiled_num_blocks(model: CausalModel, sizing: PoolSizing, swap_bytes: int
         del small
         resting = gauge.rest()
         profile = replace(profile, resting=resting, step=max(0, most - resting), free=gauge.free())
+    if graphs is not None:
+        profile = replace(profile, graphs=_graph_bytes(model, graphs, gauge))
     profile.check_free(sizing.memory_utilization)
     num_blocks = profile.num_blocks(
         sizing.memory_utilization,
-        model.layout.block_bytes,
+        block_bytes,
         blocks_for(sizing.token_budget, block_size),
         swap_bytes=swap_bytes if model.source.device.type == "cpu" else 0,  # a GPU's pool swaps to the host's memory
     )
     log.info(
-        "memory: %d MiB with the weights, %d MiB for the largest step, %d MiB for the pool, of %d MiB",
+        "memory: %d MiB with the weights, %d MiB for the largest step, %d MiB for CUDA graphs, %d MiB for the pool, "
+        "of %d MiB",
         profile.resting >> 20,
         profile.step >> 20,
-        num_blocks * model.layout.block_bytes >> 20,
+        profile.graphs >> 20,
+        num_blocks * block_bytes >> 20,
         profile.total >> 20,
     )
     return num_blocks
+
+
+def _graph_bytes(model: CausalModel, graphs: GraphSettings, gauge: MemoryGauge) -> int:
+    """What graphs keep, with their scratch block: they are captured for their size alone, over a pool that goes again."""
+    trial = TransformersRunner(model, 1, with_scratch=True)
+    return measure_kept(lambda: trial.try_graphs(graphs, trial=True), gauge) + model.layout.block_bytes
 
 
 def make_runner(
@@ -309,16 +348,19 @@ def make_runner(
     name: str | None = None,
     backend: AttentionBackend | None = None,
     load_format: LoadFormat = "auto",
+    graphs: GraphSettings | None = None,
 ) -> TransformersRunner:
     """Loads `model` (a directory or a hub name) and allocates its pool: `num_blocks`, or what fits `memory_bytes`.
 
     With `size_pool` the pool is what a profile of the largest step leaves of a share of the machine's memory.
     `swap_bytes` is the host's swap space; None: a quarter of the pool's memory.
     Without a `backend`, the fastest one that works is taken. With `load_format` "dummy", weights are random.
+    With `graphs`, decoding steps are captured in CUDA graphs where model and backend allow it. Their scratch block is
+    part of the memory, and one more than `num_blocks` where that is given.
 
     Raises:
         UnsupportedModel: the engine cannot run it; the message says why.
-        ValueError: an unknown dtype, or memory for less than one block.
+        ValueError: an unknown dtype, memory for less than one block, or CUDA graphs that the device refuses.
         PoolDoesNotFit: the share of memory is too small.
         OSError: there is no such model.
     """
@@ -328,9 +370,9 @@ def make_runner(
     gauge = make_gauge(source.device)
     loaded = load_model(source, block_size, backend)
     if num_blocks is None and size_pool is not None:
-        num_blocks = _profiled_num_blocks(loaded, size_pool, swap_bytes, gauge)
+        num_blocks = _profiled_num_blocks(loaded, size_pool, swap_bytes, gauge, graphs)
     elif num_blocks is None:
-        num_blocks = memory_bytes // loaded.layout.block_bytes
+        num_blocks = memory_bytes // loaded.layout.block_bytes - (graphs is not None)
     if num_blocks < 1:
         raise ValueError(f"a block takes {loaded.layout.block_bytes} bytes, more than the pool's {memory_bytes}")
     if max_model_len is not None and num_blocks * block_size < max_model_len:
@@ -344,6 +386,8 @@ def make_runner(
         raise ValueError(
             f"swap_space = {swap_bytes}: a block takes {loaded.layout.block_bytes} bytes (allowed: 0, or at least that)"
         )
-    runner = TransformersRunner(loaded, num_blocks, name, num_swap_slots=num_slots)
+    runner = TransformersRunner(loaded, num_blocks, name, num_swap_slots=num_slots, with_scratch=graphs is not None)
+    if graphs is not None:
+        runner.try_graphs(graphs)
     gauge.keep()
     return runner

@@ -36,6 +36,7 @@ def load_runner(config: WorkerConfig) -> ModelRunner:
     """The model, loaded, with its pool, or a simulated device. Imports torch, which takes seconds, only here."""
     if config.backend == "simulated":
         return make_simulated_runner(config)
+    from kvrelay.engine.graphs import GraphSettings
     from kvrelay.engine.device import find_device, turn_on
     from kvrelay.engine.runner import PoolSizing, make_runner
 
@@ -57,4 +58,5 @@ def load_runner(config: WorkerConfig) -> ModelRunner:
             device=device,
             num_threads=config.threads,
             load_format=config.load_format,
+            graphs=GraphSettings(config.graph_sizes) if config.graph_sizes and device.type == "cuda" else None,
         )

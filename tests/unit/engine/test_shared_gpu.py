@@ -37,6 +37,7 @@ class Needs:
     weights: int = 100
     step: int = 60
     libraries: int = 20  # which the first step loads
+    graphs: int = 0  # of all sizes; None are captured without
 
 
 NEEDS = st.builds(Needs, st.sampled_from([0.17, 0.2, 0.25]), st.integers(1, 60), st.integers(0, 40), st.integers(0, 20))
@@ -45,16 +46,24 @@ NEEDS = st.builds(Needs, st.sampled_from([0.17, 0.2, 0.25]), st.integers(1, 60),
 class Pool(HashRunner):
     """Its pool, and what its steps take, lie on the fake GPU."""
 
-    def __init__(self, model: Any, num_blocks: int, name: str | None = None, **_: Any) -> None:
+    def __init__(self, model: Any, num_blocks: int, name: str | None = None, *, with_scratch: bool = False, **_: Any) -> None:
         super().__init__(num_blocks=num_blocks, max_model_len=10**6)
         self.memory: FakeMemory = model.memory
         self.needs: Needs = model.needs
         self._loaded = False
-        self.pool = SimpleNamespace(nbytes=num_blocks * BLOCK_BYTES)
+        self.with_scratch = with_scratch
+        self.graphs = 0
+        self.pool = SimpleNamespace(nbytes=(num_blocks + with_scratch) * BLOCK_BYTES)
         self.memory.allocate(self.pool.nbytes)
 
     def __del__(self) -> None:
-        self.memory.release(self.pool.nbytes)
+        self.memory.release(self.pool.nbytes + self.graphs)
+
+    def try_graphs(self, graphs: Any, *, trial: bool = False) -> None:
+        assert self.with_scratch
+        assert graphs.sizes == (1, 2, 4)
+        self.graphs = self.needs.graphs * MIB
+        self.memory.allocate(self.graphs)
 
     def execute(self, batch: Any) -> Any:
         if not self._loaded:
@@ -96,6 +105,7 @@ class World:
             memory_utilization=needs.share,
             token_budget=32,
             max_running=4,
+            cuda_graphs=needs.graphs > 0,
             preemption="recompute",
         )
         made = load_runner(config)
@@ -123,6 +133,14 @@ def test_alone_a_process_takes_its_share_and_no_more(world: World) -> None:
     assert memory.process.taken == gpu.used == 500 * MIB, "what its largest step takes is held already"
     made.memory.allocate(60 * MIB)
     assert gpu.used == 500 * MIB
+
+
+def test_graphs_and_their_scratch_block_are_part_of_the_share(world: World) -> None:
+    gpu = FakeGpu(1000, lambda: None)
+    memory = _memory(gpu)
+    made = world.start(memory, Needs(0.5, graphs=30))
+    assert made.spec.num_blocks == 500 - CONTEXT_MIB - 100 - 60 - 20 - 30 - 1
+    assert memory.process.taken == gpu.used == 500 * MIB
 
 
 def test_without_nvml_the_context_is_not_counted(world: World) -> None:

@@ -7,35 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kvrelay.engine import device
+from kvrelay.engine.attention import ATTENTION_NAME, attending, register
 from kvrelay.engine.sampler import Sampler
+from kvrelay.engine.waits import Waits
 from kvrelay.protocol.sampling import Sampling
+from tests.tiny_models import ARCHITECTURES
 
 pytestmark = pytest.mark.unit
-ATEN = torch.ops.aten
-ASKS_THE_DEVICE = {ATEN._local_scalar_dense, ATEN.nonzero, ATEN.masked_select, ATEN.equal, ATEN.is_nonzero}
-
-
-class Waits(TorchDispatchMode):
-    """Ops that need a value, or a shape, from the device before the next one can be asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.ops: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        packet = func.overloadpacket
-        indices = [index for arg in args if isinstance(arg, list | tuple) for index in arg]
-        by_mask = packet in (ATEN.index, ATEN.index_put, ATEN.index_put_) and any(
-            isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices
-        )
-        if packet in ASKS_THE_DEVICE or by_mask:
-            self.ops.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize(
     "batch",
     [
@@ -69,3 +50,57 @@ def test_a_draw_waits_once(batch: list[Sampling], monkeypatch: pytest.MonkeyPatc
         sampler.sample(keys, np.full(len(batch), 3), logits)
     assert waits.ops == []
     assert copies == 1
+
+
+class NoAttention:
+    """Gives zeros."""
+
+    def attend(self, layer: int, query: torch.Tensor, *_: Any) -> torch.Tensor:
+        return torch.zeros_like(query, memory_format=torch.contiguous_format)
+
+
+META = torch.device("meta")  # has no values to ask for, and is not where the host's numbers lie
+
+
+def forward(config: Any) -> list[str]:
+    """What waits in a forward of a model of this config, on another device than the CPU."""
+    register()
+    with META:
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME).eval()
+    token_ids = torch.zeros(1, 4, dtype=torch.int64, device=META)
+    backbone = getattr(model, model.base_model_prefix)
+    with torch.inference_mode(), attending(NoAttention()), Waits() as waits:
+        backbone(input_ids=token_ids, position_ids=token_ids, use_cache=False)
+    return waits.ops
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_no_forward_waits(architecture: str) -> None:
+    assert forward(ARCHITECTURES[architecture]()) == []
+
+
+def test_a_forward_that_looks_at_its_positions_is_found() -> None:
+    """Dynamic scaling compares the largest position with a length."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    config = LlamaConfig(
+        **{**ARCHITECTURES["llama"]().to_dict(), "rope_parameters": rope, "max_position_embeddings": 64}
+    )
+    with pytest.raises(RuntimeError, match="item"):
+        forward(config)
+
+
+def test_what_waits() -> None:
+    numbers, chosen = torch.arange(4), torch.tensor([True, False, True, True])
+    with Waits() as waits:
+        _ = numbers[chosen]
+        _ = bool((numbers > 2).any())
+        _ = numbers.nonzero()
+        _ = torch.repeat_interleave(numbers, numbers)
+        _ = numbers.to(META)
+    assert len(waits.ops) == 5
+    with Waits() as waits:
+        _ = numbers[torch.tensor([1, 2])] * torch.tensor(0.5)
+        _ = numbers.repeat_interleave(2)
+        _ = numbers.to(torch.float32)
+        _ = torch.where(chosen, numbers, 0)
+    assert waits.ops == []

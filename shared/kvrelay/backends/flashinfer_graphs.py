@@ -1,0 +1,165 @@
+"""FlashInfer's decode kernels in CUDA graphs.
+
+Under `use_cuda_graph` a wrapper belongs to one number of rows. What its kernels read beside the pool (page table, and
+the split of the work that `plan` finds on the host) lies in buffers given once, and the launches depend on the number
+of rows alone: `plan` fills the buffers anew for each step, and a captured `run` follows it. `plan` itself is never
+captured.
+Only one graph runs at a time, so all sizes share the buffers of a step, and all of a kind of layer the memory of plans.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvrelay.backends.base import AttentionParams, LayerKind, NotCapturable, PackedRows, last_contiguous
+from kvrelay.backends.paging import page_rows
+
+if TYPE_CHECKING:
+    from kvrelay.backends.flashinfer import FlashInferBackend
+
+_PLAN_BYTES = 2 * 2**20  # of a split over the device's multiprocessors: some 16 bytes for each of a few thousand pieces
+_PLAN_ROW_BYTES = 64  # and as much for each row
+_ALIGNED = 4  # int32 to 16 bytes
+
+
+class FlashInferFixedSteps:
+    """The buffers of all fixed steps over a pool."""
+
+    def __init__(self, backend: FlashInferBackend, pool: torch.Tensor, max_rows: int, max_row_blocks: int) -> None:
+        def zeros(length: int) -> torch.Tensor:
+            return torch.zeros(length, dtype=torch.int32, device=pool.device)
+
+        self.backend = backend
+        self.pool = pool
+        self.max_rows = max_rows
+        self.rows = torch.arange(max_rows, dtype=torch.int32, device=pool.device)
+        self.page_starts = zeros(max_rows + 1)
+        self.last_page_lens = zeros(max_rows)
+        self.positions_and_pages = zeros(aligned(max_rows) + max_rows * max_row_blocks)
+        self._plan_memory: dict[LayerKind, torch.Tensor] = {}
+
+    def __call__(self, num_rows: int) -> FlashInferFixedStep:
+        """See `FixedSteps`."""
+        return FlashInferFixedStep(self, num_rows)
+
+    def plan_memory(self, kind: LayerKind) -> torch.Tensor:
+        """Where the plans of this kind of layer lie on the device. Kinds are planned side by side in one step."""
+        if kind not in self._plan_memory:
+            num_bytes = _PLAN_BYTES + _PLAN_ROW_BYTES * self.max_rows
+            self._plan_memory[kind] = torch.empty(num_bytes, dtype=torch.uint8, device=self.pool.device)
+        return self._plan_memory[kind]
+
+
+class FlashInferFixedStep:
+    """A step of `num_rows` rows of one token."""
+
+    def __init__(self, shared: FlashInferFixedSteps, num_rows: int) -> None:
+        pages = aligned(num_rows)
+        self._shared = shared
+        self._num_rows = num_rows
+        self._rows = shared.rows[:num_rows]
+        self._page_starts = shared.page_starts[: num_rows + 1]
+        self._last_page_lens = shared.last_page_lens[:num_rows]
+        self._positions = shared.positions_and_pages[:num_rows]
+        self._page_ids = shared.positions_and_pages[pages:]
+        self._host: tuple[torch.Tensor, torch.Tensor, int] | None = None  # page starts, last pages' lengths, pages
+        self._wrappers: dict[LayerKind, Any] = {}
+
+    def replan(self, rows: PackedRows) -> None:
+        """See `FixedStep.replan`."""
+        paged = page_rows(rows, self._shared.pool.shape[3])
+        starts, lens, pages = paged.page_starts, paged.last_page_lens, paged.page_ids
+        num_lens, num_starts, first_page = aligned(len(lens)), aligned(len(starts)), aligned(self._num_rows)
+        # Pinned, so that nothing waits for the copies; the caching host allocator keeps it until they are done.
+        staged = torch.empty(
+            num_lens + num_starts + first_page + len(pages),
+            dtype=torch.int32,
+            pin_memory=self._shared.pool.device.type == "cuda",
+        )
+        host_lens, host_starts, moving = staged.split([num_lens, num_starts, first_page + len(pages)])
+        host_lens[: len(lens)] = torch.from_numpy(lens)
+        host_starts[: len(starts)] = torch.from_numpy(starts)
+        filled = moving.numpy()
+        filled[: self._num_rows] = rows.positions
+        filled[first_page:] = pages
+        self._shared.positions_and_pages[: len(moving)].copy_(moving, non_blocking=True)
+        self._host = (host_starts[: len(starts)], host_lens[: len(lens)], len(pages))
+        self._shared.backend.await_planned()
+        for kind, wrapper in self._wrappers.items():
+            self._plan(kind, wrapper)
+        self._shared.backend.note_planned()
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        """See `StepAttention.attend`.
+
+        Raises:
+            NotCapturable: the layer has attention sinks.
+        """
+        if params.sinks is not None:
+            raise NotCapturable("its layers have attention sinks")
+        pool, backend = self._shared.pool, self._shared.backend
+        query, key, value = (last_contiguous(tensor, pool.dtype) for tensor in (query, key, value))
+        keys, values = pool[:, layer, 0], pool[:, layer, 1]
+        kind = LayerKind(query.shape[1], params.scaling, params.sliding_window, params.softcap)
+        wrapper = self._wrapper(kind)  # its plan fills what `append` reads as well
+        backend.append(
+            *(key, value, self._rows, self._positions, (keys, values)),
+            *(self._page_ids, self._page_starts, self._last_page_lens),
+        )
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        wrapper.run(query, (keys, values), out=out)
+        return out
+
+    def _wrapper(self, kind: LayerKind) -> Any:
+        if kind not in self._wrappers:
+            self._wrappers[kind] = self._make_wrapper(kind)
+            self._plan(kind, self._wrappers[kind])
+            self._shared.backend.note_planned()
+        return self._wrappers[kind]
+
+    def _make_wrapper(self, kind: LayerKind) -> Any:
+        _, _, _, _, num_kv_heads, head_dim = self._shared.pool.shape
+        backend = self._shared.backend
+        wrapper = backend.make_decode(
+            kind,
+            num_kv_heads,
+            head_dim,
+            use_cuda_graph=True,
+            paged_kv_indptr_buffer=self._page_starts,
+            paged_kv_indices_buffer=self._page_ids,
+            paged_kv_last_page_len_buffer=self._last_page_lens,
+        )
+        workspace = backend.workspace_for(kind.num_heads // num_kv_heads, head_dim)
+        wrapper.reset_workspace_buffer(workspace, self._shared.plan_memory(kind))
+        return wrapper
+
+    def _plan(self, kind: LayerKind, wrapper: Any) -> None:
+        assert self._host is not None, "a fixed step attends before it is planned"
+        page_starts, last_page_lens, num_pages = self._host
+        pool = self._shared.pool
+        wrapper.plan(
+            # The pages lie on the device already. From the host plan would copy them with a wait.
+            *(page_starts, self._page_ids[:num_pages], last_page_lens),
+            *(kind.num_heads, pool.shape[4], pool.shape[5], pool.shape[3]),
+            **plan_options(kind, pool.dtype),
+        )
+
+
+def plan_options(kind: LayerKind, dtype: torch.dtype) -> dict[str, Any]:
+    """What all plans are told of a kind of layer, for queries and pool of `dtype`."""
+    return {
+        "sm_scale": kind.scaling,
+        "window_left": kind.window_left,
+        "logits_soft_cap": kind.softcap,
+        "q_data_type": dtype,
+        "kv_data_type": dtype,
+    }
+
+
+def aligned(length: int) -> int:
+    """`length` int32 rounded up to 16 bytes."""
+    return -(-length // _ALIGNED) * _ALIGNED

@@ -1,0 +1,230 @@
+"""Decoding steps as CUDA graphs: the backbone's forward, captured once for each of some numbers of rows, and replayed.
+
+A decoding step has hundreds of small kernels, and a host that launches them one by one is slower than the GPU. A graph
+is launched as one. It holds addresses and launch sizes, not what lies there: all that changes between steps is copied
+into fixed buffers first, and the step is padded to the next captured size. Padding rows hold token 0 at position 0 of a
+scratch block that no sequence owns; what they give is never read.
+Steps with chunks of prompts, and steps larger than the largest graph, are launched kernel by kernel as ever.
+
+No step overwrites what the one before still reads: copies into the fixed buffers are ordered with the replays on one
+stream, and come from pinned memory that is not used again before they are done.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import track
+
+from kvrelay.backends.base import CapturableBackend, FixedStep, NotCapturable, PackedRows
+from kvrelay.backends.paging import pad_rows
+from kvrelay.engine.graph_sizes import padded_size
+from kvrelay.engine.model import CausalModel
+from kvrelay.engine.waits import Waits
+from kvrelay.kv.table import blocks_for
+
+log = logging.getLogger(__name__)
+
+Replay = Callable[[], None]
+
+
+class GraphRecorder(Protocol):
+    """Captures work of a device, to run it again."""
+
+    def record(self, forward: Callable[[], None]) -> Replay:
+        """Runs `forward` to warm it up, and captures it; what is returned runs it over what its buffers hold then."""
+        ...
+
+
+class CudaGraphRecorder:
+    """CUDA graphs in one pool of memory: no two of them run at a time, and none keeps a result in it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._memory: Any = None  # of the first graph; the others join it
+
+    def record(self, forward: Callable[[], None]) -> Replay:
+        """See `GraphRecorder.record`. Raises RuntimeError where the driver refuses to capture something."""
+        with torch.cuda.device(self._device):
+            current = torch.cuda.current_stream()
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
+                forward()
+            current.wait_stream(self._stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
+                forward()
+            self._memory = graph.pool()
+        return graph.replay
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """One captured size."""
+
+    inputs: torch.Tensor  # token ids, then positions, [2 * size]; fixed
+    step: FixedStep
+    replay: Replay
+
+
+class DecodeGraphs:
+    """The graphs over one pool."""
+
+    def __init__(self, graphs: dict[int, _Graph], hidden: torch.Tensor, scratch_block: int) -> None:
+        """`hidden` is what all graphs write to, `[largest size, hidden]`."""
+        self.sizes = tuple(sorted(graphs))
+        self._graphs = graphs
+        self._hidden = hidden
+        self._scratch_block = scratch_block
+
+    def can_run(self, rows: PackedRows) -> bool:
+        """Whether the step has single tokens alone, and not too many."""
+        return bool((rows.query_lens == 1).all()) and padded_size(self.sizes, len(rows.query_lens)) is not None
+
+    def hidden_states(self, token_ids: NDArray[np.int64], rows: PackedRows) -> torch.Tensor:
+        """As `CausalModel.hidden_states`, of a step that `can_run`; good until the next one. Waits for nothing."""
+        count = len(rows.query_lens)
+        size = padded_size(self.sizes, count)
+        assert size is not None, f"{count} rows are more than the largest graph's"
+        graph = self._graphs[size]
+        padded = pad_rows(rows, size, self._scratch_block)
+        staged = torch.zeros(2 * size, dtype=torch.int64, pin_memory=self._hidden.device.type == "cuda")
+        filled = staged.numpy()
+        filled[:count] = token_ids
+        filled[size:] = padded.positions
+        # The caching host allocator keeps the pinned memory until the copy is done.
+        graph.inputs.copy_(staged, non_blocking=True)
+        graph.step.replan(padded)
+        graph.replay()
+        return self._hidden[:count]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSettings:
+    """The numbers of rows to capture, and what captures on a device."""
+
+    sizes: Sequence[int]
+    make_recorder: Callable[[torch.device], GraphRecorder] = CudaGraphRecorder
+
+
+def try_to_capture(
+    model: CausalModel, pool: torch.Tensor, settings: GraphSettings, *, say: bool = True
+) -> DecodeGraphs | None:
+    """As `capture_graphs`; None where model or backend do not allow it. What holds is logged, if it is to `say` so.
+
+    Raises:
+        ValueError: the device refuses to capture.
+    """
+    started, recorder = time.perf_counter(), settings.make_recorder(pool.device)
+    try:
+        graphs = capture_graphs(model, pool, settings.sizes, recorder)
+    except NotCapturable as error:
+        if say:
+            log.warning("no CUDA graphs: %s", error)
+        return None
+    except RuntimeError as error:
+        message = f"cuda_graphs: a decoding step cannot be captured, --no-cuda-graphs does without: {error}"
+        raise ValueError(message) from error
+    if say:
+        log.info(
+            "%d CUDA graphs captured in %.1f s. Decoding steps of up to %d sequences run as one of them; larger steps, "
+            "and steps with chunks of prompts, are launched kernel by kernel",
+            *(len(graphs.sizes), time.perf_counter() - started, graphs.sizes[-1]),
+        )
+    return graphs
+
+
+@torch.inference_mode()
+def capture_graphs(
+    model: CausalModel, pool: torch.Tensor, sizes: Sequence[int], recorder: GraphRecorder
+) -> DecodeGraphs:
+    """Captures a forward for each of `sizes`, the largest first, so that the others find their memory in its.
+
+    The last block of `pool` is the scratch block, which is written to.
+
+    Raises:
+        NotCapturable: the model's forward, or the backend, cannot be captured; nothing is kept then.
+        RuntimeError: the device refuses to capture.
+    """
+    backend, scratch_block = model.backend, len(pool) - 1
+    if not isinstance(backend, CapturableBackend):
+        raise NotCapturable(f"attention by the {backend.name} backend depends on the host at each step")
+    largest = max(sizes)
+    steps = backend.fixed_steps(pool, largest, blocks_for(model.source.max_model_len, pool.shape[3]))
+    inputs = torch.zeros(2 * largest, dtype=torch.int64, device=pool.device)
+    hidden: torch.Tensor | None = None
+    graphs = {}
+    with _collecting_no_garbage():
+        for size in _with_progress(sorted(sizes, reverse=True)):
+            step, own = steps(size), inputs[: 2 * size]
+            step.replan(pad_rows(_NO_ROWS, size, scratch_block))
+            if hidden is None:
+                hidden = _checked_forward(model, own, step)
+            graphs[size] = _Graph(own, step, recorder.record(_Forward(model, own, step, hidden)))
+    assert hidden is not None
+    return DecodeGraphs(graphs, hidden, scratch_block)
+
+
+_NO_ROWS = PackedRows(np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros((0, 0), np.int32))
+
+
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """What is captured: from the tokens in `inputs` to the last hidden states in `hidden`."""
+
+    model: CausalModel
+    inputs: torch.Tensor
+    step: FixedStep
+    hidden: torch.Tensor
+
+    def __call__(self) -> None:
+        size = len(self.inputs) // 2
+        states = self.model.hidden_states(self.inputs[:size], self.inputs[size:], self.step)
+        self.hidden[:size].copy_(states)
+
+
+def _checked_forward(model: CausalModel, inputs: torch.Tensor, step: FixedStep) -> torch.Tensor:
+    """A forward's hidden states, `[size, hidden]`, after a look at its ops; raises NotCapturable."""
+    size = len(inputs) // 2
+    model.hidden_states(inputs[:size], inputs[size:], step)  # the first may allocate, compile and wait
+    with Waits() as waits:
+        hidden = model.hidden_states(inputs[:size], inputs[size:], step)
+    if waits.ops:
+        raise NotCapturable(f"its forward waits for the device: {', '.join(sorted(set(waits.ops)))}")
+    return torch.zeros_like(hidden)
+
+
+@contextmanager
+def _collecting_no_garbage() -> Iterator[None]:
+    """Garbage that holds device memory must not be freed while a capture is under way."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _with_progress(sizes: list[int]) -> Iterable[int]:
+    """A bar on terminals; elsewhere nothing, as a log line follows."""
+    return track(
+        sizes,
+        description="Capturing CUDA graphs",
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )

@@ -1,0 +1,134 @@
+"""Captured decoding steps through FlashInfer's wrapper for graphs: the same numbers as steps launched one by one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrelay.backends.base import AttentionParams, CapturableBackend, KVLayout, NotCapturable, PackedRows, allocate_pool
+from kvrelay.backends.flashinfer import FlashInferBackend
+from kvrelay.backends.flashinfer_graphs import FlashInferFixedStep
+from kvrelay.backends.paging import pad_rows
+from kvrelay.backends.torch_sdpa import TorchBackend
+from tests.fakes import fake_cuda_graphs
+from tests.fakes.fake_cuda_graphs import FakeRecorder
+from tests.unit.backends.cases import CPU
+
+pytestmark = pytest.mark.unit
+HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, NUM_BLOCKS, MAX_ROW_BLOCKS = 64, 2, 8, 40, 6
+SCRATCH = NUM_BLOCKS
+TOLERANCE = 2e-2  # of means of unit normals, rounded to 8 bits
+
+
+def make_backend() -> FlashInferBackend:
+    return FlashInferBackend(CPU, fake_cuda_graphs)
+
+
+def make_pool() -> torch.Tensor:
+    layout = KVLayout(2, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, torch.bfloat16)
+    return allocate_pool(layout, NUM_BLOCKS + 1, CPU).normal_()
+
+
+class Layers:
+    """Two layers of different kinds, over fixed tensors, as a model's forward is captured."""
+
+    def __init__(self, step: FlashInferFixedStep, params: list[AttentionParams], num_rows: int, group: int) -> None:
+        self.query = torch.zeros(num_rows, NUM_KV_HEADS * group, HEAD_DIM, dtype=torch.bfloat16)
+        self.key, self.value = torch.zeros(2, num_rows, NUM_KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
+        self.out = torch.zeros(2, *self.query.shape, dtype=torch.bfloat16)
+        self._step = step
+        self._params = params
+
+    def __call__(self) -> None:
+        for layer, params in enumerate(self._params):
+            self.out[layer].copy_(self._step.attend(layer, self.query, self.key, self.value, params))
+
+    def fill(self) -> None:
+        for tensor in (self.query, self.key, self.value):
+            tensor.normal_()
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> list[PackedRows]:
+    """Steps of one to five rows, over distinct blocks in any order."""
+    found = []
+    for _ in range(draw(st.integers(1, 4))):
+        positions = draw(st.lists(st.integers(0, MAX_ROW_BLOCKS * BLOCK_SIZE - 1), min_size=1, max_size=5))
+        order = draw(st.permutations(range(NUM_BLOCKS)))
+        tables = np.array(order[: len(positions) * MAX_ROW_BLOCKS], np.int32).reshape(len(positions), -1)
+        found.append(PackedRows(np.ones(len(positions), np.int32), np.array(positions, np.int32), tables))
+    return found
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    steps(),
+    st.sampled_from([1, 4]),
+    st.lists(st.none() | st.integers(1, 60), min_size=2, max_size=2),
+    st.none() | st.just(20.0),
+    st.integers(0, 2**16),
+)
+def test_replayed_steps_agree_with_plain_attention(
+    steps: list[PackedRows], group: int, windows: list[int | None], softcap: float | None, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    pool, backend, recorder = make_pool(), make_backend(), FakeRecorder()
+    params = [AttentionParams(0.1, window, softcap) for window in windows]
+    make_step = backend.fixed_steps(pool, 8, MAX_ROW_BLOCKS)
+    no_rows = PackedRows(np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros((0, 0), np.int32))
+    captured = {}
+    for size in (8, 4, 2):
+        step = make_step(size)
+        step.replan(pad_rows(no_rows, size, SCRATCH))
+        layers = Layers(step, params, size, group)
+        captured[size] = (step, layers, recorder.record(layers))
+    for rows in steps:
+        count = len(rows.positions)
+        size = next(size for size in (2, 4, 8) if size >= count)
+        step, layers, replay = captured[size]
+        expected_pool = pool.clone()
+        layers.fill()
+        step.replan(pad_rows(rows, size, SCRATCH))
+        replay()
+        plain = TorchBackend().plan(expected_pool, rows)
+        for layer in range(2):
+            expected = plain.attend(
+                layer, layers.query[:count], layers.key[:count], layers.value[:count], params[layer]
+            )
+            torch.testing.assert_close(layers.out[layer, :count], expected, atol=TOLERANCE, rtol=TOLERANCE)
+        assert torch.equal(pool[:SCRATCH], expected_pool[:SCRATCH])  # padding wrote to the scratch block alone
+
+
+@settings(max_examples=100, deadline=None)
+@given(steps(), st.integers(5, 12))
+def test_padding_keeps_the_rows_and_puts_the_rest_in_the_scratch_block(steps: list[PackedRows], size: int) -> None:
+    for rows in steps:
+        padded, count = pad_rows(rows, size, SCRATCH), len(rows.positions)
+        assert padded.query_lens.tolist() == [1] * size
+        assert padded.positions[:count].tolist() == rows.positions.tolist()
+        assert padded.block_tables[:count].tolist() == rows.block_tables.tolist()
+        assert padded.token_blocks(BLOCK_SIZE)[count:].tolist() == [SCRATCH] * (size - count)
+        assert not padded.positions[count:].any()
+
+
+def test_a_step_too_many_pages_long_is_refused() -> None:
+    step = make_backend().fixed_steps(make_pool(), 2, 1)(2)
+    rows = PackedRows(np.ones(2, np.int32), np.full(2, 3 * BLOCK_SIZE, np.int32), np.zeros((2, 4), np.int32))
+    with pytest.raises(RuntimeError, match="size"):
+        step.replan(rows)
+
+
+def test_sinks_are_not_captured() -> None:
+    step = make_backend().fixed_steps(make_pool(), 2, 1)(1)
+    step.replan(PackedRows(np.ones(1, np.int32), np.zeros(1, np.int32), np.zeros((1, 1), np.int32)))
+    tensor = torch.zeros(1, NUM_KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
+    with pytest.raises(NotCapturable, match="sinks"):
+        step.attend(0, tensor, tensor, tensor, AttentionParams(1.0, sinks=torch.zeros(NUM_KV_HEADS)))
+
+
+def test_which_backends_can_be_captured() -> None:
+    assert isinstance(make_backend(), CapturableBackend)
+    assert not isinstance(TorchBackend(), CapturableBackend)

@@ -20,6 +20,7 @@ from kvrelay.backends.base import AttentionParams, NotCapturable, PackedRows
 from kvrelay.backends.torch_sdpa import TorchBackend, TorchStep
 from tests.fakes import fake_flashinfer
 from tests.fakes.fake_flashinfer import BatchPrefillWithPagedKVCacheWrapper
+from tests.fakes.flashinfer_signatures import check_call
 
 __all__ = ["BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper", "append_paged_kv_cache"]
 
@@ -167,47 +168,26 @@ def _attend(
 class BatchDecodeWithPagedKVCacheWrapper(fake_flashinfer.BatchDecodeWithPagedKVCacheWrapper):
     """With `use_cuda_graph`, as documented: a fixed batch size, page tables and plans in buffers given once."""
 
-    def __init__(
-        self,
-        workspace: torch.Tensor,
-        kv_layout: str = "NHD",
-        use_cuda_graph: bool = False,
-        use_tensor_cores: bool = False,
-        paged_kv_indptr_buffer: torch.Tensor | None = None,
-        paged_kv_indices_buffer: torch.Tensor | None = None,
-        paged_kv_last_page_len_buffer: torch.Tensor | None = None,
-        backend: str = "auto",
-    ) -> None:
-        super().__init__(workspace, kv_layout, use_tensor_cores=use_tensor_cores, backend=backend)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._buffers: tuple[torch.Tensor, ...] = ()
-        if use_cuda_graph:
-            assert paged_kv_indptr_buffer is not None
-            assert paged_kv_indices_buffer is not None
-            assert paged_kv_last_page_len_buffer is not None
-            assert len(paged_kv_indptr_buffer) == len(paged_kv_last_page_len_buffer) + 1
-            self._buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
-            assert all(buffer.dtype == torch.int32 and buffer.is_contiguous() for buffer in self._buffers)
         self._plan_memory = torch.zeros(4096, dtype=torch.uint8)
+        if options.get("use_cuda_graph"):
+            names = ("indptr", "indices", "last_page_len")
+            self._buffers = tuple(options[f"paged_kv_{name}_buffer"] for name in names)
+            assert all(buffer.dtype == torch.int32 and buffer.is_contiguous() for buffer in self._buffers)
+            assert len(self._buffers[0]) == len(self._buffers[2]) + 1
 
-    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
-        assert float_workspace_buffer.dtype == int_workspace_buffer.dtype == torch.uint8
-        self._plan_memory = int_workspace_buffer
+    def reset_workspace_buffer(self, *args: Any) -> None:
+        check_call(f"{self.recorded_as}.reset_workspace_buffer", *args)
+        self._workspace, self._plan_memory = args
+        assert self._workspace.dtype == self._plan_memory.dtype == torch.uint8
 
-    def plan(
-        self,
-        indptr: torch.Tensor,
-        indices: torch.Tensor,
-        last_page_len: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        **options: Any,
-    ) -> None:
-        if not self._buffers:
-            shape = (num_qo_heads, num_kv_heads, head_dim, page_size)
-            return super().plan(indptr, indices, last_page_len, *shape, **options)
+    def plan(self, *args: Any, **options: Any) -> None:
         assert _recording is None, "a plan is not captured"
+        if not self._buffers:
+            return super().plan(*args, **options)
+        indptr, indices, last_page_len, *shape = args
         page_starts, page_ids, last_page_lens = self._buffers
         if len(last_page_len) != len(last_page_lens):
             raise ValueError("The batch size should be fixed in cudagraph mode")
@@ -216,28 +196,24 @@ class BatchDecodeWithPagedKVCacheWrapper(fake_flashinfer.BatchDecodeWithPagedKVC
         page_starts.copy_(indptr)
         last_page_lens.copy_(last_page_len)
         page_ids[: len(indices)].copy_(indices)
-        shape = (num_qo_heads, num_kv_heads, head_dim, page_size)
         # The base class looks at everything once, as for a plan without graphs.
         super().plan(indptr.clone(), indices.clone(), last_page_len.clone(), *shape, **options)
         _plan_of(self._plan_memory, page_starts)[:] = page_starts.diff()  # a piece of work for each page
         return None
 
-    def run(
-        self,
-        q: torch.Tensor,
-        paged_kv_cache: tuple[torch.Tensor, torch.Tensor],
-        *,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def run(self, *args: Any, **options: Any) -> Any:
         if not self._buffers:
-            return super().run(q, paged_kv_cache, out=out)
-        assert out is not None and out.is_contiguous()
-        assert q.shape == out.shape == (len(self._buffers[2]), *self._plan["shape"][:1], self._plan["shape"][2])
-        assert q.dtype == self._plan["q_data_type"] == paged_kv_cache[0].dtype == self._plan["kv_data_type"]
-        assert q.stride(-1) == 1
-        names = ("sm_scale", "window_left", "logits_soft_cap")
-        numbers = tuple(self._plan[name] for name in names)
-        launch(_decode, q, *paged_kv_cache, *self._buffers, self._plan_memory, numbers, out)
+            return super().run(*args, **options)
+        check_call(f"{self.recorded_as}.run", *args, **options)
+        q, (keys, values) = args
+        out = options["out"]
+        num_qo_heads, num_kv_heads, head_dim, page_size = self._plan["shape"]
+        assert q.shape == out.shape == (len(self._buffers[2]), num_qo_heads, head_dim)
+        assert keys.shape[1:] == values.shape[1:] == (page_size, num_kv_heads, head_dim)
+        assert q.dtype == out.dtype == keys.dtype == self._plan["q_data_type"] == self._plan["kv_data_type"]
+        assert q.stride(-1) == 1 and out.is_contiguous()
+        numbers = tuple(self._plan[name] for name in ("sm_scale", "window_left", "logits_soft_cap"))
+        launch(_decode, q, keys, values, *self._buffers, self._plan_memory, numbers, out)
         return out
 
 
@@ -275,5 +251,5 @@ def _decode(
         out[row] = torch.einsum("kh,khd->hd", scores.softmax(0), row_values)
 
 
-def append_paged_kv_cache(*arguments: Any) -> None:
-    launch(fake_flashinfer.append_paged_kv_cache, *arguments)
+def append_paged_kv_cache(*args: Any) -> None:
+    launch(fake_flashinfer.append_paged_kv_cache, *args)

@@ -21,6 +21,7 @@ RECORDED: dict[str, dict[str, str]] = {
             "logits_soft_cap= q_data_type= kv_data_type= o_data_type= data_type= sm_scale= rope_scale= rope_theta= "
             "non_blocking= block_tables= seq_lens= fixed_split_size= disable_split_kv="
         ),
+        "BatchDecodeWithPagedKVCacheWrapper.reset_workspace_buffer": "float_workspace_buffer int_workspace_buffer",
         "BatchDecodeWithPagedKVCacheWrapper.run": (
             "q paged_kv_cache *args q_scale= k_scale= v_scale= out= lse= return_lse= enable_pdl= window_left= sinks= "
             "q_len_per_req="
@@ -58,6 +59,7 @@ RECORDED: dict[str, dict[str, str]] = {
             "rope_scale= rope_theta= non_blocking= block_tables= seq_lens= fixed_split_size= disable_split_kv= "
             "q_len_per_req= is_causal="
         ),
+        "BatchDecodeWithPagedKVCacheWrapper.reset_workspace_buffer": "float_workspace_buffer int_workspace_buffer",
         "BatchDecodeWithPagedKVCacheWrapper.run": (
             "q paged_kv_cache *args q_scale= k_scale= v_scale= out= lse= return_lse= enable_pdl= window_left= sinks= "
             "q_len_per_req= skip_softmax_threshold_scale_factor= kv_cache_sf="

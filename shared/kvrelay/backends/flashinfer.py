@@ -131,11 +131,11 @@ class FlashInferBackend:
         """`append_paged_kv_cache` in the pool's layout."""
         self.flashinfer.append_paged_kv_cache(*arguments, _LAYOUT)
 
-    def workspace_for(self, group: int, head_dim: int) -> torch.Tensor:
-        """The workspace, large enough for `group` query heads a KV head."""
+    def workspace_for(self, group: int, head_dim: int, least_bytes: int = 0) -> torch.Tensor:
+        """The workspace, large enough for `group` query heads a KV head, and of `least_bytes` at least."""
         cuda = self._device.type == "cuda"
         num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count if cuda else 0
-        num_bytes = workspace_bytes(num_sms, group, head_dim)
+        num_bytes = max(workspace_bytes(num_sms, group, head_dim), least_bytes)
         if self._workspace.numel() < num_bytes:
             self._workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
         return self._workspace

@@ -133,7 +133,9 @@ class FlashInferFixedStep:
             paged_kv_indices_buffer=self._page_ids,
             paged_kv_last_page_len_buffer=self._last_page_lens,
         )
-        workspace = backend.workspace_for(kind.num_heads // num_kv_heads, head_dim)
+        group = kind.num_heads // num_kv_heads
+        least_bytes = fixed_workspace_bytes(self._shared.max_rows, num_kv_heads, group, head_dim)
+        workspace = backend.workspace_for(group, head_dim, least_bytes)
         wrapper.reset_workspace_buffer(workspace, self._shared.plan_memory(kind))
         return wrapper
 
@@ -147,6 +149,17 @@ class FlashInferFixedStep:
             *(kind.num_heads, pool.shape[4], pool.shape[5], pool.shape[3]),
             **plan_options(kind, pool.dtype),
         )
+
+
+def fixed_workspace_bytes(num_rows: int, num_kv_heads: int, group: int, head_dim: int) -> int:
+    """What plans for graphs of up to `num_rows` rows set aside for partial results, on tensor cores.
+
+    Whatever the rows' lengths, there are as many tiles of 16, 64 or 128 queries as all rows' may come to, one more a row;
+    FlashInfer before 0.7.2 takes all queries of a tile for each query head of a group.
+    """
+    tile = next((tile for tile in (16, 64) if group <= tile), 128)
+    num_tiles = -(-num_rows * group // tile) + num_rows
+    return num_kv_heads * group * num_tiles * tile * (head_dim + 1) * 4
 
 
 def plan_options(kind: LayerKind, dtype: torch.dtype) -> dict[str, Any]:

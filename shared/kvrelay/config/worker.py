@@ -328,9 +328,7 @@ class WorkerConfig(CommonConfig):
             raise ValueError("cuda_graph_sizes need cuda_graphs, which is off")
         wrong = [size for size in self.cuda_graph_sizes if not 1 <= size <= self.max_running]
         if wrong:
-            raise ValueError(
-                f"cuda_graph_sizes = {wrong[0]} (allowed: 1 to max_running, which is {self.max_running})"
-            )
+            raise ValueError(f"cuda_graph_sizes = {wrong[0]} (allowed: 1 to max_running, which is {self.max_running})")
         if self.lease_interval_s * 2 > self.lease_ttl_s:
             raise ValueError(
                 f"lease_interval_s ({self.lease_interval_s:g}) must be at most half of lease_ttl_s "

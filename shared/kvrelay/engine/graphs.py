@@ -29,6 +29,7 @@ from rich.progress import track
 
 from kvrelay.backends.base import CapturableBackend, FixedStep, NotCapturable, PackedRows
 from kvrelay.backends.paging import pad_rows
+from kvrelay.engine.graph_check import check_graphs
 from kvrelay.engine.graph_sizes import padded_size
 from kvrelay.engine.model import CausalModel
 from kvrelay.engine.waits import Waits
@@ -120,24 +121,27 @@ class GraphSettings:
 
 
 def try_to_capture(
-    model: CausalModel, pool: torch.Tensor, settings: GraphSettings, *, say: bool = True
+    model: CausalModel, pool: torch.Tensor, settings: GraphSettings, *, trial: bool = False
 ) -> DecodeGraphs | None:
-    """As `capture_graphs`; None where model or backend do not allow it. What holds is logged, if it is to `say` so.
+    """As `capture_graphs`; None where model or backend do not allow it.
+
+    Unless it is a `trial`, what was captured is checked, and what holds is logged. The pool holds nothing afterwards.
 
     Raises:
-        ValueError: the device refuses to capture.
+        ValueError: the device refuses to capture, or replays give something else than launches.
     """
     started, recorder = time.perf_counter(), settings.make_recorder(pool.device)
     try:
         graphs = capture_graphs(model, pool, settings.sizes, recorder)
     except NotCapturable as error:
-        if say:
+        if not trial:
             log.warning("no CUDA graphs: %s", error)
         return None
     except RuntimeError as error:
         message = f"cuda_graphs: a decoding step cannot be captured, --no-cuda-graphs does without: {error}"
         raise ValueError(message) from error
-    if say:
+    if not trial:
+        check_graphs(graphs, model, pool)
         log.info(
             "%d CUDA graphs captured in %.1f s. Decoding steps of up to %d sequences run as one of them; larger steps, "
             "and steps with chunks of prompts, are launched kernel by kernel",

@@ -18,7 +18,7 @@ from kvrelay.engine.attention import ATTENTION_NAME, UnsupportedModel, attending
 
 # Mean over positions of |paged - own| / |own|. A wrong mask, scale or position gives 0.1 and more; rounding of 16-bit
 # weights gives up to a few hundredths.
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 2e-2}
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 2e-2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ def check_paged_forward(
     own = _own_logits(model, prompts)
     for ours, theirs in zip(paged, own, strict=True):
         error = ((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).mean().item()
-        if not error <= _TOLERANCE[layout.dtype]:
+        if not error <= TOLERANCE[layout.dtype]:
             raise UnsupportedModel(
                 f"{type(model).__name__}: paged attention is off by {error:.2g} (relative) from the model's own"
             )

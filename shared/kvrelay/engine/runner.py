@@ -127,15 +127,15 @@ class TransformersRunner:
     def _device_pool(self) -> DevicePool:
         return DevicePool(self._pool)
 
-    def try_graphs(self, graphs: GraphSettings, *, say: bool = True) -> None:
-        """Captures decoding steps, which are replayed from now on, or says why not.
+    def try_graphs(self, graphs: GraphSettings, *, trial: bool = False) -> None:
+        """Captures decoding steps, which are replayed from now on, or says why not. The pool must hold nothing yet.
 
         Raises:
-            ValueError: there is no scratch block, or the device refuses to capture.
+            ValueError: there is no scratch block; see `try_to_capture` for others.
         """
         if len(self._blocks) == len(self._pool):
             raise ValueError("CUDA graphs take a scratch block, and the pool has none")
-        self._graphs = try_to_capture(self._model, self._blocks, graphs, say=say)
+        self._graphs = try_to_capture(self._model, self._blocks, graphs, trial=trial)
 
     def add_sequence(self, key: SequenceKey, sampling: Sampling, token_ids: Sequence[int], num_prompt: int) -> None:
         """See `ModelRunner.add_sequence`."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from kvrelay.engine.graphs import GraphSettings
 from kvrelay.engine.model import CausalModel, load_model, open_source
 from kvrelay.engine.runner import TransformersRunner
 from kvrelay.kv.ablations import NullCache
@@ -28,6 +29,7 @@ from kvrelay.scheduling.registry import BUILT_IN, find_scheduler
 from kvrelay.scheduling.sequence import Sequence, TokenBuffer
 from kvrelay.worker.step_loop import worker_batch
 from tests.component.engine.beam_reference import reference_beams
+from tests.fakes.fake_cuda_graphs import CapturableTorchBackend, FakeRecorder
 from tests.tiny_models import build_model
 
 BLOCK_SIZE = 8
@@ -64,6 +66,7 @@ class Engine:
         name: str = "sarathi",
         seed: int | None = None,
         settings: SchedulerSettings | None = None,
+        recorder: FakeRecorder | None = None,
     ) -> None:
         self.pool = BlockPool(num_blocks, BLOCK_SIZE)
         cache = PrefixCache(self.pool) if with_cache else NullCache()
@@ -71,7 +74,9 @@ class Engine:
         scheduler = find_scheduler(name)(limits, self.pool, cache, settings or SchedulerSettings())
         assert isinstance(scheduler, BatchScheduler)
         self.scheduler = scheduler
-        self.runner = TransformersRunner(model, num_blocks)
+        self.runner = TransformersRunner(model, num_blocks, with_scratch=recorder is not None)
+        if recorder is not None:
+            self.runner.try_graphs(GraphSettings((1, 2, 4, 7), lambda _: recorder))
         self.num_copies = 0
         self._random = random.Random(seed) if seed is not None else None
         self._sequences: list[Sequence] = []
@@ -155,6 +160,19 @@ def test_equal_to_transformers(
         sequence = engine.add(prompt, sampling)
         check(engine.run()[sequence], reference, prompt, sampling)
         assert width == 1 or engine.num_copies > 0
+
+
+@pytest.mark.parametrize("width", [3, 5, 8])
+def test_captured_steps(model_dir: Path, reference: Any, width: int) -> None:
+    """Beams decode in captured steps as far as they fit; blocks are copied before a step, captured or not."""
+    torch.set_num_threads(1)
+    source = open_source(str(model_dir), "float32", max_model_len=200)
+    recorder = FakeRecorder()
+    engine = Engine(load_model(source, BLOCK_SIZE, CapturableTorchBackend()), recorder=recorder)
+    prompt, sampling = prompt_of(20), beams(width)
+    sequence = engine.add(prompt, sampling)
+    check(engine.run()[sequence], reference, prompt, sampling)
+    assert (recorder.num_replayed > 0) is (width < 8)
 
 
 @pytest.mark.parametrize("rest", [{"repetition_penalty": 1.7}, {"min_tokens": 6}, {"logit_bias": {9: 3.0}}])

@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from kvrelay.engine.graphs import GraphSettings
 from kvrelay.engine.model import CausalModel, load_model, open_source
 from kvrelay.engine.runner import TransformersRunner
 from kvrelay.kv.ablations import NullCache
@@ -31,6 +32,7 @@ from kvrelay.scheduling.plan import PlanDraft, SequenceOutput, StepPlan
 from kvrelay.scheduling.registry import BUILT_IN, make_scheduler
 from kvrelay.scheduling.sequence import Sequence, TokenBuffer
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
+from tests.fakes.fake_cuda_graphs import CapturableTorchBackend, FakeRecorder
 from tests.fakes.waiting import PATIENCE_S
 from tests.tiny_models import build_model
 
@@ -48,6 +50,13 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model(model_dir: Path) -> CausalModel:
     torch.set_num_threads(1)
     return load_model(open_source(str(model_dir), "float32"), BLOCK_SIZE)
+
+
+@pytest.fixture(scope="module")
+def capturable_model(model_dir: Path) -> CausalModel:
+    torch.set_num_threads(1)
+    source = open_source(str(model_dir), "float32", max_model_len=LONGEST)
+    return load_model(source, BLOCK_SIZE, CapturableTorchBackend())
 
 
 @pytest.fixture(scope="module")
@@ -130,15 +139,19 @@ def check(
     *,
     with_cache: bool,
     overlap: bool,
+    recorder: FakeRecorder | None = None,
 ) -> Scheduler:
-    """Every third job ends early, by a stop token that nobody knew to come."""
+    """Every third job ends early, by a stop token that nobody knew to come. With a recorder, decodes are captured."""
     pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
     kept: Cache = PrefixCache(pool) if with_cache else NullCache()
     limits = SchedulerLimits(48, 8, LONGEST, frozenset())
     scheduler = make_scheduler(name, limits, pool, kept, settings)
     outputs = [expected(prompt, max_tokens) for prompt, max_tokens in jobs()]
     stops = [None if number % 3 else output[len(output) // 2] for number, output in enumerate(outputs)]
-    runner = TransformersRunner(model, NUM_BLOCKS, num_swap_slots=settings.num_swap_slots)
+    num_slots = settings.num_swap_slots
+    runner = TransformersRunner(model, NUM_BLOCKS, num_swap_slots=num_slots, with_scratch=recorder is not None)
+    if recorder is not None:
+        runner.try_graphs(GraphSettings((1, 2, 3, 5), lambda _: recorder))
     got, loop = run(scheduler, runner, stops, overlap=overlap)
     assert got == [until(output, stop) for output, stop in zip(outputs, stops, strict=True)]
     assert pool.num_available == NUM_BLOCKS
@@ -157,6 +170,19 @@ def test_every_scheduler(
     overlap: bool,
 ) -> None:
     check(model, expected, name, SchedulerSettings(), with_cache=with_cache, overlap=overlap)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+def test_captured_steps(
+    capturable_model: CausalModel,
+    expected: Callable[[tuple[int, ...], int], list[int]],
+    name: str,
+    overlap: bool,
+) -> None:
+    recorder, settings = FakeRecorder(), SchedulerSettings(num_swap_slots=12)
+    check(capturable_model, expected, name, settings, with_cache=True, overlap=overlap, recorder=recorder)
+    assert recorder.num_replayed > 10
 
 
 @pytest.mark.parametrize("order", get_args(QueueOrderName))

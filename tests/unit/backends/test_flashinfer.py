@@ -224,4 +224,5 @@ def test_an_installed_flashinfer_takes_the_calls(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(fake_flashinfer, "check_call", bind)
     case = Case([(0, 20), (40, 1)], head_dim=64, dtype=torch.bfloat16)
     case.run(make_backend())
-    assert set(calls) == set(names) - {"merge_state_in_place"}
+    of_others = {"merge_state_in_place", "BatchDecodeWithPagedKVCacheWrapper.reset_workspace_buffer"}
+    assert set(calls) == set(names) - of_others

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.backends.base import AttentionParams, CapturableBackend, KVLayout, NotCapturable, PackedRows, allocate_pool
-from kvrelay.backends.flashinfer import FlashInferBackend
-from kvrelay.backends.flashinfer_graphs import FlashInferFixedStep
+from kvrelay.backends.flashinfer import FlashInferBackend, workspace_bytes
+from kvrelay.backends.flashinfer_graphs import FlashInferFixedStep, fixed_workspace_bytes
 from kvrelay.backends.paging import pad_rows
 from kvrelay.backends.torch_sdpa import TorchBackend
-from tests.fakes import fake_cuda_graphs
+from tests.fakes import fake_cuda_graphs, fake_flashinfer
 from tests.fakes.fake_cuda_graphs import FakeRecorder
 from tests.unit.backends.cases import CPU
 
@@ -127,6 +130,46 @@ def test_sinks_are_not_captured() -> None:
     tensor = torch.zeros(1, NUM_KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
     with pytest.raises(NotCapturable, match="sinks"):
         step.attend(0, tensor, tensor, tensor, AttentionParams(1.0, sinks=torch.zeros(NUM_KV_HEADS)))
+
+
+@given(
+    st.integers(1, 2000),
+    st.integers(1, 300),
+    st.integers(1, 32),
+    st.integers(4, 71),
+    st.sampled_from([64, 128, 256]),
+)
+def test_the_workspace_holds_what_a_plan_for_graphs_sets_aside(
+    num_rows: int, num_sms: int, num_kv_heads: int, group: int, head_dim: int
+) -> None:
+    """By the source of 0.6.0, whose tiles take the most."""
+    tile = 16 if group <= 16 else 128 if group > 64 and head_dim < 256 else 64
+    num_tiles = max(2 * num_sms // num_kv_heads, -(-num_rows * group // tile) + num_rows - 1)
+    reserved = num_kv_heads * group * num_tiles * tile * (head_dim + 1) * 4
+    room = max(
+        workspace_bytes(num_sms, group, head_dim), fixed_workspace_bytes(num_rows, num_kv_heads, group, head_dim)
+    )
+    assert reserved <= room
+
+
+def test_an_installed_flashinfer_takes_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a captured step asks of the fake is bound to the real signatures."""
+    real = pytest.importorskip("flashinfer", exc_type=ImportError)
+    calls: list[str] = []
+
+    def bind(name: str, *args: Any, **options: Any) -> None:
+        owner, _, method = name.partition(".")
+        found = getattr(getattr(real, owner), method) if method else getattr(real, owner)
+        inspect.signature(found).bind(*([None] if method else []), *args, **options)
+        calls.append(method)
+
+    for fake in (fake_flashinfer, fake_cuda_graphs):
+        monkeypatch.setattr(fake, "check_call", bind)
+    step = make_backend().fixed_steps(make_pool(), 2, 1)(1)
+    step.replan(PackedRows(np.ones(1, np.int32), np.zeros(1, np.int32), np.zeros((1, 1), np.int32)))
+    tensor = torch.zeros(1, NUM_KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
+    step.attend(0, tensor, tensor, tensor, AttentionParams(1.0))
+    assert {"__init__", "reset_workspace_buffer", "plan", "run", ""} == set(calls)
 
 
 def test_which_backends_can_be_captured() -> None:

@@ -211,12 +211,23 @@ def test_all_bad_values_are_named_at_once() -> None:
         (["--peer-timeout-s=0.6"], ("peer_interval_s (0.5)", "peer_timeout_s (0.6)")),
         (["--preemption=swap", "--swap-space=0"], ("preemption = swap", "swap_space above 0")),
         (["--lease-ttl-s=1.5"], ("lease_interval_s (1)", "lease_ttl_s (1.5)")),
+        (["--cuda-graph-sizes=4,40", "--max-running=32"], ("cuda_graph_sizes = 40", "1 to max_running, which is 32")),
+        (["--cuda-graph-sizes=4,0"], ("cuda_graph_sizes = 0", "1 to max_running, which is 256")),
+        (["--no-cuda-graphs", "--cuda-graph-sizes=4"], ("cuda_graph_sizes need cuda_graphs", "which is off")),
     ],
 )
 def test_values_that_do_not_fit_together_are_both_named(argv: list[str], names: tuple[str, str]) -> None:
     with pytest.raises(ConfigError) as raised:
         worker(argv)
     assert all(name in str(raised.value) for name in names)
+
+
+def test_which_sizes_are_captured() -> None:
+    assert worker(["--cuda-graph-sizes=8,2,8"]).graph_sizes == (2, 8)
+    assert worker(["--max-running=20"]).graph_sizes == (1, 2, 4, 8, 16, 20)
+    assert worker(["--no-cuda-graphs"]).graph_sizes == ()
+    with pytest.raises(ConfigError, match="--cuda-graph-sizes = 'many'"):
+        worker(["--cuda-graph-sizes=1,many"])
 
 
 def test_a_prefill_delayers_group_needs_the_delayer() -> None:

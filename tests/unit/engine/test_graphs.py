@@ -22,6 +22,7 @@ from kvrelay.config.demo import demo_model_path
 from kvrelay.engine import device
 from kvrelay.engine import runner as runner_module
 from kvrelay.engine.batch import WorkerBatch, WorkerRow
+from kvrelay.engine.graph_check import GraphsDiffer
 from kvrelay.engine.graph_sizes import default_sizes, padded_size
 from kvrelay.engine.graphs import GraphSettings, capture_graphs
 from kvrelay.engine.model import load_model, open_source
@@ -81,10 +82,11 @@ def test_tokens_are_those_of_steps_launched_op_by_op(architecture: str, model_di
 
 
 def test_the_demo_model_says_the_same() -> None:
-    recorder = FakeRecorder()
+    recorder, demo = FakeRecorder(), demo_model_path()
+    assert demo is not None
     got, expected = (
         outputs(runner, Sampling(temperature=0), 0, vocab_size=2048)
-        for runner in (captured_runner(demo_model_path(), recorder), plain_runner(demo_model_path()))
+        for runner in (captured_runner(demo, recorder), plain_runner(demo))
     )
     assert [sequence.output for sequence in got] == [sequence.output for sequence in expected]
     assert recorder.num_replayed > 10
@@ -115,9 +117,13 @@ def test_a_captured_step_waits_once(model_dir: Callable[[str], Path], monkeypatc
     runner = captured_runner(model_dir("qwen3"), recorder)
     sequences = start(runner, [[1, 2, 3]] * 3, Sampling(temperature=0.8, seed=1), num_output=9)
     runner.execute(WorkerBatch(0, [sequence.row(3) for sequence in sequences]))
-    copies = []
-    to_host = device.to_host
-    monkeypatch.setattr("kvrelay.engine.sampler.to_host", lambda *columns: copies.append(1) or to_host(*columns))
+    copies, to_host = [], device.to_host
+
+    def counting(*columns: torch.Tensor) -> tuple[np.ndarray[Any, Any], ...]:
+        copies.append(len(columns))
+        return to_host(*columns)
+
+    monkeypatch.setattr("kvrelay.engine.sampler.to_host", counting)
     rows = [
         WorkerRow(sequence.key, np.zeros(1, np.int32), 3, sequence.blocks, True, False, follows_draw=True)
         for sequence in sequences
@@ -128,8 +134,6 @@ def test_a_captured_step_waits_once(model_dir: Callable[[str], Path], monkeypatc
     assert recorder.num_replayed == before + 1
     assert waits.ops == []
     assert len(copies) == 1
-
-
 
 
 def test_hidden_states_through_flashinfer(tmp_path: Path) -> None:
@@ -197,8 +201,53 @@ def test_a_device_that_refuses_is_an_error_that_names_the_way_out(model_dir: Cal
         def record(self, forward: Callable[[], None]) -> Callable[[], None]:
             raise RuntimeError("operation not permitted when stream is capturing")
 
-    with pytest.raises(ValueError, match="cuda_graphs: .*--no-cuda-graphs.*not permitted"):
+    with pytest.raises(ValueError, match=r"cuda_graphs: .*--no-cuda-graphs.*not permitted"):
         captured_runner(model_dir("llama"), Refuses())
+
+
+@pytest.mark.parametrize("spoil", ["positions", "blocks", "plan", "one size"])
+def test_graphs_that_follow_their_buffers_in_part_are_refused_at_the_start(
+    spoil: str, model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Forgetful(CapturableTorchBackend):
+        """Its steps take no new plan, or a part of one, after the one for the capture."""
+
+        def fixed_steps(self, *arguments: Any) -> Callable[[int], Any]:
+            make = super().fixed_steps(*arguments)
+
+            def make_step(num_rows: int) -> Any:
+                step = make(num_rows)
+                replan, seen = step.replan, []
+
+                def replan_in_part(rows: PackedRows) -> None:
+                    seen.append(rows)
+                    first = seen[0]
+                    match spoil:
+                        case "positions":
+                            rows = PackedRows(rows.query_lens, first.positions, rows.block_tables)
+                        case "blocks":
+                            tables = np.where(rows.block_tables > 0, rows.block_tables % 5, 0).astype(np.int32)
+                            rows = rows if rows is first else PackedRows(rows.query_lens, rows.positions, tables)
+                        case "plan":
+                            rows = first
+                        case "one size":
+                            rows = first if num_rows == 5 else rows
+                    replan(rows)
+
+                monkeypatch.setattr(step, "replan", replan_in_part)
+                return step
+
+            return make_step
+
+    with pytest.raises(GraphsDiffer, match=r"cuda_graphs: captured steps.* are off by .*--no-cuda-graphs"):
+        make_runner(
+            str(model_dir("llama")),
+            dtype="float32",
+            backend=Forgetful(),
+            num_blocks=NUM_BLOCKS,
+            max_model_len=256,
+            graphs=graphs_of(FakeRecorder()),
+        )
 
 
 def test_what_runs_as_a_graph_is_said_once(
@@ -222,6 +271,7 @@ class FakeGauge:
     recorder: FakeRecorder
     size: int
     rests: list[int] = field(default_factory=list)
+    pool_rests: bool = False
 
     def total(self) -> int:
         return self.size
@@ -235,6 +285,9 @@ class FakeGauge:
 
     def free(self) -> int | None:
         return None
+
+    def keep(self) -> None:
+        pass
 
 
 def test_graphs_are_counted_before_the_pool_is_sized(

@@ -15,8 +15,11 @@ from kvrelay.engine.sampler import Sampler
 from kvrelay.engine.waits import Waits
 from kvrelay.protocol.sampling import Sampling
 from tests.tiny_models import ARCHITECTURES
+from tests.unit.engine.test_architectures import SERVED
 
 pytestmark = pytest.mark.unit
+
+
 @pytest.mark.parametrize(
     "batch",
     [
@@ -66,17 +69,23 @@ def forward(config: Any) -> list[str]:
     """What waits in a forward of a model of this config, on another device than the CPU."""
     register()
     with META:
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME).eval()
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME
+        ).eval()
     token_ids = torch.zeros(1, 4, dtype=torch.int64, device=META)
     backbone = getattr(model, model.base_model_prefix)
-    with torch.inference_mode(), attending(NoAttention()), Waits() as waits:
+    waits = Waits()
+    with torch.inference_mode(), attending(NoAttention()), waits:
         backbone(input_ids=token_ids, position_ids=token_ids, use_cache=False)
     return waits.ops
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_no_forward_waits(architecture: str) -> None:
-    assert forward(ARCHITECTURES[architecture]()) == []
+CONFIGS = {name: make() for name, make in ARCHITECTURES.items()} | SERVED
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_no_forward_waits(name: str) -> None:
+    assert forward(CONFIGS[name]) == []
 
 
 def test_a_forward_that_looks_at_its_positions_is_found() -> None:

@@ -1,0 +1,98 @@
+"""Holds captured decoding steps against the same steps launched kernel by kernel, before anything is served.
+
+What was captured ran over other tokens, positions and blocks than the check: a graph that follows its buffers only
+in part is off by as much as two different steps are.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvrelay.backends.base import PackedRows
+from kvrelay.backends.paging import pad_rows
+from kvrelay.engine.model import CausalModel
+from kvrelay.engine.probe import TOLERANCE
+from kvrelay.kv.table import blocks_for
+
+if TYPE_CHECKING:
+    from kvrelay.engine.graphs import DecodeGraphs
+
+_MOST_CONTEXT_BLOCKS = 64
+_OF_ONE_SIZE = 5.0  # times the tolerance: a small step may have the one row that rounding sends another way
+
+
+class GraphsDiffer(ValueError):
+    """Captured steps give something else; the message has the size and by how much."""
+
+
+@torch.inference_mode()
+def check_graphs(graphs: DecodeGraphs, model: CausalModel, pool: torch.Tensor) -> None:
+    """Runs one step of each captured size both ways over `pool`, whose blocks hold nothing of worth; they end as zeros.
+
+    Raises:
+        GraphsDiffer: hidden states differ by more than the dtype's rounding.
+    """
+    rng = np.random.default_rng(0)
+    tolerance = TOLERANCE[model.layout.dtype]
+    most_rows = min(graphs.sizes[-1], len(pool) - 2)  # beside the context and the scratch block
+    if most_rows < 1:
+        return
+    pool[: most_rows + 1].normal_()
+    errors = []
+    for size in graphs.sizes:
+        token_ids, rows = _step(rng, min(size, most_rows), model, pool.shape[3])
+        found = _errors(graphs, model, pool, token_ids, rows, size)
+        if not found.mean() <= _OF_ONE_SIZE * tolerance:
+            raise _differ(f"steps of {size} sequences", found)
+        errors.append(found)
+    pool[: most_rows + 1].zero_()
+    pool[-1].zero_()
+    if not np.concatenate(errors).mean() <= tolerance:
+        raise _differ("steps", np.concatenate(errors))
+
+
+def _step(
+    rng: np.random.Generator, num_rows: int, model: CausalModel, block_size: int
+) -> tuple[NDArray[np.int64], PackedRows]:
+    """Rows with different contexts. Of each, all blocks but the last are block 0; the last of row r is block r + 1."""
+    longest = model.source.max_model_len
+    num_context = rng.integers(0, min(blocks_for(longest, block_size), _MOST_CONTEXT_BLOCKS), num_rows)
+    positions = np.minimum(num_context * block_size + rng.integers(0, block_size, num_rows), longest - 1)
+    tables = np.zeros((num_rows, int(num_context.max()) + 1), np.int32)
+    tables[np.arange(num_rows), num_context] = 1 + np.arange(num_rows)
+    rows = PackedRows(np.ones(num_rows, np.int32), positions.astype(np.int32), tables)
+    vocab_size = int(model.source.config.get_text_config(decoder=True).vocab_size)
+    return rng.integers(0, vocab_size, num_rows), rows
+
+
+def _errors(
+    graphs: DecodeGraphs,
+    model: CausalModel,
+    pool: torch.Tensor,
+    token_ids: NDArray[np.int64],
+    rows: PackedRows,
+    size: int,
+) -> NDArray[np.float32]:
+    """By row, how far replayed hidden states are from launched ones, relative to these."""
+    count = len(token_ids)
+    replayed = graphs.hidden_states(token_ids, rows).float()
+    padded = pad_rows(rows, size, len(pool) - 1)  # so that matrices are multiplied by the same kernels
+    all_ids = np.zeros(size, np.int64)
+    all_ids[:count] = token_ids
+    positions = torch.from_numpy(padded.positions.astype(np.int64)).to(pool.device)
+    step = model.backend.plan(pool, padded)
+    launched = model.hidden_states(torch.from_numpy(all_ids).to(pool.device), positions, step)[:count].float()
+    relative = (replayed - launched).norm(dim=-1) / launched.norm(dim=-1)
+    errors: NDArray[np.float32] = relative.cpu().numpy()
+    return errors
+
+
+def _differ(what: str, errors: NDArray[np.float32]) -> GraphsDiffer:
+    return GraphsDiffer(
+        f"cuda_graphs: captured {what} are off by {errors.mean():.2g} (relative) from launched ones; "
+        "--no-cuda-graphs does without"
+    )

@@ -154,7 +154,7 @@ class FlashInferFixedStep:
 def fixed_workspace_bytes(num_rows: int, num_kv_heads: int, group: int, head_dim: int) -> int:
     """What plans for graphs of up to `num_rows` rows set aside for partial results, on tensor cores.
 
-    Whatever the rows' lengths, there are as many tiles of 16, 64 or 128 queries as all rows' may come to, one more a row;
+    Whatever the lengths, there are as many tiles of 16, 64 or 128 queries as all rows' may come to, one more a row.
     FlashInfer before 0.7.2 takes all queries of a tile for each query head of a group.
     """
     tile = next((tile for tile in (16, 64) if group <= tile), 128)

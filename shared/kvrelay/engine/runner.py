@@ -328,7 +328,7 @@ def _profiled_num_blocks(
 
 
 def _graph_bytes(model: CausalModel, graphs: GraphSettings, gauge: MemoryGauge) -> int:
-    """What graphs keep, with their scratch block: they are captured for their size alone, over a pool that goes again."""
+    """What graphs keep, with their scratch block. They are captured for that alone, over a pool that goes again."""
     trial = TransformersRunner(model, 1, with_scratch=True)
     return measure_kept(lambda: trial.try_graphs(graphs, trial=True), gauge) + model.layout.block_bytes
 

@@ -36,8 +36,8 @@ def load_runner(config: WorkerConfig) -> ModelRunner:
     """The model, loaded, with its pool, or a simulated device. Imports torch, which takes seconds, only here."""
     if config.backend == "simulated":
         return make_simulated_runner(config)
-    from kvrelay.engine.graphs import GraphSettings
     from kvrelay.engine.device import find_device, turn_on
+    from kvrelay.engine.graphs import GraphSettings
     from kvrelay.engine.runner import PoolSizing, make_runner
 
     sizing = None

@@ -63,6 +63,27 @@ def test_windowed_text_is_the_text_after_a_prompt(byte_fallback: Tokenizer, text
     assert run(detokenizer, in_parts(whole[len(prompt) :], cuts)) == expected
 
 
+@given(before=TEXTS, text=TEXTS, cuts=st.lists(st.integers(0, 200)))
+def test_windowed_text_is_the_text_after_any_prompt(
+    byte_fallback: Tokenizer, before: str, text: str, cuts: list[int]
+) -> None:
+    """Also where the prompt ends with bytes: decoded from within a character on, they would spoil what follows."""
+    prompt = byte_fallback.encode("otter" + before, add_special_tokens=False)
+    whole = byte_fallback.encode("otter" + before + text, add_special_tokens=False)
+    assert whole[: len(prompt)] == prompt
+    detokenizer = WindowedDetokenizer(byte_fallback, prompt, skip_special_tokens=True)
+    known = byte_fallback.decode(prompt, skip_special_tokens=True)
+    expected = byte_fallback.decode(whole, skip_special_tokens=True).removeprefix(known)
+    assert run(detokenizer, in_parts(whole[len(prompt) :], cuts)) == expected
+
+
+@pytest.mark.parametrize("before", ["🦦東", "東🦦", "東é東", "🦦🦦", "ééé", "é東é", "東" * 50, "🦦" * 50])
+def test_a_character_is_whole_after_a_prompt_of_bytes(byte_fallback: Tokenizer, before: str) -> None:
+    prompt = byte_fallback.encode(before, add_special_tokens=False)
+    answer = byte_fallback.encode("京🦦", add_special_tokens=False)[-7:]
+    assert run(WindowedDetokenizer(byte_fallback, prompt, skip_special_tokens=True), [answer]) == "京🦦"
+
+
 @given(token_ids=st.lists(st.integers(0, 360), max_size=60), cuts=st.lists(st.integers(0, 200)))
 def test_windowed_text_does_not_depend_on_the_cuts(
     byte_fallback: Tokenizer, token_ids: list[int], cuts: list[int]

@@ -26,6 +26,10 @@ MAX_SILENT_TOKENS = 32
 
 REPLACEMENT = "\ufffd"
 
+MAX_CONTINUATION_BYTES = 3
+CONTINUATION_BYTES = frozenset(bytes([byte]) for byte in range(0x80, 0xC0))
+"""Those of a UTF-8 character after its first. No other token than that of such a byte begins with one."""
+
 
 class Detokenizer(Protocol):
     """The text of one sequence as it grows."""
@@ -65,7 +69,7 @@ class WindowedDetokenizer:
     def __init__(self, tokenizer: Tokenizer, prompt_ids: list[int], *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._window = prompt_ids[-CONTEXT_TOKENS:]
+        self._window = prompt_ids[_window_start(tokenizer, prompt_ids) :]
         self._num_read = len(self._window)  # tokens of the window whose text is out
         self._read_text = self._decode(self._window)
 
@@ -97,6 +101,15 @@ class WindowedDetokenizer:
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+
+
+def _window_start(tokenizer: Tokenizer, prompt_ids: list[int]) -> int:
+    """Not within a character that is spelled in bytes: decoders take none of a run of bytes that begins like this."""
+    start = max(0, len(prompt_ids) - CONTEXT_TOKENS)
+    first = max(0, start - MAX_CONTINUATION_BYTES)
+    while start > first and tokenizer.token_bytes(prompt_ids[start])[:1] in CONTINUATION_BYTES:
+        start -= 1
+    return start
 
 
 def make_detokenizer(tokenizer: Tokenizer, prompt_ids: list[int], *, skip_special_tokens: bool) -> Detokenizer:

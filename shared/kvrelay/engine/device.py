@@ -7,6 +7,7 @@ accelerator idle until the host has found its next kernel.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from kvrelay.backends.cpu_build import cache_dir
 from kvrelay.engine.turns import turn_on_gpu
 
+_thread = threading.local()
 _UUID_CHARACTERS = len("GPU-00000000-0000-0000-0000-000000000000")  # the variable takes shorter beginnings too
 
 
@@ -53,6 +55,20 @@ def turn_on(device: torch.device) -> Iterator[None]:
     """Holds up other processes that start on the same GPU; see `turns`. Raises TurnNeverCame."""
     with turn_on_gpu(device_uuid(device), cache_dir()) if device.type == "cuda" else nullcontext():
         yield
+
+
+def use_on_this_thread(device: torch.device) -> None:
+    """Makes a GPU the calling thread's own, and its context the thread's current one.
+
+    Torch finds the device by its tensors. Others take the thread's: pinned memory and streams that are asked for
+    without a device would be GPU 0's, and UCX takes no CUDA transport on a thread without a context, or crashes there
+    (a new thread has none; vllm-project/vllm pull 36475, ai-dynamo/nixl issue 2102).
+    """
+    if device.type != "cuda" or getattr(_thread, "device", None) == device:
+        return
+    torch.cuda.set_device(device)
+    torch.zeros(1, device=device)  # naming the device makes no context; a kernel takes one
+    _thread.device = device
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:

@@ -14,6 +14,7 @@ from threading import Lock
 import numpy as np
 import torch
 
+from kvrelay.engine.device import use_on_this_thread
 from kvrelay.transfer.pool_memory import Segment
 from kvrelay.transfer.wire import Bytes, Indices
 
@@ -34,6 +35,10 @@ class DevicePool:
         self.address = self._blocks.data_ptr()
         self.device_id = pool.device.index or 0
         self._staged = self.buffer(max(1, _STAGING_BYTES // self.block_bytes))
+
+    def enter_thread(self) -> None:
+        """See `use_on_this_thread`."""
+        use_on_this_thread(self._device)
 
     def view(self, first: int, count: int) -> Bytes | None:
         """None: the host cannot read it in place."""

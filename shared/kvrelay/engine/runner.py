@@ -26,7 +26,7 @@ from kvrelay.engine.batch import (
     WorkerRow,
 )
 from kvrelay.engine.beams import best_candidates
-from kvrelay.engine.device import to_device, wait_for
+from kvrelay.engine.device import to_device, use_on_this_thread, wait_for
 from kvrelay.engine.device_pool import DevicePool
 from kvrelay.engine.fingerprint import find_model_dir, fingerprint
 from kvrelay.engine.gauges import make_gauge
@@ -160,9 +160,11 @@ class TransformersRunner:
             KeyError: a row that samples, or follows a draw, is unknown.
             IndexError: a copy names a block or a slot that there is not.
         """
+        use_on_this_thread(self._device)
         copy_s = self._host.swap(batch.swap_out, batch.swap_in)
         self._copy_blocks(batch.copies)
         if not batch.rows:
+            wait_for(self._device)
             return StepResult(batch.step, [], 0.0, copy_s)
         started = time.perf_counter()
         with self._lock:
@@ -368,6 +370,7 @@ def make_runner(
         torch.set_num_threads(num_threads)
     source = open_source(model, dtype, device, max_model_len, load_format)
     gauge = make_gauge(source.device)
+    use_on_this_thread(source.device)
     loaded = load_model(source, block_size, backend)
     if num_blocks is None and size_pool is not None:
         num_blocks = _profiled_num_blocks(loaded, size_pool, swap_bytes, gauge, graphs)

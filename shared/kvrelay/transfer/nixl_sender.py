@@ -98,6 +98,7 @@ class NixlSender(SenderThread):
         self._settings = settings or NixlSettings()
         self._checksums = checksums
         self._pool = as_pool(pool)  # kept alive: UCX reads there
+        self._pool.enter_thread()
         self._region = Region.of(self._pool)
         self._agent = NixlAgent(self._region, ucx_transports=self._settings.ucx_transports)
         super().__init__("kv-sender-nixl", self._region.num_blocks, self._courier)
@@ -109,6 +110,7 @@ class NixlSender(SenderThread):
             self._agent.close()
 
     def _courier(self, wake: Callable[[], None]) -> Courier:
+        self._pool.enter_thread()
         return _NixlCourier(self._agent, self._region, self._settings, self._checksums, self.counters)
 
 

@@ -40,6 +40,10 @@ class PoolMemory(Protocol):
         """Of the accelerator; 0 for a host."""
         ...
 
+    def enter_thread(self) -> None:
+        """Called first on each thread that uses the pool, or a library that reads and writes it by its address."""
+        ...
+
     def view(self, first: int, count: int) -> Bytes | None:
         """Neighbouring blocks where they lie, [count, block_bytes]; None where the host cannot read them in place."""
         ...
@@ -81,6 +85,9 @@ class HostPool:
     def is_writable(self) -> bool:
         """Whether `scatter` may be called."""
         return self._memory.flags.writeable
+
+    def enter_thread(self) -> None:
+        """Any thread may read and write a host's memory."""
 
     def view(self, first: int, count: int) -> Bytes | None:
         """See `PoolMemory.view`."""

@@ -35,6 +35,7 @@ class ReceiverThread:
     def __init__(self, thread_name: str, pool: PoolLike) -> None:
         self._thread_name = thread_name
         self._pool = as_pool(pool, writable=True)
+        self._pool.enter_thread()  # for a subclass that makes its library's objects here
         self._book = AdmissionBook(self._pool.num_blocks, self._pool.block_bytes)
         self._lock = Lock()
         self.counters = ReceiverCounters()
@@ -63,6 +64,7 @@ class ReceiverThread:
 
     def _run(self, port: LoopPort[ReceiverEvent]) -> None:
         try:
+            self._pool.enter_thread()
             self._serve(port.emit)
         except Exception as error:
             port.report_crash(self._thread_name, error)

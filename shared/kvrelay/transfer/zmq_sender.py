@@ -70,6 +70,7 @@ class ZmqSender(SenderThread):
         super().__init__("kv-sender", self._pool.num_blocks, self._courier)
 
     def _courier(self, wake: Callable[[], None]) -> Courier:
+        self._pool.enter_thread()
         return _ZmqCourier(self._pool, self._settings, self._checksums, self._curve, self.counters, wake)
 
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
+from threading import get_ident
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from kvrelay.transfer.checksums import PoolChecksums
 from kvrelay.transfer.nixl_agent import PACKAGES
 from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender, NixlSettings
 from kvrelay.transfer.pool_memory import PoolLike
-from kvrelay.transfer.wire import Bytes
+from kvrelay.transfer.wire import Bytes, Indices
 from kvrelay.transfer.zmq_transport import SenderSettings, ZmqReceiver, ZmqSender
 from tests.fakes.fault_schedule import BENIGN, Fault, Faults, Point, Seeded
 from tests.fakes.faulty_transport import FaultyReceiver, FaultySender, InnerSender
@@ -52,10 +53,30 @@ NO_NIXL = "" if any(map(find_spec, PACKAGES)) else "NIXL is not installed (scrip
 FLEET_KEY = CurveKey.new()
 
 
+class EnteredPool(DevicePool):
+    """Refuses threads that have not entered it: they would work on a GPU only as long as that is the first one."""
+
+    def __init__(self, pool: torch.Tensor) -> None:
+        self._entered: set[int] = set()
+        super().__init__(pool)
+
+    def enter_thread(self) -> None:
+        super().enter_thread()
+        self._entered.add(get_ident())
+
+    def gather(self, blocks: Indices, out: Bytes) -> None:
+        assert get_ident() in self._entered
+        super().gather(blocks, out)
+
+    def scatter(self, slots: Indices, rows: Bytes) -> None:
+        assert get_ident() in self._entered
+        super().scatter(slots, rows)
+
+
 def staged(pool: Bytes) -> DevicePool:
     """The pool as if it lay in an accelerator's memory: no end reads or writes it in place."""
     torch.set_num_threads(1)  # copies by several threads, which spin, stand still on a busy machine
-    return DevicePool(torch.from_numpy(pool))
+    return EnteredPool(torch.from_numpy(pool))
 
 
 def zmq_sender(pool: PoolLike, *, checksum: bool = False, curve: CurveKey | None = None) -> ZmqSender:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from kvrelay.engine.device import device_uuid, find_device, to_host
+from kvrelay.engine.device import device_uuid, find_device, to_host, use_on_this_thread
+from tests.fakes.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.unit
 
@@ -54,3 +56,31 @@ def test_a_uuid_comes_from_the_environment_where_that_has_it(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="of-cuda"))
     assert device_uuid(torch.device("cuda", 0)) == expected
+
+
+def test_a_thread_that_uses_a_gpu_has_its_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each thread, and for each GPU that it goes over to."""
+    made: list[tuple[int, str]] = []
+    current = threading.local()
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(current, "device", device))
+
+    def zeros(size: int, device: torch.device) -> None:
+        assert current.device == device
+        made.append((threading.get_ident(), str(device)))
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+
+    both = threading.Barrier(2)
+
+    def use() -> None:
+        for name in ("cpu", "cuda:1", "cuda:1", "cuda:0"):
+            use_on_this_thread(torch.device(name))
+        both.wait(PATIENCE_S)  # while both live, their idents differ
+
+    threads = [threading.Thread(target=use) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    for thread in threads:
+        assert [name for ident, name in made if ident == thread.ident] == ["cuda:1", "cuda:0"]

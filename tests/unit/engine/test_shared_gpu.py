@@ -95,6 +95,7 @@ class World:
         monkeypatch.setattr(runner, "make_gauge", lambda _: CudaGauge(self._now.memory))
         monkeypatch.setattr(runner, "load_model", lambda *_: self._load(source))
         monkeypatch.setattr(runner, "TransformersRunner", Pool)
+        monkeypatch.setattr(runner, "use_on_this_thread", lambda _: None)
 
     def start(self, memory: FakeMemory, needs: Needs) -> Pool:
         self._now.memory, self._now.needs = memory, needs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,47 @@ def test_every_variable_is_a_field(services: dict[str, Any], tmp_path: Path) -> 
         fields = {f"KVRELAY_{field.upper()}" for field in config.model_fields}
         names = set(services[name]["environment"])
         assert {each for each in names if not each.startswith("OTEL_")} <= fields, name
+
+
+def _filled_in(value: str, variables: dict[str, str]) -> str:
+    return re.sub(r"\$\{(\w+):-([^}]*)\}", lambda match: variables.get(match[1], match[2]), value)
+
+
+@pytest.mark.parametrize(
+    ("variables", "gpus", "shares"),
+    [
+        ({}, ["0", "1"], [0.9, 0.9]),
+        (
+            {
+                "KVRELAY_DECODE_GPU": "0",
+                "KVRELAY_PREFILL_MEMORY_UTILIZATION": "0.35",
+                "KVRELAY_DECODE_MEMORY_UTILIZATION": "0.55",
+            },
+            ["0", "0"],
+            [0.35, 0.55],
+        ),
+    ],
+)
+def test_workers_on_gpus_have_one_each_and_share_what_they_compile(
+    services: dict[str, Any], variables: dict[str, str], gpus: list[str], shares: list[float]
+) -> None:
+    found = []
+    for name in ("prefill-gpu", "decode-gpu"):
+        service = services[name]
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"]) and "count" not in device
+        environ = {key: _filled_in(value, variables) for key, value in service["environment"].items()}
+        environ |= {"KVRELAY_MODEL": "org/model", "KVRELAY_REDIS_PASSWORD_FILE": ""}
+        config = resolve(WorkerConfig, {}, environ, role=service["command"][0])
+        assert config.device == "cuda"
+        (gpu,) = device["device_ids"]
+        found.append((_filled_in(gpu, variables), config.memory_utilization))
+        assert "gpu-cache:/var/cache/kvrelay" in service["volumes"]
+        assert not any("/var/cache/kvrelay" in mount for mount in service["tmpfs"])
+        assert service["image"] == "kvrelay:cuda" and service["build"]["target"] == "cuda"
+    assert found == list(zip(gpus, shares, strict=True))
+    dockerfile = (DEPLOY / "docker" / "Dockerfile").read_text()
+    assert "-o 10001 -g 10001 -m 0700 /var/cache/kvrelay" in dockerfile, "or the volume is root's"
 
 
 def test_secrets_are_made_once_and_can_be_read(tmp_path: Path) -> None:

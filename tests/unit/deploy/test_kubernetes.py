@@ -12,6 +12,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from kvrelay.config.load import resolve
 from kvrelay.config.router import RouterConfig
 from kvrelay.config.worker import WorkerConfig
 from tests.unit.deploy.kustomize import Resource, key, render
@@ -189,3 +190,17 @@ def test_pods_may_do_little(resources: list[Resource]) -> None:
             assert context["capabilities"] == {"drop": ["ALL"]} and "privileged" not in context, name
             assert container["resources"]["limits"]["memory"], name
         assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec), name
+
+
+def test_workers_on_gpus_have_one_each_and_most_of_its_memory() -> None:
+    for role, spec, container, config in services(render(KUBERNETES / "overlays" / "gpu")):
+        limits = container["resources"]["limits"]
+        if role == "router":
+            assert "nvidia.com/gpu" not in limits
+            continue
+        environ = config | {each["name"]: each["value"] for each in container["env"] if "value" in each}
+        own = {name: environ[name] for name in ("KVRELAY_DEVICE", "KVRELAY_MEMORY_UTILIZATION")}
+        worker = resolve(WorkerConfig, {}, own | {"KVRELAY_MODEL": "org/model"}, role=role)
+        assert (worker.device, worker.memory_utilization) == ("cuda", 0.9)
+        assert limits["nvidia.com/gpu"] == "1" and container["image"] == "kvrelay:cuda"
+        assert [each["key"] for each in spec["tolerations"]] == ["nvidia.com/gpu"]

@@ -54,8 +54,12 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
     if declared.isdecimal() and int(declared) > limit_bytes:
         raise BodyTooLarge(limit_bytes)
     pieces: list[bytes] = []
-    num_bytes = 0
-    async for piece in request.stream():
+    num_bytes, is_all = 0, False
+    while not is_all:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        piece, is_all = message.get("body", b""), not message.get("more_body", False)
         num_bytes += len(piece)
         if num_bytes > limit_bytes:
             raise BodyTooLarge(limit_bytes)

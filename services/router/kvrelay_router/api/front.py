@@ -7,9 +7,9 @@ import hashlib
 import hmac
 import re
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrelay_router.api.errors import ApiError, as_api_error
@@ -38,7 +38,7 @@ class RequestNames:
     session: str = ""  # from `x-kvrelay-session`: what `sticky` routing keeps on one worker
 
 
-def name_request(headers: Headers, course: Course | None = None) -> RequestNames:
+def name_request(headers: Mapping[str, str], course: Course | None = None) -> RequestNames:
     """Takes the client's names over where they are sane, and makes the others."""
     own = headers.get("x-request-id", "")
     generated = secrets.token_hex(16)
@@ -60,7 +60,7 @@ class KeyRing:
     def __init__(self, keys: tuple[str, ...]) -> None:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
-    def check(self, headers: Headers) -> str:
+    def check(self, headers: Mapping[str, str]) -> str:
         """The request's key; empty where none are set. Raises 401 unless it is one of them."""
         if not self._digests:
             return ""
@@ -96,7 +96,7 @@ class Front:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])}
         course = None
         if scope["path"] in OPERATIONS:
             course = self._observer.begin(scope["path"], headers.get("traceparent", ""))

@@ -183,9 +183,12 @@ class Generation:
 
 
 def _joined(names: list[str | None]) -> str:
-    distinct = list(dict.fromkeys(name for name in names if name))
+    distinct = list(dict.fromkeys([name for name in names if name]))
+    joined = ", ".join(distinct)
+    if len(joined) <= MAX_NAMES_BYTES:
+        return joined
     fitting = _fitting(distinct, MAX_NAMES_BYTES, 2)
-    return ", ".join(fitting if len(fitting) == len(distinct) else [*fitting, f"{len(distinct) - len(fitting)} more"])
+    return ", ".join([*fitting, f"{len(distinct) - len(fitting)} more"])
 
 
 def _fitting(texts: list[str], num_bytes: int, separator_bytes: int) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from kvrelay.fleet.limits import KeyLimits, OwnLimits, Refusal, SharedLimits
@@ -41,24 +41,29 @@ class Door:
                 code="invalid_value",
             )
 
-    @asynccontextmanager
-    async def admit(self, key: str, request_id: str, lease_s: float) -> AsyncIterator[None]:
-        """Holds one of the key's places while the request runs. Raises 429."""
+    def admit(self, key: str, request_id: str, lease_s: float) -> AbstractAsyncContextManager[None]:
+        """Holds one of the key's places while the request runs. Raises 429 when it is entered."""
         limits = self._rules(key).limits
         if limits.are_none or self.shared is None:
-            yield
-            return
-        refusal = await self.shared.enter(key, limits, request_id, lease_s)
-        if refusal is not None:
-            raise _refused(refusal, limits)
-        try:
-            yield
-        finally:
-            # The client may be gone, which cancels this task: its place is given back all the same.
-            await asyncio.shield(self.shared.leave(key, request_id))
+            return nullcontext()
+        return _place(self.shared, key, limits, request_id, lease_s)
 
     def _rules(self, key: str) -> KeyRules:
         return self.own.get(key, self.rules)
+
+
+@asynccontextmanager
+async def _place(
+    shared: SharedLimits | OwnLimits, key: str, limits: KeyLimits, request_id: str, lease_s: float
+) -> AsyncIterator[None]:
+    refusal = await shared.enter(key, limits, request_id, lease_s)
+    if refusal is not None:
+        raise _refused(refusal, limits)
+    try:
+        yield
+    finally:
+        # The client may be gone, which cancels this task: its place is given back all the same.
+        await asyncio.shield(shared.leave(key, request_id))
 
 
 def _refused(refusal: Refusal, limits: KeyLimits) -> ApiError:

@@ -64,7 +64,7 @@ class ExpectedPrefixes:
     def _num_held(self, blocks: OrderedDict[BlockHash, float], hashes: Sequence[BlockHash]) -> int:
         """The chain's presence is monotone: a bisection finds its end."""
         self._expire(blocks)
-        low, high = 0, len(hashes)
+        low, high = 0, len(hashes) if hashes and hashes[0] in blocks else 0  # mostly nothing
         while low < high:
             middle = (low + high) // 2
             if hashes[middle] in blocks:

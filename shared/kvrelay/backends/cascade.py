@@ -1,0 +1,208 @@
+"""Cascade attention, planned: which decoding rows of a step read a prefix of blocks together, once for all of them.
+
+Rows with the same leading blocks form groups. A first kernel attends with the queries of a group over its shared blocks,
+a second one with each row's over the rest of its own; both also give the logarithm of the sum of the exponentials, by
+which the two outputs are merged into what one softmax over all keys would have given.
+Ye et al., "Cascade Inference: Memory Bandwidth Efficient Shared Prefix Batch Decoding", 2024. Which groups are formed,
+and when it pays, is decided here, on plain arrays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrelay.backends.base import Int32Array
+from kvrelay.backends.paging import PagedRows
+
+
+@dataclass(frozen=True, slots=True)
+class CascadeCosts:
+    """What must be saved, in tokens of one layer whose keys and values are not read again."""
+
+    row_tokens: int
+    """For each row of a group: its second output is written, read and merged."""
+    step_tokens: int
+    """For the step: one more kernel runs, and one that merges."""
+
+    @classmethod
+    def of(cls, group: int, token_bytes: int, step_bytes: int) -> CascadeCosts:
+        """For layers with `group` query heads a KV head, and `token_bytes` of keys and values a token.
+
+        A row's output has half of `token_bytes` times `group`; it is written once more, and both are read and one is
+        written to merge them. `step_bytes` is what the GPU reads while the two kernels are launched and end.
+        """
+        return cls(2 * group, -(-step_bytes // token_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """Rows, at least two and in rising order, whose first `num_blocks` blocks are the same."""
+
+    rows: tuple[int, ...]
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class CascadePlan:
+    """The decoding rows of a step in another order, in which each group's rows lie side by side, ungrouped ones last."""
+
+    order: NDArray[np.int64]  # [rows], the row at each place
+    prefixes: PagedRows  # a row for each group: its queries are those of the group's rows, its pages the shared blocks
+    suffixes: PagedRows  # by place: the pages behind the shared blocks
+
+    @property
+    def num_shared(self) -> int:
+        """How many rows are in a group; the first so many places are theirs."""
+        return int(self.prefixes.query_starts[-1])
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether every row stands where it stood."""
+        return bool((self.order[:-1] < self.order[1:]).all())
+
+
+def plan_cascade(paged: PagedRows, block_size: int, costs: CascadeCosts) -> CascadePlan | None:
+    """The plan for decoding rows, or None where sharing saves less than it costs. Time: rows times blocks."""
+    groups = find_groups(paged, block_size, costs)
+    if sum(saved_tokens(len(group.rows), group.num_blocks, block_size, costs) for group in groups) < costs.step_tokens:
+        return None
+    return _lay_out(paged, block_size, groups) if groups else None
+
+
+def saved_tokens(num_rows: int, num_blocks: int, block_size: int, costs: CascadeCosts) -> int:
+    """What a group saves: its shared tokens are read once instead of once a row."""
+    return (num_rows - 1) * num_blocks * block_size - num_rows * costs.row_tokens
+
+
+def find_groups(paged: PagedRows, block_size: int, costs: CascadeCosts) -> list[SharedPrefix]:
+    """The groups worth forming, each row in one at most.
+
+    Prefixes form a forest, with rows as leaves and a node wherever rows part. Bottom up, a node either becomes one group
+    of all its rows, or keeps its children's groups and makes one of the rows that none of them took, whichever saves
+    more. The block that a row writes into is never shared.
+    """
+    num_full = np.diff(paged.page_starts) - 1  # of each row's blocks, without the one that takes its token
+    first_ids = paged.page_ids[paged.page_starts[:-1]]
+    firsts, counts = np.unique(first_ids[num_full > 0], return_counts=True)
+    candidates = np.flatnonzero((num_full > 0) & np.isin(first_ids, firsts[counts > 1]))
+    # The most that could be saved: each row but one of all its full blocks.
+    reach = int(num_full[candidates].sum()) - int(num_full[candidates].max(initial=0))
+    if reach * block_size < max(costs.step_tokens, 1):
+        return []
+    rows, common = _sort_rows(paged, candidates, num_full[candidates])
+    return _group_sorted(rows, common, block_size, costs)
+
+
+def _sort_rows(
+    paged: PagedRows, rows: NDArray[np.int64], num_full: Int32Array
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The rows in an order that puts common prefixes side by side; how many blocks each shares with the next, 0 last."""
+    width = int(num_full.max())
+    tables = np.full((len(rows), width), -1, np.int32)
+    filled = np.arange(width) < num_full[:, None]
+    starts = paged.page_starts[rows]
+    tables[filled] = paged.page_ids[(starts[:, None] + np.arange(width))[filled]]
+    # As strings of bytes they sort in one pass; which order it is does not matter.
+    order = np.argsort(tables.view(np.dtype((np.void, width * 4)))[:, 0], kind="stable")
+    tables = tables[order]
+    same = (tables[:-1] == tables[1:]) & (tables[:-1] >= 0)
+    common = np.zeros(len(rows), np.int64)
+    common[:-1] = np.where(same.all(axis=1), width, same.argmin(axis=1))
+    return rows[order], common
+
+
+class _Node:
+    """Rows that share `num_blocks` blocks, while the rows below it are still coming."""
+
+    __slots__ = ("free", "groups", "num_blocks", "rows", "saved")
+
+    def __init__(self, num_blocks: int, *rows: int) -> None:
+        self.num_blocks = num_blocks
+        self.rows = list(rows)
+        self.free = list(rows)  # those in no group
+        self.groups: list[SharedPrefix] = []
+        self.saved = 0
+
+    def add(self, child: _Node) -> None:
+        self.rows += child.rows
+        self.free += child.free
+        self.groups += child.groups
+        self.saved += child.saved
+
+    def close(self, block_size: int, costs: CascadeCosts) -> None:
+        """All rows have come: chooses their groups."""
+        together = saved_tokens(len(self.rows), self.num_blocks, block_size, costs)
+        left = saved_tokens(len(self.free), self.num_blocks, block_size, costs) if len(self.free) > 1 else 0
+        if together > max(0, self.saved + max(0, left)):
+            self.groups, self.saved, self.free = [self._group(self.rows)], together, []
+        elif left > 0:
+            self.groups, self.saved, self.free = [*self.groups, self._group(self.free)], self.saved + left, []
+
+    def _group(self, rows: list[int]) -> SharedPrefix:
+        return SharedPrefix(tuple(sorted(rows)), self.num_blocks)
+
+
+def _group_sorted(
+    rows: NDArray[np.int64], common: NDArray[np.int64], block_size: int, costs: CascadeCosts
+) -> list[SharedPrefix]:
+    """Walks the forest in the order of its leaves; the open nodes lie on a stack, the deepest on top."""
+    groups: list[SharedPrefix] = []
+    stack: list[_Node] = []
+    for row, depth in zip(rows.tolist(), common.tolist(), strict=True):
+        node = _Node(0, row)
+        while stack and stack[-1].num_blocks > depth:
+            stack[-1].add(node)
+            node = stack.pop()
+            node.close(block_size, costs)
+        if stack and stack[-1].num_blocks == depth:
+            stack[-1].add(node)
+        elif depth:
+            parent = _Node(depth)
+            parent.add(node)
+            stack.append(parent)
+        else:
+            groups += node.groups
+    return groups
+
+
+def _lay_out(paged: PagedRows, block_size: int, groups: list[SharedPrefix]) -> CascadePlan:
+    grouped = np.concatenate([np.array(group.rows, np.int64) for group in groups])
+    depths = np.array([group.num_blocks for group in groups], np.int64)
+    sizes = np.array([len(group.rows) for group in groups], np.int64)
+    alone = np.setdiff1d(np.arange(paged.num_rows), grouped)
+    order = np.concatenate([grouped, alone])
+    skipped = np.concatenate([np.repeat(depths, sizes), np.zeros(len(alone), np.int64)])
+    left = np.diff(paged.page_starts)[order] - skipped
+    heads = paged.page_starts[[group.rows[0] for group in groups]]
+    return CascadePlan(
+        order=order,
+        prefixes=PagedRows(
+            query_starts=_starts(sizes),
+            page_starts=_starts(depths),
+            page_ids=_gather(paged.page_ids, heads, depths),
+            last_page_lens=np.full(len(groups), block_size, np.int32),
+        ),
+        suffixes=PagedRows(
+            query_starts=np.arange(paged.num_rows + 1, dtype=np.int32),
+            page_starts=_starts(left),
+            page_ids=_gather(paged.page_ids, paged.page_starts[order] + skipped, left),
+            last_page_lens=paged.last_page_lens[order],
+        ),
+    )
+
+
+def _starts(lengths: NDArray[np.int64]) -> Int32Array:
+    starts = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=starts[1:])
+    return starts
+
+
+def _gather(values: Int32Array, firsts: NDArray[np.int64], lengths: NDArray[np.int64]) -> Int32Array:
+    """Runs of `values`, one behind the other."""
+    starts = _starts(lengths)
+    places = np.arange(starts[-1]) + np.repeat(firsts - starts[:-1], lengths)
+    gathered: Int32Array = values[places]
+    return gathered

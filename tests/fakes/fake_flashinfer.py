@@ -104,13 +104,12 @@ class _Wrapper:
             first, last = int(plan["indptr"][row]), int(plan["indptr"][row + 1])
             row_keys, row_values = (cache[pages].flatten(0, 1)[:num_keys].double() for cache in (keys, values))
             for token in range(first, last):
-                # A causal query is one of the last: the row's final query sees all of its keys.
-                at = num_keys - (last - token) if plan.get("causal", True) else num_keys - 1
+                # The queries stand where the row's last keys stand, causal or not: so the window is counted.
+                at = num_keys - (last - token)
+                end = at + 1 if plan.get("causal", True) else num_keys
                 left = plan["window_left"]
                 start = 0 if left < 0 else max(0, at - left)
-                out[token], lse[token] = self._attend(
-                    q[token].double(), row_keys[start : at + 1], row_values[start : at + 1]
-                )
+                out[token], lse[token] = self._attend(q[token].double(), row_keys[start:end], row_values[start:end])
         return (out, lse) if options.get("return_lse") else out
 
     def _attend(

@@ -107,6 +107,10 @@ class LayerKind(NamedTuple):
         """Keys in sight before the query's own; -1: all."""
         return -1 if self.sliding_window is None else self.sliding_window - 1
 
+    def sees_all(self, num_keys: int) -> bool:
+        """Whether the last of so many tokens has all of them in sight."""
+        return self.sliding_window is None or num_keys <= self.sliding_window
+
     @property
     def params(self) -> AttentionParams:
         """What a layer of this kind asks of its attention."""

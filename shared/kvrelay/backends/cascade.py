@@ -1,10 +1,11 @@
 """Cascade attention, planned: which decoding rows of a step read a prefix of blocks together, once for all of them.
 
-Rows with the same leading blocks form groups. A first kernel attends with the queries of a group over its shared blocks,
-a second one with each row's over the rest of its own; both also give the logarithm of the sum of the exponentials, by
-which the two outputs are merged into what one softmax over all keys would have given.
-Ye et al., "Cascade Inference: Memory Bandwidth Efficient Shared Prefix Batch Decoding", 2024. Which groups are formed,
-and when it pays, is decided here, on plain arrays.
+Rows with the same leading blocks form groups. A first kernel attends with the queries of a group over its shared
+blocks, a second one with each row's over the rest of its own; both also give the logarithm of the sum of the
+exponentials, by which the two outputs are merged into what one softmax over all keys would have given.
+Ye et al., "Cascade Inference: Memory Bandwidth Efficient Shared Prefix Batch Decoding", 2024; Juravsky et al.,
+"Hydragen: High-Throughput LLM Inference with Shared Prefixes", 2024. Which groups are formed, and when it pays, is
+decided here, on plain arrays.
 """
 
 from __future__ import annotations
@@ -17,6 +18,11 @@ from numpy.typing import NDArray
 from kvrelay.backends.base import Int32Array
 from kvrelay.backends.paging import PagedRows
 
+# Time as the bytes that a GPU with 3.3 TB/s reads in it. By the data sheet, and by what launches are known to take:
+# none of it is measured here yet.
+_STEP_BYTES = 32 * 2**20  # two kernels more: 10 us a layer
+_GRAPH_BYTES = 512 * 2**20  # the host launches a layer's kernels one by one: 160 us
+
 
 @dataclass(frozen=True, slots=True)
 class CascadeCosts:
@@ -26,15 +32,17 @@ class CascadeCosts:
     """For each row of a group: its second output is written, read and merged."""
     step_tokens: int
     """For the step: one more kernel runs, and one that merges."""
+    graph_tokens: int = 0
+    """For a step that a CUDA graph holds otherwise: it is launched kernel by kernel."""
 
     @classmethod
-    def of(cls, group: int, token_bytes: int, step_bytes: int) -> CascadeCosts:
+    def of(cls, group: int, token_bytes: int) -> CascadeCosts:
         """For layers with `group` query heads a KV head, and `token_bytes` of keys and values a token.
 
         A row's output has half of `token_bytes` times `group`; it is written once more, and both are read and one is
-        written to merge them. `step_bytes` is what the GPU reads while the two kernels are launched and end.
+        written to merge them.
         """
-        return cls(2 * group, -(-step_bytes // token_bytes))
+        return cls(2 * group, -(-_STEP_BYTES // token_bytes), -(-_GRAPH_BYTES // token_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +55,12 @@ class SharedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class CascadePlan:
-    """The decoding rows of a step in another order, in which each group's rows lie side by side, ungrouped ones last."""
+    """The decoding rows of a step in another order: each group's rows lie side by side, ungrouped ones come last."""
 
-    order: NDArray[np.int64]  # [rows], the row at each place
+    order: Int32Array  # [rows], the row at each place
     prefixes: PagedRows  # a row for each group: its queries are those of the group's rows, its pages the shared blocks
     suffixes: PagedRows  # by place: the pages behind the shared blocks
+    saved_tokens: int
 
     @property
     def num_shared(self) -> int:
@@ -67,9 +76,8 @@ class CascadePlan:
 def plan_cascade(paged: PagedRows, block_size: int, costs: CascadeCosts) -> CascadePlan | None:
     """The plan for decoding rows, or None where sharing saves less than it costs. Time: rows times blocks."""
     groups = find_groups(paged, block_size, costs)
-    if sum(saved_tokens(len(group.rows), group.num_blocks, block_size, costs) for group in groups) < costs.step_tokens:
-        return None
-    return _lay_out(paged, block_size, groups) if groups else None
+    saved = sum(saved_tokens(len(group.rows), group.num_blocks, block_size, costs) for group in groups)
+    return _lay_out(paged, block_size, groups, saved) if groups and saved >= costs.step_tokens else None
 
 
 def saved_tokens(num_rows: int, num_blocks: int, block_size: int, costs: CascadeCosts) -> int:
@@ -80,9 +88,9 @@ def saved_tokens(num_rows: int, num_blocks: int, block_size: int, costs: Cascade
 def find_groups(paged: PagedRows, block_size: int, costs: CascadeCosts) -> list[SharedPrefix]:
     """The groups worth forming, each row in one at most.
 
-    Prefixes form a forest, with rows as leaves and a node wherever rows part. Bottom up, a node either becomes one group
-    of all its rows, or keeps its children's groups and makes one of the rows that none of them took, whichever saves
-    more. The block that a row writes into is never shared.
+    Prefixes form a forest, with rows as leaves and a node wherever rows part. Bottom up, a node either becomes one
+    group of all its rows, or keeps its children's groups and makes one of the rows that none of them took, whichever
+    saves more. The block that a row writes into is never shared.
     """
     num_full = np.diff(paged.page_starts) - 1  # of each row's blocks, without the one that takes its token
     first_ids = paged.page_ids[paged.page_starts[:-1]]
@@ -99,7 +107,7 @@ def find_groups(paged: PagedRows, block_size: int, costs: CascadeCosts) -> list[
 def _sort_rows(
     paged: PagedRows, rows: NDArray[np.int64], num_full: Int32Array
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The rows in an order that puts common prefixes side by side; how many blocks each shares with the next, 0 last."""
+    """The rows in an order that puts common prefixes side by side; how many blocks each has in common with the next."""
     width = int(num_full.max())
     tables = np.full((len(rows), width), -1, np.int32)
     filled = np.arange(width) < num_full[:, None]
@@ -168,12 +176,12 @@ def _group_sorted(
     return groups
 
 
-def _lay_out(paged: PagedRows, block_size: int, groups: list[SharedPrefix]) -> CascadePlan:
+def _lay_out(paged: PagedRows, block_size: int, groups: list[SharedPrefix], saved: int) -> CascadePlan:
     grouped = np.concatenate([np.array(group.rows, np.int64) for group in groups])
     depths = np.array([group.num_blocks for group in groups], np.int64)
     sizes = np.array([len(group.rows) for group in groups], np.int64)
     alone = np.setdiff1d(np.arange(paged.num_rows), grouped)
-    order = np.concatenate([grouped, alone])
+    order = np.concatenate([grouped, alone]).astype(np.int32)
     skipped = np.concatenate([np.repeat(depths, sizes), np.zeros(len(alone), np.int64)])
     left = np.diff(paged.page_starts)[order] - skipped
     heads = paged.page_starts[[group.rows[0] for group in groups]]
@@ -191,6 +199,7 @@ def _lay_out(paged: PagedRows, block_size: int, groups: list[SharedPrefix]) -> C
             page_ids=_gather(paged.page_ids, paged.page_starts[order] + skipped, left),
             last_page_lens=paged.last_page_lens[order],
         ),
+        saved_tokens=saved,
     )
 
 

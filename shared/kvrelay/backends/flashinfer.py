@@ -23,6 +23,8 @@ from kvrelay.backends.base import (
     StepAttention,
     last_contiguous,
 )
+from kvrelay.backends.cascade import CascadeCosts, CascadePlan, plan_cascade
+from kvrelay.backends.flashinfer_cascade import CascadeDecode, PlacedRows
 from kvrelay.backends.flashinfer_graphs import FlashInferFixedSteps, plan_options
 from kvrelay.backends.paging import PagedRows, num_chunk_rows, page_rows
 from kvrelay.backends.torch_sdpa import TorchBackend
@@ -51,8 +53,10 @@ class FlashInferBackend:
 
     name = "flashinfer"
 
-    def __init__(self, device: torch.device, module: Any = None) -> None:
+    def __init__(self, device: torch.device, module: Any = None, cascade: CascadeCosts | None = None) -> None:
         """`module` stands in for `flashinfer`, for tests.
+
+        With `cascade`, decoding rows read a prefix of blocks that they share together, where it saves what it costs.
 
         Raises:
             ImportError: FlashInfer is not installed.
@@ -62,6 +66,9 @@ class FlashInferBackend:
         self._workspace = torch.empty(0, dtype=torch.uint8, device=device)
         self._prefill: dict[LayerKind, Any] = {}
         self._decode: dict[LayerKind, Any] = {}
+        self._prefix: dict[LayerKind, Any] = {}
+        self._cascade = cascade
+        self._shared: tuple[PackedRows, CascadePlan | None] | None = None  # of the step that was asked about last
         self._planned = torch.cuda.Event() if device.type == "cuda" else None
         self.fallback = TorchBackend()
 
@@ -94,6 +101,16 @@ class FlashInferBackend:
         """
         if self._planned is not None:
             self._planned.synchronize()
+
+    def shared_prefixes(self, pool: torch.Tensor, rows: PackedRows) -> CascadePlan | None:
+        """How the rows behind the step's chunks read shared prefixes together; None: it would not pay."""
+        if self._cascade is None:
+            return None
+        if self._shared is None or self._shared[0] is not rows:
+            block_size, num_chunks = pool.shape[3], num_chunk_rows(rows)
+            decoding = page_rows(rows, block_size).take(num_chunks, len(rows.query_lens))
+            self._shared = rows, plan_cascade(decoding, block_size, self._cascade)
+        return self._shared[1]
 
     def note_planned(self) -> None:
         """All that was planned so far is on its way to the device."""
@@ -131,11 +148,20 @@ class FlashInferBackend:
         """`append_paged_kv_cache` in the pool's layout."""
         self.flashinfer.append_paged_kv_cache(*arguments, _LAYOUT)
 
+    def prefix_wrapper(self, kind: LayerKind, num_kv_heads: int, head_dim: int) -> Any:
+        """The wrapper of the kernel for shared prefixes of this kind of layer."""
+        if kind not in self._prefix:
+            make = self.flashinfer.BatchPrefillWithPagedKVCacheWrapper
+            workspace = self.workspace_for(kind.num_heads // num_kv_heads, head_dim)
+            self._prefix[kind] = make(workspace, _LAYOUT, backend="fa2")
+        return self._prefix[kind]
+
     def workspace_for(self, group: int, head_dim: int, least_bytes: int = 0) -> torch.Tensor:
         """The workspace, large enough for `group` query heads a KV head, and of `least_bytes` at least."""
-        cuda = self._device.type == "cuda"
-        num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count if cuda else 0
-        num_bytes = max(workspace_bytes(num_sms, group, head_dim), least_bytes)
+        num_bytes = 1 << 16  # for what stands in for FlashInfer on CPUs
+        if self._device.type == "cuda":
+            num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
+            num_bytes = max(workspace_bytes(num_sms, group, head_dim), least_bytes)
         if self._workspace.numel() < num_bytes:
             self._workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
         return self._workspace
@@ -194,34 +220,62 @@ class FlashInferStep:
         """The wrapper for chunks of this kind of layer, planned; None if the step has no chunk."""
         if not self._num_chunks:
             return None
-        _, _, _, block_size, num_kv_heads, head_dim = self._pool.shape
-        paged, page_ids = self._take(0, self._num_chunks)
-        wrapper = self._backend.prefill_wrapper(kind, num_kv_heads, head_dim)
-        wrapper.plan(
-            *_on_host(paged.query_starts, paged.page_starts),
-            page_ids,
-            *_on_host(paged.last_page_lens),
-            *(kind.num_heads, num_kv_heads, head_dim, block_size),
-            causal=True,
-            **plan_options(kind, self._pool.dtype),
-        )
+        wrapper = self._backend.prefill_wrapper(kind, *self._heads)
+        self._plan_queries(wrapper, kind, *self._take(0, self._num_chunks), causal=True)
         return wrapper
 
     def _plan_decode(self, kind: LayerKind) -> Any:
         """The wrapper for single tokens of this kind of layer, planned; None if the step has none."""
         if self._num_chunks == self._paged.num_rows:
             return None
-        _, _, _, block_size, num_kv_heads, head_dim = self._pool.shape
-        paged, page_ids = self._take(self._num_chunks, self._paged.num_rows)
-        wrapper = self._backend.decode_wrapper(kind, num_kv_heads, head_dim)
+        wrapper = self._backend.decode_wrapper(kind, *self._heads)
+        shared = self._shared_prefixes(kind)
+        if shared is None:
+            self._plan_rows(wrapper, kind, *self._take(self._num_chunks, self._paged.num_rows))
+            return wrapper
+        prefix = self._backend.prefix_wrapper(kind, *self._heads)
+        self._plan_queries(prefix, kind, shared.plan.prefixes, shared.prefix_ids, causal=False)
+        self._plan_rows(wrapper, kind, shared.plan.suffixes, shared.suffix_ids)
+        return CascadeDecode(prefix, wrapper, self._backend.flashinfer.merge_state_in_place, shared)
+
+    def _shared_prefixes(self, kind: LayerKind) -> PlacedRows | None:
+        """What the single tokens of the step read together in layers of this kind; None: nothing."""
+        num_keys = int(self._rows.positions[self._num_chunks :].max()) + 1
+        return self._shared if kind.sees_all(num_keys) else None  # else each row sees another part of a prefix
+
+    @cached_property
+    def _shared(self) -> PlacedRows | None:
+        plan = self._backend.shared_prefixes(self._pool, self._rows)
+        if plan is None:
+            return None
+        numbers = (plan.prefixes.page_ids, plan.suffixes.page_ids, plan.order)
+        prefix_ids, suffix_ids, order = _to_device(self._pool.device, *numbers)
+        return PlacedRows(plan, prefix_ids, suffix_ids, None if plan.keeps_order else order.long())
+
+    @property
+    def _heads(self) -> tuple[int, int]:
+        return self._pool.shape[4], self._pool.shape[5]
+
+    def _plan_queries(
+        self, wrapper: Any, kind: LayerKind, paged: PagedRows, page_ids: torch.Tensor, *, causal: bool
+    ) -> None:
+        wrapper.plan(
+            *_on_host(paged.query_starts, paged.page_starts),
+            page_ids,
+            *_on_host(paged.last_page_lens),
+            *(kind.num_heads, *self._heads, self._pool.shape[3]),
+            causal=causal,
+            **plan_options(kind, self._pool.dtype),
+        )
+
+    def _plan_rows(self, wrapper: Any, kind: LayerKind, paged: PagedRows, page_ids: torch.Tensor) -> None:
         wrapper.plan(
             *_on_host(paged.page_starts),
             page_ids,
             *_on_host(paged.last_page_lens),
-            *(kind.num_heads, num_kv_heads, head_dim, block_size),
+            *(kind.num_heads, *self._heads, self._pool.shape[3]),
             **plan_options(kind, self._pool.dtype),
         )
-        return wrapper
 
     def _take(self, first: int, last: int) -> tuple[PagedRows, torch.Tensor]:
         """Rows of the step, and their pages on the device."""

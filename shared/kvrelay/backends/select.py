@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from dataclasses import replace
 
 import torch
 
 from kvrelay.backends.base import AttentionBackend, KVLayout, LayerKind
+from kvrelay.backends.cascade import CascadeCosts
 from kvrelay.backends.cpu import CpuBackend
 from kvrelay.backends.cpu_build import KernelBuildError
 from kvrelay.backends.flashinfer import FlashInferBackend
@@ -17,13 +19,16 @@ from kvrelay.backends.trial import try_layers
 _log = logging.getLogger(__name__)
 
 
-def select_backend(device: torch.device, layout: KVLayout, kinds: Collection[LayerKind] = ()) -> AttentionBackend:
+def select_backend(
+    device: torch.device, layout: KVLayout, kinds: Collection[LayerKind] = (), *, cascade: bool = False
+) -> AttentionBackend:
     """The fastest backend that works; why a faster one does not is logged.
 
-    On a GPU, a small step with each of `kinds` of layers is run and held against plain torch first.
+    On a GPU, a small step with each of `kinds` of layers is run and held against plain torch first. With `cascade`,
+    decoding rows read there what they share together, where it pays.
     """
     if device.type == "cuda":
-        return select_flashinfer(device, layout, kinds)
+        return select_flashinfer(device, layout, kinds, cascade=cascade)
     if device.type != "cpu":
         return TorchBackend()
     if not CpuBackend.can_hold(layout.dtype, layout.head_dim):
@@ -38,7 +43,9 @@ def select_backend(device: torch.device, layout: KVLayout, kinds: Collection[Lay
         return TorchBackend()
 
 
-def select_flashinfer(device: torch.device, layout: KVLayout, kinds: Collection[LayerKind]) -> AttentionBackend:
+def select_flashinfer(
+    device: torch.device, layout: KVLayout, kinds: Collection[LayerKind], *, cascade: bool = False
+) -> AttentionBackend:
     """FlashInfer, if it is installed, knows the layout, and passes the trial; plain torch otherwise."""
     if not FlashInferBackend.can_hold(layout):
         heads = f"{layout.num_kv_heads} heads of {layout.head_dim}"
@@ -57,7 +64,17 @@ def select_flashinfer(device: torch.device, layout: KVLayout, kinds: Collection[
     except Exception as error:
         _log.warning("attention in plain torch, which is much slower: FlashInfer does not work: %s", _reason(error))
         return TorchBackend()
-    return backend
+    if not (cascade and kinds):
+        return backend
+    num_kv_heads = layout.num_kv_heads
+    token_bytes = 2 * num_kv_heads * layout.head_dim * layout.dtype.itemsize
+    costs = CascadeCosts.of(max(kind.num_heads for kind in kinds) // num_kv_heads, token_bytes)
+    try:
+        try_layers(FlashInferBackend(device, cascade=replace(costs, step_tokens=0)), layout, kinds, device, shared=True)
+    except Exception as error:
+        _log.warning("cascade_attention: shared prefixes are read row by row, it does not work: %s", _reason(error))
+        return backend
+    return FlashInferBackend(device, cascade=costs)
 
 
 def _reason(error: Exception) -> str:

@@ -17,6 +17,7 @@ from kvrelay.backends.torch_sdpa import TorchBackend
 
 # Outputs are means of unit normals: up to 2 or so, rounded to 8 or 11 bits; a wrong key or scale is off by tenths.
 _TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 1e-2}
+_SHARED_TOKENS = 1024  # worth reading together by eight rows, whatever a row costs
 _LONGEST_WINDOW = 8192  # tokens; a longer window is tried without reaching its edge
 
 
@@ -24,8 +25,15 @@ class WrongAttention(Exception):
     """The kernels ran, and computed something else."""
 
 
-def try_layers(backend: AttentionBackend, layout: KVLayout, kinds: Collection[LayerKind], device: torch.device) -> None:
-    """Runs chunks and single tokens over scattered blocks of a small pool.
+def try_layers(
+    backend: AttentionBackend,
+    layout: KVLayout,
+    kinds: Collection[LayerKind],
+    device: torch.device,
+    *,
+    shared: bool = False,
+) -> None:
+    """Runs chunks and single tokens over scattered blocks of a small pool; or single tokens that share a prefix.
 
     Raises:
         WrongAttention: the result is not that of plain torch.
@@ -33,7 +41,7 @@ def try_layers(backend: AttentionBackend, layout: KVLayout, kinds: Collection[La
     """
     small = replace(layout, num_layers=2)
     for kind in sorted(kinds, key=str):
-        rows = _make_rows(layout.block_size, kind)
+        rows = (_make_sharing_rows if shared else _make_rows)(layout.block_size, kind)
         generator = torch.Generator(device).manual_seed(0)
 
         def draw(*shape: int, generator: torch.Generator = generator) -> torch.Tensor:
@@ -42,7 +50,7 @@ def try_layers(backend: AttentionBackend, layout: KVLayout, kinds: Collection[La
         pool = allocate_pool(small, int(rows.block_tables.max()) + 1, device)
         pool.copy_(draw(*pool.shape))
         num_tokens = int(rows.query_starts[-1])
-        query = draw(num_tokens, kind.num_heads, layout.head_dim)
+        query = 4 * draw(num_tokens, kind.num_heads, layout.head_dim)  # so that some keys weigh more than all the rest
         key, value = draw(2, num_tokens, layout.num_kv_heads, layout.head_dim)
         expected_pool = pool.clone()
         expected = TorchBackend().plan(expected_pool, rows).attend(1, query, key, value, kind.params)
@@ -67,3 +75,13 @@ def _make_rows(block_size: int, kind: LayerKind) -> PackedRows:
     used = np.arange(tables.shape[1]) < num_blocks[:, None]
     tables.T[used.T] = np.arange(num_blocks.sum(), dtype=np.int32)[::-1]  # rows alternate, from the pool's end
     return PackedRows(query_lens, positions, tables)
+
+
+def _make_sharing_rows(block_size: int, kind: LayerKind) -> PackedRows:
+    """Single tokens: every other one behind the same blocks, as many as the layers' window has room for."""
+    room = min(_SHARED_TOKENS, kind.sliding_window or _SHARED_TOKENS)
+    num_shared = max(room // block_size - 1, 1)
+    positions = num_shared * block_size + np.arange(16, dtype=np.int32) % block_size
+    tables = np.arange(16 * (num_shared + 1), dtype=np.int32).reshape(16, -1)[:, ::-1].copy()
+    tables[::2, :-1] = tables[0, :-1]
+    return PackedRows(np.ones(16, np.int32), positions, tables)

@@ -101,6 +101,11 @@ class WorkerConfig(CommonConfig):
         "to max_running)",
         json_schema_extra={"list": True},
     )
+    cascade_attention: bool = Field(
+        default=False,
+        description="on a GPU, sequences that decode behind the same prefix read its KV together, in steps where that "
+        "saves more than its kernels cost; experimental",
+    )
     threads: int | None = Field(
         default=None, ge=1, le=1024, description="CPU threads of the forward pass (default: one per core)"
     )

@@ -127,10 +127,12 @@ def resolve_dtype(requested: str, config: PreTrainedConfig, device: torch.device
     return stored
 
 
-def load_model(source: ModelSource, block_size: int, backend: AttentionBackend | None = None) -> CausalModel:
+def load_model(
+    source: ModelSource, block_size: int, backend: AttentionBackend | None = None, *, cascade_attention: bool = False
+) -> CausalModel:
     """Loads the weights, learns the KV layout from a tiny forward, and checks paged attention against the model's own.
 
-    Without a `backend`, the fastest one that works is taken.
+    Without a `backend`, the fastest one that works is taken; see `select_backend` for `cascade_attention`.
 
     Raises:
         UnsupportedModel: with the reason.
@@ -145,7 +147,7 @@ def load_model(source: ModelSource, block_size: int, backend: AttentionBackend |
     observed = observe_layers(model, text.num_hidden_layers, source.max_model_len)
     layout = KVLayout(observed.num_layers, observed.num_kv_heads, observed.head_dim, block_size, observed.dtype)
     if backend is None:
-        backend = select_backend(source.device, layout, observed.kinds)
+        backend = select_backend(source.device, layout, observed.kinds, cascade=cascade_attention)
     check_paged_forward(model, layout, backend, source.max_model_len)
     return CausalModel(source, model, layout, backend, observed.vocab_size)
 

@@ -351,12 +351,14 @@ def make_runner(
     backend: AttentionBackend | None = None,
     load_format: LoadFormat = "auto",
     graphs: GraphSettings | None = None,
+    cascade_attention: bool = False,
 ) -> TransformersRunner:
     """Loads `model` (a directory or a hub name) and allocates its pool: `num_blocks`, or what fits `memory_bytes`.
 
     With `size_pool` the pool is what a profile of the largest step leaves of a share of the machine's memory.
     `swap_bytes` is the host's swap space; None: a quarter of the pool's memory.
-    Without a `backend`, the fastest one that works is taken. With `load_format` "dummy", weights are random.
+    Without a `backend`, the fastest one that works is taken, on a GPU with `cascade_attention` if that is wanted.
+    With `load_format` "dummy", weights are random.
     With `graphs`, decoding steps are captured in CUDA graphs where model and backend allow it. Their scratch block is
     part of the memory, and one more than `num_blocks` where that is given.
 
@@ -371,7 +373,7 @@ def make_runner(
     source = open_source(model, dtype, device, max_model_len, load_format)
     gauge = make_gauge(source.device)
     use_on_this_thread(source.device)
-    loaded = load_model(source, block_size, backend)
+    loaded = load_model(source, block_size, backend, cascade_attention=cascade_attention)
     if num_blocks is None and size_pool is not None:
         num_blocks = _profiled_num_blocks(loaded, size_pool, swap_bytes, gauge, graphs)
     elif num_blocks is None:

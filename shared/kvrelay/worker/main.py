@@ -57,6 +57,7 @@ def load_runner(config: WorkerConfig) -> ModelRunner:
             max_model_len=config.max_model_len,
             device=device,
             num_threads=config.threads,
+            cascade_attention=config.cascade_attention,
             load_format=config.load_format,
             graphs=GraphSettings(config.graph_sizes) if config.graph_sizes and device.type == "cuda" else None,
         )

@@ -47,7 +47,9 @@ def total(groups: list[SharedPrefix], costs: CascadeCosts) -> int:
 
 def common_blocks(full: Tables, rows: tuple[int, ...]) -> int:
     columns = zip(*(full[row] for row in rows), strict=False)
-    return next((depth for depth, column in enumerate(columns) if len(set(column)) > 1), min(len(full[r]) for r in rows))
+    return next(
+        (depth for depth, column in enumerate(columns) if len(set(column)) > 1), min(len(full[r]) for r in rows)
+    )
 
 
 def slow_oracle(full: Tables, prefix: tuple[int, ...], costs: CascadeCosts) -> tuple[int, set[int]]:
@@ -148,4 +150,4 @@ def test_many_rows_that_part_one_by_one_are_grouped_without_recursion() -> None:
 
 def test_costs_are_told_in_tokens_of_a_layer() -> None:
     # 8 KV heads of 128 in 16 bits: 4096 bytes a token; an output of 32 heads has 8192, and moves four times.
-    assert CascadeCosts.of(group=4, token_bytes=4096, step_bytes=1 << 20) == CascadeCosts(4 * 8192 // 4096, 256)
+    assert CascadeCosts.of(group=4, token_bytes=4096) == CascadeCosts(4 * 8192 // 4096, 1 << 13, 1 << 17)

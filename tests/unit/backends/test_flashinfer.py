@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import sys
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 
 from kvrelay.backends import select
 from kvrelay.backends.base import KVLayout, LayerKind, PackedRows
+from kvrelay.backends.cascade import CascadeCosts
 from kvrelay.backends.flashinfer import FlashInferBackend, workspace_bytes
+from kvrelay.backends.flashinfer_cascade import merged_heads
 from kvrelay.backends.paging import num_chunk_rows, page_rows
 from kvrelay.backends.torch_sdpa import TorchBackend
 from kvrelay.backends.trial import WrongAttention, try_layers
@@ -32,6 +34,10 @@ TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}  # outputs are means of 
 
 def make_backend() -> FlashInferBackend:
     return FlashInferBackend(CPU, fake_flashinfer)
+
+
+def sharing_backend(step_tokens: int = 0) -> FlashInferBackend:
+    return FlashInferBackend(CPU, fake_flashinfer, CascadeCosts(row_tokens=4, step_tokens=step_tokens))
 
 
 @st.composite
@@ -59,6 +65,91 @@ def test_agrees_with_attention_written_out(case: Case) -> None:
     _, expected_pool = case.run(TorchBackend())
     torch.testing.assert_close(out.double(), dense_attention(case), atol=TOLERANCE[case.dtype], rtol=0)
     assert torch.equal(pool, expected_pool)
+
+
+def share(case: Case, leaders: list[int], depths: list[int]) -> None:
+    """Lets each decoding row begin with blocks of a row before it, as many as both have in full."""
+    tables, positions = case.packed.block_tables, case.packed.positions
+    for row, (leader, depth) in enumerate(zip(leaders, depths, strict=True)):
+        both = range(len(positions) - len(leaders) + min(leader, row), len(positions) - len(leaders) + row + 1)
+        num_blocks = min(depth, *(int(positions[each]) // case.block_size for each in (both[0], both[-1])))
+        tables[both[-1], :num_blocks] = tables[both[0], :num_blocks]
+
+
+@st.composite
+def sharing_cases(draw: st.DrawFn) -> Case:
+    chunks = draw(st.lists(st.tuples(st.integers(0, 20), st.integers(2, 5)), max_size=1))
+    decoding = draw(st.lists(st.sampled_from([40, 56, 64]) | st.integers(0, 64), min_size=1, max_size=6))
+    case = Case(
+        chunks + [(position, 1) for position in decoding],
+        num_kv_heads=draw(st.sampled_from([1, 2])),
+        group=draw(st.sampled_from([1, 2, 4])),
+        head_dim=64,
+        block_size=draw(st.sampled_from([8, 16])),
+        dtype=draw(st.sampled_from([torch.float16, torch.bfloat16])),
+        window=draw(st.none() | st.integers(30, 80)),
+        softcap=draw(st.none() | st.sampled_from([0.5, 50.0])),
+        seed=draw(st.integers(0, 2**16)),
+    )
+    numbers = st.lists(st.integers(0, 8), min_size=len(decoding), max_size=len(decoding))
+    share(case, draw(numbers), draw(numbers))
+    return case
+
+
+@settings(max_examples=30)
+@given(sharing_cases())
+def test_rows_that_read_shared_prefixes_together_agree_with_attention_written_out(case: Case) -> None:
+    out, pool = case.run(sharing_backend())
+    _, expected_pool = case.run(TorchBackend())
+    # Parts are rounded before they are merged, and the result once more.
+    torch.testing.assert_close(out.double(), dense_attention(case), atol=3 * TOLERANCE[case.dtype], rtol=0)
+    assert torch.equal(pool, expected_pool)
+
+
+PREFIXES = fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper
+
+
+@pytest.mark.parametrize(
+    ("change", "num_prefix_plans"),
+    [
+        ({}, 1),
+        ({"softcap": 20.0}, 1),
+        ({"window": 101}, 1),  # the longest row has 101 keys: it sees all of them
+        ({"window": 100}, 0),
+        ({"with_sinks": True}, 0),
+    ],
+    ids=str,
+)
+def test_prefixes_are_read_together_where_every_row_sees_them_whole(
+    change: dict[str, Any], num_prefix_plans: int
+) -> None:
+    case = Case([(100, 1), (90, 1), (97, 1)], head_dim=64, dtype=torch.float16, **change)
+    share(case, [0, 0, 0], [4, 4, 4])
+    before = PREFIXES.planned
+    out, _ = case.run(sharing_backend())
+    assert PREFIXES.planned - before == num_prefix_plans
+    torch.testing.assert_close(out.double(), dense_attention(case), atol=1e-2, rtol=0)
+
+
+def test_prefixes_that_save_too_little_are_read_row_by_row() -> None:
+    case = Case([(100, 1), (90, 1), (97, 1)], head_dim=64, dtype=torch.float16)
+    share(case, [0, 0, 0], [4, 4, 4])
+    saved = 2 * 4 * case.block_size - 3 * 4
+    for step_tokens, expected in ((saved, 1), (saved + 1, 0)):
+        before = PREFIXES.planned
+        case.run(sharing_backend(step_tokens))
+        assert PREFIXES.planned - before == expected
+    before = PREFIXES.planned
+    case.run(make_backend())
+    assert PREFIXES.planned == before
+
+
+@given(st.integers(1, 200), st.sampled_from([64, 128, 256]))
+def test_a_block_of_threads_merges_as_many_heads_as_fit_it(num_heads: int, head_dim: int) -> None:
+    count = merged_heads(num_heads, head_dim)
+    assert num_heads % count == 0
+    assert count * head_dim <= 8192
+    assert count == num_heads or num_heads * head_dim > 8192
 
 
 def test_a_step_is_planned_once_for_each_kind_of_layer() -> None:
@@ -132,6 +223,39 @@ def test_without_flashinfer_torch_attends_and_says_so(
 def test_a_flashinfer_that_passes_the_trial_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
     assert isinstance(select.select_flashinfer(CPU, LAYOUT, KINDS), FlashInferBackend)
+
+
+@pytest.mark.parametrize("cascade", [False, True])
+def test_with_cascade_attention_the_trial_shares_prefixes_in_every_kind_of_layer(
+    monkeypatch: pytest.MonkeyPatch, cascade: bool
+) -> None:
+    class Counted(fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper):
+        """Prefixes are not causal."""
+
+        windows: ClassVar[list[int]] = []
+
+        def plan(self, *args: Any, **options: Any) -> None:
+            if not options["causal"]:
+                assert self.options["backend"] == "fa2"
+                self.windows.append(options["window_left"])
+            super().plan(*args, **options)
+
+    install(monkeypatch, BatchPrefillWithPagedKVCacheWrapper=Counted)
+    kinds = {LayerKind(8, 0.125, None, None), LayerKind(8, 0.125, 128, 30.0)}
+    assert isinstance(select.select_flashinfer(CPU, LAYOUT, kinds, cascade=cascade), FlashInferBackend)
+    assert sorted(Counted.windows) == ([-1, 127] if cascade else [])
+
+
+def test_a_merge_that_fails_leaves_prefixes_to_each_row(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(monkeypatch, merge_state_in_place=lambda *_: None)
+    backend = select.select_flashinfer(CPU, LAYOUT, {LayerKind(8, 0.125, None, None)}, cascade=True)
+    assert isinstance(backend, FlashInferBackend)
+    assert "cascade_attention: shared prefixes are read row by row, it does not work: WrongAttention" in caplog.text
+    case = Case([(100, 1), (90, 1)], head_dim=64, dtype=torch.bfloat16)
+    share(case, [0, 0], [4, 4])
+    assert backend.shared_prefixes(case.pool, case.packed) is None
 
 
 class WithoutCompiler(fake_flashinfer.BatchDecodeWithPagedKVCacheWrapper):

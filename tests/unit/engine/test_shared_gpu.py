@@ -93,7 +93,7 @@ class World:
         source = SimpleNamespace(device=torch.device("cuda", 0), max_model_len=512, config=None)
         monkeypatch.setattr(runner, "open_source", lambda *_: source)
         monkeypatch.setattr(runner, "make_gauge", lambda _: CudaGauge(self._now.memory))
-        monkeypatch.setattr(runner, "load_model", lambda *_: self._load(source))
+        monkeypatch.setattr(runner, "load_model", lambda *_, **__: self._load(source))
         monkeypatch.setattr(runner, "TransformersRunner", Pool)
         monkeypatch.setattr(runner, "use_on_this_thread", lambda _: None)
 

@@ -184,7 +184,7 @@ def _lay_out(paged: PagedRows, block_size: int, groups: list[SharedPrefix], save
     order = np.concatenate([grouped, alone]).astype(np.int32)
     skipped = np.concatenate([np.repeat(depths, sizes), np.zeros(len(alone), np.int64)])
     left = np.diff(paged.page_starts)[order] - skipped
-    heads = paged.page_starts[[group.rows[0] for group in groups]]
+    heads = paged.page_starts[[group.rows[0] for group in groups]].astype(np.int64)
     return CascadePlan(
         order=order,
         prefixes=PagedRows(

@@ -1,0 +1,171 @@
+"""FlashInfer's kernels on a GPU against plain torch in float32: random steps, windows, soft caps, groups, prefixes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from kvrelay.backends.base import AttentionBackend, KVLayout, LayerKind, PackedRows, StepAttention, allocate_pool
+from kvrelay.backends.cascade import CascadeCosts
+from kvrelay.backends.flashinfer import FlashInferBackend
+from kvrelay.backends.select import select_backend
+from kvrelay.backends.torch_sdpa import TorchBackend
+from kvrelay.backends.trial import try_layers
+from tests.fakes import fake_flashinfer
+from tests.gpu.conftest import KERNELS_TIMEOUT_S, NO_FLASHINFER
+
+pytestmark = pytest.mark.timeout(KERNELS_TIMEOUT_S)
+TOLERANCE = {torch.bfloat16: 4e-2, torch.float16: 8e-3}  # outputs are of size 1; parts, and what is merged, are rounded
+NUM_LAYERS, LAYER = 3, 1
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Layers of a model, and the blocks of its pool."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype = torch.bfloat16
+    window: int | None = None
+    softcap: float | None = None
+    block_size: int = 16
+
+    @property
+    def layout(self) -> KVLayout:
+        return KVLayout(NUM_LAYERS, self.num_kv_heads, self.head_dim, self.block_size, self.dtype)
+
+    @property
+    def kind(self) -> LayerKind:
+        return LayerKind(self.num_heads, self.head_dim**-0.5, self.window, self.softcap)
+
+
+# Each names a kernel to compile: groups below 4 decode on CUDA cores, others on tensor cores.
+SHAPES = {
+    "llama": Shape(32, 8, 128),
+    "mha": Shape(8, 8, 64, torch.float16, block_size=8),
+    "group-of-3": Shape(9, 3, 64),
+    "group-of-5": Shape(40, 8, 128),
+    "group-of-16": Shape(64, 4, 128, block_size=32),
+    "one-kv-head": Shape(24, 1, 128),
+    "mistral": Shape(32, 8, 128, window=50),
+    "gemma2": Shape(8, 4, 256, window=70, softcap=50.0),
+    "gemma2-full": Shape(8, 4, 256, softcap=50.0),
+}
+
+
+def backend_for(device: torch.device, *, cascade: bool = False) -> FlashInferBackend:
+    if device.type == "cuda" and NO_FLASHINFER:
+        pytest.skip(NO_FLASHINFER)
+    costs = CascadeCosts(row_tokens=0, step_tokens=0) if cascade else None
+    return FlashInferBackend(device, fake_flashinfer if device.type == "cpu" else None, costs)
+
+
+class Step:
+    """Random rows over scattered blocks, with pool and new tokens on the device."""
+
+    def __init__(self, shape: Shape, device: torch.device, rng: np.random.Generator, *, share: bool) -> None:
+        large = device.type == "cuda"
+        chunks = [(int(rng.integers(300)), int(rng.integers(2, 600 if large else 20))) for _ in range(rng.integers(3))]
+        longest = 5000 if large else 90  # on a GPU, some rows are split over its processors
+        decoding = [(int(rng.integers(longest)), 1) for _ in range(rng.integers(1, 40 if large else 5))]
+        positions, lengths = zip(*chunks, *decoding, strict=True)
+        self.shape, size = shape, shape.block_size
+        counts = [-(-(position + length) // size) for position, length in zip(positions, lengths, strict=True)]
+        tables = np.zeros((len(counts), max(counts)), np.int32)
+        ids = np.split(rng.permutation(sum(counts)).astype(np.int32), np.cumsum(counts)[:-1])
+        for row, blocks in enumerate(ids):
+            tables[row, : len(blocks)] = blocks
+        for row in range(len(chunks) + 1, len(counts) if share else 0):
+            other = int(rng.integers(len(chunks), row))
+            depth = min(positions[row], positions[other]) // size
+            tables[row, :depth] = tables[other, :depth]
+        self.rows = PackedRows(np.array(lengths, np.int32), np.array(positions, np.int32), tables)
+        generator = torch.Generator(device).manual_seed(int(rng.integers(1 << 30)))
+
+        def draw(*dimensions: int) -> torch.Tensor:
+            return torch.randn(dimensions, generator=generator, device=device).to(shape.dtype)
+
+        self.pool = allocate_pool(shape.layout, sum(counts), device)
+        self.pool.copy_(draw(*self.pool.shape))
+        self.query = 3 * draw(sum(lengths), shape.num_heads, shape.head_dim)
+        # As models give them: heads before tokens, transposed.
+        self.key, self.value = draw(2, shape.num_kv_heads, sum(lengths), shape.head_dim).transpose(1, 2)
+
+    def plan(self, backend: AttentionBackend) -> StepAttention:
+        return backend.plan(self.pool, self.rows)
+
+    def attend(self, planned: StepAttention) -> torch.Tensor:
+        return planned.attend(LAYER, self.query, self.key, self.value, self.shape.kind.params)
+
+    def expected(self) -> torch.Tensor:
+        """In float32, from the same 16-bit numbers; the pool stays as it is."""
+        planned = TorchBackend().plan(self.pool.float(), self.rows)
+        numbers = (self.query.float(), self.key.float(), self.value.float())
+        return planned.attend(LAYER, *numbers, self.shape.kind.params)
+
+
+def check(step: Step, backend: AttentionBackend) -> None:
+    expected, pool = step.expected(), step.pool.clone()
+    TorchBackend().plan(pool, step.rows).attend(LAYER, step.query, step.key, step.value, step.shape.kind.params)
+    out = step.attend(step.plan(backend))
+    torch.testing.assert_close(out.float(), expected, atol=TOLERANCE[step.shape.dtype], rtol=0)
+    assert torch.equal(step.pool, pool), "keys and values of other layers or blocks were written"
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("cascade", [False, True], ids=["rows", "cascade"])
+def test_random_steps_agree_with_torch_in_float32(device: torch.device, name: str, cascade: bool) -> None:
+    backend = backend_for(device, cascade=cascade)
+    for seed in range(20 if device.type == "cuda" else 3):
+        check(Step(SHAPES[name], device, np.random.default_rng(seed), share=cascade), backend)
+
+
+def test_a_long_prefix_read_by_many_rows_agrees_with_torch(device: torch.device) -> None:
+    """As samples of one prompt: one group, whose prefix is split over the processors and merged twice."""
+    shape, num_rows = SHAPES["llama"], 48 if device.type == "cuda" else 3
+    depth = 400 if device.type == "cuda" else 4
+    step = Step(shape, device, np.random.default_rng(0), share=False)
+    tables = np.arange(num_rows * (depth + 1), dtype=np.int32).reshape(num_rows, -1)
+    tables[:, :-1] = tables[0, :-1]
+    positions = depth * shape.block_size + np.arange(num_rows, dtype=np.int32) % shape.block_size
+    step.rows = PackedRows(np.ones(num_rows, np.int32), positions, tables)
+    step.pool = allocate_pool(shape.layout, num_rows * (depth + 1), device).normal_()
+    step.query = torch.randn(num_rows, shape.num_heads, shape.head_dim, device=device).to(shape.dtype) * 3
+    step.key, step.value = torch.randn(2, num_rows, 8, shape.head_dim, device=device).to(shape.dtype)
+    backend = backend_for(device, cascade=True)
+    assert backend.shared_prefixes(step.pool, step.rows) is not None
+    check(step, backend)
+
+
+def test_steps_planned_while_the_last_one_still_waits_for_the_device(device: torch.device) -> None:
+    """A plan goes to the device from memory that the next plan overwrites."""
+    backend = backend_for(device)
+    steps = [Step(SHAPES["llama"], device, np.random.default_rng(seed), share=False) for seed in range(6)]
+    expected = [step.expected() for step in steps]
+    for step in steps:
+        step.attend(step.plan(backend))  # compiles; the pool now holds the tokens, as the reference has it
+    outputs = []
+    for step in steps:
+        if device.type == "cuda":
+            torch.cuda._sleep(50_000_000)
+        outputs.append(step.attend(step.plan(backend)))
+    for out, reference in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(out.float(), reference, atol=TOLERANCE[torch.bfloat16], rtol=0)
+
+
+@pytest.mark.parametrize("cascade", [False, True], ids=["rows", "cascade"])
+def test_the_trial_at_the_start_is_passed(device: torch.device, cascade: bool) -> None:
+    kinds = [SHAPES["gemma2"].kind, SHAPES["gemma2-full"].kind]
+    try_layers(backend_for(device, cascade=cascade), SHAPES["gemma2"].layout, kinds, device, shared=cascade)
+
+
+def test_flashinfer_is_chosen_on_a_gpu(device: torch.device) -> None:
+    if device.type == "cuda" and NO_FLASHINFER:
+        pytest.skip(NO_FLASHINFER)
+    shape = SHAPES["llama"]
+    chosen = select_backend(device, shape.layout, [shape.kind], cascade=True)
+    assert isinstance(chosen, FlashInferBackend) == (device.type == "cuda")

@@ -187,3 +187,12 @@ class CapturableBackend(AttentionBackend, Protocol):
     def fixed_steps(self, pool: torch.Tensor, max_rows: int, max_row_blocks: int) -> FixedSteps:
         """Steps of up to `max_rows` rows over `pool`, each of up to `max_row_blocks` blocks."""
         ...
+
+
+@runtime_checkable
+class SharingBackend(AttentionBackend, Protocol):
+    """A backend that reads together what rows share, in steps that are no CUDA graphs."""
+
+    def prefers_launches(self, pool: torch.Tensor, rows: PackedRows) -> bool:
+        """Whether so much is shared that a step is worth more launched kernel by kernel than as a CUDA graph."""
+        ...

@@ -112,6 +112,11 @@ class FlashInferBackend:
             self._shared = rows, plan_cascade(decoding, block_size, self._cascade)
         return self._shared[1]
 
+    def prefers_launches(self, pool: torch.Tensor, rows: PackedRows) -> bool:
+        """See `SharingBackend.prefers_launches`."""
+        plan = self.shared_prefixes(pool, rows)
+        return plan is not None and self._cascade is not None and plan.saved_tokens >= self._cascade.graph_tokens
+
     def note_planned(self) -> None:
         """All that was planned so far is on its way to the device."""
         if self._planned is not None:

@@ -4,7 +4,8 @@ A decoding step has hundreds of small kernels, and a host that launches them one
 is launched as one. It holds addresses and launch sizes, not what lies there: all that changes between steps is copied
 into fixed buffers first, and the step is padded to the next captured size. Padding rows hold token 0 at position 0 of a
 scratch block that no sequence owns; what they give is never read.
-Steps with chunks of prompts, and steps larger than the largest graph, are launched kernel by kernel as ever.
+Steps with chunks of prompts, steps larger than the largest graph, and those in which the backend reads a long prefix
+once for many rows, are launched kernel by kernel as ever.
 
 No step overwrites what the one before still reads: copies into the fixed buffers are ordered with the replays on one
 stream, and come from pinned memory that is not used again before they are done.

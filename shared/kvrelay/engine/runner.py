@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrelay.backends.base import AttentionBackend, PackedRows, allocate_pool
+from kvrelay.backends.base import AttentionBackend, PackedRows, SharingBackend, allocate_pool
 from kvrelay.engine.batch import (
     BlockCopy,
     Candidates,
@@ -187,11 +187,15 @@ class TransformersRunner:
 
     def _hidden_states(self, token_ids: NDArray[np.int64], packed: PackedRows) -> torch.Tensor:
         """The backbone over the step, `[tokens, hidden]`, good until the next one."""
-        if self._graphs is not None and self._graphs.can_run(packed):
+        if self._graphs is not None and self._graphs.can_run(packed) and not self._prefers_launches(packed):
             return self._graphs.hidden_states(token_ids, packed)
         positions = to_device(packed.token_positions.astype(np.int64), self._device)
         step = self._backend.plan(self._pool, packed)
         return self._model.hidden_states(to_device(token_ids, self._device), positions, step)
+
+    def _prefers_launches(self, packed: PackedRows) -> bool:
+        backend = self._backend
+        return isinstance(backend, SharingBackend) and backend.prefers_launches(self._pool, packed)
 
     def _token_ids(self, rows: Sequence[WorkerRow], packed: PackedRows) -> NDArray[np.int64]:
         """The step's tokens; placeholders are replaced by what was drawn."""

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.backends import select
-from kvrelay.backends.base import KVLayout, LayerKind, PackedRows
+from kvrelay.backends.base import KVLayout, LayerKind, PackedRows, SharingBackend
 from kvrelay.backends.cascade import CascadeCosts
 from kvrelay.backends.flashinfer import FlashInferBackend, workspace_bytes
 from kvrelay.backends.flashinfer_cascade import merged_heads
@@ -142,6 +142,17 @@ def test_prefixes_that_save_too_little_are_read_row_by_row() -> None:
     before = PREFIXES.planned
     case.run(make_backend())
     assert PREFIXES.planned == before
+
+
+def test_a_step_that_shares_more_than_a_graph_is_worth_is_better_launched() -> None:
+    case = Case([(100, 1), (90, 1), (97, 1)], head_dim=64, dtype=torch.float16)
+    share(case, [0, 0, 0], [4, 4, 4])
+    saved = 2 * 4 * case.block_size - 3 * 4
+    for step_tokens, graph_tokens, expected in ((0, saved, True), (0, saved + 1, False), (saved + 1, 0, False)):
+        backend = FlashInferBackend(CPU, fake_flashinfer, CascadeCosts(4, step_tokens, graph_tokens))
+        assert isinstance(backend, SharingBackend)
+        assert backend.prefers_launches(case.pool, case.packed) is expected
+    assert not make_backend().prefers_launches(case.pool, case.packed)
 
 
 @given(st.integers(1, 200), st.sampled_from([64, 128, 256]))

@@ -120,6 +120,11 @@ def faulty(inner: Transport, make_inner: InnerSender) -> Transport:
     )
 
 
+def nixl_with_checksums(pool: PoolLike) -> NixlSender:
+    """Over one pool, which the sender's thread enters for both."""
+    return NixlSender(pool, checksums=PoolChecksums(pool))
+
+
 def inner_zmq(pool: Bytes, checksums: PoolChecksums | None) -> TransferSender:
     return ZmqSender(pool, settings=SenderSettings(drain_timeout_s=DRAIN_TIMEOUT_S), checksums=checksums)
 
@@ -184,7 +189,7 @@ TRANSPORTS = {
         nixl("nixl-checksum", "", checksum=True),
         Transport(
             "nixl-staged-checksum",
-            lambda pool: NixlSender(staged(pool), checksums=PoolChecksums(staged(pool))),
+            lambda pool: nixl_with_checksums(staged(pool)),
             lambda pool: NixlReceiver(staged(pool)),
             one_sided=True,
             why_not=NO_NIXL,

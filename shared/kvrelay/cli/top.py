@@ -110,7 +110,7 @@ def _workers(workers: Sequence[Mapping[str, Any]]) -> RenderableType:
         queues = [f"{name} {depth}" for name, depth in worker["queues"].items() if depth and name not in OTHERS]
         held = {owner: n for owner, n in blocks.items() if n and owner not in ("free", "cached", "total")}
         table.add_row(
-            Text(worker["worker_id"]),
+            _named(worker),
             Text(worker["state"], style="" if worker["state"] == "ready" else "red"),
             Text(", ".join(queues) or "-"),
             Text(", ".join(f"{owner} {n}" for owner, n in held.items()) or "-"),
@@ -120,6 +120,12 @@ def _workers(workers: Sequence[Mapping[str, Any]]) -> RenderableType:
             f"{totals.get('decode_tokens', 0):,.0f}",
         )
     return table
+
+
+def _named(worker: Mapping[str, Any]) -> Text:
+    """With its GPU on a line of its own; that all others are on CPUs goes without saying."""
+    device = worker.get("device", "")
+    return Text(worker["worker_id"] + (f"\n{device}" if device not in ("", "cpu") else ""))
 
 
 def _three(percentiles: Mapping[str, float]) -> str:

@@ -142,6 +142,7 @@ class ModelSpec:
     fingerprint: str  # hash over weights, dtype, KV layout, block size and tokenizer
     num_swap_slots: int = 0  # blocks that fit the host's swap space
     swap_block_s: float = 0.0  # seconds that copying a block to or from there took at the start; 0: not measured
+    device: str = ""  # that computes, for people: cpu, or a GPU's name and UUID
 
 
 class RowsFailed(Exception):

@@ -50,6 +50,13 @@ def device_uuid(device: torch.device) -> str:
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
+def describe_device(device: torch.device) -> str:
+    """`cpu`, or as in `NVIDIA H100 80GB HBM3 (GPU-5c89852c-...)`."""
+    if device.type != "cuda":
+        return device.type
+    return f"{torch.cuda.get_device_name(device)} ({device_uuid(device)})"
+
+
 @contextmanager
 def turn_on(device: torch.device) -> Iterator[None]:
     """Holds up other processes that start on the same GPU; see `turns`. Raises TurnNeverCame."""

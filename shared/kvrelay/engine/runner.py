@@ -26,7 +26,7 @@ from kvrelay.engine.batch import (
     WorkerRow,
 )
 from kvrelay.engine.beams import best_candidates
-from kvrelay.engine.device import to_device, use_on_this_thread, wait_for
+from kvrelay.engine.device import describe_device, to_device, use_on_this_thread, wait_for
 from kvrelay.engine.device_pool import DevicePool
 from kvrelay.engine.fingerprint import find_model_dir, fingerprint
 from kvrelay.engine.gauges import make_gauge
@@ -96,6 +96,7 @@ class TransformersRunner:
             fingerprint=fingerprint(find_model_dir(source.name), layout, source.weights_salt),
             num_swap_slots=num_swap_slots,
             swap_block_s=self._host.measure(),
+            device=describe_device(source.device),
         )
 
     @property

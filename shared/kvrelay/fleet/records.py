@@ -48,6 +48,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Of decode workers that time their prompts together; empty: none."""
     token_budget: int = 0
     """Tokens that one of its steps holds; 0: a worker of an older version."""
+    device: str = ""
+    """What computes, for people: cpu, or a GPU's name and UUID; empty: simulated, or of an older version."""
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -409,15 +409,17 @@ class WorkerShell:
             gang_samples=self.config.gang_samples,
             block_bytes=context.spec.block_bytes,
             token_budget=self.config.token_budget,
+            device=context.spec.device,
             delayer_group=self.config.prefill_delayer_group,
         )
 
 
 def _log_model(spec: ModelSpec, took_s: float) -> None:
     log.info(
-        "model %s loaded in %.1f s: %s, %d blocks of %d tokens (%.0f MiB), up to %d tokens a sequence",
+        "model %s loaded in %.1f s%s: %s, %d blocks of %d tokens (%.0f MiB), up to %d tokens a sequence",
         spec.name,
         took_s,
+        f" on {spec.device}" if spec.device else "",
         spec.dtype,
         spec.num_blocks,
         spec.block_size,

@@ -26,7 +26,15 @@ FLEET: dict[str, Any] = {
             "queues": {"queued": 4, "computing": 1, "handed": 0, "queued_tokens": 999},
             "blocks": {"free": 5, "cached": 7, "computing": 8, "total": 20},
             "totals": {"prefill_tokens": 54321, "decode_tokens": 0},
-        }
+            "device": "NVIDIA [b]H100 (GPU-5c89852c)",
+        },
+        {  # as a router of an earlier version tells of it
+            "worker_id": "decode-0",
+            "state": "lost",
+            "queues": {},
+            "blocks": {},
+            "totals": {},
+        },
     ],
 }
 
@@ -70,7 +78,7 @@ def test_it_shows_what_the_router_says(
         "no prefill worker [is] ready",
     ):
         assert text in shown
-    for text in ("prefill-[red]0", "queued 4, computing 1", "computing 8", "54,321"):
+    for text in ("prefill-[red]0", "NVIDIA [b]H100 (GPU-5c89852c)", "queued 4, computing 1", "computing 8", "54,321"):
         assert text in shown
     assert "999" not in shown and "handed" not in shown
 

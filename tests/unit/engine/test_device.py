@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvrelay.engine.device import device_uuid, find_device, to_host, use_on_this_thread
+from kvrelay.engine.device import describe_device, device_uuid, find_device, to_host, use_on_this_thread
 from tests.fakes.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.unit
@@ -84,3 +84,11 @@ def test_a_thread_that_uses_a_gpu_has_its_context(monkeypatch: pytest.MonkeyPatc
         thread.join(PATIENCE_S)
     for thread in threads:
         assert [name for ident, name in made if ident == thread.ident] == ["cuda:1", "cuda:0"]
+
+
+def test_a_gpu_is_named_with_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100")
+    named = describe_device(torch.device("cuda", 0))
+    assert named == "NVIDIA H100 (MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f)"
+    assert describe_device(torch.device("cpu")) == "cpu"

@@ -73,11 +73,15 @@ class CascadePlan:
         return bool((self.order[:-1] < self.order[1:]).all())
 
 
-def plan_cascade(paged: PagedRows, block_size: int, costs: CascadeCosts) -> CascadePlan | None:
-    """The plan for decoding rows, or None where sharing saves less than it costs. Time: rows times blocks."""
-    groups = find_groups(paged, block_size, costs)
+def plan_cascade(tables: Int32Array, num_keys: Int32Array, block_size: int, costs: CascadeCosts) -> CascadePlan | None:
+    """The plan for decoding rows, or None where sharing saves less than it costs.
+
+    `tables` are their block tables `[rows, longest]`, padded with anything; `num_keys` how many tokens each row sees,
+    `[rows]`, the one that it writes included. Time: rows times blocks.
+    """
+    groups = find_groups(tables, num_keys, block_size, costs)
     saved = sum(saved_tokens(len(group.rows), group.num_blocks, block_size, costs) for group in groups)
-    return _lay_out(paged, block_size, groups, saved) if groups and saved >= costs.step_tokens else None
+    return _lay_out(tables, num_keys, block_size, groups, saved) if groups and saved >= costs.step_tokens else None
 
 
 def saved_tokens(num_rows: int, num_blocks: int, block_size: int, costs: CascadeCosts) -> int:
@@ -85,41 +89,39 @@ def saved_tokens(num_rows: int, num_blocks: int, block_size: int, costs: Cascade
     return (num_rows - 1) * num_blocks * block_size - num_rows * costs.row_tokens
 
 
-def find_groups(paged: PagedRows, block_size: int, costs: CascadeCosts) -> list[SharedPrefix]:
+def find_groups(tables: Int32Array, num_keys: Int32Array, block_size: int, costs: CascadeCosts) -> list[SharedPrefix]:
     """The groups worth forming, each row in one at most.
 
     Prefixes form a forest, with rows as leaves and a node wherever rows part. Bottom up, a node either becomes one
     group of all its rows, or keeps its children's groups and makes one of the rows that none of them took, whichever
     saves more. The block that a row writes into is never shared.
     """
-    num_full = np.diff(paged.page_starts) - 1  # of each row's blocks, without the one that takes its token
-    first_ids = paged.page_ids[paged.page_starts[:-1]]
-    firsts, counts = np.unique(first_ids[num_full > 0], return_counts=True)
-    candidates = np.flatnonzero((num_full > 0) & np.isin(first_ids, firsts[counts > 1]))
+    num_full = (num_keys - 1) // block_size  # of each row's blocks, without the one that takes its token
+    firsts, counts = np.unique(tables[num_full > 0, 0], return_counts=True)
+    rows = np.flatnonzero((num_full > 0) & np.isin(tables[:, 0], firsts[counts > 1]))
     # The most that could be saved: each row but one of all its full blocks.
-    reach = int(num_full[candidates].sum()) - int(num_full[candidates].max(initial=0))
+    reach = int(num_full[rows].sum()) - int(num_full[rows].max(initial=0))
     if reach * block_size < max(costs.step_tokens, 1):
         return []
-    rows, common = _sort_rows(paged, candidates, num_full[candidates])
-    return _group_sorted(rows, common, block_size, costs)
+    width = int(num_full[rows].max())
+    full = np.where(np.arange(width) < num_full[rows, None], tables[rows, :width], -1)
+    order, common = _sort_rows(full)
+    return _group_sorted(rows[order], common, block_size, costs)
 
 
-def _sort_rows(
-    paged: PagedRows, rows: NDArray[np.int64], num_full: Int32Array
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The rows in an order that puts common prefixes side by side; how many blocks each has in common with the next."""
-    width = int(num_full.max())
-    tables = np.full((len(rows), width), -1, np.int32)
-    filled = np.arange(width) < num_full[:, None]
-    starts = paged.page_starts[rows]
-    tables[filled] = paged.page_ids[(starts[:, None] + np.arange(width))[filled]]
+def _sort_rows(full: Int32Array) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """An order that puts common prefixes side by side, and how many blocks each row has in common with the next.
+
+    `full` holds -1 behind a row's blocks.
+    """
+    width = full.shape[1]
     # As strings of bytes they sort in one pass; which order it is does not matter.
-    order = np.argsort(tables.view(np.dtype((np.void, width * 4)))[:, 0], kind="stable")
-    tables = tables[order]
-    same = (tables[:-1] == tables[1:]) & (tables[:-1] >= 0)
-    common = np.zeros(len(rows), np.int64)
-    common[:-1] = np.where(same.all(axis=1), width, same.argmin(axis=1))
-    return rows[order], common
+    order = np.argsort(full.view(np.dtype((np.void, width * full.itemsize)))[:, 0], kind="stable")
+    full = full[order]
+    parted = (full[:-1] != full[1:]) | (full[1:] < 0)
+    common = np.zeros(len(full), np.int64)
+    common[:-1] = np.where(parted.any(axis=1), parted.argmax(axis=1), width)
+    return order, common
 
 
 class _Node:
@@ -176,28 +178,31 @@ def _group_sorted(
     return groups
 
 
-def _lay_out(paged: PagedRows, block_size: int, groups: list[SharedPrefix], saved: int) -> CascadePlan:
+def _lay_out(
+    tables: Int32Array, num_keys: Int32Array, block_size: int, groups: list[SharedPrefix], saved: int
+) -> CascadePlan:
     grouped = np.concatenate([np.array(group.rows, np.int64) for group in groups])
     depths = np.array([group.num_blocks for group in groups], np.int64)
     sizes = np.array([len(group.rows) for group in groups], np.int64)
-    alone = np.setdiff1d(np.arange(paged.num_rows), grouped)
+    alone = np.setdiff1d(np.arange(len(tables)), grouped)
     order = np.concatenate([grouped, alone]).astype(np.int32)
     skipped = np.concatenate([np.repeat(depths, sizes), np.zeros(len(alone), np.int64)])
-    left = np.diff(paged.page_starts)[order] - skipped
-    heads = paged.page_starts[[group.rows[0] for group in groups]].astype(np.int64)
+    num_pages = -(-num_keys[order] // block_size)
+    columns = np.arange(tables.shape[1])
+    behind = (columns >= skipped[:, None]) & (columns < num_pages[:, None])
     return CascadePlan(
         order=order,
         prefixes=PagedRows(
             query_starts=_starts(sizes),
             page_starts=_starts(depths),
-            page_ids=_gather(paged.page_ids, heads, depths),
+            page_ids=np.concatenate([tables[group.rows[0], : group.num_blocks] for group in groups]),
             last_page_lens=np.full(len(groups), block_size, np.int32),
         ),
         suffixes=PagedRows(
-            query_starts=np.arange(paged.num_rows + 1, dtype=np.int32),
-            page_starts=_starts(left),
-            page_ids=_gather(paged.page_ids, paged.page_starts[order] + skipped, left),
-            last_page_lens=paged.last_page_lens[order],
+            query_starts=np.arange(len(tables) + 1, dtype=np.int32),
+            page_starts=_starts(num_pages - skipped),
+            page_ids=tables[order][behind],
+            last_page_lens=((num_keys[order] - 1) % block_size + 1).astype(np.int32),
         ),
         saved_tokens=saved,
     )
@@ -207,11 +212,3 @@ def _starts(lengths: NDArray[np.int64]) -> Int32Array:
     starts = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=starts[1:])
     return starts
-
-
-def _gather(values: Int32Array, firsts: NDArray[np.int64], lengths: NDArray[np.int64]) -> Int32Array:
-    """Runs of `values`, one behind the other."""
-    starts = _starts(lengths)
-    places = np.arange(starts[-1]) + np.repeat(firsts - starts[:-1], lengths)
-    gathered: Int32Array = values[places]
-    return gathered

@@ -107,9 +107,9 @@ class FlashInferBackend:
         if self._cascade is None:
             return None
         if self._shared is None or self._shared[0] is not rows:
-            block_size, num_chunks = pool.shape[3], num_chunk_rows(rows)
-            decoding = page_rows(rows, block_size).take(num_chunks, len(rows.query_lens))
-            self._shared = rows, plan_cascade(decoding, block_size, self._cascade)
+            first = num_chunk_rows(rows)
+            tables, num_keys = rows.block_tables[first:], rows.positions[first:] + 1
+            self._shared = rows, plan_cascade(tables, num_keys, pool.shape[3], self._cascade)
         return self._shared[1]
 
     def prefers_launches(self, pool: torch.Tensor, rows: PackedRows) -> bool:
@@ -136,6 +136,8 @@ class FlashInferBackend:
         """The decode kernel's wrapper for this kind of layer."""
         if kind not in self._decode:
             self._decode[kind] = self.make_decode(kind, num_kv_heads, head_dim)
+            if self._cascade is not None:
+                self.prefix_wrapper(kind, num_kv_heads, head_dim)  # so that its memory is counted at the start
         return self._decode[kind]
 
     def make_decode(self, kind: LayerKind, num_kv_heads: int, head_dim: int, **options: Any) -> Any:

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.backends.base import PackedRows
+from kvrelay.backends.base import Int32Array
 from kvrelay.backends.cascade import CascadeCosts, SharedPrefix, find_groups, plan_cascade, saved_tokens
-from kvrelay.backends.paging import PagedRows, page_rows
 
 pytestmark = pytest.mark.unit
 BLOCK_SIZE = 8
@@ -31,14 +30,14 @@ def tables(draw: st.DrawFn, max_rows: int = 9) -> Tables:
     return rows
 
 
-def decode_rows(full: Tables) -> PagedRows:
-    """Rows that write a token behind their full blocks, into blocks of their own."""
+def decode_rows(full: Tables) -> tuple[Int32Array, Int32Array]:
+    """Tables and lengths of rows that write a token behind their full blocks, into blocks of their own."""
     longest = max(map(len, full)) + 1
     packed = np.zeros((len(full), longest), np.int32)
     for row, blocks in enumerate(full):
         packed[row, : len(blocks) + 1] = [*blocks, 1000 + row]
-    positions = np.array([len(blocks) * BLOCK_SIZE + row % BLOCK_SIZE for row, blocks in enumerate(full)], np.int32)
-    return page_rows(PackedRows(np.ones(len(full), np.int32), positions, packed), BLOCK_SIZE)
+    positions = [len(blocks) * BLOCK_SIZE + row % BLOCK_SIZE for row, blocks in enumerate(full)]
+    return packed, np.array(positions, np.int32) + 1
 
 
 def total(groups: list[SharedPrefix], costs: CascadeCosts) -> int:
@@ -78,7 +77,7 @@ costs_of_rows = st.builds(CascadeCosts, row_tokens=st.integers(0, 20), step_toke
 
 @given(tables(), costs_of_rows)
 def test_groups_share_what_they_say_and_are_those_of_the_slow_oracle(full: Tables, costs: CascadeCosts) -> None:
-    groups = find_groups(decode_rows(full), BLOCK_SIZE, costs)
+    groups = find_groups(*decode_rows(full), BLOCK_SIZE, costs)
     taken = [row for group in groups for row in group.rows]
     assert len(taken) == len(set(taken))
     for group in groups:
@@ -94,7 +93,7 @@ def test_groups_share_what_they_say_and_are_those_of_the_slow_oracle(full: Table
 @settings(max_examples=60)
 @given(tables(max_rows=6), costs_of_rows)
 def test_no_one_group_of_any_rows_saves_more(full: Tables, costs: CascadeCosts) -> None:
-    saved = total(find_groups(decode_rows(full), BLOCK_SIZE, costs), costs)
+    saved = total(find_groups(*decode_rows(full), BLOCK_SIZE, costs), costs)
     for size in range(2, len(full) + 1):
         for rows in combinations(range(len(full)), size):
             assert saved >= saved_tokens(size, common_blocks(full, rows), BLOCK_SIZE, costs)
@@ -102,9 +101,9 @@ def test_no_one_group_of_any_rows_saves_more(full: Tables, costs: CascadeCosts) 
 
 @given(tables(), costs_of_rows)
 def test_places_hold_every_page_of_every_row_once(full: Tables, costs: CascadeCosts) -> None:
-    paged = decode_rows(full)
-    groups = find_groups(paged, BLOCK_SIZE, costs)
-    plan = plan_cascade(paged, BLOCK_SIZE, costs)
+    packed, num_keys = decode_rows(full)
+    groups = find_groups(packed, num_keys, BLOCK_SIZE, costs)
+    plan = plan_cascade(packed, num_keys, BLOCK_SIZE, costs)
     assert (plan is None) == (not groups)
     if plan is None:
         return
@@ -121,29 +120,28 @@ def test_places_hold_every_page_of_every_row_once(full: Tables, costs: CascadeCo
     for place, row in enumerate(plan.order.tolist()):
         suffix = plan.suffixes.page_ids[plan.suffixes.page_starts[place] : plan.suffixes.page_starts[place + 1]]
         assert prefixes[place] + suffix.tolist() == [*full[row], 1000 + row]
-        assert plan.suffixes.last_page_lens[place] == paged.last_page_lens[row]
+        assert len(full[row]) * BLOCK_SIZE + plan.suffixes.last_page_lens[place] == num_keys[row]
 
 
 def test_a_step_that_saves_less_than_it_costs_is_left_as_it_is() -> None:
     full = [[0, 1, 2, 3], [0, 1, 2, 4], [0, 1, 5]]
     saved = 2 * 2 * BLOCK_SIZE
-    assert plan_cascade(decode_rows(full), BLOCK_SIZE, CascadeCosts(0, saved)) is not None
-    assert plan_cascade(decode_rows(full), BLOCK_SIZE, CascadeCosts(0, saved + 1)) is None
-    assert plan_cascade(decode_rows([[0, 1]]), BLOCK_SIZE, FREE) is None
-    assert plan_cascade(decode_rows([[], []]), BLOCK_SIZE, FREE) is None
+    assert plan_cascade(*decode_rows(full), BLOCK_SIZE, CascadeCosts(0, saved)) is not None
+    assert plan_cascade(*decode_rows(full), BLOCK_SIZE, CascadeCosts(0, saved + 1)) is None
+    assert plan_cascade(*decode_rows([[0, 1]]), BLOCK_SIZE, FREE) is None
+    assert plan_cascade(*decode_rows([[], []]), BLOCK_SIZE, FREE) is None
 
 
 def test_the_block_that_a_row_writes_into_is_never_shared() -> None:
     """Rows whose tables are the same to the end: as samples of one prompt before the first of them writes."""
     table = np.array([[4, 5, 6], [4, 5, 6]], np.int32)
-    positions = np.array([2 * BLOCK_SIZE, 2 * BLOCK_SIZE], np.int32)
-    paged = page_rows(PackedRows(np.ones(2, np.int32), positions, table), BLOCK_SIZE)
-    assert find_groups(paged, BLOCK_SIZE, FREE) == [SharedPrefix((0, 1), 2)]
+    num_keys = np.full(2, 2 * BLOCK_SIZE + 1, np.int32)
+    assert find_groups(table, num_keys, BLOCK_SIZE, FREE) == [SharedPrefix((0, 1), 2)]
 
 
 def test_many_rows_that_part_one_by_one_are_grouped_without_recursion() -> None:
     full = [[*range(row), 10_000 + row] for row in range(1, 1500)]
-    groups = find_groups(decode_rows(full), BLOCK_SIZE, FREE)
+    groups = find_groups(*decode_rows(full), BLOCK_SIZE, FREE)
     assert total(groups, FREE) >= max((1500 - row - 1) * row for row in range(1, 1500)) * BLOCK_SIZE
     assert all(group.num_blocks == common_blocks(full, group.rows) for group in groups)
 

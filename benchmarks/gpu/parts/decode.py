@@ -8,8 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu.figures import figures, ratios
-from benchmarks.gpu.part import Part, decoding_batch, interleaved
+from benchmarks.gpu.part import Part, decoding_batch, interleaved, launching
 from kvrelay.engine.batch import WorkerBatch
+from kvrelay.engine.graphs import DecodeGraphs
 from kvrelay.engine.runner import TransformersRunner
 
 ABOUT = (
@@ -23,12 +24,14 @@ TARGET = 1.35
 def run(part: Part) -> None:
     """A row a batch."""
     scale = part.scale
-    runner = part.runner((max(scale.batches) + 1) * (scale.context + 16))
+    runner = part.runner((max(scale.batches) + 1) * (scale.context + 16), scale.batches)
+    launches = part.launches(runner)
     for batch in scale.batches:
         if not part.recorder.has_time(f"batch {batch} and larger ones"):
             return
         step = decoding_batch(runner, batch, scale.context)
-        taken = interleaved({"eager": _steps(part, runner, step)}, scale.repeats)
+        works = {how: _steps(part, runner, step, graphs) for how, graphs in launches.items()}
+        taken = interleaved(works, scale.repeats)
         floor_s = step_bytes(part, batch, scale.context) / part.known_floors.copy_rate
         for how, seconds in taken.items():
             part.recorder.row(
@@ -42,8 +45,14 @@ def run(part: Part) -> None:
             )
 
 
-def _steps(part: Part, runner: TransformersRunner, step: WorkerBatch) -> Callable[[], float]:
-    return lambda: part.seconds(lambda: runner.execute(step), part.scale.steps)
+def _steps(
+    part: Part, runner: TransformersRunner, step: WorkerBatch, graphs: DecodeGraphs | None
+) -> Callable[[], float]:
+    def seconds() -> float:
+        with launching(runner, graphs):
+            return part.seconds(lambda: runner.execute(step), part.scale.steps)
+
+    return seconds
 
 
 def step_bytes(part: Part, batch: int, context: int) -> int:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from benchmarks.gpu.figures import figures
+from benchmarks.gpu.figures import Cell, figures
 from benchmarks.gpu.idle import device_activities, idleness
 from benchmarks.gpu.loop import Job, serve
-from benchmarks.gpu.part import Part
+from benchmarks.gpu.part import Part, launching
 from benchmarks.gpu.scale import Scale
 from kvrelay.engine.runner import TransformersRunner
 from kvrelay.scheduling.plan import SequenceOutput
@@ -26,6 +26,7 @@ ABOUT = (
 )
 TARGET = 0.03
 _MARGIN_STEPS = 3
+_PROFILES, _PROFILED_STEPS = 2, 30  # a trace has some hundred kernels a step
 
 
 def num_outputs(scale: Scale) -> int:
@@ -71,19 +72,22 @@ class Window:
 def run(part: Part) -> None:
     """A row for each way of planning."""
     scale = part.scale
-    runner = part.runner((scale.loop_batch + 1) * (scale.context + num_outputs(scale) + 16))
-    for overlap in (True, False):
-        if not part.recorder.has_time(f"overlap {overlap}"):
-            return
-        _row(part, runner, overlap=overlap)
+    runner = part.runner((scale.loop_batch + 1) * (scale.context + num_outputs(scale) + 16), (scale.loop_batch,))
+    for how, graphs in part.launches(runner).items():
+        for overlap in (True, False):
+            if not part.recorder.has_time(f"{how}, overlap {overlap}"):
+                return
+            with launching(runner, graphs):
+                _row(part, runner, how, overlap=overlap)
     if part.device.type != "cuda":
         part.recorder.note("Idle shares of the device are read from a GPU's profiler alone.")
 
 
-def _row(part: Part, runner: TransformersRunner, *, overlap: bool) -> None:
+def _row(part: Part, runner: TransformersRunner, how: str, *, overlap: bool) -> None:
     scale = part.scale
     windows = [_measure(part, runner, None, overlap=overlap) for _ in range(scale.repeats + 1)][1:]
-    cells = {
+    cells: dict[str, Cell] = {
+        "launched": how,
         "planned": "while the step before runs" if overlap else "after it",
         "batch": scale.loop_batch,
         "step_ms": figures([1e3 * window.step_s for window in windows], 3),
@@ -91,12 +95,13 @@ def _row(part: Part, runner: TransformersRunner, *, overlap: bool) -> None:
     }
     if part.device.type == "cuda":
         shares = []
-        for _ in range(scale.repeats):
+        for _ in range(_PROFILES):
             profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
             _measure(part, runner, profiler, overlap=overlap)
             shares.append(idleness(device_activities(profiler)))
         cells["idle_between_steps_percent"] = figures([100 * share.between_steps for share in shares], 2)
         cells["idle_within_steps_percent"] = figures([100 * share.within_steps for share in shares], 2)
+        cells["copies_to_the_host_a_step"] = figures([share.num_steps / _PROFILED_STEPS for share in shares], 1)
     part.recorder.row("Gaps", **cells)
 
 
@@ -104,7 +109,7 @@ def _measure(
     part: Part, runner: TransformersRunner, profiler: torch.profiler.profile | None, *, overlap: bool
 ) -> Window:
     scale = part.scale
-    num_steps = scale.loop_steps if profiler is None else min(scale.loop_steps, 30)  # a trace grows by a step's kernels
+    num_steps = scale.loop_steps if profiler is None else _PROFILED_STEPS
     window = Window(scale.loop_batch, num_steps, profiler)
     random = np.random.default_rng(1)
     jobs = [

@@ -15,6 +15,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from benchmarks.gpu.figures import figures, ratios
 from benchmarks.gpu.loop import Job, serve
 from benchmarks.gpu.part import Part, WrongResults
+from kvrelay.engine.graph_sizes import default_sizes
 from kvrelay.engine.model import make_dummy
 from kvrelay.engine.runner import TransformersRunner
 
@@ -44,7 +45,7 @@ def run(part: Part) -> None:
     scale = part.scale
     requests = make_requests(part)
     num_tokens = sum(len(prompt) + scale.request_output for prompt in requests)
-    runner = part.runner(num_tokens + 32 * len(requests))
+    runner = part.runner(num_tokens + 32 * len(requests), default_sizes(len(requests)))
     peer = Peer(part)
     turns: dict[str, list[Turn]] = {"kvrelay": [], "transformers": []}
     for repeat in range(scale.repeats + 1):

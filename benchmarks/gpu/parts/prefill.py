@@ -25,7 +25,7 @@ TARGET = 0.55
 def run(part: Part) -> None:
     """A row a chunk size."""
     scale = part.scale
-    runner = part.runner(scale.prompt + BLOCK_SIZE)
+    runner = part.runner(scale.prompt + BLOCK_SIZE, (1,))
     works = {str(chunk): _prompt_seconds(part, runner, chunk) for chunk in scale.chunks}
     operations = prompt_operations(part)
     taken = interleaved(works, scale.repeats)

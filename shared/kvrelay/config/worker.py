@@ -91,8 +91,8 @@ class WorkerConfig(CommonConfig):
     )
     cuda_graphs: bool = Field(
         default=True,
-        description="on a GPU, capture decoding steps at the start and replay them; off: launch every kernel of every "
-        "step",
+        description="on a decode worker's GPU, capture decoding steps at the start and replay them; off: launch every "
+        "kernel of every step",
     )
     cuda_graph_sizes: tuple[int, ...] = Field(
         default=(),
@@ -295,8 +295,8 @@ class WorkerConfig(CommonConfig):
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
-        """For how many sequences a decoding step is captured on a GPU, rising; none with `cuda_graphs` off."""
-        if not self.cuda_graphs:
+        """For how many sequences a decoding step is captured on a GPU, rising; prefill workers have no such steps."""
+        if not self.cuda_graphs or self.role == "prefill":
             return ()
         return tuple(sorted(set(self.cuda_graph_sizes))) or default_sizes(self.max_running)
 

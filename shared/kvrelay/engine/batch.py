@@ -116,12 +116,16 @@ class RowResult(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Results in the order of the batch's rows, and the seconds that the forward and the copies before it took."""
+    """Results in the order of the batch's rows, and the seconds that the forward and the copies before it took.
+
+    `captured`: the forward was replayed from a CUDA graph.
+    """
 
     step: int
     rows: Sequence[RowResult]
     forward_s: float
     copy_s: float = 0.0
+    captured: bool = False
 
 
 @dataclass(frozen=True, slots=True)

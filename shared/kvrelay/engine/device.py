@@ -81,9 +81,11 @@ def use_on_this_thread(device: torch.device) -> None:
 def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
     """The array's elements on the device; on a CPU, shared with the array.
 
-    From pageable memory CUDA stages an asynchronous copy before it returns, so the array may go at once.
+    To a GPU they go by pinned memory: from pageable memory the driver may wait for the stream first. The caching host
+    allocator keeps the pinned memory until the copy is done.
     """
-    return torch.from_numpy(array).to(device, non_blocking=True)
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def to_host(*columns: torch.Tensor) -> tuple[NDArray[np.float64], ...]:

@@ -95,6 +95,7 @@ class DecodeGraphs:
         """Whether the step has single tokens alone, and not too many."""
         return bool((rows.query_lens == 1).all()) and padded_size(self.sizes, len(rows.query_lens)) is not None
 
+    @torch.inference_mode()
     def hidden_states(self, token_ids: NDArray[np.int64], rows: PackedRows) -> torch.Tensor:
         """As `CausalModel.hidden_states`, of a step that `can_run`; good until the next one. Waits for nothing."""
         count = len(rows.query_lens)

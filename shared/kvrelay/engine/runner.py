@@ -174,7 +174,8 @@ class TransformersRunner:
         if unknown:
             raise KeyError(f"sequences never added, or dropped before the step: {unknown}")
         packed = pack_rows(batch.rows)
-        hidden = self._hidden_states(self._token_ids(batch.rows, packed), packed)
+        graphs = self._graphs_for(packed)
+        hidden = self._hidden_states(self._token_ids(batch.rows, packed), packed, graphs)
         prompt_logprobs = self._score_prompts(batch.rows, packed, hidden)
         sampled = self._sample(batch.rows, packed, hidden)
         candidates = self._find_candidates(batch.rows, packed, hidden)
@@ -184,19 +185,25 @@ class TransformersRunner:
             results.append(RowResult(token_id, logprobs, prompt_logprobs.get(index, []), candidates.get(index)))
         if not sampled:
             wait_for(self._device)  # whoever pushes this step's blocks now must find them written
-        return StepResult(batch.step, results, time.perf_counter() - started, copy_s)
+        return StepResult(batch.step, results, time.perf_counter() - started, copy_s, graphs is not None)
 
-    def _hidden_states(self, token_ids: NDArray[np.int64], packed: PackedRows) -> torch.Tensor:
+    def _hidden_states(
+        self, token_ids: NDArray[np.int64], packed: PackedRows, graphs: DecodeGraphs | None
+    ) -> torch.Tensor:
         """The backbone over the step, `[tokens, hidden]`, good until the next one."""
-        if self._graphs is not None and self._graphs.can_run(packed) and not self._prefers_launches(packed):
-            return self._graphs.hidden_states(token_ids, packed)
+        if graphs is not None:
+            return graphs.hidden_states(token_ids, packed)
         positions = to_device(packed.token_positions.astype(np.int64), self._device)
         step = self._backend.plan(self._pool, packed)
         return self._model.hidden_states(to_device(token_ids, self._device), positions, step)
 
-    def _prefers_launches(self, packed: PackedRows) -> bool:
+    def _graphs_for(self, packed: PackedRows) -> DecodeGraphs | None:
+        """What replays this step; None: it is launched kernel by kernel."""
+        if self._graphs is None or not self._graphs.can_run(packed):
+            return None
         backend = self._backend
-        return isinstance(backend, SharingBackend) and backend.prefers_launches(self._pool, packed)
+        launched = isinstance(backend, SharingBackend) and backend.prefers_launches(self._pool, packed)
+        return None if launched else self._graphs
 
     def _token_ids(self, rows: Sequence[WorkerRow], packed: PackedRows) -> NDArray[np.int64]:
         """The step's tokens; placeholders are replaced by what was drawn."""

@@ -27,7 +27,8 @@ FLUSH_INTERVAL_S = 1.0
 class StepRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
     """One step: what was in it, what waited beside it, and where its time went.
 
-    `ahead`: it was planned while the step before was in flight. The counts beside it are those after its commit.
+    `ahead`: it was planned while the step before was in flight; `captured`: its forward was replayed from a CUDA graph.
+    The counts beside it are those after its commit.
     """
 
     at: float
@@ -52,6 +53,7 @@ class StepRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
     commit_s: float
     held_back: str
     ahead: bool = False
+    captured: bool = False
 
 
 class SequenceRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="sequence"):
@@ -179,6 +181,7 @@ class MetricsStore:
                 commit_s,
                 plan.held_back,
                 ahead,
+                result.captured,
             )
         )
         self._write_trace()

@@ -14,6 +14,7 @@ TOTALS: dict[str, tuple[str, str, str]] = {
     "mixed_steps": ("kvrelay.steps", "composition", "mixed"),
     "copy_steps": ("kvrelay.steps", "composition", "copies"),
     "steps_ahead": ("kvrelay.steps.ahead", "", ""),
+    "captured_steps": ("kvrelay.steps.captured", "", ""),
     "failed_steps": ("kvrelay.steps.failed", "", ""),
     "prefill_tokens": ("kvrelay.step.tokens", "phase", "prefill"),
     "decode_tokens": ("kvrelay.step.tokens", "phase", "decode"),

@@ -109,6 +109,7 @@ class Reports:
         return {
             "steps": totals.num_steps,
             "steps_ahead": totals.num_steps_ahead,
+            "captured_steps": totals.num_captured_steps,
             "mixed_steps": totals.num_mixed_steps,
             "prefill_steps": totals.num_prefill_steps,
             "decode_steps": totals.num_decode_steps,

@@ -47,6 +47,7 @@ class StepTotals:
 
     num_steps: int = 0
     num_steps_ahead: int = 0  # of them, planned while the step before was in flight
+    num_captured_steps: int = 0  # of them, replayed from a CUDA graph
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
     num_failed_steps: int = 0
@@ -64,17 +65,19 @@ class StepTotals:
         """Those that only copied blocks."""
         return self.num_steps - self.num_mixed_steps - self.num_prefill_steps - self.num_decode_steps
 
-    def add(self, num_prefill_tokens: int, num_decode_tokens: int, forward_s: float, *, ahead: bool) -> None:
+    def add(self, plan: StepPlan, result: StepResult, *, ahead: bool) -> None:
         """A step is done. One without tokens only copied blocks."""
+        num_prefill_tokens, num_decode_tokens = plan.num_prefill_tokens, plan.num_decode_tokens
         self.num_steps += 1
         self.num_steps_ahead += ahead
+        self.num_captured_steps += result.captured
         self.num_prefill_tokens += num_prefill_tokens
         self.num_decode_tokens += num_decode_tokens
         self.num_mixed_steps += bool(num_prefill_tokens and num_decode_tokens)
         self.num_prefill_steps += bool(num_prefill_tokens and not num_decode_tokens)
         self.num_decode_steps += bool(num_decode_tokens and not num_prefill_tokens)
-        self.forward_s += forward_s
-        self.durations.record(forward_s)
+        self.forward_s += result.forward_s
+        self.durations.record(result.forward_s)
         self.sizes.record(num_prefill_tokens + num_decode_tokens)
 
 
@@ -297,7 +300,7 @@ class StepLoop:
         plan, started = step.plan, time.perf_counter()
         outputs = self.scheduler.commit(plan, result)
         self._landed(plan)
-        self.totals.add(plan.num_prefill_tokens, plan.num_decode_tokens, result.forward_s, ahead=step.ahead)
+        self.totals.add(plan, result, ahead=step.ahead)
         self.speeds.stepped(plan, result.forward_s)
         commit_s = time.perf_counter() - started
         self.totals.commit_s += commit_s

@@ -152,10 +152,12 @@ def check(
     runner = TransformersRunner(model, NUM_BLOCKS, num_swap_slots=num_slots, with_scratch=recorder is not None)
     if recorder is not None:
         runner.try_graphs(GraphSettings((1, 2, 3, 5), lambda _: recorder))
+        num_checks = recorder.num_replayed
     got, loop = run(scheduler, runner, stops, overlap=overlap)
     assert got == [until(output, stop) for output, stop in zip(outputs, stops, strict=True)]
     assert pool.num_available == NUM_BLOCKS
     assert bool(loop.totals.num_steps_ahead) is overlap
+    assert loop.totals.num_captured_steps == (recorder.num_replayed - num_checks if recorder is not None else 0)
     return scheduler
 
 

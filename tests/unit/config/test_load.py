@@ -226,6 +226,7 @@ def test_which_sizes_are_captured() -> None:
     assert worker(["--cuda-graph-sizes=8,2,8"]).graph_sizes == (2, 8)
     assert worker(["--max-running=20"]).graph_sizes == (1, 2, 4, 8, 16, 20)
     assert worker(["--no-cuda-graphs"]).graph_sizes == ()
+    assert worker(role="prefill").graph_sizes == ()
     with pytest.raises(ConfigError, match="--cuda-graph-sizes = 'many'"):
         worker(["--cuda-graph-sizes=1,many"])
 

@@ -160,6 +160,10 @@ class RowsFailed(Exception):
         self.keys = frozenset(keys)
 
 
+class DeviceLost(Exception):
+    """The device does nothing more for this process: no step will ever land here again."""
+
+
 class ModelRunner(Protocol):
     """Runs the model over a paged pool. Calls come from one thread at a time; `execute` may take long."""
 
@@ -186,5 +190,6 @@ class ModelRunner(Protocol):
         `add_sequence` and `drop_sequence` from another thread. A sampled token joins the sampler's history, and is what
         a row of the next batch with `follows_draw` is about.
 
-        Raises RowsFailed where some sequences alone are to blame; the copies were made then."""
+        Raises RowsFailed where some sequences alone are to blame; the copies were made then. Raises DeviceLost where
+        only a new process can go on. Whatever it raises, nothing of the step writes into its blocks any more."""
         ...

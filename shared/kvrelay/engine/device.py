@@ -95,6 +95,19 @@ def to_host(*columns: torch.Tensor) -> tuple[NDArray[np.float64], ...]:
     return tuple(torch.stack([column.double() for column in columns]).cpu().numpy())
 
 
+def is_settled(device: torch.device) -> bool:
+    """Waits until the device has done all that this process asked of it. False: it never will.
+
+    After an illegal access or a failed kernel every call gives the same error, until the process ends.
+    """
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except RuntimeError:
+        return False
+    return True
+
+
 def wait_for(device: torch.device) -> None:
     """Returns once the device has done all that this thread asked of it."""
     if device.type == "cuda":

@@ -18,6 +18,7 @@ from kvrelay.backends.base import AttentionBackend, PackedRows, SharingBackend, 
 from kvrelay.engine.batch import (
     BlockCopy,
     Candidates,
+    DeviceLost,
     ModelSpec,
     RowResult,
     SequenceKey,
@@ -26,7 +27,7 @@ from kvrelay.engine.batch import (
     WorkerRow,
 )
 from kvrelay.engine.beams import best_candidates
-from kvrelay.engine.device import describe_device, to_device, use_on_this_thread, wait_for
+from kvrelay.engine.device import describe_device, is_settled, to_device, use_on_this_thread, wait_for
 from kvrelay.engine.device_pool import DevicePool
 from kvrelay.engine.fingerprint import find_model_dir, fingerprint
 from kvrelay.engine.gauges import make_gauge
@@ -160,8 +161,18 @@ class TransformersRunner:
             BadLogits: the model gave NaN or infinity for some sequences; the step may be run again without them.
             KeyError: a row that samples, or follows a draw, is unknown.
             IndexError: a copy names a block or a slot that there is not.
+            DeviceLost: an error after which a GPU takes nothing more from this process.
         """
         use_on_this_thread(self._device)
+        try:
+            return self._execute(batch)
+        except Exception as error:
+            # What was asked for before it failed may still write into blocks that others get next.
+            if not is_settled(self._device):
+                raise DeviceLost(f"{self._spec.device}: {error}") from error
+            raise
+
+    def _execute(self, batch: WorkerBatch) -> StepResult:
         copy_s = self._host.swap(batch.swap_out, batch.swap_in)
         self._copy_blocks(batch.copies)
         if not batch.rows:

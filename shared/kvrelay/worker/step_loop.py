@@ -21,6 +21,7 @@ import numpy as np
 from kvrelay.engine.batch import (
     BeamRow,
     Candidates,
+    DeviceLost,
     ModelRunner,
     RowsFailed,
     SequenceKey,
@@ -215,7 +216,7 @@ class StepLoop:
         self.wake()
 
     async def run(self, callbacks: StepCallbacks) -> None:
-        """The loop itself."""
+        """The loop itself. Raises DeviceLost."""
         was_delayed = False
         while not self._stopping:
             self._wake.clear()
@@ -250,6 +251,8 @@ class StepLoop:
                 log.exception("step %d failed", step.plan.step)
                 self._cancel(following, step)
                 self._fail(step, error, callbacks)
+                if isinstance(error, DeviceLost):
+                    raise  # the worker ends, and is started again: it would look ready and fail every step
                 return
             if self._stopping:
                 self._cancel(following, step)

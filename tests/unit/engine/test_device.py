@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvrelay.engine.device import describe_device, device_uuid, find_device, to_host, use_on_this_thread
+from kvrelay.engine.device import describe_device, device_uuid, find_device, is_settled, to_host, use_on_this_thread
 from tests.fakes.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.unit
@@ -92,3 +92,16 @@ def test_a_gpu_is_named_with_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     named = describe_device(torch.device("cuda", 0))
     assert named == "NVIDIA H100 (MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f)"
     assert describe_device(torch.device("cpu")) == "cpu"
+
+
+def test_a_gpu_that_gives_an_error_for_good_is_not_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    assert is_settled(gpu)
+
+    def fail(_: torch.device) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    assert not is_settled(gpu)
+    assert is_settled(torch.device("cpu"))

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvrelay.backends.torch_sdpa import TorchBackend
 from kvrelay.engine import runner as runner_module
-from kvrelay.engine.batch import WorkerBatch, WorkerRow
+from kvrelay.engine.batch import DeviceLost, WorkerBatch, WorkerRow
 from kvrelay.engine.runner import TransformersRunner, make_runner
 from kvrelay.engine.sampler import BadLogits
 from kvrelay.protocol.sampling import Sampling
@@ -181,6 +181,32 @@ def test_a_sequence_dropped_during_the_step_gets_no_token(runner_of: RunnerOf, m
     monkeypatch.setattr(runner._model, "logits", drop_then_compute)
     result = runner.execute(WorkerBatch(0, [goes.row(9), stays.row(9)]))
     assert result.rows[0].token_id is None and result.rows[1].token_id is not None
+
+
+@pytest.mark.parametrize("settles", [True, False])
+def test_a_step_that_fails_leaves_nothing_under_way(
+    settles: bool, runner_of: RunnerOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its blocks may be others' next. Where the device never ends what it was asked for, only a new process goes on."""
+    runner = runner_of("llama")
+    (sequence,) = start(runner, make_prompts((9,)), GREEDY, num_output=1, seed=8)
+    order: list[str] = []
+
+    def fail(_: torch.Tensor) -> torch.Tensor:
+        order.append("failed")
+        raise RuntimeError("an illegal memory access was encountered")
+
+    def settle(_: torch.device) -> bool:
+        order.append("waited")
+        return settles
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner._model, "logits", fail)
+        patch.setattr(runner_module, "is_settled", settle)
+        with pytest.raises(RuntimeError if settles else DeviceLost, match="an illegal memory access"):
+            runner.execute(WorkerBatch(0, [sequence.row(9)]))
+    assert order == ["failed", "waited"]
+    assert runner.execute(WorkerBatch(1, [sequence.row(9)])).rows[0].token_id is not None
 
 
 def test_nan_from_the_model_names_the_sequence(runner_of: RunnerOf) -> None:

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from kvrelay.engine.batch import BlockCopies, StepResult
+from kvrelay.engine.batch import BlockCopies, DeviceLost, StepResult
 from kvrelay.scheduling.plan import StepPlan, SwapPlan
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 from tests.fakes.waiting import PATIENCE_S
@@ -73,3 +73,31 @@ def test_the_sampler_forgets_a_sequence_that_the_scheduler_refuses(known: bool) 
         with pytest.raises(ValueError, match="no"):
             getattr(StepLoop(runner, scheduler), join)(sequence)
         assert runner.drop_sequence.called == (not known)
+
+
+@pytest.mark.parametrize("error", [DeviceLost("GPU 0"), RuntimeError("this step only")])
+def test_the_loop_ends_with_its_device_and_with_nothing_less(error: Exception) -> None:
+    """Who was in the step hears of it either way."""
+    plans = [StepPlan(1, [], swaps=SwapPlan(BlockCopies((3,), (0,)), BlockCopies(), (), (), (3,))), StepPlan(2, [])]
+    planned: list[int] = []
+    sequence: Any = Mock()
+    scheduler: Any = Mock(
+        schedule=lambda: plans[min(len(planned), 1)], schedule_ahead=lambda: None, fail_step=lambda *_: [sequence]
+    )
+    failed = Mock()
+    loop = StepLoop(Mock(execute=Mock(side_effect=error)), scheduler)
+
+    async def test() -> None:
+        running = asyncio.create_task(loop.run(StepCallbacks(lambda plan: planned.append(plan.step), Mock(), failed)))
+        if isinstance(error, DeviceLost):
+            with pytest.raises(DeviceLost):
+                await running
+            assert planned == [1]
+        else:
+            while planned != [1, 2]:
+                await asyncio.sleep(0)
+            loop.stop()
+            await running
+        failed.assert_called_once_with([sequence], f"{type(error).__name__}: {error}")
+
+    asyncio.run(asyncio.wait_for(test(), PATIENCE_S))

@@ -135,7 +135,6 @@ async def test_truncations_that_make_no_sense(router: Router, path: str, field: 
         ("return_hidden_states", True, False),
         ("return_tokens_as_token_ids", True, False),
         ("logprob_token_ids", [5], []),
-        ("prompt_logprobs", 0, None),
         ("allowed_token_ids", [5], None),
         ("bad_words", ["x"], []),
     ],
@@ -147,6 +146,54 @@ async def test_what_would_change_the_answer_and_is_not_supported(
     assert answer.status_code == 400
     assert (answer.json()["error"]["param"], answer.json()["error"]["code"]) == (field, "unsupported_parameter")
     assert (await router.post(path, prompt="x", messages=HELLO, **{field: harmless})).status_code == 200
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 3])
+@pytest.mark.parametrize("echo", [{}, {"echo": True, "logprobs": 2}])
+async def test_scores_of_prompts(router: Router, num_top: int, echo: dict[str, Any]) -> None:
+    prompts = ["The otter", "o"]
+    answer = await router.post("/v1/completions", prompt=prompts, n=2, prompt_logprobs=num_top, **echo)
+    choices = answer.json()["choices"]
+    assert len(choices) == 4
+    for number, choice in enumerate(choices):
+        ids = router.tokens(prompts[number // 2])
+        first, *others = choice["prompt_logprobs"]
+        assert first is None and len(others) == len(ids) - 1
+        for token_id, scores in zip(ids[1:], others, strict=True):
+            own = scores[str(token_id)]
+            assert own["logprob"] == -1.0
+            assert own["decoded_token"] == router.text.tokenizer.decode([token_id], skip_special_tokens=False)
+            assert sorted(each["rank"] for each in scores.values() if each["rank"]) == list(range(1, num_top + 1))
+            assert (own["rank"] is None) is (len(scores) > num_top)
+    plain = await router.post("/v1/completions", prompt=prompts, n=2, **echo)
+    assert [each["logprobs"] for each in choices] == [each["logprobs"] for each in plain.json()["choices"]]
+    assert all("prompt_logprobs" not in each for each in plain.json()["choices"])
+
+
+async def test_scores_of_a_conversation(router: Router) -> None:
+    answer = (await router.post("/v1/chat/completions", messages=HELLO, n=2, prompt_logprobs=1)).json()
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+    assert answer["prompt_logprobs"][0] is None and all(answer["prompt_logprobs"][1:])
+    assert all("prompt_logprobs" not in choice for choice in answer["choices"])
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"prompt_logprobs": -1}, "invalid_value"),
+        ({"prompt_logprobs": 21}, "invalid_value"),
+        ({"prompt_logprobs": True}, "invalid_type"),
+        ({"prompt_logprobs": 0, "stream": True}, "invalid_value"),
+        ({"prompt_logprobs": 0, "use_beam_search": True, "n": 2}, "invalid_value"),
+    ],
+)
+async def test_scores_of_prompts_that_make_no_sense(
+    router: Router, path: str, fields: dict[str, Any], code: str
+) -> None:
+    answer = await router.post(path, prompt="x", messages=HELLO, **fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt_logprobs")
+    assert answer.json()["error"]["code"] == code
 
 
 LOAD_GENERATORS: dict[str, dict[str, Any]] = {

@@ -14,6 +14,7 @@ from kvrelay_router.api.admission import (
     check_beams,
     check_model,
     check_samples,
+    check_scores,
     check_tokenized,
     check_vocabulary,
     known_limits,
@@ -27,7 +28,7 @@ from kvrelay_router.api.choice import Choice, Piece, StopRules
 from kvrelay_router.api.delivery import GenerationResponse
 from kvrelay_router.api.generation import PromptRun, Step
 from kvrelay_router.api.logprobs import chat_logprobs
-from kvrelay_router.api.running_usage import RunningUsage
+from kvrelay_router.api.prompt_scores import extended
 from kvrelay_router.api.schema.chat import ChatRequest, parse_chat
 from kvrelay_router.api.service import ApiService
 from kvrelay_router.dispatch.interface import ModelLimits
@@ -58,7 +59,7 @@ class ChatEndpoint:
         return GenerationResponse(
             service,
             [run],
-            RunningUsage(answer) if request.running_usage else answer,
+            extended(answer, request, service.text.tokenizer, [run]),
             stream=request.stream,
             include_usage=request.include_usage,
         )
@@ -70,12 +71,14 @@ class ChatEndpoint:
         max_tokens = allowed_output(len(prompt_ids), output, limits, "messages")
         check_beams(request, len(prompt_ids), max_tokens, limits)
         check_samples(request, len(prompt_ids), max_tokens, limits)
+        if request.prompt_logprobs is not None:
+            check_scores(len(prompt_ids), request.prompt_logprobs)
         sampling = make_sampling(
             request,
             service.text.sampling_defaults,
             max_tokens=max_tokens,
             logprobs=request.top_logprobs if request.logprobs else None,
-            prompt_logprobs=None,
+            prompt_logprobs=request.prompt_logprobs,
             seed=make_seed(request.seed),
         )
         (generate,) = make_requests(service.names(http), service.settings, request, [prompt_ids], [sampling])

@@ -31,7 +31,7 @@ from kvrelay_router.api.delivery import GenerationResponse
 from kvrelay_router.api.errors import ApiError
 from kvrelay_router.api.generation import PromptRun, Step
 from kvrelay_router.api.logprobs import ScoredToken, completion_logprobs
-from kvrelay_router.api.running_usage import RunningUsage
+from kvrelay_router.api.prompt_scores import extended, most
 from kvrelay_router.api.schema.completion import DEFAULT_MAX_TOKENS, CompletionRequest, parse_completion
 from kvrelay_router.api.service import ApiService
 from kvrelay_router.dispatch.interface import ModelLimits
@@ -74,7 +74,7 @@ class CompletionsEndpoint:
         return GenerationResponse(
             service,
             runs,
-            RunningUsage(answer) if request.running_usage else answer,
+            extended(answer, request, service.text.tokenizer, runs),
             stream=request.stream,
             include_usage=request.include_usage,
         )
@@ -110,9 +110,9 @@ class CompletionsEndpoint:
         service = self._service
         output = OutputLimits(asked=request.max_tokens, default=DEFAULT_MAX_TOKENS)
         ranked = request.num_sequences > request.n
-        if request.echo and request.logprobs is not None:
+        if (num_scores := most(request.prompt_logprobs, request.logprobs if request.echo else None)) is not None:
             for ids in prompts.token_ids:
-                check_scores(len(ids), request.logprobs)
+                check_scores(len(ids), num_scores)
         samplings = []
         for ids in prompts.token_ids:
             max_tokens = allowed_output(len(ids), output, limits, "prompt")
@@ -124,7 +124,7 @@ class CompletionsEndpoint:
                     service.text.sampling_defaults,
                     max_tokens=max_tokens,
                     logprobs=0 if ranked and request.logprobs is None else request.logprobs,
-                    prompt_logprobs=request.logprobs if request.echo else None,
+                    prompt_logprobs=num_scores,
                     seed=make_seed(request.seed),
                 )
             )

@@ -25,7 +25,7 @@ def completion_logprobs(tokenizer: Tokenizer, tokens: list[ScoredToken], num_top
     """The legacy form: parallel lists; the alternatives always contain the token itself."""
     return {
         "text_offset": [token.offset for token in tokens],
-        "token_logprobs": [None if each.logprobs is None else _finite(each.logprobs.logprob) for each in tokens],
+        "token_logprobs": [None if each.logprobs is None else finite(each.logprobs.logprob) for each in tokens],
         "tokens": [_completion_token(tokenizer, token.token_id) for token in tokens],
         "top_logprobs": [_completion_top(tokenizer, token.logprobs, num_top) for token in tokens],
     }
@@ -46,7 +46,7 @@ def chat_logprobs(tokenizer: Tokenizer, entries: list[TokenLogprobs], num_top: i
 def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
     token_bytes = tokenizer.token_bytes(token_id)
     text = token_bytes.decode(errors="backslashreplace")
-    return {"token": text, "logprob": _finite(logprob), "bytes": list(token_bytes)}
+    return {"token": text, "logprob": finite(logprob), "bytes": list(token_bytes)}
 
 
 def _completion_token(tokenizer: Tokenizer, token_id: int) -> str:
@@ -63,10 +63,11 @@ def _completion_top(tokenizer: Tokenizer, entry: TokenLogprobs | None, num_top: 
         return None
     top: dict[str, float] = {}
     for token_id, logprob in zip(entry.top_ids[:num_top], entry.top_logprobs, strict=False):
-        top.setdefault(_completion_token(tokenizer, token_id), _finite(logprob))
-    top.setdefault(_completion_token(tokenizer, entry.token_id), _finite(entry.logprob))
+        top.setdefault(_completion_token(tokenizer, token_id), finite(logprob))
+    top.setdefault(_completion_token(tokenizer, entry.token_id), finite(entry.logprob))
     return top
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """As JSON can write it."""
     return logprob if logprob > LOWEST else LOWEST

@@ -54,6 +54,8 @@ class BeamFields(GenerationFields):
 
     def check_beams(self, *, wants_logprobs: bool, max_tokens: int | None) -> None:
         """What contradicts a beam search, or needs one that is not asked for. Raises ApiError."""
+        if self.prompt_logprobs is not None and self.stream:
+            raise _wrong("prompt_logprobs", "scores of a prompt cannot be streamed")
         if self.best_of is not None and self.best_of < self.n:
             raise _wrong("best_of", "it must not be less than 'n'")
         if not self.use_beam_search:
@@ -66,6 +68,8 @@ class BeamFields(GenerationFields):
                 raise _wrong(name, f"a beam search draws nothing: leave it out, or set it to {unused:g}")
         if self.stop:
             raise _wrong("stop", "stop strings do not end beams; 'stop_token_ids' do")
+        if self.prompt_logprobs is not None:
+            raise _wrong("prompt_logprobs", "a beam search does not score its prompt")
         if wants_logprobs:
             raise _wrong("logprobs", "a beam search has no log-probabilities of tokens, but a score of each text")
         if max_tokens == 0:

@@ -115,6 +115,7 @@ class GenerationFields(RequestModel):
     return_token_ids: Flag = False
     cache_salt: Annotated[str, Field(max_length=1024), or_default("")] = ""
     user: Annotated[str, Field(max_length=1024), or_default("")] = ""
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     truncate_prompt_tokens: Annotated[int, BeforeValidator(_not_zero), Field(ge=-1)] | None = None
     truncation_side: Annotated[Literal["left", "right"] | None, WrapValidator(_side)] = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31), or_default(0)] = 0

@@ -47,7 +47,6 @@ COMMON: dict[str, tuple[Any, ...]] = {
     "logit_processors": NOTHING,
     "bad_words": NOTHING,
     "allowed_token_ids": NOTHING,
-    "prompt_logprobs": (None,),
     "prompt_embeds": NOTHING,
     "kv_transfer_params": NOTHING,
 }

@@ -88,8 +88,8 @@ class Router:
 
 
 @contextmanager
-def running(arguments: argparse.Namespace) -> Iterator[Router]:
-    """Redis, workers, and a router that knows them."""
+def running(arguments: argparse.Namespace, checkout: Path | None = None) -> Iterator[Router]:
+    """Redis, workers, and a router that knows them; the router of another `checkout`, where one is named."""
     with EmbeddedRedis() as redis:
         environ = {**os.environ, "KVRELAY_REDIS_URL": redis.url}
         peer = [sys.executable, "-m", "benchmarks.router_peer", "--model", DEMO_MODEL_NAME]
@@ -97,7 +97,8 @@ def running(arguments: argparse.Namespace) -> Iterator[Router]:
         command = arguments.router or [sys.executable, "-m", "kvrelay_router"]
         command = [*command, f"--port={arguments.port}", "--max-queued-requests=4096", "--log-level=warning"]
         workers = subprocess.Popen(peer, env=environ, preexec_fn=die_with_parent())
-        process = subprocess.Popen(command, env=environ, preexec_fn=die_with_parent())
+        of_router = environ if checkout is None else environ | {"PYTHONPATH": _python_path(checkout)}
+        process = subprocess.Popen(command, env=of_router, preexec_fn=die_with_parent())
         try:
             router = Router(process, arguments.port)
             router.wait_ready({"prefill": arguments.prefill, "decode": arguments.decode})
@@ -106,6 +107,11 @@ def running(arguments: argparse.Namespace) -> Iterator[Router]:
             for each in (process, workers):
                 each.send_signal(signal.SIGTERM)
                 each.wait()
+
+
+def _python_path(checkout: Path) -> str:
+    folders = (checkout, checkout / "shared", *(checkout / "services").iterdir())
+    return os.pathsep.join(map(str, folders))
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,6 +131,25 @@ async def test_only_what_has_to_wait_comes_through_the_streams_task(router: Rout
     assert [handle.num_pushed for handle in router.dispatcher.handles] == [num_deltas - 1, 0, 0]
 
 
+@pytest.mark.parametrize("options", [{}, {"max_tokens": 1}, {"stop": ["mam"]}, {"n": 2}, {"prompt": ["x", "y"]}])
+async def test_the_end_comes_with_the_last_event(
+    router: Router, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Which comes through the stream's task, as those of real requests do."""
+    monkeypatch.setattr(ScriptedHandle, "push_to", lambda handle, sink: None)
+    reader, writer = await connect(router)
+    writer.write(request(**options))
+    await reader.readuntil(b"\r\n\r\n")
+    chunks = []
+    while size := int(await reader.readline(), 16):
+        chunks.append((await reader.readexactly(size + 2))[:-2])
+    last, done, rest = chunks[-1].decode().split("\n\n")[-3:]
+    assert (done, rest) == ("data: [DONE]", "")
+    assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] is not None
+    assert all(b"[DONE]" not in chunk for chunk in chunks[:-1])
+    writer.close()
+
+
 async def test_what_fails_while_it_is_written_is_an_event_and_cancels(router: Router) -> None:
     """A delta that goes to the connection at once is dealt with in a callback of somebody else's."""
     tokens = router.tokens("An otter")

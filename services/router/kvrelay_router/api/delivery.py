@@ -136,20 +136,23 @@ class GenerationResponse(Response):
         """The answer starts with the first delta, so whatever fails before it still gets its status.
 
         Most of the others go to the connection in the callback that brings them; here come those that must wait for it,
-        and the end.
+        and the end, which is written at once with the last events.
         """
         if writer is not None:
             generation.push_to(_EventSink(generation, self._answer, writer))
+        events = b""
         async with aclosing(generation.steps()) as batches:
             async for steps in batches:
                 if not self._stream_started:
                     self._note_tokens()
                     await self._start_stream(generation, send)
-                if events := _events(self._answer, steps):
+                events = _events(self._answer, steps)
+                if events and not generation.is_over:
                     await send({"type": "http.response.body", "body": events, "more_body": True})
+                    events = b""
         self._note_end()
-        ending = self._answer.usage_chunk(usage_of(self._runs)) if self._include_usage else b""
-        await send({"type": "http.response.body", "body": ending + DONE})
+        usage = self._answer.usage_chunk(usage_of(self._runs)) if self._include_usage else b""
+        await send({"type": "http.response.body", "body": events + usage + DONE})
 
     def _answer_headers(self, generation: Generation) -> dict[str, str]:
         headers = generation.served_by_headers()

@@ -119,6 +119,11 @@ class Generation:
             fitting.append(f'{{"left_out":{len(routes) - len(fitting)}}}')
         return f"[{','.join(fitting)}]"
 
+    @property
+    def is_over(self) -> bool:
+        """Every choice has finished."""
+        return not self._num_unfinished
+
     def push_to(self, sink: DeltaSink) -> None:
         """Deltas of a single prompt go to the sink, while it is ready and whoever iterates `steps` waits there. Those
         of several prompts go through a queue, whose order a way beside it would break."""

@@ -18,8 +18,10 @@ from tests.fakes import fake_flashinfer
 from tests.gpu.conftest import KERNELS_TIMEOUT_S, NO_FLASHINFER
 
 pytestmark = pytest.mark.timeout(KERNELS_TIMEOUT_S)
-TOLERANCE = {torch.bfloat16: 4e-2, torch.float16: 8e-3}  # outputs are of size 1; parts, and what is merged, are rounded
-NUM_LAYERS, LAYER = 3, 1
+# Beside 1 + |expected|: the result, and parts that are merged, are rounded to 8 or 11 bits, weights are as well.
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
+CAPPED_TOLERANCE = 3e-2  # the fast tanh is off by 2^-11 of a logit, and a weight by as much as its logit
+NUM_LAYERS, LAYER = 2, 1
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Step:
     def __init__(self, shape: Shape, device: torch.device, rng: np.random.Generator, *, share: bool) -> None:
         large = device.type == "cuda"
         chunks = [(int(rng.integers(300)), int(rng.integers(2, 600 if large else 20))) for _ in range(rng.integers(3))]
-        longest = 5000 if large else 90  # on a GPU, some rows are split over its processors
+        longest = 3000 if large else 90  # on a GPU, some rows are split over its processors
         decoding = [(int(rng.integers(longest)), 1) for _ in range(rng.integers(1, 40 if large else 5))]
         positions, lengths = zip(*chunks, *decoding, strict=True)
         self.shape, size = shape, shape.block_size
@@ -108,11 +110,16 @@ class Step:
         return planned.attend(LAYER, *numbers, self.shape.kind.params)
 
 
+def compare(out: torch.Tensor, expected: torch.Tensor, softcap: float | None = None) -> None:
+    tolerance = TOLERANCE[out.dtype] if softcap is None else CAPPED_TOLERANCE
+    torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=tolerance)
+
+
 def check(step: Step, backend: AttentionBackend) -> None:
     expected, pool = step.expected(), step.pool.clone()
     TorchBackend().plan(pool, step.rows).attend(LAYER, step.query, step.key, step.value, step.shape.kind.params)
     out = step.attend(step.plan(backend))
-    torch.testing.assert_close(out.float(), expected, atol=TOLERANCE[step.shape.dtype], rtol=0)
+    compare(out, expected, step.shape.softcap)
     assert torch.equal(step.pool, pool), "keys and values of other layers or blocks were written"
 
 
@@ -154,7 +161,7 @@ def test_steps_planned_while_the_last_one_still_waits_for_the_device(device: tor
             torch.cuda._sleep(50_000_000)
         outputs.append(step.attend(step.plan(backend)))
     for out, reference in zip(outputs, expected, strict=True):
-        torch.testing.assert_close(out.float(), reference, atol=TOLERANCE[torch.bfloat16], rtol=0)
+        compare(out, reference)
 
 
 @pytest.mark.parametrize("cascade", [False, True], ids=["rows", "cascade"])

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from kvrelay.engine.batch import BlockCopies
+from kvrelay.engine.pinned import pinned_memory
 
 _MEASURED_BLOCKS = 16
 
@@ -25,8 +26,11 @@ class HostBuffer:
         self._pinned = pool.device.type == "cuda"
         shape = (num_slots, self._pool.shape[1])
         try:
-            self._slots = torch.empty(shape, dtype=pool.dtype, pin_memory=self._pinned)
-        except RuntimeError as error:
+            if self._pinned:
+                self._slots = pinned_memory(shape, pool.dtype, pool.device)
+            else:
+                self._slots = torch.empty(shape, dtype=pool.dtype)
+        except (RuntimeError, OSError) as error:
             num_bytes = shape[0] * shape[1] * pool.element_size()
             raise ValueError(f"swap_space: the host does not give {num_bytes} bytes of memory ({error})") from error
 

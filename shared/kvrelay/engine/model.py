@@ -68,7 +68,7 @@ class CausalModel:
         self.vocab_size = vocab_size
         self.eos_token_ids = _eos_token_ids(model, vocab_size)
         self._model = model
-        self._backbone, self._head = _split_head(model)
+        self._backbone, self._head = split_head(model)
 
     @torch.inference_mode()
     def hidden_states(self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepAttention) -> torch.Tensor:
@@ -195,7 +195,7 @@ class _GivenHiddenStates(torch.nn.Module):
         return self._output
 
 
-def _split_head(model: PreTrainedModel) -> tuple[torch.nn.Module, _GivenHiddenStates]:
+def split_head(model: PreTrainedModel) -> tuple[torch.nn.Module, _GivenHiddenStates]:
     """Takes the backbone out of `model`, whose forward is then its head's part alone (with its caps and scales)."""
     prefix = model.base_model_prefix
     backbone = getattr(model, prefix, None)

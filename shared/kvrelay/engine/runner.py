@@ -35,6 +35,7 @@ from kvrelay.engine.graphs import DecodeGraphs, GraphSettings, try_to_capture
 from kvrelay.engine.host_buffer import HostBuffer
 from kvrelay.engine.logprobs import token_logprobs
 from kvrelay.engine.model import CausalModel, LoadFormat, load_model, open_source
+from kvrelay.engine.packing import pack_rows
 from kvrelay.engine.profile import SWAP_PART, MemoryGauge, blocks_for_profile, measure_kept, profile_memory
 from kvrelay.engine.sampler import Sampler
 from kvrelay.kv.table import blocks_for
@@ -293,18 +294,6 @@ class TransformersRunner:
                 entries += token_logprobs(logits, part, np.full(len(part), prompt.num_top, np.int64))
             results[index] = entries
         return results
-
-
-def pack_rows(rows: Sequence[WorkerRow]) -> PackedRows:
-    """The rows' lengths, positions and padded block tables as arrays."""
-    table_lens = np.fromiter((len(row.block_ids) for row in rows), np.int64, len(rows))
-    tables = np.zeros((len(rows), int(table_lens.max(initial=0))), np.int32)
-    tables[np.arange(tables.shape[1]) < table_lens[:, None]] = np.concatenate([row.block_ids for row in rows])
-    return PackedRows(
-        query_lens=np.fromiter((len(row.token_ids) for row in rows), np.int32, len(rows)),
-        positions=np.fromiter((row.position for row in rows), np.int32, len(rows)),
-        block_tables=tables,
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +27,7 @@ from kvrelay.engine import runner as runner_module
 from kvrelay.engine.batch import WorkerBatch, WorkerRow
 from kvrelay.engine.graph_check import GraphsDiffer
 from kvrelay.engine.graph_sizes import default_sizes, padded_size
-from kvrelay.engine.graphs import GraphSettings, capture_graphs
+from kvrelay.engine.graphs import CudaGraphRecorder, GraphSettings, capture_graphs
 from kvrelay.engine.model import load_model, open_source
 from kvrelay.engine.profile import MemoryProfile, PoolDoesNotFit
 from kvrelay.engine.runner import PoolSizing, TransformersRunner, make_runner
@@ -203,6 +206,59 @@ def test_padding_is_an_eighth_at_most_beyond_64(max_running: int, data: st.DataO
     assert size == min(each for each in sizes if each >= num_rows)
     assert size - num_rows <= max(7, num_rows // 8)
     assert padded_size(sizes, max_running + 1) is None
+
+
+class FakeCuda:
+    """The part of `torch.cuda` that captures, with what its calls may be given; notes who ran where."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[str] = []
+        self.pools: list[object] = []
+        self._place = ["default stream"]
+        capture = inspect.signature(torch.cuda.graph.__init__)
+        replaced: dict[str, Any] = {
+            "device": lambda _: nullcontext(),
+            "Stream": lambda _: SimpleNamespace(name="side stream", wait_stream=self._wait("side stream")),
+            "current_stream": lambda: SimpleNamespace(name="default stream", wait_stream=self._wait("default stream")),
+            "stream": lambda stream: self._at(stream.name),
+            "CUDAGraph": lambda: SimpleNamespace(pool=lambda: "the pool", replay=lambda: self.events.append("replay")),
+        }
+
+        def graph(*arguments: Any, **options: Any) -> Any:
+            bound = capture.bind(None, *arguments, **options).arguments
+            self.pools.append(bound["pool"])
+            return self._at(f"capture on {bound['stream'].name}")
+
+        for name, fake in (replaced | {"graph": graph}).items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+
+    def forward(self) -> None:
+        self.events.append(f"forward in {self._place[-1]}")
+
+    def _wait(self, name: str) -> Callable[[Any], None]:
+        return lambda other: self.events.append(f"{name} waits for {other.name}")
+
+    @contextmanager
+    def _at(self, place: str) -> Iterator[None]:
+        self._place.append(place)
+        yield
+        self._place.pop()
+
+
+def test_a_capture_comes_after_a_warm_up_and_joins_the_memory_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    recorder = CudaGraphRecorder(torch.device("cuda", 0))
+    replays = [recorder.record(cuda.forward) for _ in range(3)]
+    assert cuda.events[:4] == [
+        "side stream waits for default stream",
+        "forward in side stream",
+        "default stream waits for side stream",
+        "forward in capture on side stream",
+    ]
+    assert cuda.events == cuda.events[:4] * 3
+    assert cuda.pools == [None, "the pool", "the pool"]
+    replays[1]()
+    assert cuda.events[-1] == "replay"
 
 
 # -- what cannot be captured ------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kvrelay.engine import device
 from kvrelay.engine.attention import ATTENTION_NAME, attending, register
+from kvrelay.engine.model import split_head
 from kvrelay.engine.sampler import Sampler
 from kvrelay.engine.waits import Waits
 from kvrelay.protocol.sampling import Sampling
@@ -73,10 +74,12 @@ def forward(config: Any) -> list[str]:
             config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME
         ).eval()
     token_ids = torch.zeros(1, 4, dtype=torch.int64, device=META)
-    backbone = getattr(model, model.base_model_prefix)
+    backbone, head = split_head(model)
     waits = Waits()
     with torch.inference_mode(), attending(NoAttention()), waits:
-        backbone(input_ids=token_ids, position_ids=token_ids, use_cache=False)
+        hidden = backbone(input_ids=token_ids, position_ids=token_ids, use_cache=False).last_hidden_state
+        head.set(hidden)
+        model(inputs_embeds=hidden, use_cache=False)
     return waits.ops
 
 

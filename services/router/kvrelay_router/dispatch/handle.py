@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 
+from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay_router.dispatch.interface import DeltaSink, GenerateRequest, RequestFailed, SequenceDelta, ServedBy
 
 
@@ -141,6 +142,8 @@ class RunningRequest:
         fresh, self._fresh = self._fresh, []
         if len(fresh) == 1:
             return fresh
+        if self.request.num_sequences == 1:
+            return [_merge(fresh)]
         by_sequence: dict[int, list[SequenceDelta]] = {}
         for delta in fresh:
             by_sequence.setdefault(delta.sequence, []).append(delta)
@@ -149,15 +152,19 @@ class RunningRequest:
 
 def _merge(deltas: list[SequenceDelta]) -> SequenceDelta:
     """Several deltas of one sequence as one."""
-    cached = [delta.cached_tokens for delta in deltas if delta.cached_tokens is not None]
-    usages = [delta.usage for delta in deltas if delta.usage is not None]
+    first, last = deltas[0], deltas[-1]
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs] = []
+    cached_tokens = usage = None
+    for delta in deltas:
+        token_ids += delta.token_ids
+        logprobs += delta.logprobs
+        prompt_logprobs += delta.prompt_logprobs
+        if cached_tokens is None:
+            cached_tokens = delta.cached_tokens
+        if delta.usage is not None:
+            usage = delta.usage
     return SequenceDelta(
-        deltas[0].sequence,
-        [token for delta in deltas for token in delta.token_ids],
-        [logprobs for delta in deltas for logprobs in delta.logprobs],
-        [logprobs for delta in deltas for logprobs in delta.prompt_logprobs],
-        cached[0] if cached else None,
-        deltas[-1].finish,
-        usages[-1] if usages else None,
-        deltas[-1].beams,
+        first.sequence, token_ids, logprobs, prompt_logprobs, cached_tokens, last.finish, usage, last.beams
     )

@@ -110,7 +110,6 @@ def test_a_completion_is_the_same_streamed_or_not(client: OpenAI, stack: Stack) 
     plain = complete(client, stack, temperature=0, max_tokens=20)
     chunks = streamed(client, stack, temperature=0, max_tokens=20, stream_options={"include_usage": True})
     assert text_of(chunks) == plain.choices[0].text
-    assert len(chunks) > 2
     assert chunks[-2].choices[0].finish_reason == plain.choices[0].finish_reason
     assert chunks[-1].usage is not None
     assert plain.usage is not None

@@ -66,6 +66,25 @@ def test_prompts_of_all_critical_lengths(small: tuple[Path, Stack]) -> None:
     stack.wait_until_clean()
 
 
+def test_samples_are_those_of_generate(small: tuple[Path, Stack]) -> None:
+    """Greedy ones, so that each is known; what is drawn differs by sequence index alone."""
+    model, stack = small
+    for length in LENGTHS:
+        prompt = prompt_of(length, vocab_size(model), seed=8)
+        body = {"model": stack.model, "prompt": prompt, "max_tokens": 20, "n": 8, "temperature": 0}
+        answer = stack.http.post("/v1/completions", json=body | {"return_token_ids": True, "ignore_eos": True})
+        found = answer.raise_for_status().json()
+        expected = reference.greedy(model, prompt, 20)
+        assert [choice["token_ids"] for choice in found["choices"]] == [expected] * 8, f"{length} tokens"
+        assert (found["usage"]["prompt_tokens"], found["usage"]["completion_tokens"]) == (length, 160)
+        cached = found["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached == 0, "what samples share with each other was not there before"
+        record = stack.http.get(f"/requests/{answer.headers['x-request-id']}").json()
+        usages = [sequence["usage"] for sequence in record["sequences"]]
+        assert all(each["received_blocks"] + each["cached_blocks"] == -(-length // 16) for each in usages)
+    stack.wait_until_clean()
+
+
 def test_many_at_once_with_staggered_arrivals_and_early_stops(small: tuple[Path, Stack]) -> None:
     model, stack = small
     rng = random.Random(3)

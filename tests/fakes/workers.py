@@ -193,13 +193,19 @@ class StubRouter:
         return self._start(worker, Prefill(prompt=prompt, decode=decode), request, attempt, sample[0])
 
     def generate(
-        self, worker: PeerRef, request: str, tokens: list[int], sampling: Sampling, attempt: int = 1
+        self,
+        worker: PeerRef,
+        request: str,
+        tokens: list[int],
+        sampling: Sampling,
+        attempt: int = 1,
+        sample: tuple[int, int] = (0, 1),
     ) -> Received:
-        prompt = Prompt(tokens=pack_tokens(tokens), sampling=sampling, timeout_s=60)
-        return self._start(worker, Generate(prompt=prompt), request, attempt)
+        prompt = Prompt(tokens=pack_tokens(tokens), sampling=sampling, num_samples=sample[1], timeout_s=60)
+        return self._start(worker, Generate(prompt=prompt), request, attempt, sample[0])
 
-    def send(self, worker: PeerRef, request: str, body: AnyBody, attempt: int = 1) -> None:
-        self.messenger.send(worker, body, request=request, attempt=attempt)
+    def send(self, worker: PeerRef, request: str, body: AnyBody, attempt: int = 1, sequence: int = 0) -> None:
+        self.messenger.send(worker, body, request=request, attempt=attempt, sequence=sequence)
 
     def close(self) -> None:
         self.messenger.close(0)

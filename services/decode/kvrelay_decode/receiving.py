@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from kvrelay.engine.batch import SequenceKey
 from kvrelay.kv.pool import Owner
+from kvrelay.kv.table import blocks_for
 from kvrelay.process_identity import can_be_seen, has_ended
 from kvrelay.protocol.messages import (
     Abort,
@@ -227,6 +228,7 @@ class Receiving:
     def _make_request(self, header: Header, prefill: PeerRef, body: Reserve) -> DecodeRequest:
         max_running = self._context.scheduler.limits.max_running
         sequence = make_sequence(header, body.prompt, body.router, self._context.spec, max_running)
+        sequence.arrives = True
         if not self._context.scheduler.gang_samples:
             sequence.gang = ""
         handoff = machine.ReceiverHandoff()
@@ -282,7 +284,7 @@ class Receiving:
             return False
         self._wishes.granted(request)
         receiver = self._receivers[request.transport]
-        first_block = sequence.num_computed // self._context.spec.block_size
+        first_block = blocks_for(sequence.num_computed, self._context.spec.block_size)
         blocks = sequence.table.ids.tolist()
         if receiver.needs_quarantine:
             self._shares.granted(sequence.key, request.prefill, len(blocks) - first_block)
@@ -368,6 +370,7 @@ class Receiving:
 
     def _commit(self, request: DecodeRequest, handoff: Handoff) -> None:
         sequence = request.sequence
+        tail = self._context.blocks.tail_name(sequence)
         sequence.num_computed = sequence.num_tokens
         if handoff.token_id is not None:
             sequence.tokens.append(handoff.token_id)
@@ -380,6 +383,8 @@ class Receiving:
             log.warning("a handoff could not be taken over: %s", error, extra=fields)
             self._run(request, _machine_of(request).not_adopted(str(error)))
             return
+        if tail is not None and _machine_of(request).num_received:
+            self._context.blocks.list_received_tail(sequence, tail, handoff.num_siblings)
         self._settle(request)
         self._by_reservation.pop(handoff.reservation, None)
         self._send_prefill(request, Committed(reservation=handoff.reservation))

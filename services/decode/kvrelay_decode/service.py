@@ -181,7 +181,7 @@ class DecodeRole:
         size = self._context.spec.block_size
         sequence = request.sequence
         total = blocks_for(sequence.num_prompt + request.first_index, size)
-        cached = sequence.num_cached_tokens // size
+        cached = blocks_for(sequence.num_cached_tokens, size)
         return SequenceUsage(prompt_blocks=total, cached_blocks=cached, computed_blocks=total - cached)
 
     def _failed(self, sequences: list[Sequence], cause: str) -> None:

@@ -53,6 +53,7 @@ class Wishes:
         """It is not wished for any more, or never was: both are fine."""
         if self._waiting.pop(request.sequence.key, None) is not None:
             self._claims.given_up(request)
+            self._blocks.tail_ended(request.sequence)
 
     def granted(self, request: DecodeRequest) -> None:
         """It has its blocks; those behind its cached prefix are on their way."""
@@ -63,6 +64,9 @@ class Wishes:
             num_cached = sequence.num_computed // self._blocks.pool.block_size
             hashes = sequence.block_hashes(sequence.num_full_blocks)
             self._arriving.promise(sequence.key, hashes[num_cached:])
+            tail = self._blocks.tail_name(sequence)
+            if tail is not None and tail not in self._blocks.tails:
+                self._arriving.promise_tail(sequence.key, tail)
 
     def settled(self, request: DecodeRequest) -> None:
         """Its blocks are published, or given up: nobody has to wait for them any more."""
@@ -95,7 +99,7 @@ class Wishes:
             return "what is being received takes the rest of max_running"
         if num_claimed_blocks:
             num_missing = self._blocks.num_at_admission(sequence) - self._blocks.num_cached_blocks(sequence)
-            if num_missing + num_claimed_blocks > self._blocks.pool.num_available:
+            if num_missing + num_claimed_blocks > self._blocks.num_available:
                 return "room is set aside for samples that are handed over"
         local = self._requests.get(sequence.key)
         if sequence.num_preemptions or local is None:
@@ -143,7 +147,7 @@ class Wishes:
         if not is_claimed:
             headroom += num_claimed_blocks + self._claims.num_blocks_of_others(request, max_running)
         num_missing = blocks_for(sequence.num_tokens, pool.block_size) - num_cached
-        return num_missing + headroom <= pool.num_available - num_cached
+        return num_missing + headroom <= self._blocks.num_available - num_cached
 
     def _num_more_beams(self) -> int:
         """Running sequences that the open requests are, beyond one each. O(requests)."""

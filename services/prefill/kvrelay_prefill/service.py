@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from kvrelay.engine.batch import Candidates, SequenceKey
@@ -52,6 +53,8 @@ from kvrelay_prefill import handoff as machine
 from kvrelay_prefill.offers import TransportOffers
 
 log = logging.getLogger(__name__)
+
+_NOT_HANDED = (machine.SenderState.QUEUED, machine.SenderState.COMPUTING, machine.SenderState.SENDING)
 
 
 @dataclass(slots=True, eq=False)
@@ -301,9 +304,10 @@ class PrefillRole:
         if output.finish is None:
             self._hold(request, request.handoff.blocks)
             self._context.scheduler.abort(sequence.key)  # its blocks are the handoff's from here on
-        num_cached = sequence.num_cached_tokens // self._context.spec.block_size
+        num_cached = blocks_for(sequence.num_cached_tokens, self._context.spec.block_size)
+        num_blocks = blocks_for(request.prompt.num_tokens, self._context.spec.block_size)  # the first token has none
         self._totals["cached_blocks"] += num_cached
-        self._totals["computed_blocks"] += blocks_for(sequence.num_tokens, self._context.spec.block_size) - num_cached
+        self._totals["computed_blocks"] += num_blocks - num_cached
         self._context.steps.forget(sequence.key)
         self._meter.complete(request.course)
         self._run(sequence.key, request.handoff.prefilled(message))
@@ -396,17 +400,30 @@ class PrefillRole:
             transports=self._offers.to(decode, time.monotonic()),
             num_blocks=len(request.handoff.blocks),
             process=self._process,
-            num_siblings=self._num_siblings(request, decode) if request.prompt.num_samples > 1 else 0,
+            num_siblings=self._num_siblings(request, decode, (machine.SenderState.QUEUED,)),
         )
 
-    def _num_siblings(self, request: PrefillRequest, decode: PeerRef) -> int:
-        """Samples of its request that this decode worker is to be asked for later. O(requests)."""
+    def _num_siblings(
+        self, request: PrefillRequest, decode: PeerRef | None, states: Collection[machine.SenderState]
+    ) -> int:
+        """Other samples of its request in these states that go to this decode worker. O(requests)."""
+        if request.prompt.num_samples == 1:
+            return 0
         return sum(
-            each.sequence.key[0] == request.sequence.key[0]
+            each is not request
+            and each.sequence.key[0] == request.sequence.key[0]
             and each.handoff.decode == decode
-            and each.handoff.state is machine.SenderState.QUEUED
+            and each.handoff.state in states
             for each in self._requests.values()
         )
+
+    def _num_unheard(self, request: PrefillRequest) -> int:
+        """Samples of its request that have not come here yet, if they do: they are sent one by one. O(requests)."""
+        if request.prompt.num_samples == 1:
+            return 0
+        heard = {key[2] for key in self._requests if key[0] == request.sequence.key[0]}
+        heard |= self._context.blocks.tails.seen_of(request.sequence.key[0])
+        return request.prompt.num_samples - len(heard)
 
     def _handoff_message(self, request: PrefillRequest, reservation: str, num_blocks: int, resend: int) -> Handoff:
         first = request.handoff.first_token
@@ -421,6 +438,7 @@ class PrefillRole:
             logprobs=first.logprobs,
             cached_tokens=first.cached_tokens,
             resend=resend,
+            num_siblings=self._num_siblings(request, request.handoff.decode, _NOT_HANDED) + self._num_unheard(request),
             candidates=pack_candidates(candidates) if candidates is not None else None,
         )
 

@@ -43,6 +43,9 @@ class WorkerRow(msgspec.Struct, frozen=True, gc=False):
     `beam` the best candidates are found instead, and `key` is that of all beams of one request.
     With `follows_draw`, the last of `token_ids` is a placeholder: it stands for the token that was drawn last for this
     key, by a step that was in flight when the batch was made.
+    With `keep`, what the model gave for the last of `token_ids` is kept under that number, until it is forgotten. With
+    `after` there are no `token_ids`: the token is drawn from what was kept under that number, by the row whose last
+    token stands at `position` - 1; K/V of that token and all before it lie in `block_ids`.
     """
 
     key: SequenceKey
@@ -53,6 +56,8 @@ class WorkerRow(msgspec.Struct, frozen=True, gc=False):
     is_prefill: bool
     follows_draw: bool = False
     beam: BeamRow | None = None
+    keep: int = 0
+    after: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +85,7 @@ class WorkerBatch:
 
     A block that is copied out may be copied into, or written by a row, in the same step; a slot that is copied in is
     in no copy out of the same step. No target of a copy from block to block is a source, or another one's target.
+    `forget`: numbers of kept positions that no row draws from any more, in this step or later; unknown ones are fine.
     """
 
     step: int
@@ -87,6 +93,7 @@ class WorkerBatch:
     swap_out: BlockCopies = NO_COPIES
     swap_in: BlockCopies = NO_COPIES
     copies: Sequence[BlockCopy] = ()
+    forget: Sequence[int] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -44,6 +44,7 @@ from kvrelay.transfer.pool_memory import PoolLike
 
 log = logging.getLogger(__name__)
 
+_NOTHING = RowResult(None)
 _PROMPT_SLICE = 512  # prompt positions whose logits exist at a time
 _DEFAULT_MEMORY_BYTES = 2 * 2**30
 
@@ -82,6 +83,7 @@ class TransformersRunner:
         self._host = HostBuffer(self._pool, num_swap_slots)
         self._sampler = Sampler(model.vocab_size, model.eos_token_ids, source.device)
         self._scored: dict[SequenceKey, _ScoredPrompt] = {}
+        self._kept: dict[int, torch.Tensor] = {}  # hidden states of prompts' last positions, [hidden] each
         self._lock = threading.Lock()  # over sampler and scored prompts
         self._spec = ModelSpec(
             name=name or source.name,
@@ -176,6 +178,8 @@ class TransformersRunner:
     def _execute(self, batch: WorkerBatch) -> StepResult:
         copy_s = self._host.swap(batch.swap_out, batch.swap_in)
         self._copy_blocks(batch.copies)
+        for state in batch.forget:
+            self._kept.pop(state, None)
         if not batch.rows:
             wait_for(self._device)
             return StepResult(batch.step, [], 0.0, copy_s)
@@ -185,19 +189,45 @@ class TransformersRunner:
             unknown = [key for key in asked if key not in self._sampler]
         if unknown:
             raise KeyError(f"sequences never added, or dropped before the step: {unknown}")
-        packed = pack_rows(batch.rows)
+        computed = [row for row in batch.rows if not row.after]
+        results, replayed = self._compute(computed) if computed else ([], False)
+        if len(computed) < len(batch.rows):
+            drawn, rest = self._draw([row for row in batch.rows if row.after]), iter(results)
+            results = [drawn.get(row.key, _NOTHING) if row.after else next(rest) for row in batch.rows]
+        return StepResult(batch.step, results, time.perf_counter() - started, copy_s, replayed)
+
+    def _compute(self, rows: Sequence[WorkerRow]) -> tuple[list[RowResult], bool]:
+        """One forward over the rows, and what follows from it for each of them; whether a graph was replayed."""
+        packed = pack_rows(rows)
         graphs = self._graphs_for(packed)
-        hidden = self._hidden_states(self._token_ids(batch.rows, packed), packed, graphs)
-        prompt_logprobs = self._score_prompts(batch.rows, packed, hidden)
-        sampled = self._sample(batch.rows, packed, hidden)
-        candidates = self._find_candidates(batch.rows, packed, hidden)
+        hidden = self._hidden_states(self._token_ids(rows, packed), packed, graphs)
+        prompt_logprobs = self._score_prompts(rows, packed, hidden)
+        sampled = self._sample(rows, packed, hidden)
+        candidates = self._find_candidates(rows, packed, hidden)
         results = []
-        for index in range(len(batch.rows)):
+        for index in range(len(rows)):
             token_id, logprobs = sampled.get(index, (None, None))
             results.append(RowResult(token_id, logprobs, prompt_logprobs.get(index, []), candidates.get(index)))
         if not sampled:
             wait_for(self._device)  # whoever pushes this step's blocks now must find them written
-        return StepResult(batch.step, results, time.perf_counter() - started, copy_s, graphs is not None)
+        for index, row in enumerate(rows):
+            if row.keep:
+                self._kept[row.keep] = hidden[int(packed.query_starts[index + 1]) - 1].clone()
+        return results, graphs is not None
+
+    def _draw(self, rows: Sequence[WorkerRow]) -> dict[SequenceKey, RowResult]:
+        """A token each from the kept positions that the rows name, for those that are still known."""
+        logits = self._model.logits(torch.stack([self._kept[row.after] for row in rows]))
+        with self._lock:
+            known = [index for index, row in enumerate(rows) if row.key in self._sampler]
+            if not known:
+                return {}
+            keys = [rows[index].key for index in known]
+            positions = np.array([rows[index].position for index in known], np.int64)
+            if len(known) < len(rows):
+                logits = logits[to_device(np.array(known, np.int64), self._device)]
+            token_ids, logprobs = self._sampler.sample(keys, positions, logits)
+        return dict(zip(keys, map(RowResult, token_ids.tolist(), logprobs), strict=True))
 
     def _hidden_states(
         self, token_ids: NDArray[np.int64], packed: PackedRows, graphs: DecodeGraphs | None

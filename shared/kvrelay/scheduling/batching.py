@@ -75,6 +75,7 @@ class BatchScheduler(SchedulerBooks):
         if not self._uncommitted:
             self.blocks.step_landed()
         self.blocks.copies.cancelled(plan.copies)
+        self._not_executed(plan)
         for row in plan.rows:
             sequence = row.sequence
             if self._row_is_over(row) and sequence.abort_requested and not sequence.num_planned:
@@ -86,8 +87,10 @@ class BatchScheduler(SchedulerBooks):
             still_here = [sequence for sequence in self._admitted_ahead if sequence.state is SequenceState.RUNNING]
             draft.admitted = [*still_here, *draft.admitted]
             self._admitted_ahead = []
-        copies = self.blocks.copies.plan(_beam_targets(draft))
-        plan = draft.finish(self._step, self.swaps.seal(draft), copies)
+        copies = self.blocks.copies.plan(_copy_targets(draft))
+        swaps = self.swaps.seal(draft)
+        forget = self.blocks.tails.take_forgotten() if draft.rows or copies or swaps else ()
+        plan = draft.finish(self._step, swaps, copies, forget)
         if self.prefill_gate is not None:
             self.prefill_gate.passed(len(self.running), len(plan.admitted) - len(draft.returning))
         for row in plan.rows:
@@ -118,7 +121,7 @@ class BatchScheduler(SchedulerBooks):
                 continue
             position = sequence.num_computed + sequence.num_planned
             rows.append(PlannedRow(sequence, position, 1, False, True))
-            if is_beam or position >= sequence.table.capacity_tokens:
+            if is_beam or sequence.is_forked or position >= sequence.table.capacity_tokens:
                 short.append(sequence)
         for sequence in self.blocks.grow_each(short) if short else ():
             if sequence.state is SequenceState.RUNNING:
@@ -133,7 +136,7 @@ class BatchScheduler(SchedulerBooks):
             if not sequence.num_remaining or (sequence.num_planned and not self._goes_on(sequence)):
                 continue
             if sequence.state is SequenceState.RUNNING:
-                num_tokens = self.chunks.size(sequence.num_remaining, sequence.next_position, draft)
+                num_tokens = self._chunk_of(sequence, draft)
                 num_tokens = self._room_for_chunk(sequence, num_tokens, draft)
                 if not num_tokens:
                     return
@@ -187,8 +190,7 @@ class BatchScheduler(SchedulerBooks):
                 raise NeedsCommit
         if is_swapped:
             return self._admit_swapped(sequence, draft, beyond_budget)
-        position = self.blocks.num_cached_blocks(sequence) * self.blocks.pool.block_size
-        num_tokens = self.chunks.size(sequence.num_tokens - position, position, draft)
+        position, num_tokens = self._first_chunk(sequence, draft)
         if not num_tokens and not beyond_budget:
             return "budget spent"
         if not self._give_blocks(sequence, position + num_tokens, followers):
@@ -196,16 +198,31 @@ class BatchScheduler(SchedulerBooks):
         self._admitted(sequence)
         draft.admitted.append(sequence)
         self._claim(followers)
+        if sequence.num_computed != position:  # the tail had to make room for it
+            num_tokens = self._chunk_of(sequence, draft)
         if num_tokens:
             self._plan_chunk(sequence, num_tokens, draft)
         return ""
+
+    def _first_chunk(self, sequence: Sequence, draft: PlanDraft) -> tuple[int, int]:
+        """Where a waiting sequence would start, and the tokens of its first chunk; 1 for a draw."""
+        if self.blocks.finds_tail(sequence):
+            return sequence.num_tokens - 1, 1
+        position = self.blocks.num_cached_blocks(sequence) * self.blocks.pool.block_size
+        return position, self.chunks.size(sequence.num_tokens - position, position, draft)
+
+    def _chunk_of(self, sequence: Sequence, draft: PlanDraft) -> int:
+        """Tokens of the next chunk. What computes nothing takes nothing of the step."""
+        if sequence.draws_next:
+            return 1
+        return self.chunks.size(sequence.num_remaining, sequence.next_position, draft)
 
     def _admit_swapped(self, sequence: Sequence, draft: PlanDraft, beyond_budget: bool) -> str:
         """As above, for one whose K/V comes back from the host: it goes on where it was. Not while a step is in flight:
         what is copied when is for one step at a time to say. Without room nothing is to be said, and steps go on."""
         position = self.swaps.num_tokens(sequence)
         if draft.ahead:
-            if self.blocks.num_missing(sequence, position) + self.num_headroom_blocks > self.blocks.pool.num_available:
+            if self.blocks.num_missing(sequence, position) + self.num_headroom_blocks > self.blocks.num_available:
                 return "no blocks"
             raise NeedsCommit
         num_remaining = sequence.num_tokens - position
@@ -235,7 +252,7 @@ class BatchScheduler(SchedulerBooks):
         running = self.gangs.running_with(first)
         owed = sum(max(0, self.blocks.num_at_admission(each) - each.table.num_blocks) for each in running)
         num_blocks = missing + owed + sum(claimed.values()) + self.num_headroom_blocks
-        if self.num_slots + len(gang) > self.limits.max_running or num_blocks > self.blocks.pool.num_available:
+        if self.num_slots + len(gang) > self.limits.max_running or num_blocks > self.blocks.num_available:
             return False
         if draft.ahead:
             raise NeedsCommit
@@ -251,7 +268,7 @@ class BatchScheduler(SchedulerBooks):
             if sequence.is_decoding:
                 if self.mixes_prompts_and_decodes and draft.budget_left > 0:
                     draft.add_decode(PlannedRow(sequence, sequence.num_computed, 1, False, True))
-            elif num_tokens := self.chunks.size(sequence.num_remaining, sequence.num_computed, draft):
+            elif num_tokens := self._chunk_of(sequence, draft):
                 self._plan_chunk(sequence, num_tokens, draft)
         self._claim(claimed)
         return True
@@ -260,7 +277,10 @@ class BatchScheduler(SchedulerBooks):
         """Blocks that a sequence lacks, and that another one computes if it is admitted before."""
         if sequence.state is SequenceState.SWAPPED:
             return 0
-        return max(0, self.blocks.num_in_common(sequence, first) - self.blocks.num_cached_blocks(sequence))
+        tail = self.blocks.tail_name(sequence)
+        shares_tail = tail is not None and tail not in self.blocks.tails and tail == self.blocks.tail_name(first)
+        missing = self.blocks.num_in_common(sequence, first) - self.blocks.num_cached_blocks(sequence)
+        return max(0, missing) + shares_tail
 
     def _claim(self, claims: Mapping[Sequence, int]) -> None:
         for sequence, num_blocks in claims.items():
@@ -293,7 +313,7 @@ class BatchScheduler(SchedulerBooks):
         """Admission as SGLang's paper has it: free and evictable blocks must hold the part that is not cached, and what
         the running sequences are expected to take. A refusal stands until blocks come back.
         """
-        available = self.blocks.pool.num_available
+        available = self.blocks.num_available
         headroom = 0 if self.gangs.is_claimed(sequence) else self.num_headroom_blocks
         headroom += sum(followers.values())
         if sequence.beams is not None:
@@ -308,7 +328,8 @@ class BatchScheduler(SchedulerBooks):
 
     def _admitted(self, sequence: Sequence) -> None:
         if not sequence.num_preemptions:
-            sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt)
+            num_cached = sequence.num_computed if sequence.tail is None else sequence.num_tokens
+            sequence.num_cached_tokens = min(num_cached, sequence.num_prompt)
         self.swaps.resumed(sequence)
         self.waiting.admitted(sequence)
         self.gangs.settle(sequence)
@@ -316,21 +337,26 @@ class BatchScheduler(SchedulerBooks):
         self.running[sequence.key] = sequence
         if sequence.beams is not None:
             self.beams.admitted(sequence.beams)
-        if self.blocks.shares_prefixes:
+        if self.blocks.shares_prefixes and sequence.tail is None:
             hashes = sequence.block_hashes(sequence.num_full_blocks)
             self.in_progress.promise(sequence.key, hashes[sequence.num_published :])
+            tail = self.blocks.tail_name(sequence)
+            if tail is not None and tail not in self.blocks.tails:
+                self.in_progress.promise_tail(sequence.key, tail)
 
     def _plan_chunk(self, sequence: Sequence, num_tokens: int, draft: PlanDraft) -> None:
         completes = num_tokens == sequence.num_remaining
         sample = completes and sequence.wants_token
-        draft.add_chunk(PlannedRow(sequence, sequence.next_position, num_tokens, is_prefill=True, sample=sample))
+        draws = sequence.tail if sequence.draws_next else None
+        offers = self.blocks.offer_tail(sequence) if sample and draws is None else None
+        draft.add_chunk(PlannedRow(sequence, sequence.next_position, num_tokens, True, sample, offers, draws))
 
     # -- room ---------------------------------------------------------------------------------------------------------
 
     def _room_for_chunk(self, sequence: Sequence, num_tokens: int, draft: PlanDraft) -> int:
         """The chunk shrinks to the blocks there are; where there are none, others make room for its first token."""
         table, position = sequence.table, sequence.next_position
-        available = self.blocks.pool.num_available * table.block_size
+        available = self.blocks.num_available * table.block_size
         room = table.capacity_tokens + available - position
         num_tokens = min(num_tokens, max(room, 1))
         return num_tokens if self._make_room(sequence, position + num_tokens, draft) else 0
@@ -386,9 +412,9 @@ class BatchScheduler(SchedulerBooks):
         self.waiting.prefixes_changed(self.in_progress.give_up(leader.key))
 
 
-def _beam_targets(draft: PlanDraft) -> Iterator[int]:
-    """The blocks that the beams of a step write into first; what they write behind those is their own anyway."""
+def _copy_targets(draft: PlanDraft) -> Iterator[int]:
+    """The blocks that beams and samples write into first in a step; what they write behind those is their own."""
     for row in draft.rows:
-        if row.sequence.beams is not None:
+        if row.sequence.beams is not None or row.sequence.num_samples > 1:
             table = row.sequence.table
             yield int(table.ids[row.position // table.block_size])

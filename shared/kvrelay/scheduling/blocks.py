@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 from kvrelay.kv.ablations import NullCache
 from kvrelay.kv.cache import Cache
-from kvrelay.kv.hashing import BlockHash
+from kvrelay.kv.hashing import BlockHash, tail_hash
 from kvrelay.kv.pool import BlockPool, Owner
 from kvrelay.kv.table import blocks_for
 from kvrelay.scheduling.copies import BlockCopies
 from kvrelay.scheduling.sequence import Sequence
+from kvrelay.scheduling.tails import SharedTails, Tail, num_full_before_tail
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +42,21 @@ class BlockManager:
         self.cache = cache
         self.max_model_len = max_model_len
         self.copies = BlockCopies(pool)
+        self.tails = SharedTails(pool)
+        self.num_forked = 0
+        """Sequences whose next write takes a block of their own, at most: in place of one that they share."""
         self._replaced: list[int] = []  # that a step in flight reads, and no table names
         self.shares_prefixes = not isinstance(cache, NullCache)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that somebody can have: free and evictable ones, and tails that nobody holds. O(tails)."""
+        return self.pool.num_available + self.tails.num_idle
+
+    def has_room(self, num_blocks: int) -> bool:
+        """Whether so many blocks are available, and from now on in the pool: tails yield."""
+        num_short = num_blocks - self.pool.num_available
+        return num_short <= 0 or self.tails.free_idle(num_short)
 
     def cached_prefix(self, sequence: Sequence) -> list[int]:
         """Blocks of the longest cached prefix that leaves at least one token to compute (logits need one)."""
@@ -53,10 +67,16 @@ class BlockManager:
         return self.first_missing(sequence)[0]
 
     def first_missing(self, sequence: Sequence) -> tuple[int, BlockHash | None]:
-        """The number of cached blocks, and the hash of the next one that could be; not a use. O(log blocks)."""
+        """The number of cached blocks, and the hash of the next one that could be there; not a use. O(log blocks).
+
+        Behind all others that may be the tail, which does not count as cached.
+        """
         hashes = sequence.block_hashes(self._num_reusable(sequence))
         num_cached = self.cache.peek(hashes)
-        return num_cached, hashes[num_cached] if num_cached < len(hashes) else None
+        if num_cached < len(hashes):
+            return num_cached, hashes[num_cached]
+        name = self.tail_name(sequence)
+        return num_cached, None if name in self.tails else name
 
     def num_missing(self, sequence: Sequence, num_computed: int) -> int:
         """Blocks that `readmit` takes at least; not a use. O(log blocks)."""
@@ -90,19 +110,114 @@ class BlockManager:
     def _num_reusable(self, sequence: Sequence) -> int:
         if sequence.sampling.prompt_logprobs is not None:
             return 0  # every position's logits are wanted
-        return (sequence.num_tokens - 1) // self.pool.block_size
+        return num_full_before_tail(sequence.num_tokens, self.pool.block_size)
+
+    # -- the prompt's last block --------------------------------------------------------------------------------------
+
+    def tail_name(self, sequence: Sequence) -> BlockHash | None:
+        """Of the tail that a sequence shares with other samples of its request; None: it shares none, or not any more.
+
+        Samples with output differ. One whose prompt's log-probabilities are asked for computes its prompt itself.
+        """
+        if sequence.num_samples == 1 or sequence.num_output or not self.shares_prefixes:
+            return None
+        if sequence.sampling.prompt_logprobs is not None or sequence.beams is not None or not sequence.wants_token:
+            return None
+        return self._name_tail(sequence)
+
+    def _name_tail(self, sequence: Sequence) -> BlockHash:
+        if not sequence.tail_name:
+            num_full = num_full_before_tail(sequence.num_prompt, self.pool.block_size)
+            parent = sequence.block_hashes(num_full)[-1] if num_full else sequence.root
+            tokens = sequence.tokens.view(num_full * self.pool.block_size, sequence.num_prompt)
+            scope = f"{'received' if sequence.arrives else 'computed'} {sequence.key[0]}"
+            sequence.tail_name = tail_hash(parent, tokens, scope)
+        return sequence.tail_name
+
+    def finds_tail(self, sequence: Sequence) -> bool:
+        """Whether `admit` would share a tail. O(log blocks)."""
+        tail = self.tails.get(self.tail_name(sequence))
+        if tail is None:
+            return False
+        hashes = sequence.block_hashes(self._num_reusable(sequence) + (tail.block is None))
+        return self.cache.peek(hashes) == len(hashes)
+
+    def offer_tail(self, sequence: Sequence) -> Tail | None:
+        """The next step completes a sequence's prompt: others may have its tail then. None: they have it already, or
+        share none. `list_tail` follows, unless the sequence loses its blocks."""
+        self.withdraw_offer(sequence)
+        name = self.tail_name(sequence)
+        if name is None or name in self.tails:
+            return None
+        sequence.offers = self._tail_of(sequence, name, keep=True)
+        return sequence.offers
+
+    def list_tail(self, sequence: Sequence, offered: Tail) -> None:
+        """The step has landed."""
+        if sequence.offers is offered:
+            sequence.offers = None
+            self.tail_ended(sequence)
+            self.tails.list(offered, sequence.num_samples - self.tails.num_seen(offered.name, offered.request))
+
+    def list_received_tail(self, sequence: Sequence, name: BlockHash, num_others: int) -> None:
+        """A sequence received a prompt, tail and all; up to so many other samples are to come."""
+        self.tail_ended(sequence)
+        num_others = min(num_others, sequence.num_samples - self.tails.num_seen(name, sequence.key[0]))
+        if num_others > 0 and name not in self.tails:
+            self.tails.list(self._tail_of(sequence, name, keep=False), num_others)
+
+    def tail_ended(self, sequence: Sequence) -> None:
+        """A sequence has its tail, or ended without it."""
+        if sequence.num_samples > 1 and self.shares_prefixes:
+            self.tails.left(self._name_tail(sequence), sequence.key[0], sequence.key[2])
+
+    def _tail_of(self, sequence: Sequence, name: BlockHash, *, keep: bool) -> Tail:
+        index, num_behind = divmod(sequence.num_prompt, self.pool.block_size)
+        block = int(sequence.table.ids[index]) if num_behind else None
+        tail = self.tails.prepare(name, sequence.key[0], block, keep=keep)
+        self._set_forked(sequence, self._writes_into_tail(sequence))
+        return tail
+
+    def withdraw_offer(self, sequence: Sequence) -> None:
+        """Nobody gets the tail that a sequence was about to complete."""
+        if sequence.offers is not None:
+            self.tails.withdraw(sequence.offers)
+            sequence.offers = None
+
+    def _writes_into_tail(self, sequence: Sequence) -> bool:
+        return not sequence.prefill_only and sequence.num_prompt % self.pool.block_size > 0
+
+    def _set_forked(self, sequence: Sequence, is_forked: bool) -> None:
+        self.num_forked += is_forked - sequence.is_forked
+        sequence.is_forked = is_forked
+
+    def drawn(self, sequence: Sequence) -> None:
+        """A sequence has its first token, or will not draw it from its tail."""
+        if sequence.tail is not None:
+            self.tails.drawn(sequence.tail)
+            sequence.tail = None
+
+    # -- admission ----------------------------------------------------------------------------------------------------
 
     def admit(self, sequence: Sequence, owner: Owner, *, num_next: int | None = None, headroom: int = 0) -> bool:
         """Gives a sequence its first blocks; what the cache holds counts as computed. All or nothing.
 
         `num_next`: tokens that are cached or computed in the next step; the manager decides how much room it makes
-        beyond. Without, there is room for all known tokens and no more (a handoff's slots).
+        beyond. Without, there is room for all known tokens and no more (a handoff's slots). A listed tail is shared,
+        where there is room to copy it later; `num_computed` counts it but for the token that is to give the logits.
         `headroom`: blocks that must be available besides.
         """
         num_tokens = sequence.num_tokens if num_next is None else self._num_at_admission(sequence, num_next)
-        if not self._take(sequence, owner, self._num_reusable(sequence), num_tokens, headroom):
+        num_reusable, tail = self._num_reusable(sequence), self.tails.get(self.tail_name(sequence))
+        taken = tail is not None and self._take(sequence, owner, num_reusable, num_tokens, headroom, tail)
+        # A tail that nobody holds may be a block too many, beside the copy: then it yields to those who would share it.
+        if not taken and not self._take(sequence, owner, num_reusable, num_tokens, headroom):
             return False
         sequence.num_computed = sequence.num_published * self.pool.block_size
+        if sequence.tail is not None:
+            sequence.num_computed = sequence.num_tokens - (0 if sequence.arrives else 1)  # its logits are there, too
+            if sequence.arrives:
+                self.drawn(sequence)
         return True
 
     def readmit(self, sequence: Sequence, owner: Owner, num_computed: int, num_next: int, headroom: int = 0) -> bool:
@@ -116,22 +231,40 @@ class BlockManager:
         sequence.num_computed = num_computed
         return True
 
-    def _take(self, sequence: Sequence, owner: Owner, num_reusable: int, num_tokens: int, headroom: int) -> bool:
+    def _take(
+        self,
+        sequence: Sequence,
+        owner: Owner,
+        num_reusable: int,
+        num_tokens: int,
+        headroom: int,
+        tail: Tail | None = None,
+    ) -> bool:
         """Blocks for `num_tokens` tokens, up to `num_reusable` of them from the cache. All or nothing."""
-        pool, hashes = self.pool, sequence.block_hashes(num_reusable)
+        pool = self.pool
+        hashes = sequence.block_hashes(num_reusable + (tail is not None and tail.block is None))
         num_cached = self.cache.peek(hashes)
-        num_missing = blocks_for(num_tokens, pool.block_size) - num_cached
-        if num_missing + headroom > pool.num_available:
+        if tail is not None and num_cached < len(hashes):
+            tail, num_cached = None, min(num_cached, num_reusable)
+        shared = [] if tail is None or tail.block is None else [tail.block]
+        num_missing = max(0, blocks_for(num_tokens, pool.block_size) - num_cached - len(shared))
+        if tail is not None:
+            headroom += self._writes_into_tail(sequence)
+        if num_missing + headroom > self.num_available:
             return False
-        cached = self.cache.match(hashes[:num_cached]) if num_cached else []
-        if cached:
-            pool.hold(cached, owner)
-            if num_missing + headroom > pool.num_available:  # now that the prefix cannot be evicted
-                pool.release(cached, owner)
-                return False
+        shared = [*(self.cache.match(hashes[:num_cached]) if num_cached else ()), *shared]
+        if shared:
+            pool.hold(shared, owner)
+        if not self.has_room(num_missing + headroom):  # now that what it shares cannot be evicted
+            pool.release(shared, owner)
+            return False
         sequence.owner = owner
-        sequence.table.append(cached + pool.allocate(num_missing, owner))
-        sequence.num_published = len(cached)
+        sequence.num_published = num_cached
+        sequence.table.append(shared + pool.allocate(num_missing, owner))
+        if tail is not None:
+            sequence.tail = tail
+            self._set_forked(sequence, self._writes_into_tail(sequence))
+            self.tails.take(tail, sequence.key[2])
         return True
 
     def _num_at_admission(self, sequence: Sequence, num_next: int) -> int:
@@ -140,53 +273,61 @@ class BlockManager:
 
     def adopt(self, sequence: Sequence) -> None:
         """A sequence with blocks for all its tokens joined: makes the room that an admission would, if there is any."""
-        self.grow(sequence, self._num_at_admission(sequence, sequence.num_tokens))
+        self._lengthen(sequence, self._num_at_admission(sequence, sequence.num_tokens))
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Makes the table long enough for `num_tokens` tokens. All or nothing.
 
-        A beam also gets a copy of the block that its next token goes to, where others share it.
+        A beam, and a sample that shares its prompt's tail, also get a copy of the block that their next token goes to,
+        where others share it.
         """
-        if sequence.beams is not None:
-            return self._grow_beam(sequence, num_tokens)
+        if sequence.beams is not None or (sequence.is_forked and not sequence.draws_next):
+            return self._grow_forked(sequence, num_tokens)
+        return self._lengthen(sequence, num_tokens)
+
+    def _lengthen(self, sequence: Sequence, num_tokens: int) -> bool:
         table = sequence.table
         if num_tokens <= table.num_blocks * table.block_size:
             return True
         num_missing = blocks_for(num_tokens, table.block_size) - table.num_blocks
-        if num_missing > self.pool.num_available:
+        if not self.has_room(num_missing):
             return False
         last = table.last if table.num_blocks else None
         table.append(self.pool.allocate(num_missing, sequence.owner, after=last))
         return True
 
     def grow_each(self, sequences: Seq[Sequence]) -> list[Sequence]:
-        """A block more for each of them, in one operation. Returns those that `grow` is still to be asked for: beams,
-        and where there are not enough blocks for the others, all.
+        """A block more for each of them, in one operation. Returns those that `grow` is still to be asked for: who may
+        share the block that it writes, and where there are not enough blocks for the others, all.
         """
-        beams = [sequence for sequence in sequences if sequence.beams is not None]
-        if len(sequences) - len(beams) > self.pool.num_available:
+        forked = [sequence for sequence in sequences if sequence.beams is not None or sequence.is_forked]
+        if len(sequences) - len(forked) > self.pool.num_available:
             return list(sequences)
         by_owner: dict[Owner, list[Sequence]] = {}
         for sequence in sequences:
-            if sequence.beams is None:
+            if sequence.beams is None and not sequence.is_forked:
                 by_owner.setdefault(sequence.owner, []).append(sequence)
         for owner, growing in by_owner.items():
             blocks = self.pool.allocate_each([sequence.table.last for sequence in growing], owner)
             for sequence, block in zip(growing, blocks, strict=True):
                 sequence.table.append((block,))
-        return beams
+        return forked
 
-    def _grow_beam(self, sequence: Sequence, num_tokens: int) -> bool:
+    def _grow_forked(self, sequence: Sequence, num_tokens: int) -> bool:
         table = sequence.table
-        index = sequence.num_computed // table.block_size
+        index = sequence.next_position // table.block_size
         must_copy = index < table.num_blocks and self.copies.must_copy(int(table.ids[index]))
         num_missing = max(0, blocks_for(num_tokens, table.block_size) - table.num_blocks)
-        if num_missing + must_copy > self.pool.num_available:
+        if must_copy and not self.has_room(num_missing + 1):
+            self.tails.give_up(int(table.ids[index]))
+            must_copy = self.copies.must_copy(int(table.ids[index]))
+        if not self.has_room(num_missing + must_copy):
             return False
         if must_copy:
-            self.copies.make_own(table, index)
+            self.copies.make_own(table, index, sequence.owner)
         if num_missing:
             table.append(self.pool.allocate(num_missing, sequence.owner, after=table.last))
+        self._set_forked(sequence, False)  # beams part and join in their own ways
         return True
 
     def remaining_output(self, sequence: Sequence) -> int:
@@ -248,6 +389,9 @@ class BlockManager:
 
     def free(self, sequence: Sequence) -> None:
         """Lets go of a sequence's blocks; published ones stay cached. Committed K/V is given up exactly once."""
+        self.withdraw_offer(sequence)
+        self.drawn(sequence)
+        self._set_forked(sequence, False)
         blocks = sequence.table.clear()[sequence.num_borrowed :]
         self.copies.drop(blocks)
         self.pool.release(blocks, sequence.owner)

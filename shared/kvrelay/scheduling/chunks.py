@@ -91,6 +91,6 @@ def _load(step: PlanDraft | StepPlan) -> tuple[int, float]:
     """Tokens and pairs."""
     num_tokens, num_pairs = 0, 0.0
     for row in step.rows:
-        num_tokens += row.num_tokens
-        num_pairs += pairs(row.position, row.num_tokens)
+        num_tokens += row.num_computed
+        num_pairs += pairs(row.position, row.num_computed)
     return num_tokens, num_pairs

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from kvrelay.engine.batch import BlockCopy
-from kvrelay.kv.pool import BlockPool
+from kvrelay.kv.pool import BlockPool, Owner
 from kvrelay.kv.table import BlockTable, CopyInstruction, copy_on_write, finish_copy
 
 
@@ -37,9 +37,14 @@ class BlockCopies:
         read it before the step writes."""
         return self._pool.is_cached(block) or self._pool.num_holds(block) - self._sources[block] > 1
 
-    def make_own(self, table: BlockTable, index: int) -> None:
-        """Gives a table a block of its own in the place of a running sequence's shared one. Raises OutOfBlocks."""
-        copy = copy_on_write(self._pool, table, index)
+    def origin(self, block: int) -> int:
+        """Where the content of a block lies that a table names: elsewhere, as long as its copy is NEEDED."""
+        copy = self._needed.get(block)
+        return block if copy is None else copy.source
+
+    def make_own(self, table: BlockTable, index: int, owner: Owner = Owner.RUNNING) -> None:
+        """Gives a table a block of its own in the place of a shared one, held as `owner`. Raises OutOfBlocks."""
+        copy = copy_on_write(self._pool, table, index, owner)
         assert copy is not None
         self._needed[copy.target] = copy
         self._sources[copy.source] += 1

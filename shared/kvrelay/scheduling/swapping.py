@@ -80,7 +80,7 @@ class Swapper:
         copy = SwapCopy(sequence, stored.slots, sequence.num_computed, sequence.owner, times.gain_of_copy_s)
         self._copies[sequence.key] = copy
         table = sequence.table.ids
-        blocks = tuple(int(table[index]) for index in stored.new)
+        blocks = tuple(self._blocks.copies.origin(int(table[index])) for index in stored.new)
         draft.leaving[copy] = BlockCopies(blocks, tuple(stored.slots[index] for index in stored.new))
         self._use.num_preemptions += 1
         return True
@@ -186,8 +186,8 @@ class Swapper:
             if copy_s > 0 and swaps.num_blocks:
                 self.block_s.observe(copy_s / swaps.num_blocks)
         if self.space.num_slots and self._preemption == "auto":
-            num_pairs = sum(pairs(row.position, row.num_tokens) for row in plan.rows)
-            self.cost.observe(sum(row.num_tokens for row in plan.rows), num_pairs, forward_s)
+            num_pairs = sum(pairs(row.position, row.num_computed) for row in plan.rows)
+            self.cost.observe(sum(row.num_computed for row in plan.rows), num_pairs, forward_s)
 
     def failed(self, plan: StepPlan) -> list[Sequence]:
         """The step's copies may not be made. Returns the running sequences whose K/V is still on the host alone: they

@@ -31,9 +31,9 @@ class SpeedMeter:
         """A step took so long."""
         num_tokens, num_pairs, longest = 0, 0.0, 0
         for row in plan.rows:
-            num_tokens += row.num_tokens
-            num_pairs += pairs(row.position, row.num_tokens)
-            longest = max(longest, row.num_tokens)
+            num_tokens += row.num_computed
+            num_pairs += pairs(row.position, row.num_computed)
+            longest = max(longest, row.num_computed)
         self._cost.observe(num_tokens, num_pairs, forward_s)
         self._num_chunked += longest >= LEAST_CHUNK_TOKENS
 

@@ -62,10 +62,18 @@ class OpenRequests(Mapping[SequenceKey, RequestT]):
     def add(self, request: RequestT) -> None:
         """It is open from now on."""
         self._open[request.sequence.key] = request
+        if request.sequence.num_samples > 1:
+            self._context.blocks.tails.begin(request.sequence.key[0])
 
     def remove(self, key: SequenceKey) -> None:
         """It holds nothing here any more. One that is not known is fine."""
-        self._open.pop(key, None)
+        request = self._open.pop(key, None)
+        if request is not None and request.sequence.num_samples > 1 and not self._has_samples(key[0]):
+            self._context.blocks.tails.end(key[0])
+
+    def _has_samples(self, request: str) -> bool:
+        """Whether any of a request's samples is open here. O(requests)."""
+        return any(key[0] == request for key in self._open)
 
     # -- the beginning ------------------------------------------------------------------------------------------------
 

@@ -63,7 +63,7 @@ class StepTotals:
 
     @property
     def num_copy_steps(self) -> int:
-        """Those that only copied blocks."""
+        """Those that computed nothing: they copied blocks, or drew tokens from what another step had computed."""
         return self.num_steps - self.num_mixed_steps - self.num_prefill_steps - self.num_decode_steps
 
     def add(self, plan: StepPlan, result: StepResult, *, ahead: bool) -> None:
@@ -102,14 +102,15 @@ class _Step:
 
 
 _PLACEHOLDER = np.zeros(1, np.int32)
+_NO_TOKENS = np.zeros(0, np.int32)
 
 
 def worker_batch(plan: StepPlan) -> WorkerBatch:
     """The second stage: only what a forward needs, as views of the sequences' arrays."""
     rows, swaps = [_worker_row(row) for row in plan.rows], plan.swaps
     if swaps is None:
-        return WorkerBatch(plan.step, rows, copies=plan.copies)
-    return WorkerBatch(plan.step, rows, swaps.out, swaps.back, plan.copies)
+        return WorkerBatch(plan.step, rows, copies=plan.copies, forget=plan.forget)
+    return WorkerBatch(plan.step, rows, swaps.out, swaps.back, plan.copies, plan.forget)
 
 
 def _beam_row(sequence: Sequence) -> BeamRow | None:
@@ -121,6 +122,10 @@ def _beam_row(sequence: Sequence) -> BeamRow | None:
 
 def _worker_row(row: PlannedRow) -> WorkerRow:
     sequence, position = row.sequence, row.position
+    if row.draws is not None:
+        end = position + row.num_tokens
+        after = row.draws.state
+        return WorkerRow(sequence.key, _NO_TOKENS, end, sequence.table.ids, row.sample, row.is_prefill, after=after)
     follows_draw = position >= sequence.num_tokens  # planned ahead: the step in flight draws its token
     return WorkerRow(
         key=sequence.key if sequence.beams is None else sequence.beams.leader.key,
@@ -131,6 +136,7 @@ def _worker_row(row: PlannedRow) -> WorkerRow:
         is_prefill=row.is_prefill,
         follows_draw=follows_draw,
         beam=_beam_row(sequence),
+        keep=row.offers.state if row.offers is not None else 0,
     )
 
 

@@ -10,6 +10,7 @@ from kvrelay.engine.batch import SequenceKey
 from kvrelay.kv.pool import Owner
 from kvrelay.scheduling.base import QueueOrderName, SchedulerSettings
 from kvrelay.scheduling.orders import ORDERS
+from kvrelay.scheduling.sequence import Sequence
 from kvrelay_decode.handoff import ReceiverHandoff
 from kvrelay_decode.request import DecodeRequest
 from kvrelay_decode.wishes import Wishes
@@ -56,10 +57,16 @@ class Waiting:
         sequence = self.bench.add([1] * num_tokens, max_tokens, gang=gang)
         self.requests[sequence.key] = DecodeRequest(sequence, deadline=1e9, arrival=self.num_arrivals)
 
-    def wish(self, num_tokens: int, gang: str = "", num_siblings: int = 0, max_tokens: int = 3) -> DecodeRequest:
+    def wish(
+        self, num_tokens: int, gang: str = "", num_siblings: int = 0, max_tokens: int = 3, num_samples: int = 1
+    ) -> DecodeRequest:
+        """`num_samples` of the request, which share the prompt's last block."""
         self.num_arrivals += 1
         sequence = make_sequence([2] * num_tokens, max_tokens, f"wish {self.num_arrivals}")
-        sequence.gang = gang
+        sequence.gang, sequence.arrives = gang, True
+        if num_samples > 1:
+            sequence.key, sequence.num_samples = (gang, 1, self.num_arrivals), num_samples
+            self.bench.blocks.tails.begin(gang)
         request = DecodeRequest(
             sequence, deadline=1e9, arrival=self.num_arrivals, handoff=ReceiverHandoff(), num_siblings=num_siblings
         )
@@ -121,6 +128,7 @@ class Decoding(Waiting):
     def __init__(self, num_blocks: int, max_running: int, *, cache: bool) -> None:
         super().__init__(num_blocks=num_blocks, max_running=max_running, cache=cache)
         self.receiving: list[tuple[DecodeRequest, int]] = []
+        self.received: set[SequenceKey] = set()  # those whose last block was sent
         self.round = 0
 
     def run_round(self) -> bool:
@@ -136,20 +144,44 @@ class Decoding(Waiting):
         plan, outputs = self.bench.step()
         for output in outputs:
             if output.finish is not None:
-                del self.requests[output.sequence.key]
+                self.close(output.sequence)
         return bool(granted or committed or self.receiving or plan.has_work or plan.preempted)
+
+    def close(self, sequence: Sequence) -> None:
+        """It is no more."""
+        del self.requests[sequence.key]
+        if not any(key[0] == sequence.key[0] for key in self.requests):
+            self.bench.blocks.tails.end(sequence.key[0])
+
+    def cancel(self, which: int) -> None:
+        """Whatever it is doing."""
+        if not self.requests:
+            return
+        request = list(self.requests.values())[which % len(self.requests)]
+        if request in list(self.wishes):
+            self.wishes.drop(request)
+        elif any(request is each for each, _ in self.receiving):
+            self.receiving = [each for each in self.receiving if each[0] is not request]
+            self.wishes.settled(request)
+            self.bench.blocks.free(request.sequence)
+        else:
+            self.bench.scheduler.abort(request.sequence.key)
+        self.close(request.sequence)
 
     def grant(self, request: DecodeRequest) -> None:
         assert request.handoff is not None
         assert self.bench.blocks.admit(request.sequence, Owner.RESERVED), "a wish was to be granted without room"
         self.wishes.granted(request)
+        if request.sequence.num_computed < request.sequence.num_tokens:
+            self.received.add(request.sequence.key)
         request.handoff.granted("r", 0, request.sequence.table.num_blocks, needs_quarantine=False)
         self.receiving.append((request, self.round + 2))
         num_running = self.bench.scheduler.num_slots + len(self.receiving)
         assert num_running <= self.bench.scheduler.limits.max_running
 
     def commit(self, request: DecodeRequest) -> None:
-        sequence = request.sequence
+        sequence, blocks = request.sequence, self.bench.blocks
+        tail = blocks.tail_name(sequence)
         self.receiving = [each for each in self.receiving if each[0] is not request]
         request.handoff = None
         sequence.num_computed = sequence.num_tokens
@@ -157,6 +189,8 @@ class Decoding(Waiting):
         self.bench.blocks.change_owner(sequence, Owner.RUNNING)
         self.bench.sequences.append(sequence)
         self.bench.scheduler.adopt(sequence)
+        if tail is not None and sequence.key in self.received:
+            blocks.list_received_tail(sequence, tail, request.num_siblings)
         self.wishes.settled(request)
 
 
@@ -213,26 +247,62 @@ def test_what_is_set_aside_for_samples_that_do_not_come_is_free_again(refused: b
     st.integers(1, 5),
     st.integers(0, 3),
     st.booleans(),
+    st.dictionaries(st.integers(0, 40), st.integers(0, 99), max_size=4),
 )
 def test_gangs_are_handed_over_and_run_and_nobody_waits_for_ever(
-    arrivals: list[tuple[bool, int, int, int, int]], max_running: int, num_silent: int, cache: bool
+    arrivals: list[tuple[bool, int, int, int, int]],
+    max_running: int,
+    num_silent: int,
+    cache: bool,
+    cancels: dict[int, int],
 ) -> None:
-    """Some samples never ask: those that end with their first token, or whose client is gone."""
+    """Some samples never ask: those that end with their first token, or whose client is gone. Some are cancelled."""
     worker = Decoding(num_blocks=12, max_running=max_running, cache=cache)
     for number, (is_wish, num_tokens, num_siblings, max_tokens, gap) in enumerate(arrivals):
         gang = f"g{number}" if num_siblings else ""
         if is_wish:
-            worker.wish(num_tokens, gang, num_siblings, max_tokens)
+            worker.wish(num_tokens, gang, num_siblings, max_tokens, 1 + num_siblings)
             for _ in range(gap):
                 worker.run_round()
             for left in reversed(range(max(0, num_siblings - num_silent))):
-                worker.wish(num_tokens, gang, left, max_tokens)
+                worker.wish(num_tokens, gang, left, max_tokens, 1 + num_siblings)
         else:
             for _ in range(1 + num_siblings):
                 worker.local(num_tokens, gang, max_tokens)
-    for _ in range(1500):
+    for number in range(1500):
+        if number in cancels:
+            worker.cancel(cancels[number])
         if not worker.requests:
             break
         assert worker.run_round(), "requests wait, and nothing moves"
     assert not worker.requests
+    while worker.bench.scheduler.has_work:
+        worker.bench.step()
+    assert not worker.bench.blocks.tails
     assert worker.bench.pool.num_available == 12
+
+
+@pytest.mark.parametrize("num_tokens", [3, 4, 9, 12])
+def test_samples_are_sent_their_prompt_once(num_tokens: int) -> None:
+    worker = Decoding(num_blocks=32, max_running=8, cache=True)
+    first = worker.wish(num_tokens, "gang", 4, num_samples=5)
+    worker.run_round()
+    siblings = [worker.wish(num_tokens, "gang", 3 - number, num_samples=5) for number in range(4)]
+    worker.run_round()
+    assert worker.received == {first.sequence.key}, "the others wait for what is on its way"
+    assert all(sibling in list(worker.wishes) for sibling in siblings)
+    while worker.requests:
+        assert worker.run_round()
+    assert worker.received == {first.sequence.key}
+
+
+def test_where_the_first_sample_is_given_up_the_next_one_is_sent_the_prompt() -> None:
+    worker = Decoding(num_blocks=32, max_running=8, cache=True)
+    for number in range(3):
+        worker.wish(9, "gang", 2 - number, num_samples=3)
+    worker.run_round()
+    worker.cancel(0)
+    while worker.requests:
+        assert worker.run_round()
+    assert len(worker.received) == 2
+    assert not worker.bench.blocks.tails

@@ -28,6 +28,18 @@ SCHEDULERS = list(BUILT_IN)
 ADOPTED_FIRST_TOKEN = 7
 
 
+Sample = tuple[str, int, int]
+"""A request, which of its samples, and of how many."""
+
+
+def join(sequence: Sequence, sample: Sample) -> None:
+    """Makes a sequence a sample of a request; one without a gang only shares its prompt."""
+    request, index, count = sample
+    sequence.key = (request, 1, index)
+    sequence.gang = request
+    sequence.num_samples = count
+
+
 def make_sequence(
     prompt: list[int], max_tokens: int, name: str, *, priority: int = 0, block_size: int = BLOCK_SIZE
 ) -> Sequence:
@@ -41,6 +53,28 @@ def make_sequence(
         router=PeerRef("router", "1", "tcp://nowhere"),
         priority=priority,
     )
+
+
+def blocks_besides(scheduler: BatchScheduler) -> set[int]:
+    """Held as a running sequence's, and in no table: tails for those who may want them, and what is to be copied."""
+    tails, copies = scheduler.blocks.tails, scheduler.blocks.copies
+    tails.check_integrity()
+    offered = {s.offers.block for s in scheduler.running.values() if s.offers is not None}
+    held = {block for block in offered | {tail.block for tail in tails._listed.values()} if block is not None}
+    return held | {c.source for c in [*copies._needed.values(), *copies._planned.values()]}
+
+
+def check_writes(scheduler: BatchScheduler, plan: StepPlan) -> None:
+    """No row writes into a block that is in another table, or that others may still take."""
+    size = scheduler.blocks.pool.block_size
+    num_tables = Counter(block for s in scheduler.running.values() for block in s.table.ids.tolist())
+    listed = {tail.block for tail in scheduler.blocks.tails._listed.values()}
+    for row in plan.rows:
+        if row.draws is None and row.sequence.key in scheduler.running:
+            last = row.position + row.num_tokens - 1
+            for block in row.sequence.table.ids[row.position // size : last // size + 1].tolist():
+                assert num_tables[block] == 1, f"{row.sequence.key} writes into block {block}, which others read"
+                assert block not in listed, f"{row.sequence.key} writes into block {block}, which others may take"
 
 
 class Bench:
@@ -69,26 +103,43 @@ class Bench:
         self.tokens_drawn = 0
 
     def add(
-        self, prompt: list[int], max_tokens: int, priority: int = 0, *, prefill_only: bool = False, gang: str = ""
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        priority: int = 0,
+        *,
+        prefill_only: bool = False,
+        gang: str = "",
+        sample: Sample | None = None,
     ) -> Sequence:
         sequence = make_sequence(prompt, max_tokens, f"r{len(self.sequences)}", priority=priority)
         sequence.prefill_only = prefill_only
         sequence.gang = gang
+        if sample is not None:
+            join(sequence, sample)
         self.sequences.append(sequence)
         self.scheduler.add(sequence)
         return sequence
 
-    def adopt(self, prompt: list[int], max_tokens: int, gang: str = "") -> Sequence | None:
+    def adopt(self, prompt: list[int], max_tokens: int, sample: Sample | None = None) -> Sequence | None:
         """As a decode worker does: slots for the prompt, filled by the peer, and its first token. None: no room."""
         sequence = make_sequence(prompt, max_tokens, f"r{len(self.sequences)}")
-        sequence.gang = gang
+        sequence.arrives = True
+        if sample is not None:
+            join(sequence, sample)
+            self.blocks.tails.begin(sequence.key[0])
+        name = self.blocks.tail_name(sequence)
         if not self.blocks.admit(sequence, Owner.RESERVED):
+            self.blocks.tail_ended(sequence)
             return None
         self.sequences.append(sequence)
+        is_received = sequence.num_computed < sequence.num_tokens
         sequence.num_computed = sequence.num_tokens
         sequence.tokens.append(ADOPTED_FIRST_TOKEN)
         self.blocks.change_owner(sequence, Owner.RUNNING)
         self.scheduler.adopt(sequence)
+        if name is not None and is_received:
+            self.blocks.list_received_tail(sequence, name, sequence.num_samples - 1)
         return sequence
 
     def forward(self, plan: StepPlan, token_id: int | None = None) -> StepResult:
@@ -149,6 +200,7 @@ class Bench:
         for row in plan.rows:
             assert row.position == row.sequence.num_computed
             assert row.sequence.table.capacity_tokens >= row.position + row.num_tokens
+        check_writes(self.scheduler, plan)
 
     def check_budget(self, plan: StepPlan) -> None:
         """No more tokens than the budget, but for one prompt that is not cut and longer than the rest of the step."""
@@ -174,7 +226,7 @@ class Bench:
         holders = {s for s in [*running, *self.sequences] if s.num_planned} | set(
             running
         )  # ended ones, until they land
-        held = {block for s in holders for block in s.table.ids.tolist()}
+        held = {block for s in holders for block in s.table.ids.tolist()} | blocks_besides(self.scheduler)
         if not copying:
             assert held == {block for block in range(self.pool.num_blocks) if self.is_a_sequences(block)}
         use = self.blocks.slot_use(running)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from kvrelay.engine.batch import SequenceKey, StepResult
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.sequence import Sequence
-from tests.unit.scheduling.bench import Bench
+from tests.unit.scheduling.bench import Bench, check_writes
 
 Forward = Callable[[StepPlan], StepResult]
 
@@ -70,6 +70,7 @@ class OverlappedBench(Bench):
     def check_rows(self, plan: StepPlan) -> None:
         """Rows go on where the committed tokens end, whatever was planned before."""
         self.check_budget(plan)
+        check_writes(self.scheduler, plan)
         for row in plan.rows:
             if row.sequence.key in self.scheduler.running:
                 assert row.position == row.sequence.num_computed

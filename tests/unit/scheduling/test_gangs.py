@@ -16,7 +16,6 @@ from tests.unit.scheduling.test_beams import MAX_MODEL_LEN, World, policies, pro
 
 pytestmark = pytest.mark.unit
 
-TAIL_TOKENS = 3  # of a prompt of 11 tokens, behind its two full blocks
 requests = st.lists(
     st.tuples(prompts, st.integers(1, 5), st.integers(1, 24), st.integers(0, 4)), min_size=1, max_size=6
 )
@@ -28,6 +27,7 @@ def samples(world: World, number: int, prompt: list[int], count: int, max_tokens
         sampling = Sampling(temperature=1.0, seed=number, max_tokens=max_tokens, ignore_eos=True)
         sequence = world.make(prompt, sampling, key=(f"g{number}", 1, index))
         sequence.gang = f"g{number}" if count > 1 else ""
+        sequence.num_samples = count
         world.scheduler.add(sequence)
         gang.append(sequence)
     return gang
@@ -143,8 +143,8 @@ def test_nobody_else_gets_the_room_that_is_set_aside() -> None:
     world.step()
     assert [s.state for s in gang] == [SequenceState.RUNNING] + [SequenceState.WAITING] * 3
     assert world.scheduler.num_slots == 4
-    late = world.add([3] * 20, Sampling(temperature=0.0, max_tokens=4, ignore_eos=True))
-    assert world.pool.num_available >= 5, "it would fit"
+    late = world.add([3] * 24, Sampling(temperature=0.0, max_tokens=4, ignore_eos=True))
+    assert world.pool.num_available >= 6, "it would fit"
     for _ in range(3):
         admitted = world.step().admitted
         assert late not in admitted or all(s.state is SequenceState.RUNNING for s in gang)
@@ -157,7 +157,7 @@ def test_a_prompt_is_computed_once(scheduler: str) -> None:
     world = World(32, 16, 8, True, scheduler)
     gang = samples(world, 1, [2] * 11, 4, 3)
     num_computed = step_until(world, gang, SequenceState.FINISHED)
-    assert num_computed == 11 + 3 * TAIL_TOKENS
+    assert num_computed == 11
 
 
 def step_until(world: World, gang: list[Sequence], state: SequenceState) -> int:

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrelay.engine.batch import SequenceKey
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay.scheduling.base import QueueOrderName, SchedulerSettings
 from kvrelay.scheduling.blocks import OnDemandBlocks
 from kvrelay.scheduling.sequence import Sequence, SequenceState
-from tests.unit.scheduling.bench import BLOCK_SIZE, SCHEDULERS, Bench
+from tests.unit.scheduling.bench import BLOCK_SIZE, SCHEDULERS, Bench, Sample
 from tests.unit.scheduling.overlapped import OverlappedBench
 
 pytestmark = pytest.mark.unit
@@ -44,37 +45,39 @@ policies = st.builds(
 class History:
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
-        self.finished: dict[str, FinishReason] = {}
-        self.expected: dict[str, tuple[Sequence, int]] = {}
+        self.finished: dict[SequenceKey, FinishReason] = {}
+        self.expected: dict[SequenceKey, tuple[Sequence, int]] = {}
 
     def arrive(self, prompt: list[int], max_tokens: int, priority: int, kind: str) -> None:
         kind, _, is_gang = kind.partition(" ")
-        gang = f"g{len(self.bench.sequences)}" if is_gang else ""
-        for index in range(2 + priority if is_gang else 1):
+        name, count = f"g{len(self.bench.sequences)}", 2 + priority if is_gang else 1
+        for index in range(count):
             one = "local" if kind == "aborted" and index else kind  # of a gang, the first alone
-            self.arrive_one(prompt, max_tokens + index, priority, one, gang)
+            self.arrive_one(prompt, max_tokens + index, priority, one, (name, index, count) if is_gang else None)
+        if kind == "adopted":
+            self.bench.blocks.tails.end(name)  # those that found no room do not come back
 
-    def arrive_one(self, prompt: list[int], max_tokens: int, priority: int, kind: str, gang: str) -> None:
+    def arrive_one(self, prompt: list[int], max_tokens: int, priority: int, kind: str, sample: Sample | None) -> None:
         if kind == "adopted":
             if self.bench.scheduler.num_slots < self.bench.scheduler.limits.max_running:
-                sequence = self.bench.adopt(prompt, max_tokens + 2, gang)
+                sequence = self.bench.adopt(prompt, max_tokens + 2, sample)
                 if sequence is not None:
-                    self.expected[sequence.key[0]] = (sequence, len(prompt) + max_tokens + 2)
+                    self.expected[sequence.key] = (sequence, len(prompt) + max_tokens + 2)
             return
-        sequence = self.bench.add(prompt, max_tokens, priority, prefill_only=kind == "prefill_only", gang=gang)
+        sequence = self.bench.add(prompt, max_tokens, priority, prefill_only=kind == "prefill_only", sample=sample)
         if kind == "aborted":
             self.bench.scheduler.abort(sequence.key)
         elif kind == "prefill_only" and max_tokens > 1:
-            self.expected[sequence.key[0]] = (sequence, len(prompt) + 1)
+            self.expected[sequence.key] = (sequence, len(prompt) + 1)
         else:
-            self.expected[sequence.key[0]] = (sequence, len(prompt) + max_tokens)
+            self.expected[sequence.key] = (sequence, len(prompt) + max_tokens)
 
     def step(self) -> None:
         plan, outputs = self.bench.step()
         is_idle = not (plan.has_work or plan.preempted)
         assert not is_idle or not self.bench.scheduler.has_work, f"work waits and nothing runs: {plan.held_back}"
-        assert all(not o.finish or o.sequence.key[0] not in self.finished for o in outputs), "finished twice"
-        self.finished |= {o.sequence.key[0]: o.finish for o in outputs if o.finish}
+        assert all(not o.finish or o.sequence.key not in self.finished for o in outputs), "finished twice"
+        self.finished |= {o.sequence.key: o.finish for o in outputs if o.finish}
 
     def check_end(self) -> None:
         longest = NUM_BLOCKS * BLOCK_SIZE
@@ -84,6 +87,8 @@ class History:
             assert sequence.prefill_only or name in self.finished
         assert self.bench.pool.num_available == NUM_BLOCKS
         assert not self.bench.scheduler.in_progress
+        assert not self.bench.blocks.tails
+        assert not self.bench.blocks.num_forked
         assert self.bench.scheduler.swap_use.num_used_slots == 0
 
 

@@ -57,6 +57,7 @@ class Served:
     results: dict[int, SequenceOutput] = field(default_factory=dict)
     at_s: dict[int, list[float]] = field(default_factory=dict)
     num_preemptions: int = 0
+    num_prefill_tokens: int = 0
 
 
 def serve(
@@ -66,9 +67,11 @@ def serve(
     scheduler: str = "sarathi",
     token_budget: int = 24,
     overlap: bool = True,
+    are_samples: bool = False,
     **policy: object,
 ) -> Served:
-    """All jobs through a step loop, in virtual time."""
+    """All jobs through a step loop, in virtual time; `are_samples`: of one request."""
+    num_samples = len(jobs) if are_samples else 1
     spec, served = runner.spec, Served()
     limits = SchedulerLimits(token_budget, 8, spec.max_model_len, frozenset(spec.eos_token_ids))
     pool = BlockPool(spec.num_blocks, spec.block_size)
@@ -78,7 +81,7 @@ def serve(
 
     def committed(outputs: list[SequenceOutput]) -> None:
         for output in outputs:
-            number = int(output.sequence.key[0])
+            number = output.sequence.key[2] if are_samples else int(output.sequence.key[0])
             if output.token_id is not None:
                 served.output[number].append(output.token_id)
                 served.at_s[number].append(asyncio.get_running_loop().time())
@@ -94,7 +97,8 @@ def serve(
         for number, (prompt, sampling) in enumerate(jobs):
             served.output[number], served.at_s[number] = [], []
             sequence = Sequence(
-                key=(str(number), 1, 0),
+                key=(str(number), 1, 0) if num_samples == 1 else ("all", 1, number),
+                num_samples=num_samples,
                 tokens=TokenBuffer(np.asarray(prompt, np.int32)),
                 num_prompt=len(prompt),
                 sampling=sampling,
@@ -110,6 +114,7 @@ def serve(
     pool.check_integrity()
     assert not built.has_work and pool.num_available == pool.num_blocks
     served.num_preemptions = built.num_preemptions
+    served.num_prefill_tokens = loop.totals.num_prefill_tokens
     return served
 
 
@@ -139,6 +144,16 @@ def test_outputs_are_the_continuations_whatever_the_batches_preemptions_and_shar
     served = serve(runner, jobs, scheduler=scheduler, overlap=overlap, preemption="swap" if num_swap_slots else "auto")
     for number, (prompt, sampling) in enumerate(jobs):
         assert served.output[number] == continuation(prompt, sampling, VOCABULARY, runner.spec.max_model_len)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("num_prompt", [1, 8, 9, 40, 45])
+def test_samples_draw_from_one_prompt(num_prompt: int, overlap: bool) -> None:
+    prompt, sampling = list(range(3, 3 + num_prompt)), Sampling(seed=1, max_tokens=20, ignore_eos=True)
+    served = serve(runner_of(), [(prompt, sampling)] * 6, overlap=overlap, are_samples=True)
+    assert served.num_prefill_tokens == num_prompt
+    for number, output in served.output.items():
+        assert output == continuation(prompt, sampling, VOCABULARY, 320, number)
 
 
 def test_a_crowded_pool_preempts_and_nothing_changes() -> None:

@@ -1,0 +1,226 @@
+"""The samples of a request over real workers: what a prompt costs does not depend on their number."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from kvrelay.engine.batch import StepResult, WorkerBatch
+from kvrelay.kv.table import blocks_for
+from kvrelay.protocol.messages import AnyBody, Cancel, Stop
+from kvrelay.protocol.sampling import Sampling
+from tests.component.workers.rig import Fleet, fleet, prompt_of, run
+from tests.fakes.hash_runner import HashRunner, expected_tokens
+from tests.fakes.waiting import until
+from tests.fakes.workers import LocalWorker, Received
+
+pytestmark = pytest.mark.component
+BLOCK = 16
+LENGTHS = [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 7]
+SAMPLING = Sampling(temperature=1.0, seed=5, max_tokens=6, ignore_eos=True)
+
+
+class CountingRunner(HashRunner):
+    num_copies = 0
+
+    def execute(self, batch: WorkerBatch) -> StepResult:
+        self.num_copies += len(batch.copies)
+        return super().execute(batch)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one prompt: tokens computed, blocks computed, sent, received; and blocks copied before a write."""
+
+    computed_tokens: int
+    computed_blocks: float
+    pushed_blocks: float
+    received_blocks: int
+    num_copies: int
+
+
+def check(prompt: list[int], received: Sequence[Received], sampling: Sampling = SAMPLING) -> None:
+    for index, each in enumerate(received):
+        assert each.failed is None
+        assert each.output == expected_tokens(prompt, sampling, 512, index)
+
+
+async def hand_over(redis_url: str, prompt: list[int], count: int, **settings: object) -> Cost:
+    """All samples are on the prefill worker before the first chunk is computed."""
+    prefill, decode = CountingRunner(), CountingRunner()
+    async with fleet(redis_url, [prefill], [decode], **settings) as f:
+        prefill.hold_after(0)
+        samples = [
+            f.router.prefill(f.prefill[0].me, f.decode[0].me, "r", prompt, SAMPLING, sample=(index, count))
+            for index in range(count)
+        ]
+        await until(lambda: f.prefill[0].shell.role.num_open == count)
+        prefill.go_on()
+        for sample in samples:
+            await sample.finished()
+        check(prompt, samples)
+        await f.until_clean()
+        assert prefill.num_copies == 0, "prefill writes nothing behind a prompt"
+        check_nothing_kept(f)
+        num_received = [sample.usage.received_blocks for sample in samples if sample.usage is not None]
+        # The transport tells the sender of a block's leaving when it pleases, perhaps after the commit.
+        await until(lambda: f.prefill[0].shell.role.totals()["pushed_blocks"] >= sum(num_received))
+        totals = f.prefill[0].shell.role.totals()
+        assert totals["prompt_blocks"] == totals["computed_blocks"] + totals["cached_blocks"]
+        assert len(num_received) == count
+        return Cost(
+            f.prefill[0].shell.steps.totals.num_prefill_tokens,
+            totals["computed_blocks"],
+            totals["pushed_blocks"],
+            sum(num_received),
+            decode.num_copies,
+        )
+
+
+def check_nothing_kept(f: Fleet) -> None:
+    """Neither tails nor, but for what the next step forgets, positions to draw from."""
+    for worker in [*f.prefill, *f.decode]:
+        tails = worker.shell.scheduler.blocks.tails
+        assert not tails
+        assert not tails._seen
+        assert set(worker.runner.kept) == set(tails.take_forgotten())
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_eight_samples_cost_what_one_does(redis_url: str, length: int, overlap: bool) -> None:
+    async def test() -> None:
+        prompt = prompt_of(length, 3)
+        settings = {"token_budget": 24, "max_running": 16, "overlap": overlap}  # longer prompts take several chunks
+        one = await hand_over(redis_url, prompt, 1, **settings)
+        eight = await hand_over(redis_url, prompt, 8, **settings)
+        assert one == Cost(length, blocks_for(length, BLOCK), blocks_for(length, BLOCK), blocks_for(length, BLOCK), 0)
+        num_parted = 7 if length % BLOCK else 0  # the last of the eight writes in place
+        assert eight == Cost(
+            one.computed_tokens, one.computed_blocks, one.pushed_blocks, one.received_blocks, num_parted
+        )
+
+    run(test)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_on_a_worker_that_runs_both_phases_too(redis_url: str, length: int) -> None:
+    async def test() -> None:
+        prompt, runner = prompt_of(length, 4), CountingRunner()
+        async with fleet(redis_url, [], [runner], token_budget=24, max_running=16) as f:
+            runner.hold_after(0)
+            samples = [
+                f.router.generate(f.decode[0].me, "r", prompt, SAMPLING, sample=(index, 8)) for index in range(8)
+            ]
+            await until(lambda: f.decode[0].shell.role.num_open == 8)
+            runner.go_on()
+            for sample in samples:
+                await sample.finished()
+            check(prompt, samples)
+            await f.until_clean()
+            check_nothing_kept(f)
+            assert f.decode[0].shell.steps.totals.num_prefill_tokens == length
+            assert runner.num_copies == (7 if length % BLOCK else 0)
+            usages = [sample.usage for sample in samples if sample.usage is not None]
+            assert sum(usage.computed_blocks for usage in usages) == blocks_for(length, BLOCK)
+            assert all(u.computed_blocks + u.cached_blocks == u.prompt_blocks for u in usages)
+
+    run(test)
+
+
+def test_a_first_sample_that_ends_with_its_first_token_leaves_the_tail_to_the_others(redis_url: str) -> None:
+    async def test() -> None:
+        prompt = prompt_of(BLOCK + 3, 5)
+        first = expected_tokens(prompt, SAMPLING, 512, 0)[0]
+        sampling = Sampling(temperature=1.0, seed=5, max_tokens=6, ignore_eos=True, stop_token_ids=(first,))
+        runner = CountingRunner()
+        async with fleet(redis_url, [runner], [CountingRunner()]) as f:
+            runner.hold_after(0)
+            samples = [
+                f.router.prefill(f.prefill[0].me, f.decode[0].me, "r", prompt, sampling, sample=(index, 4))
+                for index in range(4)
+            ]
+            await until(lambda: f.prefill[0].shell.role.num_open == 4)
+            runner.go_on()
+            for sample in samples:
+                await sample.finished()
+            check(prompt, samples, sampling)
+            assert len(samples[0].output) == 1
+            await f.until_clean()
+            check_nothing_kept(f)
+            assert f.prefill[0].shell.steps.totals.num_prefill_tokens == len(prompt)
+
+    run(test)
+
+
+def test_samples_that_go_to_several_decode_workers_are_sent_once_to_each(redis_url: str) -> None:
+    async def test() -> None:
+        prompt, runner = prompt_of(2 * BLOCK + 5, 6), CountingRunner()
+        async with fleet(redis_url, [runner], [CountingRunner(), CountingRunner()]) as f:
+            runner.hold_after(0)
+            samples = [
+                f.router.prefill(f.prefill[0].me, f.decode[index % 2].me, "r", prompt, SAMPLING, sample=(index, 6))
+                for index in range(6)
+            ]
+            await until(lambda: f.prefill[0].shell.role.num_open == 6)
+            runner.go_on()
+            for sample in samples:
+                await sample.finished()
+            check(prompt, samples)
+            await f.until_clean()
+            check_nothing_kept(f)
+            assert f.prefill[0].shell.steps.totals.num_prefill_tokens == len(prompt)
+            num_received = sum(sample.usage.received_blocks for sample in samples if sample.usage is not None)
+            assert num_received == 2 * blocks_for(len(prompt), BLOCK)
+
+    run(test)
+
+
+@pytest.mark.parametrize("num_prefill", [0, 1])
+@pytest.mark.parametrize("num_blocks", [14, 64])
+def test_cancels_and_stops_of_any_sample_at_any_moment(redis_url: str, num_prefill: int, num_blocks: int) -> None:
+    """Requests of one to six samples over two decode workers, with pools that are too small for all, or large."""
+
+    async def test() -> None:
+        rng = random.Random(num_blocks)
+        prefill = [HashRunner(num_blocks) for _ in range(num_prefill)]
+        decode = [HashRunner(num_blocks, num_swap_slots=8 * index) for index in range(2)]
+        async with fleet(redis_url, prefill, decode, token_budget=32, max_running=6) as f:
+            kept: list[tuple[list[int], int, Sampling, Received]] = []
+            for number in range(40):
+                count, prompt = rng.randint(1, 6), prompt_of(rng.randint(1, 70), number)
+                sampling = Sampling(temperature=1.0, seed=number, max_tokens=rng.randint(2, 24), ignore_eos=True)
+                started = [start(f, rng, f"r{number}", prompt, sampling, (i, count)) for i in range(count)]
+                doomed = set(rng.sample(range(count), rng.randint(0, count)))
+                kept += [(prompt, i, sampling, got) for i, got in enumerate(started) if i not in doomed]
+                for index in doomed:
+                    if rng.random() < 0.5:
+                        await asyncio.sleep(rng.random() * 0.01)
+                    bodies: list[AnyBody] = [Cancel(reason="the client is gone"), Stop()]
+                    body = rng.choice(bodies)
+                    for worker in [*f.prefill, *f.decode]:
+                        f.router.send(worker.me, f"r{number}", body, sequence=index)
+            for prompt, index, sampling, got in kept:
+                await got.finished()
+                assert got.failed is None, got.failed
+                assert got.output == expected_tokens(prompt, sampling, num_blocks * BLOCK, index)
+            await f.until_clean()
+            for worker in [*f.prefill, *f.decode]:
+                assert not worker.shell.scheduler.blocks.tails
+                assert not worker.shell.scheduler.blocks.tails._seen
+                assert not worker.shell.scheduler.blocks.num_forked
+
+    run(test)
+
+
+def start(
+    f: Fleet, rng: random.Random, name: str, prompt: list[int], sampling: Sampling, sample: tuple[int, int]
+) -> Received:
+    decode: LocalWorker = rng.choice(f.decode)
+    if not f.prefill:
+        return f.router.generate(decode.me, name, prompt, sampling, sample=sample)
+    return f.router.prefill(f.prefill[0].me, decode.me, name, prompt, sampling, sample=sample)

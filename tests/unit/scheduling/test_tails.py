@@ -1,0 +1,404 @@
+"""The last block of a prompt that several samples share, over random histories, against what K/V the blocks hold.
+
+The model is the hash model: each token proves what all blocks of its sequence hold, and each draw that the blocks are
+those of the position that it draws from. Steps are planned ahead, fail, and are called off; samples arrive together or
+late, are computed here, for others, or elsewhere, and end at any moment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrelay.engine.batch import SequenceKey, WorkerBatch
+from kvrelay.kv.cache import PrefixCache
+from kvrelay.kv.hashing import root_hash
+from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.kv.table import BlockTable, blocks_for
+from kvrelay.protocol.messages import PeerRef
+from kvrelay.protocol.sampling import Sampling
+from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
+from kvrelay.scheduling.batching import BatchScheduler
+from kvrelay.scheduling.blocks import WholeSequenceBlocks
+from kvrelay.scheduling.plan import SequenceOutput, StepPlan
+from kvrelay.scheduling.registry import find_scheduler
+from kvrelay.scheduling.sequence import Sequence, SequenceState, TokenBuffer
+from kvrelay.worker.step_loop import worker_batch
+from tests.fakes.hash_runner import HashRunner, expected_tokens, next_token
+from tests.unit.scheduling.bench import SCHEDULERS, check_writes
+
+pytestmark = pytest.mark.unit
+BLOCK = 4
+MAX_LEN = 48
+
+
+@dataclass
+class World:
+    """A worker's scheduler over the hash model's pool, with up to two steps under way."""
+
+    num_blocks: int = 64
+    token_budget: int = 16
+    max_running: int = 8
+    scheduler_name: str = "sarathi"
+    policy: SchedulerSettings = field(default_factory=SchedulerSettings)
+    num_swap_slots: int = 0
+
+    def __post_init__(self) -> None:
+        self.runner = HashRunner(self.num_blocks, BLOCK, MAX_LEN, num_swap_slots=self.policy.num_swap_slots)
+        self.pool = BlockPool(self.num_blocks, BLOCK)
+        limits = SchedulerLimits(self.token_budget, self.max_running, MAX_LEN, frozenset())
+        built = find_scheduler(self.scheduler_name)(limits, self.pool, PrefixCache(self.pool), self.policy)
+        assert isinstance(built, BatchScheduler)
+        self.scheduler, self.blocks = built, built.blocks
+        self.open: dict[SequenceKey, Sequence] = {}
+        self.ended: list[Sequence] = []
+        self.handed: dict[SequenceKey, list[int]] = {}  # by prompts computed for others: the blocks, held as in flight
+        self.in_flight: StepPlan | None = None
+        self.following: StepPlan | None = None
+        self.batches: dict[int, WorkerBatch] = {}  # made with the plan: what is planned behind it may change tables
+        self.num_computed = self.num_copies = 0
+
+    # -- sequences ----------------------------------------------------------------------------------------------------
+
+    def make(self, request: str, index: int, count: int, prompt: list[int], max_tokens: int) -> Sequence:
+        sampling = Sampling(temperature=1.0, seed=len(prompt), max_tokens=max_tokens, ignore_eos=True)
+        sequence = Sequence(
+            key=(request, 1, index),
+            tokens=TokenBuffer(np.array(prompt, np.int32)),
+            num_prompt=len(prompt),
+            sampling=sampling,
+            root=root_hash(model="test"),
+            table=BlockTable(BLOCK),
+            router=PeerRef("router", "1", "tcp://nowhere"),
+            gang=request if count > 1 else "",
+            num_samples=count,
+        )
+        self.runner.add_sequence(sequence.key, sampling, prompt, len(prompt))
+        return sequence
+
+    def begin(self, sequence: Sequence) -> Sequence:
+        self.open[sequence.key] = sequence
+        if sequence.num_samples > 1:
+            self.blocks.tails.begin(sequence.key[0])
+        return sequence
+
+    def add(self, request: str, index: int, count: int, prompt: list[int], max_tokens: int) -> Sequence:
+        sequence = self.make(request, index, count, prompt, max_tokens)
+        self.scheduler.add(sequence)
+        return self.begin(sequence)
+
+    def add_for_others(self, request: str, index: int, count: int, prompt: list[int], max_tokens: int) -> Sequence:
+        sequence = self.make(request, index, count, prompt, max_tokens)
+        sequence.prefill_only, sequence.gang = True, ""
+        self.scheduler.add(sequence)
+        return self.begin(sequence)
+
+    def receive(self, request: str, index: int, count: int, prompt: list[int], max_tokens: int) -> Sequence | None:
+        """As a decode worker does: all at once. None: no room."""
+        sequence = self.make(request, index, count, prompt, max_tokens)
+        sequence.arrives = True
+        if self.scheduler.num_slots >= self.max_running or max_tokens < 2:
+            return None
+        self.begin(sequence)
+        if not self.blocks.admit(sequence, Owner.RESERVED):
+            self.blocks.tail_ended(sequence)
+            self.close(sequence)
+            self.ended.remove(sequence)
+            return None
+        name, first = self.blocks.tail_name(sequence), blocks_for(sequence.num_computed, BLOCK)
+        positions = np.arange(first * BLOCK, len(prompt))
+        where = sequence.table.ids[positions // BLOCK], positions % BLOCK
+        self.runner._entries[where] = np.stack([np.array(prompt)[positions], positions], axis=1)
+        token_id = next_token(np.array(prompt, np.int32), sequence.sampling, index)
+        sequence.num_computed = len(prompt)
+        sequence.tokens.append(token_id)
+        self.runner._drawn[sequence.key] = token_id
+        self.blocks.change_owner(sequence, Owner.RUNNING)
+        self.scheduler.adopt(sequence)
+        if name is not None and len(positions):
+            self.blocks.list_received_tail(sequence, name, count - 1)
+        return sequence
+
+    def close(self, sequence: Sequence) -> None:
+        """Nothing of it is here any more."""
+        if self.open.pop(sequence.key, None) is not None:
+            self.ended.append(sequence)
+            if not any(key[0] == sequence.key[0] for key in self.open):
+                self.blocks.tails.end(sequence.key[0])
+
+    def abort(self, sequence: Sequence) -> None:
+        self.scheduler.abort(sequence.key)
+        self.let_go(sequence)
+
+    def let_go(self, sequence: Sequence) -> None:
+        """Of what was computed for others: they have it."""
+        self.pool.release(self.handed.pop(sequence.key, []), Owner.IN_FLIGHT)
+        self.close(sequence)
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def plan(self, *, ahead: bool) -> None:
+        if self.in_flight is None:
+            plan = self.scheduler.schedule()
+            check_writes(self.scheduler, plan)
+            assert plan.has_work or plan.preempted or not self.scheduler.has_work, plan.held_back
+            self.in_flight = plan if plan.has_work else None
+            self.batches[plan.step] = worker_batch(plan)
+        elif ahead and self.following is None:
+            self.following = self.scheduler.schedule_ahead()
+            if self.following is not None:
+                check_writes(self.scheduler, self.following)
+                self.batches[self.following.step] = worker_batch(self.following)
+        self.pool.check_integrity()
+
+    def land(self) -> None:
+        plan, self.in_flight, self.following = self.in_flight, self.following, None
+        assert plan is not None
+        self.num_copies += len(plan.copies)
+        self.num_computed += plan.num_prefill_tokens
+        self.take(self.scheduler.commit(plan, self.runner.execute(self.batches.pop(plan.step))))
+
+    def fail(self, which: int) -> None:
+        """The step in flight gives nothing because of one of its rows; its copies were made."""
+        if self.in_flight is None or not self.in_flight.rows:
+            return
+        plan, self.in_flight = self.in_flight, None
+        if self.following is not None:
+            self.scheduler.cancel_plan(self.following)
+            self.following = None
+        copies = [(copy.source, copy.target) for copy in plan.copies]
+        self.runner._swap(self.batches.pop(plan.step))
+        for source, target in copies:
+            self.runner.pool_bytes[target] = self.runner.pool_bytes[source]
+        key = plan.rows[which % len(plan.rows)].sequence.key
+        for sequence in self.scheduler.fail_step(plan, {key}):
+            self.close(sequence)
+
+    def take(self, outputs: list[SequenceOutput]) -> None:
+        for output in outputs:
+            sequence = output.sequence
+            if sequence.prefill_only and output.prefilled and output.finish is None:
+                blocks = sequence.table.ids.tolist()
+                self.pool.hold(blocks, Owner.IN_FLIGHT)
+                self.handed[sequence.key] = blocks
+                self.scheduler.abort(sequence.key)
+            elif output.finish is not None:
+                self.close(sequence)
+
+    def run(self) -> None:
+        for _ in range(4000):
+            if not self.scheduler.has_work and not self.handed:
+                break
+            self.plan(ahead=False)
+            if self.in_flight is not None:
+                self.land()
+            for key in list(self.handed):
+                self.let_go(self.open[key])
+        assert not self.scheduler.has_work
+        assert not self.handed
+
+    def check_end(self, aborted: set[SequenceKey]) -> None:
+        assert not self.open
+        assert not self.blocks.tails and not self.blocks.tails._seen
+        assert not self.blocks.num_forked and not len(self.blocks.copies)
+        assert self.pool.num_available == self.num_blocks
+        assert not self.scheduler.in_progress
+        assert set(self.runner.kept) <= set(self.blocks.tails.take_forgotten()), "a position is kept for ever"
+        for sequence in self.ended:
+            prompt = sequence.tokens.view(0, sequence.num_prompt).tolist()
+            output = sequence.tokens.view(sequence.num_prompt, sequence.num_tokens).tolist()
+            expected = expected_tokens(prompt, sequence.sampling, MAX_LEN, sequence.key[2])
+            if sequence.prefill_only:
+                expected = expected[:1]
+            assert output == (expected[: len(output)] if sequence.key in aborted else expected)
+
+
+prompts = st.one_of(st.integers(1, 20), st.sampled_from([4, 8, 12])).flatmap(
+    lambda length: st.lists(st.integers(1, 2), min_size=length, max_size=length)
+)
+requests = st.tuples(
+    prompts, st.integers(1, 6), st.integers(1, 16), st.sampled_from(["here", "here", "for others", "received"])
+)
+events = st.one_of(
+    st.tuples(st.just("request"), requests),
+    st.tuples(st.just("late"), st.integers(0, 99)),
+    st.tuples(st.sampled_from(["abort", "fail", "let go"]), st.integers(0, 99)),
+    st.tuples(st.sampled_from(["step", "step", "step", "plan", "ahead"]), st.just(0)),
+)
+policies = st.builds(
+    SchedulerSettings,
+    chunking=st.sampled_from(["fixed", "dynamic"]),
+    retraction=st.sampled_from(["latest", "least_progress"]),
+    preemption=st.sampled_from(["recompute", "swap"]),
+    num_swap_slots=st.sampled_from([0, 6, 40]),
+    gang_samples=st.booleans(),
+)
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@settings(max_examples=100, deadline=None)
+@given(st.lists(events, min_size=1, max_size=40), policies, st.integers(12, 40), st.integers(8, 24), st.integers(1, 8))
+def test_every_sample_draws_what_it_draws_alone(
+    scheduler: str,
+    history: list[tuple[str, object]],
+    policy: SchedulerSettings,
+    num_blocks: int,
+    token_budget: int,
+    max_running: int,
+) -> None:
+    world = World(num_blocks, token_budget, max_running, scheduler, policy)
+    aborted: set[SequenceKey] = set()
+    late: list[tuple[str, int, int, list[int], int, str]] = []
+    for number, (name, value) in enumerate(history):
+        match name, value:
+            case "request", (list(prompt), int(count), int(max_tokens), str(kind)):
+                for index in range(count):
+                    late.append((f"r{number}", index, count, prompt, max_tokens, kind))
+                for _ in range(max(1, count - number % 3)):  # the others come later, or never
+                    arrive(world, *late.pop(0))
+            case "late", which if late:
+                arrive(world, *late.pop(int(str(which)) % len(late)))
+            case "abort", which if world.open:
+                sequence = list(world.open.values())[int(str(which)) % len(world.open)]
+                aborted.add(sequence.key)
+                world.abort(sequence)
+            case "let go", which if world.handed:
+                world.let_go(world.open[list(world.handed)[int(str(which)) % len(world.handed)]])
+            case "fail", which if world.in_flight is not None and world.in_flight.rows:
+                row = world.in_flight.rows[int(str(which)) % len(world.in_flight.rows)]
+                aborted.add(row.sequence.key)
+                world.fail(int(str(which)))
+            case "plan", _:
+                world.plan(ahead=False)
+            case "ahead", _:
+                world.plan(ahead=True)
+            case "step", _:
+                world.plan(ahead=False)
+                if world.in_flight is not None:
+                    world.land()
+    while world.in_flight is not None:
+        world.land()
+    world.run()
+    world.check_end(aborted)
+
+
+def arrive(world: World, request: str, index: int, count: int, prompt: list[int], max_tokens: int, kind: str) -> None:
+    if (request, 1, index) in world.open:
+        return
+    begin = {"here": world.add, "for others": world.add_for_others, "received": world.receive}[kind]
+    begin(request, index, count, prompt, max_tokens)
+
+
+# -- what is shared, and for how long ---------------------------------------------------------------------------------
+
+
+def samples(world: World, count: int, num_prompt: int, max_tokens: int = 3) -> list[Sequence]:
+    return [world.add("r", index, count, [2] * num_prompt, max_tokens) for index in range(count)]
+
+
+def steps(world: World, num: int) -> None:
+    for _ in range(num):
+        world.plan(ahead=False)
+        if world.in_flight is not None:
+            world.land()
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("num_prompt", [1, 3, 4, 5, 11, 12])
+def test_a_prompt_is_computed_and_stored_once(scheduler: str, num_prompt: int) -> None:
+    world = World(scheduler_name=scheduler)
+    gang = samples(world, 6, num_prompt)
+    num_held = []
+    while any(sample.num_output == 0 for sample in gang):
+        steps(world, 1)
+        num_held.append(world.num_blocks - world.pool.num_available)
+    assert world.num_computed == num_prompt
+    if world.scheduler.block_manager is not WholeSequenceBlocks:
+        assert num_held[0] == blocks_for(num_prompt, BLOCK), "before any sample wrote behind the prompt"
+    world.run()
+    assert world.num_copies == (5 if num_prompt % BLOCK else 0), "the last one writes in place"
+    world.check_end(set())
+
+
+def test_what_prefill_computes_for_others_is_stored_once() -> None:
+    world = World()
+    for index in range(6):
+        world.add_for_others("r", index, 6, [2] * 11, 3)
+    steps(world, 3)
+    assert len(world.handed) == 6
+    assert world.num_computed == 11
+    assert world.num_blocks - world.pool.num_available == 3
+    world.run()
+    world.check_end(set())
+
+
+def test_what_is_received_is_stored_once_until_it_is_written() -> None:
+    world = World()
+    gang = [world.receive("r", index, 4, [2] * 10, 4) for index in range(4)]
+    assert all(gang)
+    assert world.num_blocks - world.pool.num_available == 3
+    steps(world, 1)
+    assert world.num_blocks - world.pool.num_available == 2 + 4
+    assert world.num_copies == 3
+    world.run()
+    world.check_end(set())
+
+
+@pytest.mark.parametrize("num_aborted", [1, 3])
+def test_a_first_sample_that_is_aborted_leaves_its_tail_to_the_others(num_aborted: int) -> None:
+    """Before its prompt is computed, the next one computes it; behind that, nobody does."""
+    for num_steps, num_computed in ((1, 16 + 4), (2, 20)):
+        world = World(token_budget=16)
+        gang = samples(world, 5, 20)
+        steps(world, num_steps)
+        for sample in gang[:num_aborted]:
+            world.abort(sample)
+        world.run()
+        assert world.num_computed == num_computed
+        world.check_end({sample.key for sample in gang[:num_aborted]})
+
+
+def test_a_tail_that_nobody_takes_yields_to_whoever_needs_its_block() -> None:
+    world = World(num_blocks=6)
+    first = world.add("r", 0, 3, [2] * 3, 2)  # the two others never come
+    steps(world, 1)
+    assert len(world.blocks.tails) == 1
+    steps(world, 1)
+    assert first.state is SequenceState.FINISHED
+    world.begin(first)
+    other = world.add("s", 0, 1, [1] * 21, 2)
+    steps(world, 2)
+    assert other.num_output == 1
+    assert not world.blocks.tails
+    world.close(first)
+    world.run()
+
+
+def test_a_late_sample_finds_the_tail_as_long_as_the_first_is_here() -> None:
+    world = World()
+    world.add("r", 0, 3, [2] * 6, 12)
+    steps(world, 4)
+    for index in (1, 2):
+        world.add("r", index, 3, [2] * 6, 12)
+        steps(world, 2)
+    assert world.num_computed == 6
+    assert not world.blocks.tails
+    world.run()
+    world.check_end(set())
+
+
+def test_samples_with_other_prompts_or_of_other_requests_share_no_tail() -> None:
+    world = World()
+    world.add("r", 0, 2, [2] * 5 + [1], 2)
+    world.add("r", 1, 2, [2] * 5 + [2], 2)  # as after a retry, with output
+    world.add("s", 0, 2, [2] * 5 + [1], 2)
+    world.run()
+    for key in list(world.open):
+        world.close(world.open[key])
+    world.blocks.tails.end("r")
+    world.blocks.tails.end("s")
+    assert world.num_computed == 6 + 2 + 2

@@ -160,6 +160,7 @@ def install(arguments: argparse.Namespace) -> None:
         raise SystemExit(f"{arguments.folder} has no wheels")
     options = ["--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade", "--target"]
     pip("install", *options, str(arguments.site), *wheels)
+    write_metadata(arguments.site)
     here = [ROOT, *(ROOT / part for part in ("shared", "services/router", "services/prefill", "services/decode"))]
     site = arguments.site.resolve()
     print(f"export PYTHONPATH={':'.join(map(str, [*here, site]))} PATH={site}/bin:$PATH")
@@ -177,6 +178,16 @@ def check(_: argparse.Namespace) -> None:
     print(f"CUDA {torch.version.cuda}, {torch.cuda.device_count()} devices; nvcc: {shutil.which('nvcc')}")
     if missing or not torch.cuda.is_available():
         raise SystemExit(f"missing: {', '.join(missing) or 'a CUDA device'}")
+
+
+def write_metadata(site: Path) -> None:
+    """Makes the checkout known as installed: services say their version, which they ask the installation for."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    folder = site / f"{project['name']}-{project['version']}.dist-info"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n", encoding="utf-8"
+    )
 
 
 def find(names: list[str]) -> tuple[bool, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,14 +49,24 @@ def run(part: Part) -> None:
     runner = part.runner(num_tokens + 32 * len(requests), default_sizes(len(requests)))
     peer = Peer(part)
     turns: dict[str, list[Turn]] = {"kvrelay": [], "transformers": []}
-    for repeat in range(scale.repeats + 1):
-        if repeat > 1 and not part.recorder.has_time(f"repeats from {repeat} on"):
-            break
-        for name, turn in (("kvrelay", ours(part, runner, requests)), ("transformers", peer.turn(requests))):
-            if repeat:
-                turns[name].append(turn)
-    peer.close()
-    _report(part, turns)
+    works: dict[str, Callable[[], Turn]] = {
+        "kvrelay": lambda: ours(part, runner, requests),
+        "transformers": lambda: peer.turn(requests),
+    }
+    try:
+        for repeat in range(scale.repeats + 1):
+            if repeat > 1 and not part.recorder.has_time(f"repeats from {repeat} on"):
+                break
+            for name, work in works.items():
+                turn = work()
+                print(f"  turn {repeat}, {name}: {turn.tokens_a_second:.0f} tokens a second", flush=True)
+                if repeat:
+                    turns[name].append(turn)
+    finally:
+        peer.close()
+        for name, each in turns.items():
+            _report(part, name, each)
+    _compare(part, turns["kvrelay"], turns["transformers"])
 
 
 def make_requests(part: Part) -> list[np.ndarray]:
@@ -121,17 +132,19 @@ def _turn(times: list[list[float]], wall_s: float, tokens: list[list[int]]) -> T
     return Turn(count / wall_s, statistics.median(first), max(first), statistics.median(gaps), tokens)
 
 
-def _report(part: Part, turns: dict[str, list[Turn]]) -> None:
-    for name, each in turns.items():
+def _report(part: Part, name: str, turns: list[Turn]) -> None:
+    if turns:
         part.recorder.row(
             "Beside transformers",
             engine=name,
-            tokens_a_second=figures([turn.tokens_a_second for turn in each], 0),
-            first_token_ms=figures([1e3 * turn.first_token_s for turn in each], 1),
-            last_first_token_ms=figures([1e3 * turn.worst_first_token_s for turn in each], 1),
-            gap_ms=figures([1e3 * turn.gap_s for turn in each], 2),
+            tokens_a_second=figures([turn.tokens_a_second for turn in turns], 0),
+            first_token_ms=figures([1e3 * turn.first_token_s for turn in turns], 1),
+            last_first_token_ms=figures([1e3 * turn.worst_first_token_s for turn in turns], 1),
+            gap_ms=figures([1e3 * turn.gap_s for turn in turns], 2),
         )
-    mine, theirs = turns["kvrelay"], turns["transformers"]
+
+
+def _compare(part: Part, mine: list[Turn], theirs: list[Turn]) -> None:
     part.recorder.row(
         "Beside transformers",
         engine="ratio",

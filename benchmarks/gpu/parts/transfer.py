@@ -49,9 +49,18 @@ def make_pool(device: str, num_blocks: int, block_bytes: int, seed: int | None) 
     """`[num_blocks, block_bytes]` of random bytes, the same for a seed on the same kind of device; or of zeros."""
     shape = (num_blocks, block_bytes)
     if seed is None:
-        return torch.zeros(shape, dtype=torch.uint8, device=device)
-    generator = torch.Generator(device).manual_seed(seed)
-    return torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=generator)
+        pool = torch.zeros(shape, dtype=torch.uint8, device=device)
+    else:
+        generator = torch.Generator(device).manual_seed(seed)
+        pool = torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=generator)
+    settle(pool)
+    return pool
+
+
+def settle(pool: torch.Tensor) -> None:
+    """Waits for what was written from here: a transport's streams do not."""
+    if pool.is_cuda:
+        torch.cuda.synchronize(pool.device)
 
 
 def send_as_ordered(device: str, num_blocks: int, block_bytes: int, transports: list[str], orders: Connection) -> None:
@@ -122,6 +131,7 @@ class Pair:
         assert not failures, failures
         assert torch.equal(self.target[list(slots)], self._source[list(sources)]), "other bytes came than were sent"
         self.target[list(slots)] = 0
+        settle(self.target)
         return float(ended - began)
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from importlib.metadata import distributions, version
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,12 @@ def test_a_missing_piece_is_named_by_what_there_is(tmp_path: Path, lost: int) ->
     (pieces / prepare.piece_name(lost, 4)).unlink()
     with pytest.raises(SystemExit, match="some are missing"):
         prepare.main(["join", str(pieces), str(tmp_path / "joined")])
+
+
+def test_a_checkout_is_known_by_its_version(tmp_path: Path) -> None:
+    prepare.write_metadata(tmp_path)
+    (found,) = distributions(path=[str(tmp_path)])
+    assert (found.name, found.version) == ("kvrelay", version("kvrelay"))
 
 
 def test_of_several_names_one_that_can_be_imported_is_enough() -> None:

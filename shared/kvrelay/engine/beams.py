@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvrelay.engine.batch import BeamRow, Candidates, SequenceKey
-from kvrelay.engine.device import to_host
+from kvrelay.engine.device import rows_to_host
 from kvrelay.engine.sampler import Sampler, Seen, check_finite
 
 
@@ -33,16 +33,15 @@ def best_candidates(
         BadLogits: rows whose logits are not finite.
         KeyError: an unknown key.
     """
-    check_finite(keys, *to_host(logits.amax(dim=-1)))
     scores = torch.log_softmax(logits.float(), dim=-1)
     sampler.adjust(keys, positions, scores, _seen(beams, sampler.penalises(keys)))
     most = min(max(beam.num_candidates for beam in beams), scores.shape[-1])
     top = torch.topk(scores, most, dim=-1)
-    token_ids = top.indices.to(torch.int32).cpu().numpy()
-    values = top.values.cpu().numpy()
+    peaks, token_ids, values = rows_to_host(logits.amax(dim=-1), top.indices, top.values)
+    check_finite(keys, peaks)
     return [
         _candidates(ids[: beam.num_candidates], row[: beam.num_candidates])
-        for ids, row, beam in zip(token_ids, values, beams, strict=True)
+        for ids, row, beam in zip(token_ids.astype(np.int32), values.astype(np.float32), beams, strict=True)
     ]
 
 

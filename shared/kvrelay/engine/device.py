@@ -108,6 +108,17 @@ def is_settled(device: torch.device) -> bool:
     return True
 
 
+def rows_to_host(*parts: torch.Tensor) -> list[NDArray[np.float64]]:
+    """Parts `[rows]` or `[rows, columns]` in one copy, as float64; see `to_host`."""
+    joined = [(part[:, None] if part.dim() == 1 else part).double() for part in parts]
+    host = torch.cat(joined, dim=1).cpu().numpy()
+    ends = np.cumsum([part.shape[1] for part in joined])
+    return [
+        columns[:, 0] if part.dim() == 1 else columns
+        for part, columns in zip(parts, np.split(host, ends[:-1], axis=1), strict=True)
+    ]
+
+
 def wait_for(device: torch.device) -> None:
     """Returns once the device has done all that this thread asked of it."""
     if device.type == "cuda":

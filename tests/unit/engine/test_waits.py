@@ -11,10 +11,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kvrelay.engine import device
 from kvrelay.engine.attention import ATTENTION_NAME, attending, register
+from kvrelay.engine.batch import BeamRow
+from kvrelay.engine.beams import best_candidates
+from kvrelay.engine.logprobs import token_logprobs
 from kvrelay.engine.model import split_head
 from kvrelay.engine.sampler import Sampler
 from kvrelay.engine.waits import Waits
-from kvrelay.protocol.sampling import Sampling
+from kvrelay.protocol.sampling import BeamSpec, Sampling
 from tests.tiny_models import ARCHITECTURES
 from tests.unit.engine.test_architectures import SERVED
 
@@ -54,6 +57,36 @@ def test_a_draw_waits_once(batch: list[Sampling], monkeypatch: pytest.MonkeyPatc
         sampler.sample(keys, np.full(len(batch), 3), logits)
     assert waits.ops == []
     assert copies == 1
+
+
+def test_log_probabilities_and_candidates_come_back_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the copy of what was drawn."""
+    copies, cpu = [], torch.Tensor.cpu
+
+    def counting(tensor: torch.Tensor) -> torch.Tensor:
+        copies.append(tuple(tensor.shape))
+        return cpu(tensor)
+
+    def refused(*_: Any) -> None:
+        raise AssertionError("another copy to the host")
+
+    monkeypatch.setattr(torch.Tensor, "cpu", counting)
+    for name in ("tolist", "item", "__array__"):
+        monkeypatch.setattr(torch.Tensor, name, refused)
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    entries = token_logprobs(logits, np.array([4, 5, 6]), np.array([2, 0, 5]))
+    assert [len(entry.top_ids) for entry in entries] == [2, 0, 5]
+    assert copies == [(3, 11)]
+    sampler = Sampler(50, (48, 49), torch.device("cpu"))
+    key = ("request", 0, 0)
+    spec = BeamSpec(width=3, num_returned=1, length_penalty=1.0, early_stopping=False)
+    sampler.add(key, Sampling(beams=spec), [1], 1)
+    beam = BeamRow(6, np.array([1], np.int32), 1)
+    with Waits() as waits:
+        found = best_candidates(sampler, [key] * 3, [beam] * 3, np.full(3, 1), logits)
+    assert [len(each.token_ids) for each in found] == [6, 6, 6]
+    assert copies == [(3, 11), (3, 13)]
+    assert waits.ops == []
 
 
 class NoAttention:

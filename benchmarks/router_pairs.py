@@ -3,7 +3,8 @@
 What changes with the machine (other work, its clock) falls on both, so the ratios of pairs hold where single figures do
 not. An event's CPU time is taken as in router_cost.py, by the difference of runs with few and with many tokens; at
 several numbers of streams, because a step of one worker is one message, and wakes the router up once for all of that
-worker's streams. At the last number it falls behind, and joins tokens: there a token's time is what counts.
+worker's streams. At the last number it falls behind, and joins tokens: there a token's time is what counts. A request's
+time is that of router_cost.py too; the first event is waited for under the same open load for both.
 
 Usage: git worktree add /tmp/before COMMIT && python -m benchmarks.router_pairs /tmp/before [--pairs 5]
 """
@@ -16,12 +17,14 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from benchmarks.router_cost import FEW_TOKENS, Router, running, spread
+from benchmarks.router_cost import FEW_TOKENS, Router, measure_cost, running, spread
 
 MANY_TOKENS = 264
 NUM_STREAMS = (4, 32, 128, 512)
 MIN_REQUESTS = 40
 SATURATING = 256
+COST_RUNS = argparse.Namespace(requests=400, concurrency=32)
+OPEN_RATE = 250.0
 
 Measure = Callable[[Router], float]
 
@@ -42,6 +45,17 @@ def requests_s(router: Router) -> float:
     """Requests of 32 tokens that it serves in a second, with as many clients as keep it busy."""
     seen = router.load("--concurrency", str(SATURATING), "--requests", "800", "--tokens", "32").seen
     return float(seen["requests"] / seen["seconds"])
+
+
+def request_us(*flags: str) -> Measure:
+    """CPU microseconds of a request, without its events. `flags`: of the load."""
+    return lambda router: measure_cost(router, COST_RUNS, *flags).request_us
+
+
+def first_ms(router: Router) -> float:
+    """Until half of the requests of an open load had their first event."""
+    load = router.load("--rate", str(OPEN_RATE), "--requests", "500", "--tokens", "32")
+    return float(load.seen["first_p50_ms"])
 
 
 def compare(measure: Measure, before: Router, after: Router, num_pairs: int) -> list[tuple[float, float]]:
@@ -85,6 +99,11 @@ def main() -> None:
             pairs = compare(token_us(num_streams, what), before, after, arguments.pairs)
             name = f"CPU us a{'n event' if what == 'events' else ' token'}, {num_streams} streams"
             print(row(name, pairs), flush=True)
+        for kind, flags in (("completion", ()), ("chat", ("--chat",))):
+            pairs = compare(request_us(*flags), before, after, arguments.pairs)
+            print(row(f"CPU us a request, {kind}", pairs, 0), flush=True)
+        pairs = compare(first_ms, before, after, arguments.pairs)
+        print(row(f"first event p50 ms at {OPEN_RATE:g} requests/s", pairs), flush=True)
         print(row("requests/s at saturation", compare(requests_s, before, after, arguments.pairs), 0), flush=True)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from kvrelay.backends.base import AttentionBackend, PackedRows, allocate_pool
 from kvrelay.backends.flashinfer import FlashInferBackend
@@ -31,8 +31,11 @@ def prompts(count: int, longest: int, seed: int = 0, vocabulary: int = 250) -> l
 
 
 def read_model(directory: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """transformers' own model, with the attention that it chooses."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    """transformers' own model, with the attention that it chooses. In some releases its SDPA leaves out soft caps."""
+    capped = getattr(AutoConfig.from_pretrained(directory), "attn_logit_softcapping", None)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, attn_implementation="eager" if capped else None
+    )
     model.to(device).eval()  # type: ignore[arg-type]
     return model
 

@@ -13,6 +13,7 @@ from kvrelay.engine.batch import StepResult, WorkerBatch
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.messages import AnyBody, Cancel, Stop
 from kvrelay.protocol.sampling import Sampling
+from tests.component.transfer.transports import NO_NIXL
 from tests.component.workers.rig import Fleet, fleet, prompt_of, run
 from tests.fakes.hash_runner import HashRunner, expected_tokens
 from tests.fakes.waiting import until
@@ -180,16 +181,33 @@ def test_samples_that_go_to_several_decode_workers_are_sent_once_to_each(redis_u
     run(test)
 
 
+def test_samples_cost_as_much_where_blocks_are_written_one_sidedly(redis_url: str) -> None:
+    if NO_NIXL:
+        pytest.skip(NO_NIXL)
+
+    async def test() -> None:
+        for length in LENGTHS:
+            cost = await hand_over(redis_url, prompt_of(length, 7), 5, max_running=16, transfer="nixl")
+            assert (cost.computed_tokens, cost.received_blocks) == (length, blocks_for(length, BLOCK))
+
+    run(test)
+
+
 @pytest.mark.parametrize("num_prefill", [0, 1])
 @pytest.mark.parametrize("num_blocks", [14, 64])
-def test_cancels_and_stops_of_any_sample_at_any_moment(redis_url: str, num_prefill: int, num_blocks: int) -> None:
+@pytest.mark.parametrize("transfer", ["zmq", "nixl"])
+def test_cancels_and_stops_of_any_sample_at_any_moment(
+    redis_url: str, num_prefill: int, num_blocks: int, transfer: str
+) -> None:
     """Requests of one to six samples over two decode workers, with pools that are too small for all, or large."""
+    if transfer == "nixl" and (NO_NIXL or not num_prefill):
+        pytest.skip(NO_NIXL or "nothing is handed over")
 
     async def test() -> None:
         rng = random.Random(num_blocks)
         prefill = [HashRunner(num_blocks) for _ in range(num_prefill)]
         decode = [HashRunner(num_blocks, num_swap_slots=8 * index) for index in range(2)]
-        async with fleet(redis_url, prefill, decode, token_budget=32, max_running=6) as f:
+        async with fleet(redis_url, prefill, decode, token_budget=32, max_running=6, transfer=transfer) as f:
             kept: list[tuple[list[int], int, Sampling, Received]] = []
             for number in range(40):
                 count, prompt = rng.randint(1, 6), prompt_of(rng.randint(1, 70), number)

@@ -114,6 +114,24 @@ def test_a_faulty_message_costs_time_and_no_token(
     serve(redis_url, FaultyFleet(inner, Script({(Point.PUSH, number): fault})), test)
 
 
+@pytest.mark.parametrize("fault", [Fault.DELAY, Fault.DROP, Fault.CORRUPT, Fault.STALL])
+def test_samples_wait_for_the_one_whose_blocks_go_wrong(
+    inner: tuple[Transport, InnerSender], redis_url: str, fault: Fault
+) -> None:
+    """The last block of a prompt is sent for one of them alone."""
+
+    async def test(f: Fleet) -> None:
+        prompt, sampling = prompt_of(150), Sampling(temperature=1.0, seed=3, max_tokens=20, ignore_eos=True)
+        samples = [
+            f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt, sampling, sample=(index, 5))
+            for index in range(5)
+        ]
+        for index, sample in enumerate(samples):
+            assert (await sample.finished()).output == expected_tokens(prompt, sampling, 512, index)
+
+    serve(redis_url, FaultyFleet(inner, Script({(Point.PUSH, number): fault for number in (1, 3)})), test)
+
+
 @pytest.mark.parametrize("fault", [Fault.DELAY, Fault.REORDER, Fault.DUPLICATE, Fault.STALL])
 def test_late_or_doubled_reports_cost_time_and_no_token(
     inner: tuple[Transport, InnerSender], redis_url: str, fault: Fault

@@ -47,11 +47,25 @@ def test_two_requests_share_pools_that_hold_one(one_sided: bool) -> None:
     assert search(replace(TINY, num_requests=2, one_sided=one_sided)).is_complete
 
 
+@pytest.mark.parametrize("one_sided", [True, False], ids=["one-sided", "copied"])
+def test_a_sample_is_granted_what_another_one_holds(one_sided: bool) -> None:
+    """Two samples of a prompt of one block: decode has room for it once."""
+    explored = search(replace(TINY, num_requests=2, prefill_pool=2, samples=True, one_sided=one_sided))
+    assert explored.is_complete
+
+
 LARGE = {
     "a link breaks, one attempt of one block": replace(TINY, max_attempts=1, budget=(("cut", 1),)),
     "a link breaks": Size(budget=(("cut", 1),)),
     "two of each": replace(TINY, num_requests=2, prefills=("p1", "p2"), decodes=("d1", "d2")),
     "two decode workers, one dies": replace(TINY, decodes=("d1", "d2"), budget=(("die", 1),)),
+    "two samples, a cancel": replace(TINY, num_requests=2, prefill_pool=2, samples=True, budget=(("cancel", 1),)),
+    "two samples, a death": replace(
+        TINY, num_requests=2, prefill_pool=2, decodes=("d1", "d2"), samples=True, budget=(("die", 1),)
+    ),
+    "two samples, lost and late blocks": replace(
+        TINY, num_requests=2, prefill_pool=2, samples=True, one_sided=False, budget=(("lose", 1), ("resend", 1))
+    ),
     "a cancel and a death": replace(TINY, budget=(("cancel", 1), ("die", 1))),
     "everything once": Size(budget=tuple((name, 1) for name in sorted(DISTURBANCES))),
 }
@@ -69,7 +83,7 @@ def test_walks_through_large_instances_end_well(seed: int) -> None:
     rng = random.Random(seed)
     budget = tuple((name, 2 if name != "die" else 1) for name in sorted(DISTURBANCES))
     for one_sided in (True, False):
-        size = Size(3, ("p1", "p2"), ("d1", "d2"), 2, 4, 4, 3, one_sided, budget)
+        size = Size(3, ("p1", "p2"), ("d1", "d2"), 2, 4, 4, 3, one_sided, samples=seed % 2 > 0, budget=budget)
         world: World = start(size)
         for number in range(3000):
             steps = list(world.steps())

@@ -35,7 +35,9 @@ Write = tuple[str, str, str, int, int]  # prefill, decode, reservation, block, s
 
 @dataclass(frozen=True)
 class Size:
-    """An instance. `budget`: how often each disturbance may happen."""
+    """An instance. `budget`: how often each disturbance may happen. `samples`: its requests are samples of one, which
+    decode workers are sent one prompt for.
+    """
 
     num_requests: int = 1
     prefills: tuple[str, ...] = ("p",)
@@ -45,6 +47,7 @@ class Size:
     decode_pool: int = 2
     max_attempts: int = 2
     one_sided: bool = True
+    samples: bool = False
     budget: tuple[tuple[str, int], ...] = ()
 
 
@@ -135,7 +138,8 @@ class World:
         for who, all_ in self.senders.items():
             self._check_pool(who, [s.own for s in all_.values()], self.size.prefill_pool)
         for who, receivings in self.receivers.items():
-            self._check_pool(who, [r.slots for r in receivings.values()], self.size.decode_pool)
+            held = [r.slots for r in receivings.values()]
+            self._check_pool(who, list(dict.fromkeys(held)) if self.size.samples else held, self.size.decode_pool)
             for key, receiving in receivings.items():
                 is_whole = receiving.machine is None or len(receiving.landed) == self.size.num_blocks
                 if receiving.running and not is_whole:
@@ -153,12 +157,13 @@ class World:
         p, d, reservation, _, slot = write
         if d in self.dead:
             return
-        for receiving in self.receivers[d].values():
+        holders = [receiving for receiving in self.receivers[d].values() if slot in receiving.slots]
+        for receiving in holders:
             machine = receiving.machine
-            if machine is not None and machine.reservation == reservation and slot in receiving.slots:
-                if machine.state is not D.RUNNING:
-                    return
+            if receiving.running:
                 raise Violation(f"a write of {p} may land in slot {slot} of {d}, which a running sequence reads")
+            if len(holders) == 1 and machine is not None and machine.reservation == reservation:
+                return
         raise Violation(f"a write of {p} may land in slot {slot} of {d}, which is free or another's")
 
     # -- what may happen ----------------------------------------------------------------------------------------------
@@ -473,9 +478,12 @@ class World:
     ) -> list[prefill.Instruction]:
         match kind, more:
             case "granted", (reservation, slots):
-                endpoint = {"d": source.peer_id}
                 granted = Granted(
-                    reservation=reservation, first_block=0, slots=list(slots), transport="t", endpoint=endpoint
+                    reservation=reservation,
+                    first_block=self.size.num_blocks - len(slots),
+                    slots=list(slots),
+                    transport="t",
+                    endpoint={"d": source.peer_id},
                 )
                 return machine.granted(source, granted)
             case "deferred", _:
@@ -609,16 +617,22 @@ class World:
         for key, waiting in list(self.receivers[who].items()):
             if waiting.machine is None or waiting.machine.state is not D.ASKED:
                 continue
+            others = list(self.receivers[who].values()) if self.size.samples else []
+            shared = next((each.slots for each in others if each.running), ())
+            if not shared and any(each.machine and each.machine.state in (D.RESERVED, D.FILLING) for each in others):
+                continue  # what it lacks is on its way
             free = self._free(who)
-            if len(free) < self.size.num_blocks:
+            if not shared and len(free) < self.size.num_blocks:
                 return
             receiving = self._receiving(who, key)
             assert receiving.machine is not None
-            receiving.slots = tuple(free[: self.size.num_blocks])
+            receiving.slots = shared or tuple(free[: self.size.num_blocks])
+            receiving.landed = frozenset(range(self.size.num_blocks)) if shared else frozenset()
             self.granted += 1
-            reservation = f"{who}{self.granted}"
-            receiving.machine.granted(reservation, 0, self.size.num_blocks, needs_quarantine=self.size.one_sided)
-            self._post(who, receiving.prefill, "granted", key, reservation, receiving.slots)
+            reservation, sent = f"{who}{self.granted}", () if shared else receiving.slots
+            first = self.size.num_blocks - len(sent)
+            receiving.machine.granted(reservation, first, self.size.num_blocks, needs_quarantine=self.size.one_sided)
+            self._post(who, receiving.prefill, "granted", key, reservation, sent)
 
     def _from_prefill(self, who: str, key: SequenceKey, kind: str, reservation: str, *more: Any) -> None:
         receiving = self.receivers[who][key]

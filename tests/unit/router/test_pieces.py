@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -9,6 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from kvrelay_router.text import pieces
 from kvrelay_router.text.pieces import PieceMemory, added_around, memory_of
+from kvrelay_router.text.tokenizer import Tokenizer as RouterTokenizer
 from tests.fakes.text_model import CORPUS, SPECIAL, byte_fallback_tokenizer, byte_level_tokenizer
 
 LLAMA3 = (
@@ -135,6 +139,27 @@ def test_long_texts_and_long_pieces_are_not_remembered() -> None:
         assert not len(memory)
 
 
+def test_threads_share_a_memory() -> None:
+    """One so small that all of them make it forget all the time."""
+    memory, draw = _memory(SOUND["llama3"], 6), Random(3)
+    texts = [" ".join(draw.choices(WORDS, k=12)) for _ in range(200)]
+    expected = [_whole(SOUND["llama3"], text) for text in texts]
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(memory.encode, texts)) == expected
+
+
+@pytest.mark.parametrize("add_special_tokens", [False, True])
+@pytest.mark.parametrize("template", ["<|im_start|> $A", "<|im_start|> $A <|endoftext|>", "$A $A"])
+def test_the_routers_tokenizer_adds_what_the_models_own_adds(template: str, add_special_tokens: bool) -> None:
+    backend = byte_level_tokenizer()
+    special = [(token, backend.token_to_id(token)) for token in SPECIAL]
+    backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+    tokenizer = RouterTokenizer(backend)
+    for text in ["", "an otter", "An otter is a mammal. " * 3, "An otter is <|im_end|> a mammal"] * 2:
+        expected = _whole(backend, text, add_special_tokens=add_special_tokens)
+        assert tokenizer.encode(text, add_special_tokens=add_special_tokens) == expected
+
+
 def _bert() -> Tokenizer:
     tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()
@@ -198,3 +223,4 @@ def test_what_a_template_says_twice_is_not_around_it() -> None:
     tokenizer = byte_level_tokenizer()
     tokenizer.post_processor = processors.TemplateProcessing(single="$A $A", special_tokens=[])
     assert added_around(tokenizer) is None
+    assert memory_of(tokenizer) is None  # the library says it twice without special tokens, too

@@ -14,7 +14,7 @@ a text gives the ids that it gives as a whole, where:
 2. no added token spans a cut, none begins with a letter or digit (before one, (b) would cut off what is the end of a
    text of its own), and none looks at its surroundings (`lstrip`, `rstrip`, `single_word`),
 3. normalization leaves the characters about a cut alone, as NFC does,
-4. BPE leaves nothing to chance (`dropout`).
+4. BPE leaves nothing to chance (`dropout`), and what comes after it adds tokens before and behind, and no more.
 
 `memory_of` holds a tokenizer against this by its parts; one of which not all is known has no memory.
 """
@@ -135,6 +135,8 @@ def memory_of(backend: tokenizers.Tokenizer, capacity: int = MAX_PIECES) -> Piec
         and all(_is_sound_token(token) for token in added.values())
         and isinstance(backend.model, tokenizers.models.BPE)
         and not backend.model.dropout
+        and added_around(backend) is not None
+        and not backend.encode_special_tokens
     )
     if not (is_sound and separators):
         return None

@@ -68,10 +68,8 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text."""
-        if self._pieces is not None and not add_special_tokens:
-            return self._pieces.encode(text)
         if self._pieces is not None and self._around is not None:
-            before, after = self._around
+            before, after = self._around if add_special_tokens else ([], [])
             return before + self._pieces.encode(text) + after
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids

@@ -1,8 +1,9 @@
 """kvrelay on a GPU against what the GPU itself can do, and beside transformers' own continuous batching.
 
     python -m benchmarks.gpu --write benchmarks/results/gpu.md
-    python -m benchmarks.gpu --part decode,prefill --write benchmarks/results/gpu.md    # some parts of it
-    python -m benchmarks.gpu --device cpu --smoke                                       # every part, tiny, on a CPU
+    python -m benchmarks.gpu --part decode,prefill --write benchmarks/results/gpu.md          # some parts of it
+    python -m benchmarks.gpu --part handoff,peers --add --write benchmarks/results/gpu.md     # others, beside them
+    python -m benchmarks.gpu --device cpu --smoke                                             # all, tiny, on a CPU
 
 Parity with transformers is checked first, on the same device; where it fails nothing is measured. Then floors are
 measured, which the other parts are held against, and each part in a process of its own, so that its memory is free
@@ -64,11 +65,12 @@ def main(argv: list[str] | None = None) -> int:
     scale = "smoke" if arguments.smoke else "full"
     command = shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]])
     report = Report(device, f"The model has {SCALES[scale].name} in {SCALES[scale].dtype}", command)
+    own = {name: PartResult(TITLES[name], _about(name)) for name in arguments.part}
+    report.parts |= own
+    if arguments.add:
+        report.adopt(arguments.write)
     with tempfile.TemporaryDirectory() as folder:
-        for name in arguments.part:
-            module = importlib.import_module(f"benchmarks.gpu.parts.{name}")
-            report.parts[name] = PartResult(TITLES[name], module.ABOUT)
-        for name, result in report.parts.items():
+        for name, result in own.items():
             _run_part(name, result, arguments, Path(folder))
             if arguments.write is not None:
                 report.write(arguments.write)
@@ -76,7 +78,12 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"{name}: {result.state}; nothing is measured then", file=sys.stderr)
                 break
     print(report.markdown())
-    return 0 if all(result.state == "done" for result in report.parts.values()) else 1
+    return 0 if all(result.state == "done" for result in own.values()) else 1
+
+
+def _about(name: str) -> str:
+    text: str = importlib.import_module(f"benchmarks.gpu.parts.{name}").ABOUT
+    return text
 
 
 def _run_part(name: str, result: PartResult, arguments: argparse.Namespace, folder: Path) -> None:
@@ -144,6 +151,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--part", type=_parts, default=list(LIMITS_S), help=f"of {', '.join(LIMITS_S)} (default: all)")
     parser.add_argument("--limit", type=_limits, default={}, help="seconds, as in decode=300,peers=120")
     parser.add_argument("--write", type=Path, help="the page; its JSON lies beside it")
+    parser.add_argument("--add", action="store_true", help="keep the page's other parts, of an earlier run like this")
     parser.add_argument("--child", choices=list(LIMITS_S), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -151,6 +159,8 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         find_device(arguments.device)
     except ValueError as error:
         parser.error(str(error))
+    if arguments.add and (arguments.write is None or not arguments.write.with_suffix(".json").exists()):
+        parser.error("--add: --write names no page of an earlier run")
     return arguments
 
 

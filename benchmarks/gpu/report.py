@@ -19,6 +19,7 @@ from benchmarks.gpu.figures import shown
 
 _PACKAGES = ["torch", "transformers", "flashinfer-python", "flashinfer-cubin", "flashinfer-jit-cache", "triton"]
 _PACKAGES += ["nixl-cu13", "nixl-cu12", "numpy"]
+_EARLIER = "Of an earlier run"
 
 
 @dataclass
@@ -40,6 +41,11 @@ class Report:
     scale: str
     command: str
     parts: dict[str, PartResult] = field(default_factory=dict)
+    machine: dict[str, str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Before anything has run."""
+        self.machine = machine(self.device)
 
     def write(self, page: Path) -> None:
         """The page, and its JSON beside it."""
@@ -50,19 +56,36 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         """Every figure of every repeat."""
         return {
-            "machine": machine(self.device),
+            "machine": self.machine,
             "versions": versions(),
             "scale": self.scale,
             "command": self.command,
             "parts": {name: vars(result) for name, result in self.parts.items()},
         }
 
+    def adopt(self, page: Path) -> None:
+        """Takes over the parts of an earlier run that are not of this one, with the floors that they were held against.
+
+        Raises:
+            ValueError: that run was on another machine, with other versions or another model.
+        """
+        earlier = json.loads(page.with_suffix(".json").read_text(encoding="utf-8"))
+        now = {"machine": self.machine, "versions": versions(), "scale": self.scale}
+        for name, value in now.items():
+            if _lasting(earlier[name]) != _lasting(value):
+                raise ValueError(f"{page} has another {name}: {earlier[name]}, not {value}")
+        floors = [entry["cells"] for entry in earlier["parts"].get("floors", {}).get("entries", []) if "cells" in entry]
+        rates = ", ".join(f"{cells['what']} {shown(cells['rate'])} {cells['unit']}" for cells in floors)
+        kept = {name: PartResult(**part) for name, part in earlier["parts"].items() if name not in self.parts}
+        for part in kept.values():
+            if not any(entry.get("note", "").startswith(_EARLIER) for entry in part.entries):
+                part.entries.append({"note": f"{_EARLIER}, in which the device did: {rates}."})
+        self.parts |= kept
+
     def markdown(self) -> str:
         """Medians, with the least and the most of the repeats."""
         lines = ["# On a GPU" if self.device.type == "cuda" else "# The GPU benchmark's parts, on a CPU", ""]
-        lines += [
-            f"{self.scale}. " + ", ".join(f"{name} {value}" for name, value in machine(self.device).items()) + ". "
-        ]
+        lines += [f"{self.scale}. " + ", ".join(f"{name} {value}" for name, value in self.machine.items()) + ". "]
         lines += [", ".join(f"{name} {number}" for name, number in versions().items()) + ".", ""]
         lines += [
             "Medians, with the least and the most over the repeats, which take turns. Repeat with "
@@ -77,6 +100,11 @@ class Report:
             notes = [entry["note"] for entry in result.entries if "note" in entry]
             lines += [*(f"- {note}" for note in notes), ""] if notes else []
         return "\n".join(lines).rstrip() + "\n"
+
+
+def _lasting(value: object) -> object:
+    """Without what changes from run to run."""
+    return {k: v for k, v in value.items() if not k.startswith("load")} if isinstance(value, dict) else value
 
 
 def _tables(entries: list[dict[str, Any]]) -> list[str]:

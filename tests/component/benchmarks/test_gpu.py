@@ -7,12 +7,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.gpu.__main__ import main, run_limited
 from benchmarks.gpu.figures import Recorder, figures, read_entries
 from benchmarks.gpu.idle import Activity, idleness
+from benchmarks.gpu.report import PartResult, Report
 from tests.fakes.waiting import PATIENCE_S
 
 
@@ -22,6 +24,7 @@ from tests.fakes.waiting import PATIENCE_S
         (["--part", "decode,sleep"], "unknown: sleep (allowed: parity, floors,"),
         (["--limit", "decode"], "seconds are a number, as in decode=300"),
         (["--limit", "sleep=3"], "unknown: 'sleep'"),
+        (["--add"], "--write names no page of an earlier run"),
         (["--device", "cuda:77"], "device = cuda:77: torch finds"),
     ],
 )
@@ -90,3 +93,26 @@ def test_idle_time_is_what_no_activity_covers(drawn: list[tuple[int, int, bool]]
 def test_a_trace_without_any_activity_is_no_idle_device() -> None:
     with pytest.raises(ValueError, match="no activity"):
         idleness([])
+
+
+def test_a_later_run_of_other_parts_keeps_the_earlier_ones_with_their_floors(tmp_path: Path) -> None:
+    page, cpu = tmp_path / "gpu.md", torch.device("cpu")
+    rate = {"table": "Floors", "cells": {"what": "copy", "rate": figures([40.0, 50.0], 1), "unit": "GB/s"}}
+    step = {"table": "Decoding step", "cells": {"batch": 1, "step ms": figures([2.0])}}
+    first = Report(cpu, "a model", "first")
+    first.parts = {
+        "floors": PartResult("Floors", "", "done", 1.0, [rate]),
+        "decode": PartResult("Decoding", "", "done", 1.0, [step]),
+    }
+    first.write(page)
+    for command in ("second", "third"):
+        later = Report(cpu, "a model", command, {"floors": PartResult("Floors", ""), command: PartResult(command, "")})
+        later.adopt(page)
+        later.write(page)
+        assert later.parts["floors"].entries == []
+        assert later.parts["decode"].entries[0] == step
+    notes = [entry["note"] for entry in later.parts["decode"].entries if "note" in entry]
+    assert notes == ["Of an earlier run, in which the device did: copy 45.0 (40.0 to 50.0) GB/s."]
+    assert list(later.parts) == ["floors", "third", "second", "decode"]
+    with pytest.raises(ValueError, match="another scale"):
+        Report(cpu, "another model", "fourth").adopt(page)

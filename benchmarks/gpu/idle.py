@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,16 @@ def idleness(activities: Iterable[Activity]) -> Idleness:
     return Idleness(between / total, within / total, num_steps) if total > 0 else Idleness(0.0, 0.0, num_steps)
 
 
-def device_activities(profiler: torch.profiler.profile) -> list[Activity]:
+def make_profiler(activity: ProfilerActivity) -> profile:
+    """Of all threads: steps run on one of their own."""
+    try:
+        config = _ExperimentalConfig(profile_all_threads=True)
+    except TypeError:  # of torch before 2.7
+        config = None
+    return profile(activities=[activity], experimental_config=config)
+
+
+def device_activities(profiler: profile) -> list[Activity]:
     """What a profiler saw of the GPU."""
     return [
         Activity(event.time_range.start, event.time_range.end, "Memcpy DtoH" in event.name)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.figures import Cell, figures
-from benchmarks.gpu.idle import device_activities, idleness
+from benchmarks.gpu.idle import device_activities, idleness, make_profiler
 from benchmarks.gpu.loop import Job, serve
 from benchmarks.gpu.part import Part, launching
 from benchmarks.gpu.scale import Scale
@@ -96,15 +96,25 @@ def _row(part: Part, runner: TransformersRunner, how: str, *, overlap: bool) -> 
         "outside_forwards_percent": figures([100 * window.outside_forwards for window in windows], 1),
     }
     if part.device.type == "cuda":
-        shares = []
-        for _ in range(_PROFILES):
-            profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-            _measure(part, runner, profiler, overlap=overlap)
-            shares.append(idleness(device_activities(profiler)))
-        cells["idle_between_steps_percent"] = figures([100 * share.between_steps for share in shares], 2)
-        cells["idle_within_steps_percent"] = figures([100 * share.within_steps for share in shares], 2)
-        cells["copies_to_the_host_a_step"] = figures([share.num_steps / _PROFILED_STEPS for share in shares], 1)
+        cells |= _idle_cells(part, runner, overlap=overlap)
     part.recorder.row("Gaps", **cells)
+
+
+def _idle_cells(part: Part, runner: TransformersRunner, *, overlap: bool) -> dict[str, Cell]:
+    shares = []
+    for _ in range(_PROFILES):
+        profiler = make_profiler(torch.profiler.ProfilerActivity.CUDA)
+        _measure(part, runner, profiler, overlap=overlap)
+        if activities := device_activities(profiler):
+            shares.append(idleness(activities))
+    if not shares:
+        part.recorder.note("The profiler saw no kernels: its shares are missing.")
+        return {}
+    return {
+        "idle_between_steps_percent": figures([100 * share.between_steps for share in shares], 2),
+        "idle_within_steps_percent": figures([100 * share.within_steps for share in shares], 2),
+        "copies_to_the_host_a_step": figures([share.num_steps / _PROFILED_STEPS for share in shares], 1),
+    }
 
 
 def _measure(

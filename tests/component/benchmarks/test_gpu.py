@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -10,10 +11,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity
 
 from benchmarks.gpu.__main__ import main, run_limited
 from benchmarks.gpu.figures import Recorder, figures, read_entries
-from benchmarks.gpu.idle import Activity, idleness
+from benchmarks.gpu.idle import Activity, device_activities, idleness, make_profiler
 from benchmarks.gpu.report import PartResult, Report
 from tests.fakes.waiting import PATIENCE_S
 
@@ -88,6 +90,18 @@ def test_idle_time_is_what_no_activity_covers(drawn: list[tuple[int, int, bool]]
     found = idleness(activities)
     assert found.between_steps * (last - first) == pytest.approx(between)
     assert found.within_steps * (last - first) == pytest.approx(within)
+
+
+def test_the_profiler_sees_what_other_threads_do() -> None:
+    profiler = make_profiler(ProfilerActivity.CPU)
+    profiler.start()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(torch.ones, 3).result()
+    profiler.stop()
+    events = profiler.events()
+    assert events is not None
+    assert any(event.name == "aten::ones" for event in events)
+    assert device_activities(profiler) == [], "the CPU's work is not the device's"
 
 
 def test_a_trace_without_any_activity_is_no_idle_device() -> None:

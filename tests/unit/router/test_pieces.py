@@ -33,6 +33,12 @@ def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
+def _on_bytes(pattern: str) -> pre_tokenizers.PreTokenizer:
+    """Which sees letters that stand for bytes, and no space."""
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    return pre_tokenizers.Sequence([pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), split])
+
+
 def _byte_level(
     pre_tokenizer: pre_tokenizers.PreTokenizer,
     *added: AddedToken,
@@ -132,9 +138,21 @@ def test_what_recurs_is_not_encoded_again() -> None:
     assert asked[-1] == all_three
 
 
+def test_what_stands_between_pieces_may_have_the_id_of_a_part_of_them() -> None:
+    tokenizer = _byte_level(GPT2, AddedToken("\u00ac", normalized=False))  # which spells the last byte of a euro sign
+    separator = tokenizer.token_to_id("\u00ac")
+    assert separator in _whole(tokenizer, "\u20ac")
+    memory = PieceMemory(lambda text: _whole(tokenizer, text), {"\u00ac": separator}, 1000)
+    for text in ["the otter"] * 3 + ["the otter the otter the otter \u20ac otter \u20ac1"]:
+        assert memory.encode(text) == _whole(tokenizer, text)
+
+
+MANY_IDS = "\U0001f9a6" * pieces.MAX_PIECE_IDS
+
+
 def test_long_texts_and_long_pieces_are_not_remembered() -> None:
     memory = _memory(SOUND["gpt2"])
-    for text in ("a " * pieces.MAX_CHARS, "x" * (pieces.MAX_PIECE_CHARS + 1)):
+    for text in ("a " * pieces.MAX_CHARS, "x" * (pieces.MAX_PIECE_CHARS + 1), MANY_IDS):
         assert memory.encode(text) == _whole(SOUND["gpt2"], text)
         assert not len(memory)
 
@@ -197,11 +215,38 @@ def _prepending() -> Tokenizer:
         _byte_level(GPT2, AddedToken("end", single_word=True)),
         _byte_level(GPT2, dropout=0.1),
         _byte_level(_split(LLAMA3.replace(r"\s+(?!\S)|", ""))),
+        _byte_level(_split(LLAMA3.replace(r"\s+(?!\S)|\s+", r"\s+|\s+(?!\S)"))),
+        _byte_level(_split(r"\s+|" + LLAMA3)),
+        _byte_level(_split(r"\p{N}|\s+(?!\S)|\s+")),  # what nothing matches is cut nowhere
+        _byte_level(_on_bytes(LLAMA3)),
+        _byte_level(pre_tokenizers.Digits()),
+        _byte_level(GPT2, AddedToken("\n \u00e1"), normalizer=normalizers.NFC()),
+        _byte_level(GPT2, AddedToken("\n a\u0301", normalized=False), normalizer=normalizers.NFC()),
         _byte_level(GPT2, AddedToken("x<|", normalized=False)),  # nothing can separate pieces
     ],
 )
 def test_parts_that_are_not_known_to_have_none(tokenizer: Tokenizer) -> None:
     assert memory_of(tokenizer) is None
+
+
+DEEPSEEK = [
+    pre_tokenizers.Split(Regex(r"\p{N}{1,3}"), "isolated"),
+    pre_tokenizers.Split(Regex("[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"), "isolated"),
+    pre_tokenizers.Split(Regex(LLAMA3), "isolated"),
+    pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+]
+
+
+def test_a_step_that_is_not_known_before_one_that_is_leaves_none() -> None:
+    assert memory_of(_byte_level(pre_tokenizers.Sequence(DEEPSEEK))) is None
+
+
+def test_what_python_takes_for_no_space_no_other_does() -> None:
+    """`PIECE` looks for cuts between characters that are no whitespace."""
+    chars = "".join(chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000)
+    split = pre_tokenizers.Split(Regex(r"\s"), "removed")
+    kept = {char for text, _ in split.pre_tokenize_str(chars) for char in text}
+    assert kept >= {char for char in chars if not char.isspace()}
 
 
 @pytest.mark.parametrize("template", ["$A", "<|im_start|> $A", "<|im_start|> <|im_end|> $A <|im_end|>"])

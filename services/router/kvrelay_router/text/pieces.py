@@ -9,12 +9,15 @@ A tokenizer of byte-level BPE cuts a text by a regular expression, and its model
 a text gives the ids that it gives as a whole, where:
 
 1. no alternative of the expression matches a space and something that is no whitespace after anything else, or what (c)
-   names after a letter; none looks ahead but `\s+(?!\S)`, to which the text's end is what a space is; and that and
-   `\s+` are among them: so at each cut one match ends and the next begins, whatever is beyond,
-2. no added token spans a cut, none begins with a letter or digit (before one, (b) would cut off what is the end of a
-   text of its own), and none looks at its surroundings (`lstrip`, `rstrip`, `single_word`),
-3. normalization leaves the characters about a cut alone, as NFC does,
-4. BPE leaves nothing to chance (`dropout`), and what comes after it adds tokens before and behind, and no more.
+   names after a letter; none looks ahead but `\s+(?!\S)`, to which the text's end is what a space is; that comes before
+   `\s+`, which would take a space from the word behind it; and with one for what is neither letter nor digit they leave
+   nothing behind a cut unmatched: so at each cut one match ends and the next begins, whatever is beyond,
+2. the expression sees the text, and not the characters that stand for its bytes,
+3. no added token spans a cut, however its letters are composed, none begins with a letter or digit (before one, (b)
+   would cut off what is the end of a text of its own), and none looks at its surroundings (`lstrip`, `rstrip`,
+   `single_word`),
+4. normalization leaves the characters about a cut alone, as NFC does,
+5. BPE leaves nothing to chance (`dropout`), and what comes after it adds tokens before and behind, and no more.
 
 `memory_of` holds a tokenizer against this by its parts; one of which not all is known has no memory.
 """
@@ -23,6 +26,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Callable, Mapping
 from itertools import chain, islice
 from typing import Any
@@ -34,9 +38,10 @@ MAX_CHARS = 16_384
 """Of a text: the way of the pieces keeps the GIL, that of the tokenizer does not."""
 
 MAX_PIECES = 1 << 16
-"""About 20 MB."""
+"""Of a language's words about 20 MB; of what is chosen to fill it, 90 MB."""
 
-MAX_PIECE_CHARS = 64
+MAX_PIECE_CHARS, MAX_PIECE_IDS = 64, 16
+"""Of one that is remembered."""
 
 WHOLE_SHARE, LEARNED_SHARE = 2, 8
 """A piece of its own takes about twice what it takes within its text: where half of a text's are new, the text is
@@ -48,6 +53,13 @@ PIECE = re.compile(rf" ?[A-Za-z]+(?=[{_ENDS_WORD}]|\Z)|.(?:[^{_ENDS_WORD}]+|(?!{
 """Its matches are the pieces: a word, which is the usual case, or whatever there is up to the next cut. Python's `\\s`
 has all that other engines' have."""
 
+SPACES_BUT_LAST, SPACES = r"\s+(?!\S)", r"\s+"
+SIGNS = frozenset(
+    {
+        *(r" ?[^\s\p{L}\p{N}]+", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}]+[\r\n/]*"),
+        r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*",
+    }
+)
 ALTERNATIVES = frozenset(
     {
         *("'s", "'t", "'re", "'ve", "'m", "'ll", "'d", "(?i:'s|'t|'re|'ve|'m|'ll|'d)", "'(?i:[sdmt]|ll|ve|re)"),
@@ -57,14 +69,10 @@ ALTERNATIVES = frozenset(
         r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
         r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
         *(r"\p{N}", r"\p{N}{1,3}", r" ?\p{N}+"),
-        *(r" ?[^\s\p{L}\p{N}]+", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}]+[\r\n/]*"),
-        r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*",
-        *(r"\s*[\r\n]+", r"\s*[\r\n]", r"\s+(?!\S)", r"\s+"),
+        *(r"\s*[\r\n]+", r"\s*[\r\n]", SPACES_BUT_LAST, SPACES, *SIGNS),
     }
 )
 """Those of GPT-2, Llama 3, Qwen, GPT-4o and Mistral's Tekken, and of many that took theirs over."""
-
-NEEDED = frozenset({r"\s+(?!\S)", r"\s+"})
 
 
 class PieceMemory:
@@ -79,6 +87,7 @@ class PieceMemory:
         self._separators = separators
         self._capacity = capacity
         self._ids: dict[str, list[int]] = {}
+        self._changing = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -102,18 +111,28 @@ class PieceMemory:
         return list(chain.from_iterable(found))  # type: ignore[arg-type]
 
     def _learn(self, pieces: list[str]) -> dict[str, list[int]] | None:
-        """At least one. None where all separators are in use."""
+        """At least one. None where no separator parts them: all are in the text, or it has one's id without it."""
         joined = "".join(pieces)
         separator = next((each for each in self._separators if each not in joined), None)
         if separator is None:
             return None
         ids = self._encode(separator.join(pieces))
-        learned = dict(zip(pieces, _split(ids, self._separators[separator]), strict=True))
-        self._ids.update((piece, ids) for piece, ids in learned.items() if len(piece) <= MAX_PIECE_CHARS)
-        if len(self._ids) > self._capacity:  # the older half: what recurs is soon back
-            for piece in list(islice(self._ids, len(self._ids) - self._capacity // 2)):
-                self._ids.pop(piece, None)
+        parts = _split(ids, self._separators[separator])
+        if len(parts) != len(pieces):
+            return None
+        learned = dict(zip(pieces, parts, strict=True))
+        self._remember(learned)
         return learned
+
+    def _remember(self, learned: dict[str, list[int]]) -> None:
+        short = {
+            piece: ids for piece, ids in learned.items() if len(piece) <= MAX_PIECE_CHARS and len(ids) <= MAX_PIECE_IDS
+        }
+        with self._changing:
+            self._ids.update(short)
+            if len(self._ids) > self._capacity:  # the older half: what recurs is soon back
+                for piece in list(islice(self._ids, len(self._ids) - self._capacity // 2)):
+                    del self._ids[piece]
 
 
 def _split(ids: list[int], separator: int) -> list[list[int]]:
@@ -185,24 +204,35 @@ def _flattened(part: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _is_sound_pre_tokenizer(component: Any) -> bool:
-    """One of its steps must cut; those that only cut more, or only spell bytes, do no harm."""
-    kinds = [_cuts(part) for part in _members(component)]
-    return None not in kinds and True in kinds
-
-
-def _cuts(part: dict[str, Any]) -> bool | None:
-    """Whether a step cuts where pieces are cut; None: it may do what a piece alone would not show."""
-    match part:
-        case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": bool(use_regex)}:
-            return use_regex
-        case {"type": "Digits"}:
+    """One of its steps must cut where pieces are cut; the others may cut more, and spell bytes only after it."""
+    is_cut = False
+    for part in _members(component):
+        match part:
+            case {"type": "Digits"}:
+                continue
+            case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": bool(use_regex)}:
+                is_cut = is_cut or use_regex
+            case {"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Isolated", "invert": False}:
+                is_cut = _is_sound_pattern(pattern)
+            case _:
+                return False
+        if not is_cut:
             return False
-        case {"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Isolated", "invert": False}:
-            return True if NEEDED <= _alternatives(pattern) <= ALTERNATIVES else None
-    return None
+    return is_cut
 
 
-def _alternatives(pattern: str) -> set[str]:
+def _is_sound_pattern(pattern: str) -> bool:
+    """All of it is known, and so is what the order of its alternatives does at a cut."""
+    alternatives = _alternatives(pattern)
+    return (
+        ALTERNATIVES.issuperset(alternatives)
+        and not SIGNS.isdisjoint(alternatives)
+        and SPACES in alternatives
+        and SPACES_BUT_LAST in alternatives[: alternatives.index(SPACES)]
+    )
+
+
+def _alternatives(pattern: str) -> list[str]:
     """Of the whole expression, not of the groups within it."""
     alternatives, depth = [""], 0
     for char in pattern:
@@ -211,14 +241,16 @@ def _alternatives(pattern: str) -> set[str]:
             alternatives.append("")
         else:
             alternatives[-1] += char
-    return set(alternatives)
+    return alternatives
 
 
 def _is_sound_token(token: tokenizers.AddedToken) -> bool:
-    """Whatever follows it."""
-    content = normalize("NFC", token.content)
+    """Whatever follows it, and whichever of its forms the text has."""
+    forms = token.content, normalize("NFC", token.content), normalize("NFD", token.content)
     looks_around = token.lstrip or token.rstrip or token.single_word
-    return not (looks_around or content[:1].isalnum()) and len(PIECE.findall(content + "x")) == 1
+    return not looks_around and not any(
+        content[:1].isalnum() or len(PIECE.findall(content + "x")) > 1 for content in forms
+    )
 
 
 def _separators(added: Mapping[int, tokenizers.AddedToken]) -> dict[str, int]:

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -45,28 +46,46 @@ class GraphRecorder(Protocol):
     """Captures work of a device, to run it again."""
 
     def record(self, forward: Callable[[], None]) -> Replay:
-        """Runs `forward` to warm it up, and captures it; what is returned runs it over what its buffers hold then."""
+        """Runs `forward` to warm it up, and captures it; what is returned runs it over what its buffers hold then.
+
+        `forward` enters inference mode by itself.
+        """
         ...
 
 
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The same for all captures: cuBLAS keeps a workspace (32 MiB on Hopper) for each stream that it was used on."""
+    return torch.cuda.Stream(device)
+
+
 class CudaGraphRecorder:
-    """CUDA graphs in one pool of memory: no two of them run at a time, and none keeps a result in it."""
+    """CUDA graphs in one pool of memory: no two of them run at a time, and none keeps a result in it.
+
+    Other threads of the process may use the device meanwhile: only what this one does is captured, and held to the
+    rules of captures.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = _capture_stream(device)
         self._memory: Any = None  # of the first graph; the others join it
 
     def record(self, forward: Callable[[], None]) -> Replay:
         """See `GraphRecorder.record`. Raises RuntimeError where the driver refuses to capture something."""
-        with torch.cuda.device(self._device):
+        # Torch's random generator takes tensors for all captures of a process with the first one. Made in inference
+        # mode, they would refuse the captures of others that are not in it.
+        with torch.inference_mode(mode=False), torch.cuda.device(self._device):
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
                 forward()
             current.wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
+            capture = torch.cuda.graph(
+                graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"
+            )
+            with capture:
                 forward()
             self._memory = graph.pool()
         return graph.replay
@@ -195,6 +214,7 @@ class _Forward:
     step: FixedStep
     hidden: torch.Tensor
 
+    @torch.inference_mode()
     def __call__(self) -> None:
         size = len(self.inputs) // 2
         states = self.model.hidden_states(self.inputs[:size], self.inputs[size:], self.step)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import mmap
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -32,10 +33,20 @@ def pinned_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
         status = int(api.cudaHostRegister(flat.data_ptr(), size_bytes, 0))
     if status:
         log.info("the driver does not pin mapped memory (CUDA error %d): torch pins it, in powers of two", status)
+        _forget_last_error(device)
         return torch.zeros(shape, dtype=dtype, pin_memory=True)
     # Pinned pages must not go back to the system; with the process they do by themselves, and CUDA may be gone first.
     weakref.finalize(flat.untyped_storage(), _unpin, api, flat.data_ptr(), pages).atexit = False
     return flat.view(shape)
+
+
+def _forget_last_error(device: torch.device) -> None:
+    """The runtime remembers an error until somebody asks, and torch asks behind its next kernel, as if that had failed.
+
+    One that stays after that is no longer the one of pinning, and comes again.
+    """
+    with suppress(RuntimeError):
+        torch.ones(1, device=device)
 
 
 def _unpin(api: Any, address: int, pages: mmap.mmap) -> None:

@@ -221,6 +221,7 @@ class TransformersRunner:
         with self._lock:
             known = [index for index, row in enumerate(rows) if row.key in self._sampler]
             if not known:
+                wait_for(self._device)  # copies of blocks may be under way
                 return {}
             keys = [rows[index].key for index in known]
             positions = np.array([rows[index].position for index in known], np.int64)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from kvrelay.backends.flashinfer import FlashInferBackend
 from kvrelay.backends.torch_sdpa import TorchBackend
 from kvrelay.config.demo import demo_model_path
 from kvrelay.engine import device
+from kvrelay.engine import graphs as graphs_module
 from kvrelay.engine import runner as runner_module
 from kvrelay.engine.batch import WorkerBatch, WorkerRow
 from kvrelay.engine.graph_check import GraphsDiffer
@@ -214,11 +216,14 @@ class FakeCuda:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[str] = []
         self.pools: list[object] = []
+        self.num_streams = 0
         self._place = ["default stream"]
+        # A stream that is not there must not be left to tests that have a GPU.
+        monkeypatch.setattr(graphs_module, "_capture_stream", cache(graphs_module._capture_stream.__wrapped__))
         capture = inspect.signature(torch.cuda.graph.__init__)
         replaced: dict[str, Any] = {
             "device": lambda _: nullcontext(),
-            "Stream": lambda _: SimpleNamespace(name="side stream", wait_stream=self._wait("side stream")),
+            "Stream": self._stream,
             "current_stream": lambda: SimpleNamespace(name="default stream", wait_stream=self._wait("default stream")),
             "stream": lambda stream: self._at(stream.name),
             "CUDAGraph": lambda: SimpleNamespace(pool=lambda: "the pool", replay=lambda: self.events.append("replay")),
@@ -227,6 +232,8 @@ class FakeCuda:
         def graph(*arguments: Any, **options: Any) -> Any:
             bound = capture.bind(None, *arguments, **options).arguments
             self.pools.append(bound["pool"])
+            assert bound["capture_error_mode"] == "thread_local", "what other threads ask for would end the capture"
+            assert not torch.is_inference_mode_enabled(), "the generator's tensors would be of that mode for all"
             return self._at(f"capture on {bound['stream'].name}")
 
         for name, fake in (replaced | {"graph": graph}).items():
@@ -234,6 +241,10 @@ class FakeCuda:
 
     def forward(self) -> None:
         self.events.append(f"forward in {self._place[-1]}")
+
+    def _stream(self, _: torch.device) -> SimpleNamespace:
+        self.num_streams += 1
+        return SimpleNamespace(name="side stream", wait_stream=self._wait("side stream"))
 
     def _wait(self, name: str) -> Callable[[Any], None]:
         return lambda other: self.events.append(f"{name} waits for {other.name}")
@@ -248,7 +259,8 @@ class FakeCuda:
 def test_a_capture_comes_after_a_warm_up_and_joins_the_memory_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda(monkeypatch)
     recorder = CudaGraphRecorder(torch.device("cuda", 0))
-    replays = [recorder.record(cuda.forward) for _ in range(3)]
+    with torch.inference_mode():
+        replays = [recorder.record(cuda.forward) for _ in range(3)]
     assert cuda.events[:4] == [
         "side stream waits for default stream",
         "forward in side stream",
@@ -259,6 +271,9 @@ def test_a_capture_comes_after_a_warm_up_and_joins_the_memory_of_the_first(monke
     assert cuda.pools == [None, "the pool", "the pool"]
     replays[1]()
     assert cuda.events[-1] == "replay"
+    CudaGraphRecorder(torch.device("cuda", 0)).record(cuda.forward)
+    assert cuda.num_streams == 1, "cuBLAS keeps memory for each stream"
+    assert cuda.pools[-1] is None, "the memory of graphs that may be gone is not joined"
 
 
 # -- what cannot be captured ------------------------------------------------------------------------------------------

@@ -76,6 +76,10 @@ def test_where_the_driver_does_not_pin_it_torch_does(monkeypatch: pytest.MonkeyP
         asked.append(how)
         return torch.empty(shape)
 
+    def ones(size: int, device: torch.device) -> None:
+        raise torch.AcceleratorError("CUDA error: operation not supported")  # of the call before
+
     monkeypatch.setattr(torch, "zeros", zeros)
+    monkeypatch.setattr(torch, "ones", ones)
     assert pinned_memory((2, 8), torch.float32, GPU).shape == (2, 8)
     assert asked == [{"dtype": torch.float32, "pin_memory": True}]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvrelay.backends.torch_sdpa import TorchBackend
 from kvrelay.engine import runner as runner_module
-from kvrelay.engine.batch import DeviceLost, WorkerBatch, WorkerRow
+from kvrelay.engine.batch import BlockCopy, DeviceLost, WorkerBatch, WorkerRow
 from kvrelay.engine.runner import TransformersRunner, make_runner
 from kvrelay.engine.sampler import BadLogits
 from kvrelay.protocol.sampling import Sampling
@@ -273,6 +273,34 @@ def test_a_sample_that_is_dropped_before_it_draws_gets_no_token(runner_of: Runne
     with pytest.raises(KeyError, match="never added, or dropped"):
         runner.execute(WorkerBatch(2, [row]))
     runner.execute(WorkerBatch(3, [], forget=(8,)))
+
+
+def test_a_step_whose_draws_are_all_dropped_meanwhile_has_copied_its_blocks_when_it_lands(
+    runner_of: RunnerOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may get the blocks then, and write to them from other streams."""
+    runner, (prompt,) = runner_of("llama"), make_prompts((5,))
+    first, second = start(runner, [prompt] * 2, GREEDY, 1, seed=93)
+    runner.execute(WorkerBatch(1, [msgspec.structs.replace(first.row(5), keep=9)]))
+    row = WorkerRow(second.key, np.zeros(0, np.int32), 5, second.blocks, True, True, after=9)
+    events: list[str] = []
+    copy, logits = runner._copy_blocks, runner._model.logits
+
+    def copy_noted(copies: Sequence[BlockCopy]) -> None:
+        copy(copies)
+        events.append("copies")
+
+    def logits_and_drop(hidden: torch.Tensor) -> torch.Tensor:
+        runner.drop_sequence(second.key)
+        return logits(hidden)
+
+    monkeypatch.setattr(runner, "_copy_blocks", copy_noted)
+    monkeypatch.setattr(runner._model, "logits", logits_and_drop)
+    monkeypatch.setattr(runner_module, "wait_for", lambda _: events.append("wait"))
+    copies = [BlockCopy(int(first.blocks[0]), int(second.blocks[0]))]
+    assert runner.execute(WorkerBatch(2, [row], copies=copies)).rows[0].token_id is None
+    assert events == ["copies", "wait"]
+    runner.execute(WorkerBatch(3, [], forget=(9,)))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -82,9 +82,7 @@ class CudaGraphRecorder:
                 forward()
             current.wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
-            capture = torch.cuda.graph(
-                graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"
-            )
+            capture = torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local")
             with capture:
                 forward()
             self._memory = graph.pool()

@@ -85,6 +85,22 @@ def test_samples_are_those_of_generate(small: tuple[Path, Stack]) -> None:
     stack.wait_until_clean()
 
 
+def test_each_sample_comes_with_the_scores_of_the_prompt(small: tuple[Path, Stack]) -> None:
+    model, stack = small
+    for length in LENGTHS[1:]:
+        prompt = prompt_of(length, vocab_size(model), seed=9)
+        body = {"model": stack.model, "prompt": prompt, "max_tokens": 4, "temperature": 0, "prompt_logprobs": 2, "n": 4}
+        answer = stack.http.post("/v1/completions", json=body).raise_for_status().json()
+        expected = reference.logprobs(model, prompt, 1)
+        for choice in answer["choices"]:
+            scores = choice["prompt_logprobs"]
+            assert scores[0] is None
+            assert len(scores) == length
+            for row, (token_id, entry) in enumerate(zip(prompt[1:], scores[1:], strict=True)):
+                assert abs(entry[str(token_id)]["logprob"] - float(expected[row, token_id])) < 1e-4
+    stack.wait_until_clean()
+
+
 def test_many_at_once_with_staggered_arrivals_and_early_stops(small: tuple[Path, Stack]) -> None:
     model, stack = small
     rng = random.Random(3)

@@ -110,6 +110,10 @@ class BlockManager:
     def _num_reusable(self, sequence: Sequence) -> int:
         if sequence.sampling.prompt_logprobs is not None:
             return 0  # every position's logits are wanted
+        return self._num_before(sequence)
+
+    def _num_before(self, sequence: Sequence) -> int:
+        """Full blocks before its tail."""
         return num_full_before_tail(sequence.num_tokens, self.pool.block_size)
 
     # -- the prompt's last block --------------------------------------------------------------------------------------
@@ -117,11 +121,11 @@ class BlockManager:
     def tail_name(self, sequence: Sequence) -> BlockHash | None:
         """Of the tail that a sequence shares with other samples of its request; None: it shares none, or not any more.
 
-        Samples with output differ. One whose prompt's log-probabilities are asked for computes its prompt itself.
+        Samples with output differ.
         """
         if sequence.num_samples == 1 or sequence.num_output or not self.shares_prefixes:
             return None
-        if sequence.sampling.prompt_logprobs is not None or sequence.beams is not None or not sequence.wants_token:
+        if sequence.beams is not None or not sequence.wants_token:
             return None
         return self._name_tail(sequence)
 
@@ -139,7 +143,7 @@ class BlockManager:
         tail = self.tails.get(self.tail_name(sequence))
         if tail is None:
             return False
-        hashes = sequence.block_hashes(self._num_reusable(sequence) + (tail.block is None))
+        hashes = sequence.block_hashes(self._num_before(sequence) + (tail.block is None))
         return self.cache.peek(hashes) == len(hashes)
 
     def offer_tail(self, sequence: Sequence) -> Tail | None:
@@ -157,6 +161,10 @@ class BlockManager:
         if sequence.offers is offered:
             sequence.offers = None
             self.tail_ended(sequence)
+            if sequence.sampling.prompt_logprobs is not None:
+                offered.scores, sequence.scores = sequence.scores, []
+                if len(offered.scores) != sequence.num_prompt - 1:  # some were told before a preemption
+                    self.tails.withdraw(offered)
             self.tails.list(offered, sequence.num_samples - self.tails.num_seen(offered.name, offered.request))
 
     def list_received_tail(self, sequence: Sequence, name: BlockHash, num_others: int) -> None:
@@ -209,7 +217,7 @@ class BlockManager:
         """
         num_tokens = sequence.num_tokens if num_next is None else self._num_at_admission(sequence, num_next)
         num_reusable, tail = self._num_reusable(sequence), self.tails.get(self.tail_name(sequence))
-        taken = tail is not None and self._take(sequence, owner, num_reusable, num_tokens, headroom, tail)
+        taken = tail is not None and self._take(sequence, owner, self._num_before(sequence), num_tokens, headroom, tail)
         # A tail that nobody holds may be a block too many, beside the copy: then it yields to those who would share it.
         if not taken and not self._take(sequence, owner, num_reusable, num_tokens, headroom):
             return False
@@ -240,12 +248,13 @@ class BlockManager:
         headroom: int,
         tail: Tail | None = None,
     ) -> bool:
-        """Blocks for `num_tokens` tokens, up to `num_reusable` of them from the cache. All or nothing."""
+        """Blocks for `num_tokens` tokens, up to `num_reusable` of them from the cache; with a tail all of these, and
+        that. All or nothing."""
         pool = self.pool
         hashes = sequence.block_hashes(num_reusable + (tail is not None and tail.block is None))
         num_cached = self.cache.peek(hashes)
         if tail is not None and num_cached < len(hashes):
-            tail, num_cached = None, min(num_cached, num_reusable)
+            return False
         shared = [] if tail is None or tail.block is None else [tail.block]
         num_missing = max(0, blocks_for(num_tokens, pool.block_size) - num_cached - len(shared))
         if tail is not None:

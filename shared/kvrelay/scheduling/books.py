@@ -292,6 +292,9 @@ class SchedulerBooks(ABC):
             return None
         if num_computed - sequence.num_published * self._block_size >= self._block_size:
             self._publish(sequence)
+        scores = given.prompt_logprobs if row.draws is None else row.draws.scores
+        if sequence.num_samples > 1 and row.draws is None:
+            sequence.scores += scores
         if row.offers is not None:
             self._list_tail(sequence, row.offers)
         self.blocks.drawn(sequence)
@@ -308,9 +311,9 @@ class SchedulerBooks(ABC):
             self.blocks.change_owner(sequence, Owner.RUNNING)
         if finish:
             self._leave(sequence)
-        if given.token_id is None and not given.prompt_logprobs and not prefilled:
+        if given.token_id is None and not scores and not prefilled:
             return None
-        return SequenceOutput(sequence, index, given.token_id, given.logprobs, given.prompt_logprobs, finish, prefilled)
+        return SequenceOutput(sequence, index, given.token_id, given.logprobs, scores, finish, prefilled)
 
     def fail_step(self, plan: StepPlan, keys: Collection[SequenceKey] | None = None) -> list[Sequence]:
         """The step could not be computed: the sequences with these keys leave (None: all of them). Returns them.

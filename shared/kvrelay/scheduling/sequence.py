@@ -26,7 +26,7 @@ from kvrelay.kv.hashing import BlockHash, hash_blocks
 from kvrelay.kv.pool import Owner
 from kvrelay.kv.table import BlockTable
 from kvrelay.protocol.messages import PeerRef
-from kvrelay.protocol.sampling import Sampling
+from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 
 if TYPE_CHECKING:
     from kvrelay.scheduling.beams import BeamGroup
@@ -107,6 +107,7 @@ class Sequence:
     arrives: bool = False  # its prompt's K/V comes from another worker
     tail_name: BlockHash = b""  # of its prompt's last block; empty: not looked at so far
     offers: Tail | None = None  # that the step in flight computes
+    scores: list[TokenLogprobs] = field(default_factory=list)  # of its prompt so far, to share with the tail
     tail: Tail | None = None  # that it took, and is to draw its first token from
     is_forked: bool = False  # its next write may hit a block that others share
 

@@ -18,12 +18,14 @@ and nothing waits for it but what `PrefixesInProgress` ends.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import count
 
 from kvrelay.kv.hashing import BlockHash
 from kvrelay.kv.pool import BlockPool, Owner
 from kvrelay.kv.table import blocks_for
+from kvrelay.protocol.sampling import TokenLogprobs
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +42,7 @@ class Tail:
     num_drawing: int = 0
     is_listed: bool = False
     is_over: bool = False
+    scores: Seq[TokenLogprobs] = ()  # of the prompt's tokens, where they are asked for
 
 
 class SharedTails:

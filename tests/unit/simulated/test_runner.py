@@ -21,7 +21,7 @@ from kvrelay.kv.hashing import root_hash
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.table import BlockTable
 from kvrelay.protocol.messages import PeerRef
-from kvrelay.protocol.sampling import BeamSpec, FinishReason, Sampling
+from kvrelay.protocol.sampling import BeamSpec, FinishReason, Sampling, TokenLogprobs
 from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.plan import SequenceOutput
 from kvrelay.scheduling.registry import BUILT_IN as SCHEDULERS
@@ -58,6 +58,7 @@ class Served:
     at_s: dict[int, list[float]] = field(default_factory=dict)
     num_preemptions: int = 0
     num_prefill_tokens: int = 0
+    scores: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
 
 
 def serve(
@@ -82,6 +83,7 @@ def serve(
     def committed(outputs: list[SequenceOutput]) -> None:
         for output in outputs:
             number = output.sequence.key[2] if are_samples else int(output.sequence.key[0])
+            served.scores.setdefault(number, []).extend(output.prompt_logprobs)
             if output.token_id is not None:
                 served.output[number].append(output.token_id)
                 served.at_s[number].append(asyncio.get_running_loop().time())
@@ -152,6 +154,20 @@ def test_samples_draw_from_one_prompt(num_prompt: int, overlap: bool) -> None:
     prompt, sampling = list(range(3, 3 + num_prompt)), Sampling(seed=1, max_tokens=20, ignore_eos=True)
     served = serve(runner_of(), [(prompt, sampling)] * 6, overlap=overlap, are_samples=True)
     assert served.num_prefill_tokens == num_prompt
+    for number, output in served.output.items():
+        assert output == continuation(prompt, sampling, VOCABULARY, 320, number)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("num_prompt", [1, 8, 9, 45])
+def test_scores_of_a_prompt_are_computed_once_and_every_sample_has_them(num_prompt: int, overlap: bool) -> None:
+    prompt = list(range(3, 3 + num_prompt))
+    sampling = Sampling(seed=1, max_tokens=5, prompt_logprobs=2, ignore_eos=True)
+    alone = serve(runner_of(), [(prompt, sampling)], overlap=overlap)
+    served = serve(runner_of(), [(prompt, sampling)] * 4, overlap=overlap, are_samples=True)
+    assert served.num_prefill_tokens == num_prompt
+    assert len(alone.scores[0]) == num_prompt - 1
+    assert all(served.scores[number] == alone.scores[0] for number in range(4))
     for number, output in served.output.items():
         assert output == continuation(prompt, sampling, VOCABULARY, 320, number)
 

@@ -254,6 +254,10 @@ class BatchScheduler(SchedulerBooks):
         num_blocks = missing + owed + sum(claimed.values()) + self.num_headroom_blocks
         if self.num_slots + len(gang) > self.limits.max_running or num_blocks > self.blocks.num_available:
             return False
+        # What they find cached is available as well, until they hold it.
+        found = {block for each in given for block in self.blocks.cached_prefix(each)}
+        if num_blocks + sum(not self.blocks.pool.is_held(block) for block in found) > self.blocks.num_available:
+            return False
         if draft.ahead:
             raise NeedsCommit
         for index, sequence in enumerate(given):

@@ -158,3 +158,15 @@ def test_nobody_is_passed_by_more_than_the_bound(scheduler: str, order: QueueOrd
         admitted += bench.step()[0].admitted
     assert unloved in admitted
     assert admitted.index(unloved) <= patience + already_there
+
+
+def test_a_gang_that_lacks_one_block_does_not_come_back_to_lose_it_again() -> None:
+    """Samples of 17 tokens share their first block: with their next tokens that makes 1 + 4 * 4 of 16 blocks."""
+    policy = SchedulerSettings(queue_order="sjf", chunking="dynamic", preemption="swap", num_swap_slots=8)
+    wanted = [
+        ([1, 2, 1], 13, 0, 0, "local"),
+        ([1, 2, 1, 2, 1], 20, 2, 2, "adopted gang"),
+        ([2, 1, 1, 1, 2, 2], 0, 0, 0, "aborted"),
+        ([2, 1, 2, 2, 2, 2, 2, 2, 2, 2], 7, 0, 1, "prefill_only"),
+    ]
+    run_history(Bench(NUM_BLOCKS, 12, 4, True, "sarathi", policy, OnDemandBlocks), wanted)

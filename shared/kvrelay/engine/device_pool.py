@@ -25,13 +25,14 @@ class DevicePool:
     """`PoolMemory` over `pool`, whose first dimension is the block, and which is contiguous."""
 
     def __init__(self, pool: torch.Tensor) -> None:
-        self._blocks = pool.view(pool.shape[0], -1).view(torch.uint8)
+        as_bytes = pool.view(pool.shape[0], -1).view(torch.uint8)
+        self.num_blocks, self.block_bytes = as_bytes.shape
+        self._blocks = _widest(as_bytes)
         self.segment: Segment = "VRAM" if pool.device.type == "cuda" else "DRAM"
         self._device = pool.device
         self._is_cuda = pool.device.type == "cuda"
         self._stream = torch.cuda.Stream(pool.device) if self._is_cuda else None
         self._lock = Lock()  # over the staging buffer
-        self.num_blocks, self.block_bytes = self._blocks.shape
         self.address = self._blocks.data_ptr()
         self.device_id = pool.device.index or 0
         self._staged = self.buffer(max(1, _STAGING_BYTES // self.block_bytes))
@@ -54,7 +55,7 @@ class DevicePool:
         """See `PoolMemory.gather`. Several blocks leave as one copy."""
         with self._on_stream():
             found = self._blocks.index_select(0, self._indices(blocks))
-            torch.from_numpy(out[: len(blocks)]).copy_(found, non_blocking=True)
+            torch.from_numpy(out[: len(blocks)]).view(found.dtype).copy_(found, non_blocking=True)
         self._wait()
 
     def scatter(self, slots: Indices, rows: Bytes) -> None:
@@ -66,7 +67,7 @@ class DevicePool:
                 staged[:] = rows[first : first + len(some)]
                 with self._on_stream():
                     moved = torch.from_numpy(staged).to(self._device, non_blocking=True)
-                    self._blocks.index_copy_(0, self._indices(some), moved)
+                    self._blocks.index_copy_(0, self._indices(some), moved.view(self._blocks.dtype))
                 self._wait()
 
     def rows(self, blocks: Indices) -> Iterator[Bytes]:
@@ -86,3 +87,9 @@ class DevicePool:
     def _wait(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()
+
+
+def _widest(blocks: torch.Tensor) -> torch.Tensor:
+    """The same memory in words of eight bytes, where blocks are made of them: kernels that gather go by the element."""
+    has_words = blocks.shape[1] % 8 == 0 and blocks.storage_offset() % 8 == 0
+    return blocks.view(torch.int64) if has_words else blocks

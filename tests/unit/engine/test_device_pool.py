@@ -1,6 +1,8 @@
-"""A device's pool as transports see it, on the CPU: the right bytes of the right blocks, whatever a block is made of."""
+"""A device's pool as transports see it, on the CPU: the right bytes of the right blocks, however wide a block is."""
 
 from __future__ import annotations
+
+from random import Random
 
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ NUM_BLOCKS = 7
     st.randoms(use_true_random=False),
 )
 def test_blocks_are_gathered_and_scattered_as_an_array_s(
-    dtype: torch.dtype, elements: int, skipped: int, blocks: list[int], random: np.random.RandomState
+    dtype: torch.dtype, elements: int, skipped: int, blocks: list[int], random: Random
 ) -> None:
     """Also of a pool that does not begin where its memory does."""
     num_bytes = NUM_BLOCKS * elements * dtype.itemsize

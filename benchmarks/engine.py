@@ -22,7 +22,8 @@ from pathlib import Path
 import numpy as np
 
 from kvrelay.engine.batch import SequenceKey
-from kvrelay.engine.runner import TransformersRunner, make_runner
+from kvrelay.engine.make import make_runner
+from kvrelay.engine.runner import TransformersRunner
 from kvrelay.kv.cache import PrefixCache
 from kvrelay.kv.hashing import root_hash
 from kvrelay.kv.pool import BlockPool

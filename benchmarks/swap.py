@@ -26,7 +26,8 @@ from pathlib import Path
 import numpy as np
 
 from kvrelay.engine.batch import BlockCopies, SequenceKey, WorkerBatch, WorkerRow
-from kvrelay.engine.runner import TransformersRunner, make_runner
+from kvrelay.engine.make import make_runner
+from kvrelay.engine.runner import TransformersRunner
 from kvrelay.kv.ablations import NullCache
 from kvrelay.kv.cache import Cache, PrefixCache
 from kvrelay.kv.hashing import root_hash

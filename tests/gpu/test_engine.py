@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvrelay.backends.torch_sdpa import TorchBackend
+from kvrelay.engine.make import make_runner
 from kvrelay.engine.model import load_model, open_source
-from kvrelay.engine.runner import make_runner
 from kvrelay.protocol.sampling import Sampling
 from tests.gpu.conftest import KERNELS_TIMEOUT_S, NO_FLASHINFER
 from tests.gpu.reference import (

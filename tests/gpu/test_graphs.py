@@ -16,8 +16,8 @@ from kvrelay.backends.paging import pad_rows
 from kvrelay.backends.torch_sdpa import TorchBackend
 from kvrelay.engine.gauges import make_gauge
 from kvrelay.engine.graphs import CudaGraphRecorder, DecodeGraphs, GraphRecorder, GraphSettings, capture_graphs
+from kvrelay.engine.make import PoolSizing, make_runner
 from kvrelay.engine.model import CausalModel, load_model, open_source
-from kvrelay.engine.runner import PoolSizing, make_runner
 from kvrelay.protocol.sampling import Sampling
 from tests.fakes import fake_cuda_graphs
 from tests.fakes.fake_cuda_graphs import FakeRecorder

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.engine import runner as runner_module
+from kvrelay.engine import make as make_module
 from kvrelay.engine.batch import BlockCopies
 from kvrelay.engine.gauges import make_gauge
+from kvrelay.engine.make import PoolSizing, make_runner
 from kvrelay.engine.profile import MemoryGauge, PoolDoesNotFit, profile_memory
-from kvrelay.engine.runner import PoolSizing, make_runner
 from tests.tiny_models import build_model
 from tests.unit.engine.test_host_buffer import check, steps
 
@@ -54,7 +54,7 @@ def gauge(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> MemoryGauge:
     if device.type == "cuda":
         return make_gauge(device)
     office = OfficeGauge()  # what a process with other tests in it takes says nothing about this one
-    monkeypatch.setattr(runner_module, "make_gauge", lambda _: office)
+    monkeypatch.setattr(make_module, "make_gauge", lambda _: office)
     return office
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
 
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrelay.backends.base import AttentionBackend, PackedRows, SharingBackend, allocate_pool
+from kvrelay.backends.base import PackedRows, SharingBackend, allocate_pool
 from kvrelay.engine.batch import (
     BlockCopy,
     Candidates,
@@ -30,23 +29,17 @@ from kvrelay.engine.beams import best_candidates
 from kvrelay.engine.device import describe_device, is_settled, to_device, use_on_this_thread, wait_for
 from kvrelay.engine.device_pool import DevicePool
 from kvrelay.engine.fingerprint import find_model_dir, fingerprint
-from kvrelay.engine.gauges import make_gauge
 from kvrelay.engine.graphs import DecodeGraphs, GraphSettings, try_to_capture
 from kvrelay.engine.host_buffer import HostBuffer
 from kvrelay.engine.logprobs import token_logprobs
-from kvrelay.engine.model import CausalModel, LoadFormat, load_model, open_source
+from kvrelay.engine.model import CausalModel
 from kvrelay.engine.packing import pack_rows
-from kvrelay.engine.profile import SWAP_PART, MemoryGauge, blocks_for_profile, measure_kept, profile_memory
 from kvrelay.engine.sampler import Sampler
-from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 from kvrelay.transfer.pool_memory import PoolLike
 
-log = logging.getLogger(__name__)
-
 _NOTHING = RowResult(None)
 _PROMPT_SLICE = 512  # prompt positions whose logits exist at a time
-_DEFAULT_MEMORY_BYTES = 2 * 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,117 +318,3 @@ class TransformersRunner:
                 entries += token_logprobs(logits, part, np.full(len(part), prompt.num_top, np.int64))
             results[index] = entries
         return results
-
-
-@dataclass(frozen=True, slots=True)
-class PoolSizing:
-    """A share of the machine's memory for this process, swap space included, and what bounds its steps."""
-
-    memory_utilization: float
-    token_budget: int
-    max_running: int
-    whole_prompts: bool = False  # the scheduler does not cut prompts: a step may be as long as the longest
-
-
-def _profiled_num_blocks(
-    model: CausalModel, sizing: PoolSizing, swap_bytes: int | None, gauge: MemoryGauge, graphs: GraphSettings | None
-) -> int:
-    block_size, block_bytes = model.layout.block_size, model.layout.block_bytes
-    num_tokens = sizing.token_budget
-    if sizing.whole_prompts:
-        num_tokens = max(num_tokens, model.source.max_model_len)
-    small = TransformersRunner(model, blocks_for_profile(num_tokens, sizing.max_running, block_size))
-    profile = profile_memory(small, num_tokens, sizing.max_running, gauge)
-    if gauge.pool_rests:  # which goes, while what libraries took with the first step stays
-        most = profile.resting + profile.step - small.pool.nbytes
-        del small
-        resting = gauge.rest()
-        profile = replace(profile, resting=resting, step=max(0, most - resting), free=gauge.free())
-    if graphs is not None:
-        profile = replace(profile, graphs=_graph_bytes(model, graphs, gauge))
-    profile.check_free(sizing.memory_utilization)
-    num_blocks = profile.num_blocks(
-        sizing.memory_utilization,
-        block_bytes,
-        blocks_for(sizing.token_budget, block_size),
-        swap_bytes=swap_bytes if model.source.device.type == "cpu" else 0,  # a GPU's pool swaps to the host's memory
-    )
-    log.info(
-        "memory: %d MiB with the weights, %d MiB for the largest step, %d MiB for CUDA graphs, %d MiB for the pool, "
-        "of %d MiB",
-        profile.resting >> 20,
-        profile.step >> 20,
-        profile.graphs >> 20,
-        num_blocks * block_bytes >> 20,
-        profile.total >> 20,
-    )
-    return num_blocks
-
-
-def _graph_bytes(model: CausalModel, graphs: GraphSettings, gauge: MemoryGauge) -> int:
-    """What graphs keep, with their scratch block. They are captured for that alone, over a pool that goes again."""
-    trial = TransformersRunner(model, 1, with_scratch=True)
-    return measure_kept(lambda: trial.try_graphs(graphs, trial=True), gauge) + model.layout.block_bytes
-
-
-def make_runner(
-    model: str,
-    *,
-    dtype: str = "auto",
-    block_size: int = 16,
-    num_blocks: int | None = None,
-    memory_bytes: int = _DEFAULT_MEMORY_BYTES,
-    size_pool: PoolSizing | None = None,
-    swap_bytes: int | None = 0,
-    max_model_len: int | None = None,
-    device: str | torch.device = "cpu",
-    num_threads: int | None = None,
-    name: str | None = None,
-    backend: AttentionBackend | None = None,
-    load_format: LoadFormat = "auto",
-    graphs: GraphSettings | None = None,
-    cascade_attention: bool = False,
-) -> TransformersRunner:
-    """Loads `model` (a directory or a hub name) and allocates its pool: `num_blocks`, or what fits `memory_bytes`.
-
-    With `size_pool` the pool is what a profile of the largest step leaves of a share of the machine's memory.
-    `swap_bytes` is the host's swap space; None: a quarter of the pool's memory.
-    Without a `backend`, the fastest one that works is taken, on a GPU with `cascade_attention` if that is wanted.
-    With `load_format` "dummy", weights are random.
-    With `graphs`, decoding steps are captured in CUDA graphs where model and backend allow it. Their scratch block is
-    part of the memory, and one more than `num_blocks` where that is given.
-
-    Raises:
-        UnsupportedModel: the engine cannot run it; the message says why.
-        ValueError: an unknown dtype, memory for less than one block, or CUDA graphs that the device refuses.
-        PoolDoesNotFit: the share of memory is too small.
-        OSError: there is no such model.
-    """
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)
-    source = open_source(model, dtype, device, max_model_len, load_format)
-    gauge = make_gauge(source.device)
-    use_on_this_thread(source.device)
-    loaded = load_model(source, block_size, backend, cascade_attention=cascade_attention)
-    if num_blocks is None and size_pool is not None:
-        num_blocks = _profiled_num_blocks(loaded, size_pool, swap_bytes, gauge, graphs)
-    elif num_blocks is None:
-        num_blocks = memory_bytes // loaded.layout.block_bytes - (graphs is not None)
-    if num_blocks < 1:
-        raise ValueError(f"a block takes {loaded.layout.block_bytes} bytes, more than the pool's {memory_bytes}")
-    if max_model_len is not None and num_blocks * block_size < max_model_len:
-        raise ValueError(
-            f"max_model_len {max_model_len} does not fit the pool: {num_blocks} blocks of {block_size} tokens hold "
-            f"{num_blocks * block_size}; it takes {blocks_for(max_model_len, block_size)} blocks, "
-            f"{blocks_for(max_model_len, block_size) * loaded.layout.block_bytes} bytes"
-        )
-    num_slots = num_blocks // SWAP_PART if swap_bytes is None else swap_bytes // loaded.layout.block_bytes
-    if swap_bytes and not num_slots:
-        raise ValueError(
-            f"swap_space = {swap_bytes}: a block takes {loaded.layout.block_bytes} bytes (allowed: 0, or at least that)"
-        )
-    runner = TransformersRunner(loaded, num_blocks, name, num_swap_slots=num_slots, with_scratch=graphs is not None)
-    if graphs is not None:
-        runner.try_graphs(graphs)
-    gauge.keep()
-    return runner

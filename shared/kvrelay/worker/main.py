@@ -38,7 +38,7 @@ def load_runner(config: WorkerConfig) -> ModelRunner:
         return make_simulated_runner(config)
     from kvrelay.engine.device import find_device, turn_on
     from kvrelay.engine.graphs import GraphSettings
-    from kvrelay.engine.runner import PoolSizing, make_runner
+    from kvrelay.engine.make import PoolSizing, make_runner
 
     sizing = None
     if config.memory_utilization is not None and config.kv_memory_bytes is None:

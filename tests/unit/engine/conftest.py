@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvrelay.engine.runner import TransformersRunner, make_runner
+from kvrelay.engine.make import make_runner
+from kvrelay.engine.runner import TransformersRunner
 from tests.tiny_models import build_model
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvrelay.engine.batch import StepResult, WorkerBatch
 from kvrelay.engine.calibrate import measure_costs
-from kvrelay.engine.runner import make_runner
+from kvrelay.engine.make import make_runner
 from kvrelay.scheduling.base import SchedulerSettings
 from kvrelay.scheduling.chunks import DynamicChunks
 from kvrelay.scheduling.cost import StepCost, fit, pairs

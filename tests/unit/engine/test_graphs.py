@@ -25,14 +25,15 @@ from kvrelay.backends.torch_sdpa import TorchBackend
 from kvrelay.config.demo import demo_model_path
 from kvrelay.engine import device
 from kvrelay.engine import graphs as graphs_module
-from kvrelay.engine import runner as runner_module
+from kvrelay.engine import make as make_module
 from kvrelay.engine.batch import WorkerBatch, WorkerRow
 from kvrelay.engine.graph_check import GraphsDiffer
 from kvrelay.engine.graph_sizes import default_sizes, padded_size
 from kvrelay.engine.graphs import CudaGraphRecorder, GraphSettings, capture_graphs
+from kvrelay.engine.make import PoolSizing, make_runner
 from kvrelay.engine.model import load_model, open_source
 from kvrelay.engine.profile import MemoryProfile, PoolDoesNotFit
-from kvrelay.engine.runner import PoolSizing, TransformersRunner, make_runner
+from kvrelay.engine.runner import TransformersRunner
 from kvrelay.engine.waits import Waits
 from kvrelay.protocol.sampling import Sampling
 from tests.fakes import fake_cuda_graphs
@@ -357,7 +358,7 @@ def test_what_runs_as_a_graph_is_said_once(
     model_dir: Callable[[str], Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(runner_module, "make_gauge", lambda _: FakeGauge(FakeRecorder(), 1000 * MIB))
+    monkeypatch.setattr(make_module, "make_gauge", lambda _: FakeGauge(FakeRecorder(), 1000 * MIB))
     sizing = PoolSizing(0.9, token_budget=64, max_running=8)
     captured_runner(model_dir("llama"), FakeRecorder(), num_blocks=None, size_pool=sizing)
     assert caplog.text.count("CUDA graphs captured") == 1
@@ -397,7 +398,7 @@ def test_graphs_are_counted_before_the_pool_is_sized(
     model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorder = FakeRecorder()
-    monkeypatch.setattr(runner_module, "make_gauge", lambda _: FakeGauge(recorder, 200 * MIB))
+    monkeypatch.setattr(make_module, "make_gauge", lambda _: FakeGauge(recorder, 200 * MIB))
     sizing = PoolSizing(1.0, token_budget=64, max_running=8)
     runner = captured_runner(model_dir("llama"), recorder, num_blocks=None, size_pool=sizing)
     block_bytes = runner.spec.block_bytes

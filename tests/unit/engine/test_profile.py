@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvrelay.engine.make import PoolSizing, make_runner
 from kvrelay.engine.profile import MemoryProfile, PoolDoesNotFit, machine_memory_bytes, profile_memory
-from kvrelay.engine.runner import PoolSizing, make_runner
 from tests.fakes.hash_runner import HashRunner
 from tests.tiny_models import build_model
 

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from kvrelay.backends.torch_sdpa import TorchBackend
 from kvrelay.engine import runner as runner_module
 from kvrelay.engine.batch import BlockCopy, DeviceLost, WorkerBatch, WorkerRow
-from kvrelay.engine.runner import TransformersRunner, make_runner
+from kvrelay.engine.make import make_runner
+from kvrelay.engine.runner import TransformersRunner
 from kvrelay.engine.sampler import BadLogits
 from kvrelay.protocol.sampling import Sampling
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE

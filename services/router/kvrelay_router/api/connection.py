@@ -27,6 +27,8 @@ LINGER_S = 1.0
 """After a refusal what comes is read and dropped for so long, or a reset would overtake the answer."""
 MAX_LINGERING = 256
 """Refused connections beyond these get no answer."""
+UNREAD_S = 600.0
+"""A connection whose client reads nothing of a full buffer for so long ends: no deadline of a request does that."""
 OTHER_FILES = 256
 """Descriptors that are left to everything but clients' connections."""
 
@@ -89,6 +91,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._header_bytes = 0  # of the present request, as far as they were parsed
         self._unparsed_bytes = 0  # that the parser keeps, because they are no whole line yet
         self._head_timer: asyncio.TimerHandle | None = None
+        self._unread_timer: asyncio.TimerHandle | None = None
         self._plain_head: bytes | None = None  # of a request that offers another protocol: the same without the offer
         self._fed = self._left = b""  # to the parser, and what is to be fed to it next
 
@@ -111,6 +114,7 @@ class BoundedConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Also tells the request that runs, where others wait behind it."""
         self._stop_waiting()
+        self._stop_awaiting_reader()
         self.pipeline.clear()
         running = self._running
         if running is not None and not running.response_complete:
@@ -130,6 +134,16 @@ class BoundedConnection(HttpToolsProtocol):
             self._feed(piece)
             if not self._refused and self._header_bytes + self._unparsed_bytes > self._limits.max_header_bytes:
                 self._refuse_head()
+
+    def pause_writing(self) -> None:
+        """The buffer is full."""
+        super().pause_writing()
+        self._await_reader()
+
+    def resume_writing(self) -> None:
+        """There is room again."""
+        self._stop_awaiting_reader()
+        super().resume_writing()
 
     @property
     def is_fresh(self) -> bool:
@@ -229,6 +243,23 @@ class BoundedConnection(HttpToolsProtocol):
     def _await_head(self) -> None:
         self._stop_waiting()
         self._head_timer = self.loop.call_later(self._limits.header_timeout_s, self._head_is_late)
+
+    def _await_reader(self) -> None:
+        self._stop_awaiting_reader()
+        num_unread = self.transport.get_write_buffer_size()
+        self._unread_timer = self.loop.call_later(UNREAD_S, self._check_reader, num_unread)
+
+    def _check_reader(self, num_unread: int) -> None:
+        """Nothing is written while the buffer is full: it shrinks, or nobody reads."""
+        if self.transport.get_write_buffer_size() < num_unread:
+            self._await_reader()
+        else:
+            self.transport.abort()
+
+    def _stop_awaiting_reader(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
 
     def _stop_waiting(self) -> None:
         if self._head_timer is not None:

@@ -37,7 +37,9 @@ def best_candidates(
     sampler.adjust(keys, positions, scores, _seen(beams, sampler.penalises(keys)))
     most = min(max(beam.num_candidates for beam in beams), scores.shape[-1])
     top = torch.topk(scores, most, dim=-1)
-    peaks, token_ids, values = rows_to_host(logits.amax(dim=-1), top.indices, top.values)
+    peaks_there = logits.amax(dim=-1)
+    with sampler.waiting():
+        peaks, token_ids, values = rows_to_host(peaks_there, top.indices, top.values)
     check_finite(keys, peaks)
     return [
         _candidates(ids[: beam.num_candidates], row[: beam.num_candidates])

@@ -74,10 +74,10 @@ class TransformersRunner:
         self._pool = self._blocks[:num_blocks]
         self._graphs: DecodeGraphs | None = None
         self._host = HostBuffer(self._pool, num_swap_slots)
-        self._sampler = Sampler(model.vocab_size, model.eos_token_ids, source.device)
+        self._lock = threading.Lock()  # over sampler and scored prompts; nobody waits for the device with it
+        self._sampler = Sampler(model.vocab_size, model.eos_token_ids, source.device, self._lock)
         self._scored: dict[SequenceKey, _ScoredPrompt] = {}
         self._kept: dict[int, torch.Tensor] = {}  # hidden states of prompts' last positions, [hidden] each
-        self._lock = threading.Lock()  # over sampler and scored prompts
         self._spec = ModelSpec(
             name=name or source.name,
             vocab_size=model.vocab_size,
@@ -214,7 +214,8 @@ class TransformersRunner:
         with self._lock:
             known = [index for index, row in enumerate(rows) if row.key in self._sampler]
             if not known:
-                wait_for(self._device)  # copies of blocks may be under way
+                with self._sampler.waiting():
+                    wait_for(self._device)  # copies of blocks may be under way
                 return {}
             keys = [rows[index].key for index in known]
             positions = np.array([rows[index].position for index in known], np.int64)

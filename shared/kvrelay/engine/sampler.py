@@ -6,7 +6,9 @@ are greedy and unadjusted take one argmax.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from threading import Lock
 
 import numpy as np
 import torch
@@ -37,11 +39,27 @@ class BadLogits(RowsFailed):
 
 
 class Sampler:
-    """Sampler state and draws. Not thread-safe; its owner locks."""
+    """Sampler state and draws. Not thread-safe; its owner locks, and gives the lock where others take it, too."""
 
-    def __init__(self, vocab_size: int, eos_token_ids: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, vocab_size: int, eos_token_ids: Sequence[int], device: torch.device, lock: Lock | None = None
+    ) -> None:
+        """`lock` is held whenever a method is called; `sample` lets go of it while it waits for the device."""
         self._device = device
+        self._lock = lock
         self._state = SamplerState(vocab_size, eos_token_ids)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The lock is free in here. On a GPU the wait for what is drawn is the wait for the whole step."""
+        if self._lock is None:
+            yield
+            return
+        self._lock.release()
+        try:
+            yield
+        finally:
+            self._lock.acquire()
 
     def __contains__(self, key: SequenceKey) -> bool:
         return key in self._state
@@ -68,7 +86,7 @@ class Sampler:
         """One token per row, drawn for `positions[row]` of its sequence and added to its history.
 
         `logits` is `[rows, vocab]` of any float type; keys are distinct. Returns token ids `[rows]`, and
-        log-probabilities where asked for.
+        log-probabilities where asked for. What is dropped meanwhile gets a token, too, which is not remembered.
 
         Raises:
             BadLogits: rows whose logits are not finite.
@@ -79,11 +97,16 @@ class Sampler:
             token_ids = self._draw(keys, slots, parameters, positions, logits)
         else:
             token_ids = self._most_likely(keys, logits)
-        self._state.set_last(slots, token_ids)
+        stays = self._state.holds(keys, slots)
+        self._state.set_last(slots[stays], token_ids[stays])
         counts = parameters["counts"]
-        if (counts >= 0).any():
-            self._state.counts.append(counts[counts >= 0], token_ids[counts >= 0])
-        return token_ids, _logprobs(parameters["logprobs"], logits, token_ids)
+        counted = stays & (counts >= 0)
+        if counted.any():
+            self._state.counts.append(counts[counted], token_ids[counted])
+        if (parameters["logprobs"] < 0).all():
+            return token_ids, [None] * len(keys)
+        with self.waiting():
+            return token_ids, _logprobs(parameters["logprobs"], logits, token_ids)
 
     def adjust(
         self, keys: Sequence[SequenceKey], positions: NDArray[np.int64], scores: torch.Tensor, seen: Seen
@@ -110,7 +133,9 @@ class Sampler:
     def _most_likely(self, keys: Sequence[SequenceKey], logits: torch.Tensor) -> NDArray[np.int64]:
         logits = logits.float()  # torch is several times slower to find the best of 16-bit numbers
         best = logits.argmax(dim=-1)
-        token_ids, peaks = to_host(best, logits.gather(1, best[:, None])[:, 0])
+        peaks_there = logits.gather(1, best[:, None])[:, 0]
+        with self.waiting():
+            token_ids, peaks = to_host(best, peaks_there)
         check_finite(keys, peaks)  # argmax finds a NaN before any number
         return token_ids.astype(np.int64)
 
@@ -143,14 +168,16 @@ class Sampler:
             _put(drawn, random, ids)
             _put(settled, random, is_settled)
         # What was drawn from logits that are not finite is never used: only now does the host wait for the device.
-        token_ids, heights, fine = to_host(drawn, peaks, settled)
+        with self.waiting():
+            token_ids, heights, fine = to_host(drawn, peaks, settled)
         check_finite(keys, heights)
         result = token_ids.astype(np.int64)
         left = fine[random] == 0
         if left.any():
             limits = self._limits(parameters[random][left])
-            again = draw_limited(_some_rows(weights, left), limits, to_device(numbers[left], self._device))
-            result[np.flatnonzero(random)[left]] = to_host(again)[0]
+            with self.waiting():
+                again = draw_limited(_some_rows(weights, left), limits, to_device(numbers[left], self._device))
+                result[np.flatnonzero(random)[left]] = to_host(again)[0]
         return result
 
     def _weights(self, logits: torch.Tensor, parameters: Parameters) -> torch.Tensor:

@@ -121,6 +121,11 @@ class SamplerState:
         slots = np.fromiter((self._slots[key] for key in keys), np.int64, len(keys))
         return slots, self._parameters[slots]
 
+    def holds(self, keys: Sequence[SequenceKey], slots: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """By row, whether the key still has the slot that `gather` gave, `[rows]`."""
+        found: NDArray[np.bool_] = np.fromiter((self._slots.get(key, -1) for key in keys), np.int64, len(keys)) == slots
+        return found
+
     def set_last(self, slots: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
         """These tokens were drawn for the sequences in `slots`."""
         self._parameters["last"][slots] = token_ids

@@ -13,8 +13,12 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvrelay.backends.torch_sdpa import TorchBackend
+from kvrelay.engine import beams as beams_module
 from kvrelay.engine import runner as runner_module
-from kvrelay.engine.batch import BlockCopy, DeviceLost, WorkerBatch, WorkerRow
+from kvrelay.engine import sampler as sampler_module
+from kvrelay.engine.batch import BeamRow, BlockCopy, DeviceLost, WorkerBatch, WorkerRow
+from kvrelay.engine.device import rows_to_host, to_host
+from kvrelay.engine.logprobs import token_logprobs
 from kvrelay.engine.make import make_runner
 from kvrelay.engine.runner import TransformersRunner
 from kvrelay.engine.sampler import BadLogits
@@ -183,6 +187,30 @@ def test_a_sequence_dropped_during_the_step_gets_no_token(runner_of: RunnerOf, m
     monkeypatch.setattr(runner._model, "logits", drop_then_compute)
     result = runner.execute(WorkerBatch(0, [goes.row(9), stays.row(9)]))
     assert result.rows[0].token_id is None and result.rows[1].token_id is not None
+
+
+def test_sequences_are_added_while_a_step_waits_for_the_device(
+    runner_of: RunnerOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU that wait is nearly all of a step, and the event loop would stand still for it."""
+    runner = runner_of("llama")
+    free: list[bool] = []
+
+    def noting(function: Callable[..., object]) -> Callable[..., object]:
+        def noted(*arguments: object) -> object:
+            free.append(not runner._lock.locked())
+            return function(*arguments)
+
+        return noted
+
+    monkeypatch.setattr(sampler_module, "to_host", noting(to_host))
+    monkeypatch.setattr(sampler_module, "token_logprobs", noting(token_logprobs))
+    monkeypatch.setattr(beams_module, "rows_to_host", noting(rows_to_host))
+    sampled = start(runner, make_prompts((9,)), Sampling(temperature=0.7, logprobs=1), num_output=1, seed=94)[0]
+    searched = start(runner, make_prompts((7,)), GREEDY, num_output=1, seed=95)[0]
+    row = msgspec.structs.replace(searched.row(7), beam=BeamRow(2, np.array(searched.tokens, np.int32), 7))
+    runner.execute(WorkerBatch(0, [sampled.row(9), row]))
+    assert free == [True] * 3
 
 
 @pytest.mark.parametrize("settles", [True, False])

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from threading import Lock
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrelay.engine import sampler as sampler_module
 from kvrelay.engine.batch import SequenceKey
+from kvrelay.engine.device import to_host
 from kvrelay.engine.randoms import uniforms
 from kvrelay.engine.sampler import BadLogits, Sampler
 from kvrelay.engine.truncation import Limits, draw_limited
@@ -305,3 +309,50 @@ def test_draws_at_the_ends_of_the_unit_interval_take_possible_tokens() -> None:
     assert draw_rows(weights, numbers).tolist() == [3, 700]
     limits = Limits(torch.zeros(2), torch.tensor([700, 2]), torch.ones(2, dtype=torch.float64))
     assert draw_limited(weights, limits, numbers).tolist() == [3, 700]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=0.0),
+        Sampling(temperature=0.0, frequency_penalty=1.5, logprobs=2),
+        Sampling(temperature=1.3, seed=5, repetition_penalty=1.3, presence_penalty=1.0),
+        Sampling(temperature=3.0, seed=6, top_p=0.999, logprobs=1),
+    ],
+)
+def test_others_come_and_go_while_the_host_waits_for_the_device(
+    sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who gets the slot of one that left starts from nothing, and those that stay remember what they drew."""
+    lock, num_waits = Lock(), 0
+    sampler = Sampler(VOCAB_SIZE, EOS, CPU, lock)
+
+    def wait(*columns: torch.Tensor) -> tuple[np.ndarray[tuple[int, ...], np.dtype[np.float64]], ...]:
+        nonlocal num_waits
+        num_waits += 1
+        assert lock.acquire(blocking=False), "the lock is held while the host waits"
+        sampler.drop(key(1))
+        sampler.add(key(7), sampling, [4, 9], 1)
+        lock.release()
+        return to_host(*columns)
+
+    others = [Sampler(VOCAB_SIZE, EOS, CPU) for _ in range(2)]
+    for index in range(3):
+        for each in (sampler, others[0]):
+            each.add(key(index), sampling, [3, 5], 2)
+    others[1].add(key(7), sampling, [4, 9], 1)
+    with lock:
+        monkeypatch.setattr(sampler_module, "to_host", wait)
+        first, _ = sampler.sample([key(0), key(1), key(2)], np.full(3, 2), make_logits(3))
+        monkeypatch.undo()
+        assert num_waits and key(1) not in sampler and sampler.last_drawn([key(7)]).tolist() == [0]
+        expected, _ = others[0].sample([key(0), key(1), key(2)], np.full(3, 2), make_logits(3))
+        assert first.tolist() == expected.tolist()
+        assert sampler.last_drawn([key(0), key(2)]).tolist() == expected[[0, 2]].tolist()
+        for step in range(3, 8):
+            logits = make_logits(3, step)
+            logits[:, first] += 4  # what was drawn is likely to come again, unless it is penalised
+            stay, _ = sampler.sample([key(0), key(2)], np.full(2, step), logits[:2])
+            assert stay.tolist() == others[0].sample([key(0), key(2)], np.full(2, step), logits[:2])[0].tolist()
+            new, _ = sampler.sample([key(7)], np.array([step]), logits[2:])
+            assert new.tolist() == others[1].sample([key(7)], np.array([step]), logits[2:])[0].tolist()

@@ -38,7 +38,7 @@ MAX_CHARS = 16_384
 """Of a text: the way of the pieces keeps the GIL, that of the tokenizer does not."""
 
 MAX_PIECES = 1 << 16
-"""Of a language's words about 20 MB; of what is chosen to fill it, 90 MB."""
+"""Of a language's words about 20 MB; of what is chosen to fill it, 65 MB."""
 
 MAX_PIECE_CHARS, MAX_PIECE_IDS = 64, 16
 """Of one that is remembered."""

@@ -65,7 +65,8 @@ class Wishes:
             hashes = sequence.block_hashes(sequence.num_full_blocks)
             self._arriving.promise(sequence.key, hashes[num_cached:])
             tail = self._blocks.tail_name(sequence)
-            if tail is not None and tail not in self._blocks.tails:
+            is_sent = sequence.num_computed < sequence.num_tokens  # else it has shared it, and may have been the last
+            if tail is not None and is_sent and tail not in self._blocks.tails:
                 self._arriving.promise_tail(sequence.key, tail)
 
     def settled(self, request: DecodeRequest) -> None:

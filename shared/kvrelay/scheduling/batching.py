@@ -13,6 +13,7 @@ from typing import ClassVar, Self
 
 from kvrelay.kv.cache import Cache
 from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.kv.table import blocks_for
 from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.blocks import BlockManager
 from kvrelay.scheduling.books import SchedulerBooks
@@ -417,8 +418,10 @@ class BatchScheduler(SchedulerBooks):
 
 
 def _copy_targets(draft: PlanDraft) -> Iterator[int]:
-    """The blocks that beams and samples write into first in a step; what they write behind those is their own."""
+    """The blocks that beams and samples write into in a step."""
     for row in draft.rows:
         if row.sequence.beams is not None or row.sequence.num_samples > 1:
-            table = row.sequence.table
-            yield int(table.ids[row.position // table.block_size])
+            table, end = row.sequence.table, row.position + row.num_tokens
+            first, stop = row.position // table.block_size, blocks_for(end, table.block_size)
+            # All of them: a prompt whose step failed is computed again up to a block that was to be copied behind it.
+            yield from table.ids[first:stop].tolist()

@@ -156,14 +156,15 @@ class BlockManager:
         sequence.offers = self._tail_of(sequence, name, keep=True)
         return sequence.offers
 
-    def list_tail(self, sequence: Sequence, offered: Tail) -> None:
-        """The step has landed."""
-        if sequence.offers is offered:
+    def list_tail(self, sequence: Sequence, offered: Tail | None) -> None:
+        """The step has landed. `offered`: with it; None: the sequence has its tail, and nobody else gets it from it."""
+        self.tail_ended(sequence)
+        scores, sequence.scores = sequence.scores, []
+        if offered is not None and sequence.offers is offered:
             sequence.offers = None
-            self.tail_ended(sequence)
             if sequence.sampling.prompt_logprobs is not None:
-                offered.scores, sequence.scores = sequence.scores, []
-                if len(offered.scores) != sequence.num_prompt - 1:  # some were told before a preemption
+                offered.scores = scores
+                if len(scores) != sequence.num_prompt - 1:  # some were told before a preemption
                     self.tails.withdraw(offered)
             self.tails.list(offered, sequence.num_samples - self.tails.num_seen(offered.name, offered.request))
 

@@ -295,8 +295,8 @@ class SchedulerBooks(ABC):
         scores = given.prompt_logprobs if row.draws is None else row.draws.scores
         if sequence.num_samples > 1 and row.draws is None:
             sequence.scores += scores
-        if row.offers is not None:
-            self._list_tail(sequence, row.offers)
+        if row.sample and sequence.num_samples > 1:
+            self._has_tail(sequence, row.offers)
         self.blocks.drawn(sequence)
         # Not by the row: the last token of a resumed prompt is output, and alone in its step it looks like a decode.
         prefilled = sequence.owner is Owner.COMPUTING and sequence.num_computed == sequence.num_tokens
@@ -345,7 +345,8 @@ class SchedulerBooks(ABC):
             if row.offers is not None:
                 self.blocks.withdraw_offer(row.sequence)
 
-    def _list_tail(self, sequence: Sequence, offered: Tail) -> None:
+    def _has_tail(self, sequence: Sequence, offered: Tail | None) -> None:
+        """Its prompt is computed. What it promised ends even where others have listed the same tail meanwhile."""
         self.blocks.list_tail(sequence, offered)
         self.waiting.prefixes_changed(self.in_progress.kept_tail(sequence.key))
 

@@ -11,6 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from tests.faults.storm.load import SAMPLES_SHARE
 from tests.faults.storm.processes import StackSettings
 from tests.faults.storm.schedule import WEIGHTS
 from tests.faults.storm.storm import Report, StormOptions, run_storm
@@ -38,6 +39,7 @@ def main() -> int:
         at_a_time=flags.at_a_time,
         pause_s=flags.pause_s,
         kinds=tuple(flags.only or WEIGHTS),
+        samples_share=flags.samples_share,
     )
     state_dir = flags.state_dir or Path(tempfile.mkdtemp(prefix="kvrelay-storm-"))
     print(f"logs: {state_dir}", flush=True)
@@ -78,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--at-a-time", type=int, default=2, help="faults at once")
     parser.add_argument("--pause-s", type=float, default=1.0, help="mean pause before the next fault")
     parser.add_argument("--only", nargs="+", choices=list(WEIGHTS), help="kinds of faults (default: all)")
+    parser.add_argument("--samples-share", type=float, default=SAMPLES_SHARE, help="of the kinds: with n > 1")
     parser.add_argument("--prefill", type=int, default=2)
     parser.add_argument("--decode", type=int, default=2)
     parser.add_argument("--routers", type=int, default=2)

@@ -28,6 +28,7 @@ BEAM_SEEDS = (4, 8, 9, 10, 14, 17, 18, 20)
 """Beam searches of the demo model in which neighbours among the candidates are never nearer than 0.003 (checked with
 transformers in float64), so that rounding decides nothing."""
 TRIES_AFTER_LOST_ROUTER = 50
+SAMPLES_SHARE = 0.15
 _WORDS = ("the", "moon", "sea", "a little", "boat sang", "of winter", "to its old friend", "and then", "they went home")
 
 
@@ -79,8 +80,8 @@ class Job:
         return self.leave_after_s is None and self.leave_after_chunks is None
 
 
-def make_kind(kind: int, seed: int) -> tuple[str, dict[str, Any]]:
-    """One of the distinct requests: (path, body)."""
+def make_kind(kind: int, seed: int, samples_share: float = SAMPLES_SHARE) -> tuple[str, dict[str, Any]]:
+    """One of the distinct requests: (path, body). `samples_share` of them, but for beams, ask for several samples."""
     rng = random.Random(f"{seed}/{kind}")
     if rng.random() < 0.08:
         return COMPLETIONS, _beam_search(rng.choice(BEAM_SEEDS), rng)
@@ -93,8 +94,8 @@ def make_kind(kind: int, seed: int) -> tuple[str, dict[str, Any]]:
         "ignore_eos": rng.random() < 0.6,
         "return_token_ids": True,
     }
-    if rng.random() < 0.15:
-        body["n"] = rng.choice([2, 3])
+    if rng.random() < samples_share:
+        body["n"] = rng.choice([2, 3, 7])
     if rng.random() < 0.25:
         body["stop"] = rng.sample([" the", "and", "e", ".", "\n", "boat", "q"], 2)
     if rng.random() < 0.15:
@@ -134,10 +135,10 @@ def _beam_search(seed: int, options: random.Random) -> dict[str, Any]:
     }
 
 
-def make_jobs(number: int, seed: int, num_kinds: int) -> list[Job]:
+def make_jobs(number: int, seed: int, num_kinds: int, samples_share: float = SAMPLES_SHARE) -> list[Job]:
     """Some share the prefix cache with all others, most have one of their own, so that blocks have to travel."""
     rng = random.Random(f"jobs {seed}")
-    kinds = [make_kind(kind, seed) for kind in range(num_kinds)]
+    kinds = [make_kind(kind, seed, samples_share) for kind in range(num_kinds)]
     jobs = []
     for each in range(number):
         kind = each if each < num_kinds else rng.randrange(num_kinds)
@@ -151,6 +152,15 @@ def make_jobs(number: int, seed: int, num_kinds: int) -> list[Job]:
                 leave_after_s = rng.random() * 2
         jobs.append(Job(each, kind, path, body | salt, leave_after_s, leave_after_chunks))
     return jobs
+
+
+def _reference_of(job: Job) -> Job:
+    """The job without anybody to share a prefix with. Samples whose prompt is scored share nothing of it."""
+    body = job.body | {"cache_salt": f"reference {job.kind}"}
+    if body.get("n", 1) > 1 and not body.get("use_beam_search"):
+        body |= {"prompt_logprobs": 0, "stream": False}
+        body.pop("stream_options", None)
+    return Job(job.number, job.kind, job.path, body)
 
 
 class Mismatch(AssertionError):
@@ -170,7 +180,7 @@ class Load:
     slowest_s: float = 0.0
 
     async def references(self, jobs: list[Job], concurrency: int) -> dict[int, Outcome]:
-        """One undisturbed run for each kind of request."""
+        """One undisturbed run for each kind of request; of several samples, one in which each computes its prompt."""
         room = asyncio.Semaphore(concurrency)
         found: dict[int, Outcome] = {}
         firsts = {job.kind: job for job in reversed(jobs)}
@@ -178,11 +188,11 @@ class Load:
 
             async def one(job: Job) -> None:
                 async with room:
-                    salt = {"cache_salt": f"reference {job.kind}"}
-                    kept = Job(job.number, job.kind, job.path, job.body | salt)
-                    outcome = await self._ask(client, self.urls[0], kept, None)
+                    outcome = await self._ask(client, self.urls[0], _reference_of(job), None)
                     assert outcome is not None
                     found[job.kind] = outcome
+                    if job.body.get("stream") and not job.body.get("stream_options"):
+                        outcome.usage = None
 
             async with asyncio.TaskGroup() as group:
                 for job in firsts.values():

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from tests.faults.storm.load import Load, Mismatch, make_jobs
+from tests.faults.storm.load import SAMPLES_SHARE, Load, Mismatch, make_jobs
 from tests.faults.storm.processes import FaultStack, StackSettings
 from tests.faults.storm.schedule import WEIGHTS, FaultKind, Trouble, draw_faults
 
@@ -36,6 +36,7 @@ class StormOptions:
     at_a_time: int = 2
     pause_s: float = 1.0
     kinds: Sequence[FaultKind] = tuple(WEIGHTS)
+    samples_share: float = SAMPLES_SHARE
 
 
 @dataclass(slots=True)
@@ -77,7 +78,8 @@ class _Storm:
         self._stack = stack
         self._options = options
         self._tell = tell
-        self._jobs = make_jobs(options.num_requests, options.seed, min(options.num_kinds, options.num_requests))
+        num_kinds = min(options.num_kinds, options.num_requests)
+        self._jobs = make_jobs(options.num_requests, options.seed, num_kinds, options.samples_share)
         urls = [stack.url(router) for router in stack.names("router")]
         self._load = Load(urls, stack.settings.request_timeout_s, stack.stood_still_s)
         faults = draw_faults(

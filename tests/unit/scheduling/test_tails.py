@@ -154,6 +154,9 @@ class World:
                 check_writes(self.scheduler, self.following)
                 self.batches[self.following.step] = worker_batch(self.following)
         self.pool.check_integrity()
+        for key in self.scheduler.in_progress._tails:
+            computing = self.scheduler.running[key]
+            assert computing.num_computed < computing.num_prompt, f"others would wait for {key} to compute what it has"
 
     def land(self) -> None:
         plan, self.in_flight, self.following = self.in_flight, self.following, None
@@ -360,6 +363,35 @@ def test_a_first_sample_that_is_aborted_leaves_its_tail_to_the_others(num_aborte
         world.run()
         assert world.num_computed == num_computed
         world.check_end({sample.key for sample in gang[:num_aborted]})
+
+
+def test_two_that_compute_the_same_tail_promise_it_no_longer_than_that() -> None:
+    """Whoever has waited long enough does not wait for the first any more, and computes the tail beside it."""
+    world = World(token_budget=8, policy=SchedulerSettings(queue_patience=1))
+    first, second = (world.add("r", index, 4, [2] * 22, 20) for index in range(2))
+    for sequence in (first, second):
+        sequence.gang = ""
+    world.add("x", 0, 1, [1] * 3, 1)
+    steps(world, 9)
+    assert first.num_output and second.num_output
+    assert world.num_computed > 22 + 3, "nobody computed it twice"
+    assert not world.scheduler.in_progress
+    world.run()
+    world.check_end(set())
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_a_prompt_whose_step_fails_after_its_next_token_was_planned_is_computed_again(scheduler: str) -> None:
+    """The step behind it was to copy the last block, which the others were to have: it is not true any more."""
+    world = World(scheduler_name=scheduler, token_budget=32)
+    samples(world, 3, 10)
+    other = world.add("x", 0, 1, [1] * 3, 6)
+    world.plan(ahead=False)
+    assert world.in_flight is not None
+    world.plan(ahead=True)
+    world.fail(next(at for at, row in enumerate(world.in_flight.rows) if row.sequence is other))
+    world.run()
+    world.check_end({other.key})
 
 
 def test_a_tail_that_nobody_takes_yields_to_whoever_needs_its_block() -> None:

@@ -154,15 +154,6 @@ def make_jobs(number: int, seed: int, num_kinds: int, samples_share: float = SAM
     return jobs
 
 
-def _reference_of(job: Job) -> Job:
-    """The job without anybody to share a prefix with. Samples whose prompt is scored share nothing of it."""
-    body = job.body | {"cache_salt": f"reference {job.kind}"}
-    if body.get("n", 1) > 1 and not body.get("use_beam_search"):
-        body |= {"prompt_logprobs": 0, "stream": False}
-        body.pop("stream_options", None)
-    return Job(job.number, job.kind, job.path, body)
-
-
 class Mismatch(AssertionError):
     """An output is not that of the undisturbed run."""
 
@@ -180,7 +171,7 @@ class Load:
     slowest_s: float = 0.0
 
     async def references(self, jobs: list[Job], concurrency: int) -> dict[int, Outcome]:
-        """One undisturbed run for each kind of request; of several samples, one in which each computes its prompt."""
+        """One undisturbed run for each kind of request. Raises Mismatch for samples unlike one drawn alone."""
         room = asyncio.Semaphore(concurrency)
         found: dict[int, Outcome] = {}
         firsts = {job.kind: job for job in reversed(jobs)}
@@ -188,11 +179,9 @@ class Load:
 
             async def one(job: Job) -> None:
                 async with room:
-                    outcome = await self._ask(client, self.urls[0], _reference_of(job), None)
-                    assert outcome is not None
-                    found[job.kind] = outcome
-                    if job.body.get("stream") and not job.body.get("stream_options"):
-                        outcome.usage = None
+                    found[job.kind] = await self._undisturbed(client, job, {})
+                    if "n" in job.body and not job.body.get("use_beam_search"):
+                        _check_samples(job, found[job.kind], await self._undisturbed(client, job, {"n": 1}))
 
             async with asyncio.TaskGroup() as group:
                 for job in firsts.values():
@@ -229,6 +218,12 @@ class Load:
                 self.counts["equal"] += 1
             return
         raise AssertionError(f"job {job.number}: no router answered")
+
+    async def _undisturbed(self, client: httpx.AsyncClient, job: Job, changed: dict[str, Any]) -> Outcome:
+        body = job.body | {"cache_salt": f"reference {job.kind} {changed}"} | changed
+        outcome = await self._ask(client, self.urls[0], Job(job.number, job.kind, job.path, body), None)
+        assert outcome is not None
+        return outcome
 
     # -- one exchange -------------------------------------------------------------------------------------------------
 
@@ -307,6 +302,14 @@ def _check_status(status: int, headers: httpx.Headers, content: bytes) -> None:
     if status in (502, 504):
         raise ErrorAnswer(f"{status}: {content.decode()}")
     assert status == 200, f"{status}: {content.decode()}"
+
+
+def _check_samples(job: Job, outcome: Outcome, alone: Outcome) -> None:
+    """The first of several samples is what is drawn where there is one only; greedy, all of them are."""
+    for index in outcome.texts if not job.body["temperature"] else (0,):
+        one = (outcome.texts[index], outcome.token_ids[index], outcome.finish_reasons[index])
+        if one != (alone.texts[0], alone.token_ids[0], alone.finish_reasons[0]):
+            raise Mismatch(f"job {job.number}/{index} ({job.body}): {one}, alone {alone}")
 
 
 def check_prefix(job: Job, outcome: Outcome, expected: Outcome) -> None:

@@ -220,6 +220,19 @@ def test_nobody_else_is_granted_what_is_set_aside_for_the_rest() -> None:
     assert other.sequence.key in worker.requests
 
 
+def test_nobody_waits_for_the_last_block_of_a_sample_that_shares_another_ones() -> None:
+    """The second is the last that was expected. A third, of a later attempt perhaps, is sent the block at once."""
+    worker = Decoding(num_blocks=32, max_running=4, cache=True)
+    worker.wish(10, "gang", 1, max_tokens=20, num_samples=2)
+    for _ in range(3):
+        worker.run_round()
+    second = worker.wish(10, "gang", 0, max_tokens=20, num_samples=2)
+    worker.grant(second)
+    assert second.sequence.key not in worker.received
+    third = worker.wish(10, "gang", 0, max_tokens=20, num_samples=2)
+    assert worker.wishes.next() is third
+
+
 @pytest.mark.parametrize("refused", [False, True])
 def test_what_is_set_aside_for_samples_that_do_not_come_is_free_again(refused: bool) -> None:
     worker = Decoding(num_blocks=32, max_running=2, cache=True)

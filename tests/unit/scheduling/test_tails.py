@@ -24,7 +24,7 @@ from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.batching import BatchScheduler
 from kvrelay.scheduling.blocks import WholeSequenceBlocks
-from kvrelay.scheduling.plan import SequenceOutput, StepPlan
+from kvrelay.scheduling.plan import PlanDraft, SequenceOutput, StepPlan
 from kvrelay.scheduling.registry import find_scheduler
 from kvrelay.scheduling.sequence import Sequence, SequenceState, TokenBuffer
 from kvrelay.worker.step_loop import worker_batch
@@ -392,6 +392,22 @@ def test_a_prompt_whose_step_fails_after_its_next_token_was_planned_is_computed_
     world.fail(next(at for at, row in enumerate(world.in_flight.rows) if row.sequence is other))
     world.run()
     world.check_end({other.key})
+
+
+def test_a_sample_that_goes_before_it_has_drawn_leaves_no_copy_of_what_another_one_computed() -> None:
+    """With a copy it would come back without the scores of its prompt, which it gets with its draw."""
+    world = World(num_blocks=20, policy=SchedulerSettings(preemption="swap", num_swap_slots=40))
+    first = samples(world, 2, 10, 8)[0]
+    steps(world, 1)
+    world.plan(ahead=False)  # the second is to draw
+    other = next(each for each in world.open.values() if each is not first)
+    assert other.tail is not None
+    assert world.in_flight is not None
+    failed, world.in_flight = world.in_flight, None
+    assert world.scheduler.fail_step(failed, ()) == []
+    draft = PlanDraft(16)
+    assert not world.scheduler.swaps.preempt(other, draft)
+    assert world.scheduler.swaps.preempt(first, draft)
 
 
 def test_a_tail_that_nobody_takes_yields_to_whoever_needs_its_block() -> None:

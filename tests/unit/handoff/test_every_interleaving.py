@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,8 +19,10 @@ from kvrelay.engine.batch import SequenceKey
 from kvrelay_decode import handoff as decode
 from kvrelay_prefill import handoff as prefill
 from kvrelay_router.dispatch.attempt import SequenceAttempts
+from tests.unit.handoff.check import prefill_side
 from tests.unit.handoff.check.search import Counterexample, Explored, explore
-from tests.unit.handoff.check.world import DISTURBANCES, Size, World, start
+from tests.unit.handoff.check.state import Size, State
+from tests.unit.handoff.check.world import DISTURBANCES, World, start
 
 pytestmark = pytest.mark.unit
 
@@ -27,8 +30,8 @@ LARGE_STATES = int(os.environ.get("KVRELAY_MODEL_STATES", "4000"))
 TINY = Size(num_blocks=1, prefill_pool=1, decode_pool=1)
 
 
-def search(size: Size, at_most: int = 10**9, make: type[World] = World) -> Explored:
-    return explore(start(size, make), DISTURBANCES.__contains__, at_most)
+def search(size: Size, at_most: int = 10**9) -> Explored:
+    return explore(start(size), DISTURBANCES.__contains__, at_most)
 
 
 @pytest.mark.parametrize("one_sided", [True, False], ids=["one-sided", "copied"])
@@ -100,7 +103,7 @@ def test_walks_through_large_instances_end_well(seed: int) -> None:
 
 
 @contextmanager
-def broken(target: type[Any], name: str, replacement: object) -> Iterator[None]:
+def broken(target: type[Any] | ModuleType, name: str, replacement: object) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(target, name, replacement)
         yield
@@ -183,13 +186,11 @@ def test_the_search_finds_a_known_bug_and_shows_the_way_to_it(name: str) -> None
     assert found.value.trace[0][0] in ("place", "cancel")
 
 
-class ForgetfulTombstones(World):
-    """A cancel that overtakes nothing is not remembered."""
-
-    def _cancel_sending(self, who: str, key: SequenceKey) -> None:
-        """Nothing is ended here."""
+def _ends_nothing(state: State, who: str, key: SequenceKey) -> None:
+    """Of a cancel."""
 
 
 def test_the_search_finds_a_cancel_that_is_not_carried_out() -> None:
-    with pytest.raises(Counterexample, match=r"a good end|IllegalTransition|do not add up|free or another's"):
-        search(Size(budget=(("cancel", 1),)), make=ForgetfulTombstones)
+    trouble = r"a good end|IllegalTransition|do not add up|free or another's"
+    with broken(prefill_side, "cancel", _ends_nothing), pytest.raises(Counterexample, match=trouble):
+        search(Size(budget=(("cancel", 1),)))

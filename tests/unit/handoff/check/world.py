@@ -10,96 +10,27 @@ A state is never changed: `after` copies what a step touches. Names of workers b
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 from kvrelay.engine.batch import SequenceKey
-from kvrelay.protocol.messages import FirstToken, Granted, Handoff, PeerRef, Prefill, Reassign, TokenEntry
-from kvrelay.protocol.sampling import FinishReason, Sampling
-from kvrelay_decode import handoff as decode
-from kvrelay_decode.quarantine import SETTLE_TICKS, Quarantine
-from kvrelay_prefill import handoff as prefill
+from kvrelay.protocol.sampling import Sampling
+from kvrelay_decode.handoff import ReceiverState as D
+from kvrelay_decode.quarantine import Quarantine
+from kvrelay_prefill.handoff import SenderState as P
 from kvrelay_router.dispatch import events as router
 from kvrelay_router.dispatch.attempt import SequenceAttempts, SequenceSpec
 from kvrelay_router.dispatch.load import worker_key
+from tests.unit.handoff.check import decode_side, prefill_side, router_side
 from tests.unit.handoff.check.search import Violation
-from tests.unit.handoff.check.values import clone, freeze
+from tests.unit.handoff.check.state import MAX_TOKENS, R, Receiving, Sending, Size, State, Write, peer
+from tests.unit.handoff.check.values import freeze
 
-R = "r"
-MAX_TOKENS = 2
-P, D = prefill.SenderState, decode.ReceiverState
 DISTURBANCES = frozenset({"cancel", "deadline", "die", "cut", "drain", "fail", "lose", "resend"})
 Step = tuple[Any, ...]
-Write = tuple[str, str, str, int, int]  # prefill, decode, reservation, block, slot
 
 
-@dataclass(frozen=True)
-class Size:
-    """An instance. `budget`: how often each disturbance may happen. `samples`: its requests are samples of one, which
-    decode workers are sent one prompt for.
-    """
-
-    num_requests: int = 1
-    prefills: tuple[str, ...] = ("p",)
-    decodes: tuple[str, ...] = ("d",)
-    num_blocks: int = 2
-    prefill_pool: int = 2
-    decode_pool: int = 2
-    max_attempts: int = 2
-    one_sided: bool = True
-    samples: bool = False
-    budget: tuple[tuple[str, int], ...] = ()
-
-
-@dataclass
-class Sending:
-    """A sequence on a prefill worker. `own`: its blocks, none before it was admitted."""
-
-    machine: prefill.SenderHandoff
-    num_output: int
-    own: tuple[int, ...] = ()
-    num_computed: int = 0
-    aborting: frozenset[str] = frozenset()
-
-
-@dataclass
-class Receiving:
-    """A sequence on a decode worker. `machine` is None for a local prompt."""
-
-    machine: decode.ReceiverHandoff | None
-    prefill: str
-    num_output: int
-    slots: tuple[int, ...] = ()
-    landed: frozenset[int] = frozenset()
-    running: bool = False
-
-
-def peer(name: str) -> PeerRef:
-    """Every worker's only start."""
-    return PeerRef(name, "1", name)
-
-
-@dataclass
-class World:
-    """See the module's text. `rules` are what a test may break to see that it is noticed."""
-
-    size: Size
-    attempts: dict[str, SequenceAttempts]
-    senders: dict[str, dict[SequenceKey, Sending]]
-    receivers: dict[str, dict[SequenceKey, Receiving]]
-    quarantines: dict[str, Quarantine]
-    budget: dict[str, int]
-    wishes: dict[str, Any] = field(default_factory=dict)  # of the router: placements to be found
-    ended: dict[str, int] = field(default_factory=dict)
-    buried: dict[str, frozenset[SequenceKey]] = field(default_factory=dict)
-    links: dict[tuple[str, str], tuple[Any, ...]] = field(default_factory=dict)
-    void: frozenset[tuple[str, str]] = frozenset()  # directions whose link the other end has dropped
-    unaware: frozenset[tuple[str, str]] = frozenset()  # (who, of whose death) has not been told
-    lost: frozenset[str] = frozenset()  # workers that the router does not use
-    dead: frozenset[str] = frozenset()
-    draining: frozenset[str] = frozenset()
-    writes: frozenset[Write] = frozenset()
-    granted: int = 0
+class World(State):
+    """See the module's text."""
 
     # -- the search's side --------------------------------------------------------------------------------------------
 
@@ -214,7 +145,7 @@ class World:
     def _prefill_steps(self, who: str, sendings: dict[SequenceKey, Sending]) -> Iterator[Step]:
         for key, sending in sendings.items():
             state = sending.machine.state
-            if state is P.QUEUED and len(self._free(who)) >= self.size.num_blocks:
+            if state is P.QUEUED and len(self.free(who)) >= self.size.num_blocks:
                 yield ("admit", who, key)
             if state is P.COMPUTING:
                 yield ("compute", who, key)
@@ -231,10 +162,10 @@ class World:
             machine = receiving.machine
             if receiving.running:
                 yield ("decode", who, key)
-            elif machine is None and len(self._free(who)) >= self.size.num_blocks:
+            elif machine is None and len(self.free(who)) >= self.size.num_blocks:
                 yield ("local", who, key)
             if machine is not None and machine.awaits_blocks:
-                if self._is_lost(machine) and not self.links.get((who, receiving.prefill)):
+                if decode_side.is_lost(self, machine) and not self.links.get((who, receiving.prefill)):
                     yield ("repeat", who, key)
                 elif self.budget.get("resend"):
                     yield ("resend", who, key)
@@ -266,58 +197,19 @@ class World:
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def after(self, step: Step) -> World:
+    def after(self, step: Step) -> Self:
         """The next state; this one stays."""
-        world = self._copy()
+        world = self.copy()
         name = step[0]
         if name in DISTURBANCES:
             world.budget[name] -= 1
-        getattr(world, f"_{name}")(*step[1:])
+        _STEPS[name](world, *step[1:])
         for d in world.size.decodes:
             if d not in world.dead:
-                world._grant_wishes(d)
+                decode_side.grant_wishes(world, d)
         return world
 
-    def _copy(self) -> World:
-        return replace(
-            self,
-            attempts=dict(self.attempts),
-            senders={who: dict(all_) for who, all_ in self.senders.items()},
-            receivers={who: dict(all_) for who, all_ in self.receivers.items()},
-            quarantines=dict(self.quarantines),
-            budget=dict(self.budget),
-            wishes=dict(self.wishes),
-            ended=dict(self.ended),
-            buried=dict(self.buried),
-            links=dict(self.links),
-        )
-
-    def _sending(self, who: str, key: SequenceKey) -> Sending:
-        """To be changed."""
-        old = self.senders[who][key]
-        made = self.senders[who][key] = replace(old, machine=clone(old.machine))
-        return made
-
-    def _receiving(self, who: str, key: SequenceKey) -> Receiving:
-        """To be changed."""
-        old = self.receivers[who][key]
-        made = replace(old, machine=clone(old.machine) if old.machine is not None else None)
-        self.receivers[who][key] = made
-        return made
-
-    def _free(self, who: str) -> list[int]:
-        if who in self.senders:
-            held = {block for s in self.senders[who].values() for block in s.own}
-            return [block for block in range(self.size.prefill_pool) if block not in held]
-        held = {block for r in self.receivers[who].values() for block in r.slots}
-        return [block for block in range(self.size.decode_pool) if block not in held]
-
     # -- links --------------------------------------------------------------------------------------------------------
-
-    def _post(self, source: str, to: str, *message: Any) -> None:
-        if (source, to) in self.void or to in self.dead:
-            return
-        self.links[source, to] = (*self.links.get((source, to), ()), message)
 
     def _deliver(self, source: str, to: str) -> None:
         message, *rest = self.links[source, to]
@@ -326,15 +218,15 @@ class World:
             self.void -= {(to, source)}
             self._lose_peer(to, source)
         elif message[0] == "query":
-            self._post(to, source, "hello")
+            self.post(to, source, "hello")
         elif message[0] == "hello":
             self.lost -= {source} - self.draining
         elif to == R:
-            self._at_router(source, *message)
+            router_side.take(self, source, *message)
         elif to in self.senders:
-            self._at_prefill(to, source, *message)
+            prefill_side.take(self, to, source, *message)
         else:
-            self._at_decode(to, source, *message)
+            decode_side.take(self, to, source, *message)
 
     def _cut(self, first: str, second: str) -> None:
         """`first` takes `second` for lost, which hears of it by whatever `first` sends next, or by the silence."""
@@ -361,382 +253,28 @@ class World:
     def _lose_peer(self, who: str, of: str) -> None:
         if who == R:
             self.lost |= {of}  # until it answers
-            self._post(R, of, "query")
+            self.post(R, of, "query")
             for r, attempts in list(self.attempts.items()):
                 if attempts.involves(peer(of)) and not attempts.is_over:
-                    self._feed(r, router.WorkerLost(peer(of), "silent"))
+                    router_side.feed(self, r, router.WorkerLost(peer(of), "silent"))
         elif who in self.senders:
             for key in list(self.senders[who]):
                 if of == R:
-                    self._cancel_sending(who, key)
+                    prefill_side.cancel(self, who, key)
                 else:
-                    sending = self._sending(who, key)
+                    sending = self.sending(who, key)
                     if sending.machine.decode == peer(of):
-                        self._run_sender(who, key, sending.machine.decode_lost(peer(of), "silent"))
+                        prefill_side.run(self, who, key, sending.machine.decode_lost(peer(of), "silent"))
         else:
             for key, receiving in list(self.receivers[who].items()):
                 if of == R:
-                    self._cancel_receiving(who, key)
+                    decode_side.cancel(self, who, key)
                 elif receiving.prefill == of and receiving.machine is not None:
-                    changed = self._receiving(who, key)
+                    changed = self.receiving(who, key)
                     assert changed.machine is not None
-                    self._run_receiver(who, key, changed.machine.sender_lost())
-            quarantine = self._quarantine(who)
+                    decode_side.run(self, who, key, changed.machine.sender_lost())
+            quarantine = decode_side.quarantine(self, who)
             quarantine.lost(peer(of), 0.0, replaced=False)
-
-    # -- the router ---------------------------------------------------------------------------------------------------
-
-    def _feed(self, r: str, event: router.Event) -> None:
-        machine = self.attempts[r] = clone(self.attempts[r])
-        for instruction in machine.handle(event):
-            match instruction:
-                case router.Send(worker, attempt, body):
-                    key = (r, attempt, 0)
-                    match body:
-                        case Prefill():
-                            to = body.decode.peer_id if body.decode else None
-                            self._post(R, worker.peer_id, "prefill", key, to, body.prompt.num_output)
-                        case Reassign():
-                            self._post(R, worker.peer_id, "reassign", key, body.decode.peer_id if body.decode else None)
-                        case _ if type(body).__name__ == "Generate":
-                            self._post(R, worker.peer_id, "generate", key, body.prompt.num_output)  # type: ignore[union-attr]
-                        case _:
-                            self._post(R, worker.peer_id, "cancel", key)
-                    if worker.peer_id in self.dead:
-                        self.unaware |= {(R, worker.peer_id)}
-                case router.FindPlacement() | router.AwaitLost() | router.FindDecode():
-                    self.wishes[r] = instruction
-                case router.Ended():
-                    self.wishes.pop(r, None)
-                    self.ended[r] = self.ended.get(r, 0) + 1
-
-    def _place(self, r: str, p: str | None, d: str | None) -> None:
-        del self.wishes[r]
-        if d is None:
-            self._feed(r, router.NotPlaced("no worker"))
-            return
-        self._feed(r, router.Placed(peer(p) if p is not None else None, peer(d), 60.0))
-
-    def _reassign(self, r: str, d: str | None) -> None:
-        del self.wishes[r]
-        self._feed(r, router.DecodeChosen(peer(d) if d is not None else None))
-
-    def _at_router(self, source: str, kind: str, key: SequenceKey, *more: Any) -> None:
-        r, attempt, _ = key
-        if self.attempts[r].is_over:  # the dispatcher has forgotten it
-            if kind == "need":
-                self._post(R, source, "cancel", key)
-            return
-        match kind, more:
-            case "first", (index, token, finish):
-                body = FirstToken(index=index, token_id=token, finish=finish)
-                self._feed(r, router.FirstTokenCame(peer(source), attempt, body))
-            case "tokens", (index, tokens, finish):
-                entry = TokenEntry(
-                    request=r, attempt=attempt, sequence=0, index=index, token_ids=list(tokens), finish=finish
-                )
-                self._feed(r, router.TokensCame(peer(source), entry))
-            case "need", (excluded, lacks):
-                self._feed(r, router.DecodeNeeded(peer(source), attempt, "needed", frozenset(excluded), lacks))
-            case "failed", (retriable,):
-                self._feed(r, router.AttemptFailed(peer(source), attempt, "failed", retriable))
-
-    def _cancel(self, r: str) -> None:
-        self._feed(r, router.Cancelled("the client is gone"))
-
-    # -- prefill workers ----------------------------------------------------------------------------------------------
-
-    def _at_prefill(self, who: str, source: str, kind: str, key: SequenceKey, *more: Any) -> None:
-        if kind == "prefill":
-            if key in self.buried.get(who, ()) or key in self.senders[who]:
-                return
-            if who in self.draining:
-                self._post(who, source, "failed", key, True)
-                return
-            for other in [k for k in self.senders[who] if k[0] == key[0] and k[1] < key[1]]:
-                self._cancel_sending(who, other)
-            to, num_output = more
-            machine = prefill.SenderHandoff(peer(to) if to is not None else None)
-            self.senders[who][key] = Sending(machine, num_output)
-        elif kind == "cancel":
-            self._cancel_sending(who, key)
-            self.buried[who] = self.buried.get(who, frozenset()) | {key}
-        elif key not in self.senders[who]:
-            if kind == "granted":
-                self._post(who, source, "abort", key, more[0])
-                self._post(who, source, "drained", key, more[0])
-            elif kind == "released":
-                self._post(who, source, "drained", key, more[0])
-            elif kind == "reassign":
-                self._post(who, source, "failed", key, True)
-        else:
-            machine = self._sending(who, key).machine
-            self._run_sender(who, key, self._to_sender(machine, peer(source), kind, more))
-
-    def _to_sender(
-        self, machine: prefill.SenderHandoff, source: PeerRef, kind: str, more: tuple[Any, ...]
-    ) -> list[prefill.Instruction]:
-        match kind, more:
-            case "granted", (reservation, slots):
-                granted = Granted(
-                    reservation=reservation,
-                    first_block=self.size.num_blocks - len(slots),
-                    slots=list(slots),
-                    transport="t",
-                    endpoint={"d": source.peer_id},
-                )
-                return machine.granted(source, granted)
-            case "deferred", _:
-                return machine.deferred(source)
-            case "refused", _:
-                return machine.refused(source, "refused")
-            case "released", (reservation,):
-                return machine.released(source, reservation, "released")
-            case "committed", (reservation,):
-                return machine.committed(reservation)
-            case "resend", (reservation, blocks, number):
-                return machine.resend(reservation, blocks, number)
-            case "reassign", (to,):
-                return machine.reassigned(peer(to) if to is not None else None)
-        raise AssertionError(kind)
-
-    def _admit(self, who: str, key: SequenceKey) -> None:
-        sending = self._sending(who, key)
-        sending.own = tuple(self._free(who)[: self.size.num_blocks])
-        self._run_sender(who, key, sending.machine.scheduled(list(sending.own)))
-
-    def _compute(self, who: str, key: SequenceKey) -> None:
-        sending = self._sending(who, key)
-        sending.num_computed += 1
-        if sending.num_computed < self.size.num_blocks:
-            self._run_sender(who, key, sending.machine.computed(sending.num_computed))
-            return
-        index = sending.num_output
-        finish = FinishReason.LENGTH if index + 1 >= MAX_TOKENS else None
-        self._post(who, R, "first", key, index, index, finish)
-        self._run_sender(who, key, sending.machine.prefilled(FirstToken(index=index, token_id=index, finish=finish)))
-
-    def _run_sender(self, who: str, key: SequenceKey, instructions: list[prefill.Instruction]) -> None:
-        sending = self.senders[who][key]
-        for instruction in instructions:
-            match instruction:
-                case prefill.AskDecode(to):
-                    self._post(who, to.peer_id, "reserve", key, sending.num_output)
-                    if to.peer_id in self.dead:
-                        self.unaware |= {(who, to.peer_id)}
-                case prefill.AskRouter(_, excluded, lacks):
-                    self._post(who, R, "need", key, excluded, lacks)
-                case prefill.PushBlocks(reservation, _, endpoint, copies):
-                    self._push(who, sending, reservation, endpoint["d"], [(c.index, c.source, c.slot) for c in copies])
-                case prefill.SendHandoff(to, reservation, _, resend):
-                    assert sending.machine.first_token is not None
-                    index = sending.machine.first_token.index
-                    self._post(who, to.peer_id, "handoff", key, reservation, index, resend)
-                case prefill.AbortTransfer(reservation, _):
-                    sending.aborting |= {reservation}
-                case prefill.SendAbort(to, reservation, _):
-                    self._post(who, to.peer_id, "abort", key, reservation)
-                case prefill.SendDrained(to, reservation):
-                    self._post(who, to.peer_id, "drained", key, reservation)
-                case prefill.FailRequest():
-                    self._post(who, R, "failed", key, True)
-                case prefill.ReleaseBlocks():
-                    self._release(who, key)
-
-    def _push(self, who: str, sending: Sending, reservation: str, d: str, copies: list[tuple[int, int, int]]) -> None:
-        for index, source, slot in copies:
-            if index >= sending.num_computed:
-                raise Violation(f"block {index} is pushed before it is computed")
-            if source not in sending.own:
-                raise Violation(f"block {source} is pushed and not held")
-            if d not in self.dead:
-                self.writes |= {(who, d, reservation, index, slot)}
-
-    def _release(self, who: str, key: SequenceKey) -> None:
-        del self.senders[who][key]
-
-    def _drained(self, who: str, key: SequenceKey, reservation: str) -> None:
-        sending = self._sending(who, key)
-        sending.aborting -= {reservation}
-        self._run_sender(who, key, sending.machine.drained(reservation))
-
-    def _fail(self, who: str, key: SequenceKey) -> None:
-        sending = self._sending(who, key)
-        assert sending.machine._grant is not None
-        self._run_sender(who, key, sending.machine.transfer_failed(sending.machine._grant.reservation, "broken"))
-
-    def _cancel_sending(self, who: str, key: SequenceKey) -> None:
-        if key in self.senders[who]:
-            sending = self._sending(who, key)
-            self._run_sender(who, key, sending.machine.cancel("cancelled"))
-
-    # -- decode workers -----------------------------------------------------------------------------------------------
-
-    def _at_decode(self, who: str, source: str, kind: str, key: SequenceKey, *more: Any) -> None:
-        match kind:
-            case "reserve":
-                self._reserve(who, source, key, more[0])
-            case "generate":
-                if key in self.buried.get(who, ()) or key in self.receivers[who]:
-                    return
-                if who in self.draining:
-                    self._post(who, source, "failed", key, True)
-                    return
-                self._supersede(who, key)
-                self.receivers[who][key] = Receiving(None, "", more[0])
-            case "cancel":
-                self._cancel_receiving(who, key)
-                self.buried[who] = self.buried.get(who, frozenset()) | {key}
-            case _ if key in self.receivers[who]:
-                self._from_prefill(who, key, kind, *more)
-
-    def _reserve(self, who: str, source: str, key: SequenceKey, num_output: int) -> None:
-        if who in self.draining or key in self.buried.get(who, ()):
-            self._post(who, source, "refused", key)
-            return
-        self._supersede(who, key)
-        known = self.receivers[who].get(key)
-        if known is not None and known.prefill == source:
-            return
-        if known is not None:
-            self._cancel_receiving(who, key)
-        if key in self.receivers[who]:
-            self._post(who, source, "refused", key)
-            return
-        self.receivers[who][key] = Receiving(decode.ReceiverHandoff(), source, num_output)
-        self._grant_wishes(who)
-        made = self.receivers[who][key].machine
-        if made is not None and made.state is D.ASKED:
-            self._post(who, source, "deferred", key)
-
-    def _supersede(self, who: str, key: SequenceKey) -> None:
-        for other in [k for k in self.receivers[who] if k[0] == key[0] and k[1] < key[1]]:
-            self._cancel_receiving(who, other)
-
-    def _grant_wishes(self, who: str) -> None:
-        for key, waiting in list(self.receivers[who].items()):
-            if waiting.machine is None or waiting.machine.state is not D.ASKED:
-                continue
-            others = list(self.receivers[who].values()) if self.size.samples else []
-            shared = next((each.slots for each in others if each.running), ())
-            if not shared and any(each.machine and each.machine.state in (D.RESERVED, D.FILLING) for each in others):
-                continue  # what it lacks is on its way
-            free = self._free(who)
-            if not shared and len(free) < self.size.num_blocks:
-                return
-            receiving = self._receiving(who, key)
-            assert receiving.machine is not None
-            receiving.slots = shared or tuple(free[: self.size.num_blocks])
-            receiving.landed = frozenset(range(self.size.num_blocks)) if shared else frozenset()
-            self.granted += 1
-            reservation, sent = f"{who}{self.granted}", () if shared else receiving.slots
-            first = self.size.num_blocks - len(sent)
-            receiving.machine.granted(reservation, first, self.size.num_blocks, needs_quarantine=self.size.one_sided)
-            self._post(who, receiving.prefill, "granted", key, reservation, sent)
-
-    def _from_prefill(self, who: str, key: SequenceKey, kind: str, reservation: str, *more: Any) -> None:
-        receiving = self.receivers[who][key]
-        if receiving.machine is None or (reservation and reservation != receiving.machine.reservation):
-            return
-        receiving = self._receiving(who, key)
-        assert receiving.machine is not None
-        match kind:
-            case "handoff":
-                index, resend = more
-                body = Handoff(
-                    reservation=reservation,
-                    index=index,
-                    token_id=index,
-                    num_tokens=1,
-                    num_blocks=self.size.num_blocks,
-                    resend=resend,
-                )
-                self._run_receiver(who, key, receiving.machine.handed(body))
-            case "abort":
-                self._run_receiver(who, key, receiving.machine.aborted())
-            case "drained" if receiving.machine.state is D.QUARANTINED:
-                self._quarantine(who).drained(key)
-                self._settle(who)
-
-    def _run_receiver(self, who: str, key: SequenceKey, instructions: list[decode.Instruction]) -> None:
-        receiving = self.receivers[who][key]
-        machine = receiving.machine
-        assert machine is not None
-        for instruction in instructions:
-            match instruction:
-                case decode.Commit(message):
-                    receiving.running = True
-                    self._post(who, receiving.prefill, "committed", key, message.reservation)
-                    self._post(who, R, "tokens", key, message.index, (message.token_id,), None)
-                    receiving.num_output = message.index + 1
-                case decode.Quarantine():
-                    self._quarantine(who).add(key, peer(receiving.prefill), receiving.prefill)
-                case decode.FreeBlocks():
-                    receiving.slots = ()
-                case decode.AskForMissing(reservation, blocks, number):
-                    self._post(who, receiving.prefill, "resend", key, reservation, blocks, number)
-                case decode.TellReleased(reservation):
-                    self._post(who, receiving.prefill, "released", key, reservation)
-        if machine.state is D.FREED:
-            del self.receivers[who][key]
-
-    def _quarantine(self, who: str) -> Quarantine:
-        made = self.quarantines[who] = clone(self.quarantines[who])
-        return made
-
-    def _settle(self, who: str) -> None:
-        """The ticks after a proof: no time passes here."""
-        for _ in range(SETTLE_TICKS):
-            for key in self._quarantine(who).tick(0.0).safe:
-                receiving = self._receiving(who, key)
-                assert receiving.machine is not None
-                self._run_receiver(who, key, receiving.machine.drained())
-
-    def _ended(self, who: str, key: SequenceKey) -> None:
-        self._quarantine(who).drained(key)
-        self._settle(who)
-
-    def _ask(self, who: str, key: SequenceKey) -> None:
-        receiving = self.receivers[who][key]
-        assert receiving.machine is not None
-        self._post(who, receiving.prefill, "released", key, receiving.machine.reservation)
-
-    def _is_lost(self, machine: decode.ReceiverHandoff) -> bool:
-        under_way = {write[3] for write in self.writes if write[2] == machine.reservation}
-        return bool(machine._missing - under_way)
-
-    def _repeat(self, who: str, key: SequenceKey) -> None:
-        self._resend(who, key)
-
-    def _resend(self, who: str, key: SequenceKey) -> None:
-        receiving = self._receiving(who, key)
-        assert receiving.machine is not None
-        self._run_receiver(who, key, receiving.machine.overdue())
-
-    def _local(self, who: str, key: SequenceKey) -> None:
-        receiving = self._receiving(who, key)
-        receiving.slots, receiving.running = tuple(self._free(who)[: self.size.num_blocks]), True
-
-    def _decode(self, who: str, key: SequenceKey) -> None:
-        receiving = self._receiving(who, key)
-        index = receiving.num_output
-        receiving.num_output += 1
-        finish = FinishReason.LENGTH if receiving.num_output >= MAX_TOKENS else None
-        self._post(who, R, "tokens", key, index, (index,), finish)
-        if finish is not None:
-            del self.receivers[who][key]
-
-    def _cancel_receiving(self, who: str, key: SequenceKey) -> None:
-        if key not in self.receivers[who]:
-            return
-        receiving = self._receiving(who, key)
-        if receiving.machine is None or receiving.machine.state is D.RUNNING:
-            del self.receivers[who][key]
-        elif receiving.machine.state is D.ASKED:
-            del self.receivers[who][key]
-            self._post(who, receiving.prefill, "refused", key)
-        else:
-            self._run_receiver(who, key, receiving.machine.cancel("cancelled"))
 
     # -- both ---------------------------------------------------------------------------------------------------------
 
@@ -753,15 +291,15 @@ class World:
     def _give_up(self, who: str, key: SequenceKey, *, retriable: bool) -> None:
         if who in self.senders:
             if self.senders[who][key].machine.state is not P.DRAINING:
-                self._post(who, R, "failed", key, retriable)
-                self._cancel_sending(who, key)
+                self.post(who, R, "failed", key, retriable)
+                prefill_side.cancel(self, who, key)
             return
         receiving = self.receivers[who][key]
         machine = receiving.machine
         if machine is None or machine.state is D.RUNNING:
-            self._post(who, R, "failed", key, retriable)
+            self.post(who, R, "failed", key, retriable)
         if machine is None or machine.state is not D.QUARANTINED:
-            self._cancel_receiving(who, key)
+            decode_side.cancel(self, who, key)
 
     # -- the transport ------------------------------------------------------------------------------------------------
 
@@ -776,11 +314,11 @@ class World:
         for key, found in list(self.receivers[d].items()):
             machine = found.machine
             if machine is not None and machine.reservation == reservation:
-                receiving = self._receiving(d, key)
+                receiving = self.receiving(d, key)
                 assert receiving.machine is not None
                 if receiving.machine.state in (D.RESERVED, D.FILLING):
                     receiving.landed |= {index}
-                self._run_receiver(d, key, receiving.machine.landed(reservation, [index]))
+                decode_side.run(self, d, key, receiving.machine.landed(reservation, [index]))
 
     def _vanish(self, write: Write) -> None:
         self.writes -= {write}
@@ -791,7 +329,7 @@ class World:
 
     def _tell_pushed(self, p: str, reservation: str, index: int) -> None:
         for key in list(self.senders[p]):
-            self._run_sender(p, key, self._sending(p, key).machine.pushed(reservation, [index]))
+            prefill_side.run(self, p, key, self.sending(p, key).machine.pushed(reservation, [index]))
 
 
 def _frozen_all(workers: Mapping[str, Mapping[SequenceKey, Sending | Receiving]]) -> Hashable:
@@ -801,7 +339,34 @@ def _frozen_all(workers: Mapping[str, Mapping[SequenceKey, Sending | Receiving]]
     )
 
 
-def start(size: Size, make: Callable[..., World] = World) -> World:
+_STEPS: dict[str, Callable[..., None]] = {
+    "deliver": World._deliver,
+    "learn": World._learn,
+    "place": router_side.place,
+    "reassign": router_side.reassign,
+    "cancel": router_side.cancel,
+    "admit": prefill_side.admit,
+    "compute": prefill_side.compute,
+    "drained": prefill_side.drained,
+    "fail": prefill_side.fail,
+    "decode": decode_side.step,
+    "local": decode_side.local,
+    "repeat": decode_side.resend,
+    "resend": decode_side.resend,
+    "ask": decode_side.ask,
+    "ended": decode_side.ended,
+    "land": World._land,
+    "vanish": World._vanish,
+    "lose": World._lose,
+    "deadline": World._deadline,
+    "die": World._die,
+    "drain": World._drain,
+    "cut": World._cut,
+}
+"""What a step does, by its name."""
+
+
+def start(size: Size) -> World:
     """The state in which every request waits for its workers."""
     spec = SequenceSpec(
         sequence=0,
@@ -811,7 +376,7 @@ def start(size: Size, make: Callable[..., World] = World) -> World:
         max_attempts=size.max_attempts,
     )
     names = [f"q{number}" for number in range(size.num_requests)]
-    return make(
+    return World(
         size=size,
         attempts={name: SequenceAttempts(spec) for name in names},
         senders={p: {} for p in size.prefills},

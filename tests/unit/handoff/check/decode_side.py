@@ -1,0 +1,192 @@
+"""The decode workers of a world: their real machines and quarantines, and what messages and instructions do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvrelay.engine.batch import SequenceKey
+from kvrelay.protocol.messages import Handoff
+from kvrelay.protocol.sampling import FinishReason
+from kvrelay_decode import handoff as decode
+from kvrelay_decode.handoff import ReceiverState as D
+from kvrelay_decode.quarantine import SETTLE_TICKS, Quarantine
+from tests.unit.handoff.check.state import MAX_TOKENS, R, Receiving, State, peer
+from tests.unit.handoff.check.values import clone
+
+
+def take(state: State, who: str, source: str, kind: str, key: SequenceKey, *more: Any) -> None:
+    match kind:
+        case "reserve":
+            reserve(state, who, source, key, more[0])
+        case "generate":
+            if key in state.buried.get(who, ()) or key in state.receivers[who]:
+                return
+            if who in state.draining:
+                state.post(who, source, "failed", key, True)
+                return
+            supersede(state, who, key)
+            state.receivers[who][key] = Receiving(None, "", more[0])
+        case "cancel":
+            cancel(state, who, key)
+            state.buried[who] = state.buried.get(who, frozenset()) | {key}
+        case _ if key in state.receivers[who]:
+            from_prefill(state, who, key, kind, *more)
+
+
+def reserve(state: State, who: str, source: str, key: SequenceKey, num_output: int) -> None:
+    if who in state.draining or key in state.buried.get(who, ()):
+        state.post(who, source, "refused", key)
+        return
+    supersede(state, who, key)
+    known = state.receivers[who].get(key)
+    if known is not None and known.prefill == source:
+        return
+    if known is not None:
+        cancel(state, who, key)
+    if key in state.receivers[who]:
+        state.post(who, source, "refused", key)
+        return
+    state.receivers[who][key] = Receiving(decode.ReceiverHandoff(), source, num_output)
+    grant_wishes(state, who)
+    made = state.receivers[who][key].machine
+    if made is not None and made.state is D.ASKED:
+        state.post(who, source, "deferred", key)
+
+
+def supersede(state: State, who: str, key: SequenceKey) -> None:
+    for other in [k for k in state.receivers[who] if k[0] == key[0] and k[1] < key[1]]:
+        cancel(state, who, other)
+
+
+def grant_wishes(state: State, who: str) -> None:
+    for key, waiting in list(state.receivers[who].items()):
+        if waiting.machine is None or waiting.machine.state is not D.ASKED:
+            continue
+        others = list(state.receivers[who].values()) if state.size.samples else []
+        shared = next((each.slots for each in others if each.running), ())
+        if not shared and any(each.machine and each.machine.state in (D.RESERVED, D.FILLING) for each in others):
+            continue  # what it lacks is on its way
+        free = state.free(who)
+        if not shared and len(free) < state.size.num_blocks:
+            return
+        receiving = state.receiving(who, key)
+        assert receiving.machine is not None
+        receiving.slots = shared or tuple(free[: state.size.num_blocks])
+        receiving.landed = frozenset(range(state.size.num_blocks)) if shared else frozenset()
+        state.granted += 1
+        reservation, sent = f"{who}{state.granted}", () if shared else receiving.slots
+        first = state.size.num_blocks - len(sent)
+        receiving.machine.granted(reservation, first, state.size.num_blocks, needs_quarantine=state.size.one_sided)
+        state.post(who, receiving.prefill, "granted", key, reservation, sent)
+
+
+def from_prefill(state: State, who: str, key: SequenceKey, kind: str, reservation: str, *more: Any) -> None:
+    receiving = state.receivers[who][key]
+    if receiving.machine is None or (reservation and reservation != receiving.machine.reservation):
+        return
+    receiving = state.receiving(who, key)
+    assert receiving.machine is not None
+    match kind:
+        case "handoff":
+            index, resend = more
+            body = Handoff(
+                reservation=reservation,
+                index=index,
+                token_id=index,
+                num_tokens=1,
+                num_blocks=state.size.num_blocks,
+                resend=resend,
+            )
+            run(state, who, key, receiving.machine.handed(body))
+        case "abort":
+            run(state, who, key, receiving.machine.aborted())
+        case "drained" if receiving.machine.state is D.QUARANTINED:
+            quarantine(state, who).drained(key)
+            settle(state, who)
+
+
+def run(state: State, who: str, key: SequenceKey, instructions: list[decode.Instruction]) -> None:
+    receiving = state.receivers[who][key]
+    machine = receiving.machine
+    assert machine is not None
+    for instruction in instructions:
+        match instruction:
+            case decode.Commit(message):
+                receiving.running = True
+                state.post(who, receiving.prefill, "committed", key, message.reservation)
+                state.post(who, R, "tokens", key, message.index, (message.token_id,), None)
+                receiving.num_output = message.index + 1
+            case decode.Quarantine():
+                quarantine(state, who).add(key, peer(receiving.prefill), receiving.prefill)
+            case decode.FreeBlocks():
+                receiving.slots = ()
+            case decode.AskForMissing(reservation, blocks, number):
+                state.post(who, receiving.prefill, "resend", key, reservation, blocks, number)
+            case decode.TellReleased(reservation):
+                state.post(who, receiving.prefill, "released", key, reservation)
+    if machine.state is D.FREED:
+        del state.receivers[who][key]
+
+
+def quarantine(state: State, who: str) -> Quarantine:
+    made = state.quarantines[who] = clone(state.quarantines[who])
+    return made
+
+
+def settle(state: State, who: str) -> None:
+    """The ticks after a proof: no time passes here."""
+    for _ in range(SETTLE_TICKS):
+        for key in quarantine(state, who).tick(0.0).safe:
+            receiving = state.receiving(who, key)
+            assert receiving.machine is not None
+            run(state, who, key, receiving.machine.drained())
+
+
+def ended(state: State, who: str, key: SequenceKey) -> None:
+    quarantine(state, who).drained(key)
+    settle(state, who)
+
+
+def ask(state: State, who: str, key: SequenceKey) -> None:
+    receiving = state.receivers[who][key]
+    assert receiving.machine is not None
+    state.post(who, receiving.prefill, "released", key, receiving.machine.reservation)
+
+
+def is_lost(state: State, machine: decode.ReceiverHandoff) -> bool:
+    under_way = {write[3] for write in state.writes if write[2] == machine.reservation}
+    return bool(machine._missing - under_way)
+
+
+def resend(state: State, who: str, key: SequenceKey) -> None:
+    receiving = state.receiving(who, key)
+    assert receiving.machine is not None
+    run(state, who, key, receiving.machine.overdue())
+
+
+def local(state: State, who: str, key: SequenceKey) -> None:
+    receiving = state.receiving(who, key)
+    receiving.slots, receiving.running = tuple(state.free(who)[: state.size.num_blocks]), True
+
+
+def step(state: State, who: str, key: SequenceKey) -> None:
+    receiving = state.receiving(who, key)
+    index = receiving.num_output
+    receiving.num_output += 1
+    finish = FinishReason.LENGTH if receiving.num_output >= MAX_TOKENS else None
+    state.post(who, R, "tokens", key, index, (index,), finish)
+    if finish is not None:
+        del state.receivers[who][key]
+
+
+def cancel(state: State, who: str, key: SequenceKey) -> None:
+    if key not in state.receivers[who]:
+        return
+    receiving = state.receiving(who, key)
+    if receiving.machine is None or receiving.machine.state is D.RUNNING:
+        del state.receivers[who][key]
+    elif receiving.machine.state is D.ASKED:
+        del state.receivers[who][key]
+        state.post(who, receiving.prefill, "refused", key)
+    else:
+        run(state, who, key, receiving.machine.cancel("cancelled"))

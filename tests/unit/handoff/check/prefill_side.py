@@ -1,0 +1,148 @@
+"""The prefill workers of a world: their real machines, and what messages and instructions do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvrelay.engine.batch import SequenceKey
+from kvrelay.protocol.messages import FirstToken, Granted, PeerRef
+from kvrelay.protocol.sampling import FinishReason
+from kvrelay_prefill import handoff as prefill
+from tests.unit.handoff.check.search import Violation
+from tests.unit.handoff.check.state import MAX_TOKENS, R, Sending, State, peer
+
+
+def take(state: State, who: str, source: str, kind: str, key: SequenceKey, *more: Any) -> None:
+    if kind == "prefill":
+        if key in state.buried.get(who, ()) or key in state.senders[who]:
+            return
+        if who in state.draining:
+            state.post(who, source, "failed", key, True)
+            return
+        for other in [k for k in state.senders[who] if k[0] == key[0] and k[1] < key[1]]:
+            cancel(state, who, other)
+        to, num_output = more
+        machine = prefill.SenderHandoff(peer(to) if to is not None else None)
+        state.senders[who][key] = Sending(machine, num_output)
+    elif kind == "cancel":
+        cancel(state, who, key)
+        state.buried[who] = state.buried.get(who, frozenset()) | {key}
+    elif key not in state.senders[who]:
+        if kind == "granted":
+            state.post(who, source, "abort", key, more[0])
+            state.post(who, source, "drained", key, more[0])
+        elif kind == "released":
+            state.post(who, source, "drained", key, more[0])
+        elif kind == "reassign":
+            state.post(who, source, "failed", key, True)
+    else:
+        machine = state.sending(who, key).machine
+        run(state, who, key, to_sender(state, machine, peer(source), kind, more))
+
+
+def to_sender(
+    state: State, machine: prefill.SenderHandoff, source: PeerRef, kind: str, more: tuple[Any, ...]
+) -> list[prefill.Instruction]:
+    match kind, more:
+        case "granted", (reservation, slots):
+            granted = Granted(
+                reservation=reservation,
+                first_block=state.size.num_blocks - len(slots),
+                slots=list(slots),
+                transport="t",
+                endpoint={"d": source.peer_id},
+            )
+            return machine.granted(source, granted)
+        case "deferred", _:
+            return machine.deferred(source)
+        case "refused", _:
+            return machine.refused(source, "refused")
+        case "released", (reservation,):
+            return machine.released(source, reservation, "released")
+        case "committed", (reservation,):
+            return machine.committed(reservation)
+        case "resend", (reservation, blocks, number):
+            return machine.resend(reservation, blocks, number)
+        case "reassign", (to,):
+            return machine.reassigned(peer(to) if to is not None else None)
+    raise AssertionError(kind)
+
+
+def admit(state: State, who: str, key: SequenceKey) -> None:
+    sending = state.sending(who, key)
+    sending.own = tuple(state.free(who)[: state.size.num_blocks])
+    run(state, who, key, sending.machine.scheduled(list(sending.own)))
+
+
+def compute(state: State, who: str, key: SequenceKey) -> None:
+    sending = state.sending(who, key)
+    sending.num_computed += 1
+    if sending.num_computed < state.size.num_blocks:
+        run(state, who, key, sending.machine.computed(sending.num_computed))
+        return
+    index = sending.num_output
+    finish = FinishReason.LENGTH if index + 1 >= MAX_TOKENS else None
+    state.post(who, R, "first", key, index, index, finish)
+    run(state, who, key, sending.machine.prefilled(FirstToken(index=index, token_id=index, finish=finish)))
+
+
+def run(state: State, who: str, key: SequenceKey, instructions: list[prefill.Instruction]) -> None:
+    sending = state.senders[who][key]
+    for instruction in instructions:
+        match instruction:
+            case prefill.AskDecode(to):
+                state.post(who, to.peer_id, "reserve", key, sending.num_output)
+                if to.peer_id in state.dead:
+                    state.unaware |= {(who, to.peer_id)}
+            case prefill.AskRouter(_, excluded, lacks):
+                state.post(who, R, "need", key, excluded, lacks)
+            case prefill.PushBlocks(reservation, _, endpoint, copies):
+                push(state, who, sending, reservation, endpoint["d"], [(c.index, c.source, c.slot) for c in copies])
+            case prefill.SendHandoff(to, reservation, _, resend):
+                assert sending.machine.first_token is not None
+                index = sending.machine.first_token.index
+                state.post(who, to.peer_id, "handoff", key, reservation, index, resend)
+            case prefill.AbortTransfer(reservation, _):
+                sending.aborting |= {reservation}
+            case prefill.SendAbort(to, reservation, _):
+                state.post(who, to.peer_id, "abort", key, reservation)
+            case prefill.SendDrained(to, reservation):
+                state.post(who, to.peer_id, "drained", key, reservation)
+            case prefill.FailRequest():
+                state.post(who, R, "failed", key, True)
+            case prefill.ReleaseBlocks():
+                release(state, who, key)
+
+
+def push(
+    state: State, who: str, sending: Sending, reservation: str, d: str, copies: list[tuple[int, int, int]]
+) -> None:
+    for index, source, slot in copies:
+        if index >= sending.num_computed:
+            raise Violation(f"block {index} is pushed before it is computed")
+        if source not in sending.own:
+            raise Violation(f"block {source} is pushed and not held")
+        if d not in state.dead:
+            state.writes |= {(who, d, reservation, index, slot)}
+
+
+def release(state: State, who: str, key: SequenceKey) -> None:
+    del state.senders[who][key]
+
+
+def drained(state: State, who: str, key: SequenceKey, reservation: str) -> None:
+    sending = state.sending(who, key)
+    sending.aborting -= {reservation}
+    run(state, who, key, sending.machine.drained(reservation))
+
+
+def fail(state: State, who: str, key: SequenceKey) -> None:
+    sending = state.sending(who, key)
+    assert sending.machine._grant is not None
+    run(state, who, key, sending.machine.transfer_failed(sending.machine._grant.reservation, "broken"))
+
+
+def cancel(state: State, who: str, key: SequenceKey) -> None:
+    if key in state.senders[who]:
+        sending = state.sending(who, key)
+        run(state, who, key, sending.machine.cancel("cancelled"))

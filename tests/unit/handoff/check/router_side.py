@@ -1,0 +1,74 @@
+"""The router of a world: its real machines, and what their instructions do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvrelay.engine.batch import SequenceKey
+from kvrelay.protocol.messages import FirstToken, Generate, Prefill, Reassign, TokenEntry
+from kvrelay_router.dispatch import events as router
+from tests.unit.handoff.check.state import R, State, peer
+from tests.unit.handoff.check.values import clone
+
+
+def feed(state: State, r: str, event: router.Event) -> None:
+    machine = state.attempts[r] = clone(state.attempts[r])
+    for instruction in machine.handle(event):
+        match instruction:
+            case router.Send(worker, attempt, body):
+                key = (r, attempt, 0)
+                match body:
+                    case Prefill():
+                        to = body.decode.peer_id if body.decode else None
+                        state.post(R, worker.peer_id, "prefill", key, to, body.prompt.num_output)
+                    case Reassign():
+                        state.post(R, worker.peer_id, "reassign", key, body.decode.peer_id if body.decode else None)
+                    case Generate():
+                        state.post(R, worker.peer_id, "generate", key, body.prompt.num_output)
+                    case _:
+                        state.post(R, worker.peer_id, "cancel", key)
+                if worker.peer_id in state.dead:
+                    state.unaware |= {(R, worker.peer_id)}
+            case router.FindPlacement() | router.AwaitLost() | router.FindDecode():
+                state.wishes[r] = instruction
+            case router.Ended():
+                state.wishes.pop(r, None)
+                state.ended[r] = state.ended.get(r, 0) + 1
+
+
+def place(state: State, r: str, p: str | None, d: str | None) -> None:
+    del state.wishes[r]
+    if d is None:
+        feed(state, r, router.NotPlaced("no worker"))
+        return
+    feed(state, r, router.Placed(peer(p) if p is not None else None, peer(d), 60.0))
+
+
+def reassign(state: State, r: str, d: str | None) -> None:
+    del state.wishes[r]
+    feed(state, r, router.DecodeChosen(peer(d) if d is not None else None))
+
+
+def take(state: State, source: str, kind: str, key: SequenceKey, *more: Any) -> None:
+    r, attempt, _ = key
+    if state.attempts[r].is_over:  # the dispatcher has forgotten it
+        if kind == "need":
+            state.post(R, source, "cancel", key)
+        return
+    match kind, more:
+        case "first", (index, token, finish):
+            body = FirstToken(index=index, token_id=token, finish=finish)
+            feed(state, r, router.FirstTokenCame(peer(source), attempt, body))
+        case "tokens", (index, tokens, finish):
+            entry = TokenEntry(
+                request=r, attempt=attempt, sequence=0, index=index, token_ids=list(tokens), finish=finish
+            )
+            feed(state, r, router.TokensCame(peer(source), entry))
+        case "need", (excluded, lacks):
+            feed(state, r, router.DecodeNeeded(peer(source), attempt, "needed", frozenset(excluded), lacks))
+        case "failed", (retriable,):
+            feed(state, r, router.AttemptFailed(peer(source), attempt, "failed", retriable))
+
+
+def cancel(state: State, r: str) -> None:
+    feed(state, r, router.Cancelled("the client is gone"))

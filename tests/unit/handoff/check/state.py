@@ -1,0 +1,126 @@
+"""A state of the world that is searched: what routers, workers, links and transport hold, and how it is changed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+from kvrelay.engine.batch import SequenceKey
+from kvrelay.protocol.messages import PeerRef
+from kvrelay_decode import handoff as decode
+from kvrelay_decode.quarantine import Quarantine
+from kvrelay_prefill import handoff as prefill
+from kvrelay_router.dispatch.attempt import SequenceAttempts
+from tests.unit.handoff.check.values import clone
+
+R = "r"
+MAX_TOKENS = 2
+Write = tuple[str, str, str, int, int]  # prefill, decode, reservation, block, slot
+
+
+@dataclass(frozen=True)
+class Size:
+    """An instance. `budget`: how often each disturbance may happen. `samples`: its requests are samples of one, which
+    decode workers are sent one prompt for.
+    """
+
+    num_requests: int = 1
+    prefills: tuple[str, ...] = ("p",)
+    decodes: tuple[str, ...] = ("d",)
+    num_blocks: int = 2
+    prefill_pool: int = 2
+    decode_pool: int = 2
+    max_attempts: int = 2
+    one_sided: bool = True
+    samples: bool = False
+    budget: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass
+class Sending:
+    """A sequence on a prefill worker. `own`: its blocks, none before it was admitted."""
+
+    machine: prefill.SenderHandoff
+    num_output: int
+    own: tuple[int, ...] = ()
+    num_computed: int = 0
+    aborting: frozenset[str] = frozenset()
+
+
+@dataclass
+class Receiving:
+    """A sequence on a decode worker. `machine` is None for a local prompt."""
+
+    machine: decode.ReceiverHandoff | None
+    prefill: str
+    num_output: int
+    slots: tuple[int, ...] = ()
+    landed: frozenset[int] = frozenset()
+    running: bool = False
+
+
+def peer(name: str) -> PeerRef:
+    """Every worker's only start."""
+    return PeerRef(name, "1", name)
+
+
+@dataclass
+class State:
+    """All that is. It is changed only after `copy`; machines only after `sending` or `receiving`."""
+
+    size: Size
+    attempts: dict[str, SequenceAttempts]
+    senders: dict[str, dict[SequenceKey, Sending]]
+    receivers: dict[str, dict[SequenceKey, Receiving]]
+    quarantines: dict[str, Quarantine]
+    budget: dict[str, int]
+    wishes: dict[str, Any] = field(default_factory=dict)  # of the router: placements to be found
+    ended: dict[str, int] = field(default_factory=dict)
+    buried: dict[str, frozenset[SequenceKey]] = field(default_factory=dict)
+    links: dict[tuple[str, str], tuple[Any, ...]] = field(default_factory=dict)
+    void: frozenset[tuple[str, str]] = frozenset()  # directions whose link the other end has dropped
+    unaware: frozenset[tuple[str, str]] = frozenset()  # (who, of whose death) has not been told
+    lost: frozenset[str] = frozenset()  # workers that the router does not use
+    dead: frozenset[str] = frozenset()
+    draining: frozenset[str] = frozenset()
+    writes: frozenset[Write] = frozenset()
+    granted: int = 0
+
+    def copy(self) -> Self:
+        return replace(
+            self,
+            attempts=dict(self.attempts),
+            senders={who: dict(all_) for who, all_ in self.senders.items()},
+            receivers={who: dict(all_) for who, all_ in self.receivers.items()},
+            quarantines=dict(self.quarantines),
+            budget=dict(self.budget),
+            wishes=dict(self.wishes),
+            ended=dict(self.ended),
+            buried=dict(self.buried),
+            links=dict(self.links),
+        )
+
+    def sending(self, who: str, key: SequenceKey) -> Sending:
+        """To be changed."""
+        old = self.senders[who][key]
+        made = self.senders[who][key] = replace(old, machine=clone(old.machine))
+        return made
+
+    def receiving(self, who: str, key: SequenceKey) -> Receiving:
+        """To be changed."""
+        old = self.receivers[who][key]
+        made = replace(old, machine=clone(old.machine) if old.machine is not None else None)
+        self.receivers[who][key] = made
+        return made
+
+    def free(self, who: str) -> list[int]:
+        if who in self.senders:
+            held = {block for s in self.senders[who].values() for block in s.own}
+            return [block for block in range(self.size.prefill_pool) if block not in held]
+        held = {block for r in self.receivers[who].values() for block in r.slots}
+        return [block for block in range(self.size.decode_pool) if block not in held]
+
+    def post(self, source: str, to: str, *message: Any) -> None:
+        if (source, to) in self.void or to in self.dead:
+            return
+        self.links[source, to] = (*self.links.get((source, to), ()), message)

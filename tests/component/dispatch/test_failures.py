@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from kvrelay.protocol.link import PeerLost
 from kvrelay.protocol.messages import Cancel, Failed, Generate, NeedDecode, Prefill, Reassign
+from kvrelay_router.dispatch.handle import RunningRequest
 from kvrelay_router.dispatch.interface import NoWorkerReady, RequestFailed
 from tests.component.dispatch.fake_workers import FakeDecode, FakePrefill, true_tokens
 from tests.component.dispatch.rig import PROMPT, Rig, pair, read, two_pairs
@@ -21,6 +23,19 @@ MOMENTS = [
     ("decode", "commit"),
     ("decode", "token 3"),
 ]
+
+
+async def decode_dies(
+    rig: Rig, point: str, *, max_tokens: int = 6, **settings: Any
+) -> tuple[FakePrefill, RunningRequest]:
+    """At this point of a request to the only pair of workers."""
+    prefill, decode = pair()
+    gate = decode.hold(point)
+    await rig.start(prefill, decode, **settings)
+    handle = rig.submit(max_tokens=max_tokens)
+    await gate.reached.wait()
+    decode.kill()
+    return prefill, handle
 
 
 @pytest.mark.parametrize(("holder", "point"), MOMENTS)
@@ -184,12 +199,7 @@ async def test_a_failure_that_would_repeat_itself_ends_the_request_and_its_sibli
 
 
 async def test_a_request_waits_for_a_worker_and_goes_on_where_it_stopped(rig: Rig) -> None:
-    prefill, decode = pair()
-    gate = decode.hold("token 3")
-    await rig.start(prefill, decode)
-    handle = rig.submit(max_tokens=8)
-    await gate.reached.wait()
-    decode.kill()
+    _, handle = await decode_dies(rig, "token 3", max_tokens=8)
     await until(lambda: "d0" not in rig.states())
     with pytest.raises(NoWorkerReady):
         rig.submit()
@@ -202,12 +212,7 @@ async def test_a_request_waits_for_a_worker_and_goes_on_where_it_stopped(rig: Ri
 
 
 async def test_waiting_for_a_worker_is_bounded(rig: Rig) -> None:
-    prefill, decode = pair()
-    gate = decode.hold("token 3")
-    await rig.start(prefill, decode, wait_for_worker_s=0.2)
-    handle = rig.submit(max_tokens=8)
-    await gate.reached.wait()
-    decode.kill()
+    _, handle = await decode_dies(rig, "token 3", max_tokens=8, wait_for_worker_s=0.2)
     with pytest.raises(RequestFailed, match="no decode worker is ready"):
         await read(handle)
     await rig.nothing_is_left()
@@ -215,12 +220,7 @@ async def test_waiting_for_a_worker_is_bounded(rig: Rig) -> None:
 
 async def test_what_was_computed_waits_for_a_decode_worker_to_come_back(rig: Rig) -> None:
     """The only one dies before it commits; its next start takes the handoff, and nothing is computed again."""
-    prefill, decode = pair()
-    gate = decode.hold("commit")
-    await rig.start(prefill, decode)
-    handle = rig.submit()
-    await gate.reached.wait()
-    decode.kill()
+    prefill, handle = await decode_dies(rig, "commit")
     await until(lambda: rig.dispatcher._runner.num_waiting == 1)
     rig.add(FakeDecode("d0"))
     assert await read(handle) == {0: true_tokens(0, 6)}
@@ -230,24 +230,14 @@ async def test_what_was_computed_waits_for_a_decode_worker_to_come_back(rig: Rig
 
 
 async def test_waiting_for_a_decode_worker_is_bounded(rig: Rig) -> None:
-    prefill, decode = pair()
-    gate = decode.hold("commit")
-    await rig.start(prefill, decode, wait_for_worker_s=0.1)
-    handle = rig.submit()
-    await gate.reached.wait()
-    decode.kill()
+    _, handle = await decode_dies(rig, "commit", wait_for_worker_s=0.1)
     with pytest.raises(RequestFailed, match=r"no decode worker is left.*no decode worker is ready, for 0.1 s"):
         await read(handle)
     await rig.nothing_is_left()
 
 
 async def test_a_client_that_leaves_while_its_handoff_waits_leaves_nothing(rig: Rig) -> None:
-    prefill, decode = pair()
-    gate = decode.hold("commit")
-    await rig.start(prefill, decode)
-    handle = rig.submit()
-    await gate.reached.wait()
-    decode.kill()
+    prefill, handle = await decode_dies(rig, "commit")
     await until(lambda: rig.dispatcher._runner.num_waiting == 1)
     handle.cancel()
     await until(lambda: rig.dispatcher._runner.num_waiting == 0)
@@ -256,12 +246,7 @@ async def test_a_client_that_leaves_while_its_handoff_waits_leaves_nothing(rig: 
 
 
 async def test_prefill_that_dies_while_its_handoff_waits_costs_the_client_nothing(rig: Rig) -> None:
-    prefill, decode = pair()
-    gate = decode.hold("commit")
-    await rig.start(prefill, decode)
-    handle = rig.submit()
-    await gate.reached.wait()
-    decode.kill()
+    prefill, handle = await decode_dies(rig, "commit")
     await until(lambda: rig.dispatcher._runner.num_waiting == 1)
     prefill.kill()
     await until(lambda: rig.record(handle)["num_attempts"] == 1 and not rig.states())
@@ -272,12 +257,7 @@ async def test_prefill_that_dies_while_its_handoff_waits_costs_the_client_nothin
 
 
 async def test_a_client_that_leaves_while_its_request_waits_leaves_nothing(rig: Rig) -> None:
-    prefill, decode = pair()
-    gate = decode.hold("token 3")
-    await rig.start(prefill, decode)
-    handle = rig.submit(max_tokens=8)
-    await gate.reached.wait()
-    decode.kill()
+    prefill, handle = await decode_dies(rig, "token 3", max_tokens=8)
     await until(lambda: len(rig.record(handle)["sequences"][0]["attempts"]) == 1 and not rig.dispatcher.ready())
     handle.cancel()
     await rig.nothing_is_left()
@@ -289,12 +269,7 @@ async def test_a_client_that_leaves_while_its_request_waits_leaves_nothing(rig: 
 
 
 async def test_a_worker_replaced_behind_the_same_name_takes_over(rig: Rig) -> None:
-    prefill, decode = pair()
-    gate = decode.hold("token 3")
-    await rig.start(prefill, decode)
-    handle = rig.submit(max_tokens=8)
-    await gate.reached.wait()
-    decode.kill()
+    _, handle = await decode_dies(rig, "token 3", max_tokens=8)
     rig.add(FakeDecode("d0"))
     assert await read(handle) == {0: true_tokens(0, 8)}
     assert rig.record(handle)["num_attempts"] == 2

@@ -50,6 +50,14 @@ def check(prompt: list[int], received: Sequence[Received], sampling: Sampling = 
         assert each.output == expected_tokens(prompt, sampling, 512, index)
 
 
+async def compute_together(worker: LocalWorker, runner: HashRunner, samples: Sequence[Received]) -> None:
+    """The runner, which was held, goes on once the worker has all samples; to their ends."""
+    await until(lambda: worker.shell.role.num_open == len(samples))
+    runner.go_on()
+    for sample in samples:
+        await sample.finished()
+
+
 async def hand_over(redis_url: str, prompt: list[int], count: int, **settings: object) -> Cost:
     """All samples are on the prefill worker before the first chunk is computed."""
     prefill, decode = CountingRunner(), CountingRunner()
@@ -59,10 +67,7 @@ async def hand_over(redis_url: str, prompt: list[int], count: int, **settings: o
             f.router.prefill(f.prefill[0].me, f.decode[0].me, "r", prompt, SAMPLING, sample=(index, count))
             for index in range(count)
         ]
-        await until(lambda: f.prefill[0].shell.role.num_open == count)
-        prefill.go_on()
-        for sample in samples:
-            await sample.finished()
+        await compute_together(f.prefill[0], prefill, samples)
         check(prompt, samples)
         await f.until_clean()
         assert prefill.num_copies == 0, "prefill writes nothing behind a prompt"
@@ -117,10 +122,7 @@ def test_on_a_worker_that_runs_both_phases_too(redis_url: str, length: int) -> N
             samples = [
                 f.router.generate(f.decode[0].me, "r", prompt, SAMPLING, sample=(index, 8)) for index in range(8)
             ]
-            await until(lambda: f.decode[0].shell.role.num_open == 8)
-            runner.go_on()
-            for sample in samples:
-                await sample.finished()
+            await compute_together(f.decode[0], runner, samples)
             check(prompt, samples)
             await f.until_clean()
             check_nothing_kept(f)
@@ -145,10 +147,7 @@ def test_a_first_sample_that_ends_with_its_first_token_leaves_the_tail_to_the_ot
                 f.router.prefill(f.prefill[0].me, f.decode[0].me, "r", prompt, sampling, sample=(index, 4))
                 for index in range(4)
             ]
-            await until(lambda: f.prefill[0].shell.role.num_open == 4)
-            runner.go_on()
-            for sample in samples:
-                await sample.finished()
+            await compute_together(f.prefill[0], runner, samples)
             check(prompt, samples, sampling)
             assert len(samples[0].output) == 1
             await f.until_clean()
@@ -167,10 +166,7 @@ def test_samples_that_go_to_several_decode_workers_are_sent_once_to_each(redis_u
                 f.router.prefill(f.prefill[0].me, f.decode[index % 2].me, "r", prompt, SAMPLING, sample=(index, 6))
                 for index in range(6)
             ]
-            await until(lambda: f.prefill[0].shell.role.num_open == 6)
-            runner.go_on()
-            for sample in samples:
-                await sample.finished()
+            await compute_together(f.prefill[0], runner, samples)
             check(prompt, samples)
             await f.until_clean()
             check_nothing_kept(f)

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from kvrelay.scheduling.base import Chunking
 from kvrelay.scheduling.cost import CalibratedCost, StepCost, pairs
-from kvrelay.scheduling.plan import PlanDraft, StepPlan
+from kvrelay.scheduling.plan import PlanDraft, StepPlan, work_of
 
 MIN_CHUNK = 16
 """Dynamic chunks are not shorter: a prompt goes on however much the decodes beside it attend to."""
@@ -69,13 +69,13 @@ class DynamicChunks:
         """See `Chunks`."""
         cost = self.cost.current
         target_s = cost.step_s(self._token_budget, pairs(0, self._token_budget))
-        left_s = target_s - cost.step_s(*_load(draft))
+        left_s = target_s - cost.step_s(*work_of(draft.rows))
         least = 0 if draft.prompts else MIN_CHUNK
         return min(num_remaining, max(0, draft.budget_left), max(least, cost.tokens_within(left_s, position)))
 
     def measured(self, plan: StepPlan, forward_s: float) -> None:
         """Corrects the cost model."""
-        self.cost.observe(*_load(plan), forward_s)
+        self.cost.observe(*work_of(plan.rows), forward_s)
 
     def calibrate(self, cost: StepCost) -> None:
         """Starts from this model; measured steps correct it as before."""
@@ -85,12 +85,3 @@ class DynamicChunks:
 def make_chunks(chunking: Chunking, token_budget: int) -> Chunks:
     """The chunks that the settings ask for."""
     return DynamicChunks(token_budget) if chunking == "dynamic" else FixedChunks()
-
-
-def _load(step: PlanDraft | StepPlan) -> tuple[int, float]:
-    """Tokens and pairs."""
-    num_tokens, num_pairs = 0, 0.0
-    for row in step.rows:
-        num_tokens += row.num_computed
-        num_pairs += pairs(row.position, row.num_computed)
-    return num_tokens, num_pairs

@@ -6,6 +6,7 @@ frozen dataclass's. They are in no cycle, so that the garbage collector need not
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ import msgspec
 from kvrelay.engine.batch import BlockCopies, BlockCopy, Candidates
 from kvrelay.kv.pool import Owner
 from kvrelay.protocol.sampling import BeamResult, FinishReason, TokenLogprobs
+from kvrelay.scheduling.cost import pairs
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.scheduling.tails import Tail
 
@@ -37,6 +39,15 @@ class PlannedRow(msgspec.Struct, frozen=True, gc=False):
     def num_computed(self) -> int:
         """Tokens that the step computes for it."""
         return self.num_tokens if self.draws is None else 0
+
+
+def work_of(rows: Iterable[PlannedRow]) -> tuple[int, float]:
+    """What rows compute, as a step's cost counts it: tokens, and pairs of a token and what it attends to."""
+    num_tokens, num_pairs = 0, 0.0
+    for row in rows:
+        num_tokens += row.num_computed
+        num_pairs += pairs(row.position, row.num_computed)
+    return num_tokens, num_pairs
 
 
 @dataclass(slots=True, eq=False)

@@ -27,8 +27,8 @@ from kvrelay.kv.swap_space import SwapSpace
 from kvrelay.kv.table import blocks_for
 from kvrelay.scheduling.base import SchedulerSettings, SwapUse
 from kvrelay.scheduling.blocks import BlockManager
-from kvrelay.scheduling.cost import CalibratedCost, pairs
-from kvrelay.scheduling.plan import PlanDraft, StepPlan, SwapCopy, SwapPlan
+from kvrelay.scheduling.cost import CalibratedCost
+from kvrelay.scheduling.plan import PlanDraft, StepPlan, SwapCopy, SwapPlan, work_of
 from kvrelay.scheduling.preemption import COPY_BLOCK_S, Preempted, RunningMean, estimate, prefers_swap
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 
@@ -188,8 +188,7 @@ class Swapper:
             if copy_s > 0 and swaps.num_blocks:
                 self.block_s.observe(copy_s / swaps.num_blocks)
         if self.space.num_slots and self._preemption == "auto":
-            num_pairs = sum(pairs(row.position, row.num_computed) for row in plan.rows)
-            self.cost.observe(sum(row.num_computed for row in plan.rows), num_pairs, forward_s)
+            self.cost.observe(*work_of(plan.rows), forward_s)
 
     def failed(self, plan: StepPlan) -> list[Sequence]:
         """The step's copies may not be made. Returns the running sequences whose K/V is still on the host alone: they

@@ -9,7 +9,7 @@ import msgspec
 from kvrelay.protocol.messages import LoadReport, PeerRef
 from kvrelay.scheduling.base import Scheduler
 from kvrelay.scheduling.cost import CalibratedCost, pairs
-from kvrelay.scheduling.plan import StepPlan
+from kvrelay.scheduling.plan import StepPlan, work_of
 from kvrelay.scheduling.sequence import Sequence
 
 LEAST_CHUNK_TOKENS = 16
@@ -29,13 +29,8 @@ class SpeedMeter:
 
     def stepped(self, plan: StepPlan, forward_s: float) -> None:
         """A step took so long."""
-        num_tokens, num_pairs, longest = 0, 0.0, 0
-        for row in plan.rows:
-            num_tokens += row.num_computed
-            num_pairs += pairs(row.position, row.num_computed)
-            longest = max(longest, row.num_computed)
-        self._cost.observe(num_tokens, num_pairs, forward_s)
-        self._num_chunked += longest >= LEAST_CHUNK_TOKENS
+        self._cost.observe(*work_of(plan.rows), forward_s)
+        self._num_chunked += any(row.num_computed >= LEAST_CHUNK_TOKENS for row in plan.rows)
 
     def pushed(self, total_bytes: float, total_busy_s: float) -> None:
         """Totals since the start; the rate is that of the time since the last call with news."""

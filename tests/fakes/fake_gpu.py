@@ -73,8 +73,12 @@ class FakeMemory:
         self.process.most = self.reserved()
 
     def hold(self, num_bytes: int) -> None:
-        self.allocate(num_bytes)
-        self.release(num_bytes)
+        """In one piece: what is cached by then lies in others, which do not join."""
+        if num_bytes > self._gpu.total - self._gpu.used:
+            raise torch.OutOfMemoryError(f"{num_bytes >> 20} MiB")
+        self._touch()
+        self.process.cached += num_bytes
+        self.process.most = max(self.process.most, self.reserved())
 
     # -- what a process does ------------------------------------------------------------------------------------------
 

@@ -89,7 +89,9 @@ class CudaGauge:
         return self._memory.free()
 
     def keep(self) -> None:
-        """See `MemoryGauge.keep`."""
+        """See `MemoryGauge.keep`. What the allocator holds in smaller pieces would come on top of it."""
+        gc.collect()
+        self._memory.trim()
         try:
             self._memory.hold(self._step)
         except torch.OutOfMemoryError as error:

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvrelay.config import WorkerConfig
-from kvrelay.engine import device, gauges, runner, turns
+from kvrelay.engine import device, gauges, make, turns
 from kvrelay.engine.gauges import CudaGauge
 from kvrelay.engine.profile import PoolDoesNotFit
 from kvrelay.worker.main import load_runner
@@ -64,6 +64,9 @@ class Pool(HashRunner):
         assert graphs.sizes == (1, 2, 4)
         self.graphs = self.needs.graphs * MIB
         self.memory.allocate(self.graphs)
+        if not trial:
+            self.memory.allocate(25 * MIB)  # they are checked, by steps that are not the largest
+            self.memory.release(25 * MIB)
 
     def execute(self, batch: Any) -> Any:
         if not self._loaded:
@@ -91,11 +94,11 @@ class World:
         monkeypatch.setattr(gauges, "gc", SimpleNamespace(collect=lambda: None))  # takes long beside all of torch
         monkeypatch.setattr(turns, "pause", lambda _: self._now.memory.moment())
         source = SimpleNamespace(device=torch.device("cuda", 0), max_model_len=512, config=None)
-        monkeypatch.setattr(runner, "open_source", lambda *_: source)
-        monkeypatch.setattr(runner, "make_gauge", lambda _: CudaGauge(self._now.memory))
-        monkeypatch.setattr(runner, "load_model", lambda *_, **__: self._load(source))
-        monkeypatch.setattr(runner, "TransformersRunner", Pool)
-        monkeypatch.setattr(runner, "use_on_this_thread", lambda _: None)
+        monkeypatch.setattr(make, "open_source", lambda *_: source)
+        monkeypatch.setattr(make, "make_gauge", lambda _: CudaGauge(self._now.memory))
+        monkeypatch.setattr(make, "load_model", lambda *_, **__: self._load(source))
+        monkeypatch.setattr(make, "TransformersRunner", Pool)
+        monkeypatch.setattr(make, "use_on_this_thread", lambda _: None)
 
     def start(self, memory: FakeMemory, needs: Needs) -> Pool:
         self._now.memory, self._now.needs = memory, needs

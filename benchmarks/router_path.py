@@ -177,6 +177,12 @@ class Writer:
         """After the headers."""
         return self.has_begun
 
+    def watch(self, on_gone: Callable[[], None]) -> None:
+        """Nobody goes."""
+
+    def unwatch(self) -> None:
+        """See `watch`."""
+
     def write(self, events: bytes) -> None:
         """One part, which the connection would frame."""
         self._path.num_events += len(b"%x\r\n%b\r\n" % (len(events), events)) > 0

@@ -7,40 +7,53 @@ from types import TracebackType
 
 from starlette.types import Receive
 
+from kvrelay_router.api.connection import EventWriter
+
 
 class ClientGone(Exception):
     """The client closed its connection before the answer was complete."""
 
 
 class ClientWatch:
-    """`async with ClientWatch(receive): ...` cancels what runs inside when the client disconnects.
+    """`with ClientWatch(receive, writer): ...`, in a task, cancels what runs inside when the client disconnects.
 
     Like `asyncio.timeout`, with the connection's end in place of a deadline; raises ClientGone on exit. The request's
-    body must have been read before.
+    body must have been read before. The connection tells by its `writer`; where there is none, a task asks `receive`.
     """
 
-    def __init__(self, receive: Receive) -> None:
+    def __init__(self, receive: Receive, writer: EventWriter | None) -> None:
         self._receive = receive
+        self._writer = writer
+        self._listener: asyncio.Task[None] | None = None
         self._gone = False
 
-    async def __aenter__(self) -> ClientWatch:
+    def __enter__(self) -> ClientWatch:
         task = asyncio.current_task()
         assert task is not None
         self._task = task
-        self._listener = asyncio.create_task(self._listen())
+        if self._writer is not None:
+            self._writer.watch(self._client_gone)
+        else:
+            self._listener = asyncio.create_task(self._listen())
         return self
 
     async def _listen(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
+        self._client_gone()
+
+    def _client_gone(self) -> None:
         self._gone = True
         self._task.cancel()
 
-    async def __aexit__(
+    def __exit__(
         self, exc_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._listener.cancel()
-        del self._listener  # its end keeps this watch: without a cycle both go at once
+        if self._writer is not None:
+            self._writer.unwatch()
+        if self._listener is not None:
+            self._listener.cancel()
+            self._listener = None  # its end keeps this watch: without a cycle both go at once
         if not self._gone:
             return
         still_cancelled = self._task.uncancel()

@@ -60,12 +60,33 @@ EVENT_WRITER = "event_writer"
 
 
 class EventWriter:
-    """Writes parts of an answer that has begun, without a task that could wait for the client to read them."""
+    """Writes parts of an answer that has begun, without a task that could wait for the client to read them; and tells
+    whoever serves the request when its client has gone, without one that waits for that."""
 
-    __slots__ = ("_cycle",)
+    __slots__ = ("_cycle", "_on_gone")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
+        self._on_gone: Callable[[], None] | None = None
+
+    def watch(self, on_gone: Callable[[], None]) -> None:
+        """Calls `on_gone` once, from the event loop, when the connection is lost or because it was before; until
+        `unwatch`. The request's body must have been read: the connection is read on, which is how its end shows."""
+        self._on_gone = on_gone
+        if self._cycle.disconnected:
+            asyncio.get_running_loop().call_soon(self.tell_gone)
+        else:
+            self._cycle.flow.resume_reading()
+
+    def unwatch(self) -> None:
+        """Nobody is to be told any more."""
+        self._on_gone = None
+
+    def tell_gone(self) -> None:
+        """The connection is lost."""
+        on_gone, self._on_gone = self._on_gone, None
+        if on_gone is not None:
+            on_gone()
 
     def is_ready(self) -> bool:
         """Not before the headers went out, and not while the client is so slow that its buffer is full."""
@@ -88,6 +109,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._refused = False
         self._is_last = False  # what runs here, or comes next, ends the connection
         self._running: RequestResponseCycle | None = None
+        self._writer: EventWriter | None = None  # of what runs
         self._header_bytes = 0  # of the present request, as far as they were parsed
         self._unparsed_bytes = 0  # that the parser keeps, because they are no whole line yet
         self._head_timer: asyncio.TimerHandle | None = None
@@ -120,6 +142,8 @@ class BoundedConnection(HttpToolsProtocol):
         if running is not None and not running.response_complete:
             running.disconnected = True
             running.message_event.set()
+            if self._writer is not None:
+                self._writer.tell_gone()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -233,7 +257,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._running = cycle
         if self._is_last and not self.pipeline:
             cycle.keep_alive = False
-        cycle.scope["state"][EVENT_WRITER] = EventWriter(cycle)
+        cycle.scope["state"][EVENT_WRITER] = self._writer = EventWriter(cycle)
         super()._start_asgi_task(cycle, _without_chunks(cycle, app) if cycle.scope["http_version"] == "1.0" else app)
 
     def _end_if_idle(self) -> None:

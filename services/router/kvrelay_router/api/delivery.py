@@ -93,7 +93,7 @@ class GenerationResponse(Response):
             self._course.runs = self._runs
         self._wants_route = Headers(scope=scope).get(ROUTE_HEADER, "") not in ("", "0", "false")
         try:
-            async with ClientWatch(receive):
+            with ClientWatch(receive, scope["state"].get(EVENT_WRITER)):
                 try:
                     await self._run(scope, receive, send)
                 except Exception as error:

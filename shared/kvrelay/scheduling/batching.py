@@ -16,7 +16,7 @@ from kvrelay.kv.pool import BlockPool, Owner
 from kvrelay.kv.table import blocks_for
 from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.blocks import BlockManager
-from kvrelay.scheduling.books import SchedulerBooks
+from kvrelay.scheduling.books import SchedulerBooks, accountable
 from kvrelay.scheduling.plan import NeedsCommit, PlanDraft, PlannedRow, StepPlan
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 
@@ -77,9 +77,9 @@ class BatchScheduler(SchedulerBooks):
             self.blocks.step_landed()
         self.blocks.copies.cancelled(plan.copies)
         self._not_executed(plan)
-        for row in plan.rows:
-            sequence = row.sequence
-            if self._row_is_over(row) and sequence.abort_requested and not sequence.num_planned:
+        over = [row for row in plan.rows if self._row_is_over(row)]  # all of them first: beams leave together
+        for sequence in dict.fromkeys(accountable(row) for row in over):
+            if sequence.abort_requested and not sequence.num_planned:
                 self._leave(sequence)
 
     def _planned(self, draft: PlanDraft) -> StepPlan:

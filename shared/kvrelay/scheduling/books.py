@@ -327,7 +327,7 @@ class SchedulerBooks(ABC):
         self._not_executed(plan)
         failed = []
         landed = [row for row in plan.rows if self._row_is_over(row)]
-        for sequence in dict.fromkeys(_accountable(row) for row in landed):
+        for sequence in dict.fromkeys(accountable(row) for row in landed):
             if keys is None or sequence.key in keys or sequence.abort_requested:
                 self._leave(sequence)
                 failed.append(sequence)
@@ -363,6 +363,6 @@ def _finish(sequence: Sequence, token_id: int) -> FinishReason | None:
     return FinishReason.LENGTH if sequence.tokens.num_tokens >= sequence.max_length else None
 
 
-def _accountable(row: PlannedRow) -> Sequence:
+def accountable(row: PlannedRow) -> Sequence:
     """The sequence, or the leader of the beams that it is one of."""
     return row.sequence if row.sequence.beams is None else row.sequence.beams.leader

@@ -327,6 +327,25 @@ def test_a_copy_waits_for_the_step_that_writes_into_its_target() -> None:
     world.run()
 
 
+def test_a_search_that_is_aborted_while_its_step_waits_behind_one_that_fails_ends() -> None:
+    world = World(scheduler="vllm")
+    beams = world.add([1, 2, 1], search_of(2, 5))
+    while len(world.scheduler.running) < 2:
+        world.step()
+    other = world.add([1] * 5, Sampling(max_tokens=3, ignore_eos=True))
+    plan = world.scheduler.schedule()
+    assert [row.sequence for row in plan.rows] == [other]
+    following = world.scheduler.schedule_ahead()
+    assert following is not None
+    assert len(following.rows) > 1
+    assert world.scheduler.abort(beams.key)
+    world.scheduler.cancel_plan(following)
+    assert world.scheduler.fail_step(plan, {other.key}) == [other]
+    assert beams.state is SequenceState.FINISHED
+    assert not world.scheduler.has_work
+    assert world.pool.num_available == world.pool.num_blocks
+
+
 def test_a_search_without_room_for_a_token_is_refused_and_forgotten() -> None:
     world = World()
     sequence = world.make([1] * MAX_MODEL_LEN, Sampling(max_tokens=1, beams=BeamSpec(width=2, num_returned=1)))

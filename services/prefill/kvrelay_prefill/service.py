@@ -8,9 +8,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, field
 
-from kvrelay.engine.batch import Candidates, SequenceKey
+from kvrelay.engine.batch import SequenceKey
 from kvrelay.kv.pool import Owner
 from kvrelay.kv.table import blocks_for
 from kvrelay.process_identity import own_identity
@@ -30,7 +29,6 @@ from kvrelay.protocol.messages import (
     NeedDecode,
     PeerRef,
     Prefill,
-    Prompt,
     Reassign,
     Refused,
     Released,
@@ -38,39 +36,23 @@ from kvrelay.protocol.messages import (
     Reserve,
     Stop,
 )
-from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.telemetry.handoffs import HandoffCourse, HandoffMeter
 from kvrelay.transfer.base import Pushed, SenderDrained, SenderEvent, TransferFailed, TransferSender
 from kvrelay.worker.candidates import pack_candidates
 from kvrelay.worker.context import WorkerContext
-from kvrelay.worker.load_report import PushClock
 from kvrelay.worker.requests import OpenRequests, deadline_of
 from kvrelay.worker.sequences import sequence_key
 from kvrelay.worker.step_loop import StepCallbacks
 from kvrelay_prefill import handoff as machine
 from kvrelay_prefill.offers import TransportOffers
+from kvrelay_prefill.pushes import Pushes
+from kvrelay_prefill.request import PrefillRequest
 
 log = logging.getLogger(__name__)
 
 _NOT_HANDED = (machine.SenderState.QUEUED, machine.SenderState.COMPUTING, machine.SenderState.SENDING)
-
-
-@dataclass(slots=True, eq=False)
-class PrefillRequest:
-    """One sequence on this worker. `held`: blocks that the handoff itself holds, beside the scheduler; `reservations`:
-    those whose transfers are to be reported to its machine."""
-
-    sequence: Sequence
-    prompt: Prompt
-    handoff: machine.SenderHandoff
-    deadline: float
-    held: set[int] = field(default_factory=set)
-    reservations: set[str] = field(default_factory=set)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    course: HandoffCourse = field(default_factory=HandoffCourse)
-    candidates: Candidates | None = None  # that follow the prompt of a beam search
 
 
 class PrefillRole:
@@ -89,10 +71,8 @@ class PrefillRole:
         self._senders = senders
         self._offers = TransportOffers(senders)
         self._process = own_identity()
-        self._push_clock = PushClock()
-        self._num_pushing: dict[str, int] = {}  # blocks under way, by reservation
+        self._pushes = Pushes()
         self._requests: OpenRequests[PrefillRequest] = OpenRequests(context, self.name, self._cancel)
-        self._by_reservation: dict[str, SequenceKey] = {}
         self._totals: dict[str, float] = dict.fromkeys(
             (
                 "requests",
@@ -153,7 +133,7 @@ class PrefillRole:
         return self._totals | {
             "push_messages": sum(each.num_messages for each in counters),
             "push_runs": sum(each.num_runs for each in counters),
-            "push_busy_s": self._push_clock.busy_s(time.monotonic()),
+            "push_busy_s": self._pushes.busy_s(time.monotonic()),
         }
 
     def begin_drain(self) -> None:
@@ -319,8 +299,8 @@ class PrefillRole:
     # -- the transport ------------------------------------------------------------------------------------------------
 
     def _on_transfer(self, event: SenderEvent) -> None:
-        key = self._by_reservation.get(event.reservation)
-        self._note_push(event)
+        key = self._pushes.key_of(event.reservation)
+        self._pushes.ended(event, time.monotonic())
         if isinstance(event, Pushed):
             self._totals["pushed_blocks"] += len(event.blocks)
             self._totals["pushed_bytes"] += event.num_bytes
@@ -339,18 +319,10 @@ class PrefillRole:
                 self._note_failure(request.handoff, event)
                 self._run(key, request.handoff.transfer_failed(event.reservation, event.cause))
 
-    def _note_push(self, event: SenderEvent) -> None:
-        """Blocks of a reservation that ended in any way are under way no more."""
-        num_open = self._num_pushing.pop(event.reservation, 0)
-        num_ended = min(num_open, len(event.blocks)) if isinstance(event, Pushed) else num_open
-        if num_ended < num_open:
-            self._num_pushing[event.reservation] = num_open - num_ended
-        self._push_clock.ended(num_ended, time.monotonic())
-
     def _note_failure(self, handoff: machine.SenderHandoff, event: TransferFailed) -> None:
         self._totals["failed_pushes"] += 1
         if handoff.decode is not None and (name := handoff.transport_of(event.reservation)) is not None:
-            fields = self._requests.log_fields(self._by_reservation.get(event.reservation))
+            fields = self._requests.log_fields(self._pushes.key_of(event.reservation))
             log.warning("%s to %s failed: %s", name, handoff.decode.peer_id, event.cause, extra=fields)
             self._offers.failed(handoff.decode, name, time.monotonic())
 
@@ -372,8 +344,7 @@ class PrefillRole:
             case machine.PushBlocks(reservation, transport, endpoint, copies):
                 self._know_reservation(request, reservation)
                 self._hold(request, [copy.source for copy in copies])
-                self._num_pushing[reservation] = self._num_pushing.get(reservation, 0) + len(copies)
-                self._push_clock.begun(len(copies), time.monotonic())
+                self._pushes.begun(reservation, len(copies), time.monotonic())
                 self._senders[transport].push(reservation, endpoint, copies)
                 self._meter.pushed(request.course, len(copies))
             case machine.SendHandoff(decode, reservation, num_blocks, resend):
@@ -449,11 +420,11 @@ class PrefillRole:
         request.held.update(new)
 
     def _know_reservation(self, request: PrefillRequest, reservation: str) -> None:
-        self._by_reservation[reservation] = request.sequence.key
+        self._pushes.know(reservation, request.sequence.key)
         request.reservations.add(reservation)
 
     def _forget_reservation(self, request: PrefillRequest, reservation: str) -> None:
-        self._by_reservation.pop(reservation, None)
+        self._pushes.forget(reservation)
         request.reservations.discard(reservation)
 
     def _release(self, request: PrefillRequest) -> None:
@@ -461,7 +432,7 @@ class PrefillRole:
         request.held.clear()
         self._requests.remove(request.sequence.key)
         for reservation in request.reservations:
-            del self._by_reservation[reservation]
+            self._pushes.forget(reservation)
         request.reservations.clear()
         self._context.steps.wake()
 

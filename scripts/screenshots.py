@@ -30,12 +30,16 @@ LOOKS_MS = 6000  # of the browser's own time: several looks of the page at the f
 LOAD = ("--rate", "5", "--requests", "400", "--prompt-tokens", "400", "--output-tokens", "48", "--prefix-tokens", "200")
 
 
+def find_chromium() -> str | None:
+    """The first browser on PATH that takes Chromium's flags."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    return next((path for name in names if (path := shutil.which(name))), None)
+
+
 def main() -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ("chromium", "chromium-browser", "google-chrome")
-    found = next((path for name in names if (path := shutil.which(name))), None)
-    parser.add_argument("--chromium", default=found, help="(default: the first one on PATH)")
+    parser.add_argument("--chromium", default=find_chromium(), help="(default: the first one on PATH)")
     chromium = parser.parse_args().chromium
     if chromium is None:
         parser.error("no Chromium on PATH: name one with --chromium")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -13,12 +12,11 @@ from typing import Any
 import httpx
 import pytest
 
+from scripts.screenshots import find_chromium
 from tests.fakes.stack import Stack
 
 DEMO_MODEL = Path(__file__).parents[2] / "models" / "demo"
-CHROMIUM = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
-)
+CHROMIUM = find_chromium() or ""
 LOOKS_MS = 15_000
 """Of the browser's own time, which stands still while it waits for an answer."""
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,11 +24,10 @@ TOP_K = 20
 """A draw from the whole vocabulary has a boundary for each token: once in some thousand tokens the random number falls
 so near to one that the rounding of float32 decides, and what is computed together decides the rounding."""
 HANGS_AFTER = 5
-"""Deadlines; until then a late answer is told with its time."""
+"""Deadlines; until then a late answer is told with its time, and a router that is gone or refuses is asked again."""
 BEAM_SEEDS = (4, 8, 9, 10, 14, 17, 18, 20)
 """Beam searches of the demo model in which neighbours among the candidates are never nearer than 0.003 (checked with
 transformers in float64), so that rounding decides nothing."""
-TRIES_AFTER_LOST_ROUTER = 50
 SAMPLES_SHARE = 0.15
 _WORDS = ("the", "moon", "sea", "a little", "boat sang", "of winter", "to its old friend", "and then", "they went home")
 
@@ -136,11 +136,16 @@ def _beam_search(seed: int, options: random.Random) -> dict[str, Any]:
 
 
 def make_jobs(number: int, seed: int, num_kinds: int, samples_share: float = SAMPLES_SHARE) -> list[Job]:
-    """Some share the prefix cache with all others, most have one of their own, so that blocks have to travel."""
+    """The first of `draw_jobs`."""
+    return list(itertools.islice(draw_jobs(seed, num_kinds, samples_share), number))
+
+
+def draw_jobs(seed: int, num_kinds: int, samples_share: float = SAMPLES_SHARE) -> Iterator[Job]:
+    """Endless, and the same for the same seed; every kind comes once before they come at random. Some share the prefix
+    cache with all others, most have one of their own, so that blocks have to travel."""
     rng = random.Random(f"jobs {seed}")
     kinds = [make_kind(kind, seed, samples_share) for kind in range(num_kinds)]
-    jobs = []
-    for each in range(number):
+    for each in itertools.count():
         kind = each if each < num_kinds else rng.randrange(num_kinds)
         path, body = kinds[kind]
         salt = {} if rng.random() < 0.3 else {"cache_salt": f"{seed}-{each}"}
@@ -150,8 +155,7 @@ def make_jobs(number: int, seed: int, num_kinds: int, samples_share: float = SAM
                 leave_after_chunks = rng.randint(0, 15)
             else:
                 leave_after_s = rng.random() * 2
-        jobs.append(Job(each, kind, path, body | salt, leave_after_s, leave_after_chunks))
-    return jobs
+        yield Job(each, kind, path, body | salt, leave_after_s, leave_after_chunks)
 
 
 class Mismatch(AssertionError):
@@ -191,9 +195,10 @@ class Load:
     async def run(self, job: Job, expected: Outcome) -> None:
         """Raises Mismatch, and AssertionError for an answer that is late or no answer at all."""
         urls = self.urls[job.number % len(self.urls) :] + self.urls[: job.number % len(self.urls)]
-        for each in range(TRIES_AFTER_LOST_ROUTER):
-            url = urls[each % len(urls)]
+        patience_ends = time.monotonic() + HANGS_AFTER * self.request_timeout_s
+        for url in itertools.cycle(urls):
             began = time.monotonic()
+            assert began < patience_ends, f"job {job.number}: no router answered"
             try:
                 # A client of its own: a connection that a dead router left in a pool would be another test.
                 async with httpx.AsyncClient(timeout=None) as client:
@@ -217,7 +222,6 @@ class Load:
             if outcome is not None:
                 self.counts["equal"] += 1
             return
-        raise AssertionError(f"job {job.number}: no router answered")
 
     async def _undisturbed(self, client: httpx.AsyncClient, job: Job, changed: dict[str, Any]) -> Outcome:
         body = job.body | {"cache_salt": f"reference {job.kind} {changed}"} | changed

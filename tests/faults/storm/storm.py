@@ -6,14 +6,14 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from tests.faults.storm.load import SAMPLES_SHARE, Load, Mismatch, make_jobs
+from tests.faults.storm.load import SAMPLES_SHARE, Job, Load, Mismatch, draw_jobs, make_jobs
 from tests.faults.storm.processes import FaultStack, StackSettings
 from tests.faults.storm.schedule import WEIGHTS, FaultKind, Trouble, draw_faults
 
@@ -26,7 +26,8 @@ WORKER_TOTALS = ("handed_over", "handoffs_committed", "local_prompts", "resends"
 @dataclass(frozen=True, slots=True)
 class StormOptions:
     """`concurrency` clients, each waiting `think_s` on average before its next request; up to `at_a_time` faults at
-    once, `pause_s` on average between two beginnings."""
+    once, `pause_s` on average between two beginnings. There are `num_requests`, and as many more as it takes until
+    `min_faults` have begun: how many begin meanwhile depends on the machine."""
 
     num_requests: int
     seed: int
@@ -37,12 +38,14 @@ class StormOptions:
     pause_s: float = 1.0
     kinds: Sequence[FaultKind] = tuple(WEIGHTS)
     samples_share: float = SAMPLES_SHARE
+    min_faults: int = 0
 
 
 @dataclass(slots=True)
 class Report:
-    """What a storm did."""
+    """What a storm did, with so many requests."""
 
+    num_requests: int
     requests: Counter[str]
     faults: Counter[str]
     totals: Counter[str]
@@ -78,8 +81,7 @@ class _Storm:
         self._stack = stack
         self._options = options
         self._tell = tell
-        num_kinds = min(options.num_kinds, options.num_requests)
-        self._jobs = make_jobs(options.num_requests, options.seed, num_kinds, options.samples_share)
+        self._num_kinds = min(options.num_kinds, options.num_requests)
         urls = [stack.url(router) for router in stack.names("router")]
         self._load = Load(urls, stack.settings.request_timeout_s, stack.stood_still_s)
         faults = draw_faults(
@@ -92,14 +94,16 @@ class _Storm:
         self._trouble = Trouble(stack, faults, options.at_a_time)
         self._totals = _Totals(stack)
         self._thinking = random.Random(options.seed)
-        self._waiting = iter(self._jobs)
+        self._waiting = self._draw_jobs()
+        self._num_begun = 0
         self._num_ended = 0
         self._over = asyncio.Event()
 
     async def find_references(self) -> None:
         """What every kind of job gives while nothing is disturbed."""
         began = time.monotonic()
-        self._references = await self._load.references(self._jobs, self._options.concurrency)
+        jobs = make_jobs(self._num_kinds, self._options.seed, self._num_kinds, self._options.samples_share)
+        self._references = await self._load.references(jobs, self._options.concurrency)
         self._load.counts.clear()
         self._tell(f"{len(self._references)} undisturbed runs took {time.monotonic() - began:.0f} s")
 
@@ -113,13 +117,22 @@ class _Storm:
                 group.create_task(self._watch(began))
         except* Exception as failures:
             raise _first_failure(failures, self._stack, self._options) from failures
-        assert self._num_ended == len(self._jobs), f"{self._num_ended} of {len(self._jobs)} requests ended"
+        assert self._num_ended == self._num_begun, f"{self._num_ended} of {self._num_begun} requests ended"
         return time.monotonic() - began
 
     async def report(self, took_s: float) -> Report:
         await self._totals.sample()
-        load = self._load
-        return Report(load.counts, self._trouble.counts, self._totals.sum(), load.errors, load.slowest_s, took_s)
+        load, faults = self._load, self._trouble.counts
+        return Report(self._num_begun, load.counts, faults, self._totals.sum(), load.errors, load.slowest_s, took_s)
+
+    def _draw_jobs(self) -> Iterator[Job]:
+        """To be shared by all clients."""
+        for job in draw_jobs(self._options.seed, self._num_kinds, self._options.samples_share):
+            has_all = self._num_begun >= self._options.num_requests
+            if has_all and self._trouble.counts.total() >= self._options.min_faults:
+                return
+            self._num_begun += 1
+            yield job
 
     async def _clients(self) -> None:
         async with asyncio.TaskGroup() as group:

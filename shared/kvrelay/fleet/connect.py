@@ -26,11 +26,11 @@ SENTINEL, CLUSTER = "redis+sentinel", "redis+cluster"
 SCHEMES = ("redis", "rediss", "unix", SENTINEL, CLUSTER)
 SENTINEL_PORT = 26379
 
-REDIS_AWAY = (RedisConnectionError, RedisTimeoutError, RedisClusterException, OSError)
+REDIS_AWAY = (RedisConnectionError, RedisTimeoutError, RedisClusterException, OSError, RuntimeError)
 """What calls raise when Redis does not answer. A Cluster of which no node answers raises an exception of its own, which
-is no RedisError."""
+is no RedisError. RuntimeError is uvloop's for writing to a connection that broke just now; redis-py lets it through."""
 
-REDIS_FAILED = (RedisError, RedisClusterException, OSError)
+REDIS_FAILED = (RedisError, RedisClusterException, OSError, RuntimeError)
 """What calls raise when Redis does not answer, or refuses."""
 
 

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import redis
 import redis.asyncio
+import uvloop
 
 from kvrelay.fleet import (
     FleetFull,
@@ -270,3 +271,30 @@ async def test_a_worker_marked_to_drain_is_listed_so_until_it_is_taken_back_or_s
     await registry.join(worker("w", incarnation="later"), TTL_S)
     assert not any(each.draining for each in await registry.list_workers("m"))
     assert not await registry.mark_draining("m", "nobody", draining=True)
+
+
+def test_a_connection_that_breaks_before_the_command_is_written_is_a_redis_that_is_away(
+    redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Services run on uvloop, whose broken connections raise RuntimeError when they are written to."""
+
+    async def scenario() -> None:
+        registry = Registry(redis_server.url, f"test-{secrets.token_hex(4)}")
+        pool = registry._redis.connection_pool
+        take = pool.get_connection
+
+        async def take_broken(*args: object, **options: object) -> redis.asyncio.Connection:
+            connection: redis.asyncio.Connection = await take(*args, **options)
+            assert connection._writer is not None
+            connection._writer.transport.abort()
+            return connection
+
+        with monkeypatch.context() as broken:
+            broken.setattr(pool, "get_connection", take_broken)
+            with pytest.raises(RegistryUnavailable):
+                await registry.join(worker(), TTL_S)
+        assert (await registry.join(worker(), TTL_S)).slot == 0
+        await registry.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(scenario())

@@ -79,12 +79,15 @@ class FleetView:
         self._on_state = on_state
         self._workers: dict[str, KnownWorker] = {}  # in the order of their names
         self._limits: tuple[list[WorkerRecord], ModelLimits | None] = ([], None)  # of these records
+        self._ready: list[KnownWorker] | None = None  # and the way they name blocks, unless an event came since
+        self._namings: frozenset[tuple[str, int]] = frozenset()
 
     # -- events -------------------------------------------------------------------------------------------------------
 
     def registered(self, records: Iterable[WorkerRecord], now: float) -> None:
         """The registry's present list. Who is not on it any more is forgotten once it is lost too."""
         present = set()
+        self._ready = None
         for record in records:
             present.add(record.worker_id)
             known = self._workers.get(record.worker_id)
@@ -107,7 +110,7 @@ class FleetView:
         known = self._find(peer)
         if known is None or known.refused:
             return
-        was = known.state(now)
+        was, self._ready = known.state(now), None
         known.foreign = _foreign(status, self._load.of(worker_key(peer)))
         known.status, known.heard_at, known.lost, known.candidate = status, now, "", None
         self._tell(known, was, "it answers", now)
@@ -116,14 +119,14 @@ class FleetView:
         """The link to a worker is gone."""
         known = self._find(peer)
         if known is not None and not known.lost:
-            was, known.lost = known.state(now), reason
+            was, known.lost, self._ready = known.state(now), reason, None
             self._tell(known, was, reason, now)
 
     def refused(self, peer: PeerRef, reason: str, now: float) -> None:
         """A worker and this router cannot work together."""
         known = self._find(peer)
         if known is not None and not known.refused:
-            was, known.refused = known.state(now), reason
+            was, known.refused, self._ready = known.state(now), reason, None
             self._tell(known, was, reason, now)
 
     def gave(self, worker: Candidate, num_tokens: int) -> None:
@@ -147,20 +150,20 @@ class FleetView:
             if (changed := self._workers.get(worker_id)) is not None:
                 changed.candidate = None
         self._load.changed.clear()
-        ready = [self._candidate(known) for known in self._workers.values() if known.state(now) is WorkerState.READY]
+        ready = [self._candidate(known) for known in self._ready_workers(now)]
         return Candidates(
             tuple([candidate for candidate in ready if candidate.role == "prefill"]),
             tuple([candidate for candidate in ready if candidate.role == "decode"]),
         )
 
-    def namings(self, now: float) -> set[tuple[str, int]]:
+    def namings(self, now: float) -> frozenset[tuple[str, int]]:
         """Fingerprint and block size of the ready workers: all ways to name a block at the moment."""
-        records = (known.record for known in self._workers.values() if known.state(now) is WorkerState.READY)
-        return {(record.fingerprint, record.block_size) for record in records}
+        self._ready_workers(now)
+        return self._namings
 
     def limits(self, now: float) -> ModelLimits | None:
         """The least that a ready worker can take; of all workers while none is ready."""
-        records = [known.record for known in self._workers.values() if known.state(now) is WorkerState.READY]
+        records = [known.record for known in self._ready_workers(now)]
         records = records or [known.record for known in self._workers.values() if not known.refused]
         if records != self._limits[0]:
             self._limits = records, _limits_of(records) if records else None
@@ -187,6 +190,17 @@ class FleetView:
     def _find(self, peer: PeerRef) -> KnownWorker | None:
         known = self._workers.get(peer.peer_id)
         return known if known is not None and known.peer.incarnation == peer.incarnation else None
+
+    def _ready_workers(self, now: float) -> list[KnownWorker]:
+        """In the order of their names. Each request asks several times; only an event changes it, or time alone where
+        a worker has left the registry."""
+        if self._ready is None:
+            ready = [known for known in self._workers.values() if known.state(now) is WorkerState.READY]
+            self._namings = frozenset((known.record.fingerprint, known.record.block_size) for known in ready)
+            if any(known.missing_since is not None for known in ready):
+                return ready
+            self._ready = ready
+        return self._ready
 
     def _candidate(self, known: KnownWorker) -> Candidate:
         """Made again only when something changed: each request looks at all workers, and changes two."""

@@ -270,3 +270,38 @@ def test_candidates_are_what_they_would_be_if_none_were_kept(changes: list[tuple
         worker.candidate = None
     assert kept == fleet.view.candidates(fleet.now)
     assert [each.worker_id for each in (*kept.decode, *kept.prefill)] == ["d0", "p0", "p1"]
+
+
+FLEET_EVENTS = st.one_of(
+    st.tuples(st.just("registered"), st.sets(st.integers(0, 3)), st.integers(1, 2)),
+    st.tuples(st.sampled_from(["answered", "drains", "lost", "refused"]), st.integers(0, 3), st.integers(1, 2)),
+    st.tuples(st.just("time"), st.just(0), st.integers(1, 7)),
+)
+
+
+@given(st.lists(FLEET_EVENTS, max_size=30))
+def test_who_is_ready_is_what_each_workers_state_says(events: list[tuple[str, Any, int]]) -> None:
+    """After each event, and as time passes for those that left the registry; whatever was asked for before."""
+    fleet = Fleet()
+    for kind, what, number in events:
+        if kind == "time":
+            fleet.now += number
+        elif kind == "registered":
+            fleet.view.registered(
+                [record(f"d{each}", incarnation=number, block_size=16 + each) for each in what], fleet.now
+            )
+        else:
+            peer = ref(record(f"d{what}", incarnation=number))
+            match kind:
+                case "lost":
+                    fleet.view.lost(peer, "it is silent", fleet.now)
+                case "refused":
+                    fleet.view.refused(peer, "of another version", fleet.now)
+                case _:
+                    fleet.view.answered(peer, status(draining=kind == "drains"), fleet.now)
+        known = fleet.view._workers.values()
+        ready = [each.record for each in known if each.state(fleet.now) is WorkerState.READY]
+        assert fleet.usable() == [each.worker_id for each in ready]
+        assert fleet.view.namings(fleet.now) == {(each.fingerprint, each.block_size) for each in ready}
+        limits = fleet.view.limits(fleet.now)
+        assert (limits is None) == (not ready and all(each.refused for each in known))

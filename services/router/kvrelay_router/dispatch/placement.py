@@ -158,7 +158,7 @@ class Placement:
         """Whether a request of many tokens could be placed."""
         return bool(self._view.candidates(self._clock()).decode)
 
-    def namings(self) -> set[tuple[str, int]]:
+    def namings(self) -> frozenset[tuple[str, int]]:
         """Fingerprint and block size of the ready workers: all ways to name a block at the moment."""
         return self._view.namings(self._clock())
 

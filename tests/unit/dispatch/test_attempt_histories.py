@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvrelay.protocol.messages import Cancel, Generate, Prefill
@@ -74,6 +74,9 @@ def test_every_worker_of_an_attempt_that_failed_is_told(world: World) -> None:
 
 @settings(max_examples=400, deadline=None)
 @given(WORLDS, st.integers(0, 60), st.booleans())
+@example(World(6762, spec(max_tokens=5, max_attempts=1), num_prefill=2, num_decode=1, mischief=0.2), 22, False).via(
+    "cancelled while held back for lost workers"
+)
 def test_nothing_comes_after_stop_or_cancel_and_both_legs_hear_of_it(world: World, after: int, stop: bool) -> None:
     for _ in range(after):
         if not world.machine.is_over:
@@ -85,7 +88,6 @@ def test_nothing_comes_after_stop_or_cancel_and_both_legs_hear_of_it(world: Worl
     world.feed(StopMatched() if stop else Cancelled("the client is gone"))
     assert [send.worker.peer_id for send in world.sent[num_sent:]] == legs
     assert world.ends == [None]
-    world.wish = None
     for _ in range(200):
         world.step()
     assert len(world.deltas) == num_deltas

@@ -172,13 +172,14 @@ class World:
                 self.sent.append(instruction)
                 self.workers[worker.peer_id].inbox.append((attempt, body))
             case FindPlacement():
-                self.wish = instruction
+                self.wish, self.held_back = instruction, False
             case AwaitLost():
                 self.held_back = True
             case FindDecode(excluded=excluded):
                 alive = [d.ref for d in self.decodes.values() if not d.dead and worker_key(d.ref) not in excluded]
                 self.feed(DecodeChosen(self.random.choice(alive) if alive else None))
             case Ended(error=error):
+                self.wish, self.held_back = None, False  # a shell waits for nobody any more
                 self.ends.append(error)
 
     def place(self) -> None:

@@ -10,18 +10,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.gpu.scale import BLOCK_SIZE
+from benchmarks.swap import make_sequence
 from kvrelay.engine.batch import ModelRunner
 from kvrelay.kv.ablations import NullCache
-from kvrelay.kv.hashing import root_hash
 from kvrelay.kv.pool import BlockPool
-from kvrelay.kv.table import BlockTable
-from kvrelay.protocol.messages import PeerRef
-from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.plan import SequenceOutput
 from kvrelay.scheduling.registry import make_scheduler
 from kvrelay.scheduling.sequence import Sequence as Running
-from kvrelay.scheduling.sequence import TokenBuffer
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 
 
@@ -58,7 +54,8 @@ def serve(
     limits = SchedulerLimits(token_budget, max_running, runner.spec.max_model_len, frozenset())
     scheduler = make_scheduler("sarathi", limits, pool, NullCache(), SchedulerSettings())
     loop = StepLoop(runner, scheduler, overlap=overlap)
-    by_key = {(str(number), 1, 0): job for number, job in enumerate(jobs)}
+    sequences = [make_sequence(number, job.prompt, job.max_tokens, BLOCK_SIZE) for number, job in enumerate(jobs)]
+    by_key = {sequence.key: job for sequence, job in zip(sequences, jobs, strict=True)}
     started = time.perf_counter()
 
     def committed(outputs: list[SequenceOutput]) -> None:
@@ -73,7 +70,6 @@ def serve(
     def failed(sequences: list[Running], cause: str) -> None:
         raise AssertionError(cause)
 
-    sequences = [_sequence(key, job) for key, job in by_key.items()]
     for sequence in sequences:
         loop.add(sequence)
     asyncio.run(loop.run(StepCallbacks(lambda plan: None, committed, failed)))
@@ -81,15 +77,3 @@ def serve(
     for sequence, job in zip(sequences, jobs, strict=True):
         job.tokens = sequence.tokens.view(sequence.num_prompt, sequence.num_tokens).tolist()
     return Course(jobs, wall_s, loop)
-
-
-def _sequence(key: tuple[str, int, int], job: Job) -> Running:
-    return Running(
-        key=key,
-        tokens=TokenBuffer(job.prompt),
-        num_prompt=len(job.prompt),
-        sampling=Sampling(temperature=0.0, max_tokens=job.max_tokens, ignore_eos=True),
-        root=root_hash(model="benchmark"),
-        table=BlockTable(BLOCK_SIZE),
-        router=PeerRef("router", "1", "tcp://nowhere"),
-    )

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -18,18 +17,16 @@ from kvrelay.engine.model import CausalModel, load_model, open_source
 from kvrelay.engine.runner import TransformersRunner
 from kvrelay.kv.ablations import NullCache
 from kvrelay.kv.cache import PrefixCache
-from kvrelay.kv.hashing import root_hash
 from kvrelay.kv.pool import BlockPool
-from kvrelay.kv.table import BlockTable
-from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sampling import BeamResult, BeamSpec, EarlyStopping, Sampling
 from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.batching import BatchScheduler
 from kvrelay.scheduling.registry import BUILT_IN, find_scheduler
-from kvrelay.scheduling.sequence import Sequence, TokenBuffer
+from kvrelay.scheduling.sequence import Sequence
 from kvrelay.worker.step_loop import worker_batch
 from tests.component.engine.beam_reference import reference_beams
 from tests.fakes.fake_cuda_graphs import CapturableTorchBackend, FakeRecorder
+from tests.fakes.sequences import new_sequence
 from tests.tiny_models import build_model
 
 BLOCK_SIZE = 8
@@ -82,15 +79,7 @@ class Engine:
         self._sequences: list[Sequence] = []
 
     def add(self, prompt: list[int], sampling: Sampling) -> Sequence:
-        sequence = Sequence(
-            key=(str(len(self._sequences)), 1, 0),
-            tokens=TokenBuffer(np.array(prompt, np.int32)),
-            num_prompt=len(prompt),
-            sampling=sampling,
-            root=root_hash(model="test"),
-            table=BlockTable(BLOCK_SIZE),
-            router=PeerRef("router", "1", "tcp://nowhere"),
-        )
+        sequence = new_sequence((str(len(self._sequences)), 1, 0), prompt, sampling, BLOCK_SIZE)
         self._sequences.append(sequence)
         self.runner.add_sequence(sequence.key, sampling, prompt, len(prompt))
         self.scheduler.add(sequence)

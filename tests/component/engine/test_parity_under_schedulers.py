@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import get_args
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -20,19 +19,17 @@ from kvrelay.engine.model import CausalModel, load_model, open_source
 from kvrelay.engine.runner import TransformersRunner
 from kvrelay.kv.ablations import NullCache
 from kvrelay.kv.cache import Cache, PrefixCache
-from kvrelay.kv.hashing import root_hash
 from kvrelay.kv.pool import BlockPool
-from kvrelay.kv.table import BlockTable
-from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling import swapping
 from kvrelay.scheduling.base import QueueOrderName, Scheduler, SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.batching import BatchScheduler
 from kvrelay.scheduling.plan import PlanDraft, SequenceOutput, StepPlan
 from kvrelay.scheduling.registry import BUILT_IN, make_scheduler
-from kvrelay.scheduling.sequence import Sequence, TokenBuffer
+from kvrelay.scheduling.sequence import Sequence
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 from tests.fakes.fake_cuda_graphs import CapturableTorchBackend, FakeRecorder
+from tests.fakes.sequences import new_sequence
 from tests.fakes.waiting import PATIENCE_S
 from tests.tiny_models import build_model
 
@@ -96,16 +93,13 @@ def run(
 ) -> tuple[list[list[int]], StepLoop]:
     """All jobs on a worker's step loop, three of them arriving with each step."""
     sequences = [
-        Sequence(
-            key=(str(number), 1, 0),
-            tokens=TokenBuffer(np.array(prompt, np.int32)),
-            num_prompt=len(prompt),
-            sampling=Sampling(
+        new_sequence(
+            (str(number), 1, 0),
+            prompt,
+            Sampling(
                 temperature=0.0, max_tokens=max_tokens, ignore_eos=True, stop_token_ids=() if stop is None else (stop,)
             ),
-            root=root_hash(model="test"),
-            table=BlockTable(BLOCK_SIZE),
-            router=PeerRef("router", "1", "tcp://nowhere"),
+            BLOCK_SIZE,
         )
         for number, ((prompt, max_tokens), stop) in enumerate(zip(jobs(), stops, strict=True))
     ]

@@ -11,10 +11,8 @@ import pytest
 
 from kvrelay_router.api import connection as connection_module
 from kvrelay_router.api.connection import ConnectionLimits
-from kvrelay_router.dispatch.interface import ModelLimits
 from tests.component.router.rig import Router
-from tests.component.router.test_streams_under_load import connect, connections, read_answer, request
-from tests.fakes.scripted_dispatcher import Script
+from tests.component.router.test_streams_under_load import connect, connections, read_answer, request, unread_stream
 from tests.fakes.waiting import PATIENCE_S, until
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
@@ -129,13 +127,7 @@ async def test_a_client_that_reads_nothing_for_too_long_is_left(
     router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The request's own deadline would end its work, but not the wait for room to tell the client so."""
-    router.dispatcher.script = lambda asked, sequence: Script([5] * 400_000, per_delta=4)
-    router.dispatcher.model_limits = ModelLimits(10**6, 400)
-    _, writer = await connect(router)
-    writer.transport.pause_reading()  # type: ignore[attr-defined]
-    writer.write(request(prompt=[9], max_tokens=400_000))
-    await until(lambda: bool(connections(router)) and connections(router)[0].flow.write_paused)
-    (connection,) = connections(router)
+    connection, writer = await unread_stream(router)
     monkeypatch.setattr(connection_module, "UNREAD_S", 0.0)
     num_unread = connection.transport.get_write_buffer_size()
     connection._check_reader(num_unread + 1)  # some of it was read: it has its time again, which is over at once

@@ -54,6 +54,19 @@ def connections(router: Router) -> list[BoundedConnection]:
     return [each for each in router.server._server.server_state.connections if isinstance(each, BoundedConnection)]
 
 
+async def unread_stream(router: Router) -> tuple[BoundedConnection, asyncio.StreamWriter]:
+    """An endless stream whose client reads nothing, once the server's buffer is full: both its ends."""
+    endless = Script([5] * 400_000, per_delta=4)
+    router.dispatcher.script = lambda asked, sequence: endless
+    router.dispatcher.model_limits = ModelLimits(10**6, 400)
+    _, writer = await connect(router)
+    writer.transport.pause_reading()  # type: ignore[attr-defined]
+    writer.write(request(prompt=[9], max_tokens=400_000))
+    await until(lambda: bool(connections(router)) and connections(router)[0].flow.write_paused)
+    (connection,) = connections(router)
+    return connection, writer
+
+
 async def test_a_thousand_streams_at_once(router: Router) -> None:
     assert allowed_connections(2500) == 2500
     text = "An otter is a mammal of rivers."
@@ -98,14 +111,7 @@ async def test_a_client_that_leaves_its_pipeline_cancels_what_runs_and_starts_no
 
 
 async def test_a_slow_reader_costs_a_bounded_buffer(router: Router) -> None:
-    endless = Script([5] * 400_000, per_delta=4)
-    router.dispatcher.script = lambda asked, sequence: endless
-    router.dispatcher.model_limits = ModelLimits(10**6, 400)
-    _, writer = await connect(router)
-    writer.transport.pause_reading()  # type: ignore[attr-defined]
-    writer.write(request(prompt=[9], max_tokens=400_000))
-    await until(lambda: bool(connections(router)) and connections(router)[0].flow.write_paused)
-    (connection,) = connections(router)
+    connection, writer = await unread_stream(router)
     for _ in range(200):
         assert connection.transport.get_write_buffer_size() < 256 << 10
         await asyncio.sleep(0)

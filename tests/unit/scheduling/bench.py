@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-import numpy as np
-
 from kvrelay.engine.batch import RowResult, StepResult
 from kvrelay.kv.ablations import NullCache
 from kvrelay.kv.cache import Cache, PrefixCache
-from kvrelay.kv.hashing import root_hash
 from kvrelay.kv.pool import BlockPool, Owner
-from kvrelay.kv.table import BlockTable, blocks_for
-from kvrelay.protocol.messages import PeerRef
+from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.batching import BatchScheduler
@@ -20,7 +16,8 @@ from kvrelay.scheduling.blocks import BlockManager, WholeSequenceBlocks
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.registry import BUILT_IN, find_scheduler
 from kvrelay.scheduling.sarathi import SarathiScheduler
-from kvrelay.scheduling.sequence import Sequence, TokenBuffer
+from kvrelay.scheduling.sequence import Sequence
+from tests.fakes.sequences import new_sequence
 
 BLOCK_SIZE = 4
 EOS = 0
@@ -43,16 +40,7 @@ def join(sequence: Sequence, sample: Sample) -> None:
 def make_sequence(
     prompt: list[int], max_tokens: int, name: str, *, priority: int = 0, block_size: int = BLOCK_SIZE
 ) -> Sequence:
-    return Sequence(
-        key=(name, 1, 0),
-        tokens=TokenBuffer(np.array(prompt, np.int32)),
-        num_prompt=len(prompt),
-        sampling=Sampling(max_tokens=max_tokens),
-        root=root_hash(model="test"),
-        table=BlockTable(block_size),
-        router=PeerRef("router", "1", "tcp://nowhere"),
-        priority=priority,
-    )
+    return new_sequence((name, 1, 0), prompt, Sampling(max_tokens=max_tokens), block_size, priority=priority)
 
 
 def blocks_besides(scheduler: BatchScheduler) -> set[int]:

@@ -15,19 +15,18 @@ from hypothesis import strategies as st
 from kvrelay.engine.batch import SequenceKey
 from kvrelay.kv.ablations import NullCache
 from kvrelay.kv.cache import Cache, PrefixCache
-from kvrelay.kv.hashing import root_hash
 from kvrelay.kv.pool import BlockPool, Owner
-from kvrelay.kv.table import BlockTable, blocks_for_group
-from kvrelay.protocol.messages import PeerRef
+from kvrelay.kv.table import blocks_for_group
 from kvrelay.protocol.sampling import BeamResult, BeamSpec, Sampling
 from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.batching import BatchScheduler
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.registry import find_scheduler
-from kvrelay.scheduling.sequence import Sequence, SequenceState, TokenBuffer
+from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.worker.step_loop import worker_batch
 from tests.fakes.beam_oracle import Text, expected_beams
 from tests.fakes.hash_runner import EOS_TOKEN_ID, HashRunner, expected_tokens, next_candidates
+from tests.fakes.sequences import new_sequence
 from tests.unit.scheduling.bench import SCHEDULERS
 
 pytestmark = pytest.mark.unit
@@ -74,16 +73,8 @@ class World:
         key: SequenceKey | None = None,
     ) -> Sequence:
         self._number += 1
-        sequence = Sequence(
-            key=key or (str(self._number), 1, 0),
-            tokens=TokenBuffer(np.array(prompt, np.int32)),
-            num_prompt=len(prompt),
-            sampling=sampling,
-            root=root_hash(model="test"),
-            table=BlockTable(BLOCK_SIZE),
-            router=PeerRef("router", "1", "tcp://nowhere"),
-            prefill_only=prefill_only,
-        )
+        key = key or (str(self._number), 1, 0)
+        sequence = new_sequence(key, prompt, sampling, BLOCK_SIZE, prefill_only=prefill_only)
         self.runner.add_sequence(sequence.key, sampling, prompt, len(prompt))
         return sequence
 

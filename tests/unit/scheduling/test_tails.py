@@ -16,19 +16,18 @@ from hypothesis import strategies as st
 
 from kvrelay.engine.batch import SequenceKey, WorkerBatch
 from kvrelay.kv.cache import PrefixCache
-from kvrelay.kv.hashing import root_hash
 from kvrelay.kv.pool import BlockPool, Owner
-from kvrelay.kv.table import BlockTable, blocks_for
-from kvrelay.protocol.messages import PeerRef
+from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.batching import BatchScheduler
 from kvrelay.scheduling.blocks import WholeSequenceBlocks
 from kvrelay.scheduling.plan import PlanDraft, SequenceOutput, StepPlan
 from kvrelay.scheduling.registry import find_scheduler
-from kvrelay.scheduling.sequence import Sequence, SequenceState, TokenBuffer
+from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.worker.step_loop import worker_batch
 from tests.fakes.hash_runner import HashRunner, expected_tokens, next_token
+from tests.fakes.sequences import new_sequence
 from tests.unit.scheduling.bench import SCHEDULERS, check_writes
 
 pytestmark = pytest.mark.unit
@@ -66,17 +65,8 @@ class World:
 
     def make(self, request: str, index: int, count: int, prompt: list[int], max_tokens: int) -> Sequence:
         sampling = Sampling(temperature=1.0, seed=len(prompt), max_tokens=max_tokens, ignore_eos=True)
-        sequence = Sequence(
-            key=(request, 1, index),
-            tokens=TokenBuffer(np.array(prompt, np.int32)),
-            num_prompt=len(prompt),
-            sampling=sampling,
-            root=root_hash(model="test"),
-            table=BlockTable(BLOCK),
-            router=PeerRef("router", "1", "tcp://nowhere"),
-            gang=request if count > 1 else "",
-            num_samples=count,
-        )
+        gang = request if count > 1 else ""
+        sequence = new_sequence((request, 1, index), prompt, sampling, BLOCK, gang=gang, num_samples=count)
         self.runner.add_sequence(sequence.key, sampling, prompt, len(prompt))
         return sequence
 

@@ -17,22 +17,20 @@ from hypothesis import strategies as st
 from kvrelay.config import WorkerConfig
 from kvrelay.engine.batch import WorkerBatch, WorkerRow
 from kvrelay.kv.cache import PrefixCache
-from kvrelay.kv.hashing import root_hash
 from kvrelay.kv.pool import BlockPool
-from kvrelay.kv.table import BlockTable
-from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sampling import BeamSpec, FinishReason, Sampling, TokenLogprobs
 from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.plan import SequenceOutput
 from kvrelay.scheduling.registry import BUILT_IN as SCHEDULERS
 from kvrelay.scheduling.registry import make_scheduler
-from kvrelay.scheduling.sequence import Sequence, TokenBuffer
+from kvrelay.scheduling.sequence import Sequence
 from kvrelay.simulated.model import ModelFacts, read_facts
 from kvrelay.simulated.profiles import MeasuredProfile
 from kvrelay.simulated.runner import SimulatedRunner, make_simulated_runner
 from kvrelay.simulated.tokens import Vocabulary, continuation
 from kvrelay.worker.launch import TimedLauncher
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
+from tests.fakes.sequences import new_sequence
 from tests.fakes.virtual_time import VirtualTimeLoop
 
 pytestmark = pytest.mark.unit
@@ -98,17 +96,8 @@ def serve(
     async def run() -> None:
         for number, (prompt, sampling) in enumerate(jobs):
             served.output[number], served.at_s[number] = [], []
-            sequence = Sequence(
-                key=(str(number), 1, 0) if num_samples == 1 else ("all", 1, number),
-                num_samples=num_samples,
-                tokens=TokenBuffer(np.asarray(prompt, np.int32)),
-                num_prompt=len(prompt),
-                sampling=sampling,
-                root=root_hash(model="test"),
-                table=BlockTable(spec.block_size),
-                router=PeerRef("router", "1", "tcp://nowhere"),
-            )
-            loop.add(sequence)
+            key = (str(number), 1, 0) if num_samples == 1 else ("all", 1, number)
+            loop.add(new_sequence(key, prompt, sampling, spec.block_size, num_samples=num_samples))
         await loop.run(StepCallbacks(lambda plan: None, committed, failed))
 
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as virtual:

@@ -10,27 +10,24 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.engine.batch import RowsFailed, SequenceKey, StepResult, WorkerBatch
 from kvrelay.kv.cache import PrefixCache
-from kvrelay.kv.hashing import root_hash
 from kvrelay.kv.pool import BlockPool, Owner
-from kvrelay.kv.table import BlockTable
-from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sampling import FinishReason, Sampling
 from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.batching import BatchScheduler
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.registry import BUILT_IN, find_scheduler
-from kvrelay.scheduling.sequence import Sequence, TokenBuffer
+from kvrelay.scheduling.sequence import Sequence
 from kvrelay.telemetry.metrics_store import MetricsStore, StepRecord, read_metrics
 from kvrelay.telemetry.step_trace import Mark, StepEvent, StepEventName, StepTrace
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 from tests.fakes.hash_runner import EOS_TOKEN_ID, HashRunner, expected_tokens
+from tests.fakes.sequences import new_sequence
 from tests.fakes.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.unit
@@ -150,16 +147,7 @@ class Service:
                 self.loop.add(self.make_sequence(number, job))
 
     def make_sequence(self, number: int, job: Job) -> Sequence:
-        return Sequence(
-            key=(f"r{number}", 1, 0),
-            tokens=TokenBuffer(np.array(job.prompt, np.int32)),
-            num_prompt=len(job.prompt),
-            sampling=job.sampling,
-            root=root_hash(model="test"),
-            table=BlockTable(BLOCK_SIZE),
-            router=PeerRef("router", "1", "tcp://nowhere"),
-            prefill_only=job.prefill_only,
-        )
+        return new_sequence((f"r{number}", 1, 0), job.prompt, job.sampling, BLOCK_SIZE, prefill_only=job.prefill_only)
 
     def planned(self, plan: StepPlan) -> None:
         self.pool.check_integrity()
@@ -388,16 +376,8 @@ def one_scheduler(runner: HashRunner) -> BatchScheduler:
 
 
 def run_one(loop: StepLoop, max_tokens: int, *, needs_commit_first: bool = False) -> None:
-    sequence = Sequence(
-        key=("one", 1, 0),
-        tokens=TokenBuffer(np.array([1, 2, 3], np.int32)),
-        num_prompt=3,
-        sampling=Sampling(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
-        root=root_hash(model="test"),
-        table=BlockTable(16),
-        router=PeerRef("router", "1", "tcp://nowhere"),
-        needs_commit_first=needs_commit_first,
-    )
+    sampling = Sampling(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    sequence = new_sequence(("one", 1, 0), [1, 2, 3], sampling, 16, needs_commit_first=needs_commit_first)
 
     def committed(outputs: list[SequenceOutput]) -> None:
         if any(output.finish for output in outputs):

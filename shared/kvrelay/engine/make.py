@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvrelay.backends.base import AttentionBackend
+from kvrelay.backends.base import AttentionBackend, KVLayout
 from kvrelay.engine.device import use_on_this_thread
 from kvrelay.engine.gauges import make_gauge
 from kvrelay.engine.graphs import GraphSettings
@@ -76,22 +76,34 @@ def make_runner(
         num_blocks = memory_bytes // loaded.layout.block_bytes - (graphs is not None)
     if num_blocks < 1:
         raise ValueError(f"a block takes {loaded.layout.block_bytes} bytes, more than the pool's {memory_bytes}")
-    if max_model_len is not None and num_blocks * block_size < max_model_len:
-        raise ValueError(
-            f"max_model_len {max_model_len} does not fit the pool: {num_blocks} blocks of {block_size} tokens hold "
-            f"{num_blocks * block_size}; it takes {blocks_for(max_model_len, block_size)} blocks, "
-            f"{blocks_for(max_model_len, block_size) * loaded.layout.block_bytes} bytes"
-        )
-    num_slots = num_blocks // SWAP_PART if swap_bytes is None else swap_bytes // loaded.layout.block_bytes
-    if swap_bytes and not num_slots:
-        raise ValueError(
-            f"swap_space = {swap_bytes}: a block takes {loaded.layout.block_bytes} bytes (allowed: 0, or at least that)"
-        )
+    if max_model_len is not None:
+        _check_holds(loaded.layout, num_blocks, max_model_len)
+    num_slots = _num_swap_slots(loaded.layout, num_blocks, swap_bytes)
     runner = TransformersRunner(loaded, num_blocks, name, num_swap_slots=num_slots, with_scratch=graphs is not None)
     if graphs is not None:
         runner.try_graphs(graphs)
     gauge.keep()
     return runner
+
+
+def _check_holds(layout: KVLayout, num_blocks: int, max_model_len: int) -> None:
+    """Raises ValueError where the pool is too small for one sequence."""
+    block_size, needed = layout.block_size, blocks_for(max_model_len, layout.block_size)
+    if num_blocks * block_size < max_model_len:
+        raise ValueError(
+            f"max_model_len {max_model_len} does not fit the pool: {num_blocks} blocks of {block_size} tokens hold "
+            f"{num_blocks * block_size}; it takes {needed} blocks, {needed * layout.block_bytes} bytes"
+        )
+
+
+def _num_swap_slots(layout: KVLayout, num_blocks: int, swap_bytes: int | None) -> int:
+    """Raises ValueError where some space is asked for, and a block does not fit it."""
+    num_slots = num_blocks // SWAP_PART if swap_bytes is None else swap_bytes // layout.block_bytes
+    if swap_bytes and not num_slots:
+        raise ValueError(
+            f"swap_space = {swap_bytes}: a block takes {layout.block_bytes} bytes (allowed: 0, or at least that)"
+        )
+    return num_slots
 
 
 def _profiled_num_blocks(

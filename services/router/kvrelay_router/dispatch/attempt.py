@@ -20,7 +20,7 @@ Which of the tokens that come are delivered, and when, is `TokenIntake`'s.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 from kvrelay.protocol.messages import (
@@ -60,7 +60,8 @@ from kvrelay_router.dispatch.events import (
 )
 from kvrelay_router.dispatch.intake import Arrival, TokenIntake
 from kvrelay_router.dispatch.interface import SequenceDelta
-from kvrelay_router.dispatch.load import WorkerKey, worker_key
+from kvrelay_router.dispatch.legs import Legs
+from kvrelay_router.dispatch.load import worker_key
 from kvrelay_router.dispatch.tries import Tries
 
 
@@ -88,19 +89,6 @@ class SequenceSpec:
     max_attempts: int = 3  # that were tries of workers
 
 
-@dataclass(slots=True)
-class _Legs:
-    """The workers of the current attempt."""
-
-    prefill: PeerRef | None = None
-    decode: PeerRef | None = None
-    former: list[PeerRef] = field(default_factory=list)  # decode workers that were replaced within this attempt
-    excluded: set[WorkerKey] = field(default_factory=set)  # starts of workers that cannot decode this attempt
-    decode_wanted: bool = False  # FindDecode is out
-    gave_up: bool = False  # P was told that there is no decode worker, and will answer Failed
-    came_back: bool = False  # with `gave_up`: those that P could not reach are there again
-
-
 class SequenceAttempts:
     """The machine. It begins WAITING for its first `Placed`.
 
@@ -113,7 +101,7 @@ class SequenceAttempts:
         self.attempt = 1
         self._tries = Tries(spec.max_attempts)
         self._held_back = ""  # why, while all tries are spent and a lost worker is awaited
-        self._legs = _Legs()
+        self._legs = Legs()
         self._avoid: set[str] = set()  # workers on which earlier attempts failed
         self._intake = TokenIntake(
             spec.sequence,
@@ -134,7 +122,7 @@ class SequenceAttempts:
         """A short cut for what nearly every TokensCame is: the next tokens of a stream, and nothing else. What `handle`
         would deliver, where it would do nothing but that; else None, and nothing done: the event is for `handle`."""
         is_ours = self.state is AttemptState.STREAMING and entry.attempt == self.attempt
-        return self._intake.next_delta(entry) if is_ours and _same(worker, self._legs.decode) else None
+        return self._intake.next_delta(entry) if is_ours and self._legs.is_decode(worker) else None
 
     @property
     def output(self) -> list[int]:
@@ -184,7 +172,7 @@ class SequenceAttempts:
 
     def involves(self, worker: PeerRef) -> bool:
         """Whether the current attempt rests on this incarnation of a worker."""
-        return _same(worker, self._legs.prefill) or _same(worker, self._legs.decode)
+        return self._legs.is_prefill(worker) or self._legs.is_decode(worker)
 
     # -- placement ----------------------------------------------------------------------------------------------------
 
@@ -193,7 +181,7 @@ class SequenceAttempts:
             raise IllegalEvent("a placement names at least one worker")
         if event.decode is None and self.needs_decode:
             raise IllegalEvent("a placement without decode can give one token only")
-        self._legs = _Legs(event.prefill, event.decode)
+        self._legs = Legs(event.prefill, event.decode)
         self.state = AttemptState.PREFILLING
         prompt = Prompt(
             tokens=self.spec.prompt + pack_tokens(self.output) if self.output else self.spec.prompt,
@@ -217,29 +205,27 @@ class SequenceAttempts:
         if self._is_stale(event.attempt):
             return []
         legs = self._legs
-        if not _same(event.worker, legs.prefill):
+        if not legs.is_prefill(event.worker):
             raise IllegalEvent(f"{event.worker.peer_id} does not prefill this attempt")
         if legs.gave_up or legs.decode_wanted:
             return []
         if legs.decode is None:
             raise IllegalEvent("no decode worker was named for this attempt")
-        if not _lacks(event, legs.decode):
+        if not legs.lacks_decode(event):
             return [self._send(event.worker, Reassign(decode=legs.decode))]
         return self._leave_decode(legs.decode, event.reason)
 
     def _decode_needed_late(self, event: DecodeNeeded) -> list[Instruction]:
         """P does not know that D has committed: it may let go."""
-        if self._is_stale(event.attempt) or not _same(event.worker, self._legs.prefill):
+        if self._is_stale(event.attempt) or not self._legs.is_prefill(event.worker):
             return []
-        if self._legs.decode is None or not _lacks(event, self._legs.decode):
+        if not self._legs.lacks_decode(event):
             return []
         return [self._send(event.worker, Reassign(decode=None))]
 
     def _leave_decode(self, decode: PeerRef, cause: str) -> list[Instruction]:
         """P keeps the K/V; only the decode worker changes. The old one is told, in case it lives."""
-        self._legs.excluded.add(worker_key(decode))
-        self._legs.former.append(decode)
-        self._legs.decode_wanted = True
+        self._legs.leave(decode)
         return [
             self._send(decode, Cancel(reason=f"reassigned: {cause}")),
             FindDecode(cause, frozenset(self._legs.excluded)),
@@ -251,10 +237,7 @@ class SequenceAttempts:
             raise IllegalEvent("no decode worker was asked for")
         if event.decode is not None and worker_key(event.decode) in legs.excluded:
             raise IllegalEvent(f"{event.decode.peer_id} is excluded")
-        legs.decode_wanted = False
-        legs.decode = event.decode
-        legs.gave_up = event.decode is None
-        legs.came_back = event.came_back
+        legs.choose(event.decode, came_back=event.came_back)
         return [self._send(legs.prefill, Reassign(decode=event.decode))]
 
     # -- tokens -------------------------------------------------------------------------------------------------------
@@ -262,7 +245,7 @@ class SequenceAttempts:
     def _first_token(self, event: FirstTokenCame) -> list[Instruction]:
         if self._is_stale(event.attempt):
             return []
-        if not _same(event.worker, self._legs.prefill):
+        if not self._legs.is_prefill(event.worker):
             raise IllegalEvent(f"{event.worker.peer_id} does not prefill this attempt")
         self._intake.check(event.body, has_prompt=True)
         return self._take(event.body)
@@ -271,8 +254,8 @@ class SequenceAttempts:
         entry = event.entry
         if self._is_stale(entry.attempt):
             return []
-        if not _same(event.worker, self._legs.decode):
-            if self._is_former(event.worker):
+        if not self._legs.is_decode(event.worker):
+            if self._legs.is_former(event.worker):
                 return []
             raise IllegalEvent(f"{event.worker.peer_id} does not decode this attempt")
         self._intake.check(entry, has_prompt=self._legs.prefill is None)
@@ -297,23 +280,23 @@ class SequenceAttempts:
     def _worker_lost(self, event: WorkerLost) -> list[Instruction]:
         legs = self._legs
         cause = f"{event.worker.peer_id} is lost: {event.reason}"
-        if _same(event.worker, legs.prefill):
+        if legs.is_prefill(event.worker):
             return self._retry(cause, event.worker, is_void=event.gave_us_up, is_silent=True)
-        if legs.decode is None or legs.decode_wanted or not _same(event.worker, legs.decode):
+        if legs.decode is None or legs.decode_wanted or not legs.is_decode(event.worker):
             return []
         if legs.prefill is None:
             return self._retry(cause, event.worker, is_void=event.gave_us_up, is_silent=True)
         return self._leave_decode(legs.decode, cause)
 
     def _worker_lost_late(self, event: WorkerLost) -> list[Instruction]:
-        is_prefill = _same(event.worker, self._legs.prefill)
-        if _same(event.worker, self._legs.decode) or (is_prefill and self._intake.prompt_logprobs_due):
+        is_prefill = self._legs.is_prefill(event.worker)
+        if self._legs.is_decode(event.worker) or (is_prefill and self._intake.prompt_logprobs_due):
             cause = f"{event.worker.peer_id} is lost: {event.reason}"
             return self._retry(cause, event.worker, is_void=event.gave_us_up, is_silent=True)
         return []
 
     def _attempt_failed(self, event: AttemptFailed) -> list[Instruction]:
-        if self._is_stale(event.attempt) or self._is_former(event.worker):
+        if self._is_stale(event.attempt) or self._legs.is_former(event.worker):
             return []
         if not self.involves(event.worker):
             raise IllegalEvent(f"{event.worker.peer_id} has no part in this attempt")
@@ -322,7 +305,7 @@ class SequenceAttempts:
         return self._fail(event.cause)
 
     def _attempt_failed_late(self, event: AttemptFailed) -> list[Instruction]:
-        is_prefill = _same(event.worker, self._legs.prefill)
+        is_prefill = self._legs.is_prefill(event.worker)
         if is_prefill and not self._is_stale(event.attempt) and not self._intake.prompt_logprobs_due:
             return []
         return self._attempt_failed(event)
@@ -344,7 +327,7 @@ class SequenceAttempts:
         self._avoid |= {worker.peer_id}
         if self._legs.gave_up:  # of P and those that it could not reach, which belong together, any may be to blame
             self._avoid |= {worker_id for worker_id, _ in self._legs.excluded}
-        self._legs = _Legs()
+        self._legs = Legs()
         self._intake.begin_attempt()
         self.attempt += 1
         self.state = AttemptState.WAITING
@@ -389,24 +372,12 @@ class SequenceAttempts:
             raise IllegalEvent(f"attempt {attempt} has not begun, this is attempt {self.attempt}")
         return attempt < self.attempt
 
-    def _is_former(self, worker: PeerRef) -> bool:
-        return any(_same(worker, former) for former in self._legs.former)
-
     def _send(self, worker: PeerRef, body: AnyBody) -> Send:
         return Send(worker, self.attempt, body)
 
     def _tell_legs(self, body: AnyBody) -> list[Instruction]:
         """To both, always: a worker that does not know the request yet remembers it."""
-        return [self._send(leg, body) for leg in (self._legs.prefill, self._legs.decode) if leg is not None]
-
-
-def _same(worker: PeerRef, leg: PeerRef | None) -> bool:
-    return leg is not None and worker.peer_id == leg.peer_id and worker.incarnation == leg.incarnation
-
-
-def _lacks(event: DecodeNeeded, decode: PeerRef) -> bool:
-    """Whether this decode worker is the one that P cannot hand over to."""
-    return decode.peer_id in event.excluded if event.lacks is None else _same(event.lacks, decode)
+        return [self._send(leg, body) for leg in self._legs.present()]
 
 
 _Transition = Callable[..., list[Instruction]]

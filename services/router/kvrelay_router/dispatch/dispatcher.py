@@ -81,33 +81,9 @@ class RouterDispatcher:
         self.load = OutstandingLoad()
         self.view = FleetView(self.load, self._on_state)
         self.messenger = open_messenger(self._on_event)
-        self._placement = Placement(
-            self.view,
-            self.settings.policy,
-            self.settings.local_prefill_tokens,
-            index,
-            num_last_decisions=self.settings.num_last_decisions,
-            silent_s=self.messenger.silent_s,
-            lately_s=HEARD_LATELY_SIGNS * self.messenger.alive_interval_s,
-        )
-        self._runner = SequenceRunner(
-            self.messenger.send,
-            self._placement,
-            self.load,
-            self._sequence_ended,
-            self.settings.wait_for_worker_s,
-            self._tracing,
-            is_recorded=events is not None,
-        )
-        self.watch = FleetWatch(
-            self.view,
-            list_workers,
-            self.messenger.send,
-            self._runner.place_waiting,
-            static=static,
-            registry_interval_s=self.settings.registry_interval_s,
-            status_interval_s=self.settings.status_interval_s,
-        )
+        self._placement = self._make_placement()
+        self._runner = self._make_runner()
+        self.watch = self._make_watch(list_workers, static)
         self._records = RequestRecords(max(self.settings.num_recent_requests, 2 * self.settings.max_requests))
         self._running: dict[RunningRequest, Running] = {}
         self._sequences: dict[tuple[str, int], RunningSequence] = {}
@@ -124,6 +100,39 @@ class RouterDispatcher:
         )
         self._is_accepting = True
         self._is_closed = False
+
+    def _make_placement(self) -> Placement:
+        return Placement(
+            self.view,
+            self.settings.policy,
+            self.settings.local_prefill_tokens,
+            self._index,
+            num_last_decisions=self.settings.num_last_decisions,
+            silent_s=self.messenger.silent_s,
+            lately_s=HEARD_LATELY_SIGNS * self.messenger.alive_interval_s,
+        )
+
+    def _make_runner(self) -> SequenceRunner:
+        return SequenceRunner(
+            self.messenger.send,
+            self._placement,
+            self.load,
+            self._sequence_ended,
+            self.settings.wait_for_worker_s,
+            self._tracing,
+            is_recorded=self._events is not None,
+        )
+
+    def _make_watch(self, list_workers: ListWorkers | None, static: StaticWorkers | None) -> FleetWatch:
+        return FleetWatch(
+            self.view,
+            list_workers,
+            self.messenger.send,
+            self._runner.place_waiting,
+            static=static,
+            registry_interval_s=self.settings.registry_interval_s,
+            status_interval_s=self.settings.status_interval_s,
+        )
 
     @property
     def num_running(self) -> int:

@@ -24,8 +24,9 @@ import numpy as np
 
 from benchmarks.schedulers import BLOCK_SIZE, Request, fitted, simulate, synthetic_trace, traced
 from kvrelay.kv.ablations import NullCache, TableCache
-from kvrelay.kv.cache import Cache, PrefixCache
+from kvrelay.kv.cache import Cache
 from kvrelay.kv.pool import BlockPool
+from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.scheduling.base import QueueOrderName
 from kvrelay_simulator.figures import best_possible_hit_rate
 

@@ -24,9 +24,9 @@ import numpy as np
 from kvrelay.engine.batch import SequenceKey
 from kvrelay.engine.make import make_runner
 from kvrelay.engine.runner import TransformersRunner
-from kvrelay.kv.cache import PrefixCache
 from kvrelay.kv.hashing import root_hash
 from kvrelay.kv.pool import BlockPool
+from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.kv.table import BlockTable
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sampling import Sampling

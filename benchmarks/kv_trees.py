@@ -31,9 +31,9 @@ from pathlib import Path
 
 import numpy as np
 
-from kvrelay.kv.cache import PrefixCache
 from kvrelay.kv.hashing import BlockHash, hash_blocks, root_hash
 from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.kv.prefix_cache import PrefixCache
 
 BLOCK_SIZE = 16
 CHUNK_BLOCKS = 64

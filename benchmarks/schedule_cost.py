@@ -26,9 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.engine.batch import RowResult, StepResult
-from kvrelay.kv.cache import PrefixCache
 from kvrelay.kv.hashing import root_hash
 from kvrelay.kv.pool import BlockPool
+from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.kv.table import BlockTable
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sampling import Sampling

@@ -31,9 +31,10 @@ from typing import get_args
 
 import numpy as np
 
-from kvrelay.kv.cache import Cache, PrefixCache
+from kvrelay.kv.cache import Cache
 from kvrelay.kv.hashing import hash_blocks, root_hash
 from kvrelay.kv.pool import BlockPool
+from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.scheduling.base import Chunking, QueueOrderName
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.registry import BUILT_IN

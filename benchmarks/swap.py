@@ -29,9 +29,10 @@ from kvrelay.engine.batch import BlockCopies, SequenceKey, WorkerBatch, WorkerRo
 from kvrelay.engine.make import make_runner
 from kvrelay.engine.runner import TransformersRunner
 from kvrelay.kv.ablations import NullCache
-from kvrelay.kv.cache import Cache, PrefixCache
+from kvrelay.kv.cache import Cache
 from kvrelay.kv.hashing import root_hash
 from kvrelay.kv.pool import BlockPool
+from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.kv.table import BlockTable, blocks_for
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sampling import Sampling

@@ -14,9 +14,10 @@ from functools import partial
 
 from kvrelay.engine.batch import RowResult, StepResult
 from kvrelay.fleet.records import WorkerRecord
-from kvrelay.kv.cache import Cache, PrefixCache
+from kvrelay.kv.cache import Cache
 from kvrelay.kv.hashing import BlockHash, root_hash
 from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.kv.table import BlockTable
 from kvrelay.protocol.messages import PROTOCOL_VERSION, PeerRef, Status
 from kvrelay.protocol.sampling import Sampling

@@ -7,39 +7,26 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from http import HTTPStatus
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.engine.batch import ModelRunner, ModelSpec
-from kvrelay.engine.calibrate import measure_costs
-from kvrelay.fleet.index import IndexPublisher
-from kvrelay.fleet.records import RECORD_PAGE, WorkerRecord, record_as_json
-from kvrelay.fleet.registry import Registry
-from kvrelay.kv.ablations import NullCache, TableCache
-from kvrelay.kv.cache import Cache, PrefixCache
+from kvrelay.fleet.records import RECORD_PAGE, record_as_json
+from kvrelay.kv.cache import Cache
 from kvrelay.kv.pool import BlockPool
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings, PeerLost
 from kvrelay.protocol.messages import (
-    PROTOCOL_VERSION,
     Generate,
     GroupLoad,
-    PeerRef,
     Prefill,
     StatusQuery,
 )
-from kvrelay.scheduling.base import SchedulerLimits
-from kvrelay.scheduling.cost import fit
-from kvrelay.scheduling.prefill_delay import DelayerSettings, LocalExchange
-from kvrelay.scheduling.registry import make_scheduler
 from kvrelay.telemetry.event_log import EventLog
 from kvrelay.telemetry.instruments import Instruments
-from kvrelay.telemetry.metrics_store import MetricsStore
 from kvrelay.telemetry.otlp import Export, open_export
 from kvrelay.telemetry.pages import Page, Pages
 from kvrelay.telemetry.process_readings import process_readings
@@ -47,12 +34,11 @@ from kvrelay.telemetry.prometheus import metrics_page
 from kvrelay.telemetry.readings import Point, Readings, merged
 from kvrelay.telemetry.sequence_stays import SequenceStays
 from kvrelay.telemetry.stages import RecentStages
+from kvrelay.worker import parts
 from kvrelay.worker.cache_events import CacheEvents
 from kvrelay.worker.context import Role, WorkerContext
 from kvrelay.worker.delayer_group import DelayerGroup, GroupDiscovery
 from kvrelay.worker.launch import ThreadLauncher, TimedLauncher
-from kvrelay.worker.membership import Membership, NoMembership
-from kvrelay.worker.prefill_delayer import PrefillDelayer
 from kvrelay.worker.readings import status_readings
 from kvrelay.worker.reports import Reports
 from kvrelay.worker.step_loop import StepLoop
@@ -109,40 +95,39 @@ class WorkerShell:
         _log_model(runner.spec, time.monotonic() - started)
         self._events = config.open_event_log(config.worker_id)
         self.pool = BlockPool(runner.spec.num_blocks, runner.spec.block_size)
-        cache = self._make_cache()
+        cache = parts.make_cache(config, self.pool)
         await self._prepare_steps(runner, cache)
         context = self._open_messenger(runner)
         self.role = self._make_role(context, config)
         self.reports = Reports(context, self.role, self._stays, self._more_totals)
         self.role.start()
         self.messenger.start()
-        self._record = record = self._make_record(context)
-        self.membership = self._make_membership(record)
+        self._record = record = parts.make_record(config, runner.spec, self.messenger.me)
+        self.membership = parts.make_membership(config, record, self.reports.digest)
         if self._group is not None:
-            self._discovery = GroupDiscovery(self._registry(), self._group, record, config.lease_interval_s)
+            self._discovery = GroupDiscovery(parts.open_registry(config), self._group, record, config.lease_interval_s)
         self._export.start(self._readings)
         if config.publishes_prefixes:
-            self._cache_events = CacheEvents(cache, self._index_publisher(), config.index_interval_s)
+            publisher = parts.open_index_publisher(config, self.messenger.me)
+            self._cache_events = CacheEvents(cache, publisher, config.index_interval_s)
 
     async def _prepare_steps(self, runner: ModelRunner, cache: Cache) -> None:
         """The scheduler, with what it needs to know of this machine, and the loop that drives it."""
-        config, spec = self.config, runner.spec
-        limits = SchedulerLimits(
-            config.token_budget, config.max_running, spec.max_model_len, frozenset(spec.eos_token_ids)
-        )
-        settings = replace(
-            config.scheduler_settings, num_swap_slots=spec.num_swap_slots, swap_block_s=spec.swap_block_s
-        )
-        self.scheduler = make_scheduler(config.scheduler, limits, self.pool, cache, settings)
+        config = self.config
+        self.scheduler = parts.make_scheduler(config, runner.spec, self.pool, cache)
         if config.chunking == "dynamic":
-            await asyncio.to_thread(self._calibrate, runner)
-        self._metrics = self._metrics_store()
+            await asyncio.to_thread(parts.calibrate, self.scheduler, runner, config.token_budget)
+        self._metrics = parts.open_metrics_store(config)
         launcher = TimedLauncher if config.backend == "simulated" else ThreadLauncher
         self._stays = SequenceStays(config.role, self._recent, self._export.tracer)
         self.steps = StepLoop(
             runner, self.scheduler, self._metrics, overlap=config.overlap, make_launcher=launcher, stays=self._stays
         )
-        self.delayer = self._make_delayer()
+        # The messenger is opened when the scheduler that its role needs is there.
+        self._group = parts.make_delayer_group(
+            config, lambda peer, load: self.messenger.send(peer, load), self.steps.wake
+        )
+        self.delayer = parts.make_delayer(config, self._group)
         self.scheduler.prefill_gate = self.delayer
 
     def _open_messenger(self, runner: ModelRunner) -> WorkerContext:
@@ -258,73 +243,6 @@ class WorkerShell:
             ]
         )
 
-    def _make_cache(self) -> Cache:
-        if not self.config.prefix_cache:
-            return NullCache()
-        if self.config.prefix_lookup == "table":
-            return TableCache(self.pool)
-        return PrefixCache(self.pool, record_events=self.config.publishes_prefixes)
-
-    def _index_publisher(self) -> IndexPublisher:
-        config, me = self.config, self.messenger.me
-        return IndexPublisher(
-            config.redis_url,
-            config.redis_prefix,
-            config.served_model_name,
-            me.peer_id,
-            me.incarnation,
-            ttl_s=config.lease_ttl_s,
-            renew_interval_s=config.lease_interval_s,
-        )
-
-    def _calibrate(self, runner: ModelRunner) -> None:
-        """Measures what steps cost here, before anything uses the pool."""
-        started = time.monotonic()
-        cost = fit(measure_costs(runner, self.config.token_budget))
-        self.scheduler.calibrate(cost)
-        log.info(
-            "calibrated in %.1f s: a step takes %.2f ms, %.4f more a token, %.2f more a million pairs that attend",
-            time.monotonic() - started,
-            1e3 * cost.fixed_s,
-            1e3 * cost.token_s,
-            1e9 * cost.pair_s,
-        )
-
-    def _make_delayer(self) -> PrefillDelayer | None:
-        config = self.config
-        if not config.prefill_delayer:
-            return None
-        settings = DelayerSettings(
-            config.max_running,
-            config.prefill_delayer_max_passes,
-            config.prefill_delayer_low_watermark,
-            config.prefill_delayer_max_wait_s,
-        )
-        if not config.prefill_delayer_group:
-            return PrefillDelayer(settings, LocalExchange())
-        self._group = DelayerGroup(
-            config.prefill_delayer_group,
-            lambda peer, load: self.messenger.send(peer, load),
-            self.steps.wake,
-            silence_s=config.prefill_delayer_silence_s,
-        )
-        return PrefillDelayer(settings, self._group)
-
-    def _make_membership(self, record: WorkerRecord) -> Membership | NoMembership:
-        config = self.config
-        if not config.uses_redis:
-            return NoMembership()
-        return Membership(
-            self._registry(), record, self.reports.digest, ttl_s=config.lease_ttl_s, interval_s=config.lease_interval_s
-        )
-
-    def _registry(self) -> Registry:
-        return Registry(self.config.redis_url, self.config.redis_prefix)
-
-    def _metrics_store(self) -> MetricsStore | None:
-        path = self.config.metrics_file
-        return None if path is None else MetricsStore(Path(str(path).replace("{worker_id}", self.config.worker_id)))
-
     def on_signal(self) -> None:
         """The first time it drains, the second time it leaves."""
         if self._stop.is_set():
@@ -390,28 +308,6 @@ class WorkerShell:
         if self._cache_events is not None:
             totals |= self._cache_events.totals()
         return totals
-
-    def _make_record(self, context: WorkerContext) -> WorkerRecord:
-        me: PeerRef = self.messenger.me
-        return WorkerRecord(
-            worker_id=me.peer_id,
-            role=self.config.role,
-            incarnation=me.incarnation,
-            address=me.address,
-            model=self.config.served_model_name,
-            fingerprint=context.spec.fingerprint,
-            protocol_version=PROTOCOL_VERSION,
-            block_size=context.spec.block_size,
-            num_blocks=context.spec.num_blocks,
-            max_model_len=context.spec.max_model_len,
-            vocab_size=context.spec.vocab_size,
-            max_running=self.config.max_running,
-            gang_samples=self.config.gang_samples,
-            block_bytes=context.spec.block_bytes,
-            token_budget=self.config.token_budget,
-            device=context.spec.device,
-            delayer_group=self.config.prefill_delayer_group,
-        )
 
 
 def _log_model(spec: ModelSpec, took_s: float) -> None:

@@ -16,8 +16,8 @@ from kvrelay.engine.graphs import GraphSettings
 from kvrelay.engine.model import CausalModel, load_model, open_source
 from kvrelay.engine.runner import TransformersRunner
 from kvrelay.kv.ablations import NullCache
-from kvrelay.kv.cache import PrefixCache
 from kvrelay.kv.pool import BlockPool
+from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.sampling import BeamResult, BeamSpec, EarlyStopping, Sampling
 from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.batching import BatchScheduler

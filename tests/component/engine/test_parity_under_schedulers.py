@@ -18,8 +18,9 @@ from kvrelay.engine.graphs import GraphSettings
 from kvrelay.engine.model import CausalModel, load_model, open_source
 from kvrelay.engine.runner import TransformersRunner
 from kvrelay.kv.ablations import NullCache
-from kvrelay.kv.cache import Cache, PrefixCache
+from kvrelay.kv.cache import Cache
 from kvrelay.kv.pool import BlockPool
+from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling import swapping
 from kvrelay.scheduling.base import QueueOrderName, Scheduler, SchedulerLimits, SchedulerSettings

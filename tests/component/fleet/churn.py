@@ -15,9 +15,9 @@ import redis
 from kvrelay.fleet.embedded import RedisServer
 from kvrelay.fleet.index import IndexFeed, IndexPublisher, IndexReader
 from kvrelay.fleet.index.layout import NUM_BUCKETS, decode_slots, index_base
-from kvrelay.kv.cache import PrefixCache
 from kvrelay.kv.hashing import BlockHash
 from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.kv.prefix_cache import PrefixCache
 from tests.fakes.waiting import until
 
 MODEL = "m"

@@ -16,9 +16,9 @@ from kvrelay.fleet.index.layout import MAX_BATCH_BLOCKS, MAX_SLOTS, NUM_BUCKETS,
 from kvrelay.fleet.index.publication import Apply, Open, Publication, RangeState
 from kvrelay.fleet.index.reader import IndexReader
 from kvrelay.fleet.index.scripts import IndexScripts
-from kvrelay.kv.cache import PrefixCache
 from kvrelay.kv.hashing import BlockHash, hash_blocks, root_hash
 from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.kv.prefix_cache import PrefixCache
 
 TTL_MS = 600_000
 NUM_BLOCKS = 12

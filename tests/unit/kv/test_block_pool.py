@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.kv.cache import PrefixCache
 from kvrelay.kv.errors import BlockError, IntegrityError, OutOfBlocks
 from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.kv.table import BlockTable, CopyInstruction, copy_on_write, finish_copy
 
 KINDS = [Owner.RUNNING, Owner.COMPUTING, Owner.RESERVED, Owner.IN_FLIGHT, Owner.QUARANTINED]  # weakest first

@@ -9,10 +9,11 @@ import pytest
 
 from kvrelay.kv.ablations import NullCache, TableCache
 from kvrelay.kv.block_index import BlockIndex
-from kvrelay.kv.cache import Cache, PrefixCache, Removed, Stored
+from kvrelay.kv.cache import Cache, Removed, Stored
 from kvrelay.kv.errors import BlockError, IntegrityError
 from kvrelay.kv.hashing import BlockHash, hash_blocks, root_hash
 from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.kv.prefix_cache import PrefixCache
 
 ROOT = root_hash(model="m")
 

@@ -15,10 +15,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvrelay.kv.cache import PrefixCache, Removed, Stored
+from kvrelay.kv.cache import Removed, Stored
 from kvrelay.kv.errors import BlockError, OutOfBlocks, OutOfSlots
 from kvrelay.kv.hashing import BlockHash, hash_blocks, root_hash
 from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.kv.swap_space import SwapSpace
 from kvrelay.kv.table import BlockTable, copy_on_write, finish_copy
 from kvrelay.scheduling.copies import BlockCopies

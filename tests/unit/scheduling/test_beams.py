@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from kvrelay.engine.batch import SequenceKey
 from kvrelay.kv.ablations import NullCache
-from kvrelay.kv.cache import Cache, PrefixCache
+from kvrelay.kv.cache import Cache
 from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.kv.table import blocks_for_group
 from kvrelay.protocol.sampling import BeamResult, BeamSpec, Sampling
 from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings

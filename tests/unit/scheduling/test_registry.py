@@ -9,8 +9,8 @@ import pytest
 
 from kvrelay.config.load import ConfigError, load_config
 from kvrelay.config.worker import WorkerConfig
-from kvrelay.kv.cache import PrefixCache
 from kvrelay.kv.pool import BlockPool
+from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.scheduling import registry
 from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.registry import UnknownScheduler, make_scheduler, scheduler_names

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from kvrelay.engine.batch import RowsFailed
 from kvrelay.kv.ablations import NullCache, TableCache
-from kvrelay.kv.cache import Cache, PrefixCache
+from kvrelay.kv.cache import Cache
 from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling import swapping
 from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.engine.batch import SequenceKey, WorkerBatch
-from kvrelay.kv.cache import PrefixCache
 from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings

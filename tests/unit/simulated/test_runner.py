@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from kvrelay.config import WorkerConfig
 from kvrelay.engine.batch import WorkerBatch, WorkerRow
-from kvrelay.kv.cache import PrefixCache
 from kvrelay.kv.pool import BlockPool
+from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.sampling import BeamSpec, FinishReason, Sampling, TokenLogprobs
 from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.plan import SequenceOutput

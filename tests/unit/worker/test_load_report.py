@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvrelay.kv.cache import PrefixCache
 from kvrelay.kv.hashing import root_hash
 from kvrelay.kv.pool import BlockPool
+from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.kv.table import BlockTable
 from kvrelay.protocol.codec import decode_body, encode_body
 from kvrelay.protocol.messages import LoadReport, PeerRef, Status

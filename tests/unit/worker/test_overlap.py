@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.engine.batch import RowsFailed, SequenceKey, StepResult, WorkerBatch
-from kvrelay.kv.cache import PrefixCache
 from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.sampling import FinishReason, Sampling
 from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.batching import BatchScheduler

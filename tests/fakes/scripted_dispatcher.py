@@ -30,7 +30,8 @@ class Script:
     finish: FinishReason = FinishReason.STOP_TOKEN
     per_delta: int = 1
     pause_s: float = 0.0
-    hang_after: int | None = None  # deltas before nothing comes any more
+    hang_after: int | None = None  # deltas before nothing comes any more, or not until `resume`
+    resume: asyncio.Event | None = None
     fail_after: int | None = None  # deltas before RequestFailed
     failure: RequestFailed | None = None
     end_silently: bool = False  # the last delta says no finish reason
@@ -80,7 +81,7 @@ class ScriptedHandle:
                 if script.fail_after == number:
                     raise script.failure or RequestFailed("all workers are gone")
                 if script.hang_after == number:
-                    await asyncio.Event().wait()
+                    await (script.resume or asyncio.Event()).wait()
             if batch := [plan[number] for plan in plans if number < len(plan)]:
                 await asyncio.sleep(0)
                 if self._sink is None or not self._sink.is_ready():

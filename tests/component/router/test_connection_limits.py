@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from kvrelay_router.api import connection as connection_module
+from kvrelay_router.api import server as server_module
 from kvrelay_router.api.connection import ConnectionLimits
+from kvrelay_router.dispatch.interface import ModelLimits
 from tests.component.router.rig import Router
 from tests.component.router.test_streams_under_load import connect, connections, read_answer, request, unread_stream
 from tests.fakes.waiting import PATIENCE_S, until
@@ -135,3 +138,29 @@ async def test_a_client_that_reads_nothing_for_too_long_is_left(
     await until(lambda: not connections(router))
     await until(lambda: router.dispatcher.handles[0].cancelled_at is not None)
     writer.close()
+
+
+async def test_a_client_that_never_reads_the_rest_holds_no_connection_that_closes(
+    router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an answer that fits the connection's buffer, which therefore never counts as full."""
+    monkeypatch.setattr(server_module, "CLOSING_TICKS", 1)
+    router.dispatcher.model_limits = ModelLimits(10**6, 400)
+    router.answers("otter " * 8000, per_delta=1000)
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+    client.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", router.server.port))
+    await until(lambda: connections(router))
+    (connection,) = connections(router)
+    connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    asked = request(stream=False, max_tokens=20_000).replace(b"host: x", b"connection: close")
+    await asyncio.get_running_loop().sock_sendall(client, asked)
+    await until(lambda: connection.transport.is_closing())
+    assert 0 < connection.transport.get_write_buffer_size() < 64 << 10
+    assert connections(router) == [connection]
+    await until(lambda: connection._unread_timer is not None)
+    connection._stop_awaiting_reader()
+    monkeypatch.setattr(connection_module, "UNREAD_S", 0.0)
+    await until(lambda: not connections(router))
+    client.close()

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from kvrelay_router.api.errors import ApiError, json_response
+from kvrelay_router.api.half_closed import HalfClosedWatch, ask_client
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +29,8 @@ LINGER_S = 1.0
 MAX_LINGERING = 256
 """Refused connections beyond these get no answer."""
 UNREAD_S = 600.0
-"""A connection whose client reads nothing of a full buffer for so long ends: no deadline of a request does that."""
+"""A connection whose client reads nothing of a full buffer, or of what is left when it closes, for so long ends: no
+deadline of a request does that."""
 OTHER_FILES = 256
 """Descriptors that are left to everything but clients' connections."""
 
@@ -63,10 +65,11 @@ class EventWriter:
     """Writes parts of an answer that has begun, without a task that could wait for the client to read them; and tells
     whoever serves the request when its client has gone, without one that waits for that."""
 
-    __slots__ = ("_cycle", "_on_gone")
+    __slots__ = ("_cycle", "_on_gone", "carries_events")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
+        self.carries_events = False  # set by whoever serves the request: its answer, once begun, is a stream of events
         self._on_gone: Callable[[], None] | None = None
 
     def watch(self, on_gone: Callable[[], None]) -> None:
@@ -98,6 +101,10 @@ class EventWriter:
         if not cycle.disconnected:
             cycle.transport.write(b"%x\r\n%b\r\n" % (len(events), events))
 
+    def ask(self, waited_s: float) -> None:
+        """Finds out whether a client that ended its side that many seconds ago is still there."""
+        ask_client(self._cycle, waited_s, carries_events=self.carries_events)
+
 
 class BoundedConnection(HttpToolsProtocol):
     """See the module's text. `num_lingering` is shared by all connections of a server."""
@@ -114,6 +121,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._unparsed_bytes = 0  # that the parser keeps, because they are no whole line yet
         self._head_timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
+        self._half_closed: HalfClosedWatch | None = None
         self._plain_head: bytes | None = None  # of a request that offers another protocol: the same without the offer
         self._fed = self._left = b""  # to the parser, and what is to be fed to it next
 
@@ -137,6 +145,8 @@ class BoundedConnection(HttpToolsProtocol):
         """Also tells the request that runs, where others wait behind it."""
         self._stop_waiting()
         self._stop_awaiting_reader()
+        if self._half_closed is not None:
+            self._half_closed.stop()
         self.pipeline.clear()
         running = self._running
         if running is not None and not running.response_complete:
@@ -158,6 +168,29 @@ class BoundedConnection(HttpToolsProtocol):
             self._feed(piece)
             if not self._refused and self._header_bytes + self._unparsed_bytes > self._limits.max_header_bytes:
                 self._refuse_head()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends nothing more. Its whole requests are answered, if it has not gone; then the connection ends.
+
+        True where the connection is to stay open for that.
+        """
+        if self._is_idle or self._refused:
+            return False
+        self._stop_waiting()
+        self._end_after_whole_requests()
+        if self.transport.is_closing():
+            return False
+        self._half_closed = HalfClosedWatch(self.transport, self.loop, self._ask_client)
+        return True
+
+    def _ask_client(self, waited_s: float) -> None:
+        if self._writer is not None:
+            self._writer.ask(waited_s)
+
+    def check_closing(self) -> None:
+        """To be called now and then: one that closes waits for its client to read, which nothing else bounds."""
+        if self._unread_timer is None and self.transport.is_closing():
+            self._await_reader()
 
     def pause_writing(self) -> None:
         """The buffer is full."""

@@ -139,6 +139,7 @@ class GenerationResponse(Response):
         and the end, which is written at once with the last events.
         """
         if writer is not None:
+            writer.carries_events = True
             generation.push_to(_EventSink(generation, self._answer, writer))
         events = b""
         async with aclosing(generation.steps()) as batches:

@@ -18,6 +18,8 @@ BACKLOG = 2048
 LEAVE_S = 5.0
 """What connections that were handed over before a drain may take for their first requests."""
 POLL_S = 0.005
+CLOSING_TICKS = 100
+"""Connections that close are looked at every 10 s."""
 SETTLE_S = 0.02
 """Connections that were just taken are made known to uvicorn within it, which then tells all of them of the end."""
 DEFAULT_LIMITS = ConnectionLimits()
@@ -43,6 +45,9 @@ class _EmbeddedServer(uvicorn.Server):
         """Ten times a second."""
         if self._handed is not None:
             self._handed.say_open(len(self.server_state.connections))
+        if counter % CLOSING_TICKS == 0:
+            for each in self.server_state.connections:
+                cast("BoundedConnection", each).check_closing()
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -370,7 +370,7 @@ class Receiving:
 
     def _commit(self, request: DecodeRequest, handoff: Handoff) -> None:
         sequence = request.sequence
-        tail = self._context.blocks.tail_name(sequence)
+        tail = self._context.blocks.sharing.name_of(sequence)
         sequence.num_computed = sequence.num_tokens
         if handoff.token_id is not None:
             sequence.tokens.append(handoff.token_id)
@@ -384,7 +384,7 @@ class Receiving:
             self._run(request, _machine_of(request).not_adopted(str(error)))
             return
         if tail is not None and _machine_of(request).num_received:
-            self._context.blocks.list_received_tail(sequence, tail, handoff.num_siblings)
+            self._context.blocks.sharing.list_received(sequence, tail, handoff.num_siblings)
         self._settle(request)
         self._by_reservation.pop(handoff.reservation, None)
         self._send_prefill(request, Committed(reservation=handoff.reservation))

@@ -169,7 +169,7 @@ class BatchScheduler(SchedulerBooks):
         if sequence is None:
             return "its prefix is being computed"
         is_claimed = self.gangs.is_claimed(sequence)
-        followers = self._followers(sequence)
+        followers = self.gang_room.of_followers(sequence)
         num_wanted = sequence.num_slots + len(followers)
         if not is_claimed:
             if num_slots + num_wanted > self.limits.max_running:
@@ -207,7 +207,7 @@ class BatchScheduler(SchedulerBooks):
 
     def _first_chunk(self, sequence: Sequence, draft: PlanDraft) -> tuple[int, int]:
         """Where a waiting sequence would start, and the tokens of its first chunk; 1 for a draw."""
-        if self.blocks.finds_tail(sequence):
+        if self.blocks.sharing.finds(sequence):
             return sequence.num_tokens - 1, 1
         position = self.blocks.num_cached_blocks(sequence) * self.blocks.pool.block_size
         return position, self.chunks.size(sequence.num_tokens - position, position, draft)
@@ -244,30 +244,22 @@ class BatchScheduler(SchedulerBooks):
     def _admit_gang(self, gang: Seq[Sequence], draft: PlanDraft) -> bool:
         """Those that come back: all of them, whatever the budget, or nobody. Not while a step is in flight, as one that
         is swapped. Where the first computes what others lack, too, these are claimed."""
-        first = gang[0]
-        num_common = [0] + [self._num_to_wait_for(each, first) for each in gang[1:]]
-        claimed = {each: self.blocks.num_own(each, first) for each, num in zip(gang, num_common, strict=True) if num}
-        given = [each for each in gang if each not in claimed]
-        missing = sum(self.blocks.num_at_admission(each) - self.blocks.num_cached_blocks(each) for each in given)
-        # What those that run will take next, too: else they would have to preempt the whole gang at once, for ever.
-        running = self.gangs.running_with(first)
-        owed = sum(max(0, self.blocks.num_at_admission(each) - each.table.num_blocks) for each in running)
-        num_blocks = missing + owed + sum(claimed.values()) + self.num_headroom_blocks
+        back = self.gang_room.of_return(gang)
+        num_blocks = back.num_blocks + self.num_headroom_blocks
         if self.num_slots + len(gang) > self.limits.max_running or num_blocks > self.blocks.num_available:
             return False
         # What they find cached is available as well, until they hold it.
-        found = {block for each in given for block in self.blocks.cached_prefix(each)}
-        if num_blocks + sum(not self.blocks.pool.is_held(block) for block in found) > self.blocks.num_available:
+        if num_blocks + self.gang_room.num_evictable(back.given) > self.blocks.num_available:
             return False
         if draft.ahead:
             raise NeedsCommit
-        for index, sequence in enumerate(given):
-            if not self._give_all_blocks(sequence, draft, sum(claimed.values())):
-                for before in reversed(given[:index]):
+        for index, sequence in enumerate(back.given):
+            if not self._give_all_blocks(sequence, draft, sum(back.claimed.values())):
+                for before in reversed(back.given[:index]):
                     self.swaps.undo(before, draft)
                     self.blocks.free(before)
                 return False
-        for sequence in given:
+        for sequence in back.given:
             self._admitted(sequence)
             draft.admitted.append(sequence)
             if sequence.is_decoding:
@@ -275,17 +267,8 @@ class BatchScheduler(SchedulerBooks):
                     draft.add_decode(PlannedRow(sequence, sequence.num_computed, 1, False, True))
             elif num_tokens := self._chunk_of(sequence, draft):
                 self._plan_chunk(sequence, num_tokens, draft)
-        self._claim(claimed)
+        self._claim(back.claimed)
         return True
-
-    def _num_to_wait_for(self, sequence: Sequence, first: Sequence) -> int:
-        """Blocks that a sequence lacks, and that another one computes if it is admitted before."""
-        if sequence.state is SequenceState.SWAPPED:
-            return 0
-        tail = self.blocks.tail_name(sequence)
-        shares_tail = tail is not None and tail not in self.blocks.tails and tail == self.blocks.tail_name(first)
-        missing = self.blocks.num_in_common(sequence, first) - self.blocks.num_cached_blocks(sequence)
-        return max(0, missing) + shares_tail
 
     def _claim(self, claims: Mapping[Sequence, int]) -> None:
         for sequence, num_blocks in claims.items():
@@ -305,14 +288,6 @@ class BatchScheduler(SchedulerBooks):
         """Share of the pool that cannot be had."""
         pool = self.blocks.pool
         return 1 - pool.num_available / pool.num_blocks
-
-    def _followers(self, sequence: Sequence) -> dict[Sequence, int]:
-        """The samples that are admitted with this one, and the blocks that each takes beside it. Without those that
-        could never run at once: they come later, one by one."""
-        followers = {each: self.blocks.num_own(each, sequence) for each in self.gangs.fresh_with(sequence)}
-        num_blocks = self.blocks.num_at_admission(sequence) + sum(followers.values())
-        fits = 1 + len(followers) <= self.limits.max_running and num_blocks <= self.blocks.pool.num_blocks
-        return followers if fits else {}
 
     def _give_blocks(self, sequence: Sequence, num_next: int, followers: Mapping[Sequence, int]) -> bool:
         """Admission as SGLang's paper has it: free and evictable blocks must hold the part that is not cached, and what
@@ -345,7 +320,7 @@ class BatchScheduler(SchedulerBooks):
         if self.blocks.shares_prefixes and sequence.tail is None:
             hashes = sequence.block_hashes(sequence.num_full_blocks)
             self.in_progress.promise(sequence.key, hashes[sequence.num_published :])
-            tail = self.blocks.tail_name(sequence)
+            tail = self.blocks.sharing.name_of(sequence)
             if tail is not None and tail not in self.blocks.tails:
                 self.in_progress.promise_tail(sequence.key, tail)
 
@@ -353,7 +328,7 @@ class BatchScheduler(SchedulerBooks):
         completes = num_tokens == sequence.num_remaining
         sample = completes and sequence.wants_token
         draws = sequence.tail if sequence.draws_next else None
-        offers = self.blocks.offer_tail(sequence) if sample and draws is None else None
+        offers = self.blocks.sharing.offer(sequence) if sample and draws is None else None
         draft.add_chunk(PlannedRow(sequence, sequence.next_position, num_tokens, True, sample, offers, draws))
 
     # -- room ---------------------------------------------------------------------------------------------------------

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 from kvrelay.kv.ablations import NullCache
 from kvrelay.kv.cache import Cache
-from kvrelay.kv.hashing import BlockHash, tail_hash
+from kvrelay.kv.hashing import BlockHash
 from kvrelay.kv.pool import BlockPool, Owner
 from kvrelay.kv.table import blocks_for
 from kvrelay.scheduling.copies import BlockCopies
 from kvrelay.scheduling.sequence import Sequence
+from kvrelay.scheduling.tail_sharing import TailSharing
 from kvrelay.scheduling.tails import SharedTails, Tail, num_full_before_tail
 
 
@@ -43,10 +44,9 @@ class BlockManager:
         self.max_model_len = max_model_len
         self.copies = BlockCopies(pool)
         self.tails = SharedTails(pool)
-        self.num_forked = 0
-        """Sequences whose next write takes a block of their own, at most: in place of one that they share."""
         self._replaced: list[int] = []  # that a step in flight reads, and no table names
         self.shares_prefixes = not isinstance(cache, NullCache)
+        self.sharing = TailSharing(self.tails, pool, cache, is_on=self.shares_prefixes)
 
     @property
     def num_available(self) -> int:
@@ -75,7 +75,7 @@ class BlockManager:
         num_cached = self.cache.peek(hashes)
         if num_cached < len(hashes):
             return num_cached, hashes[num_cached]
-        name = self.tail_name(sequence)
+        name = self.sharing.name_of(sequence)
         return num_cached, None if name in self.tails else name
 
     def num_missing(self, sequence: Sequence, num_computed: int) -> int:
@@ -116,96 +116,6 @@ class BlockManager:
         """Full blocks before its tail."""
         return num_full_before_tail(sequence.num_tokens, self.pool.block_size)
 
-    # -- the prompt's last block --------------------------------------------------------------------------------------
-
-    def tail_name(self, sequence: Sequence) -> BlockHash | None:
-        """Of the tail that a sequence shares with other samples of its request; None: it shares none, or not any more.
-
-        Samples with output differ.
-        """
-        if sequence.num_samples == 1 or sequence.num_output or not self.shares_prefixes:
-            return None
-        if sequence.beams is not None or not sequence.wants_token:
-            return None
-        return self._name_tail(sequence)
-
-    def _name_tail(self, sequence: Sequence) -> BlockHash:
-        if not sequence.tail_name:
-            num_full = num_full_before_tail(sequence.num_prompt, self.pool.block_size)
-            parent = sequence.block_hashes(num_full)[-1] if num_full else sequence.root
-            tokens = sequence.tokens.view(num_full * self.pool.block_size, sequence.num_prompt)
-            scope = f"{'received' if sequence.arrives else 'computed'} {sequence.key[0]}"
-            sequence.tail_name = tail_hash(parent, tokens, scope)
-        return sequence.tail_name
-
-    def finds_tail(self, sequence: Sequence) -> bool:
-        """Whether `admit` would share a tail. O(log blocks)."""
-        tail = self.tails.get(self.tail_name(sequence))
-        if tail is None:
-            return False
-        hashes = sequence.block_hashes(self._num_before(sequence) + (tail.block is None))
-        return self.cache.peek(hashes) == len(hashes)
-
-    def offer_tail(self, sequence: Sequence) -> Tail | None:
-        """The next step completes a sequence's prompt: others may have its tail then. None: they have it already, or
-        share none. `list_tail` follows, unless the sequence loses its blocks."""
-        self.withdraw_offer(sequence)
-        name = self.tail_name(sequence)
-        if name is None or name in self.tails:
-            return None
-        sequence.offers = self._tail_of(sequence, name, keep=True)
-        return sequence.offers
-
-    def list_tail(self, sequence: Sequence, offered: Tail | None) -> None:
-        """The step has landed. `offered`: with it; None: the sequence has its tail, and nobody else gets it from it."""
-        self.tail_ended(sequence)
-        scores, sequence.scores = sequence.scores, []
-        if offered is not None and sequence.offers is offered:
-            sequence.offers = None
-            if sequence.sampling.prompt_logprobs is not None:
-                offered.scores = scores
-                if len(scores) != sequence.num_prompt - 1:  # some were told before a preemption
-                    self.tails.withdraw(offered)
-            self.tails.list(offered, sequence.num_samples - self.tails.num_seen(offered.name, offered.request))
-
-    def list_received_tail(self, sequence: Sequence, name: BlockHash, num_others: int) -> None:
-        """A sequence received a prompt, tail and all; up to so many other samples are to come."""
-        self.tail_ended(sequence)
-        num_others = min(num_others, sequence.num_samples - self.tails.num_seen(name, sequence.key[0]))
-        if num_others > 0 and name not in self.tails:
-            self.tails.list(self._tail_of(sequence, name, keep=False), num_others)
-
-    def tail_ended(self, sequence: Sequence) -> None:
-        """A sequence has its tail, or ended without it."""
-        if sequence.num_samples > 1 and self.shares_prefixes:
-            self.tails.left(self._name_tail(sequence), sequence.key[0], sequence.key[2])
-
-    def _tail_of(self, sequence: Sequence, name: BlockHash, *, keep: bool) -> Tail:
-        index, num_behind = divmod(sequence.num_prompt, self.pool.block_size)
-        block = int(sequence.table.ids[index]) if num_behind else None
-        tail = self.tails.prepare(name, sequence.key[0], block, keep=keep)
-        self._set_forked(sequence, self._writes_into_tail(sequence))
-        return tail
-
-    def withdraw_offer(self, sequence: Sequence) -> None:
-        """Nobody gets the tail that a sequence was about to complete."""
-        if sequence.offers is not None:
-            self.tails.withdraw(sequence.offers)
-            sequence.offers = None
-
-    def _writes_into_tail(self, sequence: Sequence) -> bool:
-        return not sequence.prefill_only and sequence.num_prompt % self.pool.block_size > 0
-
-    def _set_forked(self, sequence: Sequence, is_forked: bool) -> None:
-        self.num_forked += is_forked - sequence.is_forked
-        sequence.is_forked = is_forked
-
-    def drawn(self, sequence: Sequence) -> None:
-        """A sequence has its first token, or will not draw it from its tail."""
-        if sequence.tail is not None:
-            self.tails.drawn(sequence.tail)
-            sequence.tail = None
-
     # -- admission ----------------------------------------------------------------------------------------------------
 
     def admit(self, sequence: Sequence, owner: Owner, *, num_next: int | None = None, headroom: int = 0) -> bool:
@@ -217,7 +127,7 @@ class BlockManager:
         `headroom`: blocks that must be available besides.
         """
         num_tokens = sequence.num_tokens if num_next is None else self._num_at_admission(sequence, num_next)
-        num_reusable, tail = self._num_reusable(sequence), self.tails.get(self.tail_name(sequence))
+        num_reusable, tail = self._num_reusable(sequence), self.tails.get(self.sharing.name_of(sequence))
         taken = tail is not None and self._take(sequence, owner, self._num_before(sequence), num_tokens, headroom, tail)
         # A tail that nobody holds may be a block too many, beside the copy: then it yields to those who would share it.
         if not taken and not self._take(sequence, owner, num_reusable, num_tokens, headroom):
@@ -226,7 +136,7 @@ class BlockManager:
         if sequence.tail is not None:
             sequence.num_computed = sequence.num_tokens - (0 if sequence.arrives else 1)  # its logits are there, too
             if sequence.arrives:
-                self.drawn(sequence)
+                self.sharing.drawn(sequence)
         return True
 
     def readmit(self, sequence: Sequence, owner: Owner, num_computed: int, num_next: int, headroom: int = 0) -> bool:
@@ -259,7 +169,7 @@ class BlockManager:
         shared = [] if tail is None or tail.block is None else [tail.block]
         num_missing = max(0, blocks_for(num_tokens, pool.block_size) - num_cached - len(shared))
         if tail is not None:
-            headroom += self._writes_into_tail(sequence)
+            headroom += self.sharing.writes_into_tail(sequence)
         if num_missing + headroom > self.num_available:
             return False
         shared = [*(self.cache.match(hashes[:num_cached]) if num_cached else ()), *shared]
@@ -272,9 +182,7 @@ class BlockManager:
         sequence.num_published = num_cached
         sequence.table.append(shared + pool.allocate(num_missing, owner))
         if tail is not None:
-            sequence.tail = tail
-            self._set_forked(sequence, self._writes_into_tail(sequence))
-            self.tails.take(tail, sequence.key[2])
+            self.sharing.take(sequence, tail)
         return True
 
     def _num_at_admission(self, sequence: Sequence, num_next: int) -> int:
@@ -337,7 +245,7 @@ class BlockManager:
             self.copies.make_own(table, index, sequence.owner)
         if num_missing:
             table.append(self.pool.allocate(num_missing, sequence.owner, after=table.last))
-        self._set_forked(sequence, False)  # beams part and join in their own ways
+        self.sharing.set_forked(sequence, False)  # beams part and join in their own ways
         return True
 
     def remaining_output(self, sequence: Sequence) -> int:
@@ -399,9 +307,7 @@ class BlockManager:
 
     def free(self, sequence: Sequence) -> None:
         """Lets go of a sequence's blocks; published ones stay cached. Committed K/V is given up exactly once."""
-        self.withdraw_offer(sequence)
-        self.drawn(sequence)
-        self._set_forked(sequence, False)
+        self.sharing.lost_blocks(sequence)
         blocks = sequence.table.clear()[sequence.num_borrowed :]
         self.copies.drop(blocks)
         self.pool.release(blocks, sequence.owner)

@@ -14,6 +14,7 @@ from kvrelay.scheduling.beams import BeamGroup, BeamGroups
 from kvrelay.scheduling.blocks import BlockManager
 from kvrelay.scheduling.chunks import Chunks
 from kvrelay.scheduling.cost import StepCost
+from kvrelay.scheduling.gang_room import GangRoom
 from kvrelay.scheduling.gangs import Gangs
 from kvrelay.scheduling.orders import ORDERS
 from kvrelay.scheduling.plan import PlannedRow, SequenceOutput, StepPlan
@@ -41,6 +42,7 @@ class SchedulerBooks(ABC):
         self.swaps = Swapper(blocks, settings)
         self.beams = BeamGroups(blocks, self.running)
         self.gangs = Gangs()
+        self.gang_room = GangRoom(self.gangs, blocks, limits)
         self.num_preemptions = 0
         self._block_size = blocks.pool.block_size
         self.new_token_ratio = NewTokenRatio(settings.new_token_ratio)
@@ -106,7 +108,7 @@ class SchedulerBooks(ABC):
     def num_headroom_blocks(self) -> int:
         """Blocks that the running sequences are expected to take, beyond those they have, those that are set aside for
         samples and beams, and those that samples take in place of a shared one. O(running) unless off."""
-        claimed = self.beams.num_claimed_blocks + self.gangs.num_claimed_blocks + self.blocks.num_forked
+        claimed = self.beams.num_claimed_blocks + self.gangs.num_claimed_blocks + self.blocks.sharing.num_forked
         return self.new_token_ratio.headroom(self.running.values(), self.blocks) + claimed
 
     @property
@@ -164,7 +166,7 @@ class SchedulerBooks(ABC):
         sequence.state = SequenceState.FINISHED
         del self._sequences[sequence.key]
         self.gangs.leave(sequence)
-        self.blocks.tail_ended(sequence)
+        self.blocks.sharing.ended(sequence)
         if not self.running:
             self.new_token_ratio.idle()
 
@@ -297,7 +299,7 @@ class SchedulerBooks(ABC):
             sequence.scores += scores
         if row.sample and sequence.num_samples > 1:
             self._has_tail(sequence, row.offers)
-        self.blocks.drawn(sequence)
+        self.blocks.sharing.drawn(sequence)
         # Not by the row: the last token of a resumed prompt is output, and alone in its step it looks like a decode.
         prefilled = sequence.owner is Owner.COMPUTING and sequence.num_computed == sequence.num_tokens
         index = sequence.num_output
@@ -343,11 +345,11 @@ class SchedulerBooks(ABC):
         self.blocks.tails.give_back_forgotten(plan.forget)
         for row in plan.rows:
             if row.offers is not None:
-                self.blocks.withdraw_offer(row.sequence)
+                self.blocks.sharing.withdraw_offer(row.sequence)
 
     def _has_tail(self, sequence: Sequence, offered: Tail | None) -> None:
         """Its prompt is computed. What it promised ends even where others have listed the same tail meanwhile."""
-        self.blocks.list_tail(sequence, offered)
+        self.blocks.sharing.list(sequence, offered)
         self.waiting.prefixes_changed(self.in_progress.kept_tail(sequence.key))
 
     def _publish(self, sequence: Sequence) -> None:

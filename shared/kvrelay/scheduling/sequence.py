@@ -27,10 +27,10 @@ from kvrelay.kv.pool import Owner
 from kvrelay.kv.table import BlockTable
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
+from kvrelay.scheduling.tails import Tail
 
 if TYPE_CHECKING:
     from kvrelay.scheduling.beams import BeamGroup
-    from kvrelay.scheduling.tails import Tail
 
 
 class SequenceState(StrEnum):

@@ -226,7 +226,7 @@ def test_cancels_and_stops_of_any_sample_at_any_moment(
             for worker in [*f.prefill, *f.decode]:
                 assert not worker.shell.scheduler.blocks.tails
                 assert not worker.shell.scheduler.blocks.tails._seen
-                assert not worker.shell.scheduler.blocks.num_forked
+                assert not worker.shell.scheduler.blocks.sharing.num_forked
 
     run(test)
 

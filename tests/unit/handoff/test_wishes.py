@@ -181,7 +181,7 @@ class Decoding(Waiting):
 
     def commit(self, request: DecodeRequest) -> None:
         sequence, blocks = request.sequence, self.bench.blocks
-        tail = blocks.tail_name(sequence)
+        tail = blocks.sharing.name_of(sequence)
         self.receiving = [each for each in self.receiving if each[0] is not request]
         request.handoff = None
         sequence.num_computed = sequence.num_tokens
@@ -190,7 +190,7 @@ class Decoding(Waiting):
         self.bench.sequences.append(sequence)
         self.bench.scheduler.adopt(sequence)
         if tail is not None and sequence.key in self.received:
-            blocks.list_received_tail(sequence, tail, request.num_siblings)
+            blocks.sharing.list_received(sequence, tail, request.num_siblings)
         self.wishes.settled(request)
 
 

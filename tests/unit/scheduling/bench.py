@@ -117,9 +117,9 @@ class Bench:
         if sample is not None:
             join(sequence, sample)
             self.blocks.tails.begin(sequence.key[0])
-        name = self.blocks.tail_name(sequence)
+        name = self.blocks.sharing.name_of(sequence)
         if not self.blocks.admit(sequence, Owner.RESERVED):
-            self.blocks.tail_ended(sequence)
+            self.blocks.sharing.ended(sequence)
             return None
         self.sequences.append(sequence)
         is_received = sequence.num_computed < sequence.num_tokens
@@ -128,7 +128,7 @@ class Bench:
         self.blocks.change_owner(sequence, Owner.RUNNING)
         self.scheduler.adopt(sequence)
         if name is not None and is_received:
-            self.blocks.list_received_tail(sequence, name, sequence.num_samples - 1)
+            self.blocks.sharing.list_received(sequence, name, sequence.num_samples - 1)
         return sequence
 
     def forward(self, plan: StepPlan, token_id: int | None = None) -> StepResult:
@@ -192,12 +192,15 @@ class Bench:
         check_writes(self.scheduler, plan)
 
     def check_budget(self, plan: StepPlan) -> None:
-        """No more tokens than the budget, but for one prompt that is not cut and longer than the rest of the step."""
+        """No more tokens than the budget, but for one prompt that is not cut and longer than the rest of the step.
+
+        Whoever draws from another sample's tail beside it computes nothing.
+        """
         over = plan.num_prefill_tokens + plan.num_decode_tokens - self.scheduler.limits.token_budget
         assert plan.num_decode_tokens <= self.scheduler.limits.max_running
         if over > 0:
             assert self.scheduler.block_manager is not BlockManager, "chunks must fit the budget"
-            assert sum(row.is_prefill for row in plan.rows) == 1
+            assert sum(row.is_prefill and row.num_computed > 0 for row in plan.rows) == 1
             assert not plan.num_decode_tokens or self.scheduler.block_manager is WholeSequenceBlocks
 
     def is_a_sequences(self, block: int) -> bool:

@@ -88,7 +88,7 @@ class History:
         assert self.bench.pool.num_available == NUM_BLOCKS
         assert not self.bench.scheduler.in_progress
         assert not self.bench.blocks.tails
-        assert not self.bench.blocks.num_forked
+        assert not self.bench.blocks.sharing.num_forked
         assert self.bench.scheduler.swap_use.num_used_slots == 0
 
 
@@ -170,3 +170,16 @@ def test_a_gang_that_lacks_one_block_does_not_come_back_to_lose_it_again() -> No
         ([2, 1, 2, 2, 2, 2, 2, 2, 2, 2], 7, 0, 1, "prefill_only"),
     ]
     run_history(Bench(NUM_BLOCKS, 12, 4, True, "sarathi", policy, OnDemandBlocks), wanted)
+
+
+def test_a_sample_that_draws_from_a_tail_stands_beside_a_prompt_longer_than_the_step() -> None:
+    """It computes nothing, so the budget that the prompt has overrun does not hold it up."""
+    wanted = [
+        ([1], 1, 0, 0, "prefill_only gang"),
+        ([1], 0, 0, 0, "local"),
+        ([1], 0, 0, 0, "local"),
+        ([1], 0, 0, 0, "adopted"),
+        ([1] * 9, 0, 0, 0, "local"),
+    ]
+    policy = SchedulerSettings(queue_order="random", queue_patience=3)
+    run_history(Bench(NUM_BLOCKS, 8, 2, True, "faster_transformer", policy), wanted)

@@ -95,11 +95,11 @@ class World:
             return None
         self.begin(sequence)
         if not self.blocks.admit(sequence, Owner.RESERVED):
-            self.blocks.tail_ended(sequence)
+            self.blocks.sharing.ended(sequence)
             self.close(sequence)
             self.ended.remove(sequence)
             return None
-        name, first = self.blocks.tail_name(sequence), blocks_for(sequence.num_computed, BLOCK)
+        name, first = self.blocks.sharing.name_of(sequence), blocks_for(sequence.num_computed, BLOCK)
         positions = np.arange(first * BLOCK, len(prompt))
         where = sequence.table.ids[positions // BLOCK], positions % BLOCK
         self.runner._entries[where] = np.stack([np.array(prompt)[positions], positions], axis=1)
@@ -110,7 +110,7 @@ class World:
         self.blocks.change_owner(sequence, Owner.RUNNING)
         self.scheduler.adopt(sequence)
         if name is not None and len(positions):
-            self.blocks.list_received_tail(sequence, name, count - 1)
+            self.blocks.sharing.list_received(sequence, name, count - 1)
         return sequence
 
     def close(self, sequence: Sequence) -> None:
@@ -197,7 +197,7 @@ class World:
     def check_end(self, aborted: set[SequenceKey]) -> None:
         assert not self.open
         assert not self.blocks.tails and not self.blocks.tails._seen
-        assert not self.blocks.num_forked and not len(self.blocks.copies)
+        assert not self.blocks.sharing.num_forked and not len(self.blocks.copies)
         assert self.pool.num_available == self.num_blocks
         assert not self.scheduler.in_progress
         assert set(self.runner.kept) <= set(self.blocks.tails.take_forgotten()), "a position is kept for ever"

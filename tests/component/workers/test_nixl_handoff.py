@@ -17,7 +17,7 @@ from kvrelay.protocol.sampling import Sampling
 from kvrelay_decode import receiving
 from kvrelay_decode.quarantine import SETTLE_TICKS, Due
 from kvrelay_decode.service import DecodeRole
-from kvrelay_prefill import service as prefill_service
+from kvrelay_prefill import sending
 from tests.component.transfer.transports import NO_NIXL
 from tests.component.workers.rig import Fleet, cancel_and_stop_at_any_moment, fleet, prompt_of, run
 from tests.fakes.hash_runner import HashRunner, expected_tokens
@@ -107,7 +107,7 @@ def test_slots_of_a_silent_prefill_worker_stay_in_quarantine_until_its_process_h
             await f.until_clean()
 
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
-        monkeypatch.setattr(prefill_service, "own_identity", lambda: identity_of(process.pid))
+        monkeypatch.setattr(sending, "own_identity", lambda: identity_of(process.pid))
         try:
             run(lambda: test(process))
         finally:
@@ -140,7 +140,7 @@ def test_slots_of_a_silent_prefill_worker_elsewhere_are_free_when_its_successor_
     async def then(decode: LocalWorker) -> None:
         assert decode.shell.role.totals()["quarantines"] == 1
 
-    monkeypatch.setattr(prefill_service, "own_identity", lambda: "another-machine:pid:[1]/1/1")
+    monkeypatch.setattr(sending, "own_identity", lambda: "another-machine:pid:[1]/1/1")
     run(lambda: successor_speaks(redis_url, then))
 
 
@@ -167,7 +167,7 @@ def test_slots_stay_in_quarantine_while_the_silent_prefill_worker_is_seen_to_liv
             process.kill()
 
         process.send_signal(signal.SIGSTOP)
-        monkeypatch.setattr(prefill_service, "own_identity", lambda: identity_of(process.pid))
+        monkeypatch.setattr(sending, "own_identity", lambda: identity_of(process.pid))
         try:
             run(lambda: successor_speaks(redis_url, then))
         finally:

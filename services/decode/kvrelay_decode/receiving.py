@@ -6,7 +6,6 @@ feeds the machines events and carries out their instructions, up to the moment w
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections.abc import Iterator
@@ -41,7 +40,7 @@ from kvrelay.worker.sequences import PromptRefused, make_sequence, sequence_key
 from kvrelay_decode import handoff as machine
 from kvrelay_decode.quarantine import Quarantine
 from kvrelay_decode.request import DecodeRequest
-from kvrelay_decode.shares import Shares
+from kvrelay_decode.reservations import Reservations
 from kvrelay_decode.stream import TokenStream, entry_of
 from kvrelay_decode.wishes import Wishes
 
@@ -68,16 +67,12 @@ class Receiving:
             ("handoffs_committed", "resends", "corrupted_blocks", "failed_transfers", "quarantines"), 0
         )
         self._context = context
-        self._receivers = receivers
+        self._reservations = Reservations(receivers, context.pool.num_blocks, context.messenger.me.incarnation)
         self._requests = requests
         self._stream = stream
         self._arrivals = arrivals
-        self._by_reservation: dict[str, SequenceKey] = {}
-        self._reservation_numbers = itertools.count(1)
         self._wishes = Wishes(context.scheduler, context.blocks, requests, self._is_within_share)
-        self._shares = Shares(context.pool.num_blocks)
         self._quarantine = Quarantine(has_ended, can_be_seen)
-        self._pairs: dict[PeerRef, str] = {}  # the transport that was last taken with a prefill worker
         self._meter = HandoffMeter(
             "decode", context.spec.block_bytes, context.instruments, context.metrics, context.tracer, context.recent
         )
@@ -86,13 +81,11 @@ class Receiving:
 
     def start(self) -> None:
         """The event loop runs: blocks may land."""
-        for receiver in self._receivers.values():
-            receiver.start(self._on_transfer)
+        self._reservations.start(self._on_transfer)
 
     def close(self) -> None:
         """Stops the transports."""
-        for receiver in self._receivers.values():
-            receiver.close()
+        self._reservations.close()
 
     @property
     def num_lost(self) -> int:
@@ -150,7 +143,7 @@ class Receiving:
                 if request.handoff.state in WAITING:
                     self._meter.failed("prefill_lost", request.course)
                 self._run(request, request.handoff.sender_lost())
-        self._pairs.pop(peer, None)
+        self._reservations.peer_lost(peer)
         self._quarantine.lost(peer, time.monotonic(), replaced=replaced)
 
     def tick_quarantine(self, now: float) -> None:
@@ -240,7 +233,7 @@ class Receiving:
             handoff=handoff,
             prefill=prefill,
             process=body.process,
-            transport=self._choose_transport(prefill, body.transports),
+            transport=self._reservations.choose_transport(prefill, body.transports),
             first_index=sequence.num_output,
             num_siblings=body.num_siblings,
             arrival=next(self._arrivals),
@@ -252,30 +245,14 @@ class Receiving:
             return "the decode worker is draining"
         if key in self._requests.tombstones:
             return "the request was cancelled"
-        if not any(name in self._receivers for name in body.transports):
-            return f"no common transport: {body.transports} offered, {list(self._receivers)} here"
-        return ""
-
-    def _choose_transport(self, prefill: PeerRef, offered: list[str]) -> str:
-        """The sender's best that is here too; logged when it is the pair's first, or another one than before."""
-        taken = next(name for name in offered if name in self._receivers)
-        if self._pairs.get(prefill) != taken:
-            self._pairs[prefill] = taken
-            log.info(
-                "KV blocks of %s come by %s: it offers %s, and %s can be taken here",
-                prefill.peer_id,
-                taken,
-                ", ".join(offered),
-                ", ".join(self._receivers),
-            )
-        return taken
+        return self._reservations.why_none_in_common(body.transports)
 
     # -- room ---------------------------------------------------------------------------------------------------------
 
     def _is_within_share(self, request: DecodeRequest, num_wanted: int) -> bool:
-        if request.prefill is None or not self._receivers[request.transport].needs_quarantine:
-            return True
-        return self._shares.allows(request.prefill, num_wanted)
+        return request.prefill is None or self._reservations.is_within_share(
+            request.prefill, request.transport, num_wanted
+        )
 
     def _grant(self, request: DecodeRequest, handoff: machine.ReceiverHandoff) -> bool:
         assert request.prefill is not None
@@ -283,25 +260,16 @@ class Receiving:
         if not self._context.blocks.admit(sequence, Owner.RESERVED):
             return False
         self._wishes.granted(request)
-        receiver = self._receivers[request.transport]
         first_block = blocks_for(sequence.num_computed, self._context.spec.block_size)
         blocks = sequence.table.ids.tolist()
-        if receiver.needs_quarantine:
-            self._shares.granted(sequence.key, request.prefill, len(blocks) - first_block)
-        reservation = f"{self._context.messenger.me.incarnation}-{next(self._reservation_numbers)}"
-        self._by_reservation[reservation] = sequence.key
-        handoff.granted(reservation, first_block, len(blocks), needs_quarantine=receiver.needs_quarantine)
-        receiver.admit(reservation, first_block, blocks[first_block:])
-        granted = Granted(
-            reservation=reservation,
-            first_block=first_block,
-            slots=blocks[first_block:],
-            transport=request.transport,
-            endpoint=receiver.endpoint,
-        )
+        reservation = self._reservations.name(sequence.key)
+        needs_quarantine = self._reservations.needs_quarantine(request.transport)
+        handoff.granted(reservation, first_block, len(blocks), needs_quarantine=needs_quarantine)
+        slots = blocks[first_block:]
+        granted = self._reservations.open(reservation, request.prefill, request.transport, first_block, slots)
         self._send_prefill(request, granted)
         self._meter.granted(request.course, request.transport)
-        request.course.num_blocks = len(blocks) - first_block
+        request.course.num_blocks = len(slots)
         self._context.steps.wake()  # local prompts may have been held back for it
         return True
 
@@ -317,7 +285,7 @@ class Receiving:
     # -- instructions -------------------------------------------------------------------------------------------------
 
     def _on_transfer(self, event: ReceiverEvent) -> None:
-        request = self._requests.get(self._by_reservation.get(event.reservation))
+        request = self._requests.get(self._reservations.key_of(event.reservation))
         if request is None:
             return
         request.last_progress = time.monotonic()
@@ -334,13 +302,13 @@ class Receiving:
         handoff = _machine_of(request)
         if handoff.state is machine.ReceiverState.FREED:
             self._requests.remove(request.sequence.key)
-            self._by_reservation.pop(handoff.reservation, None)
+            self._reservations.forget(handoff.reservation)
 
     def _carry_out(self, request: DecodeRequest, instruction: machine.Instruction) -> None:
         sequence = request.sequence
         match instruction:
             case machine.StopReceiving(reservation):
-                self._receivers[request.transport].release(reservation)
+                self._reservations.stop(reservation, request.transport)
             case machine.Commit(handoff):
                 self._commit(request, handoff)
             case machine.Quarantine():
@@ -386,7 +354,7 @@ class Receiving:
         if tail is not None and _machine_of(request).num_received:
             self._context.blocks.sharing.list_received(sequence, tail, handoff.num_siblings)
         self._settle(request)
-        self._by_reservation.pop(handoff.reservation, None)
+        self._reservations.forget(handoff.reservation)
         self._send_prefill(request, Committed(reservation=handoff.reservation))
         self._meter.committed(request.course, sequence.key)
         self._not_stepped[sequence.key] = request.course
@@ -400,7 +368,7 @@ class Receiving:
     def _settle(self, request: DecodeRequest) -> None:
         """Nothing is written for it any more, and nobody has to wait for its blocks."""
         self._wishes.settled(request)
-        self._shares.settled(request.sequence.key)
+        self._reservations.settled(request.sequence.key)
 
     def _send_prefill(
         self, request: DecodeRequest, body: Granted | Deferred | Refused | Committed | Resend | Released

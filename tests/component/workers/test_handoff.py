@@ -80,7 +80,7 @@ def test_what_a_sender_cannot_write_by_itself_is_not_of_its_share(redis_url: str
             await until(lambda: f.decode[0].blocks["reserved"])
             role = f.decode[0].shell.role
             assert isinstance(role, DecodeRole)
-            assert len(role._receiving._shares) == 0
+            assert role._receiving._reservations.num_one_sided == 0
             runners[0].go_on()
             await got.finished()
 

@@ -21,7 +21,7 @@ from kvrelay.process import event_loop_factory
 
 WORDS = ["otter", "river", "bank", "fish", "swim", "stone", "water", "night", "light", "tree", "leaf", "wind", "rain"]
 WORDS += ["snow", "path", "field", "house", "door"]
-NUM_BODIES = 256
+MAX_BODIES = 2048
 NUM_GROUPS = 16
 END = b"\r\n0\r\n\r\n"
 
@@ -37,11 +37,13 @@ class Outcome:
 
 
 def make_bodies(arguments: argparse.Namespace) -> list[bytes]:
-    """Whole HTTP requests. Half of each prompt is shared with one in 16 of the others."""
+    """Whole HTTP requests. The first half of each prompt is that of one in 16 of the others, the same in all runs; the
+    second one is new, or what a router remembers of texts and prefixes would be all of them."""
     draw = random.Random(3)
     shared = [prompt_text(arguments.prompt_chars // 2, draw) for _ in range(NUM_GROUPS)]
+    draw = random.Random(time.time_ns())
     bodies = []
-    for number in range(NUM_BODIES):
+    for number in range(min(MAX_BODIES, arguments.requests)):
         prompt = shared[number % NUM_GROUPS] + " " + prompt_text(arguments.prompt_chars // 2, draw)
         asked = {"model": arguments.model, "stream": True, "max_tokens": arguments.tokens, "temperature": 0}
         content = {"messages": [{"role": "user", "content": prompt}]} if arguments.chat else {"prompt": prompt}

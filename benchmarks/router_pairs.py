@@ -6,7 +6,7 @@ several numbers of streams, because a step of one worker is one message, and wak
 worker's streams. At the last number it falls behind, and joins tokens: there a token's time is what counts. A request's
 time is that of router_cost.py too; the first event is waited for under the same open load for both.
 
-Usage: git worktree add /tmp/before COMMIT && python -m benchmarks.router_pairs /tmp/before [--pairs 5]
+Usage: git worktree add /tmp/before COMMIT && python -m benchmarks.router_pairs /tmp/before [--pairs 5] [--only request]
 """
 
 from __future__ import annotations
@@ -76,11 +76,25 @@ def row(name: str, pairs: list[tuple[float, float]], digits: int = 1) -> str:
     return f"| {name} | {spread(befores, digits)} | {spread(afters, digits)} | {spread(ratios, 2)} |"
 
 
+def measures() -> dict[str, tuple[Measure, int]]:
+    """What is compared, by the names of its rows, with the digits that are shown."""
+    found: dict[str, tuple[Measure, int]] = {}
+    for num_streams in NUM_STREAMS[:-1]:
+        found[f"CPU us an event, {num_streams} streams"] = token_us(num_streams, "events"), 1
+    found[f"CPU us a token, {NUM_STREAMS[-1]} streams"] = token_us(NUM_STREAMS[-1], "tokens"), 1
+    for kind, flags in (("completion", ()), ("chat", ("--chat",))):
+        found[f"CPU us a request, {kind}"] = request_us(*flags), 0
+    found[f"first event p50 ms at {OPEN_RATE:g} requests/s"] = first_ms, 1
+    found["requests/s at saturation"] = requests_s, 0
+    return found
+
+
 def main() -> None:
     """See the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path, help="the other checkout")
     parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--only", default="", help="rows whose names have this")
     parser.add_argument("--prefill", type=int, default=2)
     parser.add_argument("--decode", type=int, default=4)
     parser.add_argument("--step-ms", type=float, default=5.0)
@@ -94,17 +108,9 @@ def main() -> None:
         for router in (before, after):
             router.load("--requests", "300", "--tokens", "32")  # warm
         print("| | before | after | of pairs, after / before |\n|---|---|---|---|")
-        for num_streams in NUM_STREAMS:
-            what = "tokens" if num_streams == NUM_STREAMS[-1] else "events"
-            pairs = compare(token_us(num_streams, what), before, after, arguments.pairs)
-            name = f"CPU us a{'n event' if what == 'events' else ' token'}, {num_streams} streams"
-            print(row(name, pairs), flush=True)
-        for kind, flags in (("completion", ()), ("chat", ("--chat",))):
-            pairs = compare(request_us(*flags), before, after, arguments.pairs)
-            print(row(f"CPU us a request, {kind}", pairs, 0), flush=True)
-        pairs = compare(first_ms, before, after, arguments.pairs)
-        print(row(f"first event p50 ms at {OPEN_RATE:g} requests/s", pairs), flush=True)
-        print(row("requests/s at saturation", compare(requests_s, before, after, arguments.pairs), 0), flush=True)
+        for name, (measure, digits) in measures().items():
+            if arguments.only in name:
+                print(row(name, compare(measure, before, after, arguments.pairs), digits), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""What tokenizing costs the router with and without its memory of pieces, by how much of the texts it has seen.
+"""What tokenizing costs the router with and without its memories of pieces and spans, by how much it has seen.
 
-- the router's benchmarks: prompts of 2,000 characters of 18 words, as in router_load.py,
+- the router's benchmarks: prompts of 2,000 characters of 18 words, as in router_load.py, each once; and with beginnings
+  of 1,000 characters that 16 of them share,
 - distinct: windows of 2,000 characters of this repository's documents and sources, none of which comes twice,
 - conversations: eight turns, each a window; the whole conversation is tokenized at each turn, as clients send it.
 
-CPU time of one thread a text, both ways in turns with the same texts; the memory begins empty and the first quarter of
+CPU time of one thread a text, all ways in turns with the same texts; the memories begin empty and the first quarter of
 the texts is not counted.
 
 Usage: python -m benchmarks.tokenizing [--model DIR] [--seed 3]
@@ -24,6 +25,7 @@ from benchmarks.router_load import prompt_text
 from kvrelay.config.demo import demo_model_path
 from kvrelay_router.text.pieces import memory_of
 from kvrelay_router.text.service import TextService
+from kvrelay_router.text.spans import SpanMemory
 
 ROOT = Path(__file__).parents[1]
 WINDOW_CHARS = 2000
@@ -59,29 +61,36 @@ def main() -> None:
     arguments = parser.parse_args()
     draw = random.Random(arguments.seed)
     documents, sources = windows("docs/*.md", draw), windows("s*/**/*.py", draw)
+    shared = [prompt_text(WINDOW_CHARS // 2, draw) for _ in range(16)]
     loads = {
         "the router's benchmarks": [prompt_text(WINDOW_CHARS, draw) for _ in range(NUM_PROMPTS)],
+        "with shared beginnings": [
+            f"{draw.choice(shared)} {prompt_text(WINDOW_CHARS // 2, draw)}" for _ in range(NUM_PROMPTS)
+        ],
         "distinct documents": documents,
         "distinct sources": sources,
         "conversations about documents": conversations(documents),
         "conversations about sources": conversations(sources),
     }
-    print("| texts | number | characters | us as a whole | us by pieces | ratio |\n|---|---|---|---|---|---|")
+    print("| texts | number | characters | us as a whole | by pieces | by spans | ratio |\n|---|---|---|---|---|---|---|")
     for name, texts in loads.items():
-        backend, other = (TextService.load(arguments.model).tokenizer.backend for _ in range(2))  # each with its caches
-        memory = memory_of(other)
-        if memory is None:
+        # Each with its caches:
+        backend, *others = (TextService.load(arguments.model).tokenizer.backend for _ in range(3))
+        memory, below = map(memory_of, others)
+        if memory is None or below is None:
             raise SystemExit("the parts of this tokenizer do not show that its texts may be cut")
+        spans = SpanMemory(below.encode)
 
         def whole(text: str, backend: tokenizers.Tokenizer = backend) -> list[int]:
             ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
             return ids
 
-        times = [(cpu_us(whole, text), cpu_us(memory.encode, text)) for text in texts][len(texts) // 4 :]
-        as_whole, by_pieces = (sum(each) / len(times) for each in zip(*times, strict=True))
+        ways = (whole, memory.encode, spans.encode)
+        times = [[cpu_us(way, text) for way in ways] for text in texts][len(texts) // 4 :]
+        as_whole, by_pieces, by_spans = (sum(each) / len(times) for each in zip(*times, strict=True))
         num_chars = sum(map(len, texts)) / len(texts)
-        row = f"| {name} | {len(times)} | {num_chars:,.0f} | {as_whole:,.0f} | {by_pieces:,.0f} |"
-        print(f"{row} {by_pieces / as_whole:.2f} |")
+        row = f"| {name} | {len(times)} | {num_chars:,.0f} | {as_whole:,.0f} | {by_pieces:,.0f} | {by_spans:,.0f} |"
+        print(f"{row} {by_spans / by_pieces:.2f} |")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from kvrelay_router.text import pieces
 from kvrelay_router.text.pieces import PieceMemory, added_around, memory_of
+from kvrelay_router.text.spans import MAX_SEEN, SpanMemory
 from kvrelay_router.text.tokenizer import Tokenizer as RouterTokenizer
 from tests.fakes.text_model import CORPUS, SPECIAL, byte_fallback_tokenizer, byte_level_tokenizer
 
@@ -116,6 +117,65 @@ def test_each_piece_is_independent_of_the_others(kind: str, text: str) -> None:
     assert [i for piece in cut for i in _whole(SOUND[kind], piece)] == _whole(SOUND[kind], text)
 
 
+@pytest.mark.parametrize("kind", SOUND)
+@given(
+    texts=st.lists(TEXTS, min_size=1, max_size=6),
+    order=st.lists(st.integers(0, 5), max_size=8),
+    capacity=st.sampled_from([1, 4, 1000]),
+    span_chars=st.sampled_from([1, 5, 16]),
+)
+@settings(deadline=None)
+def test_spans_give_the_ids_of_the_whole(
+    kind: str, texts: list[str], order: list[int], capacity: int, span_chars: int
+) -> None:
+    """Texts that begin alike are those that were put together of the same ones, in any order."""
+    memory = SpanMemory(_memory(SOUND[kind]).encode, capacity=capacity, span_chars=span_chars)
+    joined = "".join(texts[number % len(texts)] for number in order)
+    for text in [*texts, joined, *texts, joined, joined + texts[0], texts[0] + joined, joined]:
+        assert memory.encode(text) == _whole(SOUND[kind], text)
+        assert len(memory) <= capacity
+
+
+def test_what_begins_as_others_did_is_encoded_from_where_it_parts() -> None:
+    asked: list[str] = []
+
+    def encode(text: str) -> list[int]:
+        asked.append(text)
+        return _whole(SOUND["gpt2"], text)
+
+    memory = SpanMemory(encode, span_chars=10)
+    beginning = "the otter swims in the river"
+    for _ in range(3):
+        memory.encode(beginning)
+    assert asked == [beginning, "the otter swims", " in the river"]  # the second time, each by itself
+    asked.clear()
+    longer = beginning + " and the fish flee"
+    assert memory.encode(longer) == _whole(SOUND["gpt2"], longer)
+    assert asked == [" and the fish flee"]
+
+
+def test_spans_that_come_once_are_not_kept() -> None:
+    memory = SpanMemory(_memory(SOUND["gpt2"]).encode, span_chars=4)
+    for number in range(100):
+        memory.encode(f"the {number} otters have {number} fish")
+    assert len(memory) <= 2  # what all of them have
+    text = "x" * 100
+    for _ in range(3):
+        assert memory.encode(text) == _whole(SOUND["gpt2"], text)
+    assert len(memory) <= 2  # nothing so long
+
+
+def test_as_many_spans_as_there_may_be_leave_room_for_others() -> None:
+    memory = SpanMemory(lambda text: [len(text)], span_chars=8)
+    for number in range(MAX_SEEN + 1):
+        memory.encode(str(number))
+    memory.encode("otter")
+    assert not len(memory)
+    memory.encode("otter")
+    assert memory.encode("otter") == [5]
+    assert len(memory) == 1
+
+
 def test_what_recurs_is_not_encoded_again() -> None:
     asked: list[str] = []
 
@@ -157,13 +217,15 @@ def test_long_texts_and_long_pieces_are_not_remembered() -> None:
         assert not len(memory)
 
 
-def test_threads_share_a_memory() -> None:
+@pytest.mark.parametrize("by_spans", [False, True])
+def test_threads_share_a_memory(by_spans: bool) -> None:
     """One so small that all of them make it forget all the time."""
     memory, draw = _memory(SOUND["llama3"], 6), Random(3)
+    encode = SpanMemory(memory.encode, capacity=3, span_chars=12).encode if by_spans else memory.encode
     texts = [" ".join(draw.choices(WORDS, k=12)) for _ in range(200)]
     expected = [_whole(SOUND["llama3"], text) for text in texts]
     with ThreadPoolExecutor(4) as threads:
-        assert list(threads.map(memory.encode, texts)) == expected
+        assert list(threads.map(encode, [*texts, *texts])) == [*expected, *expected]
 
 
 @pytest.mark.parametrize("add_special_tokens", [False, True])

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import tokenizers
 
 from kvrelay_router.text.pieces import added_around, memory_of
+from kvrelay_router.text.spans import SpanMemory
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 """Texts come one at a time, from threads of ours; the library's own pool would only add a hop."""
@@ -63,16 +64,18 @@ class Tokenizer:
         self._added = {token_id: token.content for token_id, token in added.items()}
         self.bytes_of = _TokenTable(self.vocab_size, self._bytes_of)
         self.visible_bytes_of = _TokenTable(self.vocab_size, self._visible_bytes_of)
-        self._pieces = memory_of(backend)
+        pieces = memory_of(backend)
+        self._spans = SpanMemory(pieces.encode) if pieces is not None else None
         self._around = added_around(backend)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text."""
-        if self._pieces is not None and self._around is not None:
+        if self._spans is not None and self._around is not None:
             before, after = self._around if add_special_tokens else ([], [])
-            return before + self._pieces.encode(text) + after
+            ids = self._spans.encode(text)
+            return before + ids + after if before or after else ids
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        ids: list[int] = encoding.ids
+        ids = encoding.ids
         return ids
 
     def encode_marked(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[bool]]:

@@ -51,6 +51,9 @@ class SpanMemory:
     def _complete(self, spans: list[str], found: list[list[int] | None]) -> list[list[int] | None]:
         """Spans that come for the second time are encoded by themselves, and remembered; those in a row that are new,
         together."""
+        if self._seen.isdisjoint(map(hash, spans)) and not any(found):
+            self._saw(spans)
+            return [self._encode("".join(spans))]
         complete: list[list[int] | None] = []
         row: list[str] = []
         learned: dict[str, list[int]] = {}

@@ -18,6 +18,7 @@ import json
 import random
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Scope
@@ -88,6 +89,7 @@ class Path:
         self.app: ASGIApp = create_app(api, self.dispatcher, text)
         self.num_events = 0
         self._draw = random.Random(3)
+        self._beginnings = [prompt_text(1000, self._draw) for _ in range(16)]  # of prompts, as in router_load.py
 
     def _open(self, on_event: Callable[[LinkEvent], None]) -> Messenger:
         self.recorders.append(Recorder(on_event))
@@ -127,7 +129,8 @@ class Path:
 
     def _body(self, num_tokens: int) -> bytes:
         asked = {"model": DEMO_MODEL_NAME, "stream": True, "max_tokens": num_tokens, "temperature": 0}
-        return json.dumps(asked | {"prompt": prompt_text(2000, self._draw)}).encode()
+        prompt = f"{self._draw.choice(self._beginnings)} {prompt_text(1000, self._draw)}"
+        return json.dumps(asked | {"prompt": prompt}).encode()
 
     def _messages(self, recorder: Recorder, num_tokens: int) -> list[tuple[PeerRef, Header, bytes]]:
         """First tokens, then a batch a step and decode worker."""
@@ -182,6 +185,10 @@ class Writer:
 
     def unwatch(self) -> None:
         """See `watch`."""
+
+    def in_one_write(self) -> AbstractContextManager[None]:
+        """Nothing is written."""
+        return nullcontext()
 
     def write(self, events: bytes) -> None:
         """One part, which the connection would frame."""

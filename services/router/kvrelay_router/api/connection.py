@@ -12,7 +12,7 @@ import resource
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -104,6 +104,47 @@ class EventWriter:
     def ask(self, waited_s: float) -> None:
         """Finds out whether a client that ended its side that many seconds ago is still there."""
         ask_client(self._cycle, waited_s, carries_events=self.carries_events)
+
+
+    def in_one_write(self) -> OneWrite:
+        """What is sent of the answer within `with` goes out at its end, in one system call and as a packet of its own:
+        an answer's head and what follows it. Nobody else writes to the connection while a request is answered."""
+        return OneWrite(self._cycle)
+
+
+class OneWrite:
+    """See `EventWriter.in_one_write`. To uvicorn it is the transport."""
+
+    __slots__ = ("_cycle", "_parts", "_transport")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle, self._transport = cycle, cycle.transport
+        self._parts: list[bytes] = []
+
+    def __enter__(self) -> None:
+        self._cycle.transport = cast("asyncio.Transport", self)
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._cycle.transport = self._transport
+        self._flush()
+
+    def write(self, data: bytes) -> None:
+        """Later."""
+        self._parts.append(data)
+
+    def close(self) -> None:
+        """After what was written."""
+        self._flush()
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        """Whether the connection ends."""
+        return self._transport.is_closing()
+
+    def _flush(self) -> None:
+        if self._parts:
+            self._transport.write(b"".join(self._parts))
+            self._parts.clear()
 
 
 class BoundedConnection(HttpToolsProtocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 
 from orjson import dumps
 from starlette.datastructures import Headers
@@ -118,7 +118,9 @@ class GenerationResponse(Response):
                             return
                         response = await self._whole(generation)
         self._whole_started = True
-        await response(scope, receive, send)
+        writer: EventWriter | None = scope["state"].pop(EVENT_WRITER, None)
+        with writer.in_one_write() if writer is not None else nullcontext():
+            await response(scope, receive, send)
 
     async def _whole(self, generation: Generation) -> Response:
         collected = [Collected(run, choice) for run in self._runs for choice in run.choices]
@@ -136,24 +138,31 @@ class GenerationResponse(Response):
         """The answer starts with the first delta, so whatever fails before it still gets its status.
 
         Most of the others go to the connection in the callback that brings them; here come those that must wait for it,
-        and the end, which is written at once with the last events.
+        and the end, which is written at once with the last events. So is the head with the first ones.
         """
         if writer is not None:
             writer.carries_events = True
             generation.push_to(_EventSink(generation, self._answer, writer))
+        one_write = writer.in_one_write if writer is not None else nullcontext
         events = b""
         async with aclosing(generation.steps()) as batches:
             async for steps in batches:
-                if not self._stream_started:
-                    self._note_tokens()
-                    await self._start_stream(generation, send)
+                self._note_tokens()
                 events = _events(self._answer, steps)
-                if events and not generation.is_over:
-                    await send({"type": "http.response.body", "body": events, "more_body": True})
-                    events = b""
+                if generation.is_over:
+                    continue  # they go out with the end
+                with one_write() if not self._stream_started else nullcontext():
+                    if not self._stream_started:
+                        await self._start_stream(generation, send)
+                    if events:
+                        await send({"type": "http.response.body", "body": events, "more_body": True})
+                events = b""
         self._note_end()
         usage = self._answer.usage_chunk(usage_of(self._runs)) if self._include_usage else b""
-        await send({"type": "http.response.body", "body": events + usage + DONE})
+        with one_write():
+            if not self._stream_started:
+                await self._start_stream(generation, send)
+            await send({"type": "http.response.body", "body": events + usage + DONE})
 
     def _answer_headers(self, generation: Generation) -> dict[str, str]:
         headers = generation.served_by_headers()

@@ -72,7 +72,9 @@ def main() -> None:
         "conversations about documents": conversations(documents),
         "conversations about sources": conversations(sources),
     }
-    print("| texts | number | characters | us as a whole | by pieces | by spans | ratio |\n|---|---|---|---|---|---|---|")
+    print(
+        "| texts | number | characters | us as a whole | by pieces | by spans | ratio |\n|---|---|---|---|---|---|---|"
+    )
     for name, texts in loads.items():
         # Each with its caches:
         backend, *others = (TextService.load(arguments.model).tokenizer.backend for _ in range(3))

@@ -105,7 +105,6 @@ class EventWriter:
         """Finds out whether a client that ended its side that many seconds ago is still there."""
         ask_client(self._cycle, waited_s, carries_events=self.carries_events)
 
-
     def in_one_write(self) -> OneWrite:
         """What is sent of the answer within `with` goes out at its end, in one system call and as a packet of its own:
         an answer's head and what follows it. Nobody else writes to the connection while a request is answered."""

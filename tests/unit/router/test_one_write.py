@@ -79,9 +79,14 @@ async def test_the_connection_ends_after_what_was_written() -> None:
 async def test_what_was_written_before_an_error_or_the_end_of_the_task_goes_out() -> None:
     transport = Transport()
     cycle = cycle_on(transport)
-    with pytest.raises(ValueError, match="otter"), EventWriter(cycle).in_one_write():
-        await cycle.send(HEAD)
-        raise ValueError("otter")
+
+    async def answer() -> None:
+        with EventWriter(cycle).in_one_write():
+            await cycle.send(HEAD)
+            raise ValueError("otter")
+
+    with pytest.raises(ValueError, match="otter"):
+        await answer()
     assert len(transport.done) == 1
     assert cycle.transport is cast("Any", transport)
 

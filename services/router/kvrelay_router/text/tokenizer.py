@@ -72,10 +72,10 @@ class Tokenizer:
         """Token ids of a text."""
         if self._spans is not None and self._around is not None:
             before, after = self._around if add_special_tokens else ([], [])
-            ids = self._spans.encode(text)
-            return before + ids + after if before or after else ids
+            within = self._spans.encode(text)
+            return before + within + after if before or after else within
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        ids = encoding.ids
+        ids: list[int] = encoding.ids
         return ids
 
     def encode_marked(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[bool]]:

@@ -1,6 +1,6 @@
 """Times one layer of paged attention on the CPU: the compiled kernel against gathering blocks for torch's SDPA.
 
-Run: python benchmarks/attention_cpu.py [--threads 2] [--repeats 20]
+Run: python -m benchmarks.attention_cpu [--threads 2] [--repeats 20]
 Prints, for each case, the median milliseconds of both with their 10th and 90th percentiles, and the ratio.
 """
 

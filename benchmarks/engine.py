@@ -7,7 +7,7 @@ Two loads, each run with every scheduler in turn, `--repeats` times over; the cl
 
 TTFT: from arrival to the first token. Gap: between two tokens of one sequence. Ratios within the run are what to trust.
 
-Usage: python benchmarks/engine.py [--model DIR] [--threads 1] [--repeats 3] [--write benchmarks/results/engine.md]
+Usage: python -m benchmarks.engine [--model DIR] [--threads 1] [--repeats 3] [--write benchmarks/results/engine.md]
 """
 
 from __future__ import annotations
@@ -21,18 +21,14 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.sequences import greedy_sequence
 from kvrelay.engine.batch import SequenceKey
 from kvrelay.engine.make import make_runner
 from kvrelay.engine.runner import TransformersRunner
-from kvrelay.kv.hashing import root_hash
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
-from kvrelay.kv.table import BlockTable
-from kvrelay.protocol.messages import PeerRef
-from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.base import Chunking, SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.registry import BUILT_IN, make_scheduler
-from kvrelay.scheduling.sequence import Sequence, TokenBuffer
 from kvrelay.worker.step_loop import worker_batch
 
 DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"
@@ -99,7 +95,7 @@ def run(runner: TransformersRunner, name: str, chunking: Chunking, jobs: list[Jo
         now = time.perf_counter() - started
         while waiting and waiting[0].arrival <= now:
             job = waiting.pop(0)
-            sequence = make_sequence(len(serving), job)
+            sequence = greedy_sequence(len(serving), job.prompt, job.max_tokens, BLOCK_SIZE)
             serving[sequence.key] = job
             runner.add_sequence(sequence.key, sequence.sampling, job.prompt.tolist(), len(job.prompt))
             scheduler.add(sequence)
@@ -120,19 +116,6 @@ def run(runner: TransformersRunner, name: str, chunking: Chunking, jobs: list[Jo
             if output.finish is not None:
                 runner.drop_sequence(output.sequence.key)
     return Outcome(jobs, time.perf_counter() - started, bookkeeping_s)
-
-
-def make_sequence(number: int, job: Job) -> Sequence:
-    """As a worker makes it."""
-    return Sequence(
-        key=(str(number), 1, 0),
-        tokens=TokenBuffer(job.prompt),
-        num_prompt=len(job.prompt),
-        sampling=Sampling(temperature=0.0, max_tokens=job.max_tokens, ignore_eos=True),
-        root=root_hash(model="benchmark"),
-        table=BlockTable(BLOCK_SIZE),
-        router=PeerRef("router", "1", "tcp://nowhere"),
-    )
 
 
 def ms(values: list[float]) -> str:
@@ -183,7 +166,7 @@ def report(mixed: Results, long: Results, arguments: argparse.Namespace) -> str:
         "",
         f"{platform.machine()} with {os.cpu_count()} cores, {arguments.threads} thread(s) for the model, CPython "
         f"{platform.python_version()}. Token budget {TOKEN_BUDGET}, {arguments.repeats} repeats in turn: medians, with",
-        "the least and the most over the repeats. Milliseconds. Repeat with `python benchmarks/engine.py`; the",
+        "the least and the most over the repeats. Milliseconds. Repeat with `python -m benchmarks.engine`; the",
         "script's head says what is measured.",
         "",
         f"## Mixed, {arguments.jobs} requests, {arguments.rate:g} a second",

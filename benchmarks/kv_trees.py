@@ -5,7 +5,7 @@ to 64 blocks, conversations of 1 to 8 turns, 8 to 64 blocks a turn, one turn in 
 whole requests, as a worker does it: match, hold, allocate, publish in chunks of 64 blocks, release. Then prefixes are
 matched, the full pool serves more requests (each block of which is evicted first), and everything is evicted.
 
-Usage: python benchmarks/kv_trees.py [--num-blocks 1000000] [--write benchmarks/results/kv_trees.md]
+Usage: python -m benchmarks.kv_trees [--num-blocks 1000000] [--write benchmarks/results/kv_trees.md]
 
 Each tree is measured in a process of its own, in seconds of CPU time (other processes do not count), with the garbage
 collector off (it would walk the workload's lists). Bytes a block are the growth of the resident set from before the
@@ -228,7 +228,7 @@ def report(results: dict[str, dict[str, float]]) -> str:
         "",
         f"Machine: {cpu}, {os.cpu_count()} cores (one used), {platform.system()}, "
         f"{platform.python_implementation()} {platform.python_version()}. "
-        "Repeat with `python benchmarks/kv_trees.py --write benchmarks/results/kv_trees.md`; "
+        "Repeat with `python -m benchmarks.kv_trees --write benchmarks/results/kv_trees.md`; "
         "the script's head says what is measured.",
         "",
         "| | " + " | ".join(results) + " |",

@@ -5,7 +5,7 @@ their ends together. On and off take turns, and each pair gives a ratio: on a ma
 a run are what to trust. Counted from the step after which all decode. Bookkeeping: seconds of planning and booking for
 each second of forwards, without overlap: what overlap can hide at most.
 
-Usage: python benchmarks/overlap.py [--model DIR] [--threads 1] [--repeats 9] [--write benchmarks/results/overlap.md]
+Usage: python -m benchmarks.overlap [--model DIR] [--threads 1] [--repeats 9] [--write benchmarks/results/overlap.md]
 """
 
 from __future__ import annotations
@@ -20,19 +20,16 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.sequences import greedy_sequence
 from kvrelay.engine.make import make_runner
 from kvrelay.engine.runner import TransformersRunner
-from kvrelay.kv.hashing import root_hash
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
-from kvrelay.kv.table import BlockTable
 from kvrelay.process import event_loop_factory
-from kvrelay.protocol.messages import PeerRef
-from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.plan import SequenceOutput
 from kvrelay.scheduling.registry import DEFAULT_SCHEDULER, make_scheduler
-from kvrelay.scheduling.sequence import Sequence, TokenBuffer
+from kvrelay.scheduling.sequence import Sequence
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop, StepTotals
 
 DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"
@@ -82,22 +79,10 @@ class Run:
         """All of them."""
         rng = np.random.default_rng(1)
         for number in range(self.num_sequences):
-            self.loop.add(make_sequence(number, rng.integers(5, 2000, PROMPT_TOKENS).astype(np.int32), self.num_tokens))
+            prompt = rng.integers(5, 2000, PROMPT_TOKENS)
+            self.loop.add(greedy_sequence(number, prompt, self.num_tokens, BLOCK_SIZE))
         await self.loop.run(StepCallbacks(lambda plan: None, self.committed, self.failed))
         return Outcome(self.num_drawn / (time.perf_counter() - self.started), self.loop.totals)
-
-
-def make_sequence(number: int, prompt: np.ndarray, num_tokens: int) -> Sequence:
-    """As a worker makes it."""
-    return Sequence(
-        key=(str(number), 1, 0),
-        tokens=TokenBuffer(prompt),
-        num_prompt=len(prompt),
-        sampling=Sampling(temperature=0.0, max_tokens=num_tokens, ignore_eos=True),
-        root=root_hash(model="benchmark"),
-        table=BlockTable(BLOCK_SIZE),
-        router=PeerRef("router", "1", "tcp://nowhere"),
-    )
 
 
 def measure(runner: TransformersRunner, num_sequences: int, num_tokens: int, *, overlap: bool) -> Outcome:
@@ -135,7 +120,7 @@ def main() -> None:
         "",
         f"{platform.machine()} with {os.cpu_count()} cores (load {load:.0f} when it began), {arguments.threads} "
         f"thread(s) for the model, CPython {platform.python_version()}, {arguments.repeats} pairs. Repeat with "
-        "`python benchmarks/overlap.py`; the script's head says what is measured.",
+        "`python -m benchmarks.overlap`; the script's head says what is measured.",
         "",
         "| running | tokens/s, off | on | ratio, median | its quartiles | its range | bookkeeping | planned ahead |",
         "|---:|---:|---:|---:|---|---|---:|---:|",

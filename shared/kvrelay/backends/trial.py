@@ -43,7 +43,7 @@ def try_layers(
     """
     small = replace(layout, num_layers=2)
     for kind in sorted(kinds, key=str):
-        rows = (_make_sharing_rows if shared else _make_rows)(layout.block_size, kind)
+        rows = trial_rows(layout.block_size, kind, shared=shared)
         generator = torch.Generator(device).manual_seed(0)
 
         def draw(*shape: int, generator: torch.Generator = generator) -> torch.Tensor:
@@ -64,6 +64,11 @@ def try_layers(
         tolerance = _TOLERANCE[layout.dtype] if kind.softcap is None else _CAPPED_TOLERANCE
         if not error <= tolerance:
             raise WrongAttention(f"{kind} is off by {error:.2g}")
+
+
+def trial_rows(block_size: int, kind: LayerKind, *, shared: bool = False) -> PackedRows:
+    """The step that a kind of layer is tried with, over the blocks from 0 on."""
+    return (_make_sharing_rows if shared else _make_rows)(block_size, kind)
 
 
 def _make_rows(block_size: int, kind: LayerKind) -> PackedRows:

@@ -71,6 +71,9 @@ class AdmissionBook:
     def __len__(self) -> int:
         return len(self._admitted)
 
+    def __contains__(self, reservation: str) -> bool:
+        return reservation in self._admitted
+
     def admit(self, reservation: str, first_block: int, slots: Sequence[int]) -> None:
         """Raises ValueError, changing nothing, for a reservation or slot in use and for a slot outside the pool."""
         wanted = np.array(slots, np.int64)

@@ -3,6 +3,9 @@ message.
 
 A block lands once. With checksums it lands only if its bytes are those that were sent; others are reported as
 `Corrupted`, and may be sent again.
+
+The book is under a lock, which the event loop takes too, and which nobody holds while bytes are copied or summed. What
+is being copied is noted instead, and only the release of that very reservation waits for it.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from threading import Lock, Thread
+from threading import Condition, Thread
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +40,8 @@ class ReceiverThread:
         self._pool = as_pool(pool, writable=True)
         self._pool.enter_thread()  # for a subclass that makes its library's objects here
         self._book = AdmissionBook(self._pool.num_blocks, self._pool.block_bytes)
-        self._lock = Lock()
+        self._changed = Condition()  # over the book and over `_copying`
+        self._copying: str | None = None  # the reservation into whose slots a message is copied
         self.counters = ReceiverCounters()
         self._thread: Thread | None = None
         self._closed = False
@@ -54,13 +58,18 @@ class ReceiverThread:
         Raises ValueError, changing nothing, for a reservation that is admitted already, and for slots outside the pool,
         named twice, or still claimed by another reservation (a slot is free again once its block landed).
         """
-        with self._lock:
+        with self._changed:
             self._book.admit(reservation, first_block, slots)
 
     def release(self, reservation: str) -> None:
-        """Ends a reservation, known or not; nothing of it is taken in after this returns."""
-        with self._lock:
-            self._book.release(reservation)
+        """Ends a reservation, known or not; nothing of it is taken in after this returns.
+
+        Waits for the copy of the message that is just going into its slots, if there is one.
+        """
+        with self._changed:
+            self._book.release(reservation)  # first: no other message of it begins meanwhile
+            while self._copying == reservation:
+                self._changed.wait()
 
     def _run(self, port: LoopPort[ReceiverEvent]) -> None:
         try:
@@ -74,7 +83,8 @@ class ReceiverThread:
         raise NotImplementedError
 
     def _take(self, header_bytes: bytes | memoryview, data: memoryview | None) -> list[ReceiverEvent]:
-        """One message. `data`: its blocks back to back, to be copied; None: they are in their slots already."""
+        """One message, on the thread that takes all of them. `data`: its blocks back to back, to be copied; None: they
+        are in their slots already."""
         self.counters.num_messages += 1
         try:
             header = decode_header(header_bytes)
@@ -92,25 +102,35 @@ class ReceiverThread:
     def _check_and_land(self, header: BlocksHeader, data: memoryview | None) -> list[ReceiverEvent]:
         rows = None if data is None else np.frombuffer(data, np.uint8)
         size = header.indices.size * header.block_bytes if rows is None else rows.size
-        with self._lock:
+        with self._changed:
             writes = self._book.check(header, size)
             self.counters.num_duplicate_blocks += header.indices.size - len(writes.blocks)
             if header.checksums is None:
-                return self._land(header, writes, rows)
-        is_whole = self._verify(writes, header.checksums, rows)  # without the lock, which the event loop takes too
+                self._copying = header.reservation
         events: list[ReceiverEvent] = []
-        if not is_whole.all():
-            events.append(self._corrupted(header, writes.take(~is_whole)))
-        with self._lock:
-            writes = self._book.check(header, size)  # it may have been released meanwhile
-            return self._land(header, writes.take(is_whole), rows) + events
+        if header.checksums is not None:
+            is_whole = self._verify(writes, header.checksums, rows)
+            if not is_whole.all():
+                events.append(self._corrupted(header, writes.take(~is_whole)))
+            with self._changed:
+                writes = self._book.check(header, size).take(is_whole)  # it may have been released meanwhile
+                self._copying = header.reservation
+        try:
+            return self._copy_and_land(header, writes, rows) + events
+        finally:
+            with self._changed:
+                self._copying = None
+                self._changed.notify_all()
 
-    def _land(self, header: BlocksHeader, writes: Writes, rows: Bytes | None) -> list[ReceiverEvent]:
+    def _copy_and_land(self, header: BlocksHeader, writes: Writes, rows: Bytes | None) -> list[ReceiverEvent]:
         if not writes.blocks:
             return []
         if rows is not None:
             self._write(rows.reshape(-1, header.block_bytes), writes)
-        self._book.land(header.reservation, writes.blocks)
+        with self._changed:
+            if header.reservation not in self._book:
+                raise Dropped("unknown_reservation")  # released meanwhile, which waits for this
+            self._book.land(header.reservation, writes.blocks)
         self.counters.num_blocks += len(writes.blocks)
         self.counters.num_bytes += len(writes.blocks) * header.block_bytes
         return [Landed(header.reservation, writes.blocks)]

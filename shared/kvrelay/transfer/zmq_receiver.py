@@ -1,8 +1,7 @@
 """The receiving end over ZMQ: one PULL socket for all senders, and a thread that copies frames into the pool.
 
-Every message is copied under one lock, which `admit` and `release` take too. So once `release` returned,
-nothing of that reservation is written, and its slots need no quarantine; the price is that `release` may wait for the
-copy of one frame.
+`release` waits where a frame of that very reservation is being copied, and for nothing else. So once it returned
+nothing of the reservation is written, and its slots need no quarantine; the price is a wait for the copy of one frame.
 """
 
 from __future__ import annotations

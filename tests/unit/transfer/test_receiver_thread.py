@@ -1,0 +1,177 @@
+"""The event loop and the thread that copies: who waits for which copy, and that nothing lands after a release."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from threading import Event, Thread
+
+import numpy as np
+import pytest
+
+from kvrelay.transfer.base import Corrupted, Landed, ReceiverEvent
+from kvrelay.transfer.checksums import checksums_of
+from kvrelay.transfer.pool_memory import HostPool
+from kvrelay.transfer.receiver_thread import ReceiverThread
+from kvrelay.transfer.wire import Bytes, Indices, encode_header
+from tests.fakes.waiting import PATIENCE_S, wait_until
+
+pytestmark = pytest.mark.unit
+
+NUM_BLOCKS, BLOCK_BYTES = 24, 16
+FREE = 0xEE
+"""What a slot holds that belongs to nobody."""
+
+
+class SlowPool(HostPool):
+    """Copies block by block; calls `before` ahead of each."""
+
+    def __init__(self, memory: Bytes, before: Callable[[], None]) -> None:
+        super().__init__(memory)
+        self._before = before
+
+    def scatter(self, slots: Indices, rows: Bytes) -> None:
+        for number in range(len(slots)):
+            self._before()
+            super().scatter(slots[number : number + 1], rows[number : number + 1])
+
+
+class QueueReceiver(ReceiverThread):
+    """Takes messages out of a queue, on its thread."""
+
+    def __init__(self, pool: SlowPool) -> None:
+        super().__init__("receiver", pool)
+        self.messages: SimpleQueue[tuple[bytes, memoryview] | None] = SimpleQueue()
+        self.events: list[ReceiverEvent] = []
+        self.failure: BaseException | None = None
+        self.running = Thread(target=self.take_all, daemon=True)
+        self.running.start()
+
+    def take_all(self) -> None:
+        try:
+            while (message := self.messages.get()) is not None:
+                self.events += self._take(*message)
+        except Exception as error:
+            self.failure = error
+
+    def send(
+        self, reservation: str, blocks: Sequence[int], slots: Sequence[int], *, corrupt: bool | None = None
+    ) -> None:
+        """Blocks that are full of their index. `corrupt`: not None with checksums, and true with wrong ones."""
+        indices = np.array(blocks, np.int64)
+        data = np.repeat(indices.astype(np.uint8), BLOCK_BYTES).reshape(-1, BLOCK_BYTES)
+        checksums = None if corrupt is None else checksums_of(data) + np.uint32(corrupt)
+        header = encode_header(reservation, BLOCK_BYTES, indices, np.array(slots, np.int64), checksums)
+        self.messages.put((header, data.reshape(-1).data))
+
+    def end(self) -> None:
+        """After all messages."""
+        self.messages.put(None)
+        self.running.join(PATIENCE_S)
+        assert not self.running.is_alive() and self.failure is None
+
+
+def target(before: Callable[[], None]) -> tuple[Bytes, QueueReceiver]:
+    memory: Bytes = np.full((NUM_BLOCKS, BLOCK_BYTES), FREE, np.uint8)
+    return memory, QueueReceiver(SlowPool(memory, before))
+
+
+def test_only_the_release_of_what_is_copied_waits_for_the_copy() -> None:
+    begun, go_on, released = Event(), Event(), Event()
+
+    def before() -> None:
+        begun.set()
+        assert go_on.wait(PATIENCE_S)
+
+    memory, receiver = target(before)
+    receiver.admit("a", 0, [1, 2])
+    receiver.admit("b", 0, [3])
+    receiver.send("a", [0, 1], [1, 2])
+    receiver.send("a", [0, 1], [1, 2])
+    assert begun.wait(PATIENCE_S)
+    calls = (lambda: receiver.admit("c", 0, [4]), lambda: receiver.release("b"), lambda: receiver.release("unknown"))
+    for call in calls:
+        each = Thread(target=call, daemon=True)
+        each.start()
+        each.join(PATIENCE_S)
+        assert not each.is_alive()
+    with pytest.raises(ValueError, match="another reservation's"):
+        receiver.admit("d", 0, [1, 4])
+
+    def release() -> None:
+        receiver.release("a")
+        assert (memory[[1, 2]] != FREE).all()
+        memory[[1, 2]] = FREE
+        released.set()
+
+    releasing = Thread(target=release, daemon=True)
+    releasing.start()
+    wait_until(lambda: "a" not in receiver._book)
+    assert not released.is_set()
+    go_on.set()
+    assert released.wait(PATIENCE_S)
+    receiver.end()
+    assert (memory == FREE).all()
+    assert receiver.events == []
+    assert receiver.counters.dropped["unknown_reservation"] == 2
+
+
+def test_a_copy_that_fails_holds_no_release() -> None:
+    def before() -> None:
+        raise OSError("the device is lost")
+
+    _, receiver = target(before)
+    receiver.admit("a", 0, [1])
+    receiver.send("a", [0], [1])
+    wait_until(lambda: receiver.failure is not None)
+    receiver.release("a")
+    receiver.admit("b", 0, [1])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_nothing_is_written_into_slots_that_were_released_whatever_the_threads_do(seed: int) -> None:
+    """The loop's side admits and releases at random while messages, also repeated and late ones, are taken."""
+    draw, pause = random.Random(seed), random.Random(-seed)
+    memory, receiver = target(lambda: time.sleep(pause.choice((0, 0, 0, 1e-5, 2e-4))))
+    free, open_, sent = set(range(NUM_BLOCKS)), dict[str, list[int]](), list[tuple[str, list[int], list[int]]]()
+
+    def end(name: str) -> None:
+        receiver.release(name)
+        slots = open_.pop(name)
+        for index, slot in enumerate(slots):
+            assert set(memory[slot].tolist()) in ({FREE}, {index}), "whole, or not at all"
+        memory[slots] = FREE
+        free.update(slots)
+
+    receiver.admit("first", 0, [0, 1])
+    for corrupt in (True, False):
+        receiver.send("first", [0, 1], [0, 1], corrupt=corrupt)
+    wait_until(lambda: len(receiver.events) == 2)
+    assert receiver.events == [Corrupted("first", (0, 1)), Landed("first", (0, 1))]
+    free, open_["first"] = free - {0, 1}, [0, 1]
+    for number in range(300):
+        assert (memory[sorted(free)] == FREE).all()
+        action = draw.random()
+        if action < 0.3 and len(free) >= 4:
+            slots = draw.sample(sorted(free), draw.randint(1, 4))
+            free.difference_update(slots)
+            open_[f"r{number}"] = slots
+            receiver.admit(f"r{number}", 0, slots)
+            sent.append((f"r{number}", list(range(len(slots))), slots))
+        elif action < 0.75 and sent:
+            name, blocks, slots = draw.choice(sent[-8:])
+            some = draw.sample(blocks, draw.randint(1, len(blocks)))
+            receiver.send(name, some, [slots[each] for each in some], corrupt=draw.choice((None, None, False, True)))
+        elif open_:
+            end(draw.choice(sorted(open_)))
+        if draw.random() < 0.1:
+            wait_until(receiver.messages.empty)
+    for name in list(open_):
+        end(name)
+    receiver.end()
+    assert (memory == FREE).all()
+    events = [each for each in receiver.events if isinstance(each, Landed)]
+    landed = [(each.reservation, block) for each in events for block in each.blocks]
+    assert len(set(landed)) == len(landed)

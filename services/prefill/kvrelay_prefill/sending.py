@@ -276,23 +276,21 @@ class Sending:
     def _num_siblings(
         self, request: PrefillRequest, decode: PeerRef | None, states: Collection[machine.SenderState]
     ) -> int:
-        """Other samples of its request in these states that go to this decode worker. O(requests)."""
+        """Other samples of its request in these states that go to this decode worker."""
         if request.prompt.num_samples == 1:
             return 0
         return sum(
-            each is not request
-            and each.sequence.key[0] == request.sequence.key[0]
-            and each.handoff.decode == decode
-            and each.handoff.state in states
-            for each in self._requests.values()
+            each is not request and each.handoff.decode == decode and each.handoff.state in states
+            for each in self._requests.samples_of(request.sequence.key[0])
         )
 
     def _num_unheard(self, request: PrefillRequest) -> int:
-        """Samples of its request that have not come here yet, if they do: they are sent one by one. O(requests)."""
+        """Samples of its request that have not come here yet, if they do: they are sent one by one."""
         if request.prompt.num_samples == 1:
             return 0
-        heard = {key[2] for key in self._requests if key[0] == request.sequence.key[0]}
-        heard |= self._context.blocks.tails.seen_of(request.sequence.key[0])
+        name = request.sequence.key[0]
+        heard = {each.sequence.key[2] for each in self._requests.samples_of(name)}
+        heard |= self._context.blocks.tails.seen_of(name)
         return request.prompt.num_samples - len(heard)
 
     def _handoff_message(self, request: PrefillRequest, reservation: str, num_blocks: int, resend: int) -> Handoff:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
 from kvrelay.engine.batch import SequenceKey
@@ -45,6 +45,7 @@ class OpenRequests(Mapping[SequenceKey, RequestT]):
         self._context = context
         self._role = role
         self._open: dict[SequenceKey, RequestT] = {}
+        self._samples: dict[str, dict[SequenceKey, RequestT]] = {}  # the same, by the router's request
 
     def __getitem__(self, key: SequenceKey) -> RequestT:
         return self._open[key]
@@ -61,19 +62,28 @@ class OpenRequests(Mapping[SequenceKey, RequestT]):
 
     def add(self, request: RequestT) -> None:
         """It is open from now on."""
-        self._open[request.sequence.key] = request
+        key = request.sequence.key
+        self._open[key] = request
+        self._samples.setdefault(key[0], {})[key] = request
         if request.sequence.num_samples > 1:
-            self._context.blocks.tails.begin(request.sequence.key[0])
+            self._context.blocks.tails.begin(key[0])
 
     def remove(self, key: SequenceKey) -> None:
         """It holds nothing here any more. One that is not known is fine."""
         request = self._open.pop(key, None)
-        if request is not None and request.sequence.num_samples > 1 and not self._has_samples(key[0]):
-            self._context.blocks.tails.end(key[0])
+        if request is None:
+            return
+        samples = self._samples[key[0]]
+        del samples[key]
+        if not samples:
+            del self._samples[key[0]]
+            if request.sequence.num_samples > 1:
+                self._context.blocks.tails.end(key[0])
 
-    def _has_samples(self, request: str) -> bool:
-        """Whether any of a request's samples is open here. O(requests)."""
-        return any(key[0] == request for key in self._open)
+    def samples_of(self, request: str) -> Collection[RequestT]:
+        """The router's request as it is open here: its samples, in any attempt, in the order in which they came."""
+        samples = self._samples.get(request)
+        return samples.values() if samples is not None else ()
 
     # -- the beginning ------------------------------------------------------------------------------------------------
 
@@ -101,7 +111,7 @@ class OpenRequests(Mapping[SequenceKey, RequestT]):
 
     def supersede(self, key: SequenceKey) -> None:
         """A newer attempt of the same sequence ends the older ones."""
-        for other in [k for k in self._open if k[0] == key[0] and k[2] == key[2] and k[1] < key[1]]:
+        for other in [k for k in self._samples.get(key[0], ()) if k[2] == key[2] and k[1] < key[1]]:
             self.cancel(other, "a newer attempt took over")
 
     # -- the end ------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import random
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from http import HTTPStatus
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Scope
@@ -52,6 +53,10 @@ from kvrelay_router.text.service import TextService
 NUM_REQUESTS = 64
 FEW_TOKENS, MANY_TOKENS = 4, 68
 WORKERS = [("prefill", f"p{number}") for number in range(2)] + [("decode", f"d{number}") for number in range(4)]
+
+
+class RequestFailed(Exception):
+    """There is nothing to measure; the text is the answer."""
 
 
 class Recorder(Messenger):
@@ -108,13 +113,22 @@ class Path:
             self.dispatcher.view.answered(PeerRef(each.worker_id, each.incarnation, each.address), status, now)
 
     async def round(self, num_tokens: int) -> tuple[float, float, int]:
-        """CPU seconds until all prompts are sent, and from then to the end; events in the second part."""
+        """CPU seconds until all prompts are sent, and from then to the end; events in the second part.
+
+        Raises RequestFailed as soon as a request is answered by an error.
+        """
         recorder = self.recorders[0]
         recorder.prefills.clear()
         bodies = [self._body(num_tokens) for _ in range(NUM_REQUESTS)]
         began = time.thread_time()
         tasks = [asyncio.create_task(self._request(body)) for body in bodies]
+        ended: list[asyncio.Task[None]] = []
+        for task in tasks:
+            task.add_done_callback(ended.append)
         while len(recorder.prefills) < NUM_REQUESTS:
+            if ended:
+                ended[0].result()
+                raise RequestFailed("a request ended before its prompt was sent")
             await asyncio.sleep(0)
         submitted_s = time.thread_time() - began
         messages = self._messages(recorder, num_tokens)
@@ -161,12 +175,20 @@ class Path:
             return {"type": "http.request", "body": body, "more_body": False}
 
         writer = Writer(self)
+        status, last = 0, b""
 
         async def send(message: Message) -> None:
+            nonlocal status, last
             writer.has_begun = True
-            self.num_events += message["type"] == "http.response.body" and message.get("more_body", False)
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            else:
+                last = message["body"]
+                self.num_events += message.get("more_body", False)
 
         await self.app(_scope(body, writer), receive, send)
+        if status != HTTPStatus.OK or last.startswith(b'data: {"error"'):
+            raise RequestFailed(f"{status}: {last.decode()}")
 
 
 class Writer:
@@ -175,6 +197,7 @@ class Writer:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.has_begun = False
+        self.carries_events = False
 
     def is_ready(self) -> bool:
         """After the headers."""

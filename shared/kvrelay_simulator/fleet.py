@@ -76,7 +76,12 @@ class SimulatedFleet:
         self.view = FleetView(self.load)
         index = CacheView(list(self.workers.values())) if settings.has_index else None
         self.placement = Placement(
-            self.view, settings.policy, settings.local_prefill_tokens, index, clock=self.clock.now
+            self.view,
+            settings.policy,
+            settings.local_prefill_tokens,
+            index,
+            clock=self.clock.now,
+            expects_prefill=settings.num_prefill > 0,
         )
         self._num_open = 0
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.simulated.profiles import BUILT_IN, MeasuredProfile, StepLoad, UnknownProfile, find_profile
+from kvrelay_router.dispatch.placement import Placement
 from kvrelay_router.routing.policy import PolicyName
 from kvrelay_simulator import traces
 from kvrelay_simulator.cli import main
@@ -68,6 +69,17 @@ def test_the_next_turn_finds_its_prefix() -> None:
         first, second = ran(fleet, turns)
         assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 2048)
         assert first.computed_by == second.computed_by
+
+
+def test_a_fleet_that_has_no_prefill_workers_is_meant_so_and_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    trace = [TracedRequest(float(at), 2048, 4, (0, 1, 2, 3)) for at in range(3)]
+    ran(fleet_of(0, 2), trace)
+    assert caplog.messages == []
+    fleet = fleet_of(0, 2)
+    fleet.placement = Placement(fleet.view, "cost", 0, clock=fleet.clock.now)
+    ran(fleet, trace)
+    assert caplog.messages == ["nothing is disaggregated at the moment: no prefill worker is ready: decode alone"]
 
 
 TRACES = st.lists(

@@ -133,10 +133,13 @@ class Placement:
         silent_s: Callable[[PeerRef], float] = lambda peer: 0.0,
         lately_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
+        expects_prefill: bool = True,
     ) -> None:
+        """`expects_prefill`: a fleet without prefill workers lacks them, and is not meant to be so."""
         self._silent_s = silent_s
         self._lately_s = lately_s
         self._clock = clock
+        self._expects_prefill = expects_prefill
         self.fallbacks = Fallbacks()
         self.num_placed = dict.fromkeys(PLACEMENTS, 0)
         self.breakers = Breakers()
@@ -292,7 +295,7 @@ class Placement:
         self.num_placed["disaggregated" if decision.prefill and decision.decode else alone] += 1
 
     def _note_fallback(self, decision: Decision) -> None:
-        if decision.is_fallback:
+        if decision.is_fallback and self._expects_prefill:
             self.fallbacks.num_requests += 1
             if not self.fallbacks.is_active:
                 self.fallbacks.reason = decision.reasons[0]

@@ -132,7 +132,7 @@ class Received:
     """What the router heard about one sequence, tokens by output index."""
 
     tokens: dict[int, int] = field(default_factory=dict)
-    first_from_prefill: bool = False
+    first_from_prefill: bool = False  # before or after decode's word of it: nothing orders the two
     finish: FinishReason | None = None
     failed: str | None = None
     refused: bool = False  # with `failed`: it was not begun
@@ -232,7 +232,7 @@ class StubRouter:
         received = self.received[header.request, header.attempt, header.sequence]
         match body:
             case FirstToken():
-                received.first_from_prefill = not received.tokens
+                received.first_from_prefill = True
                 self._take(received, body.index, [body.token_id] if body.token_id is not None else [])
                 received.finish = body.finish or received.finish
                 received.beams = body.beams or received.beams

@@ -117,6 +117,12 @@ class FlashInferBackend:
         plan = self.shared_prefixes(pool, rows)
         return plan is not None and self._cascade is not None and plan.saved_tokens >= self._cascade.graph_tokens
 
+    def share_prefixes(self, costs: CascadeCosts | None) -> None:
+        """From the next step on, shared prefixes are read together where that saves what it costs; None: never."""
+        self._cascade, self._shared = costs, None
+        if costs is None:
+            self._prefix.clear()
+
     def note_planned(self) -> None:
         """All that was planned so far is on its way to the device."""
         if self._planned is not None:

@@ -69,12 +69,16 @@ def select_flashinfer(
     num_kv_heads = layout.num_kv_heads
     token_bytes = 2 * num_kv_heads * layout.head_dim * layout.dtype.itemsize
     costs = CascadeCosts.of(max(kind.num_heads for kind in kinds) // num_kv_heads, token_bytes)
+    # The same backend: another one would bring a workspace of its own, and wrappers that the first step has to make.
+    backend.share_prefixes(replace(costs, step_tokens=0))
     try:
-        try_layers(FlashInferBackend(device, cascade=replace(costs, step_tokens=0)), layout, kinds, device, shared=True)
+        try_layers(backend, layout, kinds, device, shared=True)
     except Exception as error:
         _log.warning("cascade_attention: shared prefixes are read row by row, it does not work: %s", _reason(error))
-        return backend
-    return FlashInferBackend(device, cascade=costs)
+        backend.share_prefixes(None)
+    else:
+        backend.share_prefixes(costs)
+    return backend
 
 
 def _reason(error: Exception) -> str:

@@ -257,6 +257,34 @@ def test_with_cascade_attention_the_trial_shares_prefixes_in_every_kind_of_layer
     assert sorted(Counted.windows) == ([-1, 127] if cascade else [])
 
 
+@pytest.mark.parametrize("merges", [True, False])
+def test_the_trials_workspace_and_wrappers_are_those_that_serve(monkeypatch: pytest.MonkeyPatch, merges: bool) -> None:
+    """They are made once, and before memory is profiled: those for prefixes, too."""
+    workspaces: list[torch.Tensor] = []  # of each wrapper
+
+    def counted(base: type[Any]) -> type[Any]:
+        class Counted(base):  # type: ignore[misc]
+            def __init__(self, workspace: torch.Tensor, *arguments: Any, **options: Any) -> None:
+                workspaces.append(workspace)
+                super().__init__(workspace, *arguments, **options)
+
+        return Counted
+
+    names = ("BatchPrefillWithPagedKVCacheWrapper", "BatchDecodeWithPagedKVCacheWrapper")
+    parts: dict[str, Any] = {name: counted(getattr(fake_flashinfer, name)) for name in names}
+    if not merges:
+        parts["merge_state_in_place"] = lambda *_: None
+    install(monkeypatch, **parts)
+    case = Case([(0, 20), (100, 1), (90, 1), (95, 1)], head_dim=64, dtype=torch.bfloat16)
+    share(case, [0, 0, 0], [4, 4, 4])
+    kind = LayerKind(case.num_kv_heads * case.group, case.params.scaling, None, None)
+    backend = select.select_flashinfer(CPU, LAYOUT, {kind}, cascade=True)
+    assert len(workspaces) == 3, "for chunks, for single tokens, for prefixes"
+    assert all(each is workspaces[0] for each in workspaces)
+    case.run(backend)
+    assert len(workspaces) == 3
+
+
 def test_a_merge_that_fails_leaves_prefixes_to_each_row(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.component.router.rig import MODEL, Router
-from tests.fakes.waiting import PATIENCE_S, until
+from tests.fakes.waiting import PATIENCE_S
 
 TEXT = "An otter is a mammal."
 H2C = "connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__\r\n"
@@ -128,17 +128,4 @@ async def test_a_client_that_asks_to_go_on_is_told_so(router: Router) -> None:
         assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         writer.write(body + LAST)
         assert texts(await reader.read()) == [TEXT]
-    writer.close()
-
-
-async def test_the_end_of_what_a_client_sends_is_the_end_of_its_interest(router: Router) -> None:
-    """The end of a client that was killed looks the same, and nobody is to compute for it."""
-    router.answers(TEXT, hang_after=2)
-    reader, writer = await asyncio.open_connection("127.0.0.1", router.server.port)
-    writer.write(completion(stream=True))
-    await until(lambda: len(router.dispatcher.handles) == 1)
-    writer.write_eof()
-    await until(lambda: router.dispatcher.handles[0].cancelled_at is not None)
-    async with asyncio.timeout(PATIENCE_S):
-        await reader.read()
     writer.close()

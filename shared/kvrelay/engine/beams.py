@@ -12,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from kvrelay.engine.batch import BeamRow, Candidates, SequenceKey
-from kvrelay.engine.device import rows_to_host
-from kvrelay.engine.sampler import Sampler, Seen, check_finite
+from kvrelay.engine.device import to_host
+from kvrelay.engine.draws import check_finite
+from kvrelay.engine.sampler import Sampler, Seen
 
 
 def best_candidates(
@@ -39,7 +40,7 @@ def best_candidates(
     top = torch.topk(scores, most, dim=-1)
     peaks_there = logits.amax(dim=-1)
     with sampler.waiting():
-        peaks, token_ids, values = rows_to_host(peaks_there, top.indices, top.values)
+        peaks, token_ids, values = to_host(peaks_there, top.indices, top.values)
     check_finite(keys, peaks)
     return [
         _candidates(ids[: beam.num_candidates], row[: beam.num_candidates])

@@ -14,28 +14,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrelay.engine.batch import RowsFailed, SequenceKey
-from kvrelay.engine.device import to_device, to_host
-from kvrelay.engine.logprobs import token_logprobs
+from kvrelay.engine.batch import SequenceKey
+from kvrelay.engine.device import to_device
+from kvrelay.engine.draws import Drawn, DrawnRows, Draws, ExactDraw, PendingDraw
+from kvrelay.engine.logprobs import PendingLogprobs
 from kvrelay.engine.randoms import uniforms
-from kvrelay.engine.sampler_state import SamplerState
-from kvrelay.engine.truncation import Limits, draw, draw_from_few, draw_limited
+from kvrelay.engine.sampler_state import Parameters, SamplerState
+from kvrelay.engine.truncation import Limits, draw, draw_from_few
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
-
-Parameters = np.ndarray[tuple[int], np.dtype[np.void]]
 
 Seen = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]
 """Tokens that came before, flat over all rows: the row, the token id, how often it came in the output."""
-
-
-class BadLogits(RowsFailed):
-    """The model gave logits without a finite maximum (NaN or infinity) for the sequences in `keys`.
-
-    Nothing was drawn or remembered: the step may be run again without them.
-    """
-
-    def __init__(self, keys: Sequence[SequenceKey]) -> None:
-        super().__init__(f"the model's logits are not finite for {', '.join(map(str, keys))}", keys)
 
 
 class Sampler:
@@ -44,10 +33,11 @@ class Sampler:
     def __init__(
         self, vocab_size: int, eos_token_ids: Sequence[int], device: torch.device, lock: Lock | None = None
     ) -> None:
-        """`lock` is held whenever a method is called; `sample` lets go of it while it waits for the device."""
+        """`lock` is held whenever a method is called, and those of pending draws: they let go of it while they wait."""
         self._device = device
         self._lock = lock
         self._state = SamplerState(vocab_size, eos_token_ids)
+        self._draws = Draws(self._state, device, self.waiting)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -73,12 +63,31 @@ class Sampler:
         self._state.drop(key)
 
     def last_drawn(self, keys: Sequence[SequenceKey]) -> NDArray[np.int64]:
-        """The token that `sample` drew last for each key, `[keys]`.
+        """The token drawn last for each key, `[keys]`, of the draws that have landed; 0 where there is none.
 
         Raises:
             KeyError: an unknown key.
         """
-        return self._state.last(keys)
+        last: NDArray[np.int64] = self._state.gather(keys)[1]["last"]
+        return last
+
+    def last_on_device(self, keys: Sequence[SequenceKey]) -> torch.Tensor:
+        """The token that the draw begun last gave for each key, `[keys]` int64 on the device, without a wait.
+
+        Draws that have landed count with the tokens that they landed with, those that were given up do not count; 0
+        where none is left. A sequence that was dropped and added again begins anew. Not to be written to.
+
+        Raises:
+            KeyError: an unknown key.
+        """
+        return self._draws.last(self._state.gather(keys)[1])
+
+    def must_land_first(self, keys: Sequence[SequenceKey]) -> bool:
+        """Whether a draw for these keys needs tokens that a pending one has not yet told the host.
+
+        Those of penalties do, whose counts the host keeps. Unknown keys need nothing.
+        """
+        return _counts_pending(self._state.known(keys))
 
     def sample(
         self, keys: Sequence[SequenceKey], positions: NDArray[np.int64], logits: torch.Tensor
@@ -91,22 +100,29 @@ class Sampler:
         Raises:
             BadLogits: rows whose logits are not finite.
             KeyError: an unknown key.
+            RuntimeError: a draw for one of the keys is pending.
+        """
+        return self.begin(keys, positions, logits).land()
+
+    def begin(self, keys: Sequence[SequenceKey], positions: NDArray[np.int64], logits: torch.Tensor) -> PendingDraw:
+        """Asks the device for what `sample` gives, and waits for nothing. At most two draws are pending for a key.
+
+        Raises:
+            KeyError: an unknown key.
+            RuntimeError: `must_land_first`.
         """
         slots, parameters = self._state.gather(keys)
+        if _counts_pending(parameters):
+            raise RuntimeError("penalties look at tokens of a draw that has not landed")
         if parameters["adjusted"].any() or parameters["temperature"].any():
-            token_ids = self._draw(keys, slots, parameters, positions, logits)
+            drawn = self._draw(slots, parameters, positions, logits)
         else:
-            token_ids = self._most_likely(keys, logits)
-        stays = self._state.holds(keys, slots)
-        self._state.set_last(slots[stays], token_ids[stays])
-        counts = parameters["counts"]
-        counted = stays & (counts >= 0)
-        if counted.any():
-            self._state.counts.append(counts[counted], token_ids[counted])
-        if (parameters["logprobs"] < 0).all():
-            return token_ids, [None] * len(keys)
-        with self.waiting():
-            return token_ids, _logprobs(parameters["logprobs"], logits, token_ids)
+            drawn = _most_likely(logits)
+        logprobs = None
+        if (parameters["logprobs"] >= 0).any():
+            with self.waiting():  # a CPU computes them now
+                logprobs = _ask_logprobs(parameters["logprobs"], logits, drawn)
+        return PendingDraw(self._draws, DrawnRows(tuple(keys), slots, parameters), drawn, logprobs)
 
     def adjust(
         self, keys: Sequence[SequenceKey], positions: NDArray[np.int64], scores: torch.Tensor, seen: Seen
@@ -130,78 +146,49 @@ class Sampler:
         )
         return penalised
 
-    def _most_likely(self, keys: Sequence[SequenceKey], logits: torch.Tensor) -> NDArray[np.int64]:
-        logits = logits.float()  # torch is several times slower to find the best of 16-bit numbers
-        best = logits.argmax(dim=-1)
-        peaks_there = logits.gather(1, best[:, None])[:, 0]
-        with self.waiting():
-            token_ids, peaks = to_host(best, peaks_there)
-        check_finite(keys, peaks)  # argmax finds a NaN before any number
-        return token_ids.astype(np.int64)
-
     def _draw(
-        self,
-        keys: Sequence[SequenceKey],
-        slots: NDArray[np.int64],
-        parameters: Parameters,
-        positions: NDArray[np.int64],
-        logits: torch.Tensor,
-    ) -> NDArray[np.int64]:
+        self, slots: NDArray[np.int64], parameters: Parameters, positions: NDArray[np.int64], logits: torch.Tensor
+    ) -> Drawn:
+        # What is drawn from logits that are not finite is never used: that is seen when it lands.
         work = logits.to(torch.float32, copy=True)
         peaks = work.amax(dim=-1)
         self._penalise(work, parameters)
         self._add_biases(work, slots)
         self._forbid_ends(work, slots, parameters, positions)
         random = parameters["temperature"] > 0
-        drawn = torch.empty(len(keys), dtype=torch.int64, device=self._device)
-        settled = torch.ones(len(keys), dtype=torch.bool, device=self._device)
+        token_ids = torch.empty(len(slots), dtype=torch.int64, device=self._device)
         if not random.all():
-            _put(drawn, ~random, _some_rows(work, ~random).argmax(dim=-1))
+            _put(token_ids, ~random, _some_rows(work, ~random).argmax(dim=-1))
+        if not random.any():
+            return Drawn(token_ids, peaks)
         weights = self._weights(_some_rows(work, random), parameters[random])
-        if random.any():
-            numbers = uniforms(
-                parameters["seed"][random],
-                parameters["sequence_index"][random],
-                positions[random].astype(np.uint64),
-            )
-            ids, is_settled = self._draw_random(weights, parameters[random], numbers)
-            _put(drawn, random, ids)
-            _put(settled, random, is_settled)
-        # What was drawn from logits that are not finite is never used: only now does the host wait for the device.
-        with self.waiting():
-            token_ids, heights, fine = to_host(drawn, peaks, settled)
-        check_finite(keys, heights)
-        result = token_ids.astype(np.int64)
-        left = fine[random] == 0
-        if left.any():
-            limits = self._limits(parameters[random][left])
-            with self.waiting():
-                again = draw_limited(_some_rows(weights, left), limits, to_device(numbers[left], self._device))
-                result[np.flatnonzero(random)[left]] = to_host(again)[0]
-        return result
+        numbers = uniforms(
+            parameters["seed"][random], parameters["sequence_index"][random], positions[random].astype(np.uint64)
+        )
+        limited = (parameters["min_p"] > 0) | (parameters["top_k"] > 0) | (parameters["top_p"] < 1)
+        if (rest := random & ~limited).any():
+            drawn = draw(_some_rows(weights, ~limited[random]), to_device(numbers[~limited[random]], self._device))
+            _put(token_ids, rest, drawn)
+        limited &= random
+        if not limited.any():
+            return Drawn(token_ids, peaks)
+        exact = ExactDraw(
+            np.flatnonzero(limited),
+            _some_rows(weights, limited[random]),
+            self._limits(parameters[limited]),
+            to_device(numbers[limited[random]], self._device),
+        )
+        drawn, is_settled = draw_from_few(exact.weights, exact.limits, exact.uniforms)
+        _put(token_ids, limited, drawn)
+        settled = torch.ones(len(slots), dtype=torch.bool, device=self._device)
+        _put(settled, limited, is_settled)
+        return Drawn(token_ids, peaks, settled, exact)
 
     def _weights(self, logits: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         """Relative to the most likely token's 1, at each row's temperature; `logits` is spoilt."""
         # The peak is subtracted first, so that a small temperature cannot overflow.
         logits.sub_(logits.amax(dim=-1, keepdim=True)).div_(self._column(parameters, "temperature")[:, None])
         return logits.exp_()
-
-    def _draw_random(
-        self, weights: torch.Tensor, parameters: Parameters, numbers: NDArray[np.float64]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A draw for each row, and whether it is settled: else more tokens must be looked at than were."""
-        limited = (parameters["min_p"] > 0) | (parameters["top_k"] > 0) | (parameters["top_p"] < 1)
-        ids = torch.empty(len(numbers), dtype=torch.int64, device=self._device)
-        settled = torch.ones(len(numbers), dtype=torch.bool, device=self._device)
-        if not limited.all():
-            rest = to_device(numbers[~limited], self._device)
-            _put(ids, ~limited, draw(_some_rows(weights, ~limited), rest))
-        if limited.any():
-            limits, rest = self._limits(parameters[limited]), to_device(numbers[limited], self._device)
-            some, is_settled = draw_from_few(_some_rows(weights, limited), limits, rest)
-            _put(ids, limited, some)
-            _put(settled, limited, is_settled)
-        return ids, settled
 
     def _limits(self, parameters: Parameters) -> Limits:
         return Limits(*(self._column(parameters, name) for name in ("min_p", "top_k", "top_p")))
@@ -253,20 +240,17 @@ def _put(target: torch.Tensor, chosen: NDArray[np.bool_], values: torch.Tensor) 
     target.index_copy_(0, to_device(np.flatnonzero(chosen), target.device), values)
 
 
-def check_finite(keys: Sequence[SequenceKey], peaks: NDArray[np.float64]) -> None:
-    """Raises BadLogits for rows whose greatest logit, `[rows]`, is not finite."""
-    finite = np.isfinite(peaks)
-    if not finite.all():
-        raise BadLogits([key for key, fine in zip(keys, finite.tolist(), strict=True) if not fine])
+def _counts_pending(parameters: Parameters) -> bool:
+    return bool(((parameters["counts"] >= 0) & (parameters["draw"] > 0)).any())
 
 
-def _logprobs(
-    num_top: NDArray[np.int64], logits: torch.Tensor, token_ids: NDArray[np.int64]
-) -> list[TokenLogprobs | None]:
-    results: list[TokenLogprobs | None] = [None] * len(token_ids)
-    asked = np.flatnonzero(num_top >= 0)
-    if len(asked):
-        rows = to_device(asked, logits.device)
-        for row, entry in zip(asked, token_logprobs(logits[rows], token_ids[asked], num_top[asked]), strict=True):
-            results[row] = entry
-    return results
+def _most_likely(logits: torch.Tensor) -> Drawn:
+    logits = logits.float()  # torch is several times slower to find the best of 16-bit numbers
+    best = logits.argmax(dim=-1)
+    return Drawn(best, logits.gather(1, best[:, None])[:, 0])  # argmax finds a NaN before any number
+
+
+def _ask_logprobs(num_top: NDArray[np.int64], logits: torch.Tensor, drawn: Drawn) -> PendingLogprobs:
+    asked = num_top >= 0
+    keep = drawn.exact is not None and bool(asked[drawn.exact.rows].any())
+    return PendingLogprobs(_some_rows(logits, asked), _some_rows(drawn.token_ids, asked), num_top[asked], keep=keep)

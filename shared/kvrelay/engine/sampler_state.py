@@ -6,8 +6,9 @@ sequences alone that ask for a penalty.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,9 +32,14 @@ _PARAMETERS = np.dtype(
         ("logprobs", np.int64),  # -1 is off
         ("counts", np.int64),  # row of the penalty tables, or -1
         ("adjusted", np.bool_),  # logits change before the draw: penalties, bias, or min_tokens
-        ("last", np.int64),  # the token drawn last
+        ("last", np.int64),  # the token drawn last, of the draws that have landed
+        ("life", np.int64),  # a number of its own for each sequence that ever had the slot; 0: nobody has it
+        ("draw", np.int64),  # the number of the draw begun last that has not landed, or 0
+        ("draw_row", np.int64),  # the row in that draw
     ]
 )
+
+Parameters = np.ndarray[tuple[int], np.dtype[np.void]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,7 @@ class SamplerState:
         self._parameters = np.zeros(0, _PARAMETERS)
         self._biases: dict[int, SparseLogits] = {}  # by slot
         self._end_ids: dict[int, NDArray[np.int64]] = {}  # by slot, where min_tokens is set
+        self._lives = count(1)
         self.counts = PenaltyCounts(vocab_size)
 
     def __contains__(self, key: SequenceKey) -> bool:
@@ -96,6 +103,9 @@ class SamplerState:
             counts,
             penalised or bool(sampling.logit_bias) or bool(sampling.min_tokens),
             0,
+            next(self._lives),
+            0,
+            0,
         )
         self._slots[key] = slot
 
@@ -104,15 +114,14 @@ class SamplerState:
         slot = self._slots.pop(key, None)
         if slot is None:
             return
+        self._parameters["life"][slot] = 0
         self._biases.pop(slot, None)
         self._end_ids.pop(slot, None)
         if self._parameters["counts"][slot] >= 0:
             self.counts.drop(int(self._parameters["counts"][slot]))
         self._free.append(slot)
 
-    def gather(
-        self, keys: Sequence[SequenceKey]
-    ) -> tuple[NDArray[np.int64], np.ndarray[tuple[int], np.dtype[np.void]]]:
+    def gather(self, keys: Sequence[SequenceKey]) -> tuple[NDArray[np.int64], Parameters]:
         """The slots `[rows]` of the keys and their parameters, a structured array `[rows]`.
 
         Raises:
@@ -121,23 +130,29 @@ class SamplerState:
         slots = np.fromiter((self._slots[key] for key in keys), np.int64, len(keys))
         return slots, self._parameters[slots]
 
-    def holds(self, keys: Sequence[SequenceKey], slots: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """By row, whether the key still has the slot that `gather` gave, `[rows]`."""
-        found: NDArray[np.bool_] = np.fromiter((self._slots.get(key, -1) for key in keys), np.int64, len(keys)) == slots
+    def holds(self, slots: NDArray[np.int64], lives: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """By row, whether the slot is still that of the sequence which `gather` found there, `[rows]`."""
+        found: NDArray[np.bool_] = self._parameters["life"][slots] == lives
         return found
 
     def set_last(self, slots: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
         """These tokens were drawn for the sequences in `slots`."""
         self._parameters["last"][slots] = token_ids
 
-    def last(self, keys: Sequence[SequenceKey]) -> NDArray[np.int64]:
-        """The token drawn last for each key, `[keys]`.
+    def draws(self, slots: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """By slot the draw that was begun last and has not landed, or 0, and the row in it."""
+        return self._parameters["draw"][slots], self._parameters["draw_row"][slots]
 
-        Raises:
-            KeyError: a key is unknown.
-        """
-        slots = np.fromiter((self._slots[key] for key in keys), np.int64, len(keys))
-        return self._parameters["last"][slots]
+    def set_draws(
+        self, slots: NDArray[np.int64], draws: NDArray[np.int64] | int, rows: NDArray[np.int64] | int
+    ) -> None:
+        """See `draws`."""
+        self._parameters["draw"][slots] = draws
+        self._parameters["draw_row"][slots] = rows
+
+    def known(self, keys: Iterable[SequenceKey]) -> Parameters:
+        """The parameters of those keys that are known."""
+        return self._parameters[[self._slots[key] for key in keys if key in self._slots]]
 
     def biases(self, slots: NDArray[np.int64]) -> list[tuple[int, SparseLogits]]:
         """`(row, bias)` of the rows that have one."""

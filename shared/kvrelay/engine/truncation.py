@@ -12,6 +12,9 @@ from dataclasses import dataclass
 import torch
 
 _BEST = (256, 4096)  # tokens looked at before the whole vocabulary is sorted, which costs far more
+# On a GPU more at once: finding them takes a few passes over the vocabulary whatever their number is, and one row that
+# must be drawn again costs a step that was launched behind it.
+_BEST_ON_GPU = (1024, 4096)
 _SEGMENT = 128  # tokens summed at once before a draw looks closer
 
 
@@ -44,7 +47,7 @@ def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
 def draw_from_few(weights: torch.Tensor, limits: Limits, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """As `draw_limited`, but looks at few tokens only: ids `[rows]`, and whether each is what `draw_limited` gives."""
-    return _draw_from_best(weights, min(_BEST[0], weights.shape[1]), limits, uniforms)
+    return _draw_from_best(weights, min(_sizes(weights.device)[0], weights.shape[1]), limits, uniforms)
 
 
 def draw_limited(weights: torch.Tensor, limits: Limits, uniforms: torch.Tensor) -> torch.Tensor:
@@ -52,7 +55,7 @@ def draw_limited(weights: torch.Tensor, limits: Limits, uniforms: torch.Tensor) 
     vocab_size = weights.shape[1]
     token_ids = torch.empty(len(weights), dtype=torch.int64, device=weights.device)
     left = torch.arange(len(weights), device=weights.device)
-    for num_best in (*(size for size in _BEST if size < vocab_size), vocab_size):
+    for num_best in (*(size for size in _sizes(weights.device) if size < vocab_size), vocab_size):
         part = weights if len(left) == len(weights) else weights[left]
         drawn, settled = _draw_from_best(part, num_best, limits.of(left), uniforms[left])
         token_ids[left[settled]] = drawn[settled]
@@ -60,6 +63,10 @@ def draw_limited(weights: torch.Tensor, limits: Limits, uniforms: torch.Tensor) 
         if not len(left):
             break
     return token_ids
+
+
+def _sizes(device: torch.device) -> tuple[int, ...]:
+    return _BEST_ON_GPU if device.type == "cuda" else _BEST
 
 
 def _draw_from_best(

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from kvrelay.engine.batch import BeamRow
 from kvrelay.engine.beams import best_candidates
-from kvrelay.engine.sampler import BadLogits, Sampler
+from kvrelay.engine.draws import BadLogits
+from kvrelay.engine.sampler import Sampler
 from kvrelay.protocol.sampling import BeamSpec, Sampling
 from tests.unit.engine import sampling_oracle
 from tests.unit.engine.test_sampler import CPU, EOS, VOCAB_SIZE, key, make_logits, samplings

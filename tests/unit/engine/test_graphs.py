@@ -23,7 +23,6 @@ from kvrelay.backends.base import PackedRows
 from kvrelay.backends.flashinfer import FlashInferBackend
 from kvrelay.backends.torch_sdpa import TorchBackend
 from kvrelay.config.demo import demo_model_path
-from kvrelay.engine import device
 from kvrelay.engine import graphs as graphs_module
 from kvrelay.engine import make as make_module
 from kvrelay.engine.batch import WorkerBatch, WorkerRow
@@ -38,6 +37,7 @@ from kvrelay.engine.waits import Waits
 from kvrelay.protocol.sampling import Sampling
 from tests.fakes import fake_cuda_graphs
 from tests.fakes.fake_cuda_graphs import CapturableTorchBackend, FakeRecorder
+from tests.fakes.late_copies import LateCopies
 from tests.tiny_models import ARCHITECTURES, build_model, build_tokenizer
 from tests.unit.backends.cases import CPU
 from tests.unit.engine.driving import Driven, run, start
@@ -123,13 +123,7 @@ def test_a_captured_step_waits_once(model_dir: Callable[[str], Path], monkeypatc
     runner = captured_runner(model_dir("qwen3"), recorder)
     sequences = start(runner, [[1, 2, 3]] * 3, Sampling(temperature=0.8, seed=1), num_output=9)
     runner.execute(WorkerBatch(0, [sequence.row(3) for sequence in sequences]))
-    copies, to_host = [], device.to_host
-
-    def counting(*columns: torch.Tensor) -> tuple[np.ndarray[Any, Any], ...]:
-        copies.append(len(columns))
-        return to_host(*columns)
-
-    monkeypatch.setattr("kvrelay.engine.sampler.to_host", counting)
+    copies = LateCopies(monkeypatch)
     rows = [
         WorkerRow(sequence.key, np.zeros(1, np.int32), 3, sequence.blocks, True, False, follows_draw=True)
         for sequence in sequences
@@ -139,7 +133,7 @@ def test_a_captured_step_waits_once(model_dir: Callable[[str], Path], monkeypatc
         runner.execute(WorkerBatch(1, rows))
     assert recorder.num_replayed == before + 1
     assert waits.ops == []
-    assert len(copies) == 1
+    assert copies.num_started == len(copies.landed) == 1
 
 
 def test_steps_that_share_enough_are_launched_op_by_op(model_dir: Callable[[str], Path]) -> None:

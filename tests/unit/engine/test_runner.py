@@ -13,16 +13,13 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvrelay.backends.torch_sdpa import TorchBackend
-from kvrelay.engine import beams as beams_module
 from kvrelay.engine import runner as runner_module
-from kvrelay.engine import sampler as sampler_module
 from kvrelay.engine.batch import BeamRow, BlockCopy, DeviceLost, WorkerBatch, WorkerRow
-from kvrelay.engine.device import rows_to_host, to_host
-from kvrelay.engine.logprobs import token_logprobs
+from kvrelay.engine.draws import BadLogits
 from kvrelay.engine.make import make_runner
 from kvrelay.engine.runner import TransformersRunner
-from kvrelay.engine.sampler import BadLogits
 from kvrelay.protocol.sampling import Sampling
+from tests.fakes.late_copies import LateCopies
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE
 from tests.unit.engine.driving import Driven, run, start
 
@@ -196,16 +193,7 @@ def test_sequences_are_added_while_a_step_waits_for_the_device(
     runner = runner_of("llama")
     free: list[bool] = []
 
-    def noting(function: Callable[..., object]) -> Callable[..., object]:
-        def noted(*arguments: object) -> object:
-            free.append(not runner._lock.locked())
-            return function(*arguments)
-
-        return noted
-
-    monkeypatch.setattr(sampler_module, "to_host", noting(to_host))
-    monkeypatch.setattr(sampler_module, "token_logprobs", noting(token_logprobs))
-    monkeypatch.setattr(beams_module, "rows_to_host", noting(rows_to_host))
+    LateCopies(monkeypatch, lambda: free.append(not runner._lock.locked()))
     sampled = start(runner, make_prompts((9,)), Sampling(temperature=0.7, logprobs=1), num_output=1, seed=94)[0]
     searched = start(runner, make_prompts((7,)), GREEDY, num_output=1, seed=95)[0]
     row = msgspec.structs.replace(searched.row(7), beam=BeamRow(2, np.array(searched.tokens, np.int32), 7))

@@ -10,14 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.engine import sampler as sampler_module
 from kvrelay.engine.batch import SequenceKey
-from kvrelay.engine.device import to_host
+from kvrelay.engine.draws import BadLogits
 from kvrelay.engine.randoms import uniforms
-from kvrelay.engine.sampler import BadLogits, Sampler
+from kvrelay.engine.sampler import Sampler
 from kvrelay.engine.truncation import Limits, draw_limited
 from kvrelay.engine.truncation import draw as draw_rows
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
+from tests.fakes.late_copies import LateCopies
 from tests.unit.engine import sampling_oracle
 
 pytestmark = pytest.mark.unit
@@ -327,14 +327,13 @@ def test_others_come_and_go_while_the_host_waits_for_the_device(
     lock, num_waits = Lock(), 0
     sampler = Sampler(VOCAB_SIZE, EOS, CPU, lock)
 
-    def wait(*columns: torch.Tensor) -> tuple[np.ndarray[tuple[int, ...], np.dtype[np.float64]], ...]:
+    def wait() -> None:
         nonlocal num_waits
         num_waits += 1
         assert lock.acquire(blocking=False), "the lock is held while the host waits"
         sampler.drop(key(1))
         sampler.add(key(7), sampling, [4, 9], 1)
         lock.release()
-        return to_host(*columns)
 
     others = [Sampler(VOCAB_SIZE, EOS, CPU) for _ in range(2)]
     for index in range(3):
@@ -342,7 +341,7 @@ def test_others_come_and_go_while_the_host_waits_for_the_device(
             each.add(key(index), sampling, [3, 5], 2)
     others[1].add(key(7), sampling, [4, 9], 1)
     with lock:
-        monkeypatch.setattr(sampler_module, "to_host", wait)
+        LateCopies(monkeypatch, wait)
         first, _ = sampler.sample([key(0), key(1), key(2)], np.full(3, 2), make_logits(3))
         monkeypatch.undo()
         assert num_waits and key(1) not in sampler and sampler.last_drawn([key(7)]).tolist() == [0]

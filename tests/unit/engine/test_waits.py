@@ -18,59 +18,64 @@ from kvrelay.engine.model import split_head
 from kvrelay.engine.sampler import Sampler
 from kvrelay.engine.waits import Waits
 from kvrelay.protocol.sampling import BeamSpec, Sampling
+from tests.fakes.late_copies import LateCopies
 from tests.tiny_models import ARCHITECTURES
 from tests.unit.engine.test_architectures import SERVED
 
 pytestmark = pytest.mark.unit
 
 
+GREEDY = Sampling(temperature=0.0)
+PENALISED = Sampling(temperature=0.7, presence_penalty=1.0, logit_bias={3: 1.0}, min_tokens=2, seed=5)
+
+
 @pytest.mark.parametrize(
     "batch",
     [
-        [Sampling(temperature=0.0)] * 4,
-        [Sampling(temperature=0.0), Sampling(temperature=0.8, seed=1), Sampling(temperature=1.0, top_p=0.9, seed=2)],
+        [GREEDY] * 4,
+        [GREEDY, Sampling(temperature=0.8, seed=1), Sampling(temperature=1.0, top_p=0.9, seed=2)],
         [Sampling(temperature=1.0, top_k=20, min_p=0.05, seed=index) for index in range(3)],
-        [
-            Sampling(temperature=0.7, presence_penalty=1.0, logit_bias={3: 1.0}, min_tokens=2, seed=5),
-            Sampling(temperature=0.0, repetition_penalty=1.3),
-        ],
+        [PENALISED, Sampling(temperature=0.0, repetition_penalty=1.3)],
+        [GREEDY, Sampling(temperature=0.0, logprobs=0), Sampling(temperature=0.0, logprobs=5)],
+        [PENALISED, Sampling(temperature=1.0, top_p=0.999, logprobs=2, seed=3), GREEDY, Sampling(seed=4, logprobs=0)],
     ],
-    ids=["greedy", "mixed", "limited", "penalised"],
+    ids=["greedy", "mixed", "limited", "penalised", "logprobs", "all"],
 )
-def test_a_draw_waits_once(batch: list[Sampling], monkeypatch: pytest.MonkeyPatch) -> None:
-    copies = 0
-    copy_to_host = device.to_host
-
-    def counting(*columns: torch.Tensor) -> tuple[np.ndarray[Any, Any], ...]:
-        nonlocal copies
-        copies += 1
-        with torch.utils._python_dispatch._disable_current_modes():
-            return copy_to_host(*columns)
-
-    monkeypatch.setattr("kvrelay.engine.sampler.to_host", counting)
+def test_a_draw_begins_without_a_wait_and_lands_with_its_own(
+    batch: list[Sampling], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = LateCopies(monkeypatch)
     sampler = Sampler(500, (498, 499), torch.device("cpu"))
     keys = [(f"request-{index}", 0, 0) for index in range(len(batch))]
     for key, sampling in zip(keys, batch, strict=True):
         sampler.add(key, sampling, [1, 2, 3], 2)
     logits = torch.randn(len(batch), 500, generator=torch.Generator().manual_seed(0)) * 3
     with Waits() as waits:
-        sampler.sample(keys, np.full(len(batch), 3), logits)
+        assert not sampler.must_land_first(keys)
+        draw = sampler.begin(keys, np.full(len(batch), 3), logits)
+        sampler.last_on_device(keys)
+        sampler.last_on_device(keys[::-1])
     assert waits.ops == []
-    assert copies == 1
+    assert copies.landed == []
+    with_logprobs = any(sampling.logprobs is not None for sampling in batch)
+    assert copies.num_started == 1 + with_logprobs
+    draw.land()
+    assert sorted(copies.landed) == list(range(copies.num_started))
 
 
 def test_log_probabilities_and_candidates_come_back_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the copy of what was drawn."""
-    copies, cpu = [], torch.Tensor.cpu
+    copies = []
+    start_copy = device.start_copy
 
-    def counting(tensor: torch.Tensor) -> torch.Tensor:
-        copies.append(tuple(tensor.shape))
-        return cpu(tensor)
+    def counting(source: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        copies.append(tuple(source.shape))
+        return start_copy(source)
 
     def refused(*_: Any) -> None:
         raise AssertionError("another copy to the host")
 
-    monkeypatch.setattr(torch.Tensor, "cpu", counting)
+    monkeypatch.setattr(device, "start_copy", counting)
     for name in ("tolist", "item", "__array__"):
         monkeypatch.setattr(torch.Tensor, name, refused)
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import count
 
 import numpy as np
 import torch
@@ -89,19 +88,18 @@ class PendingDraw:
     """
 
     def __init__(self, draws: Draws, rows: DrawnRows, drawn: Drawn, logprobs: PendingLogprobs | None) -> None:
+        self.rows = rows
         self.token_ids = drawn.token_ids
         """`[rows]` int64 on the device, for ops that are asked for from now on. Not to be written to."""
         self.redrawn: NDArray[np.bool_] = np.zeros(len(rows.keys), np.bool_)
         """After `land`: rows whose token is not the one in `token_ids`. A step that followed one must run again."""
         self._draws = draws
-        self._rows = rows
         self._exact = drawn.exact
         self._logprobs = logprobs
         settled = () if drawn.settled is None else (drawn.settled,)
         self._copy: HostCopy | None = HostCopy(drawn.token_ids, drawn.peaks, *settled)
-        self._number, self._before = draws.enter(rows, drawn.token_ids)
+        draws.begun(self)
 
-    @torch.inference_mode()
     def land(self) -> tuple[NDArray[np.int64], list[TokenLogprobs | None]]:
         """Waits for this draw alone; its tokens `[rows]` join the histories of those who are still known.
 
@@ -113,23 +111,20 @@ class PendingDraw:
         """
         if self._copy is None:
             raise RuntimeError("this draw has landed, or was discarded")
-        self._draws.check_first(self._before[0])
+        self._draws.check_first(self)
         copy, self._copy = self._copy, None
-        remembered = False
         try:
             with self._draws.waiting():
                 token_ids, peaks, *settled = copy.read()
-            check_finite(self._rows.keys, peaks)
+            check_finite(self.rows.keys, peaks)
             result = token_ids.astype(np.int64)
             if settled:
                 self._draw_again(result, np.flatnonzero(settled[0] == 0))
             logprobs = self._read_logprobs(result)
-            self._draws.remember(self._number, self._rows, result)
-            remembered = True
         finally:
-            if not remembered:
-                self._draws.forget(self._number, self._rows, self._before)
+            self._draws.ended(self)
             self._exact = self._logprobs = None
+        self._draws.remember(self.rows, result)
         return result, logprobs
 
     def discard(self) -> None:
@@ -141,13 +136,13 @@ class PendingDraw:
             with self._draws.waiting():
                 copy.wait()
         finally:
-            self._draws.forget(self._number, self._rows, self._before)
+            self._draws.ended(self)
             self._exact = self._logprobs = None
 
     def _draw_again(self, token_ids: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
         if len(rows):
             assert self._exact is not None
-            with self._draws.waiting():
+            with self._draws.waiting(), torch.inference_mode():
                 again = to_host(self._exact.draw(rows))[0].astype(np.int64)
             self.redrawn[rows] = again != token_ids[rows]
             token_ids[rows] = again
@@ -155,8 +150,8 @@ class PendingDraw:
     def _read_logprobs(self, token_ids: NDArray[np.int64]) -> list[TokenLogprobs | None]:
         results: list[TokenLogprobs | None] = [None] * len(token_ids)
         if self._logprobs is not None:
-            asked = np.flatnonzero(self._rows.parameters["logprobs"] >= 0)
-            with self._draws.waiting():
+            asked = np.flatnonzero(self.rows.parameters["logprobs"] >= 0)
+            with self._draws.waiting(), torch.inference_mode():
                 entries = self._logprobs.read(token_ids[asked], np.flatnonzero(self.redrawn[asked]))
             for row, entry in zip(asked.tolist(), entries, strict=True):
                 results[row] = entry
@@ -164,7 +159,10 @@ class PendingDraw:
 
 
 class Draws:
-    """Which draws are pending, and by sequence which of them was begun last."""
+    """The pending draws, and the token drawn last for a sequence, on the device or on the host.
+
+    A sequence is known by its life, a number that nobody had before: its key or its slot may be another's by now.
+    """
 
     def __init__(
         self, state: SamplerState, device: torch.device, waiting: Callable[[], AbstractContextManager[None]]
@@ -173,66 +171,54 @@ class Draws:
         self.waiting = waiting
         self._state = state
         self._device = device
-        self._numbers = count(1)
-        self._token_ids: dict[int, torch.Tensor] = {}  # of the pending ones, by number
+        self._pending: list[PendingDraw] = []  # as they were begun
 
-    def enter(
-        self, rows: DrawnRows, token_ids: torch.Tensor
-    ) -> tuple[int, tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """A number for a draw that begins, and which draw of each row was the last one before it (see `forget`)."""
-        number = next(self._numbers)
-        before = self._state.draws(rows.slots)
-        stays = self._state.holds(rows.slots, rows.parameters["life"])
-        self._state.set_draws(rows.slots[stays], number, np.flatnonzero(stays))
-        self._token_ids[number] = token_ids
-        return number, before
+    def begun(self, draw: PendingDraw) -> None:
+        """It is pending now."""
+        self._pending.append(draw)
 
-    def check_first(self, before: NDArray[np.int64]) -> None:
-        """Raises RuntimeError if one of these draws is pending, beside the one that asks."""
-        if len(self._token_ids) > 1 and not self._token_ids.keys().isdisjoint(before.tolist()):
-            raise RuntimeError("draws of a sequence must land in the order in which they were begun")
+    def ended(self, draw: PendingDraw) -> None:
+        """It is not pending any more."""
+        self._pending.remove(draw)
 
-    def remember(self, number: int, rows: DrawnRows, token_ids: NDArray[np.int64]) -> None:
-        """The draw landed. What was dropped meanwhile is not remembered, whoever has its key or its slot now."""
-        del self._token_ids[number]
+    def check_first(self, draw: PendingDraw) -> None:
+        """Raises RuntimeError if a draw that was begun earlier is pending for one of its sequences."""
+        for earlier in self._pending[: self._pending.index(draw)]:
+            if np.isin(earlier.rows.parameters["life"], draw.rows.parameters["life"]).any():
+                raise RuntimeError("draws of a sequence must land in the order in which they were begun")
+
+    def count_for(self, parameters: Parameters) -> bool:
+        """Whether a draw is pending for one of these sequences that has penalties."""
+        counted = parameters["life"][parameters["counts"] >= 0] if self._pending else ()
+        return any(bool(np.isin(counted, draw.rows.parameters["life"]).any()) for draw in self._pending)
+
+    def remember(self, rows: DrawnRows, token_ids: NDArray[np.int64]) -> None:
+        """These tokens `[rows]` were drawn. What was dropped meanwhile is not remembered."""
         stays = self._state.holds(rows.slots, rows.parameters["life"])
         self._state.set_last(rows.slots[stays], token_ids[stays])
         counts = rows.parameters["counts"]
         counted = stays & (counts >= 0)
         if counted.any():
             self._state.counts.append(counts[counted], token_ids[counted])
-        ends = rows.slots[stays & (self._state.draws(rows.slots)[0] == number)]
-        self._state.set_draws(ends, 0, 0)
-
-    def forget(self, number: int, rows: DrawnRows, before: tuple[NDArray[np.int64], NDArray[np.int64]]) -> None:
-        """The draw was given up: the last one of its rows is again the one before it, or what the host knows."""
-        del self._token_ids[number]
-        ends = self._state.holds(rows.slots, rows.parameters["life"]) & (self._state.draws(rows.slots)[0] == number)
-        draws, places = before
-        pending = np.isin(draws, list(self._token_ids))
-        self._state.set_draws(rows.slots[ends], np.where(pending, draws, 0)[ends], places[ends])
 
     def last(self, parameters: Parameters) -> torch.Tensor:
         """The tokens drawn last, `[rows]` int64 on the device, without a wait. Not to be written to."""
-        draws, places = parameters["draw"], parameters["draw_row"]
-        numbers = np.unique(draws).tolist()
-        if numbers == [0]:
-            return to_device(parameters["last"].copy(), self._device)
-        if len(numbers) == 1:
-            sources = self._token_ids[numbers[0]]
-            if np.array_equal(places, np.arange(len(sources))):
-                return sources  # the rows of the step before, again
-        else:
-            # What the host knows and what each of the draws gave, one behind the other.
-            places, parts, length = places.copy(), [], 0
-            for number in numbers:
-                its = draws == number
-                if number:
-                    part = self._token_ids[number]
-                else:
-                    part, places[its] = to_device(parameters["last"][its], self._device), np.arange(its.sum())
-                places[its] += length
-                length += len(part)
-                parts.append(part)
-            sources = torch.cat(parts)
-        return sources.index_select(0, to_device(places.copy(), self._device))
+        lives = parameters["life"]
+        if self._pending and np.array_equal(self._pending[-1].rows.parameters["life"], lives):
+            return self._pending[-1].token_ids  # the rows of the step before, again
+        # What the host knows and what each draw gave, one behind the other.
+        parts, places, length = [to_device(parameters["last"].copy(), self._device)], np.arange(len(lives)), len(lives)
+        for draw in self._pending:
+            found, rows = _find(lives, draw.rows.parameters["life"])
+            places[found] = length + rows
+            parts.append(draw.token_ids)
+            length += len(draw.token_ids)
+        return torch.cat(parts).index_select(0, to_device(places, self._device)) if self._pending else parts[0]
+
+
+def _find(wanted: NDArray[np.int64], among: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where in `wanted` something stands that is in `among`, and where it is there; `among` has nothing twice."""
+    order = np.argsort(among)
+    at = order[np.searchsorted(among, wanted, sorter=order).clip(max=len(among) - 1)]
+    found = np.flatnonzero(among[at] == wanted)
+    return found, at[found]

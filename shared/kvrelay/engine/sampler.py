@@ -87,7 +87,7 @@ class Sampler:
 
         Those of penalties do, whose counts the host keeps. Unknown keys need nothing.
         """
-        return _counts_pending(self._state.known(keys))
+        return self._draws.count_for(self._state.known(keys))
 
     def sample(
         self, keys: Sequence[SequenceKey], positions: NDArray[np.int64], logits: torch.Tensor
@@ -105,14 +105,14 @@ class Sampler:
         return self.begin(keys, positions, logits).land()
 
     def begin(self, keys: Sequence[SequenceKey], positions: NDArray[np.int64], logits: torch.Tensor) -> PendingDraw:
-        """Asks the device for what `sample` gives, and waits for nothing. At most two draws are pending for a key.
+        """Asks the device for what `sample` gives, and waits for nothing.
 
         Raises:
             KeyError: an unknown key.
             RuntimeError: `must_land_first`.
         """
         slots, parameters = self._state.gather(keys)
-        if _counts_pending(parameters):
+        if self._draws.count_for(parameters):
             raise RuntimeError("penalties look at tokens of a draw that has not landed")
         if parameters["adjusted"].any() or parameters["temperature"].any():
             drawn = self._draw(slots, parameters, positions, logits)
@@ -238,10 +238,6 @@ def _some_rows(tensor: torch.Tensor, chosen: NDArray[np.bool_]) -> torch.Tensor:
 def _put(target: torch.Tensor, chosen: NDArray[np.bool_], values: torch.Tensor) -> None:
     """`target[chosen] = values`, without asking the device how many there are."""
     target.index_copy_(0, to_device(np.flatnonzero(chosen), target.device), values)
-
-
-def _counts_pending(parameters: Parameters) -> bool:
-    return bool(((parameters["counts"] >= 0) & (parameters["draw"] > 0)).any())
 
 
 def _most_likely(logits: torch.Tensor) -> Drawn:

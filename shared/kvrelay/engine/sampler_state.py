@@ -34,8 +34,6 @@ _PARAMETERS = np.dtype(
         ("adjusted", np.bool_),  # logits change before the draw: penalties, bias, or min_tokens
         ("last", np.int64),  # the token drawn last, of the draws that have landed
         ("life", np.int64),  # a number of its own for each sequence that ever had the slot; 0: nobody has it
-        ("draw", np.int64),  # the number of the draw begun last that has not landed, or 0
-        ("draw_row", np.int64),  # the row in that draw
     ]
 )
 
@@ -104,8 +102,6 @@ class SamplerState:
             penalised or bool(sampling.logit_bias) or bool(sampling.min_tokens),
             0,
             next(self._lives),
-            0,
-            0,
         )
         self._slots[key] = slot
 
@@ -138,17 +134,6 @@ class SamplerState:
     def set_last(self, slots: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
         """These tokens were drawn for the sequences in `slots`."""
         self._parameters["last"][slots] = token_ids
-
-    def draws(self, slots: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """By slot the draw that was begun last and has not landed, or 0, and the row in it."""
-        return self._parameters["draw"][slots], self._parameters["draw_row"][slots]
-
-    def set_draws(
-        self, slots: NDArray[np.int64], draws: NDArray[np.int64] | int, rows: NDArray[np.int64] | int
-    ) -> None:
-        """See `draws`."""
-        self._parameters["draw"][slots] = draws
-        self._parameters["draw_row"][slots] = rows
 
     def known(self, keys: Iterable[SequenceKey]) -> Parameters:
         """The parameters of those keys that are known."""

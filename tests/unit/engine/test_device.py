@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import threading
 from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
 
-from kvrelay.engine.device import describe_device, device_uuid, find_device, is_settled, to_host, use_on_this_thread
+from kvrelay.engine.device import (
+    HostCopy,
+    describe_device,
+    device_uuid,
+    find_device,
+    is_settled,
+    start_copy,
+    to_host,
+    use_on_this_thread,
+)
+from tests.fakes.late_copies import LateCopies
 from tests.fakes.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.unit
@@ -38,6 +49,45 @@ def test_columns_come_back_exactly() -> None:
     assert ids.astype(np.int64).tolist() == [2**52, 7]
     assert peaks[0] == np.float32(0.1)
     assert np.isnan(peaks[1])
+
+
+@pytest.mark.parametrize("num_columns", [0, 3])
+def test_vectors_and_matrices_come_back_in_one_copy(num_columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = LateCopies(monkeypatch)
+    matrix, vector = torch.arange(2 * num_columns).view(2, num_columns), torch.tensor([2**52, 7])
+    copy = HostCopy(matrix, vector, matrix + 9)
+    assert copies.num_started == 1 and not copies.landed
+    first, second, third = copy.read()
+    assert first.tolist() == matrix.tolist() and third.tolist() == (matrix + 9).tolist()
+    assert second.astype(np.int64).tolist() == [2**52, 7]
+
+
+def test_a_copy_from_a_gpu_has_pinned_memory_of_its_own_and_an_event_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    class Host:
+        def copy_(self, source: object, *, non_blocking: bool) -> None:
+            assert source is there and non_blocking
+            done.append("copy")
+
+    class Event:
+        def __init__(self, *, blocking: bool) -> None:
+            assert blocking, "a waiting thread would spin"
+
+        def record(self, stream: str) -> None:
+            done.append(f"event on {stream}")
+
+    def empty(shape: tuple[int, ...], *, dtype: torch.dtype, pin_memory: bool) -> Host:
+        assert (shape, dtype, pin_memory) == ((2, 3), torch.float64, True)
+        return Host()
+
+    there = cast("torch.Tensor", SimpleNamespace(device=torch.device("cuda", 1), shape=(2, 3), dtype=torch.float64))
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
+    hosts = [start_copy(there)[0] for _ in range(2)]
+    assert done == ["copy", "event on the stream of cuda:1"] * 2
+    assert hosts[0] is not hosts[1]
 
 
 @pytest.mark.parametrize(

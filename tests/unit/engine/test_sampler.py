@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrelay.engine import truncation
 from kvrelay.engine.batch import SequenceKey
 from kvrelay.engine.draws import BadLogits
 from kvrelay.engine.randoms import uniforms
@@ -284,11 +285,13 @@ def test_adding_a_known_key_keeps_its_history() -> None:
         assert sampler.sample([key(0)], np.ones(1, np.int64), logits[None])[0][0] == expected
 
 
+@pytest.mark.parametrize("looked_at", [truncation._BEST, truncation._BEST_ON_GPU])
 @pytest.mark.parametrize(("top_k", "min_p"), [(0, 0.0), (5000, 0.0), (0, 0.9), (900, 0.0), (20, 0.3)])
 @pytest.mark.parametrize(("top_p", "spread"), [(0.02, 0.01), (0.9, 0.01), (0.9, 3.0), (0.9999, 0.5), (1.0, 0.1)])
 def test_limits_keep_the_same_tokens_however_many_must_be_looked_at(
-    top_k: int, min_p: float, top_p: float, spread: float
+    top_k: int, min_p: float, top_p: float, spread: float, looked_at: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(truncation, "_BEST", looked_at)
     logits = make_logits(1, vocab_size=6000) / 3 * spread
     sampling = Sampling(top_k=top_k, min_p=min_p, top_p=top_p)
     weights = torch.exp(logits - logits.amax()).expand(40, -1)

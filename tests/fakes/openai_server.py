@@ -23,7 +23,6 @@ class Exchange:
     path: str
     headers: dict[str, str]
     body: dict[str, Any]
-    arrived_s: float
     write: Send
     said_s: list[float] = field(default_factory=list)
 
@@ -78,7 +77,7 @@ class OpenAiServer:
                     answer = json.dumps({"data": [{"id": "fake-model"}]}).encode()
                     await write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(answer), answer))
                     continue
-                exchange = Exchange(path, headers, json.loads(body), time.perf_counter(), write)
+                exchange = Exchange(path, headers, json.loads(body), write)
                 self.exchanges.append(exchange)
                 await self.script(exchange)
         except (asyncio.IncompleteReadError, ConnectionError):

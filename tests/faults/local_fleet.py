@@ -72,7 +72,6 @@ class LocalFleet:
     dispatcher: RouterDispatcher
     workers: dict[str, LocalWorker] = field(default_factory=dict)
     events: list[str] = field(default_factory=list)  # what was done to the fleet, for the message of a failure
-    num_retries_to_submit: int = 0
 
     async def start_worker(self, role: Role, name: str) -> None:
         settings = {
@@ -172,7 +171,6 @@ class LocalFleet:
                 handle = self.dispatcher.submit(request)
                 break
             except NoWorkerReady:  # 503 with Retry-After: the client comes again
-                self.num_retries_to_submit += 1
                 await asyncio.sleep(0.1)
         outputs: list[list[int]] = [[] for _ in job.expected]
         finished: dict[int, FinishReason] = {}

@@ -10,19 +10,15 @@ from kvrelay.transfer.admission import DropCause
 
 @dataclass(slots=True)
 class SenderCounters:
-    """Totals since start. A repeated frame counts again in all but `gather_s`."""
+    """Totals since start. A repeated frame counts again."""
 
     num_messages: int = 0
     num_blocks: int = 0
     num_runs: int = 0
     """Neighbours on both sides count as one: the descriptors that a write needs."""
     num_bytes: int = 0
-    num_direct_bytes: int = 0
-    """Of `num_bytes`, those read from the pool itself, not from a copy."""
-    gather_s: float = 0.0
     post_s: float = 0.0
     """In calls that post one-sided writes; within one machine that is the copy itself."""
-    checksum_s: float = 0.0
     num_resets: int = 0
     """Connections closed because an abort did not drain in time, or a write failed."""
 
@@ -34,10 +30,7 @@ class ReceiverCounters:
     num_messages: int = 0
     num_blocks: int = 0
     num_bytes: int = 0
-    copy_s: float = 0.0
     dropped: Counter[DropCause] = field(default_factory=Counter)
     """Messages by cause."""
     num_duplicate_blocks: int = 0
     """Blocks of accepted messages that had landed before, and were skipped."""
-    num_corrupted_blocks: int = 0
-    """Blocks that came with other bytes than were sent, as often as they did."""

@@ -190,12 +190,10 @@ class _NixlCourier:
     def send(self, loan: Loan) -> list[SenderEvent]:
         """Posts a write, which may take as long as the copy itself."""
         copies, peer = loan.piece.copies, self._peers[loan.peer]
-        began = time.perf_counter()
         checksums = None if self._checksums is None else self._checksums.of(copies.sources)
         header = encode_header(
             loan.piece.reservation, self._region.block_bytes, copies.indices, copies.slots, checksums
         )
-        self._counters.checksum_s += time.perf_counter() - began
         began = time.perf_counter()
         try:
             write = self._agent.post(self._blocks, copies.sources, peer.blocks, copies.slots, header)
@@ -204,12 +202,10 @@ class _NixlCourier:
         finally:
             self._counters.post_s += time.perf_counter() - began
         self._moved_at = time.monotonic()
-        num_bytes = len(copies) * self._region.block_bytes
         self._counters.num_messages += 1
         self._counters.num_blocks += len(copies)
         self._counters.num_runs += copies.num_runs
-        self._counters.num_bytes += num_bytes
-        self._counters.num_direct_bytes += num_bytes
+        self._counters.num_bytes += len(copies) * self._region.block_bytes
         self._in_flight.append(_InFlight(loan, write, self._moved_at))
         return []
 

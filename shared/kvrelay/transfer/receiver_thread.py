@@ -11,7 +11,6 @@ is being copied is noted instead, and only the release of that very reservation 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from threading import Condition, Thread
 
@@ -147,12 +146,9 @@ class ReceiverThread:
 
     def _corrupted(self, header: BlocksHeader, writes: Writes) -> Corrupted:
         self.counters.dropped["checksum"] += 1
-        self.counters.num_corrupted_blocks += len(writes.blocks)
         log.warning("%s: %d blocks came with other bytes than were sent", header.reservation, len(writes.blocks))
         return Corrupted(header.reservation, writes.blocks)
 
     def _write(self, rows: Bytes, writes: Writes) -> None:
-        began = time.perf_counter()
         wanted = rows if writes.rows.size == len(rows) else rows[writes.rows]
         self._pool.scatter(writes.slots, wanted)
-        self.counters.copy_s += time.perf_counter() - began

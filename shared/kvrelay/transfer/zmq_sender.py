@@ -170,25 +170,20 @@ class _ZmqCourier:
         self._counters.num_blocks += len(copies)
         self._counters.num_runs += copies.num_runs
         self._counters.num_bytes += view.nbytes
-        self._counters.num_direct_bytes += view.nbytes if piece.direct else 0
         return events
 
     def _checksums_of(self, piece: Piece) -> Checksums | None:
         """Kept with the piece: it may be sent again when its blocks are no longer held."""
         if self._checksums is not None and piece.checksums is None:
-            began = time.perf_counter()
             piece.checksums = self._checksums.of(piece.copies.sources)
-            self._counters.checksum_s += time.perf_counter() - began
         return piece.checksums
 
     def _gather(self, piece: Piece) -> Bytes:
-        began = time.perf_counter()
         if self._spare_buffers:
             buffer = self._spare_buffers.pop()
         else:
             buffer = self._pool.buffer(frame_blocks(self._block_bytes, self._settings.sizes))
         self._pool.gather(piece.copies.sources, buffer)  # which were checked in `push`
-        self._counters.gather_s += time.perf_counter() - began
         return buffer
 
     def _view_of(self, piece: Piece) -> Bytes:

@@ -119,6 +119,25 @@ def test_prompts_are_told_at_once_and_the_rest_with_the_sign_of_life() -> None:
     assert rig.sent == [], "an idle worker need not be heard"
 
 
+def test_news_end_a_sleep_only_of_a_worker_that_holds_prompts_back() -> None:
+    """What was heard, who was lost, and time that passed, each of which may end the delay."""
+    rig = Rig()
+    rig.group.share(RUNNING)
+    rig.group.heard(ref("b"), word(WAITING))
+    rig.group.tick()
+    rig.group.lost(ref("b"))
+    assert rig.num_news == 0
+    rig.group.share(WAITING)
+    rig.group.heard(ref("c"), word(RUNNING))
+    assert rig.num_news == 1
+    rig.group.tick()
+    assert rig.num_news == 2
+    rig.group.lost(ref("b"))
+    assert rig.num_news == 2, "it is gone already"
+    rig.group.lost(ref("c"))
+    assert rig.num_news == 3
+
+
 def test_the_registry_names_the_members_and_a_member_may_be_faster() -> None:
     rig = Rig()
     rig.group.heard(ref("d"), word(RUNNING))

@@ -15,6 +15,7 @@ from typing import Any
 
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import LinkEvent
+from kvrelay.protocol.sampling import FinishReason
 from kvrelay.telemetry.event_log import EventLog
 from kvrelay.telemetry.tracing import Tracer
 from kvrelay_router.dispatch.attempt import SequenceAttempts, SequenceSpec
@@ -364,7 +365,7 @@ class RouterDispatcher:
     def _stop(self, handle: RunningRequest, sequence: int) -> None:
         found = self._sequences.get((handle.request.request_id, sequence))
         if found is not None:
-            found.record.finish = "stop_string"
+            found.record.finish = FinishReason.STOP_STRING.value
             self._runner.feed(found, StopMatched())
 
     def _cancel(self, handle: RunningRequest) -> None:

@@ -23,6 +23,8 @@ from kvrelay.engine.sampler_state import Parameters, SamplerState
 from kvrelay.engine.truncation import Limits, draw_limited
 from kvrelay.protocol.sampling import TokenLogprobs
 
+_FORGETS = 0.05  # how much the last draw counts in `share_redrawn`
+
 
 class BadLogits(RowsFailed):
     """The model gave logits without a finite maximum (NaN or infinity) for the sequences in `keys`.
@@ -124,7 +126,7 @@ class PendingDraw:
         finally:
             self._draws.ended(self)
             self._exact = self._logprobs = None
-        self._draws.remember(self.rows, result)
+        self._draws.remember(self.rows, result, changed=bool(self.redrawn.any()))
         return result, logprobs
 
     def discard(self) -> None:
@@ -172,6 +174,8 @@ class Draws:
         self._state = state
         self._device = device
         self._pending: list[PendingDraw] = []  # as they were begun
+        self.share_redrawn = 0.0
+        """Of the draws that landed lately, how many gave a token that was not the one on the device; 0 to 1."""
 
     def begun(self, draw: PendingDraw) -> None:
         """It is pending now."""
@@ -192,8 +196,12 @@ class Draws:
         counted = parameters["life"][parameters["counts"] >= 0] if self._pending else ()
         return any(bool(np.isin(counted, draw.rows.parameters["life"]).any()) for draw in self._pending)
 
-    def remember(self, rows: DrawnRows, token_ids: NDArray[np.int64]) -> None:
-        """These tokens `[rows]` were drawn. What was dropped meanwhile is not remembered."""
+    def remember(self, rows: DrawnRows, token_ids: NDArray[np.int64], *, changed: bool) -> None:
+        """These tokens `[rows]` were drawn, some of which were others on the device if they `changed`.
+
+        What was dropped meanwhile is not remembered.
+        """
+        self.share_redrawn += _FORGETS * (changed - self.share_redrawn)
         stays = self._state.holds(rows.slots, rows.parameters["life"])
         self._state.set_last(rows.slots[stays], token_ids[stays])
         counts = rows.parameters["counts"]

@@ -26,6 +26,8 @@ from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 Seen = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]
 """Tokens that came before, flat over all rows: the row, the token id, how often it came in the output."""
 
+_WORTH_IT = 0.1  # of the draws: a step launched ahead wins about that part of a step
+
 
 class Sampler:
     """Sampler state and draws. Not thread-safe; its owner locks, and gives the lock where others take it, too."""
@@ -88,6 +90,15 @@ class Sampler:
         Those of penalties do, whose counts the host keeps. Unknown keys need nothing.
         """
         return self._draws.count_for(self._state.known(keys))
+
+    @property
+    def redraws_often(self) -> bool:
+        """Whether steps that follow draws on the device have lately been in vain too often to be worth it.
+
+        With flat distributions and a large top_p, draws look at too few tokens time and again, and what follows the
+        token on the device must run once more, which takes as long as several steps win by being launched ahead.
+        """
+        return self._draws.share_redrawn > _WORTH_IT
 
     def sample(
         self, keys: Sequence[SequenceKey], positions: NDArray[np.int64], logits: torch.Tensor

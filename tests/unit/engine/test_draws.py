@@ -244,6 +244,26 @@ def test_rows_that_looked_at_too_few_tokens_are_drawn_again_and_named(monkeypatc
     assert sampler.last_on_device(keys).tolist() == expected.tolist()
 
 
+def test_the_sampler_says_when_draws_are_too_often_made_again() -> None:
+    wide = [Sampling(temperature=1.5, top_p=0.97, seed=seed) for seed in range(10)]
+    sampler, keys = sampler_of(GREEDY, *wide)
+    assert not sampler.redraws_often
+
+    def draws(some: list[SequenceKey]) -> list[bool]:
+        """What it says after each of sixty draws."""
+        said = []
+        for step in range(60):
+            sampler.sample(some, np.full(len(some), 2 + step), make_logits(len(some), step))
+            said.append(sampler.redraws_often)
+        return said
+
+    assert not any(draws(keys[:1]))
+    with_redraws = draws(keys)
+    assert not with_redraws[0] and with_redraws[-1], "one is no reason, many are"
+    after = draws(keys[:1])
+    assert after[0] and not after[-1]
+
+
 def test_who_gets_a_slot_or_a_key_anew_gets_no_token_with_it() -> None:
     sampler, keys = sampler_of(GREEDY, GREEDY)
     draw = sampler.begin(keys, np.full(2, 2), make_logits(2))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvrelay.backends.base import AttentionBackend, AttentionParams, KVLayout, PackedRows, allocate_pool
+from kvrelay.backends.base import KV_DTYPES, AttentionBackend, AttentionParams, KVLayout, PackedRows, allocate_pool
 from kvrelay.backends.cpu import CpuBackend
 from kvrelay.backends.torch_sdpa import TorchBackend
 
@@ -52,12 +52,14 @@ def make_rows(case: Case) -> PackedRows:
     return PackedRows(np.array(case.query_lens, np.int32), np.array(case.positions, np.int32), tables)
 
 
-def time_case(backend: AttentionBackend, case: Case, dtype: torch.dtype, repeats: int) -> np.ndarray:
+def time_case(
+    backend: AttentionBackend, case: Case, dtype: torch.dtype, stored: torch.dtype | None, repeats: int
+) -> np.ndarray:
     """Milliseconds of each repeat, planning not counted (it is shared by all layers)."""
     rows = make_rows(case)
-    layout = KVLayout(1, _NUM_KV_HEADS, _HEAD_DIM, _BLOCK_SIZE, dtype)
+    layout = KVLayout(1, _NUM_KV_HEADS, _HEAD_DIM, _BLOCK_SIZE, dtype, stored)
     pool = allocate_pool(layout, int(rows.block_tables.max()) + 1, torch.device("cpu"))
-    pool.normal_()
+    pool.copy_(torch.randn(pool.shape))
     num_tokens = sum(case.query_lens)
     query = torch.randn(num_tokens, _NUM_HEADS, _HEAD_DIM).to(dtype)
     key, value = torch.randn(2, num_tokens, _NUM_KV_HEADS, _HEAD_DIM).to(dtype)
@@ -82,15 +84,18 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     heads = f"{_NUM_HEADS} heads, {_NUM_KV_HEADS} KV heads of {_HEAD_DIM}"
     print(f"{heads}, {arguments.threads} threads; milliseconds: median [10th, 90th percentile]")
-    for dtype in (torch.float32, torch.bfloat16):
+    kinds: list[tuple[str, torch.dtype, torch.dtype | None]] = [("float32", torch.float32, None)]
+    kinds += [("bfloat16", torch.bfloat16, None)]
+    kinds += [(f"float32, KV {name}", torch.float32, stored) for name, stored in KV_DTYPES.items()]
+    for kind, dtype, stored in kinds:
         for case in CASES:
-            kernel = time_case(CpuBackend(), case, dtype, arguments.repeats)
-            gather = time_case(TorchBackend(), case, dtype, max(3, arguments.repeats // 4))
+            kernel = time_case(CpuBackend(), case, dtype, stored, arguments.repeats)
+            gather = time_case(TorchBackend(), case, dtype, stored, max(3, arguments.repeats // 4))
             texts = [
                 "{1:9.2f} [{0:.2f}, {2:.2f}]".format(*np.percentile(taken, (10, 50, 90))) for taken in (kernel, gather)
             ]
             ratio = np.median(gather) / np.median(kernel)
-            print(f"{str(dtype)[6:]:9} {case.name:38} kernel {texts[0]:28} gather {texts[1]:28} {ratio:5.1f}x")
+            print(f"{kind:20} {case.name:38} kernel {texts[0]:28} gather {texts[1]:28} {ratio:5.1f}x")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,13 @@ class KVLayout:
     num_kv_heads: int
     head_dim: int
     block_size: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of queries, keys and values as the model computes them
+    stored: torch.dtype | None = None  # of keys and values in the pool, an 8-bit float; None: as computed
+
+    @property
+    def pool_dtype(self) -> torch.dtype:
+        """The type of the pool's elements."""
+        return self.stored or self.dtype
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
@@ -38,18 +44,18 @@ class KVLayout:
     def block_bytes(self) -> int:
         """The bytes of one block of all layers, one contiguous run."""
         elements = self.num_layers * 2 * self.block_size * self.num_kv_heads * self.head_dim
-        return elements * self.dtype.itemsize
+        return elements * self.pool_dtype.itemsize
 
 
 def allocate_pool(layout: KVLayout, num_blocks: int, device: torch.device) -> torch.Tensor:
     """A pool of zeros, `[num_blocks, *layout.block_shape]`. On a CPU, pages take memory only once written."""
     if device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.zeros((num_blocks, *layout.block_shape), dtype=layout.dtype, device=device)
+        return torch.zeros((num_blocks, *layout.block_shape), dtype=layout.pool_dtype, device=device)
     # A step reads blocks all over the pool; huge pages save address translations (5 percent of a decode step measured).
     memory = mmap.mmap(-1, num_blocks * layout.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # not every kernel has huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=layout.dtype).view(num_blocks, *layout.block_shape)
+    return torch.frombuffer(memory, dtype=layout.pool_dtype).view(num_blocks, *layout.block_shape)
 
 
 @dataclass(frozen=True)
@@ -117,10 +123,36 @@ class LayerKind(NamedTuple):
         return AttentionParams(self.scaling, self.sliding_window, self.softcap)
 
 
+KV_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+"""Types that the pool may have beside the one that the model computes in, by the names that users know."""
+
+
+def is_eight_bit(dtype: torch.dtype) -> bool:
+    """Whether it is one of the `KV_DTYPES`."""
+    return dtype in KV_DTYPES.values()
+
+
+def as_stored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Keys or values in the pool's type. An 8-bit float takes what is beyond its reach as its largest number.
+
+    Rounds to nearest, ties to even; NaN stays NaN. Attention sees keys and values as they are stored, those of its own
+    step too, so that it does not matter in which step they were written.
+    """
+    if not is_eight_bit(dtype):
+        return tensor.to(dtype)
+    limit = torch.finfo(dtype).max  # casts make NaN or infinity of what lies beyond, or not, from release to release
+    return tensor.clamp(-limit, limit).to(dtype)
+
+
 def last_contiguous(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The tensor in this dtype with elements of its last dimension side by side; itself, where that is so."""
-    tensor = tensor.to(dtype)
+    tensor = as_stored(tensor, dtype)
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def computed_in(pool: torch.Tensor, key: torch.Tensor) -> torch.dtype:
+    """The type of queries and outputs of a step over `pool` that `key` is a key of: the pool's, or beside 8 bits its own."""
+    return key.dtype if is_eight_bit(pool.dtype) else pool.dtype
 
 
 class StepAttention(Protocol):

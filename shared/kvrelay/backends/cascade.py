@@ -39,8 +39,8 @@ class CascadeCosts:
     def of(cls, group: int, token_bytes: int) -> CascadeCosts:
         """For layers with `group` query heads a KV head, and `token_bytes` of keys and values a token.
 
-        A row's output has half of `token_bytes` times `group`; it is written once more, and both are read and one is
-        written to merge them.
+        A row's output has half of `token_bytes` times `group` (twice that many heads stand for 16 bits beside a pool of
+        8); it is written once more, and both are read and one is written to merge them.
         """
         return cls(2 * group, -(-_STEP_BYTES // token_bytes), -(-_GRAPH_BYTES // token_bytes))
 

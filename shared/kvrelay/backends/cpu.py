@@ -14,14 +14,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrelay.backends.base import AttentionParams, PackedRows, StepAttention, last_contiguous
+from kvrelay.backends.base import (
+    AttentionParams,
+    PackedRows,
+    StepAttention,
+    computed_in,
+    is_eight_bit,
+    last_contiguous,
+)
 from kvrelay.backends.cpu_build import KernelBuildError, load_kernel
 
 _SPLIT_KEYS = 512  # keys of one piece of a decoding row; fixed, so that results depend on the row alone
 _TILE_ROWS = 64  # query tokens times heads of a group that share a tile of keys
 _HEADS_MULTIPLE = 16
 _MAX_HEAD_DIM = 256
-_DTYPES = (torch.float32, torch.bfloat16)
+# By the numbers that the kernel knows them by.
+_POOL_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+_DTYPES = _POOL_DTYPES[:2]  # of queries and outputs
 
 _ITEM = np.dtype(
     [(name, np.int32) for name in ("row", "head_begin", "head_end", "query_begin", "query_end")]
@@ -40,7 +49,7 @@ class _Attention(ctypes.Structure):
     _fields_ = [
         ("pool", c_void_p),
         ("stride", _PoolStrides),
-        *((name, c_int64) for name in ("is_bfloat16", "head_dim", "block_size", "num_kv_heads", "group")),
+        *((name, c_int64) for name in ("pool_type", "query_type", "head_dim", "block_size", "num_kv_heads", "group")),
         *((name, c_int64) for name in ("num_threads", "num_items", "num_split_rows", "max_rows", "max_states")),
         *((name, c_void_p) for name in ("items", "split_rows", "partials")),
         *((name, c_void_p) for name in ("query_starts", "positions", "block_tables")),
@@ -57,7 +66,7 @@ class _Attention(ctypes.Structure):
 
 
 class CpuBackend:
-    """The compiled kernel; float32 and bfloat16, heads of a multiple of 16 up to 256."""
+    """The compiled kernel; float32 and bfloat16 beside a pool of these or 8 bits, heads of a multiple of 16 up to 256."""
 
     name = "cpu"
 
@@ -82,7 +91,7 @@ class CpuBackend:
 
     @staticmethod
     def can_hold(dtype: torch.dtype, head_dim: int) -> bool:
-        """Whether the kernel knows this element type and head size."""
+        """Whether the kernel knows queries of this type and heads of this size. The pool may have 8 bits with either."""
         return dtype in _DTYPES and head_dim % _HEADS_MULTIPLE == 0 and 0 < head_dim <= _MAX_HEAD_DIM
 
     def plan(self, pool: torch.Tensor, rows: PackedRows) -> StepAttention:
@@ -91,7 +100,9 @@ class CpuBackend:
         Raises:
             ValueError: the pool's dtype or head size is not one of the kernel's.
         """
-        if not self.can_hold(pool.dtype, pool.shape[-1]):
+        # Of what type queries beside 8 bits are, the first layer tells.
+        dtype = torch.float32 if is_eight_bit(pool.dtype) else pool.dtype
+        if not self.can_hold(dtype, pool.shape[-1]):
             raise ValueError(f"the CPU kernel cannot hold {pool.dtype} with heads of {pool.shape[-1]}")
         return CpuStep(self._kernel, pool, rows)
 
@@ -123,11 +134,16 @@ class CpuStep:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        """See `StepAttention.attend`."""
+        """See `StepAttention.attend`.
+
+        Raises:
+            ValueError: queries beside a pool of 8 bits are of a type that the kernel does not know.
+        """
         call = self._call
         if not self._keep:
-            self._prepare(query.shape[1])
-        query, key, value = (last_contiguous(tensor, self._pool.dtype) for tensor in (query, key, value))
+            self._prepare(query.shape[1], computed_in(self._pool, key))
+        query = last_contiguous(query, computed_in(self._pool, key))
+        key, value = (last_contiguous(tensor, self._pool.dtype) for tensor in (key, value))
         element_bytes = self._pool.element_size()
         keys = self._pool.data_ptr() + layer * self._pool.stride(1) * element_bytes
         self._write(keys, key)
@@ -143,15 +159,17 @@ class CpuStep:
         self._kernel.kvrelay_attend(ctypes.byref(call))
         return output
 
-    def _prepare(self, num_heads: int) -> None:
+    def _prepare(self, num_heads: int, dtype: torch.dtype) -> None:
         """Fills what is the same for all layers."""
+        if dtype not in _DTYPES:
+            raise ValueError(f"the CPU kernel knows no queries of {dtype}")
         pool, rows, call = self._pool, self._rows, self._call
         num_kv_heads, head_dim = pool.shape[4], pool.shape[5]
         num_threads = torch.get_num_threads()
         work = cut_work(rows, num_kv_heads, num_heads // num_kv_heads, num_threads)
         partials = np.empty(work.num_partials * (head_dim + 2), np.float32)
         call.stride = _PoolStrides(pool.stride(0), pool.stride(2), pool.stride(3), pool.stride(4))
-        call.is_bfloat16 = pool.dtype == torch.bfloat16
+        call.pool_type, call.query_type = _POOL_DTYPES.index(pool.dtype), _POOL_DTYPES.index(dtype)
         call.head_dim, call.block_size = head_dim, pool.shape[3]
         call.num_kv_heads, call.group = num_kv_heads, num_heads // num_kv_heads
         call.num_threads, call.num_items, call.num_split_rows = num_threads, len(work.items), len(work.split_rows)

@@ -8,12 +8,16 @@
  * context of a decoding row is split at fixed positions, so that its result depends on neither batch nor threads
  * ("flash decoding": Dao, Haziza, Massa and Sizov, 2023).
  *
- * Strides are in elements. Elements are float or bfloat16, the same for pool, q, k, v and output.
+ * Strides are in elements. Queries and output are float or bfloat16; the pool has the same, or 8-bit floats, which are
+ * widened as they are loaded.
  */
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 #define LANES 16
@@ -30,6 +34,11 @@ typedef float vfloat __attribute__((vector_size(LANES * 4)));
 typedef int32_t vint __attribute__((vector_size(LANES * 4)));
 typedef uint32_t vuint __attribute__((vector_size(LANES * 4)));
 typedef uint16_t vhalf __attribute__((vector_size(LANES * 2)));
+typedef int16_t vshort __attribute__((vector_size(LANES * 2)));
+typedef uint8_t vbyte __attribute__((vector_size(LANES)));
+
+/* Element types, numbered as in cpu.py. */
+enum { FLOAT32, BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2 };
 
 typedef struct {
     int64_t block, key_to_value, token, head; /* of the pool */
@@ -48,7 +57,8 @@ typedef struct {
 typedef struct {
     const char *pool; /* the layer's keys of block 0 */
     PoolStrides stride;
-    int64_t is_bfloat16, head_dim, block_size, num_kv_heads, group; /* group: query heads per KV head */
+    int64_t pool_type, query_type; /* the output has the query's */
+    int64_t head_dim, block_size, num_kv_heads, group; /* group: query heads per KV head */
     int64_t num_threads, num_items, num_split_rows;
     int64_t max_rows, max_states; /* of an item: M, and M times its KV heads; both with M padded to 8 */
     const Item *items;
@@ -72,8 +82,48 @@ INLINE vfloat choose(vint mask, vfloat yes, vfloat no) { return (vfloat)((mask &
 
 INLINE vfloat larger(vfloat a, vfloat b) { return choose(a > b, a, b); }
 
-INLINE vfloat load(const char *base, int64_t index, const int bf16) {
-    if (bf16) {
+INLINE int64_t bytes_of(const int type) { return type == FLOAT32 ? 4 : type == BFLOAT16 ? 2 : 1; }
+
+#if defined(__F16C__)
+INLINE vfloat from_half(vhalf x) {
+#if LANES == 16
+    return (vfloat)_mm512_cvtph_ps((__m256i)x);
+#else
+    return (vfloat)_mm256_cvtph_ps((__m128i)x);
+#endif
+}
+
+/* E5M2 is the upper byte of a half. So is E4M3 with its exponent moved into a half's, whose bias is larger by 8. */
+INLINE vfloat widen(vbyte raw, const int type) {
+    const vhalf upper = __builtin_convertvector(raw, vhalf) << 8;
+    if (type == FLOAT8_E5M2) return from_half(upper);
+    const vhalf moved = (vhalf)((vshort)upper >> 1) & 0xbfff;
+    const vhalf is_nan = (vhalf)((moved & 0x3fff) == 0x3f80); /* all ones are the one NaN; there is no infinity */
+    return from_half(moved | is_nan) * 256.0f;
+}
+#else
+/* Exponent and mantissa are moved to where a float has them, and the exponent is biased anew. What is below the least
+ * normal number gets that one's exponent, and the leading 1 is taken off again. */
+INLINE vfloat widen(vbyte narrow, const int type) {
+    const int mantissa = type == FLOAT8_E4M3 ? 3 : 2, bias = type == FLOAT8_E4M3 ? 120 : 112;
+    const vuint raw = __builtin_convertvector(narrow, vuint), magnitude = raw & 0x7f, moved = magnitude << (23 - mantissa);
+    const vfloat least = (vfloat)((vuint){} + ((uint32_t)(bias + 1) << 23));
+    const vfloat normal = (vfloat)(moved + ((uint32_t)bias << 23));
+    const vfloat subnormal = (vfloat)(moved + ((uint32_t)(bias + 1) << 23)) - least;
+    const vfloat special = (vfloat)(moved | 0x7f800000); /* infinity or NaN; E4M3 has but the one NaN */
+    const vint is_special = (vint)magnitude >= (type == FLOAT8_E4M3 ? 0x7f : 0x7c);
+    const vfloat x = choose((vint)magnitude < 1 << mantissa, subnormal, choose(is_special, special, normal));
+    return (vfloat)((vuint)x | (raw & 0x80) << 24);
+}
+#endif
+
+INLINE vfloat load(const char *base, int64_t index, const int type) {
+    if (type == FLOAT8_E4M3 || type == FLOAT8_E5M2) {
+        vbyte raw;
+        memcpy(&raw, base + index, sizeof raw);
+        return widen(raw, type);
+    }
+    if (type == BFLOAT16) {
         vhalf raw;
         memcpy(&raw, base + index * 2, sizeof raw);
         return (vfloat)(__builtin_convertvector(raw, vuint) << 16);
@@ -83,8 +133,8 @@ INLINE vfloat load(const char *base, int64_t index, const int bf16) {
     return x;
 }
 
-INLINE void store(char *base, int64_t index, vfloat x, const int bf16) {
-    if (bf16) {
+INLINE void store(char *base, int64_t index, vfloat x, const int type) {
+    if (type == BFLOAT16) {
         vuint bits = (vuint)x;
         vuint rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16; /* to nearest, ties to even */
         vint is_nan = x != x;
@@ -223,8 +273,8 @@ INLINE void find_keys(const Attention *a, int row, int64_t begin, int64_t count,
 }
 
 /* Asks for the K and V of one head and tile ahead of their turn: heads lie apart, and the CPU does not guess the jumps. */
-INLINE void prefetch(const Attention *a, const int64_t *offsets, int64_t head, const int64_t dim, const int bf16) {
-    const int64_t element_bytes = bf16 ? 2 : 4, value_bytes = a->stride.key_to_value * element_bytes;
+INLINE void prefetch(const Attention *a, const int64_t *offsets, int64_t head, const int64_t dim, const int type) {
+    const int64_t element_bytes = bytes_of(type), value_bytes = a->stride.key_to_value * element_bytes;
     for (int k = 0; k < TILE; k++) {
         const char *key = a->pool + (offsets[k] + head * a->stride.head) * element_bytes;
         for (int64_t byte = 0; byte < dim * element_bytes; byte += 64) {
@@ -236,16 +286,16 @@ INLINE void prefetch(const Attention *a, const int64_t *offsets, int64_t head, c
 
 /* weight[m][0..TILE) = query[m] . key, M a multiple of `together`; keys straight from the pool. */
 INLINE void direct_scores(const Attention *a, const float *query, int64_t rows, const int64_t *offsets, int64_t head,
-                          float *weight, const int64_t dim, const int bf16, const int together) {
+                          float *weight, const int64_t dim, const int type, const int together) {
     const int keys = LANES / together;
     for (int64_t m = 0; m < rows; m += together)
         for (int first = 0; first < TILE; first += keys) {
             vfloat sums[LANES] = {};
             for (int64_t d = 0; d < dim; d += LANES) {
                 vfloat q[4];
-                UNROLL for (int r = 0; r < together; r++) q[r] = load((const char *)(query + (m + r) * dim), d, 0);
+                UNROLL for (int r = 0; r < together; r++) q[r] = load((const char *)(query + (m + r) * dim), d, FLOAT32);
                 UNROLL for (int k = 0; k < keys; k++) {
-                    vfloat key = load(a->pool, offsets[first + k] + head * a->stride.head + d, bf16);
+                    vfloat key = load(a->pool, offsets[first + k] + head * a->stride.head + d, type);
                     UNROLL for (int r = 0; r < together; r++) sums[r * keys + k] += q[r] * key;
                 }
             }
@@ -257,18 +307,18 @@ INLINE void direct_scores(const Attention *a, const float *query, int64_t rows, 
 
 /* The tile's keys as floats, [strip, head_dim, LANES], and its values, [TILE, head_dim]. */
 INLINE void load_tile(const Attention *a, const Scratch *s, const int64_t *offsets, int64_t head, int64_t count,
-                      const int64_t dim, const int bf16) {
+                      const int64_t dim, const int type) {
     for (int64_t first = 0; first < TILE; first += LANES)
         for (int64_t d = 0; d < dim; d += LANES) {
             vfloat v[LANES];
-            UNROLL for (int k = 0; k < LANES; k++) v[k] = load(a->pool, offsets[first + k] + head * a->stride.head + d, bf16);
+            UNROLL for (int k = 0; k < LANES; k++) v[k] = load(a->pool, offsets[first + k] + head * a->stride.head + d, type);
             transpose(v);
             UNROLL for (int k = 0; k < LANES; k++) memcpy(s->keys + first * dim + (d + k) * LANES, &v[k], sizeof v[k]);
         }
-    const char *values = a->pool + a->stride.key_to_value * (bf16 ? 2 : 4);
+    const char *values = a->pool + a->stride.key_to_value * bytes_of(type);
     for (int64_t k = 0; k < count; k++)
         for (int64_t d = 0; d < dim; d += LANES) {
-            vfloat v = load(values, offsets[k] + head * a->stride.head + d, bf16);
+            vfloat v = load(values, offsets[k] + head * a->stride.head + d, type);
             memcpy(s->values + k * dim + d, &v, sizeof v);
         }
 }
@@ -326,13 +376,13 @@ INLINE float soften(const Attention *a, float *weight, int64_t visible_begin, in
 
 /* output[m] += weight[m] . values for `together` rows and `wide` vectors of the head at a time. */
 INLINE void add_values(const char *values, const int64_t *offsets, int64_t count, const float *weight, float *output,
-                       int64_t d, const int64_t dim, const int bf16, const int together, const int wide) {
+                       int64_t d, const int64_t dim, const int type, const int together, const int wide) {
     vfloat sums[ROWS][4];
     UNROLL for (int r = 0; r < together; r++)
-        UNROLL for (int i = 0; i < wide; i++) sums[r][i] = load((const char *)(output + r * dim), d + i * LANES, 0);
+        UNROLL for (int i = 0; i < wide; i++) sums[r][i] = load((const char *)(output + r * dim), d + i * LANES, FLOAT32);
     for (int64_t k = 0; k < count; k++) {
         vfloat value[4];
-        UNROLL for (int i = 0; i < wide; i++) value[i] = load(values, offsets[k] + d + i * LANES, bf16);
+        UNROLL for (int i = 0; i < wide; i++) value[i] = load(values, offsets[k] + d + i * LANES, type);
         UNROLL for (int r = 0; r < together; r++)
             UNROLL for (int i = 0; i < wide; i++) sums[r][i] += weight[r * TILE + k] * value[i];
     }
@@ -341,13 +391,13 @@ INLINE void add_values(const char *values, const int64_t *offsets, int64_t count
 }
 
 INLINE void add_all_values(const char *values, const int64_t *offsets, int64_t count, const float *weight, float *output,
-                           int64_t rows, const int64_t dim, const int bf16, const int together, const int wide) {
+                           int64_t rows, const int64_t dim, const int type, const int together, const int wide) {
     for (int64_t m = 0; m < rows; m += together) {
         int64_t d = 0;
         for (; d + wide * LANES <= dim; d += wide * LANES)
-            add_values(values, offsets, count, weight + m * TILE, output + m * dim, d, dim, bf16, together, wide);
+            add_values(values, offsets, count, weight + m * TILE, output + m * dim, d, dim, type, together, wide);
         for (; d < dim; d += LANES)
-            add_values(values, offsets, count, weight + m * TILE, output + m * dim, d, dim, bf16, together, 1);
+            add_values(values, offsets, count, weight + m * TILE, output + m * dim, d, dim, type, together, 1);
     }
 }
 
@@ -356,7 +406,7 @@ INLINE int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* One tile of keys for one KV head: scores, weights, values. */
 INLINE void do_tile(const Attention *a, const Scratch *s, const Item *item, int64_t head, int64_t begin, int64_t count,
-                    const int64_t *offsets, const int64_t dim, const int bf16, const int direct) {
+                    const int64_t *offsets, const int64_t dim, const int type, const int direct) {
     const int64_t rows = (item->query_end - item->query_begin) * a->group, stored = padded(rows);
     const int64_t local = head - item->head_begin;
     const float *query = s->query + local * stored * dim;
@@ -364,14 +414,14 @@ INLINE void do_tile(const Attention *a, const Scratch *s, const Item *item, int6
     if (!direct) {
         Scratch own = *s;
         own.query = (float *)query;
-        load_tile(a, s, offsets, head, count, dim, bf16);
+        load_tile(a, s, offsets, head, count, dim, type);
         tiled_scores(&own, stored, dim);
     } else if (rows == 1) {
-        direct_scores(a, query, 1, offsets, head, s->weight, dim, bf16, 1);
+        direct_scores(a, query, 1, offsets, head, s->weight, dim, type, 1);
     } else if (rows == 2) {
-        direct_scores(a, query, 2, offsets, head, s->weight, dim, bf16, 2);
+        direct_scores(a, query, 2, offsets, head, s->weight, dim, type, 2);
     } else {
-        direct_scores(a, query, (rows + 3) / 4 * 4, offsets, head, s->weight, dim, bf16, 4);
+        direct_scores(a, query, (rows + 3) / 4 * 4, offsets, head, s->weight, dim, type, 4);
     }
     const int64_t first_position = a->positions[item->row] + item->query_begin;
     for (int64_t m = 0; m < rows; m++) {
@@ -386,19 +436,23 @@ INLINE void do_tile(const Attention *a, const Scratch *s, const Item *item, int6
     if (!direct) {
         int64_t tile_offsets[TILE];
         for (int64_t k = 0; k < TILE; k++) tile_offsets[k] = k * dim;
-        add_all_values((const char *)s->values, tile_offsets, count, s->weight, output, stored, dim, 0, ROWS, 2);
+        add_all_values((const char *)s->values, tile_offsets, count, s->weight, output, stored, dim, FLOAT32, ROWS, 2);
         return;
     }
-    const char *values = a->pool + (a->stride.key_to_value + head * a->stride.head) * (bf16 ? 2 : 4);
+    const char *values = a->pool + (a->stride.key_to_value + head * a->stride.head) * bytes_of(type);
     if (rows == 1)
-        add_all_values(values, offsets, count, s->weight, output, 1, dim, bf16, 1, 4);
+        add_all_values(values, offsets, count, s->weight, output, 1, dim, type, 1, 4);
     else if (rows == 2)
-        add_all_values(values, offsets, count, s->weight, output, 2, dim, bf16, 2, 4);
+        add_all_values(values, offsets, count, s->weight, output, 2, dim, type, 2, 4);
     else
-        add_all_values(values, offsets, count, s->weight, output, (rows + 3) / 4 * 4, dim, bf16, 4, 2);
+        add_all_values(values, offsets, count, s->weight, output, (rows + 3) / 4 * 4, dim, type, 4, 2);
 }
 
-INLINE void load_queries(const Attention *a, const Scratch *s, const Item *item, const int64_t dim, const int bf16) {
+/* The type of queries and output, beside a pool of `type`: known when this is compiled, where it is the same. */
+INLINE int query_type(const Attention *a, const int type) { return type <= BFLOAT16 ? type : (int)a->query_type; }
+
+INLINE void load_queries(const Attention *a, const Scratch *s, const Item *item, const int64_t dim, const int type) {
+    const int own = query_type(a, type);
     const int64_t rows = (item->query_end - item->query_begin) * a->group, stored = padded(rows);
     const int64_t first_token = a->query_starts[item->row] + item->query_begin;
     for (int64_t head = item->head_begin; head < item->head_end; head++) {
@@ -407,7 +461,7 @@ INLINE void load_queries(const Attention *a, const Scratch *s, const Item *item,
             const int64_t token = first_token + m / a->group, query_head = head * a->group + m % a->group;
             for (int64_t d = 0; d < dim; d += LANES) {
                 vfloat q = splat(0.0f);
-                if (m < rows) q = load(a->query, token * a->query_token + query_head * a->query_head + d, bf16);
+                if (m < rows) q = load(a->query, token * a->query_token + query_head * a->query_head + d, own);
                 q *= (float)a->scaling;
                 memcpy(query + m * dim + d, &q, sizeof q);
             }
@@ -417,7 +471,7 @@ INLINE void load_queries(const Attention *a, const Scratch *s, const Item *item,
 
 /* Divides by the sum, counts the sink, and writes head_dim values of the output. */
 INLINE void finish(const Attention *a, const float *output, float max, float sum, int64_t token, int64_t query_head,
-                   const int64_t dim, const int bf16) {
+                   const int64_t dim, const int type) {
     float scale = 1.0f;
     if (a->sinks) {
         const float sink = a->sinks[query_head], top = sink > max ? sink : max;
@@ -426,10 +480,10 @@ INLINE void finish(const Attention *a, const float *output, float max, float sum
     }
     const int64_t at = (token * a->num_kv_heads * a->group + query_head) * dim;
     for (int64_t d = 0; d < dim; d += LANES)
-        store(a->output, at + d, load((const char *)output, d, 0) * (scale / sum), bf16);
+        store(a->output, at + d, load((const char *)output, d, FLOAT32) * (scale / sum), query_type(a, type));
 }
 
-INLINE void write_results(const Attention *a, const Scratch *s, const Item *item, const int64_t dim, const int bf16) {
+INLINE void write_results(const Attention *a, const Scratch *s, const Item *item, const int64_t dim, const int type) {
     const int64_t rows = (item->query_end - item->query_begin) * a->group, stored = padded(rows);
     const int64_t first_token = a->query_starts[item->row] + item->query_begin;
     for (int64_t head = item->head_begin; head < item->head_end; head++)
@@ -438,7 +492,7 @@ INLINE void write_results(const Attention *a, const Scratch *s, const Item *item
             const float *output = s->output + state * dim;
             if (item->partial < 0) {
                 finish(a, output, s->max[state], s->sum[state], first_token + m / a->group,
-                       head * a->group + m % a->group, dim, bf16);
+                       head * a->group + m % a->group, dim, type);
                 continue;
             }
             float *partial = a->partials + (item->partial + (head - item->head_begin) * rows + m) * (dim + 2);
@@ -448,7 +502,7 @@ INLINE void write_results(const Attention *a, const Scratch *s, const Item *item
         }
 }
 
-INLINE void do_item(const Attention *a, const Scratch *s, const Item *item, const int64_t dim, const int bf16) {
+INLINE void do_item(const Attention *a, const Scratch *s, const Item *item, const int64_t dim, const int type) {
     const int64_t rows = (item->query_end - item->query_begin) * a->group, stored = padded(rows);
     const int64_t states = (item->head_end - item->head_begin) * stored;
     const int64_t first_position = a->positions[item->row] + item->query_begin;
@@ -457,7 +511,7 @@ INLINE void do_item(const Attention *a, const Scratch *s, const Item *item, cons
     int64_t begin = item->key_begin;
     /* Tiles begin at multiples of TILE, wherever the window does: a row's sums do not depend on its neighbours. */
     if (a->window) begin = at_least(begin, at_least(0, first_position + 1 - a->window) / TILE * TILE);
-    load_queries(a, s, item, dim, bf16);
+    load_queries(a, s, item, dim, type);
     memset(s->output, 0, states * dim * sizeof *s->output);
     memset(s->weight, 0, stored * TILE * sizeof *s->weight);
     for (int64_t i = 0; i < states; i++) s->max[i] = -INFINITY, s->sum[i] = 0.0f;
@@ -468,18 +522,18 @@ INLINE void do_item(const Attention *a, const Scratch *s, const Item *item, cons
         const int64_t count = at_most(TILE, end - begin), next = begin + TILE;
         if (next < end) find_keys(a, item->row, next, at_most(TILE, end - next), offsets[!current]);
         for (int64_t head = item->head_begin; head < item->head_end; head++) {
-            if (next < end) prefetch(a, offsets[!current], head, dim, bf16);
+            if (next < end) prefetch(a, offsets[!current], head, dim, type);
             if (rows <= DIRECT_ROWS)
-                do_tile(a, s, item, head, begin, count, offsets[current], dim, bf16, 1);
+                do_tile(a, s, item, head, begin, count, offsets[current], dim, type, 1);
             else
-                do_tile(a, s, item, head, begin, count, offsets[current], dim, bf16, 0);
+                do_tile(a, s, item, head, begin, count, offsets[current], dim, type, 0);
         }
     }
-    write_results(a, s, item, dim, bf16);
+    write_results(a, s, item, dim, type);
 }
 
 /* Joins the splits of one decoding row's query head, in the order of the keys. */
-INLINE void join_splits(const Attention *a, const SplitRow *split, int64_t query_head, const int64_t dim, const int bf16) {
+INLINE void join_splits(const Attention *a, const SplitRow *split, int64_t query_head, const int64_t dim, const int type) {
     const int64_t heads = a->num_kv_heads * a->group;
     const float *first = a->partials + (split->partial + query_head) * (dim + 2);
     float joined[dim], max = -INFINITY, sum = 0.0f;
@@ -495,10 +549,10 @@ INLINE void join_splits(const Attention *a, const SplitRow *split, int64_t query
         sum += partial[dim + 1] * scale;
         for (int64_t d = 0; d < dim; d++) joined[d] += partial[d] * scale;
     }
-    finish(a, joined, max, sum, a->query_starts[split->row], query_head, dim, bf16);
+    finish(a, joined, max, sum, a->query_starts[split->row], query_head, dim, type);
 }
 
-INLINE void attend(const Attention *a, const int64_t dim, const int bf16) {
+INLINE void attend(const Attention *a, const int64_t dim, const int type) {
     const int64_t heads = a->num_kv_heads * a->group;
 #pragma omp parallel num_threads((int)a->num_threads)
     {
@@ -506,10 +560,10 @@ INLINE void attend(const Attention *a, const int64_t dim, const int bf16) {
         if (posix_memalign(&space, 64, scratch_floats(a) * sizeof(float))) abort();
         const Scratch scratch = lay_out(a, space);
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < a->num_items; i++) do_item(a, &scratch, &a->items[i], dim, bf16);
+        for (int64_t i = 0; i < a->num_items; i++) do_item(a, &scratch, &a->items[i], dim, type);
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < a->num_split_rows * heads; i++)
-            join_splits(a, &a->split_rows[i / heads], i % heads, dim, bf16);
+            join_splits(a, &a->split_rows[i / heads], i % heads, dim, type);
         free(space);
     }
 }
@@ -520,15 +574,19 @@ INLINE void attend(const Attention *a, const int64_t dim, const int bf16) {
 int64_t kvrelay_struct_bytes(void) { return sizeof(Attention) * 10000 + sizeof(Item) * 100 + sizeof(SplitRow); }
 
 /* Head sizes that are common get code of their own; others share the general one. head_dim is a multiple of 16. */
+#define ATTEND(type)                                       \
+    case type:                                             \
+        if (a->head_dim == 128) attend(a, 128, type);      \
+        else if (a->head_dim == 64) attend(a, 64, type);   \
+        else attend(a, a->head_dim, type);                 \
+        break;
+
 void kvrelay_attend(const Attention *a) {
-    if (a->is_bfloat16) {
-        if (a->head_dim == 128) attend(a, 128, 1);
-        else if (a->head_dim == 64) attend(a, 64, 1);
-        else attend(a, a->head_dim, 1);
-    } else {
-        if (a->head_dim == 128) attend(a, 128, 0);
-        else if (a->head_dim == 64) attend(a, 64, 0);
-        else attend(a, a->head_dim, 0);
+    switch (a->pool_type) {
+        ATTEND(FLOAT32)
+        ATTEND(BFLOAT16)
+        ATTEND(FLOAT8_E4M3)
+        ATTEND(FLOAT8_E5M2)
     }
 }
 

@@ -21,6 +21,8 @@ from kvrelay.backends.base import (
     LayerKind,
     PackedRows,
     StepAttention,
+    computed_in,
+    is_eight_bit,
     last_contiguous,
 )
 from kvrelay.backends.cascade import CascadeCosts, CascadePlan, plan_cascade
@@ -49,7 +51,10 @@ def workspace_bytes(num_sms: int, group: int, head_dim: int) -> int:
 
 
 class FlashInferBackend:
-    """16-bit floats with heads of 64, 128 or 256; layers with attention sinks go through plain torch."""
+    """16-bit floats, beside a pool of these or 8 bits, with heads of 64, 128 or 256.
+
+    Layers with attention sinks go through plain torch.
+    """
 
     name = "flashinfer"
 
@@ -85,7 +90,9 @@ class FlashInferBackend:
             ValueError: the pool's dtype or heads are not among the kernels'.
         """
         _, num_layers, _, block_size, num_kv_heads, head_dim = pool.shape
-        if not self.can_hold(KVLayout(num_layers, num_kv_heads, head_dim, block_size, pool.dtype)):
+        # Of what type queries beside 8 bits are, the first layer tells.
+        dtype, stored = (torch.bfloat16, pool.dtype) if is_eight_bit(pool.dtype) else (pool.dtype, None)
+        if not self.can_hold(KVLayout(num_layers, num_kv_heads, head_dim, block_size, dtype, stored)):
             raise ValueError(f"FlashInfer cannot hold {pool.dtype} with {num_kv_heads} heads of {head_dim}")
         self.await_planned()
         return FlashInferStep(self, pool, rows)
@@ -131,11 +138,13 @@ class FlashInferBackend:
     # A wrapper keeps its plan, and on the device what the plan's kernels read: one per kind of layer, for all steps.
     # The workspace is for what a kernel leaves for the next one on the stream to merge: all wrappers may share it.
 
-    def prefill_wrapper(self, kind: LayerKind, num_kv_heads: int, head_dim: int) -> Any:
+    def prefill_wrapper(self, kind: LayerKind, num_kv_heads: int, head_dim: int, *, eight_bit: bool) -> Any:
         """The prefill kernel's wrapper for this kind of layer."""
         if kind not in self._prefill:
             make = self.flashinfer.BatchPrefillWithPagedKVCacheWrapper
-            self._prefill[kind] = make(self.workspace_for(kind.num_heads // num_kv_heads, head_dim), _LAYOUT)
+            workspace = self.workspace_for(kind.num_heads // num_kv_heads, head_dim)
+            # Hopper's own kernels (fa3) read 8-bit keys for 8-bit queries only.
+            self._prefill[kind] = make(workspace, _LAYOUT, backend="fa2" if eight_bit else "auto")
         return self._prefill[kind]
 
     def decode_wrapper(self, kind: LayerKind, num_kv_heads: int, head_dim: int) -> Any:
@@ -199,6 +208,7 @@ class FlashInferStep:
             self._paged.last_page_lens,
         )
         self._planned: dict[LayerKind, tuple[Any, Any]] = {}
+        self._dtype = pool.dtype  # of queries; beside 8 bits, the first layer tells
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
@@ -206,7 +216,10 @@ class FlashInferStep:
         """See `StepAttention.attend`."""
         if params.sinks is not None:
             return self._in_torch.attend(layer, query, key, value, params)
-        query, key, value = (last_contiguous(tensor, self._pool.dtype) for tensor in (query, key, value))
+        self._dtype = computed_in(self._pool, key)
+        query = last_contiguous(query, self._dtype)
+        # The kernel that writes them copies bytes: it takes them for the pool's type, whatever theirs is.
+        key, value = (last_contiguous(tensor, self._pool.dtype) for tensor in (key, value))
         keys, values = self._pool[:, layer, 0], self._pool[:, layer, 1]
         token_rows, token_positions, page_ids, page_starts, last_page_lens = self._written
         self._backend.append(
@@ -233,7 +246,7 @@ class FlashInferStep:
         """The wrapper for chunks of this kind of layer, planned; None if the step has no chunk."""
         if not self._num_chunks:
             return None
-        wrapper = self._backend.prefill_wrapper(kind, *self._heads)
+        wrapper = self._backend.prefill_wrapper(kind, *self._heads, eight_bit=is_eight_bit(self._pool.dtype))
         self._plan_queries(wrapper, kind, *self._take(0, self._num_chunks), causal=True)
         return wrapper
 
@@ -278,7 +291,7 @@ class FlashInferStep:
             *_on_host(paged.last_page_lens),
             *(kind.num_heads, *self._heads, self._pool.shape[3]),
             causal=causal,
-            **plan_options(kind, self._pool.dtype),
+            **plan_options(kind, self._dtype, self._pool.dtype),
         )
 
     def _plan_rows(self, wrapper: Any, kind: LayerKind, paged: PagedRows, page_ids: torch.Tensor) -> None:
@@ -287,7 +300,7 @@ class FlashInferStep:
             page_ids,
             *_on_host(paged.last_page_lens),
             *(kind.num_heads, *self._heads, self._pool.shape[3]),
-            **plan_options(kind, self._pool.dtype),
+            **plan_options(kind, self._dtype, self._pool.dtype),
         )
 
     def _take(self, first: int, last: int) -> tuple[PagedRows, torch.Tensor]:

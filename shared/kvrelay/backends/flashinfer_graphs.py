@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvrelay.backends.base import AttentionParams, LayerKind, NotCapturable, PackedRows, last_contiguous
+from kvrelay.backends.base import AttentionParams, LayerKind, NotCapturable, PackedRows, computed_in, last_contiguous
 from kvrelay.backends.paging import page_rows
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class FlashInferFixedStep:
         self._page_ids = shared.positions_and_pages[pages:]
         self._host: tuple[torch.Tensor, torch.Tensor, int] | None = None  # page starts, last pages' lengths, pages
         self._wrappers: dict[LayerKind, Any] = {}
+        self._dtype = shared.pool.dtype  # of queries; beside 8 bits, the first layer tells
 
     def replan(self, rows: PackedRows) -> None:
         """See `FixedStep.replan`."""
@@ -102,7 +103,9 @@ class FlashInferFixedStep:
         if params.sinks is not None:
             raise NotCapturable("its layers have attention sinks")
         pool, backend = self._shared.pool, self._shared.backend
-        query, key, value = (last_contiguous(tensor, pool.dtype) for tensor in (query, key, value))
+        self._dtype = computed_in(pool, key)
+        query = last_contiguous(query, self._dtype)
+        key, value = (last_contiguous(tensor, pool.dtype) for tensor in (key, value))
         keys, values = pool[:, layer, 0], pool[:, layer, 1]
         kind = LayerKind(query.shape[1], params.scaling, params.sliding_window, params.softcap)
         wrapper = self._wrapper(kind)  # its plan fills what `append` reads as well
@@ -147,7 +150,7 @@ class FlashInferFixedStep:
             # The pages lie on the device already. From the host plan would copy them with a wait.
             *(page_starts, self._page_ids[:num_pages], last_page_lens),
             *(kind.num_heads, pool.shape[4], pool.shape[5], pool.shape[3]),
-            **plan_options(kind, pool.dtype),
+            **plan_options(kind, self._dtype, pool.dtype),
         )
 
 
@@ -162,14 +165,14 @@ def fixed_workspace_bytes(num_rows: int, num_kv_heads: int, group: int, head_dim
     return num_kv_heads * group * num_tiles * tile * (head_dim + 1) * 4
 
 
-def plan_options(kind: LayerKind, dtype: torch.dtype) -> dict[str, Any]:
-    """What all plans are told of a kind of layer, for queries and pool of `dtype`."""
+def plan_options(kind: LayerKind, dtype: torch.dtype, pool_dtype: torch.dtype) -> dict[str, Any]:
+    """What all plans are told of a kind of layer, for queries (and outputs) of `dtype`."""
     return {
         "sm_scale": kind.scaling,
         "window_left": kind.window_left,
         "logits_soft_cap": kind.softcap,
         "q_data_type": dtype,
-        "kv_data_type": dtype,
+        "kv_data_type": pool_dtype,
     }
 
 

@@ -66,9 +66,12 @@ def select_flashinfer(
         return TorchBackend()
     if not (cascade and kinds):
         return backend
-    num_kv_heads = layout.num_kv_heads
-    token_bytes = 2 * num_kv_heads * layout.head_dim * layout.dtype.itemsize
-    costs = CascadeCosts.of(max(kind.num_heads for kind in kinds) // num_kv_heads, token_bytes)
+    num_kv_heads, pool_bytes = layout.num_kv_heads, layout.pool_dtype.itemsize
+    group = max(kind.num_heads for kind in kinds) // num_kv_heads
+    # Outputs are 16-bit floats, whatever the pool has.
+    costs = CascadeCosts.of(
+        group * layout.dtype.itemsize // pool_bytes, token_bytes=2 * num_kv_heads * layout.head_dim * pool_bytes
+    )
     # The same backend: another one would bring a workspace of its own, and wrappers that the first step has to make.
     backend.share_prefixes(replace(costs, step_tokens=0))
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kvrelay.backends.base import AttentionParams, PackedRows, StepAttention
+from kvrelay.backends.base import AttentionParams, PackedRows, StepAttention, as_stored
 
 
 class TorchBackend:
@@ -39,8 +39,8 @@ class TorchStep:
     ) -> torch.Tensor:
         """See `StepAttention.attend`."""
         cache = self._pool[:, layer]
-        cache[self._write_blocks, 0, self._write_offsets] = key
-        cache[self._write_blocks, 1, self._write_offsets] = value
+        cache[self._write_blocks, 0, self._write_offsets] = as_stored(key, cache.dtype)
+        cache[self._write_blocks, 1, self._write_offsets] = as_stored(value, cache.dtype)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         starts = self._rows.query_starts
         for row in range(len(self._rows.query_lens)):

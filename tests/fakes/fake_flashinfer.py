@@ -17,6 +17,7 @@ __version__ = "0.7.2.post1"
 
 KVPair = tuple[torch.Tensor, torch.Tensor]
 _MAX_THREADS = 1024
+_EIGHT_BIT = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def reserved_bytes(num_sms: int, num_qo_heads: int, num_kv_heads: int, head_dim: int) -> int:
@@ -90,6 +91,9 @@ class _Wrapper:
         assert q.dtype == plan["q_data_type"]
         assert keys.dtype == plan["kv_data_type"]
         assert q.dtype in (torch.float16, torch.bfloat16)
+        if keys.dtype != q.dtype:
+            assert keys.dtype in _EIGHT_BIT, "no kernel mixes other types"
+            assert self.options["backend"] == "fa2", "fa3 reads 8-bit keys for 8-bit queries only"
         assert set(options) <= {"out", "return_lse"}
         out = options.get("out")
         out = torch.empty(q.shape, dtype=q.dtype) if out is None else out
@@ -151,7 +155,7 @@ def append_paged_kv_cache(*args: Any, **options: Any) -> None:
     key, value, batch_indices, positions, (keys, values), page_ids, page_starts, last_page_lens, kv_layout = args
     assert kv_layout == "NHD"
     assert keys.stride() == values.stride()
-    assert key.dtype == value.dtype == keys.dtype
+    assert key.dtype == value.dtype == keys.dtype, "their bytes are copied as they are"
     assert key.stride(-1) == value.stride(-1) == 1
     assert key.shape[1:] == value.shape[1:] == keys.shape[2:]
     _check_threads(*keys.shape[2:])

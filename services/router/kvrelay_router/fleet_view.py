@@ -304,6 +304,7 @@ def _describe(known: KnownWorker, own: WorkerLoad, is_live: bool, now: float) ->
         "max_model_len": record.max_model_len,
         "block_size": record.block_size,
         "device": record.device,
+        "kv_dtype": record.kv_dtype,
         "in_flight_requests": own.num_sequences,
         "in_flight_prompt_tokens": own.num_tokens,
         "queues": dict(status.queues) if status is not None else {},

@@ -127,9 +127,20 @@ KV_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 """Types that the pool may have beside the one that the model computes in, by the names that users know."""
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """What users call it: bfloat16, fp8_e4m3."""
+    names = {known: name for name, known in KV_DTYPES.items()}
+    return names.get(dtype, str(dtype).removeprefix("torch."))
+
+
 def is_eight_bit(dtype: torch.dtype) -> bool:
     """Whether it is one of the `KV_DTYPES`."""
     return dtype in KV_DTYPES.values()
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, 8-bit floats as plain bytes: ops that only move elements know those on every device."""
+    return tensor.view(torch.uint8) if is_eight_bit(tensor.dtype) else tensor
 
 
 def as_stored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -151,7 +162,7 @@ def last_contiguous(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def computed_in(pool: torch.Tensor, key: torch.Tensor) -> torch.dtype:
-    """The type of queries and outputs of a step over `pool` that `key` is a key of: the pool's, or beside 8 bits its own."""
+    """The type of queries and outputs beside a pool and this key: the pool's, or if that has 8 bits the key's."""
     return key.dtype if is_eight_bit(pool.dtype) else pool.dtype
 
 

@@ -66,7 +66,7 @@ class _Attention(ctypes.Structure):
 
 
 class CpuBackend:
-    """The compiled kernel; float32 and bfloat16 beside a pool of these or 8 bits, heads of a multiple of 16 up to 256."""
+    """The compiled kernel; float32 and bfloat16, over a pool of these or of 8 bits; heads of 16, 32, .. up to 256."""
 
     name = "cpu"
 
@@ -91,7 +91,7 @@ class CpuBackend:
 
     @staticmethod
     def can_hold(dtype: torch.dtype, head_dim: int) -> bool:
-        """Whether the kernel knows queries of this type and heads of this size. The pool may have 8 bits with either."""
+        """Whether the kernel knows queries of this type, and heads of this size. The pool may have 8 bits."""
         return dtype in _DTYPES and head_dim % _HEADS_MULTIPLE == 0 and 0 < head_dim <= _MAX_HEAD_DIM
 
     def plan(self, pool: torch.Tensor, rows: PackedRows) -> StepAttention:

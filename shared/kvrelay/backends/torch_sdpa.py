@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kvrelay.backends.base import AttentionParams, PackedRows, StepAttention, as_stored
+from kvrelay.backends.base import AttentionParams, PackedRows, StepAttention, as_stored, bits
 
 
 class TorchBackend:
@@ -39,8 +39,9 @@ class TorchStep:
     ) -> torch.Tensor:
         """See `StepAttention.attend`."""
         cache = self._pool[:, layer]
-        cache[self._write_blocks, 0, self._write_offsets] = as_stored(key, cache.dtype)
-        cache[self._write_blocks, 1, self._write_offsets] = as_stored(value, cache.dtype)
+        for kind, tokens in enumerate((key, value)):
+            stored = as_stored(tokens, cache.dtype)
+            bits(cache)[self._write_blocks, kind, self._write_offsets] = bits(stored)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         starts = self._rows.query_starts
         for row in range(len(self._rows.query_lens)):
@@ -62,7 +63,8 @@ class TorchStep:
         if params.sliding_window is not None:
             first = max(0, int(self._rows.positions[row]) + 1 - params.sliding_window) // self._block_size
         blocks = self._tables[row, first : -(-num_keys // self._block_size)]
-        gathered = cache[blocks].transpose(0, 1).flatten(1, 2)[:, : num_keys - first * self._block_size]
+        stored = bits(cache)[blocks].view(cache.dtype)
+        gathered = stored.transpose(0, 1).flatten(1, 2)[:, : num_keys - first * self._block_size]
         keys, values = gathered.float().unbind(0)
         key_positions = torch.arange(first * self._block_size, num_keys, device=query.device)
         distance = query_positions[:, None] - key_positions[None, :]

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from kvrelay.backends.base import AttentionBackend, KVLayout, LayerKind, PackedRows, allocate_pool
+from kvrelay.backends.base import AttentionBackend, KVLayout, LayerKind, PackedRows, allocate_pool, bits
 from kvrelay.backends.torch_sdpa import TorchBackend
 
 # Of |difference| / (1 + |expected|). Both are rounded to 8 or 11 bits, parts that are merged once more: up to four
@@ -57,7 +57,7 @@ def try_layers(
         expected_pool = pool.clone()
         expected = TorchBackend().plan(expected_pool, rows).attend(1, query, key, value, kind.params)
         given = backend.plan(pool, rows).attend(1, query, key, value, kind.params)
-        if not torch.equal(pool.view(torch.uint8), expected_pool.view(torch.uint8)):
+        if not torch.equal(bits(pool), bits(expected_pool)):
             raise WrongAttention(f"keys and values of {kind} were written to other places")
         expected = expected.float()
         error = ((given.float() - expected).abs() / (1 + expected.abs())).max().item()

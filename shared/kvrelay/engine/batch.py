@@ -150,10 +150,11 @@ class ModelSpec:
     num_blocks: int
     block_bytes: int  # of one block of all layers
     dtype: str
-    fingerprint: str  # hash over weights, dtype, KV layout, block size and tokenizer
+    fingerprint: str  # hash over weights, dtypes, KV layout, block size and tokenizer
     num_swap_slots: int = 0  # blocks that fit the host's swap space
     swap_block_s: float = 0.0  # seconds that copying a block to or from there took at the start; 0: not measured
     device: str = ""  # that computes, for people: cpu, or a GPU's name and UUID
+    kv_dtype: str = ""  # of keys and values in the pool; empty: simulated
 
 
 class RowsFailed(Exception):

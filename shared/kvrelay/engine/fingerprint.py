@@ -26,14 +26,15 @@ _TOKENIZER = (
 
 
 def fingerprint(model_dir: Path, layout: KVLayout, salt: str = "") -> str:
-    """32 hex digits over config, weights, tokenizer, dtype and KV layout.
+    """32 hex digits over config, weights, tokenizer, dtype, and layout and type of KV.
 
     Large weights are sampled: sizes, each file's first bytes (safetensors keep names, shapes and types there) and runs
     spread evenly over it. So a difference in a few weights alone may go unseen; another training step does not.
     `salt` tells weights apart that do not come from these files.
     """
     digest = hashlib.blake2b(digest_size=16)
-    digest.update(f"{layout.dtype} {layout.block_shape}{salt}".encode())
+    stored = "" if layout.stored is None else f"stored as {layout.stored} "
+    digest.update(f"{layout.dtype} {stored}{layout.block_shape}{salt}".encode())
     _add_whole(digest, _matching(model_dir, ("config.json", *_TOKENIZER)))
     weights = _matching(model_dir, _WEIGHTS)
     if sum(path.stat().st_size for path in weights) <= _WHOLE_BYTES:

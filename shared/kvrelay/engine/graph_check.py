@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvrelay.backends.base import PackedRows
 from kvrelay.backends.paging import pad_rows
 from kvrelay.engine.model import CausalModel
-from kvrelay.engine.probe import TOLERANCE
+from kvrelay.engine.probe import tolerance_of
 from kvrelay.kv.table import blocks_for
 
 if TYPE_CHECKING:
@@ -37,11 +37,12 @@ def check_graphs(graphs: DecodeGraphs, model: CausalModel, pool: torch.Tensor) -
         GraphsDiffer: hidden states differ by more than the dtype's rounding.
     """
     rng = np.random.default_rng(0)
-    tolerance = TOLERANCE[model.layout.dtype]
+    tolerance = tolerance_of(model.layout)
     most_rows = min(graphs.sizes[-1], len(pool) - 2)  # beside the context and the scratch block
     if most_rows < 1:
         return
-    pool[: most_rows + 1].normal_()
+    for block in pool[: most_rows + 1]:
+        block.copy_(torch.randn(block.shape, device=pool.device))  # 8-bit floats cannot be drawn
     errors = []
     for size in graphs.sizes:
         token_ids, rows = _step(rng, min(size, most_rows), model, pool.shape[3])

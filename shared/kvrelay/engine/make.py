@@ -35,6 +35,7 @@ def make_runner(
     model: str,
     *,
     dtype: str = "auto",
+    kv_cache_dtype: str = "auto",
     block_size: int = 16,
     num_blocks: int | None = None,
     memory_bytes: int = _DEFAULT_MEMORY_BYTES,
@@ -52,6 +53,7 @@ def make_runner(
     """Loads `model` (a directory or a hub name) and allocates its pool: `num_blocks`, or what fits `memory_bytes`.
 
     With `size_pool` the pool is what a profile of the largest step leaves of a share of the machine's memory.
+    `kv_cache_dtype`: keys and values in the pool have the model's type ("auto"), or one of `KV_DTYPES`.
     `swap_bytes` is the host's swap space; None: a quarter of the pool's memory.
     Without a `backend`, the fastest one that works is taken, on a GPU with `cascade_attention` if that is wanted.
     With `load_format` "dummy", weights are random.
@@ -60,13 +62,14 @@ def make_runner(
 
     Raises:
         UnsupportedModel: the engine cannot run it; the message says why.
-        ValueError: an unknown dtype, memory for less than one block, or CUDA graphs that the device refuses.
+        ValueError: an unknown dtype or kv_cache_dtype, memory for less than one block, or CUDA graphs that the device
+            refuses.
         PoolDoesNotFit: the share of memory is too small.
         OSError: there is no such model.
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
-    source = open_source(model, dtype, device, max_model_len, load_format)
+    source = open_source(model, dtype, device, max_model_len, load_format, kv_cache_dtype)
     gauge = make_gauge(source.device)
     use_on_this_thread(source.device)
     loaded = load_model(source, block_size, backend, cascade_attention=cascade_attention)

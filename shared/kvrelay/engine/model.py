@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from kvrelay.backends.base import AttentionBackend, KVLayout, StepAttention
+from kvrelay.backends.base import KV_DTYPES, AttentionBackend, KVLayout, StepAttention
 from kvrelay.backends.select import select_backend
 from kvrelay.engine.attention import ATTENTION_NAME, UnsupportedModel, attending, register
 from kvrelay.engine.checkpoint import check_quantization, read_config, read_model
@@ -44,6 +44,7 @@ class ModelSource:
     device: torch.device
     max_model_len: int
     load_format: LoadFormat = "auto"
+    stored: torch.dtype | None = None  # of keys and values in the pool; None: as they are computed
 
     @property
     def weights_salt(self) -> str:
@@ -92,12 +93,13 @@ def open_source(
     device: str | torch.device = "cpu",
     max_model_len: int | None = None,
     load_format: LoadFormat = "auto",
+    kv_cache_dtype: str = "auto",
 ) -> ModelSource:
     """Reads and checks the config, and resolves `auto`.
 
     Raises:
         UnsupportedModel: the layout cannot hold the model.
-        ValueError: an unknown dtype, or no length.
+        ValueError: an unknown dtype or kv_cache_dtype, or no length.
         OSError: there is no such model.
     """
     config = read_config(name)
@@ -107,7 +109,10 @@ def open_source(
     length = resolve_max_model_len(config, max_model_len)
     check_positions(config, length)
     target = torch.device(device)
-    return ModelSource(name, config, resolve_dtype(dtype, config, target), target, length, load_format)
+    if kv_cache_dtype not in ("auto", *KV_DTYPES):
+        raise ValueError(f"kv_cache_dtype {kv_cache_dtype!r} is none of auto, {', '.join(KV_DTYPES)}")
+    computed = resolve_dtype(dtype, config, target)
+    return ModelSource(name, config, computed, target, length, load_format, KV_DTYPES.get(kv_cache_dtype))
 
 
 def resolve_dtype(requested: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
@@ -145,7 +150,8 @@ def load_model(
     model.to(source.device).eval()  # type: ignore[arg-type]
     text = source.config.get_text_config(decoder=True)
     observed = observe_layers(model, text.num_hidden_layers, source.max_model_len)
-    layout = KVLayout(observed.num_layers, observed.num_kv_heads, observed.head_dim, block_size, observed.dtype)
+    shape = (observed.num_layers, observed.num_kv_heads, observed.head_dim, block_size)
+    layout = KVLayout(*shape, observed.dtype, source.stored)
     if backend is None:
         backend = select_backend(source.device, layout, observed.kinds, cascade=cascade_attention)
     check_paged_forward(model, layout, backend, source.max_model_len)

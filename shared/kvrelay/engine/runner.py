@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrelay.backends.base import PackedRows, SharingBackend, allocate_pool
+from kvrelay.backends.base import PackedRows, SharingBackend, allocate_pool, bits, dtype_name
 from kvrelay.engine.batch import (
     BlockCopy,
     Candidates,
@@ -89,11 +89,12 @@ class TransformersRunner:
             block_size=layout.block_size,
             num_blocks=num_blocks,
             block_bytes=layout.block_bytes,
-            dtype=str(layout.dtype).removeprefix("torch."),
+            dtype=dtype_name(layout.dtype),
             fingerprint=fingerprint(find_model_dir(source.name), layout, source.weights_salt),
             num_swap_slots=num_swap_slots,
             swap_block_s=self._host.measure(),
             device=describe_device(source.device),
+            kv_dtype=dtype_name(layout.pool_dtype),
         )
 
     @property
@@ -300,7 +301,8 @@ class TransformersRunner:
         if copies:
             sources = to_device(np.array([copy.source for copy in copies], np.int64), self._device)
             targets = to_device(np.array([copy.target for copy in copies], np.int64), self._device)
-            self._pool.index_copy_(0, targets, self._pool.index_select(0, sources))
+            pool = bits(self._pool)
+            pool.index_copy_(0, targets, pool.index_select(0, sources))
 
     def _score_prompts(
         self, rows: Sequence[WorkerRow], packed: PackedRows, hidden: torch.Tensor

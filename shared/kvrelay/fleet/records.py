@@ -29,7 +29,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     model: str
     """The name that clients use."""
     fingerprint: str
-    """Of weights, dtype, KV layout, block size and tokenizer: only workers with equal ones hand over to each other."""
+    """Of weights, dtypes, KV layout, block size and tokenizer: only workers with equal ones hand over to each other."""
     protocol_version: int
     block_size: int
     num_blocks: int
@@ -50,6 +50,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Tokens that one of its steps holds; 0: a worker of an older version."""
     device: str = ""
     """What computes, for people: cpu, or a GPU's name and UUID; empty: simulated, or of an older version."""
+    kv_dtype: str = ""
+    """Of keys and values in its blocks, for people; empty: simulated, or of an older version."""
 
 
 _encoder = msgspec.msgpack.Encoder()

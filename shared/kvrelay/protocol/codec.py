@@ -83,6 +83,6 @@ def refusal(header: Header, fingerprint: str) -> tuple[RejectCode, str] | None:
     if header.fingerprint and fingerprint and header.fingerprint != fingerprint:
         return "fingerprint", (
             f"{header.sender} serves model fingerprint {header.fingerprint}, this side {fingerprint}: weights, dtype, "
-            f"KV layout, block size and tokenizer must be the same"
+            f"kv_cache_dtype, KV layout, block size and tokenizer must be the same"
         )
     return None

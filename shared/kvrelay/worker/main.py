@@ -49,6 +49,7 @@ def load_runner(config: WorkerConfig) -> ModelRunner:
         return make_runner(
             config.model,
             dtype=config.dtype,
+            kv_cache_dtype=config.kv_cache_dtype,
             block_size=config.block_size,
             num_blocks=config.num_blocks,
             memory_bytes=config.kv_memory_bytes or DEFAULT_KV_MEMORY_BYTES,

@@ -102,6 +102,7 @@ def make_record(config: WorkerConfig, spec: ModelSpec, me: PeerRef) -> WorkerRec
         block_bytes=spec.block_bytes,
         token_budget=config.token_budget,
         device=spec.device,
+        kv_dtype=spec.kv_dtype,
         delayer_group=config.prefill_delayer_group,
     )
 

@@ -316,7 +316,7 @@ def _log_model(spec: ModelSpec, took_s: float) -> None:
         spec.name,
         took_s,
         f" on {spec.device}" if spec.device else "",
-        spec.dtype,
+        spec.dtype if spec.kv_dtype in ("", spec.dtype) else f"{spec.dtype} with KV in {spec.kv_dtype}",
         spec.num_blocks,
         spec.block_size,
         spec.num_blocks * spec.block_bytes / 2**20,

@@ -25,6 +25,7 @@ class Case:
     window: int | None = None
     softcap: float | None = None
     with_sinks: bool = False
+    stored: torch.dtype | None = None  # of the pool; None: dtype
     seed: int = 0
     num_layers: int = 2
     layer: int = 1
@@ -38,8 +39,9 @@ class Case:
         tables = np.zeros((len(self.rows), max(num_blocks) + 1), np.int32)
         for row, blocks in enumerate(np.split(order[:-3], np.cumsum(num_blocks)[:-1])):
             tables[row, : len(blocks)] = blocks
-        layout = KVLayout(self.num_layers, self.num_kv_heads, self.head_dim, self.block_size, self.dtype)
-        self.pool = allocate_pool(layout, len(order), CPU).normal_()
+        layout = KVLayout(self.num_layers, self.num_kv_heads, self.head_dim, self.block_size, self.dtype, self.stored)
+        self.pool = allocate_pool(layout, len(order), CPU)
+        self.pool.copy_(torch.randn(self.pool.shape))
         positions, lengths = zip(*self.rows, strict=True)
         self.packed = PackedRows(np.array(lengths, np.int32), np.array(positions, np.int32), tables)
         num_tokens, num_heads = sum(lengths), self.num_kv_heads * self.group
@@ -66,7 +68,8 @@ def dense_attention(case: Case) -> torch.Tensor:
         start = int(case.packed.query_starts[row])
         slots = [(case.packed.block_tables[row, at // case.block_size], at % case.block_size) for at in range(position)]
         old = [case.pool[block, case.layer, :, slot].double() for block, slot in slots]
-        new = [torch.stack([case.key[start + i], case.value[start + i]]).double() for i in range(tokens)]
+        new = [torch.stack([case.key[start + i], case.value[start + i]]) for i in range(tokens)]
+        new = [each.to(case.pool.dtype).double() for each in new]  # those of the step itself are seen as stored, too
         keys, values = torch.stack(old + new).unbind(1)
         for i in range(tokens):
             at = position + i

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.backends.base import AttentionBackend, PackedRows
+from kvrelay.backends.base import KV_DTYPES, AttentionBackend, PackedRows, bits, dtype_name
 from kvrelay.backends.cpu import CpuBackend, cut_work
 from kvrelay.backends.torch_sdpa import TorchBackend
 from tests.unit.backends.cases import Case, dense_attention
@@ -19,6 +19,8 @@ from tests.unit.backends.cases import Case, dense_attention
 pytestmark = pytest.mark.unit
 # Outputs are means of unit normals; bfloat16 keeps 8 bits of them.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+STORED = [None, *KV_DTYPES.values()]
+E4M3, E5M2 = KV_DTYPES["fp8_e4m3"], KV_DTYPES["fp8_e5m2"]
 MIXED_ROWS = [(0, 1), (0, 37), (15, 1), (16, 1), (33, 20), (70, 1), (47, 2), (0, 16), (5, 3)]
 
 
@@ -48,8 +50,15 @@ def backend(request: pytest.FixtureRequest) -> AttentionBackend:
         Case(MIXED_ROWS, group=3, head_dim=80, dtype=torch.bfloat16),
         Case(MIXED_ROWS, group=5, head_dim=256, dtype=torch.bfloat16, softcap=3.0),
         Case([(0, 130), (64, 1), (31, 33)], group=4, head_dim=64),
+        Case(MIXED_ROWS, stored=E4M3, group=4, head_dim=64, window=24),
+        Case(MIXED_ROWS, stored=E4M3, dtype=torch.bfloat16, head_dim=128, softcap=1.5),
+        Case(MIXED_ROWS, stored=E5M2, num_kv_heads=1, group=1, head_dim=80, with_sinks=True),
+        Case(MIXED_ROWS, stored=E5M2, dtype=torch.bfloat16, group=9, head_dim=64, block_size=8),
     ],
-    ids=lambda case: f"w{case.window}-c{case.softcap}-h{case.num_kv_heads}x{case.group}-d{case.head_dim}",
+    ids=lambda case: (
+        f"w{case.window}-c{case.softcap}-h{case.num_kv_heads}x{case.group}-d{case.head_dim}"
+        + (f"-{dtype_name(case.stored)}" if case.stored else "")
+    ),
 )
 def test_agrees_with_attention_written_out(backend: AttentionBackend, case: Case) -> None:
     out, _ = case.run(backend)
@@ -70,6 +79,7 @@ def cases(draw: st.DrawFn) -> Case:
         window=draw(st.none() | st.integers(1, 1500)),
         softcap=draw(st.none() | st.sampled_from([0.5, 5.0, 50.0])),
         with_sinks=draw(st.booleans()),
+        stored=draw(st.sampled_from([None, None, E4M3, E5M2])),
         seed=draw(st.integers(0, 2**16)),
     )
 
@@ -78,14 +88,15 @@ def cases(draw: st.DrawFn) -> Case:
 @given(cases())
 def test_kernel_agrees_with_the_fallback(case: Case) -> None:
     (ours, our_pool), (theirs, their_pool) = case.run(CpuBackend()), case.run(TorchBackend())
-    assert torch.equal(our_pool, their_pool)
+    assert torch.equal(bits(our_pool), bits(their_pool))
     torch.testing.assert_close(ours, theirs, atol=TOLERANCE[case.dtype], rtol=TOLERANCE[case.dtype])
 
 
-def test_writes_only_the_new_tokens_of_its_layer(backend: AttentionBackend) -> None:
-    case = Case([(13, 9), (40, 1)], block_size=8)
+@pytest.mark.parametrize("stored", STORED)
+def test_writes_only_the_new_tokens_of_its_layer(backend: AttentionBackend, stored: torch.dtype | None) -> None:
+    case = Case([(13, 9), (40, 1)], block_size=8, stored=stored)
     _, pool = case.run(backend)
-    changed = (pool != case.pool).flatten(4).any(-1).nonzero().tolist()
+    changed = (bits(pool) != bits(case.pool)).flatten(4).any(-1).nonzero().tolist()
     expected = {
         (int(case.packed.block_tables[row, at // 8]), case.layer, kind, at % 8)
         for row, positions in enumerate([range(13, 22), [40]])
@@ -94,12 +105,13 @@ def test_writes_only_the_new_tokens_of_its_layer(backend: AttentionBackend) -> N
     assert {tuple(index) for index in changed} == expected
 
 
-def test_a_row_depends_on_neither_its_neighbours_nor_the_threads() -> None:
-    case = Case([(1500, 1), (3, 20), (900, 1), (0, 1), (200, 40)], group=4, head_dim=64)
+@pytest.mark.parametrize("stored", STORED)
+def test_a_row_depends_on_neither_its_neighbours_nor_the_threads(stored: torch.dtype | None) -> None:
+    case = Case([(1500, 1), (3, 20), (900, 1), (0, 1), (200, 40)], group=4, head_dim=64, stored=stored)
     together, _ = case.run(CpuBackend())
     for row, (position, tokens) in enumerate(case.rows):
         start = int(case.packed.query_starts[row])
-        alone = Case([(position, tokens)], group=4, head_dim=64)
+        alone = Case([(position, tokens)], group=4, head_dim=64, stored=stored)
         table = case.packed.block_tables[row : row + 1]
         alone.pool, alone.packed = (
             case.pool,
@@ -112,8 +124,9 @@ def test_a_row_depends_on_neither_its_neighbours_nor_the_threads() -> None:
     torch.set_num_threads(2)
 
 
-def test_strides_of_transposed_heads_are_read(backend: AttentionBackend) -> None:
-    case = Case(MIXED_ROWS)
+@pytest.mark.parametrize("stored", STORED)
+def test_strides_of_transposed_heads_are_read(backend: AttentionBackend, stored: torch.dtype | None) -> None:
+    case = Case(MIXED_ROWS, stored=stored)
     straight, _ = case.run(backend)
     for name in ("query", "key", "value"):
         tensor = getattr(case, name)
@@ -121,16 +134,20 @@ def test_strides_of_transposed_heads_are_read(backend: AttentionBackend) -> None
     assert torch.equal(case.run(backend)[0], straight)
 
 
-def test_nan_in_a_key_reaches_those_who_see_it_and_no_other_row(backend: AttentionBackend) -> None:
-    case = Case([(40, 1), (40, 30)], window=24)
+@pytest.mark.parametrize("stored", STORED)
+def test_nan_in_a_key_reaches_those_who_see_it_and_no_other_row(
+    backend: AttentionBackend, stored: torch.dtype | None
+) -> None:
+    case = Case([(40, 1), (40, 30)], window=24, stored=stored)
     case.pool[case.packed.block_tables[1, 1], case.layer, 0, 4] = float("nan")  # position 20 of the second row
     out, _ = case.run(backend)
     bad = out.isnan().flatten(1).any(1).tolist()
     assert not bad[0] and all(bad[1:5])
 
 
-def test_stale_slots_past_the_end_are_never_read(backend: AttentionBackend) -> None:
-    case = Case([(3, 1), (17, 12)])
+@pytest.mark.parametrize("stored", STORED)
+def test_stale_slots_past_the_end_are_never_read(backend: AttentionBackend, stored: torch.dtype | None) -> None:
+    case = Case([(3, 1), (17, 12)], stored=stored)
     for row, end in ((0, 4), (1, 29)):
         case.pool[case.packed.block_tables[row, end // 16], :, :, end % 16 :] = float("nan")
     assert not case.run(backend)[0].isnan().any()
@@ -162,3 +179,7 @@ def test_kernel_refuses_what_it_does_not_know() -> None:
         with pytest.raises(ValueError, match="cannot hold"):
             CpuBackend().plan(case.pool, case.packed)
         assert case.run(TorchBackend())[0].isfinite().all()
+    case = Case([(0, 1)], dtype=torch.float16, stored=E4M3)  # of which the kernel learns with the first layer
+    with pytest.raises(ValueError, match=r"knows no queries of torch\.float16"):
+        case.run(CpuBackend())
+    assert case.run(TorchBackend())[0].isfinite().all()

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.backends import select
-from kvrelay.backends.base import KVLayout, LayerKind, PackedRows, SharingBackend
+from kvrelay.backends.base import KV_DTYPES, KVLayout, LayerKind, PackedRows, SharingBackend, bits
 from kvrelay.backends.cascade import CascadeCosts
 from kvrelay.backends.flashinfer import FlashInferBackend, workspace_bytes
 from kvrelay.backends.flashinfer_cascade import merged_heads
@@ -29,6 +29,8 @@ from tests.unit.backends.cases import CPU, Case, dense_attention
 pytestmark = pytest.mark.unit
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=2, head_dim=64, block_size=16, dtype=torch.bfloat16)
 KINDS = {LayerKind(8, 0.125, None, None), LayerKind(8, 0.125, 20, None), LayerKind(6, 0.3, None, 30.0)}
+E5M2 = KV_DTYPES["fp8_e5m2"]
+STORED = st.sampled_from([None, *KV_DTYPES.values()])
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}  # outputs are means of unit normals, rounded to 8 or 11 bits
 
 
@@ -54,6 +56,7 @@ def cases(draw: st.DrawFn) -> Case:
         window=draw(st.none() | st.integers(1, 150)),
         softcap=draw(st.none() | st.sampled_from([0.5, 50.0])),
         with_sinks=draw(st.booleans()),
+        stored=draw(STORED),
         seed=draw(st.integers(0, 2**16)),
     )
 
@@ -64,7 +67,7 @@ def test_agrees_with_attention_written_out(case: Case) -> None:
     out, pool = case.run(make_backend())
     _, expected_pool = case.run(TorchBackend())
     torch.testing.assert_close(out.double(), dense_attention(case), atol=TOLERANCE[case.dtype], rtol=0)
-    assert torch.equal(pool, expected_pool)
+    assert torch.equal(bits(pool), bits(expected_pool))
 
 
 def share(case: Case, leaders: list[int], depths: list[int]) -> None:
@@ -89,6 +92,7 @@ def sharing_cases(draw: st.DrawFn) -> Case:
         dtype=draw(st.sampled_from([torch.float16, torch.bfloat16])),
         window=draw(st.none() | st.integers(30, 80)),
         softcap=draw(st.none() | st.sampled_from([0.5, 50.0])),
+        stored=draw(STORED),
         seed=draw(st.integers(0, 2**16)),
     )
     numbers = st.lists(st.integers(0, 8), min_size=len(decoding), max_size=len(decoding))
@@ -103,7 +107,7 @@ def test_rows_that_read_shared_prefixes_together_agree_with_attention_written_ou
     _, expected_pool = case.run(TorchBackend())
     # Parts are rounded before they are merged, and the result once more.
     torch.testing.assert_close(out.double(), dense_attention(case), atol=3 * TOLERANCE[case.dtype], rtol=0)
-    assert torch.equal(pool, expected_pool)
+    assert torch.equal(bits(pool), bits(expected_pool))
 
 
 PREFIXES = fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper
@@ -203,7 +207,12 @@ def test_decoding_rows_are_those_behind_the_last_chunk(lengths: list[int], expec
 
 @pytest.mark.parametrize(
     "change",
-    [{"dtype": torch.float32}, {"head_dim": 80}, {"head_dim": 96}, {"head_dim": 512}, {"num_kv_heads": 129}],
+    [
+        {"dtype": torch.float32},
+        {"dtype": torch.float32, "stored": E5M2},
+        *({"head_dim": head_dim} for head_dim in (80, 96, 512)),
+        {"num_kv_heads": 129},
+    ],
     ids=str,
 )
 def test_what_the_kernels_do_not_know_is_refused_and_left_to_torch(
@@ -212,6 +221,8 @@ def test_what_the_kernels_do_not_know_is_refused_and_left_to_torch(
     layout = dataclasses.replace(LAYOUT, **change)
     assert isinstance(select.select_backend(torch.device("cuda"), layout), TorchBackend)
     assert f"FlashInfer knows no {layout.dtype} with {layout.num_kv_heads} heads of {layout.head_dim}" in caplog.text
+    if layout.stored is not None:
+        return  # queries beside 8 bits come with the first layer
     pool = torch.zeros((1, *layout.block_shape), dtype=layout.dtype)
     with pytest.raises(ValueError, match="FlashInfer cannot hold"):
         make_backend().plan(pool, Case([(0, 1)]).packed)
@@ -231,9 +242,39 @@ def test_without_flashinfer_torch_attends_and_says_so(
     assert "FlashInfer cannot be loaded: ModuleNotFoundError" in caplog.text
 
 
-def test_a_flashinfer_that_passes_the_trial_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stored", [None, *KV_DTYPES.values()])
+def test_a_flashinfer_that_passes_the_trial_is_taken(
+    monkeypatch: pytest.MonkeyPatch, stored: torch.dtype | None
+) -> None:
     install(monkeypatch)
+    layout = dataclasses.replace(LAYOUT, stored=stored)
+    assert isinstance(select.select_flashinfer(CPU, layout, KINDS, cascade=True), FlashInferBackend)
+
+
+def test_a_flashinfer_without_kernels_for_8_bits_leaves_attention_to_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Older(fake_flashinfer.BatchDecodeWithPagedKVCacheWrapper):
+        def plan(self, *args: Any, **options: Any) -> None:
+            if options["kv_data_type"] != options["q_data_type"]:
+                raise RuntimeError("no kernel for 8-bit keys")
+            super().plan(*args, **options)
+
+    install(monkeypatch, BatchDecodeWithPagedKVCacheWrapper=Older)
+    assert isinstance(select.select_flashinfer(CPU, dataclasses.replace(LAYOUT, stored=E5M2), KINDS), TorchBackend)
+    assert "FlashInfer does not work: RuntimeError: no kernel for 8-bit keys" in caplog.text
     assert isinstance(select.select_flashinfer(CPU, LAYOUT, KINDS), FlashInferBackend)
+
+
+def test_prefixes_of_8_bits_save_half_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    costs = []
+    for stored in (None, E5M2):
+        layout = dataclasses.replace(LAYOUT, stored=stored)
+        backend = select.select_flashinfer(CPU, layout, {LayerKind(8, 0.125, None, None)}, cascade=True)
+        assert isinstance(backend, FlashInferBackend) and backend._cascade is not None
+        costs.append(backend._cascade)
+    assert dataclasses.astuple(costs[1]) == tuple(2 * cost for cost in dataclasses.astuple(costs[0]))
 
 
 @pytest.mark.parametrize("cascade", [False, True])

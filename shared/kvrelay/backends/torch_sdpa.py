@@ -39,8 +39,8 @@ class TorchStep:
     ) -> torch.Tensor:
         """See `StepAttention.attend`."""
         cache = self._pool[:, layer]
-        for kind, tokens in enumerate((key, value)):
-            stored = as_stored(tokens, cache.dtype)
+        for kind, new in enumerate((key, value)):
+            stored = as_stored(new, cache.dtype)
             bits(cache)[self._write_blocks, kind, self._write_offsets] = bits(stored)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         starts = self._rows.query_starts

@@ -183,9 +183,7 @@ def _log_cost(name: str, error: float) -> None:
 
 def _furthest(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
     """Of the prompts, the largest mean over positions of how far logits are apart, relative; NaN if any is."""
-    errors = [
-        ((our - their).norm(dim=-1) / their.norm(dim=-1)).mean() for our, their in zip(ours, theirs, strict=True)
-    ]
+    errors = [((our - their).norm(dim=-1) / their.norm(dim=-1)).mean() for our, their in zip(ours, theirs, strict=True)]
     return float(torch.stack(errors).max())
 
 

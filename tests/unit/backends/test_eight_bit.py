@@ -171,7 +171,7 @@ def test_a_prompt_in_one_chunk_sees_what_it_sees_in_many(name: str, drawn: tuple
     for first, last in pairwise(cuts):
         lengths, positions = np.array([last - first], np.int32), np.array([position + first], np.int32)
         step = backend.plan(pool, PackedRows(lengths, positions, case.packed.block_tables))
-        tensors = (tensor[first:last] for tensor in (case.query, case.key, case.value))
-        parts.append(step.attend(case.layer, *tensors, case.params))
+        query, key, value = (tensor[first:last] for tensor in (case.query, case.key, case.value))
+        parts.append(step.attend(case.layer, query, key, value, case.params))
     assert torch.equal(bits(pool), bits(whole_pool))
     torch.testing.assert_close(torch.cat(parts), whole, atol=2e-2, rtol=0)

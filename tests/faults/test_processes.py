@@ -179,64 +179,41 @@ async def kill(loaded: Loaded, name: str) -> None:
     os.kill(loaded.pid(name), signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("name", "delay_s"), [("prefill-0", 0.0), ("prefill-1", 0.3)])
-def test_a_prefill_worker_dies(loaded: Loaded, name: str, delay_s: float) -> None:
+def check_deaths(
+    loaded: Loaded, names: tuple[str, ...], *, while_busy: str, delay_s: float = 0.0, jobs: list[Job] | None = None
+) -> None:
+    """These die together `delay_s` after one is busy; every output is whole, and they come back."""
+
     async def disturb() -> None:
-        await loaded.until_busy(name, OWNERS[name[:-2]])
+        await loaded.until_busy(while_busy, OWNERS[while_busy[:-2]])
         await asyncio.sleep(delay_s)
-        await kill(loaded, name)
+        await asyncio.gather(*(kill(loaded, name) for name in names))
 
     async def test() -> None:
         old = await loaded.incarnations()
-        await loaded.run(disturb)
-        await loaded.until_ready((name,), since=old)
+        await loaded.run(disturb, jobs=jobs)
+        await loaded.until_ready(names, since=old)
         await loaded.until_clean()
 
     asyncio.run(test())
+
+
+@pytest.mark.parametrize(("name", "delay_s"), [("prefill-0", 0.0), ("prefill-1", 0.3)])
+def test_a_prefill_worker_dies(loaded: Loaded, name: str, delay_s: float) -> None:
+    check_deaths(loaded, (name,), while_busy=name, delay_s=delay_s)
 
 
 @pytest.mark.parametrize(("name", "delay_s"), [("decode-0", 0.0), ("decode-1", 1.0)])
 def test_a_decode_worker_dies_in_the_middle_of_its_streams(loaded: Loaded, name: str, delay_s: float) -> None:
-    async def disturb() -> None:
-        await loaded.until_busy(name, OWNERS[name[:-2]])
-        await asyncio.sleep(delay_s)
-        await kill(loaded, name)
-
-    async def test() -> None:
-        old = await loaded.incarnations()
-        await loaded.run(disturb)
-        await loaded.until_ready((name,), since=old)
-        await loaded.until_clean()
-
-    asyncio.run(test())
+    check_deaths(loaded, (name,), while_busy=name, delay_s=delay_s)
 
 
 def test_both_prefill_workers_die_and_decode_does_all_the_work(loaded: Loaded) -> None:
-    async def disturb() -> None:
-        await loaded.until_busy("decode-0", "running")
-        await asyncio.gather(kill(loaded, "prefill-0"), kill(loaded, "prefill-1"))
-
-    async def test() -> None:
-        old = await loaded.incarnations()
-        await loaded.run(disturb)
-        await loaded.until_ready(("prefill-0", "prefill-1"), since=old)
-        await loaded.until_clean()
-
-    asyncio.run(test())
+    check_deaths(loaded, ("prefill-0", "prefill-1"), while_busy="decode-0")
 
 
 def test_both_decode_workers_die_and_the_streams_wait_for_the_next(loaded: Loaded) -> None:
-    async def disturb() -> None:
-        await loaded.until_busy("decode-0", "running")
-        await asyncio.gather(kill(loaded, "decode-0"), kill(loaded, "decode-1"))
-
-    async def test() -> None:
-        old = await loaded.incarnations()
-        await loaded.run(disturb, jobs=loaded.jobs[:12])
-        await loaded.until_ready(("decode-0", "decode-1"), since=old)
-        await loaded.until_clean()
-
-    asyncio.run(test())
+    check_deaths(loaded, ("decode-0", "decode-1"), while_busy="decode-0", jobs=loaded.jobs[:12])
 
 
 @pytest.mark.parametrize("name", ["prefill-0", "decode-1"])

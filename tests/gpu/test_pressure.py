@@ -12,6 +12,7 @@ import torch
 from kvrelay.engine.model import CausalModel, load_model, open_source
 from kvrelay.scheduling.base import SchedulerSettings
 from tests.component.engine import test_parity_under_schedulers as parity
+from tests.component.engine.conftest import BLOCK_SIZE
 from tests.gpu.reference import greedy, read_model
 from tests.tiny_models import build_model
 
@@ -25,7 +26,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def model(device: torch.device, model_dir: Path) -> CausalModel:
-    return load_model(open_source(str(model_dir), "float32", device), parity.BLOCK_SIZE)
+    return load_model(open_source(str(model_dir), "float32", device), BLOCK_SIZE)
 
 
 @pytest.fixture

@@ -25,23 +25,11 @@ from kvrelay.scheduling.registry import BUILT_IN, find_scheduler
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.worker.step_loop import worker_batch
 from tests.component.engine.beam_reference import reference_beams
+from tests.component.engine.conftest import BLOCK_SIZE
 from tests.fakes.fake_cuda_graphs import CapturableTorchBackend, FakeRecorder
 from tests.fakes.sequences import new_sequence
-from tests.tiny_models import build_model
 
-BLOCK_SIZE = 8
 ENDS = [3, 17, 44, 60, 101]  # several, so that random weights end some texts
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_model("qwen3", tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def model(model_dir: Path) -> CausalModel:
-    torch.set_num_threads(1)
-    return load_model(open_source(str(model_dir), "float32"), BLOCK_SIZE)
 
 
 @pytest.fixture(scope="module")

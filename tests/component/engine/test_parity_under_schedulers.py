@@ -29,25 +29,13 @@ from kvrelay.scheduling.plan import PlanDraft, SequenceOutput, StepPlan
 from kvrelay.scheduling.registry import BUILT_IN, make_scheduler
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
+from tests.component.engine.conftest import BLOCK_SIZE
 from tests.fakes.fake_cuda_graphs import CapturableTorchBackend, FakeRecorder
 from tests.fakes.sequences import new_sequence
 from tests.fakes.waiting import PATIENCE_S
-from tests.tiny_models import build_model
 
-BLOCK_SIZE = 8
 NUM_BLOCKS = 24  # of 8 tokens: at most two or three of the sequences below fit at a time
 LONGEST = 150
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_model("qwen3", tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def model(model_dir: Path) -> CausalModel:
-    torch.set_num_threads(1)
-    return load_model(open_source(str(model_dir), "float32"), BLOCK_SIZE)
 
 
 @pytest.fixture(scope="module")

@@ -61,6 +61,19 @@ def worker(fleet: LocalFleet, role: str, runs: bool) -> str | None:
     return found[0] if found else None
 
 
+async def generate_while_one_dies(
+    fleet: LocalFleet, trace: TraceContext, find_victim: Callable[[], str | None], max_tokens: int = 20
+) -> None:
+    """As `generate`; the first worker that is found dies at that moment."""
+    request = asyncio.create_task(generate(fleet, trace, max_tokens))
+    await until(lambda: find_victim() is not None)
+    victim = find_victim()
+    assert victim is not None
+    fleet.kill(victim)
+    await request
+    await fleet.until_clean()
+
+
 def test_a_request_is_one_trace_with_links_from_its_steps(redis_url: str, spans: RecordedSpans) -> None:
     trace = new_trace(is_sampled=True)
 
@@ -124,17 +137,8 @@ def test_the_trace_goes_on_when_prefill_dies(
     trace = new_trace(is_sampled=True)
 
     async def test() -> None:
-        def slow() -> HashRunner:
-            return HashRunner(step_s=0.05)
-
-        async with local_fleet(redis_url, 2, 1, slow, tracer=Tracer(spans)) as fleet:
-            request = asyncio.create_task(generate(fleet, trace))
-            await until(lambda: worker(fleet, "prefill", runs=True) is not None)
-            victim = worker(fleet, "prefill", runs=True)
-            assert victim is not None
-            fleet.kill(victim)
-            await request
-            await fleet.until_clean()
+        async with local_fleet(redis_url, 2, 1, lambda: HashRunner(step_s=0.05), tracer=Tracer(spans)) as fleet:
+            await generate_while_one_dies(fleet, trace, lambda: worker(fleet, "prefill", runs=True))
 
     run(test)
     spans.check_parents(trace.trace_id, trace)
@@ -154,20 +158,14 @@ def test_the_trace_goes_on_when_decode_dies_before_it_committed(redis_url: str, 
     trace = new_trace(is_sampled=True)
 
     async def test() -> None:
-        def slow() -> HashRunner:
-            return HashRunner(step_s=0.05)
+        async with local_fleet(redis_url, 1, 2, lambda: HashRunner(step_s=0.05), tracer=Tracer(spans)) as fleet:
 
-        async with local_fleet(redis_url, 1, 2, slow, tracer=Tracer(spans)) as fleet:
-            request = asyncio.create_task(generate(fleet, trace))
+            def asked_while_prefill_computes() -> str | None:
+                asked = [name for name in fleet.living("decode") if fleet.workers[name].shell.role.num_open]
+                assert not asked or worker(fleet, "prefill", runs=True) is not None
+                return asked[0] if asked else None
 
-            def asked() -> list[str]:
-                return [name for name in fleet.living("decode") if fleet.workers[name].shell.role.num_open]
-
-            await until(lambda: bool(asked()))
-            assert worker(fleet, "prefill", runs=True) is not None
-            fleet.kill(asked()[0])
-            await request
-            await fleet.until_clean()
+            await generate_while_one_dies(fleet, trace, asked_while_prefill_computes)
 
     run(test)
     spans.check_parents(trace.trace_id, trace)
@@ -184,17 +182,8 @@ def test_the_trace_goes_on_when_decode_dies_in_the_middle_of_its_tokens(redis_ur
     trace = new_trace(is_sampled=True)
 
     async def test() -> None:
-        def slow() -> HashRunner:
-            return HashRunner(step_s=0.02)
-
-        async with local_fleet(redis_url, 1, 2, slow, tracer=Tracer(spans)) as fleet:
-            request = asyncio.create_task(generate(fleet, trace, max_tokens=50))
-            await until(lambda: worker(fleet, "decode", runs=True) is not None)
-            victim = worker(fleet, "decode", runs=True)
-            assert victim is not None
-            fleet.kill(victim)
-            await request
-            await fleet.until_clean()
+        async with local_fleet(redis_url, 1, 2, lambda: HashRunner(step_s=0.02), tracer=Tracer(spans)) as fleet:
+            await generate_while_one_dies(fleet, trace, lambda: worker(fleet, "decode", runs=True), max_tokens=50)
 
     run(test)
     spans.check_parents(trace.trace_id, trace)

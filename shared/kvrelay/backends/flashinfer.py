@@ -73,6 +73,7 @@ class FlashInferBackend:
         self._decode: dict[LayerKind, Any] = {}
         self._prefix: dict[LayerKind, Any] = {}
         self._cascade = cascade
+        self._prefill_kernels = "auto"
         self._shared: tuple[PackedRows, CascadePlan | None] | None = None  # of the step that was asked about last
         self._planned = torch.cuda.Event() if device.type == "cuda" else None
         self.fallback = TorchBackend()
@@ -135,6 +136,11 @@ class FlashInferBackend:
         if self._planned is not None:
             self._planned.record(torch.cuda.current_stream(self._device))
 
+    def prefill_as_on_older_gpus(self) -> None:
+        """From the next step on, chunks go through the kernels that every GPU has, and not through a newer GPU's own."""
+        self._prefill_kernels = "fa2"
+        self._prefill.clear()
+
     # A wrapper keeps its plan, and on the device what the plan's kernels read: one per kind of layer, for all steps.
     # The workspace is for what a kernel leaves for the next one on the stream to merge: all wrappers may share it.
 
@@ -144,7 +150,8 @@ class FlashInferBackend:
             make = self.flashinfer.BatchPrefillWithPagedKVCacheWrapper
             workspace = self.workspace_for(kind.num_heads // num_kv_heads, head_dim)
             # Hopper's own kernels (fa3) read 8-bit keys for 8-bit queries only.
-            self._prefill[kind] = make(workspace, _LAYOUT, backend="fa2" if eight_bit else "auto")
+            kernels = "fa2" if eight_bit else self._prefill_kernels
+            self._prefill[kind] = make(workspace, _LAYOUT, backend=kernels)
         return self._prefill[kind]
 
     def decode_wrapper(self, kind: LayerKind, num_kv_heads: int, head_dim: int) -> Any:

@@ -59,10 +59,13 @@ def select_flashinfer(
         return TorchBackend()
     version = getattr(backend.flashinfer, "__version__", "of unknown version")
     _log.info("trying FlashInfer %s; kernels that are not built yet are compiled now, which takes minutes", version)
-    try:
-        try_layers(backend, layout, kinds, device)
-    except Exception as error:
-        _log.warning("attention in plain torch, which is much slower: FlashInfer does not work: %s", _reason(error))
+    failure = _trial_failure(backend, layout, kinds, device)
+    if failure is not None and _has_kernels_of_its_own(device):
+        _log.warning("chunks of prompts go through FlashInfer's kernels for older GPUs: newer ones fail: %s", failure)
+        backend.prefill_as_on_older_gpus()
+        failure = _trial_failure(backend, layout, kinds, device)
+    if failure is not None:
+        _log.warning("attention in plain torch, which is much slower: FlashInfer does not work: %s", failure)
         return TorchBackend()
     if not (cascade and kinds):
         return backend
@@ -82,6 +85,22 @@ def select_flashinfer(
     else:
         backend.share_prefixes(costs)
     return backend
+
+
+def _trial_failure(
+    backend: FlashInferBackend, layout: KVLayout, kinds: Collection[LayerKind], device: torch.device
+) -> str | None:
+    """Why the kernels failed the trial; None: they passed."""
+    try:
+        try_layers(backend, layout, kinds, device)
+    except Exception as error:
+        return _reason(error)
+    return None
+
+
+def _has_kernels_of_its_own(device: torch.device) -> bool:
+    """Whether FlashInfer computes chunks with other kernels there: it does on Hopper, where they need more to compile."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _reason(error: Exception) -> str:

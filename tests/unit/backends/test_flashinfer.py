@@ -359,6 +359,51 @@ def test_kernels_that_cannot_be_built_leave_attention_to_torch(
     assert isinstance(select.select_flashinfer(CPU, LAYOUT, uncapped), FlashInferBackend)
 
 
+class WithoutNewerKernels(fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper):
+    """Those that FlashInfer takes by itself on the newest GPUs cannot be compiled."""
+
+    def plan(self, *args: Any, **options: Any) -> None:
+        if self.options.get("backend", "auto") == "auto":
+            raise RuntimeError("Ninja build failed.\nfatal error: curand_kernel.h: No such file or directory")
+        super().plan(*args, **options)
+
+
+@pytest.mark.parametrize("cascade", [False, True])
+def test_where_the_newest_kernels_fail_those_of_older_gpus_compute_chunks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cascade: bool
+) -> None:
+    install(monkeypatch, BatchPrefillWithPagedKVCacheWrapper=WithoutNewerKernels)
+    monkeypatch.setattr(select, "_has_kernels_of_its_own", lambda device: True)
+    backend = select.select_flashinfer(CPU, LAYOUT, KINDS, cascade=cascade)
+    assert isinstance(backend, FlashInferBackend)
+    assert "kernels for older GPUs: newer ones fail: RuntimeError: Ninja build failed" in caplog.text
+    assert "plain torch" not in caplog.text
+    case = Case([(5, 20), (100, 1)], head_dim=64, dtype=torch.bfloat16)
+    out, _ = case.run(backend)
+    torch.testing.assert_close(out.double(), dense_attention(case), atol=TOLERANCE[case.dtype], rtol=0)
+
+
+def test_on_gpus_without_newer_kernels_they_are_not_tried_twice(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(monkeypatch, BatchPrefillWithPagedKVCacheWrapper=WithoutNewerKernels)
+    assert isinstance(select.select_flashinfer(CPU, LAYOUT, KINDS), TorchBackend)
+    assert "older GPUs" not in caplog.text
+    assert caplog.messages[-1].endswith("curand_kernel.h: No such file or directory")
+
+
+def test_where_no_kernels_work_attention_is_left_to_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(monkeypatch, BatchDecodeWithPagedKVCacheWrapper=WithoutCompiler)
+    monkeypatch.setattr(select, "_has_kernels_of_its_own", lambda device: True)
+    assert isinstance(select.select_flashinfer(CPU, LAYOUT, KINDS), TorchBackend)
+    assert [("older GPUs" in text, "in plain torch" in text) for text in caplog.messages[-2:]] == [
+        (True, False),
+        (False, True),
+    ]
+
+
 @pytest.mark.parametrize("option", [{"window_left": -1}, {"logits_soft_cap": 1.0}, {"sm_scale": 1.0}], ids=str)
 def test_kernels_that_compute_something_else_fail_the_trial(option: dict[str, Any]) -> None:
     class Deaf(fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper):

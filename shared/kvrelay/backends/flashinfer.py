@@ -137,7 +137,7 @@ class FlashInferBackend:
             self._planned.record(torch.cuda.current_stream(self._device))
 
     def prefill_as_on_older_gpus(self) -> None:
-        """From the next step on, chunks go through the kernels that every GPU has, and not through a newer GPU's own."""
+        """From the next step on, chunks go through the kernels that every GPU has, not through a newer one's own."""
         self._prefill_kernels = "fa2"
         self._prefill.clear()
 

@@ -99,7 +99,7 @@ def _trial_failure(
 
 
 def _has_kernels_of_its_own(device: torch.device) -> bool:
-    """Whether FlashInfer computes chunks with other kernels there: it does on Hopper, where they need more to compile."""
+    """Whether FlashInfer computes chunks with other kernels there than elsewhere: it does on Hopper."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 

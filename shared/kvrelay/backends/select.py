@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from kvrelay.backends.base import AttentionBackend, KVLayout, LayerKind
+from kvrelay.backends.base import AttentionBackend, KVLayout, LayerKind, is_eight_bit
 from kvrelay.backends.cascade import CascadeCosts
 from kvrelay.backends.cpu import CpuBackend
 from kvrelay.backends.cpu_build import KernelBuildError
@@ -60,7 +60,7 @@ def select_flashinfer(
     version = getattr(backend.flashinfer, "__version__", "of unknown version")
     _log.info("trying FlashInfer %s; kernels that are not built yet are compiled now, which takes minutes", version)
     failure = _trial_failure(backend, layout, kinds, device)
-    if failure is not None and _has_kernels_of_its_own(device):
+    if failure is not None and _has_kernels_of_its_own(device) and not is_eight_bit(layout.pool_dtype):
         _log.warning("chunks of prompts go through FlashInfer's kernels for older GPUs: newer ones fail: %s", failure)
         backend.prefill_as_on_older_gpus()
         failure = _trial_failure(backend, layout, kinds, device)

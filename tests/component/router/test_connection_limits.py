@@ -164,3 +164,50 @@ async def test_a_client_that_never_reads_the_rest_holds_no_connection_that_close
     monkeypatch.setattr(connection_module, "UNREAD_S", 0.0)
     await until(lambda: not connections(router))
     client.close()
+
+
+KEYLESS = HEAD + b"content-length: 1000000\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("asked", "piece"), [(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n", b"\r\n"), (KEYLESS, b"a"), (KEYLESS, b"")]
+)
+async def test_what_begins_no_request_holds_no_idle_connection(
+    make_router: Callable[..., Any], asked: bytes, piece: bytes
+) -> None:
+    """Empty lines, and the body of a request that was answered without it, however slowly they come."""
+    async with make_router(api_keys=("key",)) as router:
+        reader, writer = await connect(router)
+        await until(lambda: connections(router))
+        (connection,) = connections(router)
+        connection.timeout_keep_alive = 0.1  # type: ignore[assignment]
+        writer.write(asked)
+        answer = await reader.readuntil(b"}")
+        assert b" 200 " in answer or b" 401 " in answer
+
+        async def write_on() -> None:
+            writer.write(b"a" if piece == b"" else b"")
+            while connections(router):
+                writer.write(piece)
+                await asyncio.sleep(0.01)
+
+        await asyncio.wait_for(write_on(), PATIENCE_S)
+        writer.close()
+
+
+async def test_a_connection_serves_on_after_an_answer_that_came_before_its_requests_body(
+    make_router: Callable[..., Any],
+) -> None:
+    async with make_router(api_keys=("key",)) as router:
+        reader, writer = await connect(router)
+        head, _, body = request(stream=False).partition(b"\r\n\r\n")
+        for authorization, status in ((b"", b" 401 "), (b"\r\nauthorization: Bearer key", b" 200 ")) * 2:
+            writer.write(head + authorization + b"\r\n\r\n")
+            if status == b" 401 ":
+                assert status in await asyncio.wait_for(reader.readuntil(b"}}"), PATIENCE_S)
+                writer.write(body)
+            else:
+                writer.write(body)
+                assert status in await asyncio.wait_for(reader.readuntil(b"}}}"), PATIENCE_S)
+        await until(lambda: [each.timeout_keep_alive_task is not None for each in connections(router)] == [True])
+        writer.close()

@@ -112,6 +112,15 @@ async def test_a_whole_request_is_answered_although_the_next_is_cut_by_what_is_n
     assert texts(await exchange(router, completion() + unfinished)) == [TEXT]
 
 
+async def test_a_body_that_is_cut_by_what_is_no_http_is_400(router: Router, caplog: pytest.LogCaptureFixture) -> None:
+    unfinished = completion(chunked=True).partition(b"\r\n\r\n")[0] + b'\r\n\r\n5\r\n{"mod\r\nno length\r\n'
+    answer = await exchange(router, unfinished)
+    assert answer.startswith(b"HTTP/1.1 400 ") and b'"code":"invalid_http"' in answer
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert not router.dispatcher.handles
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
+
+
 async def test_a_body_without_a_length_is_none(router: Router) -> None:
     """What follows the head is the next request then, and no HTTP."""
     request = completion().replace(b"content-length", b"x-length")
@@ -129,3 +138,9 @@ async def test_a_client_that_asks_to_go_on_is_told_so(router: Router) -> None:
         writer.write(body + LAST)
         assert texts(await reader.read()) == [TEXT]
     writer.close()
+
+
+async def test_a_client_of_http_1_0_is_not_told_to_go_on(router: Router) -> None:
+    """It would take that for its answer."""
+    answer = await exchange(router, completion("expect: 100-continue\r\n", version="1.0"))
+    assert answer.startswith(b"HTTP/1.1 200 ")

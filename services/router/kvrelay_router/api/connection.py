@@ -161,6 +161,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._unparsed_bytes = 0  # that the parser keeps, because they are no whole line yet
         self._head_timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
+        self._idle_until = 0.0  # by the loop's clock; since the latest answer
         self._half_closed: HalfClosedWatch | None = None
         self._plain_head: bytes | None = None  # of a request that offers another protocol: the same without the offer
         self._fed = self._left = b""  # to the parser, and what is to be fed to it next
@@ -208,6 +209,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._feed(piece)
             if not self._refused and self._header_bytes + self._unparsed_bytes > self._limits.max_header_bytes:
                 self._refuse_head()
+        self._stay_idle()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends nothing more. Its whole requests are answered, if it has not gone; then the connection ends.
@@ -289,6 +291,8 @@ class BoundedConnection(HttpToolsProtocol):
             self._refuse_head()
         if self._refused:
             return
+        if self.parser.get_http_version() == "1.0":
+            self.expect_100_continue = False  # it knows no interim answers (RFC 9110, 10.1.1)
         method = self.parser.get_method()
         if self.parser.should_upgrade() and method != b"CONNECT":
             self._plain_head = _plain_head(method, self.url, self.parser.get_http_version(), self.headers)
@@ -300,6 +304,11 @@ class BoundedConnection(HttpToolsProtocol):
         self._unparsed_bytes = 0
         if not self._refused:
             super().on_body(body)
+
+    def on_response_complete(self) -> None:
+        """The connection is idle from now on, or the next request runs."""
+        self._idle_until = self.loop.time() + self.timeout_keep_alive
+        super().on_response_complete()
 
     def on_message_complete(self) -> None:
         """The request is here."""
@@ -332,6 +341,13 @@ class BoundedConnection(HttpToolsProtocol):
             cycle.keep_alive = False
         cycle.scope["state"][EVENT_WRITER] = self._writer = EventWriter(cycle)
         super()._start_asgi_task(cycle, _without_chunks(cycle, app) if cycle.scope["http_version"] == "1.0" else app)
+
+    def _stay_idle(self) -> None:
+        """What came may have begun no request: empty lines, or the body of one that was answered without it. To uvicorn
+        the connection is not idle then, for as long as the client likes."""
+        is_waited_for = self._head_timer is not None or self.timeout_keep_alive_task is not None
+        if self._is_idle and not (is_waited_for or self._refused or self.transport.is_closing()):
+            self.timeout_keep_alive_task = self.loop.call_at(self._idle_until, self.timeout_keep_alive_handler)
 
     def _end_if_idle(self) -> None:
         if self._is_idle:
@@ -378,7 +394,7 @@ class BoundedConnection(HttpToolsProtocol):
         """Answers and ends the connection. Requests that came whole before get their answers, and this none."""
         self._refused = True
         self._stop_waiting()
-        if not self._is_idle:
+        if not (self._is_idle or self._take_over_unfinished()):
             self._end_after_whole_requests()
             return
         if self._num_lingering[0] >= MAX_LINGERING:
@@ -389,6 +405,16 @@ class BoundedConnection(HttpToolsProtocol):
         self.transport.write(_raw_answer(error))
         self._num_lingering[0] += 1
         self.loop.call_later(LINGER_S, self._end_lingering)
+
+    def _take_over_unfinished(self) -> bool:
+        """Whether what runs is a request without its end and without an answer: to its application the client has gone,
+        and it is answered here."""
+        running = self._running
+        if running is None or running is not self.cycle or running.response_started or not running.more_body:
+            return False
+        running.disconnected = True
+        running.message_event.set()
+        return True
 
     def _end_after_whole_requests(self) -> None:
         if self.cycle.more_body and self.cycle is self._running:

@@ -1,4 +1,4 @@
-"""The examples run as they stand, and so does the README's curl."""
+"""The examples run as they stand, and so do the requests that documents show with curl."""
 
 from __future__ import annotations
 
@@ -17,6 +17,13 @@ from tests.fakes.stack import Stack
 from tests.fakes.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
+CURL = re.compile(r"curl http://127\.0\.0\.1:8000(\S+)[^`]*?-d '(\{.*?\})'", re.DOTALL)
+SHOWN = [
+    (page.name, *request)
+    for page in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+    for request in CURL.findall(page.read_text(encoding="utf-8"))
+]
+"""Page, path and body of each request."""
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +48,18 @@ EXPECTED = {
     "scoring": "a large natural stream of water",
     "shared_prefix": "320 cached",
 }
+
+
+@pytest.mark.parametrize(("page", "path", "body"), SHOWN, ids=[f"{page} {path}" for page, path, _ in SHOWN])
+def test_a_request_that_is_shown_is_answered(stack: Stack, page: str, path: str, body: str) -> None:
+    answer = stack.http.post(path, json=json.loads(body))
+    assert answer.status_code == 200, answer.text
+
+
+def test_a_tokenization_is_what_is_shown(stack: Stack) -> None:
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    (body, shown) = re.findall(r"8000/tokenize .*?-d '(\{.*?\})'\n```\n```json\n(.*?)\n```", text, re.DOTALL)[0]
+    assert stack.http.post("/tokenize", json=json.loads(body)).json() == json.loads(shown)
 
 
 def test_the_readme_shows_what_its_request_gives(stack: Stack) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from enum import StrEnum
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from kvrelay.config import RouterConfig, WorkerConfig, reference
 from kvrelay.config.up import UpConfig
+from kvrelay.protocol.messages import AnyBody
+from kvrelay.worker.readings import SAID_OTHERWISE, TOTALS
 from scripts import docs
 
 ROOT = Path(__file__).parents[3]
@@ -27,6 +30,18 @@ def test_every_field_that_can_be_set_is_described() -> None:
     assert "`--kv-memory-bytes`" in text
     assert "`KVRELAY_API_KEYS`" in text
     assert "--api-keys`" not in text  # a key never comes as a flag
+
+
+def test_every_total_of_a_worker_is_explained() -> None:
+    page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    totals = page[page.index("**Totals**") : page.index("**Histograms**")]
+    assert {total for total in TOTALS.keys() | SAID_OTHERWISE if f"`{total}`" not in totals} == set()
+
+
+def test_every_message_stands_in_the_protocols_table() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = page[page.index("| From, to | Message | Says |") : page.index("### The link")]
+    assert {kind.__name__ for kind in get_args(AnyBody) if f"`{kind.__name__}`" not in table} == set()
 
 
 class Light(StrEnum):

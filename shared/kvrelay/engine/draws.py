@@ -20,7 +20,7 @@ from kvrelay.engine.batch import RowsFailed, SequenceKey
 from kvrelay.engine.device import HostCopy, to_device, to_host
 from kvrelay.engine.logprobs import PendingLogprobs
 from kvrelay.engine.sampler_state import Parameters, SamplerState
-from kvrelay.engine.truncation import Limits, draw_limited
+from kvrelay.engine.truncation import Limits, draw_from_more
 from kvrelay.protocol.sampling import TokenLogprobs
 
 _FORGETS = 0.05  # how much the last draw counts in `share_redrawn`
@@ -68,7 +68,7 @@ class ExactDraw:
     def draw(self, rows: NDArray[np.int64]) -> torch.Tensor:
         """Token ids of some of the rows."""
         which = to_device(np.searchsorted(self.rows, rows), self.weights.device)
-        return draw_limited(self.weights[which], self.limits.of(which), self.uniforms[which])
+        return draw_from_more(self.weights[which], self.limits.of(which), self.uniforms[which])
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,16 +46,19 @@ def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
 
 def draw_from_few(weights: torch.Tensor, limits: Limits, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `draw_limited`, but looks at few tokens only: ids `[rows]`, and whether each is what `draw_limited` gives."""
+    """The same from what the limits keep. In order: min_p and top_k, then top_p of what these two leave.
+
+    Looks at few tokens only, and waits for nothing: ids `[rows]`, and for which rows these tokens were enough.
+    """
     return _draw_from_best(weights, min(_sizes(weights.device)[0], weights.shape[1]), limits, uniforms)
 
 
-def draw_limited(weights: torch.Tensor, limits: Limits, uniforms: torch.Tensor) -> torch.Tensor:
-    """The same from what the limits keep. In order: min_p and top_k, then top_p of what these two leave."""
+def draw_from_more(weights: torch.Tensor, limits: Limits, uniforms: torch.Tensor) -> torch.Tensor:
+    """The same for rows where few tokens were not enough: more are looked at, in the end all. Waits for the device."""
     vocab_size = weights.shape[1]
     token_ids = torch.empty(len(weights), dtype=torch.int64, device=weights.device)
     left = torch.arange(len(weights), device=weights.device)
-    for num_best in (*(size for size in _sizes(weights.device) if size < vocab_size), vocab_size):
+    for num_best in (*(size for size in _sizes(weights.device)[1:] if size < vocab_size), vocab_size):
         part = weights if len(left) == len(weights) else weights[left]
         drawn, settled = _draw_from_best(part, num_best, limits.of(left), uniforms[left])
         token_ids[left[settled]] = drawn[settled]

@@ -15,7 +15,7 @@ from kvrelay.engine.batch import SequenceKey
 from kvrelay.engine.draws import BadLogits
 from kvrelay.engine.randoms import uniforms
 from kvrelay.engine.sampler import Sampler
-from kvrelay.engine.truncation import Limits, draw_limited
+from kvrelay.engine.truncation import Limits, draw_from_few, draw_from_more
 from kvrelay.engine.truncation import draw as draw_rows
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 from tests.fakes.late_copies import LateCopies
@@ -283,6 +283,14 @@ def test_adding_a_known_key_keeps_its_history() -> None:
     for expected in (0, 1):
         sampler.add(key(0), sampling, [5], 1)
         assert sampler.sample([key(0)], np.ones(1, np.int64), logits[None])[0][0] == expected
+
+
+def draw_limited(weights: torch.Tensor, limits: Limits, numbers: torch.Tensor) -> torch.Tensor:
+    """From few tokens, and from more where those are not enough."""
+    token_ids, settled = draw_from_few(weights, limits, numbers)
+    left = (~settled).nonzero()[:, 0]
+    token_ids[left] = draw_from_more(weights[left], limits.of(left), numbers[left])
+    return token_ids
 
 
 @pytest.mark.parametrize("looked_at", [truncation._BEST, truncation._BEST_ON_GPU])

@@ -53,6 +53,8 @@ class KnownWorker:
     refused: str = ""  # the reason
     missing_since: float | None = None  # not in the registry
     foreign: WorkerLoad | None = None  # what it reported beyond this router's own share at that moment
+    step_cost: StepCost | None = None  # its speeds, as far as it has measured any
+    transfer_bytes_s: float | None = None
     candidate: Candidate | None = None  # as last made, unless something of it has changed since
 
     def state(self, now: float) -> WorkerState:
@@ -113,6 +115,9 @@ class FleetView:
         was, self._ready = known.state(now), None
         known.foreign = _foreign(status, self._load.of(worker_key(peer)))
         known.status, known.heard_at, known.lost, known.candidate = status, now, "", None
+        report = status.load or LoadReport()
+        known.step_cost = StepCost(*report.step_cost) if _are_speeds(report.step_cost) else None
+        known.transfer_bytes_s = report.transfer_bytes_s if _are_speeds((report.transfer_bytes_s,)) else None
         self._tell(known, was, "it answers", now)
 
     def lost(self, peer: PeerRef, reason: str, now: float) -> None:
@@ -214,7 +219,6 @@ class FleetView:
         foreign = known.foreign or WorkerLoad()
         record, status = known.record, known.status
         blocks = status.blocks if status is not None else {}
-        report = (status.load if status is not None else None) or LoadReport()
         # Those of a handoff to come that the worker has reserved already are not free any more.
         num_promised = max(0, own.num_pending_blocks - blocks.get("reserved", 0))
         return Candidate(
@@ -229,14 +233,14 @@ class FleetView:
             head_pairs=head.num_pairs,
             head_since_s=head.since_s,
             num_pending=own.num_pending + foreign.num_pending,
-            context_tokens=report.context_tokens,
+            context_tokens=status.load.context_tokens if status is not None and status.load is not None else 0,
             recent_tokens=self._load.recent_tokens(key),
             num_blocks=record.num_blocks,
             block_size=record.block_size,
             block_bytes=record.block_bytes,
             token_budget=record.token_budget,
-            step_cost=StepCost(*report.step_cost) if _are_speeds(report.step_cost) else None,
-            transfer_bytes_s=report.transfer_bytes_s if _are_speeds((report.transfer_bytes_s,)) else None,
+            step_cost=known.step_cost,
+            transfer_bytes_s=known.transfer_bytes_s,
         )
 
     def _tell(self, known: KnownWorker, was: WorkerState, reason: str, now: float) -> None:

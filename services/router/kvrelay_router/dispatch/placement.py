@@ -253,21 +253,24 @@ class Placement:
     def _candidates(self, excluded: frozenset[WorkerKey] = frozenset()) -> Candidates:
         now = self._clock()
         ready = self._view.candidates(now)
-        decode = tuple(worker for worker in ready.decode if worker_key(worker.peer) not in excluded)
+        decode = ready.decode
+        if excluded:
+            decode = tuple(worker for worker in decode if worker_key(worker.peer) not in excluded)
         return self.breakers.usable(Candidates(self._heard(ready.prefill), self._heard(decode)), now)
 
     def _heard(self, workers: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
         """Those that were heard lately; all, where none was: then the silence may be this router's own."""
-        return tuple(worker for worker in workers if self._silent_s(worker.peer) <= self._lately_s) or workers
+        silent_s, lately_s = self._silent_s, self._lately_s
+        heard = [worker for worker in workers if silent_s(worker.peer) <= lately_s]
+        return workers if len(heard) == len(workers) or not heard else tuple(heard)
 
     def _heat_of(self, prompt: PromptPrefixes, candidates: Candidates, cached: Mapping[WorkerId, int]) -> float:
         """Of the longest prefix that a prefill worker holds."""
-        num_held, holder = max(
-            ((cached.get(worker.worker_id, 0), worker) for worker in candidates.prefill),
-            key=lambda found: found[0],
-            default=(0, None),
-        )
-        if not num_held or holder is None:
+        num_held, holder = 0, None
+        for worker in candidates.prefill:
+            if (held := cached.get(worker.worker_id, 0)) > num_held:
+                num_held, holder = held, worker
+        if holder is None:
             return 0.0
         return self._heat.of(prompt.hashes(holder.fingerprint, holder.block_size)[num_held - 1], self._clock())
 
@@ -313,7 +316,7 @@ def _is_late(decision: Decision | NoPlacement, deadline_s: float | None) -> bool
 
 
 def _namings(candidates: Candidates) -> set[tuple[str, int]]:
-    return {(c.fingerprint, c.block_size) for c in (*candidates.prefill, *candidates.decode)}
+    return {(c.fingerprint, c.block_size) for workers in (candidates.prefill, candidates.decode) for c in workers}
 
 
 def work_of(decision: Decision, num_tokens: int, sent_to: Collection[WorkerKey] = ()) -> Work:

@@ -26,11 +26,13 @@ sooner, counting also what it takes from the streams there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import TypeVar
 
 from kvrelay_router.routing.candidates import Candidate, Expected
 from kvrelay_router.routing.estimates import Estimates
-from kvrelay_router.routing.prefix_view import WorkerId
+
+T = TypeVar("T")
 
 TIE_SHARE = 0.05
 TIE_S = 1e-4
@@ -41,7 +43,7 @@ BALANCE_WEIGHT = 3.0
 MOST_IMBALANCE = 0.5
 
 
-def in_turn(candidates: Sequence[Candidate], ordinal: int) -> list[Candidate]:
+def in_turn(candidates: Sequence[T], ordinal: int) -> list[T]:
     """The candidates, beginning with another one at each decision: `min` takes the first of equals."""
     turn = ordinal % len(candidates)
     return [*candidates[turn:], *candidates[:turn]]
@@ -49,44 +51,45 @@ def in_turn(candidates: Sequence[Candidate], ordinal: int) -> list[Candidate]:
 
 def pick_prefill(candidates: Sequence[Candidate], estimates: Estimates) -> tuple[Candidate, str]:
     """The worker that has the prompt computed soonest, at the least price for others."""
-    waits = {c.worker_id: estimates.alone(c) for c in candidates}
-    prices = prices_s(candidates, waits, estimates)
-    own = {name: wait.ttft_s for name, wait in waits.items()}
-    totals = {name: own_s + prices[name] for name, own_s in own.items()}
-    best = min(totals, key=totals.__getitem__)
-    worst_tie_s = totals[best] + own[best] * TIE_SHARE + TIE_S
-    ties = [c for c in candidates if totals[c.worker_id] <= worst_tie_s]
-    chosen = min(in_turn(ties, estimates.demand.ordinal), key=lambda c: c.recent_tokens)
-    name = chosen.worker_id
-    others = [(total_s, other) for other, total_s in totals.items() if other != name]
-    next_s, next_name = min(others, default=(0.0, ""))
-    cached, total = estimates.cached_tokens(chosen), estimates.demand.num_prompt_tokens
-    reason = f"{name} in {own[name]:.4f} s (queue {waits[name].queue_s:.4f}, {cached} of {total} tokens cached)"
-    if not next_name:
-        return chosen, reason
-    return chosen, f"{reason}; with its price {totals[name]:.4f}, next is {next_name} with {next_s:.4f}"
+    waits = [estimates.alone(candidate) for candidate in candidates]
+    own = [wait.ttft_s for wait in waits]
+    totals = [own_s + price_s for own_s, price_s in zip(own, prices_s(candidates, waits, estimates), strict=True)]
+    best_s = min(totals)
+    worst_tie_s = best_s + own[totals.index(best_s)] * TIE_SHARE + TIE_S
+    ties = [place for place, total_s in enumerate(totals) if total_s <= worst_tie_s]
+    chosen = min(in_turn(ties, estimates.demand.ordinal), key=lambda place: candidates[place].recent_tokens)
+    worker = candidates[chosen]
+    others = [(total_s, candidates[place].worker_id) for place, total_s in enumerate(totals) if place != chosen]
+    cached, total = estimates.cached_tokens(worker), estimates.demand.num_prompt_tokens
+    reason = (
+        f"{worker.worker_id} in {own[chosen]:.4f} s (queue {waits[chosen].queue_s:.4f}, "
+        f"{cached} of {total} tokens cached)"
+    )
+    if not others:
+        return worker, reason
+    next_s, next_name = min(others)
+    return worker, f"{reason}; with its price {totals[chosen]:.4f}, next is {next_name} with {next_s:.4f}"
 
 
-def prices_s(
-    candidates: Sequence[Candidate], waits: Mapping[WorkerId, Expected], estimates: Estimates
-) -> dict[WorkerId, float]:
-    """Seconds by worker that placing the request there costs others; see the module's text. `waits`: its own, there."""
+def prices_s(candidates: Sequence[Candidate], waits: Sequence[Expected], estimates: Estimates) -> list[float]:
+    """Seconds that placing the request on each costs others; see the module's text. `waits`: its own, there."""
     cached = [estimates.cached_tokens(candidate) for candidate in candidates]
     most_cached = max(cached)
-    longest_s = max([wait.compute_s for wait in waits.values()])
-    mean_queue_s = sum([wait.queue_s for wait in waits.values()]) / len(candidates)
+    longest_s = max([wait.compute_s for wait in waits])
+    mean_queue_s = sum([wait.queue_s for wait in waits]) / len(candidates)
     weight = min(MOST_WEIGHT, BASE_WEIGHT + QUEUE_WEIGHT * mean_queue_s / max(longest_s, 1e-9))
     mean_recent = sum([candidate.recent_tokens for candidate in candidates]) / len(candidates)
-    prices = {}
-    for candidate, num_cached in zip(candidates, cached, strict=True):
+    reuse, shared_by = estimates.demand.reuse, (1 + estimates.demand.heat) ** 2
+    prices = []
+    for candidate, num_cached, wait in zip(candidates, cached, waits, strict=True):
         # Both by this worker's speed: what is left of the difference between two workers is what one of them holds.
-        compute_s = waits[candidate.worker_id].compute_s
+        compute_s = wait.compute_s
         fresh_s = compute_s if num_cached == most_cached else estimates.compute_s(candidate, most_cached)
-        again_s = max(0.0, compute_s - fresh_s) / (1 + estimates.demand.heat) ** 2
+        again_s = max(0.0, compute_s - fresh_s) / shared_by
         imbalance = (candidate.recent_tokens - mean_recent) / (mean_recent + 1.0)
         imbalance = max(-MOST_IMBALANCE, min(MOST_IMBALANCE, imbalance))
-        balance_s = imbalance * estimates.demand.reuse * (fresh_s + again_s)
-        prices[candidate.worker_id] = (weight - 1) * again_s + BALANCE_WEIGHT * balance_s
+        balance_s = imbalance * reuse * (fresh_s + again_s)
+        prices.append((weight - 1) * again_s + BALANCE_WEIGHT * balance_s)
     return prices
 
 
@@ -118,7 +121,7 @@ def better_alone(
 
     Speeds that nobody has measured decide nothing.
     """
-    if all(candidate.step_cost is None for candidate in decodes):
+    if all([candidate.step_cost is None for candidate in decodes]):
         return None
     num_tokens = estimates.demand.num_prompt_tokens
     fitting = [
@@ -126,11 +129,11 @@ def better_alone(
         for c in decodes
         if num_tokens - estimates.cached_tokens(c) <= estimates.chunk_room(c) and estimates.has_room(c)
     ]
-    if not fitting:
-        return None
-    chosen = min(in_turn(fitting, estimates.demand.ordinal), key=lambda candidate: _alone_s(candidate, estimates))
-    with_handoff_s = handed_over.ttft_s + estimates.decode_s(decode)
-    if _alone_s(chosen, estimates) >= with_handoff_s:
+    chosen, least_s = None, handed_over.ttft_s + estimates.decode_s(decode)
+    for candidate in in_turn(fitting, estimates.demand.ordinal) if fitting else ():
+        if (alone_s := _alone_s(candidate, estimates)) < least_s:
+            chosen, least_s = candidate, alone_s
+    if chosen is None:
         return None
     alone = estimates.alone(chosen)
     return chosen, (
@@ -141,4 +144,5 @@ def better_alone(
 
 def _alone_s(decode: Candidate, estimates: Estimates) -> float:
     """Without a handoff, counting what it takes from the streams there."""
-    return estimates.alone(decode).ttft_s + estimates.stall_s(decode) + estimates.decode_s(decode)
+    alone_s = estimates.queue_s(decode) + estimates.compute_s(decode)
+    return alone_s + estimates.stall_s(decode) + estimates.decode_s(decode)

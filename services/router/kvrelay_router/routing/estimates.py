@@ -8,7 +8,6 @@ between workers is what decides, and it is right whatever the unit.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from math import ceil
 from statistics import median
 
 import msgspec
@@ -36,7 +35,7 @@ class TypicalSpeeds(msgspec.Struct, frozen=True):
     def of(cls, candidates: Candidates) -> TypicalSpeeds:
         """A role of which nothing is known borrows the other's: they run the same model."""
         rates = [c.transfer_bytes_s for c in candidates.prefill if c.transfer_bytes_s]
-        if None not in [c.step_cost for c in (*candidates.prefill, *candidates.decode)]:  # no worker is taken for one
+        if not any([c.step_cost is None for c in (*candidates.prefill, *candidates.decode)]):  # none is taken for one
             return cls(transfer_bytes_s=median(rates) if rates else 0.0, is_measured=True)
         prefill, decode = _median_cost(candidates.prefill), _median_cost(candidates.decode)
         return cls(
@@ -62,17 +61,22 @@ class Estimates(msgspec.Struct, frozen=True):
 
     def cached_tokens(self, worker: Candidate) -> int:
         """Of the prompt, on this worker; at least one token is always computed."""
-        held = self.cached_blocks.get(worker.worker_id, 0) * worker.block_size
-        most = max(0, self.demand.num_prompt_tokens - 1)
-        return min(held, most - most % worker.block_size)
+        num_blocks = self.cached_blocks.get(worker.peer.peer_id)
+        if not num_blocks:
+            return 0
+        size = worker.block_size
+        return min(num_blocks, max(0, self.demand.num_prompt_tokens - 1) // size) * size
 
     def held_blocks(self, worker: Candidate) -> int:
         """Full blocks of the prompt that need not be sent to this worker."""
-        return min(self.cached_blocks.get(worker.worker_id, 0), self.demand.num_prompt_tokens // worker.block_size)
+        num_blocks = self.cached_blocks.get(worker.peer.peer_id)
+        return min(num_blocks, self.demand.num_prompt_tokens // worker.block_size) if num_blocks else 0
 
     def queue_s(self, worker: Candidate) -> float:
         """Until the prompts are computed that are ahead. Of the first one the time that has passed is done, at most all
         of it: what takes longer than expected goes on, and the others wait."""
+        if worker.queued_tokens <= 0:
+            return 0.0
         queue_s = self._work_s(worker, worker.queued_tokens, worker.queued_pairs)
         if self.typical.is_measured and worker.head_tokens:
             passed_s = max(0.0, self.demand.now_s - worker.head_since_s)
@@ -97,11 +101,14 @@ class Estimates(msgspec.Struct, frozen=True):
 
     def stall_s(self, decode: Candidate) -> float:
         """What computing the prompt on a decode worker takes from the streams there, in sum."""
+        num_streams = decode.num_sequences - decode.num_pending
+        if not num_streams:
+            return 0.0
         cached = self.cached_tokens(decode)
         num_tokens = self.demand.num_prompt_tokens - cached
         cost = self.cost(decode)
         added_s = cost.token_s * num_tokens + cost.pair_s * pairs(cached, num_tokens)
-        return added_s * (decode.num_sequences - decode.num_pending)
+        return added_s * num_streams
 
     def decode_s(self, decode: Candidate) -> float:
         """For the first tokens in the batch as it will be, with the handoffs that are on their way."""
@@ -125,10 +132,10 @@ class Estimates(msgspec.Struct, frozen=True):
             return 0.0
         cost = self.cost(worker)
         if worker.role == "decode":
-            num_steps = ceil(num_tokens / self.chunk_room(worker))
+            num_steps = -(-num_tokens // self.chunk_room(worker))
             step_s = cost.step_s(worker.num_sequences - worker.num_pending, worker.context_tokens)
         else:
-            num_steps = ceil(num_tokens / (worker.token_budget or DEFAULT_BUDGET))
+            num_steps = -(-num_tokens // (worker.token_budget or DEFAULT_BUDGET))
             step_s = cost.fixed_s
         return num_steps * step_s + cost.token_s * num_tokens + cost.pair_s * num_pairs
 

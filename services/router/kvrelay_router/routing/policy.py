@@ -126,6 +126,8 @@ def _with_fingerprint(candidates: Iterable[Candidate], fingerprints: set[str]) -
 
 
 def _unavoided(candidates: Sequence[Candidate], avoid: frozenset[str]) -> Sequence[Candidate]:
+    if not avoid:
+        return candidates
     return [candidate for candidate in candidates if candidate.worker_id not in avoid] or candidates
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvrelay.protocol.messages import (
@@ -589,7 +589,7 @@ BEAMS = [BeamResult([1, 2, 3], -0.5, -1.5, LENGTH), BeamResult([4], -0.7, -0.7, 
 
 def searching() -> SequenceAttempts:
     sampling = Sampling(max_tokens=3, beams=BeamSpec(width=2, num_returned=2))
-    machine = SequenceAttempts(dataclasses.replace(spec(), sampling=sampling))
+    machine = SequenceAttempts(msgspec.structs.replace(spec(), sampling=sampling))
     machine.handle(Placed(P, D, 60.0))
     return machine
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
+
+import msgspec
 
 from kvrelay.kv.table import blocks_for_group
 from kvrelay.protocol.sampling import Sampling
@@ -22,8 +24,7 @@ Number = TypeVar("Number", int, float)
 SEED_BITS = 63
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputLimits:
+class OutputLimits(msgspec.Struct, frozen=True, kw_only=True):
     """How much is to be generated. `asked` None: `default`, cut to what the context leaves (None: all of that)."""
 
     asked: int | None

@@ -6,8 +6,6 @@ with it, so that streaming and plain answers are made of the same pieces.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import msgspec
 
 from kvrelay.protocol.sampling import BeamResult, FinishReason, TokenLogprobs
@@ -16,8 +14,7 @@ from kvrelay_router.text.detokenizer import Detokenizer
 from kvrelay_router.text.stop_strings import StopMatcher
 
 
-@dataclass(frozen=True, slots=True)
-class StopRules:
+class StopRules(msgspec.Struct, frozen=True):
     """What ends a choice beside its length."""
 
     strings: list[str]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import hmac
 import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrelay_router.api.errors import ApiError, as_api_error
@@ -21,8 +20,7 @@ OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/version", "/dashboard"})
 SANE_REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
-@dataclass(frozen=True, slots=True)
-class RequestNames:
+class RequestNames(msgspec.Struct, frozen=True):
     """What a request is called.
 
     `public` is the client's own id, if it sent a sane one, and goes into `x-request-id`. Clients repeat their ids
@@ -118,7 +116,7 @@ class Front:
 
         try:
             if scope["path"] not in OPEN_PATHS and (key := self._keys.check(headers)):
-                state["names"] = dataclasses.replace(names, key=key)
+                state["names"] = msgspec.structs.replace(names, key=key)
             await self._app(scope, receive, send_named)
         except Exception as error:
             api_error = as_api_error(error)

@@ -20,8 +20,9 @@ Which of the tokens that come are delivered, and when, is `TokenIntake`'s.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import StrEnum
+
+import msgspec
 
 from kvrelay.protocol.messages import (
     AnyBody,
@@ -75,8 +76,7 @@ class AttemptState(StrEnum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceSpec:
+class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What does not change over the attempts. `prompt` is packed once for all sequences of a request."""
 
     sequence: int

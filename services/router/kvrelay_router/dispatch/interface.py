@@ -38,8 +38,7 @@ class RequestFailed(Exception):
         self.timed_out = timed_out
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateRequest:
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A validated, tokenized request. Sequence i of `num_sequences` draws with (sampling.seed, i, position).
 
     A beam search is one sequence, whatever its width.

@@ -103,18 +103,23 @@ class OutstandingLoad:
         if computes is not None:
             share = shares.setdefault(worker_key(computes), WorkerLoad(0, 1))
             share.num_tokens, share.num_pairs = num_tokens, num_pairs
-        if shares == held.shares:
+        before, held.shares = held.shares, shares
+        if shares == before:
             return
-        for key, share in held.shares.items():
-            self._add(key, share, -1)
-        changed = held.shares.keys() | shares.keys()
-        self.changed |= changed
-        for key in changed:
-            self._queue(key, held, shares.get(key))
-        held.shares = shares
-        held.is_waiting = any(share.num_tokens or share.num_pending for share in shares.values())
+        for key, share in before.items():
+            if share != (now := shares.get(key)):
+                self._add(key, share, -1)
+                self._queue(key, held, now)
+                self.changed.add(key)
+        held.is_waiting = False
         for key, share in shares.items():
-            self._add(key, share, 1)
+            if share != (was := before.get(key)):
+                self._add(key, share, 1)
+                if was is None:
+                    self._queue(key, held, share)
+                    self.changed.add(key)
+            if share.num_tokens or share.num_pending:
+                held.is_waiting = True
 
     def recent_tokens(self, key: WorkerKey) -> float:
         """Prompt tokens that this router gave a worker to compute, older ones at half their weight or less."""

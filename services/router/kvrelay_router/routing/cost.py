@@ -121,7 +121,7 @@ def better_alone(
 
     Speeds that nobody has measured decide nothing.
     """
-    if all([candidate.step_cost is None for candidate in decodes]):
+    if all(candidate.step_cost is None for candidate in decodes):
         return None
     num_tokens = estimates.demand.num_prompt_tokens
     fitting = [

@@ -35,7 +35,7 @@ class TypicalSpeeds(msgspec.Struct, frozen=True):
     def of(cls, candidates: Candidates) -> TypicalSpeeds:
         """A role of which nothing is known borrows the other's: they run the same model."""
         rates = [c.transfer_bytes_s for c in candidates.prefill if c.transfer_bytes_s]
-        if not any([c.step_cost is None for c in (*candidates.prefill, *candidates.decode)]):  # none is taken for one
+        if all(c.step_cost is not None for c in (*candidates.prefill, *candidates.decode)):  # none is taken for one
             return cls(transfer_bytes_s=median(rates) if rates else 0.0, is_measured=True)
         prefill, decode = _median_cost(candidates.prefill), _median_cost(candidates.decode)
         return cls(

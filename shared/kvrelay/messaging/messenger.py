@@ -21,7 +21,7 @@ from kvrelay.protocol.messages import AnyBody, PeerRef
 
 log = logging.getLogger(__name__)
 
-EVENTS, NOBLOCK, POLLIN = int(zmq.EVENTS), int(zmq.NOBLOCK), int(zmq.POLLIN)
+EVENTS, NOBLOCK, POLLIN, SNDMORE = int(zmq.EVENTS), int(zmq.NOBLOCK), int(zmq.POLLIN), int(zmq.SNDMORE)
 """Plain integers: pyzmq takes them several times as fast as its enumerations."""
 TICK_S = 0.05
 MAX_MESSAGES_PER_WAKEUP = 256
@@ -47,6 +47,14 @@ def _receive(inbox: zmq.Socket[bytes]) -> list[bytes]:
         frame = inbox.recv(NOBLOCK, copy=False)
         frames.append(frame.bytes)
     return frames
+
+
+def _send(outbox: zmq.Socket[bytes], frames: list[bytes]) -> None:
+    """The frames of a message, by the methods below those that look at flags and frames first. Raises zmq.Again."""
+    *before, last = frames
+    for frame in before:
+        zmq.backend.Socket.send(outbox, frame, SNDMORE | NOBLOCK)
+    zmq.backend.Socket.send(outbox, last, NOBLOCK)
 
 
 class Messenger:
@@ -115,7 +123,11 @@ class Messenger:
         if self._is_closed:
             return
         self._links.send(peer, body, time.monotonic(), request=request, attempt=attempt, sequence=sequence, trace=trace)
-        self._flush_soon()
+        if self._loop is None:
+            return  # `start` sends it
+        self._send_out()
+        if self._links.has_events:
+            self._flush_soon()
 
     @property
     def num_unacked(self) -> int:
@@ -226,7 +238,7 @@ class Messenger:
                 return
             self._outboxes[address] = outbox
         try:
-            outbox.send_multipart(frames, zmq.NOBLOCK)
+            _send(outbox, frames)
         except zmq.Again:
             log.warning("no room to send to %s; the link will repeat it", address)
 

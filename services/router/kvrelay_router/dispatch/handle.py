@@ -52,6 +52,7 @@ class RunningRequest:
         self._waiter: asyncio.Future[None] | None = None  # of whoever sleeps in `deltas`
         self._pushes = pushes or Pushes()
         self._sink: DeltaSink | None = None
+        self._sink_began = False  # it was ready once
         self._sink_error: Exception | None = None
 
     @property
@@ -104,7 +105,11 @@ class RunningRequest:
             if self._sink is None:
                 self._wake()
             elif not self._fresh:
-                self._pushes.soon(self)
+                # The first of all need its task, for an answer's head: at once, before others' tokens are pushed.
+                if self._sink_began or self._begin():
+                    self._pushes.soon(self)
+                else:
+                    self._wake()
         self._fresh.append(delta)
 
     def push(self) -> None:
@@ -131,6 +136,10 @@ class RunningRequest:
         if not self.is_over:
             self._error = error
             self._wake()
+
+    def _begin(self) -> bool:
+        self._sink_began = self._sink is not None and self._sink.is_ready()
+        return self._sink_began
 
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None

@@ -174,7 +174,7 @@ class Path:
             told = True
             return {"type": "http.request", "body": body, "more_body": False}
 
-        writer = Writer(self)
+        writer = Writer(self, body)
         status, last = 0, b""
 
         async def send(message: Message) -> None:
@@ -194,10 +194,14 @@ class Path:
 class Writer:
     """As a connection's `EventWriter`; counts and drops."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, body: bytes) -> None:
+        self._path, self._body = path, body
         self.has_begun = False
         self.carries_events = False
+
+    def whole_body(self) -> bytes:
+        """Of the request."""
+        return self._body
 
     def is_ready(self) -> bool:
         """After the headers."""

@@ -9,7 +9,7 @@ import pytest
 from starlette.types import Message
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from kvrelay_router.api.client_watch import ClientGone, ClientWatch
+from kvrelay_router.api.client_watch import ClientGone, ClientWatch, Within
 from kvrelay_router.api.connection import EventWriter
 
 
@@ -105,3 +105,56 @@ async def test_another_cancellation_stays_one(goes: bool) -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert inside == ["began", "ended"]
+
+
+async def _within(timeout_s: float, inside: list[str]) -> None:
+    with Within(timeout_s):
+        inside.append("began")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            inside.append("ended")
+
+
+async def test_what_is_late_is_ended_and_its_task_goes_on() -> None:
+    inside = list[str]()
+    with pytest.raises(TimeoutError):
+        await _within(0.0, inside)
+    assert inside == ["began", "ended"]
+    task = asyncio.current_task()
+    assert task is not None and task.cancelling() == 0
+    await asyncio.sleep(0)  # where a cancellation would come
+
+
+async def test_what_is_in_time_leaves_no_timer() -> None:
+    with Within(0.0):
+        pass
+    for _ in range(3):
+        await asyncio.sleep(0.001)  # where it would come
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_a_cancellation_from_outside_is_no_timeout(is_late: bool) -> None:
+    inside = list[str]()
+    watch = Within(1e6)
+
+    async def run() -> None:
+        with watch:
+            inside.append("began")
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(run())
+    await asyncio.sleep(0)
+    if is_late:
+        watch._late()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert inside == ["began"]
+
+
+async def test_within_a_timeout_may_be_another_one() -> None:
+    with Within(1e6):
+        with pytest.raises(TimeoutError):
+            await _within(0.0, [])
+        await asyncio.sleep(0)

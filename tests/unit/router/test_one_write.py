@@ -108,3 +108,23 @@ async def test_a_full_buffer_is_waited_for_and_holds_nothing_else_back() -> None
     transport.room.set()
     await task
     assert len(transport.done) == 1
+
+
+async def test_a_body_that_is_all_there_is_taken_and_one_that_is_not_is_received() -> None:
+    cycle = cycle_on(Transport())
+    writer = EventWriter(cycle)
+    cycle.body += b"ott"
+    assert writer.whole_body() is None
+    cycle.body += b"er"
+    cycle.more_body = False
+    cycle.message_event.set()
+    assert writer.whole_body() == b"otter"
+    assert not cycle.message_event.is_set() and not cycle.body
+
+
+@pytest.mark.parametrize("state", ["disconnected", "waiting_for_100_continue"])
+async def test_a_client_that_left_or_waits_is_for_receive(state: str) -> None:
+    cycle = cycle_on(Transport())
+    cycle.more_body = False
+    setattr(cycle, state, True)
+    assert EventWriter(cycle).whole_body() is None

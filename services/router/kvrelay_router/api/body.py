@@ -10,6 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from kvrelay_router.api.connection import EVENT_WRITER, EventWriter
 from kvrelay_router.api.errors import ApiError
 
 BODY_TIMEOUT_S = 60.0
@@ -49,10 +50,20 @@ class _LingeringResponse(Response):
 
 
 async def read_body(request: Request, limit_bytes: int) -> bytes:
-    """The whole body. Raises 413 as soon as it is known to be larger than the limit; ClientDisconnect."""
+    """The whole body. Raises 413 as soon as it is known to be larger than the limit; 408; ClientDisconnect."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit_bytes:
         raise BodyTooLarge(limit_bytes)
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await _receive_body(request, limit_bytes)
+    except TimeoutError as error:
+        raise ApiError(
+            "The request body took too long to arrive", status=408, headers={"connection": "close"}
+        ) from error
+
+
+async def _receive_body(request: Request, limit_bytes: int) -> bytes:
     pieces: list[bytes] = []
     num_bytes, is_all = 0, False
     while not is_all:
@@ -69,13 +80,13 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
 
 async def read_json_object(request: Request, limit_bytes: int) -> dict[str, Any]:
     """The body as a JSON object, or 400."""
+    writer: EventWriter | None = request.scope["state"].get(EVENT_WRITER)
+    body = writer.whole_body() if writer is not None else None
     try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
+        if body is None:
             body = await read_body(request, limit_bytes)
-    except TimeoutError as error:
-        raise ApiError(
-            "The request body took too long to arrive", status=408, headers={"connection": "close"}
-        ) from error
+        elif len(body) > limit_bytes:
+            raise BodyTooLarge(limit_bytes)
     except ClientDisconnect as error:
         raise ApiError("The client went away before its request was complete") from error
     try:

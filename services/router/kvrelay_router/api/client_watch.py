@@ -14,6 +14,36 @@ class ClientGone(Exception):
     """The client closed its connection before the answer was complete."""
 
 
+class Within:
+    """`with Within(timeout_s): ...`, in a task: as `async with asyncio.timeout`, which can do more and costs more."""
+
+    __slots__ = ("_is_late", "_num_cancelled", "_task", "_timeout_s", "_timer")
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._is_late = False
+
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task, self._num_cancelled = task, task.cancelling()
+        self._timer = task.get_loop().call_later(self._timeout_s, self._late)
+
+    def _late(self) -> None:
+        self._is_late = True
+        self._task.cancel()
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
+        if not self._is_late:
+            return
+        still_cancelled = self._task.uncancel() > self._num_cancelled
+        if exc_type is asyncio.CancelledError and not still_cancelled:
+            raise TimeoutError from error
+
+
 class ClientWatch:
     """`with ClientWatch(receive, writer): ...`, in a task, cancels what runs inside when the client disconnects.
 

@@ -91,6 +91,15 @@ class EventWriter:
         if on_gone is not None:
             on_gone()
 
+    def whole_body(self) -> bytes | None:
+        """The request's body, where all of it is here already, as it mostly is; None: it must be received."""
+        cycle = self._cycle
+        if cycle.more_body or cycle.waiting_for_100_continue or cycle.disconnected:
+            return None
+        body, cycle.body = bytes(cycle.body), bytearray()
+        cycle.message_event.clear()
+        return body
+
     def is_ready(self) -> bool:
         """Not before the headers went out, and not while the client is so slow that its buffer is full."""
         return self._cycle.chunked_encoding is True and not self._cycle.flow.write_paused

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvrelay_router.api.answer import AnswerFormat, Collected, usage_of
-from kvrelay_router.api.client_watch import ClientGone, ClientWatch
+from kvrelay_router.api.client_watch import ClientGone, ClientWatch, Within
 from kvrelay_router.api.connection import EVENT_WRITER, EventWriter
 from kvrelay_router.api.errors import ApiError, as_api_error, json_response
 from kvrelay_router.api.front import COURSE, RequestNames
@@ -106,7 +106,7 @@ class GenerationResponse(Response):
             await self._fail(stopping, scope, receive, send)
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with asyncio.timeout(self._timeout_s):
+        with Within(self._timeout_s):
             names: RequestNames = scope["state"]["names"]
             with self._service.in_progress:
                 async with self._service.door.admit(names.key, names.unique, self._timeout_s):

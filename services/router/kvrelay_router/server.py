@@ -27,7 +27,7 @@ from kvrelay.telemetry.process_readings import process_readings
 from kvrelay.telemetry.prometheus import metrics_page
 from kvrelay.telemetry.readings import Readings, merged
 from kvrelay_router.api.app import create_app
-from kvrelay_router.api.connection import ConnectionLimits, allowed_connections
+from kvrelay_router.api.connection_limits import ConnectionLimits, allowed_connections
 from kvrelay_router.api.observer import RequestObserver
 from kvrelay_router.api.server import HttpServer, bind, serve
 from kvrelay_router.api.settings import ApiSettings

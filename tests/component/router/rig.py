@@ -12,7 +12,7 @@ import openai
 from kvrelay.fleet.limits import SharedLimits
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay_router.api.app import create_app
-from kvrelay_router.api.connection import ConnectionLimits
+from kvrelay_router.api.connection_limits import ConnectionLimits
 from kvrelay_router.api.observer import RequestObserver
 from kvrelay_router.api.server import DEFAULT_LIMITS, HttpServer, bind, serve
 from kvrelay_router.api.settings import ApiSettings

@@ -12,7 +12,7 @@ import pytest
 
 from kvrelay_router.api import connection as connection_module
 from kvrelay_router.api import server as server_module
-from kvrelay_router.api.connection import ConnectionLimits
+from kvrelay_router.api.connection_limits import ConnectionLimits
 from kvrelay_router.dispatch.interface import ModelLimits
 from tests.component.router.rig import Router
 from tests.component.router.test_streams_under_load import connect, connections, read_answer, request, unread_stream

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay_router.api.choice import Choice, StopRules
-from kvrelay_router.api.connection import BoundedConnection, allowed_connections
+from kvrelay_router.api.connection import BoundedConnection
+from kvrelay_router.api.connection_limits import allowed_connections
 from kvrelay_router.dispatch.interface import ModelLimits, SequenceDelta
 from kvrelay_router.text.service import TextService
 from tests.component.router.rig import MODEL, Router

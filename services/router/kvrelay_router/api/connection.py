@@ -7,20 +7,16 @@ Bodies are bounded where they are read (`body.py`). Here it is the number of con
 from __future__ import annotations
 
 import asyncio
-import logging
-import resource
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, cast
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from kvrelay_router.api.connection_limits import ConnectionLimits
 from kvrelay_router.api.errors import ApiError, json_response
 from kvrelay_router.api.half_closed import HalfClosedWatch, ask_client
-
-log = logging.getLogger(__name__)
+from kvrelay_router.api.wire_forms import plain_head, without_chunks
 
 LAST_REQUEST_S = 0.5
 """When the server ends, a connection without a request stays for so long: one may be on its way, and is answered."""
@@ -31,31 +27,6 @@ MAX_LINGERING = 256
 UNREAD_S = 600.0
 """A connection whose client reads nothing of a full buffer, or of what is left when it closes, for so long ends: no
 deadline of a request does that."""
-OTHER_FILES = 256
-"""Descriptors that are left to everything but clients' connections."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectionLimits:
-    """Of one process."""
-
-    max_connections: int = 4096
-    max_header_bytes: int = 64 << 10
-    header_timeout_s: float = 60.0
-
-
-def allowed_connections(wanted: int) -> int:
-    """Raises this process's limit of open files where it is too low for them; how many there may be then."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < wanted + OTHER_FILES:
-        soft = wanted + OTHER_FILES if hard == resource.RLIM_INFINITY else min(hard, wanted + OTHER_FILES)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    if soft == resource.RLIM_INFINITY or soft >= wanted + OTHER_FILES:
-        return wanted
-    allowed = max(16, soft - OTHER_FILES)
-    log.warning("the limit of open files, %d, allows only %d of max_connections = %d", soft, allowed, wanted)
-    return allowed
-
 
 EVENT_WRITER = "event_writer"
 """In a request's state: its `EventWriter`."""
@@ -304,7 +275,7 @@ class BoundedConnection(HttpToolsProtocol):
             self.expect_100_continue = False  # it knows no interim answers (RFC 9110, 10.1.1)
         method = self.parser.get_method()
         if self.parser.should_upgrade() and method != b"CONNECT":
-            self._plain_head = _plain_head(method, self.url, self.parser.get_http_version(), self.headers)
+            self._plain_head = plain_head(method, self.url, self.parser.get_http_version(), self.headers)
         else:
             super().on_headers_complete()
 
@@ -349,7 +320,7 @@ class BoundedConnection(HttpToolsProtocol):
         if self._is_last and not self.pipeline:
             cycle.keep_alive = False
         cycle.scope["state"][EVENT_WRITER] = self._writer = EventWriter(cycle)
-        super()._start_asgi_task(cycle, _without_chunks(cycle, app) if cycle.scope["http_version"] == "1.0" else app)
+        super()._start_asgi_task(cycle, without_chunks(cycle, app) if cycle.scope["http_version"] == "1.0" else app)
 
     def _stay_idle(self) -> None:
         """What came may have begun no request: empty lines, or the body of one that was answered without it. To uvicorn
@@ -438,32 +409,6 @@ class BoundedConnection(HttpToolsProtocol):
     def _end_lingering(self) -> None:
         self._num_lingering[0] -= 1
         self.transport.close()
-
-
-def _plain_head(method: bytes, url: bytes, version: str, headers: list[tuple[bytes, bytes]]) -> bytes:
-    """A request's head without the offer to go on with another protocol."""
-    lines = [b"%b %b HTTP/%b" % (method, url, version.encode())]
-    for name, value in headers:
-        if name == b"connection":
-            tokens = [token.strip() for token in value.split(b",")]
-            value = b", ".join(token for token in tokens if token.lower() not in (b"upgrade", b"http2-settings"))
-        if value and name not in (b"upgrade", b"http2-settings"):
-            lines.append(b"%b: %b" % (name, value))
-    return b"\r\n".join([*lines, b"", b""])
-
-
-def _without_chunks(cycle: RequestResponseCycle, app: ASGIApp) -> Any:
-    """Serves a client of HTTP/1.0, which knows no chunks: an answer without a length ends with its connection."""
-
-    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_plain(message: Message) -> None:
-            cycle.chunked_encoding = False
-            cycle.expected_content_length = len(message.get("body", b""))
-            await send(message)
-
-        await app(scope, receive, send_plain)
-
-    return serve
 
 
 def make_protocol(limits: ConnectionLimits) -> Callable[..., BoundedConnection]:

@@ -11,7 +11,8 @@ from typing import cast
 import uvicorn
 from starlette.types import ASGIApp
 
-from kvrelay_router.api.connection import BoundedConnection, ConnectionLimits, make_protocol
+from kvrelay_router.api.connection import BoundedConnection, make_protocol
+from kvrelay_router.api.connection_limits import ConnectionLimits
 from kvrelay_router.handover import HandedConnections
 
 BACKLOG = 2048

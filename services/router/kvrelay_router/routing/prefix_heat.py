@@ -6,36 +6,36 @@ forgotten, and of more than `MAX_BLOCKS` the longest unused ones.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 
+from kvrelay_router.routing.prefix_tree import PrefixNode, PrefixTree
 from kvrelay_router.routing.prefix_view import BlockHash
 
 HALF_LIFE_S = 2.0
 FORGET_S = 20.0
 MAX_BLOCKS = 1 << 18
-"""About 60 MB; with blocks of 16 tokens, four million tokens of prompts."""
+"""About 20 MB; with blocks of 16 tokens, four million tokens of prompts."""
 
 
 class PrefixHeat:
     """Uses of each block of late. `now` is the caller's monotonic seconds."""
 
     def __init__(self) -> None:
-        self._blocks: OrderedDict[BlockHash, tuple[float, float]] = OrderedDict()  # when last used, uses by then
+        self._tree = PrefixTree()  # with the uses by the time that each was last used
 
     def used(self, hashes: Sequence[BlockHash], now: float) -> None:
         """A prompt with these blocks was placed."""
-        blocks, first = self._blocks, (now, 1.0)
-        for block_hash in hashes:
-            if (last := blocks.pop(block_hash, None)) is None:
-                blocks[block_hash] = first
-            else:
-                at, count = last
-                blocks[block_hash] = now, 1.0 + count * 0.5 ** ((now - at) / HALF_LIFE_S)
-        while len(blocks) > MAX_BLOCKS or (blocks and next(iter(blocks.values()))[0] < now - FORGET_S):
-            blocks.popitem(last=False)
+        for node in self._tree.use(hashes):
+            node.at, node.count = now, 1.0 + _decayed(node, now)
+        self._tree.forget(now - FORGET_S, MAX_BLOCKS)
 
-    def of(self, block_hash: BlockHash, now: float) -> float:
-        """Uses of late."""
-        at, count = self._blocks.get(block_hash, (now, 0.0))
-        return count * float(0.5 ** ((now - at) / HALF_LIFE_S))
+    def of(self, hashes: Sequence[BlockHash], now: float) -> float:
+        """Uses of late of the last of a chain's blocks."""
+        for node, num_blocks in self._tree.walk(hashes):
+            if num_blocks == len(hashes):
+                return _decayed(node, now)
+        return 0.0
+
+
+def _decayed(node: PrefixNode, now: float) -> float:
+    return node.count * float(0.5 ** ((now - node.at) / HALF_LIFE_S)) if node.count else 0.0

@@ -1,0 +1,128 @@
+"""Chains of blocks as a tree of their common beginnings, of which those are forgotten first that were longest unused.
+
+A node is a run of blocks that were always used together, so that a prompt of hundreds of blocks is a few nodes: those
+that it shares with others, and the rest of it. Because a block's hash covers all before it, two runs that have one
+block in common have all before that in common as well.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+from kvrelay_router.routing.prefix_view import BlockHash
+
+
+class PrefixNode:
+    """A run of blocks. `at`: when it was last used; `count` is the owner's."""
+
+    __slots__ = ("at", "children", "count", "hashes", "parent")
+
+    def __init__(self, hashes: list[BlockHash], parent: PrefixNode | None) -> None:
+        self.hashes = hashes
+        self.parent = parent  # None: the root, which has no blocks
+        self.children: dict[BlockHash, PrefixNode] = {}  # by their first blocks
+        self.at = 0.0
+        self.count = 0.0
+
+
+class PrefixTree:
+    """See the module's text. Who uses a chain sets `at` of its nodes, to times that never decrease."""
+
+    def __init__(self) -> None:
+        self.num_blocks = 0
+        self._root = PrefixNode([], None)
+        self._by_use: OrderedDict[PrefixNode, None] = OrderedDict()  # the longest unused first, children before parents
+
+    def use(self, hashes: Sequence[BlockHash]) -> list[PrefixNode]:
+        """The nodes that are this chain, from its beginning; the last one may be new, with `at` and `count` 0."""
+        path, node, position = [], self._root, 0
+        while position < len(hashes):
+            child = node.children.get(hashes[position])
+            if child is None:
+                node = self._add(node, list(hashes[position:]))
+                position = len(hashes)
+            else:
+                num_common = _num_common(child.hashes, hashes, position)
+                node = child if num_common == len(child.hashes) else self._split(child, num_common)
+                position += num_common
+            path.append(node)
+        for node in reversed(path):
+            self._by_use[node] = None
+            self._by_use.move_to_end(node)
+        return path
+
+    def walk(self, hashes: Sequence[BlockHash]) -> Iterator[tuple[PrefixNode, int]]:
+        """The nodes on this chain's way, each with the number of the chain's blocks up to its end, or to where the
+        chain leaves it."""
+        node, position = self._root, 0
+        while position < len(hashes):
+            child = node.children.get(hashes[position])
+            if child is None:
+                return
+            num_common = _num_common(child.hashes, hashes, position)
+            position += num_common
+            yield child, position
+            if num_common < len(child.hashes):
+                return
+            node = child
+
+    def forget(self, before: float, num_kept: int) -> None:
+        """What was last used before a time, and of more than `num_kept` blocks the longest unused: of a chain the end
+        before its beginning."""
+        while self._by_use:
+            node = next(iter(self._by_use))
+            num_gone = len(node.hashes) if node.at < before else self.num_blocks - num_kept
+            if num_gone <= 0:
+                return
+            if num_gone < len(node.hashes):
+                del node.hashes[-num_gone:]
+                self.num_blocks -= num_gone
+                return
+            self._remove(node)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where something would never be forgotten, or before what is behind it."""
+        order = {node: place for place, node in enumerate(self._by_use)}
+        assert self.num_blocks == sum(len(node.hashes) for node in order)
+        for node, place in order.items():
+            assert node.hashes and node.parent is not None
+            assert node.parent.children[node.hashes[0]] is node
+            assert node.parent is self._root or order[node.parent] > place
+            assert all(child in order for child in node.children.values())
+
+    def _add(self, parent: PrefixNode, hashes: list[BlockHash]) -> PrefixNode:
+        node = parent.children[hashes[0]] = PrefixNode(hashes, parent)
+        self.num_blocks += len(hashes)
+        return node
+
+    def _split(self, node: PrefixNode, num_blocks: int) -> PrefixNode:
+        """Cuts off its first blocks as a node before it, which is about to be used: the rest keeps its place."""
+        assert node.parent is not None
+        first = node.parent.children[node.hashes[0]] = PrefixNode(node.hashes[:num_blocks], node.parent)
+        first.at, first.count = node.at, node.count
+        node.parent = first
+        del node.hashes[:num_blocks]
+        first.children[node.hashes[0]] = node
+        return first
+
+    def _remove(self, node: PrefixNode) -> None:
+        """One without children: they are forgotten before."""
+        assert node.parent is not None and not node.children
+        del node.parent.children[node.hashes[0]]
+        del self._by_use[node]
+        self.num_blocks -= len(node.hashes)
+
+
+def _num_common(run: list[BlockHash], hashes: Sequence[BlockHash], position: int) -> int:
+    """Of a run's blocks, those that stand at this place of a chain; the first one does."""
+    if run == hashes[position : position + len(run)]:
+        return len(run)
+    low, high = 1, min(len(run), len(hashes) - position)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if run[middle - 1] == hashes[position + middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -419,9 +419,10 @@ def test_heat_is_the_decayed_count_of_uses(uses: list[tuple[int, int, float]]) -
         heat.used(CHAINS[tree][:length], now)
         history.append((now, CHAINS[tree][:length]))
     for chain in CHAINS:
-        for number, each in enumerate(chain):
+        for number, each in enumerate(chain, 1):
             exact = sum(0.5 ** ((now - at) / HALF_LIFE_S) for at, used in history if each in used)
-            assert heat.of(chain[: number + 1], now) == pytest.approx(exact, abs=2 * 0.5 ** (FORGET_S / HALF_LIFE_S) * (1 + len(uses)))
+            tolerance = 2 * 0.5 ** (FORGET_S / HALF_LIFE_S) * (1 + len(uses))
+            assert heat.of(chain[:number], now) == pytest.approx(exact, abs=tolerance)
 
 
 def test_memory_of_uses_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

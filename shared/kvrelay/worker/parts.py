@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from kvrelay.config.worker import WorkerConfig
-from kvrelay.engine.batch import ModelRunner, ModelSpec
-from kvrelay.engine.calibrate import measure_costs
+from kvrelay.engine.batch import ModelSpec
 from kvrelay.fleet.index import IndexPublisher
 from kvrelay.fleet.records import WorkerRecord
 from kvrelay.fleet.registry import Registry
@@ -20,15 +17,12 @@ from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.messages import PROTOCOL_VERSION, GroupLoad, PeerRef
 from kvrelay.scheduling.base import Scheduler, SchedulerLimits
-from kvrelay.scheduling.cost import fit
 from kvrelay.scheduling.prefill_delay import DelayerSettings, LocalExchange
 from kvrelay.scheduling.registry import find_scheduler
 from kvrelay.telemetry.metrics_store import MetricsStore
 from kvrelay.worker.delayer_group import DelayerGroup
 from kvrelay.worker.membership import Membership, NoMembership
 from kvrelay.worker.prefill_delayer import PrefillDelayer
-
-log = logging.getLogger(__name__)
 
 
 def make_cache(config: WorkerConfig, pool: BlockPool) -> Cache:
@@ -45,20 +39,6 @@ def make_scheduler(config: WorkerConfig, spec: ModelSpec, pool: BlockPool, cache
     limits = SchedulerLimits(config.token_budget, config.max_running, spec.max_model_len, frozenset(spec.eos_token_ids))
     settings = replace(config.scheduler_settings, num_swap_slots=spec.num_swap_slots, swap_block_s=spec.swap_block_s)
     return find_scheduler(config.scheduler)(limits, pool, cache, settings)
-
-
-def calibrate(scheduler: Scheduler, runner: ModelRunner, token_budget: int) -> None:
-    """Measures what steps cost here, before anything uses the pool. Seconds long, and blocks."""
-    started = time.monotonic()
-    cost = fit(measure_costs(runner, token_budget))
-    scheduler.calibrate(cost)
-    log.info(
-        "calibrated in %.1f s: a step takes %.2f ms, %.4f more a token, %.2f more a million pairs that attend",
-        time.monotonic() - started,
-        1e3 * cost.fixed_s,
-        1e3 * cost.token_s,
-        1e9 * cost.pair_s,
-    )
 
 
 def make_delayer_group(

@@ -36,6 +36,7 @@ from kvrelay.telemetry.sequence_stays import SequenceStays
 from kvrelay.telemetry.stages import RecentStages
 from kvrelay.worker import parts
 from kvrelay.worker.cache_events import CacheEvents
+from kvrelay.worker.calibrate import calibrate
 from kvrelay.worker.context import Role, WorkerContext
 from kvrelay.worker.delayer_group import DelayerGroup, GroupDiscovery
 from kvrelay.worker.launch import ThreadLauncher, TimedLauncher
@@ -116,7 +117,7 @@ class WorkerShell:
         config = self.config
         self.scheduler = parts.make_scheduler(config, runner.spec, self.pool, cache)
         if config.chunking == "dynamic":
-            await asyncio.to_thread(parts.calibrate, self.scheduler, runner, config.token_budget)
+            await asyncio.to_thread(calibrate, self.scheduler, runner, config.token_budget)
         self._metrics = parts.open_metrics_store(config)
         launcher = TimedLauncher if config.backend == "simulated" else ThreadLauncher
         self._stays = SequenceStays(config.role, self._recent, self._export.tracer)

@@ -7,16 +7,36 @@ that is not this one, and follow the measured steps only by and by.
 
 from __future__ import annotations
 
+import logging
+import time
+
 import numpy as np
 
 from kvrelay.engine.batch import ModelRunner, WorkerBatch, WorkerRow
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.scheduling.cost import CostSample, pairs
+from kvrelay.scheduling.base import Scheduler
+from kvrelay.scheduling.cost import CostSample, fit, pairs
+
+log = logging.getLogger(__name__)
 
 REPEATS = 2
 CONTEXT_BUDGETS = 4
 _KEY = ("calibration", 0, 0)
+
+
+def calibrate(scheduler: Scheduler, runner: ModelRunner, token_budget: int) -> None:
+    """Measures what steps cost here, before anything uses the pool. Seconds long, and blocks."""
+    started = time.monotonic()
+    cost = fit(measure_costs(runner, token_budget))
+    scheduler.calibrate(cost)
+    log.info(
+        "calibrated in %.1f s: a step takes %.2f ms, %.4f more a token, %.2f more a million pairs that attend",
+        time.monotonic() - started,
+        1e3 * cost.fixed_s,
+        1e3 * cost.token_s,
+        1e9 * cost.pair_s,
+    )
 
 
 def measure_costs(runner: ModelRunner, token_budget: int) -> list[CostSample]:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from kvrelay.engine.batch import StepResult, WorkerBatch
-from kvrelay.engine.calibrate import measure_costs
 from kvrelay.engine.make import make_runner
 from kvrelay.scheduling.base import SchedulerSettings
 from kvrelay.scheduling.chunks import DynamicChunks
 from kvrelay.scheduling.cost import StepCost, fit, pairs
+from kvrelay.worker.calibrate import measure_costs
 from kvrelay.worker.step_loop import worker_batch
 from tests.fakes.hash_runner import HashRunner
 from tests.tiny_models import build_model

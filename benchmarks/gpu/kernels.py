@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu import prepare
-from kvrelay.backends.base import KVLayout, LayerKind, PackedRows, StepAttention, allocate_pool
+from kvrelay.backends.base import KV_DTYPES, KVLayout, LayerKind, PackedRows, StepAttention, allocate_pool
 from kvrelay.backends.cascade import CascadeCosts
 from kvrelay.backends.flashinfer import FlashInferBackend
 from kvrelay.backends.trial import trial_rows
@@ -45,10 +45,11 @@ class Layers:
     dtype: torch.dtype = torch.bfloat16
     window: int | None = None
     softcap: float | None = None
+    stored: torch.dtype | None = None  # of the pool; None: dtype
 
     @classmethod
     def parse(cls, text: str) -> Layers:
-        """From `32,8,128`, with `,float16`, `,window=4096` and `,softcap=50` where they apply.
+        """From `32,8,128`, with `,float16`, `,fp8_e4m3`, `,window=4096` and `,softcap=50` where they apply.
 
         Raises:
             ValueError: it is not of this form.
@@ -63,8 +64,11 @@ class Layers:
                 layers = replace(layers, softcap=float(value))
             elif name in ("float16", "bfloat16"):
                 layers = replace(layers, dtype=getattr(torch, name))
+            elif name in KV_DTYPES:
+                layers = replace(layers, stored=KV_DTYPES[name])
             else:
-                raise ValueError(f"{word!r} of {text!r} is none of float16, bfloat16, window=N, softcap=X")
+                known = f"float16, bfloat16, {', '.join(KV_DTYPES)}, window=N, softcap=X"
+                raise ValueError(f"{word!r} of {text!r} is none of {known}")
         if layers.num_heads % layers.num_kv_heads or not FlashInferBackend.can_hold(layers.layout):
             raise ValueError(f"FlashInfer knows no layers {text!r}")
         return layers
@@ -72,7 +76,7 @@ class Layers:
     @property
     def layout(self) -> KVLayout:
         """Of a small pool for them."""
-        return KVLayout(2, self.num_kv_heads, self.head_dim, _BLOCK_SIZE, self.dtype)
+        return KVLayout(2, self.num_kv_heads, self.head_dim, _BLOCK_SIZE, self.dtype, self.stored)
 
     @property
     def kind(self) -> LayerKind:
@@ -95,6 +99,8 @@ DEFAULT = (
     "32,8,128,window=50",
     "8,4,256,softcap=50",
     "8,4,256,window=70,softcap=50",
+    "32,8,128,fp8_e4m3",
+    "9,3,64,fp8_e5m2",
 )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,8 @@ import torch
 
 from benchmarks.gpu.figures import Recorder
 from benchmarks.gpu.scale import BLOCK_SIZE, Scale, write_model
+from kvrelay.backends.base import KV_DTYPES, LayerKind
+from kvrelay.backends.select import select_backend
 from kvrelay.engine.batch import SequenceKey, WorkerBatch, WorkerRow
 from kvrelay.engine.graphs import DecodeGraphs, GraphSettings
 from kvrelay.engine.model import CausalModel, load_model, open_source
@@ -20,6 +23,7 @@ from kvrelay.engine.runner import TransformersRunner
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import Sampling
 
+_FILLED_BLOCKS = 64  # drawn at a time
 GRAPHS, KERNELS = "as a graph", "kernel by kernel"
 
 
@@ -76,16 +80,26 @@ class Part:
             print(f"  model made in {time.monotonic() - started:.1f} s", flush=True)
         return self._model
 
-    def runner(self, num_tokens: int, graph_sizes: Sequence[int]) -> TransformersRunner:
+    def runner(self, num_tokens: int, graph_sizes: Sequence[int], kv_dtype: str | None = None) -> TransformersRunner:
         """With a pool for so many tokens, full of normal random numbers: kernels on zeros draw less power.
 
-        On a GPU, decoding steps of these sizes are captured in CUDA graphs.
+        On a GPU, decoding steps of these sizes are captured in CUDA graphs. `kv_dtype`: see `KV_DTYPES`.
         """
-        runner = TransformersRunner(self.model(), blocks_for(num_tokens, BLOCK_SIZE) + 1, with_scratch=True)
+        model = self.model() if kv_dtype is None else self._with_pool_of(kv_dtype)
+        runner = TransformersRunner(model, blocks_for(num_tokens, BLOCK_SIZE) + 1, with_scratch=True)
         if self.device.type == "cuda":
             runner.try_graphs(GraphSettings(tuple(graph_sizes)))
-        runner.pool.normal_()
+        for blocks in runner.pool.split(_FILLED_BLOCKS):
+            blocks.copy_(torch.randn(blocks.shape, device=self.device))  # 8-bit numbers cannot be drawn
         return runner
+
+    def _with_pool_of(self, kv_dtype: str) -> CausalModel:
+        """The same weights over another pool."""
+        model, kind = copy(self.model()), LayerKind(self.scale.num_heads, self.scale.head_dim**-0.5, None, None)
+        model.layout = replace(model.layout, stored=KV_DTYPES[kv_dtype])
+        model.backend = select_backend(self.device, model.layout, [kind])
+        self.recorder.note(f"Attention over KV in {kv_dtype} by {model.backend.name}.")
+        return model
 
     def launches(self, runner: TransformersRunner) -> dict[str, DecodeGraphs | None]:
         """The ways to launch a decoding step by name, for `launching`."""

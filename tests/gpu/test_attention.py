@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from kvrelay.backends.base import AttentionBackend, KVLayout, LayerKind, PackedRows, StepAttention, allocate_pool
+from kvrelay.backends.base import (
+    AttentionBackend,
+    KVLayout,
+    LayerKind,
+    PackedRows,
+    StepAttention,
+    allocate_pool,
+    as_stored,
+    bits,
+)
 from kvrelay.backends.cascade import CascadeCosts
 from kvrelay.backends.flashinfer import FlashInferBackend
 from kvrelay.backends.select import select_backend
@@ -35,10 +44,11 @@ class Shape:
     window: int | None = None
     softcap: float | None = None
     block_size: int = 16
+    stored: torch.dtype | None = None  # of the pool; None: dtype
 
     @property
     def layout(self) -> KVLayout:
-        return KVLayout(NUM_LAYERS, self.num_kv_heads, self.head_dim, self.block_size, self.dtype)
+        return KVLayout(NUM_LAYERS, self.num_kv_heads, self.head_dim, self.block_size, self.dtype, self.stored)
 
     @property
     def kind(self) -> LayerKind:
@@ -56,6 +66,8 @@ SHAPES = {
     "mistral": Shape(32, 8, 128, window=50),
     "gemma2": Shape(8, 4, 256, window=70, softcap=50.0),
     "gemma2-full": Shape(8, 4, 256, softcap=50.0),
+    "llama-e4m3": Shape(32, 8, 128, stored=torch.float8_e4m3fn),
+    "group-of-3-e5m2": Shape(9, 3, 64, stored=torch.float8_e5m2),
 }
 
 
@@ -104,10 +116,10 @@ class Step:
         return planned.attend(LAYER, self.query, self.key, self.value, self.shape.kind.params)
 
     def expected(self) -> torch.Tensor:
-        """In float32, from the same 16-bit numbers; the pool stays as it is."""
+        """In float32, from the same numbers, keys and values as the pool keeps them; the pool stays as it is."""
         planned = TorchBackend().plan(self.pool.float(), self.rows)
-        numbers = (self.query.float(), self.key.float(), self.value.float())
-        return planned.attend(LAYER, *numbers, self.shape.kind.params)
+        key, value = (as_stored(tensor, self.pool.dtype).float() for tensor in (self.key, self.value))
+        return planned.attend(LAYER, self.query.float(), key, value, self.shape.kind.params)
 
 
 def compare(out: torch.Tensor, expected: torch.Tensor, softcap: float | None = None) -> None:
@@ -120,7 +132,7 @@ def check(step: Step, backend: AttentionBackend) -> None:
     TorchBackend().plan(pool, step.rows).attend(LAYER, step.query, step.key, step.value, step.shape.kind.params)
     out = step.attend(step.plan(backend))
     compare(out, expected, step.shape.softcap)
-    assert torch.equal(step.pool, pool), "keys and values of other layers or blocks were written"
+    assert torch.equal(bits(step.pool), bits(pool)), "keys and values of other layers or blocks were written"
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -165,9 +177,10 @@ def test_steps_planned_while_the_last_one_still_waits_for_the_device(device: tor
 
 
 @pytest.mark.parametrize("cascade", [False, True], ids=["rows", "cascade"])
-def test_the_trial_at_the_start_is_passed(device: torch.device, cascade: bool) -> None:
-    kinds = [SHAPES["gemma2"].kind, SHAPES["gemma2-full"].kind]
-    try_layers(backend_for(device, cascade=cascade), SHAPES["gemma2"].layout, kinds, device, shared=cascade)
+@pytest.mark.parametrize("names", [("gemma2", "gemma2-full"), ("llama-e4m3",)], ids=str)
+def test_the_trial_at_the_start_is_passed(device: torch.device, names: tuple[str, ...], cascade: bool) -> None:
+    kinds = [SHAPES[name].kind for name in names]
+    try_layers(backend_for(device, cascade=cascade), SHAPES[names[0]].layout, kinds, device, shared=cascade)
 
 
 def test_flashinfer_is_chosen_on_a_gpu(device: torch.device) -> None:

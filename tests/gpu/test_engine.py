@@ -54,6 +54,24 @@ def test_float32_draws_do_not_depend_on_the_batch(device: torch.device, tmp_path
 
 
 @pytest.mark.timeout(KERNELS_TIMEOUT_S)
+def test_logits_over_8_bits_are_near_those_over_16_in_any_schedule(device: torch.device, tmp_path: Path) -> None:
+    if device.type == "cuda" and NO_FLASHINFER:
+        pytest.skip(NO_FLASHINFER)
+    directory = str(build_model("wide-qwen3", tmp_path, dtype=torch.bfloat16))
+    given = prompts(5, 100)
+    by_type = {}
+    for name in ("auto", "fp8_e4m3"):
+        source = open_source(directory, "bfloat16", device, kv_cache_dtype=name)
+        model = load_model(source, 16, sixteen_bit_backend(device))
+        by_type[name] = [paged_logits(model, given, seed) for seed in (0, 1)]
+    cost = errors(by_type["fp8_e4m3"][0], by_type["auto"][0])
+    apart = errors(*by_type["fp8_e4m3"])
+    print(f"relative errors of logits: of 8 bits {cost}, of another schedule {apart}")
+    assert 5e-3 < cost.mean < 0.1
+    assert apart.mean <= bfloat16_tolerance(model.layout.num_layers)
+
+
+@pytest.mark.timeout(KERNELS_TIMEOUT_S)
 @pytest.mark.parametrize("architecture", ["mistral", "wide-qwen3"])
 def test_bfloat16_logits_are_as_near_to_float32_as_those_of_transformers(
     device: torch.device, architecture: str, tmp_path: Path

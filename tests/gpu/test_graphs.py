@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvrelay.backends.base import AttentionBackend, AttentionParams, KVLayout, PackedRows, allocate_pool
+from kvrelay.backends.base import AttentionBackend, AttentionParams, KVLayout, PackedRows, allocate_pool, bits
 from kvrelay.backends.flashinfer import FlashInferBackend
 from kvrelay.backends.paging import pad_rows
 from kvrelay.backends.torch_sdpa import TorchBackend
@@ -96,14 +96,16 @@ def test_float32_tokens_are_those_of_steps_launched_kernel_by_kernel(
     assert outputs[0] == outputs[1]
 
 
-@pytest.fixture(params=["mistral", "wide-qwen3"])
+@pytest.fixture(params=[("mistral", "auto"), ("wide-qwen3", "auto"), ("wide-qwen3", "fp8_e4m3")], ids="-".join)
 def model(device: torch.device, tmp_path: Path, request: pytest.FixtureRequest) -> CausalModel:
-    """A sliding window, by the decode kernel on CUDA cores; many heads a KV head, on tensor cores."""
+    """A sliding window, by the decode kernel on CUDA cores; many heads a KV head, on tensor cores; also with 8 bits."""
+    architecture, kv_cache_dtype = request.param
     if device.type == "cuda" and NO_FLASHINFER:
         pytest.skip(NO_FLASHINFER)
     backend: AttentionBackend = FlashInferBackend(device, fake_cuda_graphs if device.type == "cpu" else None)
-    directory = build_model(request.param, tmp_path, dtype=torch.bfloat16)
-    return load_model(open_source(str(directory), "bfloat16", device, ROW_BLOCKS * BLOCK_SIZE), BLOCK_SIZE, backend)
+    directory, longest = build_model(architecture, tmp_path, dtype=torch.bfloat16), ROW_BLOCKS * BLOCK_SIZE
+    source = open_source(str(directory), "bfloat16", device, longest, kv_cache_dtype=kv_cache_dtype)
+    return load_model(source, BLOCK_SIZE, backend)
 
 
 Step = tuple[np.ndarray[tuple[int], np.dtype[np.int64]], PackedRows]
@@ -156,7 +158,9 @@ def test_replays_through_flashinfer_agree_with_its_launches(device: torch.device
             got = graphs.hidden_states(token_ids, rows)
         assert (got - expected).norm() <= TOLERANCE * expected.norm()
         # The same K/V in the same places, up to how matrices of another number of rows are multiplied.
-        torch.testing.assert_close(pool[:NUM_BLOCKS], written[:NUM_BLOCKS], atol=5e-2, rtol=5e-2)
+        # A last bit of 16 may decide which of two 8-bit numbers it is: they are up to an eighth apart.
+        rtol = 5e-2 if model.layout.stored is None else 0.15
+        torch.testing.assert_close(pool[:NUM_BLOCKS].float(), written[:NUM_BLOCKS].float(), atol=5e-2, rtol=rtol)
 
 
 @pytest.mark.timeout(KERNELS_TIMEOUT_S)
@@ -190,7 +194,7 @@ def test_padding_writes_to_the_scratch_block_alone(device: torch.device, model: 
         size = next(size for size in SIZES if size >= len(token_ids))
         written = np.unique(pad_rows(rows, size, NUM_BLOCKS).token_blocks(BLOCK_SIZE))
         untouched = np.setdiff1d(np.arange(NUM_BLOCKS + 1), written)
-        assert torch.equal(pool[untouched], before[untouched])
+        assert torch.equal(bits(pool)[untouched], bits(before)[untouched])
 
 
 @pytest.mark.timeout(KERNELS_TIMEOUT_S)

@@ -48,7 +48,8 @@ class Asking:
         backend = {True: "fa3", False: "fa2"}[asking.get_compute_capability(None) == HOPPER and self.backend == "auto"]
         window, cap = options["window_left"] != -1, bool(options["logits_soft_cap"])
         head_dim = arguments[-2]
-        name = f"{kernel} {backend} {head_dim} {options['q_data_type']} {window} {cap}"
+        stored = "" if options["kv_data_type"] == options["q_data_type"] else f" {options['kv_data_type']}"
+        name = f"{kernel} {backend} {head_dim} {options['q_data_type']} {window} {cap}{stored}"
         assert sum(asking.jit.core.JitSpec(name).build_and_load().plan(1, 2)) == 0
 
     def run(self, query: torch.Tensor, cache: Any, *, out: torch.Tensor, return_lse: bool = False) -> Any:
@@ -109,6 +110,11 @@ def test_all_that_a_start_and_steps_ask_for_is_kept() -> None:
         "prefill fa2 256 torch.bfloat16 True True",
         "cascade",
     }
+    assert names("32,8,128,fp8_e4m3") == {
+        "page",
+        "prefill fa2 128 torch.bfloat16 False False torch.float8_e4m3fn",
+        "cascade",
+    }
     assert names("8,8,64,float16") > {"decode fa2 64 torch.float16 False False"}
 
 
@@ -127,7 +133,7 @@ def test_what_the_gpu_tests_and_the_benchmark_attend_with_is_compiled() -> None:
     default = names(*kernels.DEFAULT)
     for shape in SHAPES.values():
         layers = kernels.Layers(
-            shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.dtype, shape.window, shape.softcap
+            shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.dtype, shape.window, shape.softcap, shape.stored
         )
         assert set(kernels.recipes(asking, [layers], HOPPER)) <= default
     scale = SCALES["full"]
@@ -146,7 +152,12 @@ def test_layers_are_told_in_words() -> None:
     given = kernels.Layers.parse("8,4,256,float16,window=4096,softcap=50")
     assert given == kernels.Layers(8, 4, 256, torch.float16, 4096, 50.0)
     assert replace(given.layout, num_layers=1) == KVLayout(1, 4, 256, 16, torch.float16)
-    for wrong in ("32,8", "32,8,96", "30,8,128", "32,8,128,float32", "32,8,128,window", "32,8,128,sinks=1"):
+    given = kernels.Layers.parse("32,8,128,fp8_e5m2")
+    assert given.layout == KVLayout(2, 8, 128, 16, torch.bfloat16, torch.float8_e5m2)
+    for change in ("fp8", "float32", "window", "sinks=1"):
+        with pytest.raises(ValueError, match=r"none of|invalid literal"):
+            kernels.Layers.parse(f"32,8,128,{change}")
+    for wrong in ("32,8", "32,8,96", "30,8,128"):
         with pytest.raises(ValueError, match=r"knows no|none of|not enough|invalid literal"):
             kernels.Layers.parse(wrong)
 

@@ -171,16 +171,7 @@ class BatchScheduler(SchedulerBooks):
         is_claimed = self.gangs.is_claimed(sequence)
         followers = self.gang_room.of_followers(sequence)
         num_wanted = sequence.num_slots + len(followers)
-        if not is_claimed:
-            if num_slots + num_wanted > self.limits.max_running:
-                is_full = num_slots >= self.limits.max_running
-                return "max_running reached" if is_full else "max_running leaves no room for all its samples or beams"
-            if self.gate is not None and (reason := self.gate(sequence, num_wanted)):
-                return reason
-        is_swapped = sequence.state is SequenceState.SWAPPED
-        gate = None if is_swapped or is_claimed else self.prefill_gate
-        if gate is not None and (reason := gate.ask(len(self.running), self._kv_usage)):
-            draft.delayed = True
+        if not is_claimed and (reason := self._kept_out(sequence, num_slots, num_wanted, draft)):
             return reason
         if not is_claimed and len(gang := self.gangs.lost_with(sequence)) > 1 and sequence in gang:
             if self._admit_gang(gang, draft):
@@ -189,7 +180,7 @@ class BatchScheduler(SchedulerBooks):
                 return "no room for the whole gang"
             if draft.ahead:
                 raise NeedsCommit
-        if is_swapped:
+        if sequence.state is SequenceState.SWAPPED:
             return self._admit_swapped(sequence, draft, beyond_budget)
         position, num_tokens = self._first_chunk(sequence, draft)
         if not num_tokens and not beyond_budget:
@@ -204,6 +195,21 @@ class BatchScheduler(SchedulerBooks):
         if num_tokens:
             self._plan_chunk(sequence, num_tokens, draft)
         return ""
+
+    def _kept_out(self, sequence: Sequence, num_slots: int, num_wanted: int, draft: PlanDraft) -> str:
+        """Why one for whom no room is set aside waits, whatever blocks there are: for `num_wanted` more running
+        sequences, for what goes first, or for others' prompts."""
+        max_running = self.limits.max_running
+        if num_slots + num_wanted > max_running:
+            is_full = num_slots >= max_running
+            return "max_running reached" if is_full else "max_running leaves no room for all its samples or beams"
+        if self.gate is not None and (reason := self.gate(sequence, num_wanted)):
+            return reason
+        if self.prefill_gate is None or sequence.state is SequenceState.SWAPPED:
+            return ""
+        reason = self.prefill_gate.ask(len(self.running), self._kv_usage)
+        draft.delayed = draft.delayed or bool(reason)
+        return reason
 
     def _first_chunk(self, sequence: Sequence, draft: PlanDraft) -> tuple[int, int]:
         """Where a waiting sequence would start, and the tokens of its first chunk; 1 for a draw."""

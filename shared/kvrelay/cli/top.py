@@ -123,9 +123,10 @@ def _workers(workers: Sequence[Mapping[str, Any]]) -> RenderableType:
 
 
 def _named(worker: Mapping[str, Any]) -> Text:
-    """With its GPU on a line of its own; that all others are on CPUs goes without saying."""
-    device = worker.get("device", "")
-    return Text(worker["worker_id"] + (f"\n{device}" if device not in ("", "cpu") else ""))
+    """With its GPU, and KV in 8 bits, on a line of their own; that all others have neither goes without saying."""
+    device, kv_dtype = worker.get("device", ""), worker.get("kv_dtype", "")
+    notes = [device] * (device not in ("", "cpu")) + [f"KV {kv_dtype}"] * kv_dtype.startswith("fp8")
+    return Text("\n".join([worker["worker_id"], *notes]))
 
 
 def _three(percentiles: Mapping[str, float]) -> str:

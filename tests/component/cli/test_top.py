@@ -27,6 +27,7 @@ FLEET: dict[str, Any] = {
             "blocks": {"free": 5, "cached": 7, "computing": 8, "total": 20},
             "totals": {"prefill_tokens": 54321, "decode_tokens": 0},
             "device": "NVIDIA [b]H100 (GPU-5c89852c)",
+            "kv_dtype": "fp8_e4m3",
         },
         {  # as a router of an earlier version tells of it
             "worker_id": "decode-0",
@@ -78,7 +79,8 @@ def test_it_shows_what_the_router_says(
         "no prefill worker [is] ready",
     ):
         assert text in shown
-    for text in ("prefill-[red]0", "NVIDIA [b]H100 (GPU-5c89852c)", "queued 4, computing 1", "computing 8", "54,321"):
+    named = ("prefill-[red]0", "NVIDIA [b]H100 (GPU-5c89852c)", "KV fp8_e4m3")
+    for text in (*named, "queued 4, computing 1", "computing 8", "54,321"):
         assert text in shown
     assert "999" not in shown and "handed" not in shown
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
 from kvrelay.backends.base import KV_DTYPES, AttentionParams, PackedRows, StepAttention, bits
 from kvrelay.backends.torch_sdpa import TorchBackend, TorchStep
@@ -25,8 +26,9 @@ from kvrelay.engine.make import make_runner
 from kvrelay.engine.runner import TransformersRunner
 from kvrelay.protocol.sampling import Sampling
 from tests.fakes.fake_cuda_graphs import CapturableTorchBackend, FakeRecorder
-from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE
+from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE, randomize
 from tests.unit.engine.driving import Driven, run, start
+from tests.unit.engine.test_architectures import SERVED
 
 pytestmark = pytest.mark.unit
 ModelDir = Callable[[str], Path]
@@ -188,6 +190,19 @@ def test_tokens_are_those_of_an_undisturbed_run(
     for runner in runners:
         for sequence in sequences:
             runner.drop_sequence(sequence.key)
+
+
+@EIGHT_BIT
+@pytest.mark.parametrize("name", ["gpt-oss", "heads of 6"])
+def test_sinks_and_heads_without_a_kernel(name: str, kv_cache_dtype: str, tmp_path: Path) -> None:
+    """Heads of 6 are attended in plain torch."""
+    torch.manual_seed(0)
+    randomize(AutoModelForCausalLM.from_config(SERVED[name], dtype=torch.float32)).save_pretrained(tmp_path)
+    runners = (make(tmp_path, kv_cache_dtype), make(tmp_path, kv_cache_dtype))
+    expected = undisturbed(runners[0], 0)
+    sequences = start(runners[0], make_prompts((61, 1, 33)), GREEDY, NUM_OUTPUT, 1)
+    Disturbed(runners, 5).run(sequences)
+    compare(sequences, expected)
 
 
 class _SeesItsOwnKeys(TorchBackend):

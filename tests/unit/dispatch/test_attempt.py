@@ -1,27 +1,22 @@
-"""The attempts' machine, one rule at a time."""
+"""The attempts' machine, one rule at a time: placements, workers that are lost, ends."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
-import msgspec
 import pytest
 
 from kvrelay.protocol.messages import (
     Cancel,
-    FirstToken,
     Generate,
     PeerRef,
     Prefill,
     Reassign,
-    SequenceUsage,
     Stop,
-    TokenEntry,
     unpack_tokens,
 )
-from kvrelay.protocol.sampling import BeamResult, BeamSpec, FinishReason, Sampling, TokenLogprobs
+from kvrelay.protocol.sampling import FinishReason
 from kvrelay_router.dispatch.attempt import AttemptState, SequenceAttempts
 from kvrelay_router.dispatch.events import (
     AttemptFailed,
@@ -34,97 +29,33 @@ from kvrelay_router.dispatch.events import (
     Event,
     FindDecode,
     FindPlacement,
-    FirstTokenCame,
     IllegalEvent,
     Instruction,
     NotPlaced,
     Placed,
     Send,
     StopMatched,
-    TokensCame,
     WorkerBack,
     WorkerLost,
 )
-from kvrelay_router.dispatch.interface import SequenceDelta
 from kvrelay_router.dispatch.load import worker_key
 from kvrelay_router.dispatch.tries import MAX_VOID_ATTEMPTS, PROVEN_TOKENS
-from tests.unit.dispatch.world import PROMPT, peer, spec
-
-P, P2, D, D2, D3 = peer("p"), peer("p2"), peer("d"), peer("d2"), peer("d3")
-LENGTH = FinishReason.LENGTH
-
-
-def placed(prefill: PeerRef | None = P, decode: PeerRef | None = D, **options: Any) -> SequenceAttempts:
-    machine = SequenceAttempts(spec(**options))
-    machine.handle(Placed(prefill, decode, 60.0))
-    return machine
-
-
-def first(token: int, index: int = 0, attempt: int = 1, worker: PeerRef = P, **options: Any) -> FirstTokenCame:
-    return FirstTokenCame(worker, attempt, FirstToken(index=index, token_id=token, **options))
-
-
-def tokens(index: int, *ids: int, attempt: int = 1, worker: PeerRef = D, **options: Any) -> TokensCame:
-    entry = TokenEntry(request="r", attempt=attempt, sequence=0, index=index, token_ids=list(ids), **options)
-    return TokensCame(worker, entry)
-
-
-def need(*excluded: str, attempt: int = 1) -> DecodeNeeded:
-    return DecodeNeeded(P, attempt, "refused", frozenset(excluded))
-
-
-def failed(worker: PeerRef, attempt: int = 1, *, retriable: bool = True) -> AttemptFailed:
-    return AttemptFailed(worker, attempt, "broken", retriable)
-
-
-def delivered(instructions: list[Instruction]) -> list[int]:
-    return [token for i in instructions if isinstance(i, Deliver) for token in i.delta.token_ids]
-
-
-def sent(instructions: list[Instruction]) -> list[tuple[str, type]]:
-    return [(i.worker.peer_id, type(i.body)) for i in instructions if isinstance(i, Send)]
-
-
-# -- the short cut ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "event",
-    [
-        tokens(2, 22, finish=FinishReason.LENGTH),
-        tokens(2, 22, cached_tokens=3),
-        tokens(2, 22, usage=SequenceUsage(prompt_blocks=1)),
-        tokens(2, 22, logprobs=[TokenLogprobs(22, -0.5, [], [])]),
-        tokens(2),
-        tokens(1, 21, 22),
-        tokens(3, 23),
-        tokens(2, 22, attempt=2),
-        tokens(2, 22, worker=D2),
-    ],
+from tests.unit.dispatch.attempt_events import (
+    D2,
+    D3,
+    LENGTH,
+    P2,
+    D,
+    P,
+    delivered,
+    failed,
+    first,
+    need,
+    placed,
+    sent,
+    tokens,
 )
-def test_what_is_more_than_the_next_tokens_or_not_theirs_is_for_handle(event: TokensCame) -> None:
-    machine = placed()
-    assert machine.next_delta(D, tokens(0, 20).entry) is None  # decode has not committed, as far as is known
-    machine.handle(tokens(0, 20))
-    assert machine.next_delta(D, tokens(1, 21).entry) == SequenceDelta(0, [21])
-    assert machine.next_delta(event.worker, event.entry) is None
-    assert machine.output == [20, 21]
-
-
-def test_tokens_that_others_wait_for_are_for_handle() -> None:
-    machine = placed()
-    machine.handle(tokens(0, 20))
-    machine.handle(tokens(2, 22))
-    assert machine.next_delta(D, tokens(1, 21).entry) is None
-    assert delivered(machine.handle(tokens(1, 21))) == [21, 22]
-
-
-def test_after_the_end_there_is_no_short_cut() -> None:
-    machine = placed()
-    machine.handle(tokens(0, 20))
-    machine.handle(Cancelled("the client is gone"))
-    assert machine.next_delta(D, tokens(1, 21).entry) is None
-
+from tests.unit.dispatch.world import PROMPT, peer, spec
 
 # -- placement --------------------------------------------------------------------------------------------------------
 
@@ -152,96 +83,6 @@ def test_one_token_at_most_needs_no_decode(max_tokens: int) -> None:
 
 def test_nobody_to_place_on_ends_the_sequence() -> None:
     assert SequenceAttempts(spec()).handle(NotPlaced("nobody came")) == [Ended("nobody came")]
-
-
-# -- tokens -----------------------------------------------------------------------------------------------------------
-
-
-def test_decode_repeats_the_first_token_and_it_is_delivered_once() -> None:
-    machine = placed()
-    assert delivered(machine.handle(first(5))) == [5]
-    assert delivered(machine.handle(tokens(0, 5))) == []
-    assert delivered(machine.handle(tokens(1, 6, 7))) == [6, 7]
-
-
-def test_decodes_repeat_may_overtake_prefills_first_token() -> None:
-    machine = placed()
-    assert delivered(machine.handle(tokens(0, 5))) == [5]
-    assert machine.state is AttemptState.STREAMING
-    assert delivered(machine.handle(first(5))) == []
-
-
-def test_tokens_behind_a_gap_wait_for_it_and_so_does_the_finish() -> None:
-    machine = placed()
-    assert machine.handle(tokens(2, 7, finish=LENGTH)) == []
-    assert machine.handle(tokens(1, 6)) == []
-    instructions = machine.handle(first(5))
-    assert delivered(instructions) == [5, 6, 7]
-    assert instructions[-1] == Ended(None)
-
-
-def test_a_batch_that_overlaps_delivers_what_is_new_with_its_logprobs() -> None:
-    machine = placed()
-    machine.handle(first(5))
-    logprobs = [TokenLogprobs(token, -1.0, [], []) for token in (5, 6)]
-    (deliver,) = machine.handle(tokens(0, 5, 6, logprobs=logprobs))
-    assert isinstance(deliver, Deliver)
-    assert (deliver.delta.token_ids, deliver.delta.logprobs) == ([6], logprobs[1:])
-
-
-def test_a_finish_of_the_past_does_not_end_what_went_on() -> None:
-    machine = placed()
-    machine.handle(tokens(0, 5, 6))
-    assert machine.handle(first(5, finish=LENGTH)) == []
-    assert not machine.is_over
-
-
-def test_a_finish_without_a_new_token_ends_the_sequence() -> None:
-    machine = placed()
-    machine.handle(tokens(0, 5))
-    deliver, ended = machine.handle(tokens(1, finish=LENGTH))
-    assert isinstance(deliver, Deliver) and deliver.delta.finish is LENGTH and deliver.delta.token_ids == []
-    assert ended == Ended(None)
-
-
-def test_scoring_ends_with_one_delta_without_tokens() -> None:
-    machine = placed(decode=None, max_tokens=0, prompt_logprobs=0)
-    scores = [TokenLogprobs(12, -1.0, [], []), TokenLogprobs(13, -2.0, [], [])]
-    body = FirstToken(index=0, prompt_logprobs=scores, finish=LENGTH)
-    deliver, ended = machine.handle(FirstTokenCame(P, 1, body))
-    assert isinstance(deliver, Deliver) and deliver.delta.prompt_logprobs == scores
-    assert (deliver.delta.token_ids, deliver.delta.finish, ended) == ([], LENGTH, Ended(None))
-
-
-def test_prompt_logprobs_stand_in_front_even_where_decode_is_faster() -> None:
-    scores = [TokenLogprobs(12, -1.0, [], [])]
-    machine = placed(prompt_logprobs=0)
-    assert machine.handle(tokens(0, 5)) == []
-    assert machine.handle(tokens(1, 6)) == []
-    instructions = machine.handle(first(5, prompt_logprobs=scores))
-    assert delivered(instructions) == [5, 6]
-    assert isinstance(instructions[0], Deliver) and instructions[0].delta.prompt_logprobs == scores
-    assert isinstance(instructions[1], Deliver) and instructions[1].delta.prompt_logprobs == []
-
-
-def test_prompt_logprobs_that_died_with_prefill_are_computed_again() -> None:
-    machine = placed(prompt_logprobs=0)
-    machine.handle(tokens(0, 5))
-    assert isinstance(machine.handle(WorkerLost(P, "killed"))[-1], FindPlacement)
-    machine.handle(Placed(P2, D, 60.0))
-    scores = [TokenLogprobs(12, -1.0, [], [])]
-    assert delivered(machine.handle(first(9, attempt=2, worker=P2, prompt_logprobs=scores))) == [9]
-
-
-def test_cached_tokens_are_told_once_and_usage_with_the_next_delta() -> None:
-    machine = placed()
-    (deliver,) = machine.handle(first(5, cached_tokens=16))
-    assert isinstance(deliver, Deliver) and deliver.delta.cached_tokens == 16
-    usage = SequenceUsage(prompt_blocks=2, received_blocks=1, cached_blocks=1)
-    assert machine.handle(tokens(0, 5, cached_tokens=16, usage=usage)) == []
-    (deliver,) = machine.handle(tokens(1, 6))
-    assert isinstance(deliver, Deliver)
-    assert (deliver.delta.cached_tokens, deliver.delta.usage) == (None, usage)
 
 
 # -- another decode worker --------------------------------------------------------------------------------------------
@@ -580,55 +421,3 @@ def test_after_the_end_events_from_outside_are_void_and_those_of_the_shell_illeg
     for late in own:
         with pytest.raises(IllegalEvent):
             machine.handle(late)
-
-
-# -- beam search ------------------------------------------------------------------------------------------------------
-
-BEAMS = [BeamResult([1, 2, 3], -0.5, -1.5, LENGTH), BeamResult([4], -0.7, -0.7, FinishReason.STOP_TOKEN)]
-
-
-def searching() -> SequenceAttempts:
-    sampling = Sampling(max_tokens=3, beams=BeamSpec(width=2, num_returned=2))
-    machine = SequenceAttempts(msgspec.structs.replace(spec(), sampling=sampling))
-    machine.handle(Placed(P, D, 60.0))
-    return machine
-
-
-def test_a_beam_search_is_silent_until_its_texts_come() -> None:
-    machine = searching()
-    assert machine.handle(tokens(0, cached_tokens=16, usage=SequenceUsage(prompt_blocks=2))) == []
-    assert machine.state is AttemptState.STREAMING
-    deliver, ended = machine.handle(tokens(0, finish=LENGTH, beams=BEAMS))
-    assert isinstance(deliver, Deliver)
-    assert (deliver.delta.beams, deliver.delta.finish, deliver.delta.token_ids) == (BEAMS, LENGTH, [])
-    assert (deliver.delta.cached_tokens, deliver.delta.usage) == (16, SequenceUsage(prompt_blocks=2))
-    assert ended == Ended(None)
-
-
-def test_prefill_may_end_a_beam_search() -> None:
-    machine = searching()
-    body = FirstToken(index=0, finish=LENGTH, beams=BEAMS, cached_tokens=3)
-    deliver, _ = machine.handle(FirstTokenCame(P, 1, body))
-    assert isinstance(deliver, Deliver) and deliver.delta.beams == BEAMS
-    assert machine.state is AttemptState.DONE
-
-
-def test_a_beam_search_starts_again_with_the_prompt() -> None:
-    machine = searching()
-    machine.handle(tokens(0))
-    *_, find = machine.handle(WorkerLost(D, "silent"))
-    assert isinstance(find, FindPlacement)
-    (send,) = machine.handle(Placed(P2, D2, 30.0))
-    assert isinstance(send, Send) and isinstance(send.body, Prefill)
-    assert unpack_tokens(send.body.prompt.tokens).tolist() == PROMPT
-    assert send.body.prompt.num_output == 0
-
-
-@pytest.mark.parametrize(
-    "event", [first(7), tokens(0, 7), tokens(0, finish=LENGTH), tokens(0, 7, finish=LENGTH, beams=BEAMS)]
-)
-def test_tokens_are_no_answer_to_a_beam_search(event: Event) -> None:
-    machine = searching()
-    with pytest.raises(IllegalEvent, match="beam search"):
-        machine.handle(event)
-    assert machine.state is AttemptState.PREFILLING

@@ -14,6 +14,7 @@ from kvrelay.protocol.link import Delivered, LinkEvent, Links, LinkSettings, Pee
 from kvrelay.protocol.messages import Cancel, Header, PeerRef
 
 TICK_S = 0.05
+PEER_TIMEOUT_S = LinkSettings().peer_timeout_s
 
 
 @dataclass

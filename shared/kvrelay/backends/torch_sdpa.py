@@ -103,4 +103,6 @@ def _softmax_attention(
 
 
 def _to_index(array: np.ndarray[tuple[int, ...], np.dtype[np.int32]], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(device)
+    index = torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64))
+    # From pinned memory nothing waits for the copy; the caching host allocator keeps it until that is done.
+    return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index.to(device)

@@ -233,7 +233,8 @@ class Sampler:
     ) -> None:
         """Before min_tokens, neither end-of-sequence nor stop tokens."""
         for row in np.flatnonzero(parameters["adjusted"] & (positions < parameters["min_length"])):
-            logits[int(row), to_device(self._state.end_ids(int(slots[row])), self._device)] = float("-inf")
+            # Not by an assignment: on a GPU, that would copy the number there, and wait for it.
+            logits[int(row)].index_fill_(0, to_device(self._state.end_ids(int(slots[row])), self._device), -torch.inf)
 
     def _column(self, parameters: Parameters, name: str) -> torch.Tensor:
         return to_device(parameters[name].copy(), self._device)

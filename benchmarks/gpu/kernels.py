@@ -200,7 +200,7 @@ def compile_into(folder: Path, arch: str, wanted: Iterable[str], work: Path) -> 
     _provide_driver_stub(work)
     _provide_headers()
     libraries = {}
-    for name, recipe in modules.items():
+    for name, recipe in sorted(modules.items(), key=lambda item: "sm90" in item[0]):  # those take by far the longest
         started = time.monotonic()
         try:
             recipe.build(verbose=False)

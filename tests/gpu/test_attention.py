@@ -58,6 +58,7 @@ class Shape:
 # Each names a kernel to compile: groups below 4 decode on CUDA cores, others on tensor cores.
 SHAPES = {
     "llama": Shape(32, 8, 128),
+    "far-window": Shape(32, 8, 128, window=700),  # what is in sight is split over the GPU's processors
     "mha": Shape(8, 8, 64, torch.float16, block_size=8),
     "group-of-3": Shape(9, 3, 64),
     "group-of-5": Shape(40, 8, 128),

@@ -20,6 +20,7 @@ from kvrelay.transfer.base import (
     TransferReceiver,
     TransferSender,
 )
+from kvrelay.transfer.counters import ReceiverCounters
 from kvrelay.transfer.wire import Bytes
 from tests.component.transfer.transports import EMPTY, Transport
 from tests.fakes.waiting import PATIENCE_S
@@ -193,3 +194,29 @@ async def send_all(source: SendingEnd, target: ReceivingEnd, plan: Plan) -> None
     plan.admit(target)
     source.push(plan.reservation, target.endpoint, plan.copies)
     await target.until_landed(plan.reservation, plan.blocks)
+
+
+async def push_each_alone(pool: Bytes, sender: TransferSender, target: TransferReceiver, num_blocks: int) -> None:
+    """Each block as a push of its own, with whatever the sender does between them; then both ends are closed."""
+    end = SendingEnd(pool, sender)
+    try:
+        target.start(lambda landed: None)
+        target.admit("r", 0, range(num_blocks))
+        end.sender.start(end.log.add)
+        for block in range(num_blocks):
+            end.push("r", target.endpoint, [BlockCopy(block, block, block)])
+            await end.until_pushed("r", range(block + 1))
+    finally:
+        end.sender.close()
+        target.close()
+
+
+async def check_both_count(
+    source: SendingEnd, target: ReceivingEnd, taken: ReceiverCounters, random: np.random.Generator, block_bytes: int
+) -> None:
+    """200 blocks between pools of 300: both ends count blocks, bytes and messages alike."""
+    await send_all(source, target, scattered("r", 200, 300, random))
+    sent = source.sender.counters
+    assert (sent.num_blocks, sent.num_bytes) == (taken.num_blocks, taken.num_bytes) == (200, 200 * block_bytes)
+    assert sent.num_messages == taken.num_messages
+    assert not taken.dropped

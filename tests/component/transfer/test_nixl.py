@@ -12,7 +12,7 @@ import pytest
 from kvrelay.transfer.base import BlockCopy, SenderDrained
 from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender, NixlSettings, TransportUnavailable
 from kvrelay.transfer.wire import Bytes
-from tests.component.transfer.rig import Plan, Rig, SendingEnd, scattered, send_all
+from tests.component.transfer.rig import Plan, Rig, check_both_count, push_each_alone, scattered
 from tests.component.transfer.test_processes import BLOCK_BYTES, NUM_BLOCKS, child
 from tests.component.transfer.transports import NO_NIXL, TRANSPORTS, source_pool, target_pool, without_nixl
 
@@ -125,18 +125,8 @@ async def test_an_endpoint_with_a_bad_word_fails_the_push_and_nothing_else(rig: 
 
 async def test_a_receiver_nobody_used_is_forgotten_and_found_again() -> None:
     pool: Bytes = source_pool(8, BLOCK_BYTES)
-    end = SendingEnd(pool, NixlSender(pool, settings=NixlSettings(idle_forget_s=0.0)))
-    target = NixlReceiver(target_pool(8, BLOCK_BYTES))
-    try:
-        target.start(lambda landed: None)
-        target.admit("r", 0, range(8))
-        end.sender.start(end.log.add)
-        for block in range(8):
-            end.push("r", target.endpoint, [BlockCopy(block, block, block)])
-            await end.until_pushed("r", range(block + 1))
-    finally:
-        end.sender.close()
-        target.close()
+    sender = NixlSender(pool, settings=NixlSettings(idle_forget_s=0.0))
+    await push_each_alone(pool, sender, NixlReceiver(target_pool(8, BLOCK_BYTES)), 8)
 
 
 async def test_an_endpoint_is_small_and_another_one_after_each_start(rig: Rig) -> None:
@@ -149,12 +139,8 @@ async def test_both_ends_count_what_they_did(rig: Rig, random: np.random.Generat
     source, target = rig.sender(source_pool(300, BLOCK_BYTES)), rig.receiver(target_pool(300, BLOCK_BYTES))
     assert isinstance(source.sender, NixlSender)
     assert isinstance(target.receiver, NixlReceiver)
-    plan = scattered("r", 200, 300, random)
-    await send_all(source, target, plan)
-    sent, taken = source.sender.counters, target.receiver.counters
-    assert (sent.num_blocks, sent.num_bytes) == (taken.num_blocks, taken.num_bytes) == (200, 200 * BLOCK_BYTES)
-    assert sent.num_messages == taken.num_messages
-    assert sent.post_s > 0
+    await check_both_count(source, target, target.receiver.counters, random, BLOCK_BYTES)
+    assert source.sender.counters.post_s > 0
 
 
 async def test_transports_that_ucx_does_not_have_make_it_unavailable() -> None:

@@ -16,7 +16,7 @@ from kvrelay.transfer.checksums import checksums_of
 from kvrelay.transfer.endpoints import tcp_address
 from kvrelay.transfer.wire import Bytes, encode_header
 from kvrelay.transfer.zmq_transport import SenderSettings, ZmqReceiver, ZmqSender
-from tests.component.transfer.rig import Plan, Rig, SendingEnd, scattered, send_all
+from tests.component.transfer.rig import Plan, Rig, SendingEnd, check_both_count, push_each_alone, scattered
 from tests.component.transfer.transports import TRANSPORTS, source_pool, target_pool
 
 pytestmark = [pytest.mark.component]
@@ -174,19 +174,9 @@ async def test_an_oversized_message_ends_the_connection_not_the_receiver(rig: Ri
 
 
 async def test_an_idle_connection_is_closed_and_opened_again() -> None:
-    target = ZmqReceiver(target_pool(8, BLOCK_BYTES))
     pool: Bytes = source_pool(8, BLOCK_BYTES)
-    end = SendingEnd(pool, ZmqSender(pool, settings=SenderSettings(idle_close_s=0.0)))
-    try:
-        target.start(lambda landed: None)
-        target.admit("r", 0, range(8))
-        end.sender.start(end.log.add)
-        for block in range(8):
-            end.push("r", target.endpoint, [BlockCopy(block, block, block)])
-            await end.until_pushed("r", range(block + 1))
-    finally:
-        end.sender.close()
-        target.close()
+    sender = ZmqSender(pool, settings=SenderSettings(idle_close_s=0.0))
+    await push_each_alone(pool, sender, ZmqReceiver(target_pool(8, BLOCK_BYTES)), 8)
 
 
 async def test_a_connection_that_was_reset_is_forgotten_when_idle(held: HeldPort) -> None:
@@ -214,14 +204,8 @@ async def test_a_connection_that_was_reset_is_forgotten_when_idle(held: HeldPort
 
 async def test_both_ends_count_what_they_did(rig: Rig, random: np.random.Generator) -> None:
     source, target = rig.sender(source_pool(300, BLOCK_BYTES)), rig.receiver(target_pool(300, BLOCK_BYTES))
-    assert isinstance(source.sender, ZmqSender)
     assert isinstance(target.receiver, ZmqReceiver)
-    plan = scattered("r", 200, 300, random)
-    await send_all(source, target, plan)
-    sent, taken = source.sender.counters, target.receiver.counters
-    assert (sent.num_blocks, sent.num_bytes) == (taken.num_blocks, taken.num_bytes) == (200, 200 * BLOCK_BYTES)
-    assert sent.num_messages == taken.num_messages
-    assert not taken.dropped
+    await check_both_count(source, target, target.receiver.counters, random, BLOCK_BYTES)
 
 
 async def test_a_wildcard_host_needs_an_address_to_tell() -> None:

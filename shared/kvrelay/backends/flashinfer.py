@@ -44,7 +44,8 @@ def workspace_bytes(num_sms: int, group: int, head_dim: int) -> int:
 
     Long rows are split over the GPU, two tiles of at most 128 queries on each of its processors (64 queries from heads
     of 256 on), and each tile leaves its output and a score a query in float32. FlashInfer before 0.7.2 sets as much
-    aside for every query head of a group, though the tile's queries are of all of them.
+    aside for every query head of a group, though the tile's queries are of all of them: there the plans of some steps
+    take it to the last byte.
     """
     tiles = 2 * num_sms * 128 * (min(head_dim, 128) + 1) * 4
     return max(_LEAST_WORKSPACE_BYTES, tiles * group)

@@ -18,6 +18,7 @@ from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.plan import SequenceOutput
 from kvrelay.scheduling.registry import make_scheduler
 from kvrelay.scheduling.sequence import Sequence as Running
+from kvrelay.worker.launch import choose_launcher
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 
 
@@ -53,7 +54,7 @@ def serve(
     pool = BlockPool(runner.spec.num_blocks, BLOCK_SIZE)
     limits = SchedulerLimits(token_budget, max_running, runner.spec.max_model_len, frozenset())
     scheduler = make_scheduler("sarathi", limits, pool, NullCache(), SchedulerSettings())
-    loop = StepLoop(runner, scheduler, overlap=overlap)
+    loop = StepLoop(runner, scheduler, overlap=overlap, make_launcher=choose_launcher(runner, overlap=overlap))
     sequences = [greedy_sequence(number, job.prompt, job.max_tokens, BLOCK_SIZE) for number, job in enumerate(jobs)]
     by_key = {sequence.key: job for sequence, job in zip(sequences, jobs, strict=True)}
     started = time.perf_counter()

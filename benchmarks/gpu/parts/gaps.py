@@ -20,14 +20,22 @@ from kvrelay.worker.step_loop import StepLoop
 
 ABOUT = (
     "A worker's step loop with its scheduler, in steps in which all sequences decode. Outside forwards: the share of "
-    "the time in which no forward ran on the host's step thread. Idle between, within steps: shares of the time in "
-    "which the GPU did nothing, from the profiler's trace of some of these steps, after the copy that brings a step's "
-    "tokens and elsewhere. The profiler slows the host a little. Target: at most 3% between steps."
+    "the time in which no step was launched and had not landed: the GPU had nothing to do then. Where steps are "
+    "launched while the one before runs, that is none, unless the host takes longer for a step than the GPU; what the "
+    "GPU does not do then is in the next two. Idle between, within steps: shares of the time in which the GPU did "
+    "nothing, from the profiler's trace of some of these steps, after the copy that brings a step's tokens and "
+    "elsewhere. The profiler slows the host a little. Target: at most 3% between steps."
 )
 TARGET = 0.03
 _MARGIN_STEPS = 3
 _REPEATS = 3  # each computes all prompts first
 _PROFILES, _PROFILED_STEPS = 2, 30  # a trace has some hundred kernels a step
+WAYS = {
+    "planned and launched while the step before runs": (True, True),
+    "planned while the step before runs": (True, False),
+    "after it": (False, False),
+}
+"""Of going from step to step: whether steps are planned ahead, and launched ahead."""
 
 
 def num_outputs(scale: Scale) -> int:
@@ -44,6 +52,7 @@ class Window:
     profiler: torch.profiler.profile | None
     ends: list[float] = field(default_factory=list)
     forward_s: list[float] = field(default_factory=list)
+    num_launched_ahead: list[int] = field(default_factory=list)
     _seen: int = 0
 
     def on_step(self, loop: StepLoop, outputs: Sequence[SequenceOutput]) -> None:
@@ -56,6 +65,7 @@ class Window:
         if _MARGIN_STEPS < self._seen <= _MARGIN_STEPS + self.num_steps:
             self.ends.append(time.perf_counter())
             self.forward_s.append(loop.totals.forward_s)
+            self.num_launched_ahead.append(loop.totals.num_steps_launched_ahead)
         if self._seen == _MARGIN_STEPS + self.num_steps and self.profiler is not None:
             self.profiler.stop()
 
@@ -69,30 +79,37 @@ class Window:
         """A share of the time."""
         return max(0.0, 1 - (self.forward_s[-1] - self.forward_s[0]) / (self.ends[-1] - self.ends[0]))
 
+    @property
+    def launched_ahead(self) -> float:
+        """A share of the steps."""
+        return (self.num_launched_ahead[-1] - self.num_launched_ahead[0]) / (len(self.ends) - 1)
+
 
 def run(part: Part) -> None:
-    """A row for each way of planning."""
+    """A row for each way of going from step to step."""
     scale = part.scale
     runner = part.runner((scale.loop_batch + 1) * (scale.context + num_outputs(scale) + 16), (scale.loop_batch,))
     for how, graphs in part.launches(runner).items():
-        for overlap in (True, False):
-            if not part.recorder.has_time(f"{how}, overlap {overlap}"):
+        for way in WAYS:
+            if not part.recorder.has_time(f"{how}, {way}"):
                 return
             with launching(runner, graphs):
-                _row(part, runner, how, overlap=overlap)
+                _row(part, runner, how, way)
     if part.device.type != "cuda":
         part.recorder.note("Idle shares of the device are read from a GPU's profiler alone.")
 
 
-def _row(part: Part, runner: TransformersRunner, how: str, *, overlap: bool) -> None:
+def _row(part: Part, runner: TransformersRunner, how: str, way: str) -> None:
     scale = part.scale
+    overlap, runner.launches_ahead = WAYS[way]
     repeats = min(_REPEATS, scale.repeats)
     windows = [_measure(part, runner, None, overlap=overlap) for _ in range(repeats + 1)][1:]
     cells: dict[str, Cell] = {
         "launched": how,
-        "planned": "while the step before runs" if overlap else "after it",
+        "steps": way,
         "batch": scale.loop_batch,
         "step_ms": figures([1e3 * window.step_s for window in windows], 3),
+        "launched_ahead_percent": figures([100 * window.launched_ahead for window in windows], 0),
         "outside_forwards_percent": figures([100 * window.outside_forwards for window in windows], 1),
     }
     if part.device.type == "cuda":

@@ -234,7 +234,8 @@ class WorkerConfig(CommonConfig):
     )
     overlap: bool = Field(
         default=True,
-        description="plan the next step and publish the last one while a step is computed; off: one after the other",
+        description="plan the next step, on a GPU launch it, and publish the last one while a step is computed; off: "
+        "one after the other",
     )
 
     metrics_file: Path | None = Field(

@@ -100,6 +100,14 @@ class WorkerBatch:
         """Tokens computed in this step."""
         return sum(len(row.token_ids) for row in self.rows)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has rows, and all that these ask for is computed from tokens and blocks, and draws tokens: nothing
+        is copied, searched, kept, or drawn from what was kept."""
+        if self.swap_out.blocks or self.swap_in.blocks or self.copies or self.forget or not self.rows:
+            return False
+        return not any(row.keep or row.after or row.beam is not None for row in self.rows)
+
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
@@ -200,4 +208,42 @@ class ModelRunner(Protocol):
 
         Raises RowsFailed where some sequences alone are to blame; the copies were made then. Raises DeviceLost where
         only a new process can go on. Whatever it raises, nothing of the step writes into its blocks any more."""
+        ...
+
+
+class LaunchedStep(Protocol):
+    """A step that the device was asked for. It ends by one of the two methods, called once, on whatever thread, and
+    after that of the step launched before it."""
+
+    def land(self) -> StepResult:
+        """Waits until the step has ended on the device, for nothing launched behind it. As `ModelRunner.execute` from
+        there on: sampled tokens join the sampler's history, and it raises the same."""
+        ...
+
+    def discard(self) -> None:
+        """Waits likewise; nothing of the step is remembered. It may be run again, or never. Raises DeviceLost."""
+        ...
+
+
+class LaunchingRunner(ModelRunner, Protocol):
+    """A `ModelRunner` over a device with a queue: a step may be launched while the one before it runs.
+
+    `launch` is called on one thread at a time, which may be another one than that of a `land` going on meanwhile. At
+    most two steps are launched and not ended."""
+
+    @property
+    def launches_ahead(self) -> bool:
+        """Whether any step is ever launched behind another one here."""
+        ...
+
+    def can_launch_behind(self, batch: WorkerBatch) -> bool:
+        """Whether `launch` takes this batch while the step before it is launched, or about to be, and has not landed.
+
+        A row with `follows_draw` then takes its token on the device, where that step leaves it. No: the batch needs
+        what the host learns when that step lands, or its launch would wait for the device."""
+        ...
+
+    def launch(self, batch: WorkerBatch) -> LaunchedStep:
+        """The first half of `execute`, which is this and `land`. Raises as it does: then nothing of the step writes
+        into its blocks any more, and there is nothing to end."""
         ...

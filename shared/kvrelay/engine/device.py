@@ -154,7 +154,16 @@ def is_settled(device: torch.device) -> bool:
     return True
 
 
-def wait_for(device: torch.device) -> None:
-    """Returns once the device has done all that this thread asked of it."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+class Moment:
+    """What this thread has asked of the device by now; on a CPU it is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(blocking=True)
+            self._event.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> None:
+        """Returns once that is done, and waits for nothing that was asked for later."""
+        if self._event is not None:
+            self._event.synchronize()

@@ -33,6 +33,7 @@ from kvrelay.backends.base import CapturableBackend, FixedStep, NotCapturable, P
 from kvrelay.backends.paging import pad_rows
 from kvrelay.engine.graph_check import check_graphs
 from kvrelay.engine.graph_sizes import padded_size
+from kvrelay.engine.in_flight import TokensOnDevice
 from kvrelay.engine.model import CausalModel
 from kvrelay.engine.waits import Waits
 from kvrelay.kv.table import blocks_for
@@ -113,8 +114,13 @@ class DecodeGraphs:
         return bool((rows.query_lens == 1).all()) and padded_size(self.sizes, len(rows.query_lens)) is not None
 
     @torch.inference_mode()
-    def hidden_states(self, token_ids: NDArray[np.int64], rows: PackedRows) -> torch.Tensor:
-        """As `CausalModel.hidden_states`, of a step that `can_run`; good until the next one. Waits for nothing."""
+    def hidden_states(
+        self, token_ids: NDArray[np.int64], rows: PackedRows, on_device: TokensOnDevice | None = None
+    ) -> torch.Tensor:
+        """As `CausalModel.hidden_states`, of a step that `can_run`; good until the next one. Waits for nothing.
+
+        `on_device`: tokens that take the place of some of `token_ids`.
+        """
         count = len(rows.query_lens)
         size = padded_size(self.sizes, count)
         assert size is not None, f"{count} rows are more than the largest graph's"
@@ -126,6 +132,8 @@ class DecodeGraphs:
         filled[size:] = padded.positions
         # The caching host allocator keeps the pinned memory until the copy is done.
         graph.inputs.copy_(staged, non_blocking=True)
+        if on_device is not None:
+            on_device.put_into(graph.inputs)
         graph.step.replan(padded)
         graph.replay()
         return self._hidden[:count]

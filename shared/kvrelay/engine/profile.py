@@ -1,8 +1,8 @@
 """How large the pool may be: what is left of a stated share of memory after the weights and the largest step.
 
-The largest step is run for real, on a pool just large enough for it, and its peak above the resting memory is read
-from a gauge: of a CPU from the kernel (Linux: VmHWM, reset through clear_refs), of a GPU from torch's allocator. As in
-vLLM, what is measured is what the process then uses.
+The largest step is run for real, on a pool just large enough for it (two of them behind one another, where steps are
+launched ahead), and its peak above the resting memory is read from a gauge: of a CPU from the kernel (Linux: VmHWM,
+reset through clear_refs), of a GPU from torch's allocator. As in vLLM, what is measured is what the process then uses.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 
-from kvrelay.engine.batch import ModelRunner, WorkerBatch, WorkerRow
+from kvrelay.engine.batch import LaunchingRunner, ModelRunner, WorkerBatch, WorkerRow
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import Sampling
 
@@ -160,11 +160,22 @@ def profile_memory(
         for row in batch.rows:
             tokens = row.token_ids.tolist()
             runner.add_sequence(row.key, Sampling(temperature=1.0, top_p=0.9, max_tokens=1), tokens, len(tokens))
-        runner.execute(batch)
+        _run(runner, batch)
         for row in batch.rows:
             runner.drop_sequence(row.key)
     step = max(0, gauge.peak() - resting)
     return MemoryProfile(gauge.total(), resting, step, gauge.free())
+
+
+def _run(runner: ModelRunner, batch: WorkerBatch) -> None:
+    """Where steps are launched ahead, two of them: what the first draws from is there until it has landed."""
+    if not getattr(runner, "launches_ahead", False):
+        runner.execute(batch)
+        return
+    ahead = cast(LaunchingRunner, runner)
+    launched = [ahead.launch(batch), ahead.launch(batch)]
+    for step in launched:
+        step.land()
 
 
 def measure_kept(work: Callable[[], None], gauge: MemoryGauge) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,20 +16,19 @@ from kvrelay.backends.base import PackedRows, SharingBackend, allocate_pool, bit
 from kvrelay.engine.batch import (
     BlockCopy,
     Candidates,
-    DeviceLost,
     ModelSpec,
-    RowResult,
     SequenceKey,
     StepResult,
     WorkerBatch,
     WorkerRow,
 )
 from kvrelay.engine.beams import best_candidates
-from kvrelay.engine.device import describe_device, is_settled, to_device, use_on_this_thread, wait_for
+from kvrelay.engine.device import Moment, describe_device, to_device, use_on_this_thread
 from kvrelay.engine.device_pool import DevicePool
 from kvrelay.engine.fingerprint import find_model_dir, fingerprint
 from kvrelay.engine.graphs import DecodeGraphs, GraphSettings, try_to_capture
 from kvrelay.engine.host_buffer import HostBuffer
+from kvrelay.engine.in_flight import Asked, StepInFlight, StepsInFlight, TokensOnDevice
 from kvrelay.engine.logprobs import token_logprobs
 from kvrelay.engine.model import CausalModel
 from kvrelay.engine.packing import pack_rows
@@ -38,7 +36,6 @@ from kvrelay.engine.sampler import Sampler
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 from kvrelay.transfer.pool_memory import PoolLike
 
-_NOTHING = RowResult(None)
 _PROMPT_SLICE = 512  # prompt positions whose logits exist at a time
 
 
@@ -48,6 +45,19 @@ class _ScoredPrompt:
 
     token_ids: NDArray[np.int64]
     num_top: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """What the backbone gave for some rows of a step: `hidden`, `[tokens, hidden]`, good until the next one.
+
+    `indices` are those that the rows have in the step.
+    """
+
+    rows: Sequence[WorkerRow]
+    indices: Sequence[int]
+    packed: PackedRows
+    hidden: torch.Tensor
 
 
 class TransformersRunner:
@@ -61,15 +71,18 @@ class TransformersRunner:
         *,
         num_swap_slots: int = 0,
         with_scratch: bool = False,
+        launches_ahead: bool | None = None,
     ) -> None:
         """`name` is what the spec calls the model; its path or hub name if there is none.
 
-        `with_scratch`: beside the pool lies one more block, which CUDA graphs take.
+        `with_scratch`: beside the pool lies one more block, which CUDA graphs take. `launches_ahead`: see
+        `LaunchingRunner`; None: on GPUs, as a CPU has computed a step when its launch returns.
         """
         layout, source = model.layout, model.source
         self._model = model
         self._backend = model.backend
         self._device = source.device
+        self.launches_ahead = source.device.type == "cuda" if launches_ahead is None else launches_ahead
         self._blocks = allocate_pool(layout, num_blocks + with_scratch, source.device)
         self._pool = self._blocks[:num_blocks]
         self._graphs: DecodeGraphs | None = None
@@ -96,6 +109,7 @@ class TransformersRunner:
             device=describe_device(source.device),
             kv_dtype=dtype_name(layout.pool_dtype),
         )
+        self._steps = StepsInFlight(source.device, self._spec.device, self._lock)
 
     @property
     def spec(self) -> ModelSpec:
@@ -150,7 +164,6 @@ class TransformersRunner:
             self._sampler.drop(key)
             self._scored.pop(key, None)
 
-    @torch.inference_mode()
     def execute(self, batch: WorkerBatch) -> StepResult:
         """See `ModelRunner.execute`. A sequence that was dropped during the step gets no token.
 
@@ -160,80 +173,113 @@ class TransformersRunner:
             IndexError: a copy names a block or a slot that there is not.
             DeviceLost: an error after which a GPU takes nothing more from this process.
         """
-        use_on_this_thread(self._device)
-        try:
-            return self._execute(batch)
-        except Exception as error:
-            # What was asked for before it failed may still write into blocks that others get next.
-            if not is_settled(self._device):
-                raise DeviceLost(f"{self._spec.device}: {error}") from error
-            raise
+        return self.launch(batch).land()
 
-    def _execute(self, batch: WorkerBatch) -> StepResult:
-        copy_s = self._host.swap(batch.swap_out, batch.swap_in)
+    def can_launch_behind(self, batch: WorkerBatch) -> bool:
+        """See `LaunchingRunner.can_launch_behind`. Penalties look at all tokens before the next one is drawn, and a
+        prompt's log-probabilities come to the host in slices."""
+        if not self.launches_ahead or not batch.is_plain:
+            return False
+        with self._lock:
+            if self._steps.has_stale or any(self._is_scored(row) for row in batch.rows):
+                return False
+            following = [row.key for row in batch.rows if row.follows_draw and row.key in self._sampler]
+            if following and self._sampler.redraws_often:
+                return False
+            return not self._sampler.penalises(following).any()
+
+    @torch.inference_mode()
+    def launch(self, batch: WorkerBatch) -> StepInFlight:
+        """See `LaunchingRunner.launch`. Waits for the device only for what `can_launch_behind` refuses.
+
+        Raises:
+            KeyError, IndexError, DeviceLost: see `execute`.
+        """
+        use_on_this_thread(self._device)
+        step = StepInFlight(self._steps, batch)
+        step.launch(self._ask)
+        return step
+
+    def _ask(self, step: StepInFlight, asked: Asked) -> None:
+        """All that the device has to do for a step, and what the host must do before that can be asked for."""
+        batch = step.batch
+        asked.copy_s = self._host.swap(batch.swap_out, batch.swap_in)
         self._copy_blocks(batch.copies)
         for state in batch.forget:
             self._kept.pop(state, None)
-        if not batch.rows:
-            wait_for(self._device)
-            return StepResult(batch.step, [], 0.0, copy_s)
-        started = time.perf_counter()
+        if batch.rows:
+            self._ask_rows(step, asked)
+        asked.end = Moment(self._device)
+
+    def _ask_rows(self, step: StepInFlight, asked: Asked) -> None:
+        rows = step.batch.rows
         with self._lock:
-            asked = (row.key for row in batch.rows if row.sample or row.follows_draw)
-            unknown = [key for key in asked if key not in self._sampler]
+            named = (row.key for row in rows if row.sample or row.follows_draw)
+            unknown = [key for key in named if key not in self._sampler]
         if unknown:
             raise KeyError(f"sequences never added, or dropped before the step: {unknown}")
-        computed = [row for row in batch.rows if not row.after]
-        results, replayed = self._compute(computed) if computed else ([], False)
-        if len(computed) < len(batch.rows):
-            drawn, rest = self._draw([row for row in batch.rows if row.after]), iter(results)
-            results = [drawn.get(row.key, _NOTHING) if row.after else next(rest) for row in batch.rows]
-        return StepResult(batch.step, results, time.perf_counter() - started, copy_s, replayed)
+        computed = [index for index, row in enumerate(rows) if not row.after]
+        forward = self._compute(step, computed, asked) if computed else None
+        if forward is not None:
+            asked.prompt_logprobs = self._score_prompts(forward)
+        self._begin_draw(rows, forward, asked)
+        if forward is not None:
+            asked.candidates = self._find_candidates(forward)
+            for at, row in enumerate(forward.rows):
+                if row.keep:
+                    self._kept[row.keep] = forward.hidden[int(forward.packed.query_starts[at + 1]) - 1].clone()
 
-    def _compute(self, rows: Sequence[WorkerRow]) -> tuple[list[RowResult], bool]:
-        """One forward over the rows, and what follows from it for each of them; whether a graph was replayed."""
-        packed = pack_rows(rows)
+    def _compute(self, step: StepInFlight, computed: list[int], asked: Asked) -> _Forward:
+        """The backbone over some rows of the step."""
+        rows = step.batch.rows
+        some = rows if len(computed) == len(rows) else [rows[index] for index in computed]
+        packed = pack_rows(some)
         graphs = self._graphs_for(packed)
-        hidden = self._hidden_states(self._token_ids(rows, packed), packed, graphs)
-        prompt_logprobs = self._score_prompts(rows, packed, hidden)
-        sampled = self._sample(rows, packed, hidden)
-        candidates = self._find_candidates(rows, packed, hidden)
-        results = []
-        for index in range(len(rows)):
-            token_id, logprobs = sampled.get(index, (None, None))
-            results.append(RowResult(token_id, logprobs, prompt_logprobs.get(index, []), candidates.get(index)))
-        if not sampled:
-            wait_for(self._device)  # whoever pushes this step's blocks now must find them written
-        for index, row in enumerate(rows):
-            if row.keep:
-                self._kept[row.keep] = hidden[int(packed.query_starts[index + 1]) - 1].clone()
-        return results, graphs is not None
+        asked.captured = graphs is not None
+        token_ids, on_device = self._token_ids(step, some, packed)
+        return _Forward(some, computed, packed, self._hidden_states(token_ids, on_device, packed, graphs))
 
-    def _draw(self, rows: Sequence[WorkerRow]) -> dict[SequenceKey, RowResult]:
-        """A token each from the kept positions that the rows name, for those that are still known."""
-        logits = self._model.logits(torch.stack([self._kept[row.after] for row in rows]))
+    def _begin_draw(self, rows: Sequence[WorkerRow], forward: _Forward | None, asked: Asked) -> None:
+        """Asks for a token for each row that samples and is still known: from what is computed now, or was kept."""
+        wanted, logits = [], []
+        if forward is not None:
+            places = [at for at, row in enumerate(forward.rows) if row.sample and row.beam is None]
+            if places:
+                wanted += [forward.indices[at] for at in places]
+                logits.append(self._last_logits(forward, places))
+        kept = [index for index, row in enumerate(rows) if row.after]
+        if kept:
+            wanted += kept
+            logits.append(self._model.logits(torch.stack([self._kept[rows[index].after] for index in kept])))
+        if not wanted:
+            return
         with self._lock:
-            known = [index for index, row in enumerate(rows) if row.key in self._sampler]
+            known = [at for at, index in enumerate(wanted) if rows[index].key in self._sampler]
             if not known:
-                with self._sampler.waiting():
-                    wait_for(self._device)  # copies of blocks may be under way
-                return {}
-            keys = [rows[index].key for index in known]
-            positions = np.array([rows[index].position for index in known], np.int64)
-            if len(known) < len(rows):
-                logits = logits[to_device(np.array(known, np.int64), self._device)]
-            token_ids, logprobs = self._sampler.sample(keys, positions, logits)
-        return dict(zip(keys, map(RowResult, token_ids.tolist(), logprobs), strict=True))
+                return
+            peaked = logits[0] if len(logits) == 1 else torch.cat(logits)
+            if len(known) < len(wanted):
+                peaked = peaked[to_device(np.array(known, np.int64), self._device)]
+            asked.drawing = [wanted[at] for at in known]
+            drawing = [rows[index] for index in asked.drawing]
+            positions = np.array([row.position + len(row.token_ids) for row in drawing], np.int64)
+            asked.draw = self._sampler.begin([row.key for row in drawing], positions, peaked)
 
     def _hidden_states(
-        self, token_ids: NDArray[np.int64], packed: PackedRows, graphs: DecodeGraphs | None
+        self,
+        token_ids: NDArray[np.int64],
+        on_device: TokensOnDevice | None,
+        packed: PackedRows,
+        graphs: DecodeGraphs | None,
     ) -> torch.Tensor:
         """The backbone over the step, `[tokens, hidden]`, good until the next one."""
         if graphs is not None:
-            return graphs.hidden_states(token_ids, packed)
+            return graphs.hidden_states(token_ids, packed, on_device)
         positions = to_device(packed.token_positions.astype(np.int64), self._device)
-        step = self._backend.plan(self._pool, packed)
-        return self._model.hidden_states(to_device(token_ids, self._device), positions, step)
+        step, tokens = self._backend.plan(self._pool, packed), to_device(token_ids, self._device)
+        if on_device is not None:
+            on_device.put_into(tokens)
+        return self._model.hidden_states(tokens, positions, step)
 
     def _graphs_for(self, packed: PackedRows) -> DecodeGraphs | None:
         """What replays this step; None: it is launched kernel by kernel."""
@@ -243,58 +289,44 @@ class TransformersRunner:
         launched = isinstance(backend, SharingBackend) and backend.prefers_launches(self._pool, packed)
         return None if launched else self._graphs
 
-    def _token_ids(self, rows: Sequence[WorkerRow], packed: PackedRows) -> NDArray[np.int64]:
-        """The step's tokens; placeholders are replaced by what was drawn."""
+    def _token_ids(
+        self, step: StepInFlight, rows: Sequence[WorkerRow], packed: PackedRows
+    ) -> tuple[NDArray[np.int64], TokensOnDevice | None]:
+        """The step's tokens; placeholders are replaced by what was drawn, unless that lies on the device alone."""
         token_ids = np.concatenate([row.token_ids for row in rows]).astype(np.int64)
         following = [index for index, row in enumerate(rows) if row.follows_draw]
-        if following:
-            with self._lock:
-                drawn = self._sampler.last_drawn([rows[index].key for index in following])
-            token_ids[packed.query_starts[1:][following] - 1] = drawn
-        return token_ids
-
-    def _sample(
-        self, rows: Sequence[WorkerRow], packed: PackedRows, hidden: torch.Tensor
-    ) -> dict[int, tuple[int, TokenLogprobs | None]]:
-        """Token and log-probability by row, of the rows that sample and are still known."""
-        wanted = [index for index, row in enumerate(rows) if row.sample and row.beam is None]
-        if not wanted:
-            return {}
-        logits = self._last_logits(wanted, packed, hidden)
+        if not following:
+            return token_ids, None
+        keys, places = [rows[index].key for index in following], packed.query_starts[1:][following] - 1
         with self._lock:
-            known = [at for at, index in enumerate(wanted) if rows[index].key in self._sampler]
-            if not known:
-                return {}
-            if len(known) < len(wanted):
-                logits = logits[to_device(np.array(known, np.int64), self._device)]
-                wanted = [wanted[at] for at in known]
-            drawn = (packed.positions + packed.query_lens)[wanted].astype(np.int64)
-            token_ids, logprobs = self._sampler.sample([rows[index].key for index in wanted], drawn, logits)
-        return dict(zip(wanted, zip(token_ids.tolist(), logprobs, strict=True), strict=True))
+            step.took_from = self._steps.before(step)
+            if step.took_from is not None:
+                return token_ids, TokensOnDevice(places.astype(np.int64), self._sampler.last_on_device(keys))
+            token_ids[places] = self._sampler.last_drawn(keys)
+        return token_ids, None
 
-    def _find_candidates(
-        self, rows: Sequence[WorkerRow], packed: PackedRows, hidden: torch.Tensor
-    ) -> dict[int, Candidates]:
-        """Candidates by row, of the beams' rows that sample and are still known."""
-        wanted = [(index, row.key, row.beam) for index, row in enumerate(rows) if row.sample and row.beam is not None]
+    def _find_candidates(self, forward: _Forward) -> dict[int, Candidates]:
+        """Candidates by the step's row, of the beams' rows that sample and are still known."""
+        wanted = [(at, row.key, row.beam) for at, row in enumerate(forward.rows) if row.sample and row.beam is not None]
         if not wanted:
             return {}
-        logits = self._last_logits([index for index, _, _ in wanted], packed, hidden)
+        logits = self._last_logits(forward, [at for at, _, _ in wanted])
         with self._lock:
             known = [at for at, (_, key, _) in enumerate(wanted) if key in self._sampler]
             if not known:
                 return {}
-            indices, keys, beams = zip(*(wanted[at] for at in known), strict=True)
+            places, keys, beams = zip(*(wanted[at] for at in known), strict=True)
             if len(known) < len(wanted):
                 logits = logits[to_device(np.array(known, np.int64), self._device)]
-            positions = (packed.positions + packed.query_lens)[list(indices)].astype(np.int64)
+            packed = forward.packed
+            positions = (packed.positions + packed.query_lens)[list(places)].astype(np.int64)
             found = best_candidates(self._sampler, keys, beams, positions, logits)
-        return dict(zip(indices, found, strict=True))
+        return dict(zip((forward.indices[at] for at in places), found, strict=True))
 
-    def _last_logits(self, rows: list[int], packed: PackedRows, hidden: torch.Tensor) -> torch.Tensor:
-        """The logits after the last token of these rows, `[rows, vocab]`."""
-        last = to_device(packed.query_starts[1:][rows].astype(np.int64) - 1, self._device)
-        return self._model.logits(hidden[last])
+    def _last_logits(self, forward: _Forward, places: list[int]) -> torch.Tensor:
+        """The logits after the last token of these rows of a forward, `[rows, vocab]`."""
+        last = to_device(forward.packed.query_starts[1:][places].astype(np.int64) - 1, self._device)
+        return self._model.logits(forward.hidden[last])
 
     def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """All copies at once; every source is read before any target is written."""
@@ -304,20 +336,23 @@ class TransformersRunner:
             pool = bits(self._pool)
             pool.index_copy_(0, targets, pool.index_select(0, sources))
 
-    def _score_prompts(
-        self, rows: Sequence[WorkerRow], packed: PackedRows, hidden: torch.Tensor
-    ) -> dict[int, list[TokenLogprobs]]:
-        """By row: log-probabilities of the prompt tokens that follow each of the row's positions."""
+    def _score_prompts(self, forward: _Forward) -> dict[int, list[TokenLogprobs]]:
+        """By the step's row: log-probabilities of the prompt tokens that follow each of the row's positions."""
         with self._lock:
-            scored = {index: self._scored[row.key] for index, row in enumerate(rows) if row.key in self._scored}
+            scored = {at: self._scored[row.key] for at, row in enumerate(forward.rows) if self._is_scored(row)}
         results: dict[int, list[TokenLogprobs]] = {}
-        for index, prompt in scored.items():
-            position, start = rows[index].position, int(packed.query_starts[index])
-            targets = prompt.token_ids[position + 1 : position + len(rows[index].token_ids) + 1]
+        for place, prompt in scored.items():
+            row, start = forward.rows[place], int(forward.packed.query_starts[place])
+            targets = prompt.token_ids[row.position + 1 : row.position + len(row.token_ids) + 1]
             entries: list[TokenLogprobs] = []
             for at in range(0, len(targets), _PROMPT_SLICE):
                 part = targets[at : at + _PROMPT_SLICE]
-                logits = self._model.logits(hidden[start + at : start + at + len(part)])
+                logits = self._model.logits(forward.hidden[start + at : start + at + len(part)])
                 entries += token_logprobs(logits, part, np.full(len(part), prompt.num_top, np.int64))
-            results[index] = entries
+            results[forward.indices[place]] = entries
         return results
+
+    def _is_scored(self, row: WorkerRow) -> bool:
+        """Whether log-probabilities are asked for of prompt tokens that follow the row's positions. With the lock."""
+        prompt = self._scored.get(row.key)
+        return prompt is not None and row.position + 1 < len(prompt.token_ids)

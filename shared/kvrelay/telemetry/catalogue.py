@@ -81,6 +81,7 @@ _METRICS = (
     # -- steps
     Metric("kvrelay.steps", "counter", "{step}", WORKERS, "Steps by what was in them", ("composition",)),
     Metric("kvrelay.steps.ahead", "counter", "{step}", WORKERS, "Steps planned while the one before ran"),
+    Metric("kvrelay.steps.launched_ahead", "counter", "{step}", WORKERS, "Steps launched while the one before ran"),
     Metric("kvrelay.steps.captured", "counter", "{step}", WORKERS, "Steps replayed from a CUDA graph"),
     Metric("kvrelay.steps.failed", "counter", "{step}", WORKERS, "Steps that raised"),
     Metric("kvrelay.step.tokens", "counter", "{token}", WORKERS, "Tokens computed, by phase", ("phase",)),

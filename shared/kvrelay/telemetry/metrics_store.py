@@ -27,8 +27,8 @@ FLUSH_INTERVAL_S = 1.0
 class StepRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
     """One step: what was in it, what waited beside it, and where its time went.
 
-    `ahead`: it was planned while the step before was in flight; `captured`: its forward was replayed from a CUDA graph.
-    The counts beside it are those after its commit.
+    `ahead`: it was planned while the step before was in flight, with `launched_ahead` launched, too; `captured`: its
+    forward was replayed from a CUDA graph. The counts beside it are those after its commit.
     """
 
     at: float
@@ -54,6 +54,7 @@ class StepRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
     held_back: str
     ahead: bool = False
     captured: bool = False
+    launched_ahead: bool = False
 
 
 class SequenceRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="sequence"):
@@ -152,6 +153,7 @@ class MetricsStore:
         commit_s: float,
         *,
         ahead: bool,
+        launched_ahead: bool = False,
     ) -> None:
         """A step is done."""
         now = self._clock()
@@ -182,6 +184,7 @@ class MetricsStore:
                 plan.held_back,
                 ahead,
                 result.captured,
+                launched_ahead,
             )
         )
         self._write_trace()

@@ -14,6 +14,7 @@ TOTALS: dict[str, tuple[str, str, str]] = {
     "mixed_steps": ("kvrelay.steps", "composition", "mixed"),
     "copy_steps": ("kvrelay.steps", "composition", "copies"),
     "steps_ahead": ("kvrelay.steps.ahead", "", ""),
+    "steps_launched_ahead": ("kvrelay.steps.launched_ahead", "", ""),
     "captured_steps": ("kvrelay.steps.captured", "", ""),
     "failed_steps": ("kvrelay.steps.failed", "", ""),
     "prefill_tokens": ("kvrelay.step.tokens", "phase", "prefill"),

@@ -109,6 +109,7 @@ class Reports:
         return {
             "steps": totals.num_steps,
             "steps_ahead": totals.num_steps_ahead,
+            "steps_launched_ahead": totals.num_steps_launched_ahead,
             "captured_steps": totals.num_captured_steps,
             "mixed_steps": totals.num_mixed_steps,
             "prefill_steps": totals.num_prefill_steps,

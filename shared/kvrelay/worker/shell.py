@@ -39,7 +39,7 @@ from kvrelay.worker.cache_events import CacheEvents
 from kvrelay.worker.calibrate import calibrate
 from kvrelay.worker.context import Role, WorkerContext
 from kvrelay.worker.delayer_group import DelayerGroup, GroupDiscovery
-from kvrelay.worker.launch import ThreadLauncher, TimedLauncher
+from kvrelay.worker.launch import TimedLauncher, choose_launcher
 from kvrelay.worker.readings import status_readings
 from kvrelay.worker.reports import Reports
 from kvrelay.worker.step_loop import StepLoop
@@ -119,7 +119,8 @@ class WorkerShell:
         if config.chunking == "dynamic":
             await asyncio.to_thread(calibrate, self.scheduler, runner, config.token_budget)
         self._metrics = parts.open_metrics_store(config)
-        launcher = TimedLauncher if config.backend == "simulated" else ThreadLauncher
+        simulated = config.backend == "simulated"
+        launcher = TimedLauncher if simulated else choose_launcher(runner, overlap=config.overlap)
         self._stays = SequenceStays(config.role, self._recent, self._export.tracer)
         self.steps = StepLoop(
             runner, self.scheduler, self._metrics, overlap=config.overlap, make_launcher=launcher, stays=self._stays

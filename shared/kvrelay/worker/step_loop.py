@@ -1,8 +1,13 @@
 """Schedule, run, commit, publish; again. Policy and bookkeeping stay on the event loop's thread, the forward does not.
 
-While a forward runs on its thread, the event loop goes on with messages, cancels and transfers; with overlap it also
-publishes the step before and plans the next one (as SGLang's overlapped scheduling does). State of the scheduler is
-touched on the event loop's thread only, so there is nothing to lock.
+While a forward runs, the event loop goes on with messages, cancels and transfers; with overlap it also publishes the
+step before and plans the next one (as SGLang's overlapped scheduling does), and on a device with a queue that one is
+launched at once, so that the device goes from step to step without the host. State of the scheduler is touched on the
+event loop's thread only, so there is nothing to lock.
+
+A step that is PLANNED ahead is LAUNCHED either behind the one in flight, or when that one has landed; it LANDS, and is
+COMMITTED and published. If the one before fails, it ends on the device first (its blocks are nobody else's until then),
+is remembered by nobody, and is CANCELLED; and only then that one is FAILED.
 """
 
 from __future__ import annotations
@@ -36,7 +41,7 @@ from kvrelay.telemetry.instruments import SECONDS, TOKENS, Histogram
 from kvrelay.telemetry.metrics_store import MetricsStore
 from kvrelay.telemetry.sequence_stays import SequenceStays
 from kvrelay.telemetry.step_trace import Mark, StepEventName
-from kvrelay.worker.launch import MakeLauncher, ThreadLauncher
+from kvrelay.worker.launch import Flight, MakeLauncher, ThreadLauncher
 from kvrelay.worker.load_report import SpeedMeter
 
 log = logging.getLogger(__name__)
@@ -48,6 +53,7 @@ class StepTotals:
 
     num_steps: int = 0
     num_steps_ahead: int = 0  # of them, planned while the step before was in flight
+    num_steps_launched_ahead: int = 0  # of these, launched then, too
     num_captured_steps: int = 0  # of them, replayed from a CUDA graph
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
@@ -66,11 +72,12 @@ class StepTotals:
         """Those that computed nothing: they copied blocks, or drew tokens from what another step had computed."""
         return self.num_steps - self.num_mixed_steps - self.num_prefill_steps - self.num_decode_steps
 
-    def add(self, plan: StepPlan, result: StepResult, *, ahead: bool) -> None:
+    def add(self, plan: StepPlan, result: StepResult, *, ahead: bool, launched_ahead: bool = False) -> None:
         """A step is done. One without tokens only copied blocks."""
         num_prefill_tokens, num_decode_tokens = plan.num_prefill_tokens, plan.num_decode_tokens
         self.num_steps += 1
         self.num_steps_ahead += ahead
+        self.num_steps_launched_ahead += launched_ahead
         self.num_captured_steps += result.captured
         self.num_prefill_tokens += num_prefill_tokens
         self.num_decode_tokens += num_decode_tokens
@@ -91,14 +98,16 @@ class StepCallbacks:
     failed: Callable[[list[Sequence], str], None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Step:
-    """A step that is planned. `ahead`: while the one before was in flight."""
+    """A step that is planned. `ahead`: while the one before was in flight; `launched_ahead`: it was launched then."""
 
     plan: StepPlan
     batch: WorkerBatch
     schedule_s: float
     ahead: bool
+    flight: Flight | None = None
+    launched_ahead: bool = False
 
 
 _PLACEHOLDER = np.zeros(1, np.int32)
@@ -144,7 +153,8 @@ class StepLoop:
     """Drives a scheduler and a runner until stopped; sleeps on an event while there is nothing to do.
 
     With `overlap`, a step's forward hides the planning of the next one and the booking and publishing of the one
-    before: a step that was planned ahead starts as soon as the one in flight lands, and that one is booked then.
+    before: a step that was planned ahead is launched as soon as the launcher takes it, at the latest when the one in
+    flight lands, and that one is booked then.
     """
 
     def __init__(
@@ -217,7 +227,7 @@ class StepLoop:
         self._wake.set()
 
     def stop(self) -> None:
-        """Ends `run` after the step in flight."""
+        """Ends `run` after the step in flight. One that was planned behind it is nobody's, launched or not."""
         self._stopping = True
         self.wake()
 
@@ -248,27 +258,37 @@ class StepLoop:
 
     async def _run_from(self, first: _Step, callbacks: StepCallbacks) -> None:
         """Runs a step, and those behind it as long as each can be planned ahead."""
-        step, forward = first, await self._launcher.launch(first.batch, ahead=False)
-        while True:
+        step: _Step | None = first
+        flight = await self._launch(first)
+        while step is not None:
             following = self._plan_ahead(callbacks)
+            if following is not None and self._launcher.can_launch_behind(following.batch):
+                await self._launch(following, behind=True)
             try:
-                result = await forward
+                result = await flight.land()
             except Exception as error:
                 log.exception("step %d failed", step.plan.step)
-                self._cancel(following, step)
+                lost = await self._cancel(following, step)
                 self._fail(step, error, callbacks)
                 if isinstance(error, DeviceLost):
                     raise  # the worker ends, and is started again: it would look ready and fail every step
+                if lost is not None:
+                    raise lost from error
                 return
+            lost = None
             if self._stopping:
-                self._cancel(following, step)
-                following = None
+                lost, following = await self._cancel(following, step), None
             if following is not None:
-                forward = await self._launcher.launch(following.batch, ahead=True)
+                flight = following.flight or await self._launch(following)
             self._publish(step, result, callbacks)
-            if following is None:
-                return
+            if lost is not None:
+                raise lost
             step = following
+
+    async def _launch(self, step: _Step, *, behind: bool = False) -> Flight:
+        step.launched_ahead = behind
+        step.flight = await self._launcher.launch(step.batch, ahead=step.ahead, behind=behind)
+        return step.flight
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
@@ -309,13 +329,14 @@ class StepLoop:
         plan, started = step.plan, time.perf_counter()
         outputs = self.scheduler.commit(plan, result)
         self._landed(plan)
-        self.totals.add(plan, result, ahead=step.ahead)
+        how = {"ahead": step.ahead, "launched_ahead": step.launched_ahead}
+        self.totals.add(plan, result, **how)
         self.speeds.stepped(plan, result.forward_s)
         commit_s = time.perf_counter() - started
         self.totals.commit_s += commit_s
         self._note("committed", plan)
         if self._metrics is not None:
-            self._metrics.committed(plan, result, outputs, self.scheduler, step.schedule_s, commit_s, ahead=step.ahead)
+            self._metrics.committed(plan, result, outputs, self.scheduler, step.schedule_s, commit_s, **how)
         if self._stays is not None:
             self._stays.committed(plan, result, outputs, len(self.scheduler.running))
         for output in outputs:
@@ -336,12 +357,21 @@ class StepLoop:
             self.forget(sequence.key)
         callbacks.failed(failed, f"{type(error).__name__}: {error}")
 
-    def _cancel(self, following: _Step | None, step: _Step) -> None:
-        """The step that was planned behind `step` does not run."""
-        if following is not None:
-            self.scheduler.cancel_plan(following.plan)
-            self._last_planned = step.plan.step
-            self._note("plan_cancelled", following.plan)
+    async def _cancel(self, following: _Step | None, step: _Step) -> DeviceLost | None:
+        """The step that was planned behind `step` does not run; or it ran in vain, and has ended when its blocks go.
+        Returns what its end said about the device."""
+        if following is None:
+            return None
+        lost = None
+        if following.flight is not None:
+            try:
+                await following.flight.discard()
+            except DeviceLost as error:
+                lost = error
+        self.scheduler.cancel_plan(following.plan)
+        self._last_planned = step.plan.step
+        self._note("plan_cancelled", following.plan)
+        return lost
 
     def _landed(self, plan: StepPlan) -> None:
         self._last_landed = plan.step

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 from unittest.mock import patch
 
 import pytest
@@ -28,12 +28,18 @@ from kvrelay.scheduling.batching import BatchScheduler
 from kvrelay.scheduling.plan import PlanDraft, SequenceOutput, StepPlan
 from kvrelay.scheduling.registry import BUILT_IN, make_scheduler
 from kvrelay.scheduling.sequence import Sequence
+from kvrelay.worker.launch import choose_launcher
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 from tests.component.engine.conftest import BLOCK_SIZE
 from tests.fakes.fake_cuda_graphs import CapturableTorchBackend, FakeRecorder
 from tests.fakes.sequences import new_sequence
 from tests.fakes.waiting import PATIENCE_S
 
+STEPS: dict[str, Any] = {
+    "launched ahead": {"overlap": True, "launches_ahead": True},
+    "planned ahead": {"overlap": True, "launches_ahead": False},
+    "one after the other": {"overlap": False, "launches_ahead": True},
+}
 NUM_BLOCKS = 24  # of 8 tokens: at most two or three of the sequences below fit at a time
 LONGEST = 150
 
@@ -93,7 +99,7 @@ def run(
         for number, ((prompt, max_tokens), stop) in enumerate(zip(jobs(), stops, strict=True))
     ]
     waiting = list(sequences)
-    loop = StepLoop(runner, scheduler, overlap=overlap)
+    loop = StepLoop(runner, scheduler, overlap=overlap, make_launcher=choose_launcher(runner, overlap=overlap))
 
     def arrive() -> None:
         for sequence in waiting[:3]:
@@ -123,8 +129,11 @@ def check(
     with_cache: bool,
     overlap: bool,
     recorder: FakeRecorder | None = None,
+    launches_ahead: bool | None = None,
 ) -> Scheduler:
-    """Every third job ends early, by a stop token that nobody knew to come. With a recorder, decodes are captured."""
+    """Every third job ends early, by a stop token that nobody knew to come. With a recorder, decodes are captured.
+
+    `launches_ahead`: see `TransformersRunner`."""
     pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
     kept: Cache = PrefixCache(pool) if with_cache else NullCache()
     limits = SchedulerLimits(48, 8, LONGEST, frozenset())
@@ -132,7 +141,13 @@ def check(
     outputs = [expected(prompt, max_tokens) for prompt, max_tokens in jobs()]
     stops = [None if number % 3 else output[len(output) // 2] for number, output in enumerate(outputs)]
     num_slots = settings.num_swap_slots
-    runner = TransformersRunner(model, NUM_BLOCKS, num_swap_slots=num_slots, with_scratch=recorder is not None)
+    runner = TransformersRunner(
+        model,
+        NUM_BLOCKS,
+        num_swap_slots=num_slots,
+        with_scratch=recorder is not None,
+        launches_ahead=launches_ahead,
+    )
     if recorder is not None:
         runner.try_graphs(GraphSettings((1, 2, 3, 5), lambda _: recorder))
         num_checks = recorder.num_replayed
@@ -140,11 +155,12 @@ def check(
     assert got == [until(output, stop) for output, stop in zip(outputs, stops, strict=True)]
     assert pool.num_available == NUM_BLOCKS
     assert bool(loop.totals.num_steps_ahead) is overlap
+    assert bool(loop.totals.num_steps_launched_ahead) is (overlap and runner.launches_ahead)
     assert loop.totals.num_captured_steps == (recorder.num_replayed - num_checks if recorder is not None else 0)
     return scheduler
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("steps", list(STEPS))
 @pytest.mark.parametrize("with_cache", [True, False])
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
 def test_every_scheduler(
@@ -152,21 +168,21 @@ def test_every_scheduler(
     expected: Callable[[tuple[int, ...], int], list[int]],
     name: str,
     with_cache: bool,
-    overlap: bool,
+    steps: str,
 ) -> None:
-    check(model, expected, name, SchedulerSettings(), with_cache=with_cache, overlap=overlap)
+    check(model, expected, name, SchedulerSettings(), with_cache=with_cache, **STEPS[steps])
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("steps", list(STEPS))
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
 def test_captured_steps(
     capturable_model: CausalModel,
     expected: Callable[[tuple[int, ...], int], list[int]],
     name: str,
-    overlap: bool,
+    steps: str,
 ) -> None:
     recorder, settings = FakeRecorder(), SchedulerSettings(num_swap_slots=12)
-    check(capturable_model, expected, name, settings, with_cache=True, overlap=overlap, recorder=recorder)
+    check(capturable_model, expected, name, settings, with_cache=True, recorder=recorder, **STEPS[steps])
     assert recorder.num_replayed > 10
 
 
@@ -178,10 +194,10 @@ def test_every_queue_order(
     check(model, expected, "sarathi", settings, with_cache=True, overlap=True)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_preemption(model: CausalModel, expected: Callable[[tuple[int, ...], int], list[int]], overlap: bool) -> None:
+@pytest.mark.parametrize("steps", list(STEPS))
+def test_preemption(model: CausalModel, expected: Callable[[tuple[int, ...], int], list[int]], steps: str) -> None:
     settings = SchedulerSettings(retraction="least_progress")
-    scheduler = check(model, expected, "sarathi", settings, with_cache=True, overlap=overlap)
+    scheduler = check(model, expected, "sarathi", settings, with_cache=True, **STEPS[steps])
     assert scheduler.num_preemptions > 0
 
 

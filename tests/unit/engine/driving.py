@@ -10,7 +10,7 @@ from kvrelay.engine.batch import ModelRunner, RowResult, SequenceKey, WorkerBatc
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 
 
-@dataclass
+@dataclass(eq=False)
 class Driven:
     """One sequence on its way: its tokens, how many are computed, and what came back."""
 

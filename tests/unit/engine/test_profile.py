@@ -9,9 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvrelay.engine.batch import LaunchedStep, WorkerBatch
 from kvrelay.engine.make import PoolSizing, make_runner
 from kvrelay.engine.profile import MemoryProfile, PoolDoesNotFit, machine_memory_bytes, profile_memory
 from tests.fakes.hash_runner import HashRunner
+from tests.fakes.queued_runner import QueuedRunner
 from tests.tiny_models import build_model
 
 MIB = 2**20
@@ -55,6 +57,23 @@ def test_the_peak_of_a_step_is_measured() -> None:
         profile = processes.submit(_profile_of_hungry).result()
     assert 190 * MIB < profile.step < 260 * MIB
     assert profile.total == machine_memory_bytes()
+
+
+def test_where_steps_are_launched_ahead_two_are_there_at_a_time() -> None:
+    runner = QueuedRunner(64, 16, 512)
+    runner.let_run.release(4)
+    most = [0]
+    launch = runner.launch
+
+    def counting(batch: WorkerBatch) -> LaunchedStep:
+        launched = launch(batch)
+        most.append(len(runner._not_ended))
+        return launched
+
+    runner.launch = counting  # type: ignore[method-assign]
+    profile_memory(runner, token_budget=64, max_running=8)
+    runner.close()
+    assert most == [0, 1, 2, 1, 2]
 
 
 def _num_blocks(model: str, sizing: PoolSizing) -> int:

@@ -13,8 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvrelay.backends.torch_sdpa import TorchBackend
+from kvrelay.engine import in_flight
 from kvrelay.engine import runner as runner_module
 from kvrelay.engine.batch import BeamRow, BlockCopy, DeviceLost, WorkerBatch, WorkerRow
+from kvrelay.engine.device import Moment
 from kvrelay.engine.draws import BadLogits
 from kvrelay.engine.make import make_runner
 from kvrelay.engine.runner import TransformersRunner
@@ -220,7 +222,7 @@ def test_a_step_that_fails_leaves_nothing_under_way(
 
     with monkeypatch.context() as patch:
         patch.setattr(runner._model, "logits", fail)
-        patch.setattr(runner_module, "is_settled", settle)
+        patch.setattr(in_flight, "is_settled", settle)
         with pytest.raises(RuntimeError if settles else DeviceLost, match="an illegal memory access"):
             runner.execute(WorkerBatch(0, [sequence.row(9)]))
     assert order == ["failed", "waited"]
@@ -313,7 +315,7 @@ def test_a_step_whose_draws_are_all_dropped_meanwhile_has_copied_its_blocks_when
 
     monkeypatch.setattr(runner, "_copy_blocks", copy_noted)
     monkeypatch.setattr(runner._model, "logits", logits_and_drop)
-    monkeypatch.setattr(runner_module, "wait_for", lambda _: events.append("wait"))
+    monkeypatch.setattr(Moment, "wait", lambda _: events.append("wait"))
     copies = [BlockCopy(int(first.blocks[0]), int(second.blocks[0]))]
     assert runner.execute(WorkerBatch(2, [row], copies=copies)).rows[0].token_id is None
     assert events == ["copies", "wait"]

@@ -189,13 +189,13 @@ def test_a_late_timer_does_not_make_the_device_slower() -> None:
         runner.add_sequence(KEY, GREEDY, [], 0)
         launcher = TimedLauncher(runner, None)
         first = await launcher.launch(batch, ahead=False)
-        step_s = (await first).forward_s
+        step_s = (await first.land()).forward_s
         assert loop.time() == pytest.approx(step_s)
         loop.advance(step_s / 2)
-        await (await launcher.launch(batch, ahead=True))
+        await (await launcher.launch(batch, ahead=True)).land()
         assert loop.time() == pytest.approx(2 * step_s)
         loop.advance(step_s / 2)
-        await (await launcher.launch(batch, ahead=False))  # nothing waited for the device, so it begins now
+        await (await launcher.launch(batch, ahead=False)).land()  # nothing waited for the device, so it begins now
         assert loop.time() == pytest.approx(3.5 * step_s)
 
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as virtual:

@@ -1,0 +1,208 @@
+"""Steps that the device was asked for and that have not ended: how they land, and what one behind another relies on.
+
+1. LAUNCHED  nobody has waited. A step behind it may be launched; rows that follow its draws take their tokens on the
+             device, so that the device goes from step to step without the host.
+2. LANDED    the host waited for this step alone, has its tokens, and the sampler remembers them. Now and then one is
+             not what lay on the device (`PendingDraw.redrawn`): a step that took that is STALE. When its own turn to
+             land comes, it runs again with the true token. That is as if it had only run then: the same rows write the
+             same places of the same blocks, which are theirs until it has landed, and a draw depends on nothing but
+             sequence, position and logits. Nothing is launched behind a stale step.
+3. DISCARDED the host waited for it, and nothing is remembered. What it wrote lies behind the tokens that count, in
+             blocks that were its sequences' until then: whoever reads there has written it before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from threading import Lock
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvrelay.engine.batch import Candidates, DeviceLost, RowResult, SequenceKey, StepResult, WorkerBatch
+from kvrelay.engine.device import Moment, is_settled, to_device, use_on_this_thread
+from kvrelay.engine.draws import PendingDraw
+from kvrelay.protocol.sampling import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class TokensOnDevice:
+    """Tokens that the host does not know yet: `token_ids`, `[rows]` int64, belong at `places` of a step's tokens."""
+
+    places: NDArray[np.int64]
+    token_ids: torch.Tensor
+
+    def put_into(self, tokens: torch.Tensor) -> None:
+        """Puts them among a step's tokens on the device, `[tokens]` int64, in place. Waits for nothing."""
+        tokens.index_copy_(0, to_device(self.places, tokens.device), self.token_ids)
+
+
+@dataclass(slots=True)
+class Asked:
+    """What was asked of the device for a step: `draw` is about the rows in `drawing`; other fields are known by now.
+
+    `copy_s`: what copies between pool and host took. `end` comes when the device has done all of it.
+    """
+
+    draw: PendingDraw | None = None
+    drawing: list[int] = field(default_factory=list)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    candidates: dict[int, Candidates] = field(default_factory=dict)
+    captured: bool = False
+    copy_s: float = 0.0
+    end: Moment | None = None
+
+
+class StepsInFlight:
+    """Those of one device, in the order of their launches."""
+
+    def __init__(self, device: torch.device, name: str, lock: Lock) -> None:
+        """`name` is the device's, for people; `lock` is the sampler's."""
+        self.device = device
+        self.name = name
+        self.lock = lock
+        self._steps: list[StepInFlight] = []
+        self._ended_at = 0.0
+
+    def add(self, step: StepInFlight) -> None:
+        """It is about to be launched."""
+        with self.lock:
+            self._steps.append(step)
+
+    def end(self, step: StepInFlight) -> float:
+        """It has ended. With the lock. Returns the seconds since its launch, or since the end of the one before it, if
+        that was later: then the device began with it."""
+        self._steps.remove(step)
+        before, self._ended_at = self._ended_at, time.perf_counter()
+        return self._ended_at - max(before, step.launched_at)
+
+    def before(self, step: StepInFlight) -> StepInFlight | None:
+        """The one launched before it, unless that has ended. With the lock."""
+        index = self._steps.index(step)
+        return self._steps[index - 1] if index else None
+
+    @property
+    def has_stale(self) -> bool:
+        """Whether one of them is to run again. With the lock."""
+        return any(step.is_stale for step in self._steps)
+
+
+class StepInFlight:
+    """A `LaunchedStep` of `TransformersRunner`."""
+
+    def __init__(self, steps: StepsInFlight, batch: WorkerBatch) -> None:
+        self.batch = batch
+        self.launched_at = time.perf_counter()
+        self.took_from: StepInFlight | None = None
+        """The step from whose draws it took tokens on the device."""
+        self.redrawn: frozenset[SequenceKey] = frozenset()
+        """Sequences whose tokens on the device were not those that it landed with."""
+        self._steps = steps
+        self._asked = Asked()
+        self._ask: Ask | None = None
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether it took a token that is not the one drawn."""
+        if self.took_from is None or not self.took_from.redrawn:
+            return False
+        return any(row.follows_draw and row.key in self.took_from.redrawn for row in self.batch.rows)
+
+    def launch(self, ask: Ask) -> None:
+        """Asks the device. Raises what that does, and DeviceLost."""
+        self._ask = ask
+        self._steps.add(self)
+        try:
+            ask(self, self._asked)
+        except Exception as error:
+            self._failed(error)
+            raise
+
+    @torch.inference_mode()
+    def land(self) -> StepResult:
+        """See `LaunchedStep.land`."""
+        use_on_this_thread(self._steps.device)
+        try:
+            if self._is_to_run_again():
+                self._run_again()
+            drawn, forward_s = self._land_draw()
+        except Exception as error:
+            self._failed(error)
+            raise
+        asked, self._asked, self._ask, self.took_from = self._asked, Asked(), None, None  # steps form no chain
+        results = []
+        for index in range(len(self.batch.rows)):
+            token_id, logprobs = drawn.get(index, (None, None))
+            scores, candidates = asked.prompt_logprobs.get(index, []), asked.candidates.get(index)
+            results.append(RowResult(token_id, logprobs, scores, candidates))
+        took_s = forward_s - asked.copy_s if results else 0.0
+        return StepResult(self.batch.step, results, took_s, asked.copy_s, asked.captured)
+
+    def discard(self) -> None:
+        """See `LaunchedStep.discard`."""
+        use_on_this_thread(self._steps.device)
+        try:
+            self._await()
+        except Exception as error:
+            self._failed(error)
+            return
+        with self._steps.lock:
+            self._steps.end(self)
+
+    def _is_to_run_again(self) -> bool:
+        with self._steps.lock:
+            return self.is_stale
+
+    def _run_again(self) -> None:
+        """With the tokens that have landed. Raises as a launch does."""
+        assert self._ask is not None
+        self._await()
+        self.took_from, self._asked = None, Asked()
+        self._ask(self, self._asked)
+        # Whoever took a token of this step, which nobody should have, is stale as well.
+        self.redrawn = frozenset(self.batch.rows[index].key for index in self._asked.drawing)
+
+    def _land_draw(self) -> tuple[dict[int, tuple[int, TokenLogprobs | None]], float]:
+        """Tokens by row, and the seconds that it took. It has ended, for all who read what it wrote."""
+        draw, drawing = self._asked.draw, self._asked.drawing
+        if draw is None:
+            self._await()
+            with self._steps.lock:
+                return {}, self._steps.end(self)
+        with self._steps.lock:
+            token_ids, logprobs = draw.land()
+            # In one hold of the lock with the end: whoever took tokens before took them on the device, and knows now if
+            # they were wrong; whoever does from now on finds them on the host.
+            changed = np.flatnonzero(draw.redrawn).tolist()
+            self.redrawn |= {self.batch.rows[drawing[index]].key for index in changed}
+            forward_s = self._steps.end(self)
+        return dict(zip(drawing, zip(token_ids.tolist(), logprobs, strict=True), strict=True)), forward_s
+
+    def _await(self) -> None:
+        """It has ended; its draw is given up."""
+        if self._asked.draw is not None:
+            with self._steps.lock:
+                self._asked.draw.discard()
+        if self._asked.end is not None:
+            self._asked.end.wait()
+
+    def _failed(self, error: Exception) -> None:
+        """Nothing of it is under way when this returns, and nothing remembered. Raises DeviceLost."""
+        # What was asked for before it failed may still write into blocks that others get next.
+        settled = is_settled(self._steps.device)
+        with self._steps.lock:
+            if self._asked.draw is not None:
+                with suppress(RuntimeError):  # of a device that is lost
+                    self._asked.draw.discard()
+            self._steps.end(self)
+        self._asked, self._ask, self.took_from = Asked(), None, None
+        if not settled:
+            raise DeviceLost(f"{self._steps.name}: {error}") from error
+
+
+Ask = Callable[[StepInFlight, Asked], None]
+"""Asks the device for a step, and notes what it asked as it goes on: for the first time, or again."""

@@ -122,18 +122,22 @@ def test_each_piece_is_independent_of_the_others(kind: str, text: str) -> None:
     texts=st.lists(TEXTS, min_size=1, max_size=6),
     order=st.lists(st.integers(0, 5), max_size=8),
     capacity=st.sampled_from([1, 4, 1000]),
+    max_ids=st.sampled_from([1, 20, 10_000]),
     span_chars=st.sampled_from([1, 5, 16]),
+    window_chars=st.sampled_from([2, 20, 50, 10_000]),
 )
 @settings(deadline=None)
 def test_spans_give_the_ids_of_the_whole(
-    kind: str, texts: list[str], order: list[int], capacity: int, span_chars: int
+    kind: str, texts: list[str], order: list[int], capacity: int, max_ids: int, span_chars: int, window_chars: int
 ) -> None:
     """Texts that begin alike are those that were put together of the same ones, in any order."""
-    memory = SpanMemory(_memory(SOUND[kind]).encode, capacity=capacity, span_chars=span_chars)
+    encode = _memory(SOUND[kind]).encode
+    memory = SpanMemory(encode, capacity=capacity, max_ids=max_ids, span_chars=span_chars, window_chars=window_chars)
     joined = "".join(texts[number % len(texts)] for number in order)
     for text in [*texts, joined, *texts, joined, joined + texts[0], texts[0] + joined, joined]:
         assert memory.encode(text) == _whole(SOUND[kind], text)
         assert len(memory) <= capacity
+        assert memory.num_ids <= max_ids
 
 
 def test_what_begins_as_others_did_is_encoded_from_where_it_parts() -> None:
@@ -163,6 +167,42 @@ def test_spans_that_come_once_are_not_kept() -> None:
     for _ in range(3):
         assert memory.encode(text) == _whole(SOUND["gpt2"], text)
     assert len(memory) <= 2  # nothing so long
+
+
+def test_spans_of_many_ids_make_older_ones_go() -> None:
+    """What a client chooses may be a thousand ids a span: as many spans as are remembered would fill the memory."""
+    memory = SpanMemory(lambda text: [ord(char) for char in text], capacity=1000, max_ids=100, span_chars=10)
+    for first in "abcdefghijklmnopqrstuvwxyz":
+        for _ in range(2):
+            memory.encode(first * 20)
+        assert len(memory) * 20 == memory.num_ids <= 100
+    assert len(memory) >= 2
+
+
+def _learned(text: str, window_chars: int) -> list[str]:
+    """The spans that are encoded by themselves when a text comes again."""
+    asked: list[str] = []
+
+    def encode(text: str) -> list[int]:
+        asked.append(text)
+        return [1]
+
+    memory = SpanMemory(encode, span_chars=5, window_chars=window_chars)
+    for _ in range(2):
+        memory.encode(text)
+    return [span for span in asked[1:] if len(span) <= 2 * 5]
+
+
+@given(
+    words=st.lists(st.sampled_from([" otter", " o", " y 1", " a--b  ", " " + "x" * 20]), max_size=30),
+    window_chars=st.integers(30, 60),  # no span is as long
+)
+def test_windows_cut_a_text_where_it_would_be_cut_without_them(words: list[str], window_chars: int) -> None:
+    assert _learned("".join(words), window_chars) == _learned("".join(words), 10_000)
+
+
+def test_a_text_is_one_span_from_a_window_without_a_cut_on() -> None:
+    assert _learned(" an otter" * 2 + "-" * 30 + " a fish" * 2, 20) == [" an otter"]
 
 
 def test_as_many_spans_as_there_may_be_leave_room_for_others() -> None:

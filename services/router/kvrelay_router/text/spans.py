@@ -16,8 +16,11 @@ from itertools import chain, islice
 SPAN_CHARS = 256
 LONGEST_SPANS = 2
 """Times as long are those that are remembered: a text without a space before a letter has no cut."""
-MAX_SPANS = 1 << 13
-"""That are remembered: about 10 MB, as their ids are mostly the numbers that the memory of pieces has."""
+WINDOW_CHARS = 1 << 16
+"""Are cut at a time: an expression keeps the GIL to its end, for some 4 ms where so long a text has no cut."""
+MAX_SPANS, MAX_IDS = 1 << 13, 1 << 20
+"""That are remembered: about 10 MB, as ids are mostly the numbers that the memory of pieces has; 60 MB of what is
+chosen to fill them."""
 MAX_SEEN = 1 << 15
 MAX_LEARNED = 32
 """Of one text: a span that is encoded by itself costs more than within its text."""
@@ -27,26 +30,52 @@ class SpanMemory:
     """Ids of the spans that came at least twice. `encode`: of any text, by pieces. Safe in threads."""
 
     def __init__(
-        self, encode: Callable[[str], list[int]], *, capacity: int = MAX_SPANS, span_chars: int = SPAN_CHARS
+        self,
+        encode: Callable[[str], list[int]],
+        *,
+        capacity: int = MAX_SPANS,
+        max_ids: int = MAX_IDS,
+        span_chars: int = SPAN_CHARS,
+        window_chars: int = WINDOW_CHARS,
     ) -> None:
         self._encode = encode
-        self._capacity = capacity
+        self._capacity, self._max_ids = capacity, max_ids
+        self._window_chars = window_chars
         self._cut = re.compile(rf".{{{span_chars},}}?(?= [A-Za-z]|\Z)|.+", re.DOTALL).findall
         self._longest = LONGEST_SPANS * span_chars
         self._ids: dict[str, list[int]] = {}
+        self._num_ids = 0
         self._seen: set[int] = set()  # hashes of spans that came once; of two with the same one is learned early
         self._changing = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._ids)
 
+    @property
+    def num_ids(self) -> int:
+        """Of all spans that are remembered; more where threads learned the same at once."""
+        return self._num_ids
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
-        spans: list[str] = self._cut(text)
+        spans = self._spans_of(text)
         found = list(map(self._ids.get, spans))
         if None in found:
             found = self._complete(spans, found)
         return list(chain.from_iterable(found))  # type: ignore[arg-type]
+
+    def _spans_of(self, text: str) -> list[str]:
+        """Of a long text window by window, whose last span ends with the window, and is cut again in the next. What
+        follows a window without a cut is one span."""
+        spans: list[str] = []
+        start = 0
+        while len(text) - start > self._window_chars:
+            *whole, _ = self._cut(text, start, start + self._window_chars)
+            if not whole:
+                return [*spans, text[start:]]
+            spans += whole
+            start += sum(map(len, whole))
+        return spans + self._cut(text, start)
 
     def _complete(self, spans: list[str], found: list[list[int] | None]) -> list[list[int] | None]:
         """Spans that come for the second time are encoded by themselves, and remembered; those in a row that are new,
@@ -84,6 +113,8 @@ class SpanMemory:
     def _remember(self, learned: dict[str, list[int]]) -> None:
         with self._changing:
             self._ids.update(learned)
-            if len(self._ids) > self._capacity:  # the older half: what recurs is soon back
-                for span in list(islice(self._ids, len(self._ids) - self._capacity // 2)):
+            self._num_ids += sum(map(len, learned.values()))
+            while len(self._ids) > self._capacity or self._num_ids > self._max_ids:
+                for span in list(islice(self._ids, (len(self._ids) + 1) // 2)):  # the older: what recurs is soon back
                     del self._ids[span]
+                self._num_ids = sum(map(len, self._ids.values()))

@@ -52,7 +52,7 @@ def pytest_xdist_auto_num_workers() -> int | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A test is of the kind that its folder says; but one of `gpu` whose parameter `device` is the CPU is a component
+    """A test is of the kind that its folder says; but one of `gpu` whose parameter `device` is no GPU is a component
     test, which proves the test's own code. In several processes the longest go first, to end together."""
     for item in items:
         if kind_of(item) == "gpu" and runs_on_cpu(item):
@@ -65,7 +65,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def runs_on_cpu(item: pytest.Item) -> bool:
     callspec = getattr(item, "callspec", None)
-    return callspec is not None and callspec.params.get("device") == "cpu"
+    return callspec is not None and callspec.params.get("device") in ("cpu", "pretended")
 
 
 def kind_of(item: pytest.Item) -> str:

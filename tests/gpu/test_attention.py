@@ -24,7 +24,7 @@ from kvrelay.backends.select import select_backend
 from kvrelay.backends.torch_sdpa import TorchBackend
 from kvrelay.backends.trial import try_layers
 from tests.fakes import fake_flashinfer
-from tests.gpu.conftest import KERNELS_TIMEOUT_S, NO_FLASHINFER
+from tests.gpu.conftest import KERNELS_TIMEOUT_S, skip_without_flashinfer
 
 pytestmark = pytest.mark.timeout(KERNELS_TIMEOUT_S)
 # Beside 1 + |expected|: the result, and parts that are merged, are rounded to 8 or 11 bits, weights are as well.
@@ -73,8 +73,7 @@ SHAPES = {
 
 
 def backend_for(device: torch.device, *, cascade: bool = False) -> FlashInferBackend:
-    if device.type == "cuda" and NO_FLASHINFER:
-        pytest.skip(NO_FLASHINFER)
+    skip_without_flashinfer(device)
     costs = CascadeCosts(row_tokens=0, step_tokens=0) if cascade else None
     return FlashInferBackend(device, fake_flashinfer if device.type == "cpu" else None, costs)
 
@@ -185,8 +184,7 @@ def test_the_trial_at_the_start_is_passed(device: torch.device, names: tuple[str
 
 
 def test_flashinfer_is_chosen_on_a_gpu(device: torch.device) -> None:
-    if device.type == "cuda" and NO_FLASHINFER:
-        pytest.skip(NO_FLASHINFER)
+    skip_without_flashinfer(device)
     shape = SHAPES["llama"]
     chosen = select_backend(device, shape.layout, [shape.kind], cascade=True)
     assert isinstance(chosen, FlashInferBackend) == (device.type == "cuda")

@@ -11,7 +11,7 @@ from kvrelay.backends.torch_sdpa import TorchBackend
 from kvrelay.engine.make import make_runner
 from kvrelay.engine.model import load_model, open_source
 from kvrelay.protocol.sampling import Sampling
-from tests.gpu.conftest import KERNELS_TIMEOUT_S, NO_FLASHINFER
+from tests.gpu.conftest import KERNELS_TIMEOUT_S, skip_without_flashinfer
 from tests.gpu.reference import (
     bfloat16_tolerance,
     errors,
@@ -55,8 +55,7 @@ def test_float32_draws_do_not_depend_on_the_batch(device: torch.device, tmp_path
 
 @pytest.mark.timeout(KERNELS_TIMEOUT_S)
 def test_logits_over_8_bits_are_near_those_over_16_in_any_schedule(device: torch.device, tmp_path: Path) -> None:
-    if device.type == "cuda" and NO_FLASHINFER:
-        pytest.skip(NO_FLASHINFER)
+    skip_without_flashinfer(device)
     directory = str(build_model("wide-qwen3", tmp_path, dtype=torch.bfloat16))
     given = prompts(5, 100)
     by_type = {}
@@ -77,8 +76,7 @@ def test_bfloat16_logits_are_as_near_to_float32_as_those_of_transformers(
     device: torch.device, architecture: str, tmp_path: Path
 ) -> None:
     """The reference computes in float32 with the weights that bfloat16 has: only computing differs, not the weights."""
-    if device.type == "cuda" and NO_FLASHINFER:
-        pytest.skip(NO_FLASHINFER)
+    skip_without_flashinfer(device)
     directory = build_model(architecture, tmp_path, dtype=torch.bfloat16)
     model = load_model(open_source(str(directory), "bfloat16", device), 16, sixteen_bit_backend(device))
     given = prompts(5, 100)

@@ -21,7 +21,7 @@ from kvrelay.engine.model import CausalModel, load_model, open_source
 from kvrelay.protocol.sampling import Sampling
 from tests.fakes import fake_cuda_graphs
 from tests.fakes.fake_cuda_graphs import FakeRecorder
-from tests.gpu.conftest import KERNELS_TIMEOUT_S, NO_FLASHINFER
+from tests.gpu.conftest import KERNELS_TIMEOUT_S, NO_FLASHINFER, skip_without_flashinfer
 from tests.gpu.reference import prompts
 from tests.tiny_models import build_model
 from tests.unit.engine import driving
@@ -100,8 +100,7 @@ def test_float32_tokens_are_those_of_steps_launched_kernel_by_kernel(
 def model(device: torch.device, tmp_path: Path, request: pytest.FixtureRequest) -> CausalModel:
     """A sliding window, by the decode kernel on CUDA cores; many heads a KV head, on tensor cores; also with 8 bits."""
     architecture, kv_cache_dtype = request.param
-    if device.type == "cuda" and NO_FLASHINFER:
-        pytest.skip(NO_FLASHINFER)
+    skip_without_flashinfer(device)
     backend: AttentionBackend = FlashInferBackend(device, fake_cuda_graphs if device.type == "cpu" else None)
     directory, longest = build_model(architecture, tmp_path, dtype=torch.bfloat16), ROW_BLOCKS * BLOCK_SIZE
     source = open_source(str(directory), "bfloat16", device, longest, kv_cache_dtype=kv_cache_dtype)

@@ -13,7 +13,7 @@ import torch
 from kvrelay.engine.model import load_model, open_source
 from tests.component.transfer.transports import NO_NIXL
 from tests.fakes.stack import Stack
-from tests.gpu.conftest import KERNELS_TIMEOUT_S, NO_FLASHINFER
+from tests.gpu.conftest import KERNELS_TIMEOUT_S, skip_without_flashinfer
 from tests.gpu.reference import bfloat16_tolerance, greedy, own_logits, prompts, read_model, sixteen_bit_backend
 from tests.tiny_models import build_model
 
@@ -95,8 +95,7 @@ def test_bfloat16_tokens_are_the_best_by_float32_or_nearly_so(
     """Where two tokens nearly tie, rounding may choose either. How near: a logit is off by `bfloat16_tolerance` of the
     logits' size, and a token is chosen for being above another, both off; eight times one error covers the worst pair
     of a few hundred. A token that a wrong block brought is some three times their size below the best."""
-    if device.type == "cuda" and NO_FLASHINFER:
-        pytest.skip(NO_FLASHINFER)
+    skip_without_flashinfer(device)
     # Compiles the kernels where they are not there yet; the services then find them.
     load_model(open_source(str(wide_model_dir), "bfloat16", device), 16, sixteen_bit_backend(device))
     stack = start(wide_model_dir, "bfloat16", transport, "--num-blocks", "400")

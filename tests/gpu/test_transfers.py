@@ -20,6 +20,7 @@ from kvrelay.transfer.zmq_transport import ZmqReceiver
 from tests.component.transfer import test_conformance
 from tests.component.transfer.rig import ReceivingEnd, Rig, SendingEnd
 from tests.component.transfer.transports import NO_NIXL, Transport, zmq_sender
+from tests.fakes.pretended_cuda import DeviceTensor
 
 Key = int | list[int] | slice
 
@@ -50,6 +51,14 @@ class DeviceBytes:
             torch.cuda.synchronize()  # a transport's stream does not wait for this one
 
 
+def device_pool(moved: DeviceBytes) -> DevicePool:
+    """Of a pretended device UCX is told what its memory really is: it looks."""
+    pool = DevicePool(moved.tensor)
+    if isinstance(moved.tensor, DeviceTensor):
+        pool.segment = "DRAM"
+    return pool
+
+
 class DeviceRig(Rig):
     """Its ends have copies of the arrays on the device; the same array is the same memory."""
 
@@ -61,11 +70,11 @@ class DeviceRig(Rig):
 
     def sender(self, pool: Bytes) -> SendingEnd:
         moved = self._move(pool)
-        return self._start(SendingEnd(cast("Bytes", moved), self._make.sender(DevicePool(moved.tensor))))
+        return self._start(SendingEnd(cast("Bytes", moved), self._make.sender(device_pool(moved))))
 
     def receiver(self, pool: Bytes) -> ReceivingEnd:
         moved = self._move(pool)
-        return self._start(ReceivingEnd(cast("Bytes", moved), self._make.receiver(DevicePool(moved.tensor))))
+        return self._start(ReceivingEnd(cast("Bytes", moved), self._make.receiver(device_pool(moved))))
 
     def _move(self, pool: Bytes) -> DeviceBytes:
         if id(pool) not in self._moved:

@@ -30,11 +30,11 @@ ROUTE_HEADER = "x-kvrelay-route"
 
 DONE = b"data: [DONE]\n\n"
 
-STREAM_HEADERS = {
-    "content-type": "text/event-stream; charset=utf-8",
-    "cache-control": "no-cache",
-    "x-accel-buffering": "no",
-}
+STREAM_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
 
 
 def _events(answer: AnswerFormat, steps: list[Step]) -> bytes:
@@ -170,9 +170,9 @@ class GenerationResponse(Response):
 
     async def _start_stream(self, generation: Generation, send: Send) -> None:
         self._stream_started = True
-        headers = STREAM_HEADERS | self._answer_headers(generation)
-        raw = [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]
-        await send({"type": "http.response.start", "status": 200, "headers": raw})
+        own = self._answer_headers(generation).items()
+        headers = [*STREAM_HEADERS, *[(name.encode(), value.encode("latin-1", "replace")) for name, value in own]]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     def _note_tokens(self) -> None:
         if self._course is not None:

@@ -137,11 +137,14 @@ class Generation:
     async def steps(self) -> AsyncGenerator[list[Step], None]:
         """Batches of steps, one a wake-up. Raises RequestFailed, also for a sequence that ends without a reason."""
         if len(self._handles) == 1:
-            async with _closing(self._handles[0].deltas()) as batches:
+            batches = self._handles[0].deltas()
+            try:
                 async for deltas in batches:
                     yield self._take(0, deltas)
                     if not self._num_unfinished:
                         return
+            finally:
+                await _close(batches)
         else:
             async with aclosing(_merged([handle.deltas for handle in self._handles])) as numbered:
                 async for number, deltas in numbered:
@@ -188,6 +191,8 @@ class Generation:
 
 
 def _joined(names: list[str | None]) -> str:
+    if len(names) == 1 and len(name := names[0] or "") <= MAX_NAMES_BYTES:
+        return name
     distinct = list(dict.fromkeys([name for name in names if name]))
     joined = ", ".join(distinct)
     if len(joined) <= MAX_NAMES_BYTES:
@@ -208,8 +213,12 @@ async def _closing(batches: AsyncIterator[T]) -> AsyncIterator[AsyncIterator[T]]
     try:
         yield batches
     finally:
-        if isinstance(batches, AsyncGenerator):
-            await batches.aclose()
+        await _close(batches)
+
+
+async def _close(batches: AsyncIterator[T]) -> None:
+    if isinstance(batches, AsyncGenerator):
+        await batches.aclose()
 
 
 async def _merged(sources: list[Source]) -> AsyncGenerator[tuple[int, list[SequenceDelta]], None]:

@@ -174,6 +174,7 @@ class StepAttention(Protocol):
     ) -> torch.Tensor:
         """Writes this step's K/V into the pool's blocks of `layer`, then attends causally over the block tables.
 
+        Keys and values are those of the pool, as it stores them, this step's too: see `as_stored`.
         `query` is `[tokens, num_heads, head_dim]`, `key` and `value` are `[tokens, num_kv_heads, head_dim]`, all of any
         strides. The result is contiguous, shaped as `query`.
         """

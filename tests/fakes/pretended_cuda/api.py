@@ -12,7 +12,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.utils._device import _device_constructors
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext, _device_constructors
 
 from tests.fakes.pretended_cuda import host
 from tests.fakes.pretended_cuda.gpu import CUDAGraph, Event, Machine, Stream, machine, set_machine
@@ -138,13 +139,20 @@ def _made_on_the_host(make: Callable[..., torch.Tensor]) -> Callable[..., torch.
     """From Python's numbers: they are copied from memory that is not pinned."""
 
     def made(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
-        if device is None or torch.device(device).type != "cuda":
+        there = _asked_by_context() if device is None else torch.device(device)
+        if there.type != "cuda":
             return make(data, *args, device=device, **kwargs)
         if isinstance(data, DeviceTensor):
-            return data.to(device=device, **kwargs)
-        return make(data, *args, **kwargs).to(device)
+            return data.to(device=there, **kwargs)
+        return make(data, *args, device="cpu", **kwargs).to(there)
 
     return made
+
+
+def _asked_by_context() -> torch.device:
+    """As in `with torch.device("cuda")`."""
+    contexts = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
+    return contexts[-1].device if contexts else torch.device("cpu")
 
 
 def _pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:

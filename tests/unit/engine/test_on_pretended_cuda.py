@@ -11,13 +11,26 @@ import numpy as np
 import pytest
 
 from kvrelay.backends import flashinfer as flashinfer_backend
+from kvrelay.backends import flashinfer_graphs
+from kvrelay.backends.flashinfer import FlashInferBackend
 from kvrelay.backends.torch_sdpa import TorchBackend
-from kvrelay.engine.batch import NO_COPIES, BeamRow, BlockCopies, BlockCopy, RowResult, WorkerBatch, WorkerRow
+from kvrelay.config import WorkerConfig
+from kvrelay.engine.batch import (
+    NO_COPIES,
+    BeamRow,
+    BlockCopies,
+    BlockCopy,
+    DeviceLost,
+    RowResult,
+    WorkerBatch,
+    WorkerRow,
+)
 from kvrelay.engine.graphs import GraphSettings
 from kvrelay.engine.make import PoolSizing, make_runner
 from kvrelay.engine.runner import TransformersRunner
 from kvrelay.protocol.sampling import BeamSpec, Sampling
 from kvrelay.worker.calibrate import measure_costs
+from kvrelay.worker.main import load_runner
 from tests.fakes import pretended_flashinfer
 from tests.fakes.pretended_cuda import NO_PRETENCE, Machine, pretend_cuda
 from tests.tiny_models import ARCHITECTURES
@@ -55,8 +68,8 @@ def late() -> Iterator[Machine]:
 @pytest.fixture
 def with_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", pretended_flashinfer)
-    monkeypatch.setattr(flashinfer_backend, "_LEAST_WORKSPACE_BYTES", 1 << 20)
     monkeypatch.setattr(flashinfer_backend, "workspace_bytes", lambda *_: 1 << 20)
+    monkeypatch.setattr(flashinfer_graphs, "fixed_workspace_bytes", lambda *_: 1 << 20)
 
 
 def drive(runner: TransformersRunner, samplings: tuple[Sampling, ...] = SAMPLINGS, seed: int = 0) -> list[Driven]:
@@ -232,3 +245,44 @@ def test_a_decoding_step_waits_once(
             late.waits.clear()
             runner.execute(WorkerBatch(1, which))
             assert len(late.waits) == 1, late.waits
+
+
+def test_what_a_worker_loads_on_a_gpu(
+    model_dir: Callable[[str], Path],
+    late: Machine,
+    with_flashinfer: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From the configuration on: its turn, random weights made on the device, trials, the pool's size, graphs."""
+    monkeypatch.setenv("KVRELAY_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    config = WorkerConfig(
+        model=str(model_dir("mistral")),
+        role="decode",
+        device=GPU,
+        dtype="bfloat16",
+        load_format="dummy",
+        memory_utilization=0.02,
+        token_budget=64,
+        max_running=4,
+        max_model_len=128,
+        cascade_attention=True,
+    )
+    runner = load_runner(config)
+    assert isinstance(runner, TransformersRunner)
+    assert runner.spec.device == "Pretended GPU (GPU-00000000-0000-0000-0000-000000000002)"
+    assert runner.spec.num_swap_slots > 0
+    assert isinstance(runner._backend, FlashInferBackend) and runner._backend._cascade is not None
+    assert runner._graphs is not None and runner._graphs.sizes == (1, 2, 4)
+    assert all(sequence.done for sequence in drive(runner, SAMPLINGS[:2]))
+
+
+def test_a_kernel_that_fails_loses_the_device(model_dir: Callable[[str], Path], late: Machine) -> None:
+    runner = plain(model_dir("llama"), GPU)
+    key = ("fails", 0, 0)
+    runner.add_sequence(key, SAMPLINGS[0], [1], 1)
+    beyond = np.array([1 << 20], np.int32)  # no row of the embeddings
+    row = WorkerRow(key, beyond, 0, np.array([1], np.int32), sample=True, is_prefill=True)
+    with pytest.raises(DeviceLost, match=r"Pretended GPU .*device-side assert"):
+        runner.execute(WorkerBatch(0, [row]))

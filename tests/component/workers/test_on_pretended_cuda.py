@@ -63,6 +63,8 @@ def test_blocks_go_from_one_device_to_another(redis_url: str, machine: Machine, 
                     for number, prompt in enumerate(given)
                 ]
                 assert [(await each.finished()).output for each in started] == expected
+            for worker in (*f.prefill, *f.decode):
+                assert worker.shell.steps.totals.num_steps_launched_ahead > 0
             await f.until_clean()
 
     run(test)

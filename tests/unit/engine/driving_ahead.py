@@ -22,7 +22,8 @@ class Flying:
 
 
 class AheadDriver:
-    """Steps of random sequences and chunks until all are done. `change` may change a batch before it is launched."""
+    """Steps of random sequences and chunks until all are done. `change` may change a batch before it is launched; with
+    `waits` it is launched when the one before has landed."""
 
     def __init__(
         self,
@@ -31,12 +32,15 @@ class AheadDriver:
         seed: int = 0,
         max_chunk: int = 24,
         change: Callable[[WorkerBatch], WorkerBatch] = lambda batch: batch,
+        *,
+        waits: bool = False,
     ) -> None:
         self._runner = runner
         self._sequences = sequences
         self._rng = np.random.default_rng(seed)
         self._max_chunk = max_chunk
         self._change = change
+        self._waits = waits
         self._step = 0
         self.num_launched_ahead = 0
         self.num_failed = 0
@@ -46,7 +50,8 @@ class AheadDriver:
         flying: Flying | None = None
         while (batch := self._plan(flying)) is not None or flying is not None:
             behind: Flying | None = None
-            if batch is not None and flying is not None and self._runner.can_launch_behind(batch[0]):
+            may = batch is not None and not self._waits and self._runner.can_launch_behind(batch[0])
+            if batch is not None and flying is not None and may:
                 self.num_launched_ahead += 1
                 behind, batch = self._launch(*batch), None
             if flying is not None and not self._land(flying):

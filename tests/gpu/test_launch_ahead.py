@@ -16,7 +16,7 @@ from kvrelay.engine.make import make_runner
 from kvrelay.engine.runner import TransformersRunner
 from kvrelay.protocol.sampling import Sampling
 from tests.fakes import fake_cuda_graphs
-from tests.gpu.conftest import KERNELS_TIMEOUT_S, NO_FLASHINFER
+from tests.gpu.conftest import KERNELS_TIMEOUT_S, skip_without_flashinfer
 from tests.gpu.reference import prompts
 from tests.gpu.test_graphs import SIZES, DenseBackend, no_waits, recorder_of
 from tests.tiny_models import build_model
@@ -80,8 +80,7 @@ def test_float32_tokens_are_those_of_one_step_after_the_other(
 @pytest.mark.timeout(KERNELS_TIMEOUT_S)
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_launch_behind_another_step_waits_for_nothing(device: torch.device, captured: bool, tmp_path: Path) -> None:
-    if device.type == "cuda" and NO_FLASHINFER:
-        pytest.skip(NO_FLASHINFER)
+    skip_without_flashinfer(device)
     directory = build_model("mistral", tmp_path, dtype=torch.bfloat16)
     backend = FlashInferBackend(device, fake_cuda_graphs if device.type == "cpu" else None)
     runner = make(directory, device, "bfloat16", captured=captured, backend=backend)

@@ -37,7 +37,7 @@ from benchmarks.gpu.report import PartResult, Report
 from benchmarks.gpu.scale import SCALES
 from kvrelay.engine.device import find_device
 
-LIMITS_S = {"parity": 600, "floors": 60, "decode": 240, "prefill": 180, "gaps": 180}
+LIMITS_S = {"parity": 600, "floors": 60, "decode": 240, "prefill": 180, "gaps": 260}
 LIMITS_S |= {"transfer": 120, "handoff": 300, "peers": 360}
 """Seconds that a part may take. Parity includes the compilation of kernels that are not there yet."""
 TITLES = {

@@ -160,10 +160,17 @@ class Moment:
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None
         if device.type == "cuda":
-            self._event = torch.cuda.Event(blocking=True)
+            self._event = torch.cuda.Event(enable_timing=True, blocking=True)
             self._event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> None:
         """Returns once that is done, and waits for nothing that was asked for later."""
         if self._event is not None:
             self._event.synchronize()
+
+    def seconds_since(self, earlier: Moment) -> float:
+        """By the device's own clock, waiting for this moment; 0 on a CPU, which has no such clock."""
+        if self._event is None or earlier._event is None:
+            return 0.0
+        self.wait()
+        return float(earlier._event.elapsed_time(self._event)) / 1e3

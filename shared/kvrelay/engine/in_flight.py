@@ -45,7 +45,8 @@ class TokensOnDevice:
 class Asked:
     """What was asked of the device for a step: `draw` is about the rows in `drawing`; other fields are known by now.
 
-    `copy_s`: what copies between pool and host took. `end` comes when the device has done all of it.
+    `copy_s`: what copies between pool and host took. `begin` comes when the device begins with it, `end` when it has
+    done all of it.
     """
 
     draw: PendingDraw | None = None
@@ -54,6 +55,7 @@ class Asked:
     candidates: dict[int, Candidates] = field(default_factory=dict)
     captured: bool = False
     copy_s: float = 0.0
+    begin: Moment | None = None
     end: Moment | None = None
 
 
@@ -73,12 +75,12 @@ class StepsInFlight:
         with self.lock:
             self._steps.append(step)
 
-    def end(self, step: StepInFlight) -> float:
+    def end(self, step: StepInFlight) -> tuple[float, bool]:
         """It has ended. With the lock. Returns the seconds since its launch, or since the end of the one before it, if
-        that was later: then the device began with it."""
+        that was later: then the device began with it. And whether it was."""
         self._steps.remove(step)
         before, self._ended_at = self._ended_at, time.perf_counter()
-        return self._ended_at - max(before, step.launched_at)
+        return self._ended_at - max(before, step.launched_at), before > step.launched_at
 
     def before(self, step: StepInFlight) -> StepInFlight | None:
         """The one launched before it, unless that has ended. With the lock."""
@@ -172,15 +174,30 @@ class StepInFlight:
         if draw is None:
             self._await()
             with self._steps.lock:
-                return {}, self._steps.end(self)
+                ended = self._steps.end(self)
+            return {}, self._took_s(*ended)
         with self._steps.lock:
             token_ids, logprobs = draw.land()
             # In one hold of the lock with the end: whoever took tokens before took them on the device, and knows now if
             # they were wrong; whoever does from now on finds them on the host.
             changed = np.flatnonzero(draw.redrawn).tolist()
             self.redrawn |= {self.batch.rows[drawing[index]].key for index in changed}
-            forward_s = self._steps.end(self)
-        return dict(zip(drawing, zip(token_ids.tolist(), logprobs, strict=True), strict=True)), forward_s
+            ended = self._steps.end(self)
+        drawn = dict(zip(drawing, zip(token_ids.tolist(), logprobs, strict=True), strict=True))
+        return drawn, self._took_s(*ended)
+
+    def _took_s(self, seconds: float, began_behind: bool) -> float:
+        """`seconds` as the host saw them, or as the device did, if that is more.
+
+        Where the host was late to see the end of the step before, this one would seem to have taken next to nothing.
+        What learns from steps' times weighs them by their relative errors: one such step would outweigh thousands.
+        """
+        begin, end = self._asked.begin, self._asked.end
+        if not began_behind or begin is None or end is None:
+            return seconds
+        with suppress(RuntimeError):  # of a device that is lost by now: whoever needs it next finds out
+            seconds = max(seconds, end.seconds_since(begin))
+        return seconds
 
     def _await(self) -> None:
         """It has ended; its draw is given up."""

@@ -202,7 +202,7 @@ class TransformersRunner:
 
     def _ask(self, step: StepInFlight, asked: Asked) -> None:
         """All that the device has to do for a step, and what the host must do before that can be asked for."""
-        batch = step.batch
+        batch, asked.begin = step.batch, Moment(self._device)
         asked.copy_s = self._host.swap(batch.swap_out, batch.swap_in)
         self._copy_blocks(batch.copies)
         for state in batch.forget:

@@ -366,3 +366,30 @@ def test_a_step_takes_from_its_launch_or_the_landing_before_it_to_its_landing(
     third = runner.launch(behind(sequences, first, 2))
     now[0] = 121.0
     assert third.land().forward_s == 1.0
+
+
+def test_a_step_whose_begin_was_noticed_late_took_what_the_device_says(
+    models: Callable[[str], CausalModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host is busy while both run: it finds both ended at the same time."""
+
+    class Timed:
+        def __init__(self, device: torch.device) -> None:
+            pass
+
+        def wait(self) -> None:
+            pass
+
+        def seconds_since(self, earlier: Timed) -> float:
+            return 4.0
+
+    now = [0.0]
+    monkeypatch.setattr("kvrelay.engine.in_flight.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr("kvrelay.engine.runner.Moment", Timed)
+    runner = runner_over(models("qwen3"))
+    sequences, first = decoding(runner)
+    now[0] = 100.0
+    launched, following = runner.launch(first), runner.launch(behind(sequences, first))
+    now[0] = 110.0
+    assert launched.land().forward_s == 10.0
+    assert following.land().forward_s == 4.0, "not the nothing that lies between the two landings"

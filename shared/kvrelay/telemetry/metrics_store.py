@@ -19,6 +19,7 @@ from kvrelay.protocol.sampling import FinishReason
 from kvrelay.scheduling.base import Scheduler
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.sequence import Sequence
+from kvrelay.telemetry.line_file import LineFile
 from kvrelay.telemetry.step_trace import StepEvent, StepTrace
 
 FLUSH_INTERVAL_S = 1.0
@@ -121,8 +122,7 @@ class MetricsStore:
     """Appends to a file. Called on the event loop's thread around each step."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab")
+        self._file = LineFile(path)
         self._encoder = msgspec.json.Encoder()
         self._clock = clock
         self._buffer = bytearray()
@@ -223,13 +223,13 @@ class MetricsStore:
 
     def handoff(self, record: HandoffRecord) -> None:
         """A handoff is over on this worker."""
-        if not self._file.closed:  # the last ones may end after the last step
+        if not self._file.is_closed:  # the last ones may end after the last step
             self._write(record)
             self._flush_sometimes(self._clock())
 
     def close(self) -> None:
         """Writes what is left. Idempotent."""
-        if not self._file.closed:
+        if not self._file.is_closed:
             self._write_trace()
             self._flush()
             self._file.close()
@@ -249,5 +249,4 @@ class MetricsStore:
 
     def _flush(self) -> None:
         self._file.write(self._buffer)
-        self._file.flush()
         self._buffer.clear()

@@ -11,7 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from tests.faults.storm.load import SAMPLES_SHARE
+from tests.faults.storm.load import LOGPROB_TOLERANCE, SAMPLES_SHARE
 from tests.faults.storm.processes import StackSettings
 from tests.faults.storm.schedule import WEIGHTS
 from tests.faults.storm.storm import Report, StormOptions, run_storm
@@ -40,6 +40,7 @@ def main() -> int:
         pause_s=flags.pause_s,
         kinds=tuple(flags.only or WEIGHTS),
         samples_share=flags.samples_share,
+        logprob_tolerance=flags.logprob_tolerance,
     )
     state_dir = flags.state_dir or Path(tempfile.mkdtemp(prefix="kvrelay-storm-"))
     print(f"logs: {state_dir}", flush=True)
@@ -64,6 +65,8 @@ def print_report(report: Report) -> None:
     print(f"{report.took_s:.0f} s, the slowest request {report.slowest_s:.1f} s")
     for title, counts in (("requests", report.requests), ("faults", report.faults), ("totals", report.totals)):
         print(f"{title}: " + ", ".join(f"{name} {count:g}" for name, count in sorted(counts.items())))
+    for name, (before, after) in sorted(report.holdings.items()):
+        print(f"{name} before: {before}, after: {after}")
     for error in report.errors:
         print(f"error answer: {error}")
     print("no output changed, nothing left behind, no request later than its deadline")
@@ -81,6 +84,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--pause-s", type=float, default=1.0, help="mean pause before the next fault")
     parser.add_argument("--only", nargs="+", choices=list(WEIGHTS), help="kinds of faults (default: all)")
     parser.add_argument("--samples-share", type=float, default=SAMPLES_SHARE, help="of the kinds: with n > 1")
+    parser.add_argument(
+        "--logprob-tolerance", type=float, default=LOGPROB_TOLERANCE, help="KV in 8 bits needs more, say 0.02"
+    )
     parser.add_argument("--prefill", type=int, default=2)
     parser.add_argument("--decode", type=int, default=2)
     parser.add_argument("--routers", type=int, default=2)

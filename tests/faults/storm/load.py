@@ -6,9 +6,12 @@ import asyncio
 import itertools
 import json
 import random
+import socket
+import struct
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,7 +69,8 @@ def _join(one: Any, other: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request. `leave_after_s`, `leave_after_chunks`: when its client goes away; None: it stays."""
+    """A request. `leave_after_s`, `leave_after_chunks`: when its client goes away; None: it stays. `resets`: it goes
+    with a reset instead of an orderly end. `half_closes`: it ends its side of the connection behind the request."""
 
     number: int
     kind: int
@@ -74,10 +78,32 @@ class Job:
     body: dict[str, Any]
     leave_after_s: float | None = None
     leave_after_chunks: int | None = None
+    resets: bool = False
+    half_closes: bool = False
 
     @property
     def stays(self) -> bool:
         return self.leave_after_s is None and self.leave_after_chunks is None
+
+    @property
+    def extensions(self) -> dict[str, Any]:
+        """For httpx: what is done to the connection of this request."""
+        return {"trace": _treat_socket(self)} if self.resets or self.half_closes else {}
+
+
+def _treat_socket(job: Job) -> Callable[[str, dict[str, Any]], Awaitable[None]]:
+    opened: list[Any] = []
+
+    async def trace(event: str, info: dict[str, Any]) -> None:
+        if event == "connection.connect_tcp.complete":
+            opened.append(info["return_value"].get_extra_info("socket"))
+            if job.resets:
+                opened[-1].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        elif event == "http11.send_request_body.complete" and job.half_closes:
+            with suppress(OSError):  # the router was killed just now, which the read will find
+                opened[-1].shutdown(socket.SHUT_WR)
+
+    return trace
 
 
 def make_kind(kind: int, seed: int, samples_share: float = SAMPLES_SHARE) -> tuple[str, dict[str, Any]]:
@@ -143,7 +169,7 @@ def make_jobs(number: int, seed: int, num_kinds: int, samples_share: float = SAM
 def draw_jobs(seed: int, num_kinds: int, samples_share: float = SAMPLES_SHARE) -> Iterator[Job]:
     """Endless, and the same for the same seed; every kind comes once before they come at random. Some share the prefix
     cache with all others, most have one of their own, so that blocks have to travel."""
-    rng = random.Random(f"jobs {seed}")
+    rng, endings = random.Random(f"jobs {seed}"), random.Random(f"endings {seed}")
     kinds = [make_kind(kind, seed, samples_share) for kind in range(num_kinds)]
     for each in itertools.count():
         kind = each if each < num_kinds else rng.randrange(num_kinds)
@@ -155,7 +181,8 @@ def draw_jobs(seed: int, num_kinds: int, samples_share: float = SAMPLES_SHARE) -
                 leave_after_chunks = rng.randint(0, 15)
             else:
                 leave_after_s = rng.random() * 2
-        yield Job(each, kind, path, body | salt, leave_after_s, leave_after_chunks)
+        resets, half_closes = endings.random() < 0.5, endings.random() < 0.15
+        yield Job(each, kind, path, body | salt, leave_after_s, leave_after_chunks, resets, half_closes)
 
 
 class Mismatch(AssertionError):
@@ -165,11 +192,12 @@ class Mismatch(AssertionError):
 @dataclass(slots=True)
 class Load:
     """Runs jobs against routers and counts how they end. `stood_still_s` says for how long a router was stopped since a
-    moment: it cannot keep a deadline meanwhile."""
+    moment: it cannot keep a deadline meanwhile. Log-probabilities may be off by `tolerance`."""
 
     urls: list[str]
     request_timeout_s: float
     stood_still_s: Callable[[str, float], float] = lambda url, since: 0.0
+    tolerance: float = LOGPROB_TOLERANCE
     counts: Counter[str] = field(default_factory=Counter)
     errors: list[str] = field(default_factory=list)
     slowest_s: float = 0.0
@@ -247,11 +275,11 @@ class Load:
         if outcome is None:
             self.counts["left"] += 1
         elif expected is not None:
-            check_equal(job, outcome, expected)
+            check_equal(job, outcome, expected, self.tolerance)
         return outcome
 
     async def _whole(self, client: httpx.AsyncClient, url: str, job: Job) -> Outcome:
-        answer = await client.post(url + job.path, json=job.body)
+        answer = await client.post(url + job.path, json=job.body, extensions=job.extensions)
         _check_status(answer.status_code, answer.headers, answer.content)
         content = answer.json()
         outcome = Outcome(usage=content["usage"])
@@ -262,11 +290,11 @@ class Load:
     async def _stream(self, client: httpx.AsyncClient, url: str, job: Job, expected: Outcome | None) -> Outcome | None:
         outcome = Outcome()
         num_chunks, is_done = 0, False
-        async with client.stream("POST", url + job.path, json=job.body) as answer:
+        async with client.stream("POST", url + job.path, json=job.body, extensions=job.extensions) as answer:
             if answer.status_code != 200:
                 _check_status(answer.status_code, answer.headers, await answer.aread())
             async for line in answer.aiter_lines():
-                if not line:
+                if not line or line.startswith(":"):  # a comment, by which a half-closed connection is tried
                     continue
                 assert not is_done, "something came after [DONE]"
                 if line == "data: [DONE]":
@@ -323,13 +351,13 @@ def check_prefix(job: Job, outcome: Outcome, expected: Outcome) -> None:
             raise Mismatch(f"job {job.number}/{index}: {text!r} does not begin {expected.texts[index]!r}")
 
 
-def check_equal(job: Job, outcome: Outcome, expected: Outcome) -> None:
+def check_equal(job: Job, outcome: Outcome, expected: Outcome, tolerance: float) -> None:
     """Raises Mismatch."""
     for name in ("texts", "token_ids", "finish_reasons"):
         got, wanted = getattr(outcome, name), getattr(expected, name)
         if got != wanted:
             raise Mismatch(f"job {job.number} ({job.body}): {name} are {got}, not {wanted}")
-    if not _are_close(outcome.logprobs, expected.logprobs):
+    if not _are_close(outcome.logprobs, expected.logprobs, tolerance):
         raise Mismatch(f"job {job.number}: logprobs are {outcome.logprobs}, not {expected.logprobs}")
     if _counts_of(outcome.usage) != _counts_of(expected.usage):
         raise Mismatch(f"job {job.number}: usage is {outcome.usage}, not {expected.usage}")
@@ -340,11 +368,11 @@ def _counts_of(usage: dict[str, Any] | None) -> list[int] | None:
     return None if usage is None else [usage[name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")]
 
 
-def _are_close(one: Any, other: Any) -> bool:
+def _are_close(one: Any, other: Any, tolerance: float) -> bool:
     if isinstance(one, float) and isinstance(other, float):
-        return abs(one - other) <= LOGPROB_TOLERANCE
+        return abs(one - other) <= tolerance
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_are_close(value, other[key]) for key, value in one.items())
+        return one.keys() == other.keys() and all(_are_close(one[key], other[key], tolerance) for key in one)
     if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_are_close, one, other))
+        return len(one) == len(other) and all(_are_close(*pair, tolerance) for pair in zip(one, other, strict=True))
     return bool(one == other)

@@ -67,6 +67,23 @@ class Service:
         return self.process is not None and self.process.poll() is None
 
 
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What a process holds of its machine."""
+
+    descriptors: int
+    threads: int
+    resident_mb: float
+
+    @classmethod
+    def of(cls, pid: int) -> Holding:
+        """As /proc says."""
+        process = Path(f"/proc/{pid}")
+        status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
+        resident_mb = int(status["VmRSS"].split()[0]) / 1024
+        return cls(len(os.listdir(process / "fd")), int(status["Threads"]), round(resident_mb, 1))
+
+
 class FaultStack:
     """A whole system. `events` says what was done to it, with seconds since its start."""
 
@@ -254,6 +271,14 @@ class FaultStack:
             for line in service.log_path.read_text(errors="replace").splitlines()
             if _ALARMING.search(line)
         ]
+
+    def holdings(self) -> dict[tuple[str, int], Holding]:
+        """What the living processes hold, by name and process id."""
+        return {
+            (service.name, service.process.pid): Holding.of(service.process.pid)
+            for service in self.services.values()
+            if service.process is not None and service.is_running
+        }
 
     # -- what the routers say -----------------------------------------------------------------------------------------
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import httpx
 
-from tests.faults.storm.load import SAMPLES_SHARE, Job, Load, Mismatch, draw_jobs, make_jobs
-from tests.faults.storm.processes import FaultStack, StackSettings
+from tests.faults.storm.load import LOGPROB_TOLERANCE, SAMPLES_SHARE, Job, Load, Mismatch, draw_jobs, make_jobs
+from tests.faults.storm.processes import FaultStack, Holding, StackSettings
 from tests.faults.storm.schedule import WEIGHTS, FaultKind, Trouble, draw_faults
 
 SAMPLE_EVERY_S = 0.5
@@ -39,6 +39,7 @@ class StormOptions:
     kinds: Sequence[FaultKind] = tuple(WEIGHTS)
     samples_share: float = SAMPLES_SHARE
     min_faults: int = 0
+    logprob_tolerance: float = LOGPROB_TOLERANCE
 
 
 @dataclass(slots=True)
@@ -52,6 +53,8 @@ class Report:
     errors: list[str]
     slowest_s: float
     took_s: float
+    holdings: dict[str, tuple[Holding, Holding]] = field(default_factory=dict)
+    """Of the processes that lived through it: what they held before and after."""
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -67,9 +70,12 @@ async def run_storm(
         await stack.start()
         storm = _Storm(stack, options, tell)
         await storm.find_references()
+        before = stack.holdings()
         took_s = await storm.rage()
         await stack.until_recounted()
-        return await storm.report(took_s)
+        report, after = await storm.report(took_s), stack.holdings()
+        report.holdings = {name: (before[name, pid], after[name, pid]) for name, pid in before.keys() & after.keys()}
+        return report
     finally:
         await stack.close()
 
@@ -83,7 +89,7 @@ class _Storm:
         self._tell = tell
         self._num_kinds = min(options.num_kinds, options.num_requests)
         urls = [stack.url(router) for router in stack.names("router")]
-        self._load = Load(urls, stack.settings.request_timeout_s, stack.stood_still_s)
+        self._load = Load(urls, stack.settings.request_timeout_s, stack.stood_still_s, options.logprob_tolerance)
         faults = draw_faults(
             options.seed,
             stack.names("prefill", "decode"),

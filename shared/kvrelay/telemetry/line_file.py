@@ -1,0 +1,69 @@
+"""A file of lines that is only ever appended to, and holds whole lines whatever the disk does."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+TAIL_BYTES = 1 << 20
+"""No line is longer."""
+
+
+class LineFile:
+    """Lines that cannot be written are dropped, with a warning where that begins: what they tell is not worth the
+    process, nor the memory of keeping them. One that was written in part is ended by the next write.
+
+    Raises OSError where the file cannot be opened. A last line that a crash cut off is removed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_cut_line(path)
+        self._file = path.open("ab", buffering=0)
+        self._rest = b""  # of a line that is in the file in part
+        self._is_failing = False
+        self.num_lost_bytes = 0
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._file.closed
+
+    def write(self, lines: bytes | bytearray) -> None:
+        """Lines with their ends."""
+        data = self._rest + lines
+        num_written = 0
+        try:
+            while num_written < len(data):
+                num_written += self._file.write(memoryview(data)[num_written:])
+        except OSError as error:
+            if not self._is_failing:
+                log.warning("%s cannot be written, lines are lost until it can: %s", self._path, error)
+            self._is_failing = True
+        else:
+            self._is_failing = False
+        is_cut = num_written > 0 and data[num_written - 1 : num_written] != b"\n"
+        keep_to = data.find(b"\n", num_written) + 1 if is_cut else num_written
+        if not num_written and self._rest:
+            keep_to = len(self._rest)
+        self._rest = data[num_written:keep_to]
+        self.num_lost_bytes += len(data) - keep_to
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._file.close()
+
+
+def _remove_cut_line(path: Path) -> None:
+    if not path.is_file():  # not there yet, or a pipe or a device
+        return
+    with path.open("rb") as file:
+        start = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
+        file.seek(start)
+        tail = file.read()
+    if tail and not tail.endswith(b"\n"):
+        os.truncate(path, start + tail.rfind(b"\n") + 1)

@@ -1,0 +1,83 @@
+"""Whatever a disk takes, a file of lines holds whole lines, in order, and its writer goes on."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrelay.telemetry.line_file import LineFile
+
+
+class ModelDisk:
+    """Takes so many bytes of each call, in turn; None: the disk is full. Afterwards it takes everything."""
+
+    def __init__(self, takes: list[int | None]) -> None:
+        self.content = b""
+        self.closed = False
+        self._takes = takes
+
+    def write(self, data: memoryview) -> int:
+        taken = self._takes.pop(0) if self._takes else len(data)
+        if taken is None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.content += bytes(data[:taken])
+        return min(taken, len(data))
+
+
+writes = st.lists(st.integers(0, 4), max_size=12)  # lines of each write
+takes = st.lists(st.none() | st.integers(1, 9), max_size=20)
+
+
+@given(writes, takes)
+def test_a_disk_that_fills_and_empties_holds_whole_lines_and_the_last_write_after_it(
+    numbers: list[int], taken: list[int | None]
+) -> None:
+    with TemporaryDirectory() as directory:
+        file = LineFile(Path(directory) / "lines")
+    disk = ModelDisk(taken)
+    file._file.close()
+    file._file = disk  # type: ignore[assignment]
+    written: list[bytes] = []
+    for number in numbers:
+        lines = [b"line %d\n" % (len(written) + each) for each in range(number)]
+        written += lines
+        file.write(b"".join(lines))
+    while disk._takes:  # until the disk has room again
+        file.write(b"")
+        disk._takes = disk._takes[1:]
+    file.write(b"last\n")
+    found = disk.content.splitlines(keepends=True)
+    assert found.pop() == b"last\n"
+    places = [written.index(line) for line in found]
+    assert places == sorted(set(places))  # whole lines, in order, none twice
+    assert sum(map(len, written)) == sum(map(len, found)) + file.num_lost_bytes
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
+def test_a_full_disk_is_told_once_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    file = LineFile(Path("/dev/full"))
+    with caplog.at_level(logging.WARNING):
+        file.write(b"one\n")
+        file.write(b"two\n")
+    file.close()
+    assert len(caplog.records) == 1
+    assert "No space left" in caplog.text
+    assert file.num_lost_bytes == 8
+
+
+@given(st.lists(st.binary(max_size=5).filter(lambda line: b"\n" not in line), max_size=5), st.binary(max_size=5))
+def test_a_line_that_a_crash_cut_off_is_removed_at_the_next_start(lines: list[bytes], cut: bytes) -> None:
+    whole = b"".join(line + b"\n" for line in lines)
+    with TemporaryDirectory() as directory:
+        path = Path(directory) / "lines"
+        path.write_bytes(whole + cut.replace(b"\n", b""))
+        file = LineFile(path)
+        file.write(b"new\n")
+        file.close()
+        assert path.read_bytes() == whole + b"new\n"

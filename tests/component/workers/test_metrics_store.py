@@ -14,12 +14,10 @@ from tests.fakes.hash_runner import HashRunner
 from tests.fakes.workers import LocalWorker, StubRouter
 
 
-@pytest.fixture
-def records(redis_server: EmbeddedRedis, tmp_path: Path) -> dict[str, list[Record]]:
-    """Of a prefill and a decode worker after three requests of 40 tokens, with 10 tokens of output."""
+def serve_three_requests(redis_server: EmbeddedRedis, path: str) -> None:
+    """By a prefill and a decode worker: 40 tokens each, with 10 tokens of output."""
 
     async def serve() -> None:
-        path = str(tmp_path / "{worker_id}.jsonl")
         settings: dict[str, object] = {"token_budget": 16, "max_running": 4, "metrics_file": path}
         workers = [
             LocalWorker(redis_server.url, role, HashRunner(), worker_id=role, **settings)
@@ -36,6 +34,19 @@ def records(redis_server: EmbeddedRedis, tmp_path: Path) -> dict[str, list[Recor
         router.close()
 
     run(serve)
+
+
+def test_a_full_disk_ends_no_worker_and_no_request(redis_server: EmbeddedRedis) -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("there is no device that is always full")
+    serve_three_requests(redis_server, str(full))
+
+
+@pytest.fixture
+def records(redis_server: EmbeddedRedis, tmp_path: Path) -> dict[str, list[Record]]:
+    """By worker, after `serve_three_requests`."""
+    serve_three_requests(redis_server, str(tmp_path / "{worker_id}.jsonl"))
     return {role: list(read_metrics(tmp_path / f"{role}.jsonl")) for role in ("prefill", "decode")}
 
 

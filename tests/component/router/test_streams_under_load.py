@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay_router.api.choice import Choice, StopRules
-from kvrelay_router.api.connection import BoundedConnection
+from kvrelay_router.api.connection import MAX_WAITING, BoundedConnection
 from kvrelay_router.api.connection_limits import allowed_connections
 from kvrelay_router.dispatch.interface import ModelLimits, SequenceDelta
 from kvrelay_router.text.service import TextService
@@ -98,6 +98,38 @@ async def test_pipelined_requests_are_answered_in_their_order(router: Router) ->
     reader, writer = await connect(router)
     writer.write(b"".join(request(prompt=router.tokens(text) + router.tokens("<|im_end|>")) for text in texts))
     assert [await read_answer(reader) for _ in texts] == texts
+    writer.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_after_a_later_request_of_its_pipeline_is_noticed(
+    router: Router, stream: bool
+) -> None:
+    router.answers("otter", hang_after=0)
+    _, writer = await connect(router)
+    for number in range(1 + MAX_WAITING):
+        writer.write(request(stream=stream))
+        await until(lambda: [len(each.pipeline) for each in connections(router)] == [number])  # noqa: B023
+        await until(lambda: len(router.dispatcher.handles) == 1)
+    writer.close()
+    await until(lambda: router.dispatcher.handles[0].cancelled_at is not None)
+    await until(lambda: not connections(router))
+    assert len(router.dispatcher.handles) == 1
+
+
+async def test_no_more_than_a_few_requests_wait_behind_the_one_that_runs(router: Router) -> None:
+    resume = asyncio.Event()
+    router.answers("otter", hang_after=0, resume=resume)
+    reader, writer = await connect(router)
+    writer.write(request())
+    await until(lambda: len(router.dispatcher.handles) == 1)
+    writer.write(request() * (1 + MAX_WAITING))
+    await until(lambda: any(len(each.pipeline) > MAX_WAITING for each in connections(router)))
+    (connection,) = connections(router)
+    assert connection.flow.read_paused
+    resume.set()
+    for _ in range(2 + MAX_WAITING):
+        assert await read_answer(reader) == "otter"
     writer.close()
 
 

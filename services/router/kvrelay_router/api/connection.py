@@ -28,6 +28,10 @@ UNREAD_S = 600.0
 """A connection whose client reads nothing of a full buffer, or of what is left when it closes, for so long ends: no
 deadline of a request does that."""
 
+MAX_WAITING = 4
+"""Requests that may wait behind the one that runs before the connection is not read any more: while it is read, the
+client's end is seen."""
+
 EVENT_WRITER = "event_writer"
 """In a request's state: its `EventWriter`."""
 
@@ -278,6 +282,8 @@ class BoundedConnection(HttpToolsProtocol):
             self._plain_head = plain_head(method, self.url, self.parser.get_http_version(), self.headers)
         else:
             super().on_headers_complete()
+            if 0 < len(self.pipeline) <= MAX_WAITING:
+                self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
         """Its size is the application's to judge."""

@@ -18,16 +18,29 @@ from tests.fakes.text_model import CHATML, write_text_model
 def test_reads_a_directory(tmp_path: Path) -> None:
     source = load_source(str(write_text_model(tmp_path)))
     assert source.chat_template == CHATML
-    assert source.special_tokens == {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    assert source.added_tokens.texts() == {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
 
 
 @pytest.mark.parametrize(
-    "entry", ["{{ old }}", [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ old }}"}]]
+    "entry",
+    [
+        "{{ old }}",
+        [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ old }}"}],
+        {"tool_use": "no", "default": "{{ old }}"},
+    ],
 )
 def test_takes_the_template_from_the_config(tmp_path: Path, entry: object) -> None:
     write_text_model(tmp_path, template=None)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": entry}))
     assert load_source(str(tmp_path)).chat_template == "{{ old }}"
+
+
+@pytest.mark.parametrize("entry", [["{{ old }}"], [{"template": "{{ old }}"}], [{"name": "default"}]])
+def test_templates_without_names_are_refused(tmp_path: Path, entry: object) -> None:
+    write_text_model(tmp_path, template=None)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": entry}))
+    with pytest.raises(TokenizerNotFound, match="a name and a template"):
+        load_source(str(tmp_path))
 
 
 def test_a_model_may_have_no_template(tmp_path: Path) -> None:
@@ -47,7 +60,11 @@ def test_a_tokenizer_that_knows_no_text_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"7", b'{"eos_token": "\xff"}'])
 @pytest.mark.parametrize(
-    "name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"]
+    "name",
+    [
+        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+        "generation_config.json",
+    ],
 )
 def test_a_file_that_is_no_json_object_is_named(name: str, content: bytes, tmp_path: Path) -> None:
     write_text_model(tmp_path)

@@ -69,14 +69,19 @@ class TextService:
         """Reads a model directory or hub name. Blocks. Raises TokenizerNotFound, ChatTemplateError."""
         source = load_source(model)
         try:
-            tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(source.tokenizer_json))
+            backend = tokenizers.Tokenizer.from_str(source.tokenizer_json)
         except Exception as error:  # the library raises no type of its own
             raise TokenizerNotFound(f"the tokenizer.json of {model} cannot be read: {error}") from error
+        try:
+            source.added_tokens.add_to(backend)
+        except ValueError as error:
+            raise TokenizerNotFound(f"the added tokens of {model} cannot be read: {error}") from error
+        tokenizer = Tokenizer(backend)
         if not tokenizer.encode("a", add_special_tokens=False):
             raise TokenizerNotFound(f"the tokenizer of {model} knows no text: its files are missing or empty")
         template = None
         if source.chat_template is not None:
-            template = ChatTemplate(source.chat_template, source.special_tokens)
+            template = ChatTemplate(source.chat_template, source.added_tokens.texts())
         return cls(tokenizer, template, defaults=source.sampling_defaults, num_threads=num_threads)
 
     def close(self) -> None:

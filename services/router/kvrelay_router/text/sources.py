@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvrelay_router.text.added_tokens import AddedTokens
 from kvrelay_router.text.sampling_defaults import SamplingDefaults, sampling_defaults
 
 logger = logging.getLogger(__name__)
@@ -29,8 +30,6 @@ TOKENIZER_PATTERNS = [
 ]
 """What is fetched of a model on the hub: everything a tokenizer may need, and no weights."""
 
-SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
 CONVERT = (
     "import sys; from transformers import AutoTokenizer; "
     "AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=False).save_pretrained(sys.argv[2])"
@@ -47,7 +46,7 @@ class TokenizerSource:
 
     tokenizer_json: str
     chat_template: str | None
-    special_tokens: dict[str, str]
+    added_tokens: AddedTokens
     sampling_defaults: SamplingDefaults
 
 
@@ -91,7 +90,9 @@ def _read(folder: Path, fallback: Path | None = None) -> TokenizerSource:
     return TokenizerSource(
         tokenizer_json=_read_text(folder / "tokenizer.json"),
         chat_template=template,
-        special_tokens=_special_tokens(_read_json(folder / "special_tokens_map.json") | config),
+        added_tokens=AddedTokens(
+            config, _read_json(folder / "special_tokens_map.json"), _read_json(folder / "added_tokens.json")
+        ),
         sampling_defaults=sampling_defaults(_read_json((fallback or folder) / "generation_config.json")),
     )
 
@@ -115,25 +116,16 @@ def _read_text(path: Path) -> str:
         raise TokenizerNotFound(f"{path} is not valid UTF-8: {error}") from error
 
 
-def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Names to texts; a token stands there as a string or as an object with its content."""
-    tokens = {}
-    for name in SPECIAL_TOKEN_NAMES:
-        value = config.get(name)
-        if isinstance(value, dict):
-            value = value.get("content")
-        if isinstance(value, str):
-            tokens[name] = value
-    return tokens
-
-
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     """The default template: its own file, then the processor's form of it, then the tokenizer's config."""
     own_file = folder / "chat_template.jinja"
     if own_file.is_file():
-        return own_file.read_text(encoding="utf-8")
+        return _read_text(own_file)
     template = _read_json(folder / "chat_template.json").get("chat_template", config.get("chat_template"))
     if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
+        if not all(isinstance(entry, dict) and {"name", "template"} <= entry.keys() for entry in template):
+            raise TokenizerNotFound(f"the chat templates of {folder} are no objects with a name and a template")
+        template = {entry["name"]: entry["template"] for entry in template}
+    if isinstance(template, dict):
+        template = template.get("default")
     return template if isinstance(template, str) else None

@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.gpu import prepare
+from benchmarks.gpu.compiler import find_cuda_home
+from benchmarks.gpu.kernel_archive import pack
 from kvrelay.backends.base import KV_DTYPES, KVLayout, LayerKind, PackedRows, StepAttention, allocate_pool
 from kvrelay.backends.cascade import CascadeCosts
 from kvrelay.backends.flashinfer import FlashInferBackend
@@ -189,7 +190,7 @@ def compile_into(folder: Path, arch: str, wanted: Iterable[str], work: Path) -> 
             be compiled; with the compiler's words.
         ValueError: FlashInfer knows no such layers.
     """
-    home = prepare.find_cuda_home()
+    home = find_cuda_home()
     if home is None:
         raise SystemExit("there is no nvcc on the PATH, and CUDA_HOME is not set")
     os.environ["CUDA_HOME"] = str(home)
@@ -209,7 +210,7 @@ def compile_into(folder: Path, arch: str, wanted: Iterable[str], work: Path) -> 
         libraries[name] = Path(recipe.jit_library_path)
         size = libraries[name].stat().st_size / 2**20
         print(f"{time.monotonic() - started:6.0f} s {size:6.1f} MiB  {name}", flush=True)
-    return prepare.pack(folder, version, arch, libraries)
+    return pack(folder, version, arch, libraries)
 
 
 def _provide_driver_stub(work: Path) -> None:

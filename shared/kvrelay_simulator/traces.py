@@ -11,7 +11,7 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from math import isfinite
 from pathlib import Path
 
@@ -90,12 +90,18 @@ def _read_csv(path: Path, lines: Sequence[str]) -> Iterable[TracedRequest]:
     fresh = _fresh_ids(path, range(MAX_HASH_ID + 1))
     for number, row in enumerate(csv.DictReader(lines), 2):
         try:
-            at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
+            at = _moment(row["TIMESTAMP"])
             num_prompt, num_output = int(row["ContextTokens"]), int(row["GeneratedTokens"])
         except (ValueError, KeyError, TypeError) as error:
             raise BadTrace(f"--trace {path}, line {number}: {type(error).__name__}: {error}") from error
         ids = tuple(next(fresh) for _ in range(-(-num_prompt // HASH_TOKENS)))
         yield TracedRequest(at, max(1, num_prompt), max(1, num_output), ids or (next(fresh),))
+
+
+def _moment(text: str) -> float:
+    """Seconds. Times without a zone are taken for UTC: local time jumps with summer."""
+    at = datetime.fromisoformat(text)
+    return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
 
 
 def _fresh_ids(path: Path, ids: range) -> Iterator[int]:

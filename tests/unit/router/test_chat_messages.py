@@ -46,6 +46,36 @@ def test_what_is_no_text_is_named(name: str) -> None:
         messages({name: ["because"]})
 
 
+@pytest.mark.parametrize(
+    ("sent", "content"),
+    [
+        ({"content": None, "refusal": "I won't"}, "I won't"),
+        ({"content": "yes", "refusal": "I won't"}, "yes"),
+        ({"content": None, "reasoning": "because"}, ""),
+        ({"content": [{"type": "refusal", "refusal": "no"}]}, [{"type": "text", "text": "no"}]),
+    ],
+)
+def test_answers_come_back_as_they_were(sent: dict[str, Any], content: object) -> None:
+    """What another server answered is part of a conversation that goes on here."""
+    assert messages(sent)[1]["content"] == content
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        {"content": None},
+        {"content": None, "refusal": None},
+        {"content": None, "refusal": 7},
+        {"content": [{"type": "refusal", "text": "no"}]},
+        {"role": "user", "content": [{"type": "refusal", "refusal": "no"}]},
+        {"role": "user", "content": None, "refusal": "no"},
+    ],
+)
+def test_a_message_without_text_is_refused(sent: dict[str, Any]) -> None:
+    with pytest.raises(ApiError, match="message 1"):
+        messages(sent)
+
+
 def test_a_template_reads_it() -> None:
     source = "{% for m in messages %}{% if m.thinking %}<{{ m.thinking }}>{% endif %}{{ m.content }}{% endfor %}"
     assert ChatTemplate(source, {}).render(messages({"reasoning": "because"})) == "hi<because>yes"

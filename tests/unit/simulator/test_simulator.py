@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
@@ -209,6 +211,33 @@ def test_traces_are_read_as_they_are_published(tmp_path: Path) -> None:
     assert second.arrival_s == pytest.approx(4.3145790, abs=1e-5)
     assert set(first.hash_ids).isdisjoint(second.hash_ids)
     assert scaled([second], 2.0)[0].arrival_s == pytest.approx(second.arrival_s / 2)
+
+
+@pytest.fixture
+def new_york(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The machine's time zone, which has summer time."""
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", "America/New_York")
+        time.tzset()
+        yield
+    time.tzset()
+
+
+@pytest.mark.usefixtures("new_york")
+@pytest.mark.parametrize(
+    "times",
+    [
+        ["2024-05-10 00:00:00.500000+00:00", "2024-05-10 00:00:01+00:00", "2024-05-10 00:00:02.5+00:00"],
+        ["2024-05-10 00:00:00.5", "2024-05-10 00:00:01Z", "2024-05-10 02:00:02.5000000+02:00"],
+        ["2023-11-05 00:59:59.5", "2023-11-05 01:00:00", "2023-11-05 01:00:01.5"],
+        ["2023-03-12 01:59:59.5", "2023-03-12 02:00:00", "2023-03-12 02:00:01.5"],
+        ["2023-11-05 01:59:59.5", "2023-11-05 02:00:00", "2023-11-05 02:00:01.5"],
+    ],
+)
+def test_times_of_a_trace_are_those_of_their_zone_and_else_of_utc(times: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *(f"{each},3,4" for each in times)]))
+    assert [request.arrival_s for request in read_trace(path)] == [0.0, 0.5, 2.0]
 
 
 @pytest.mark.parametrize("text", ["", "{}\n", "no json\n", '{"timestamp": 0, "input_length": 0, "output_length": 1}\n'])

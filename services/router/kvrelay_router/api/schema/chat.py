@@ -60,20 +60,28 @@ def _message(value: Any, index: int) -> Message:
 
 
 def _content(message: dict[str, Any], role: str, index: int) -> str | list[dict[str, str]]:
-    """A string or text parts; an assistant's message may have tool calls instead."""
+    """A string or text parts; an assistant's message may have tool calls, a refusal or reasoning instead."""
     content = message.get("content")
     if isinstance(content, str):
         return content
-    if content is None and role == "assistant" and message.get("tool_calls"):
-        return ""
+    if content is None and role == "assistant" and (message.get("tool_calls") or _says_more(message)):
+        refusal = message.get("refusal")
+        return refusal if isinstance(refusal, str) else ""
     if not isinstance(content, list) or not content:
         raise wrong_type(f"the content of message {index} must be a string or a list of text parts")
-    return [_text_part(part, index) for part in content]
+    return [_text_part(part, role, index) for part in content]
 
 
-def _text_part(part: Any, index: int) -> dict[str, str]:
+def _says_more(message: dict[str, Any]) -> bool:
+    """An answer that came back without content, but with a refusal, or with the reasoning that was cut."""
+    return any(isinstance(message.get(name), str) for name in ("refusal", *REASONING))
+
+
+def _text_part(part: Any, role: str, index: int) -> dict[str, str]:
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
         raise wrong_type(f"the content parts of message {index} must be objects with a type")
+    if part["type"] == "refusal" and role == "assistant":
+        part = {"type": "text", "text": part.get("refusal")}
     if part["type"] != "text":
         raise invalid(f"message {index} has a content part of type {part['type']!r}; only 'text' is supported")
     if not isinstance(part.get("text"), str):

@@ -24,7 +24,24 @@ def parse(model: type[Model], content: dict[str, Any]) -> Model:
     try:
         return model.model_validate(content)
     except ValidationError as error:
-        raise _as_api_error(error.errors(include_url=False)[0]) from None
+        details = error.errors(include_url=False)
+    if whole := _whole_numbers(details):
+        return parse(model, {**content, **whole})
+    raise _as_api_error(details[0])
+
+
+def _whole_numbers(details: list[ErrorDetails]) -> dict[str, int]:
+    """Parameters that must be integers, and are: 5.0 is how some libraries (Gson's maps) write 5, and JSON knows no
+    difference."""
+    return {
+        str(detail["loc"][0]): int(detail["input"])
+        for detail in details
+        if len(detail["loc"]) == 1 and _is_whole(detail) and abs(detail["input"]) < 2**63
+    }
+
+
+def _is_whole(detail: ErrorDetails) -> bool:
+    return detail["type"] == "int_type" and isinstance(detail["input"], float) and detail["input"].is_integer()
 
 
 def _as_api_error(detail: ErrorDetails) -> ApiError:
@@ -33,7 +50,8 @@ def _as_api_error(detail: ErrorDetails) -> ApiError:
     if kind == "missing":
         return ApiError(f"Missing required parameter: '{param}'", param=param, code="missing_required_parameter")
     code = "invalid_type" if kind.endswith("_type") else "invalid_value"
-    return ApiError(f"Invalid value for '{param}': {detail['msg']}", param=param, code=code)
+    reason = "Input should be an integer of 64 bits" if _is_whole(detail) else detail["msg"]
+    return ApiError(f"Invalid value for '{param}': {reason}", param=param, code=code)
 
 
 def _param_name(location: tuple[int | str, ...]) -> str:

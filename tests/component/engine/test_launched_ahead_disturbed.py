@@ -1,0 +1,149 @@
+"""The engine's steps launched ahead, on their two threads, while all goes wrong that may: what is left is right."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from kvrelay.engine import sampler, truncation
+from kvrelay.engine.batch import SequenceKey
+from kvrelay.engine.model import CausalModel
+from kvrelay.engine.runner import TransformersRunner
+from kvrelay.kv.pool import BlockPool
+from kvrelay.kv.prefix_cache import PrefixCache
+from kvrelay.protocol.sampling import Sampling
+from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
+from kvrelay.scheduling.plan import SequenceOutput
+from kvrelay.scheduling.registry import make_scheduler
+from kvrelay.scheduling.sequence import Sequence as Running
+from kvrelay.worker.launch import AheadLauncher
+from kvrelay.worker.step_loop import StepCallbacks, StepLoop
+from tests.component.engine.conftest import BLOCK_SIZE
+from tests.fakes.sequences import new_sequence
+from tests.fakes.waiting import PATIENCE_S
+from tests.unit.engine import driving
+
+NUM_BLOCKS, MAX_RUNNING, NUM_SEQUENCES = 30, 8, 30
+SAMPLINGS: Sequence[dict[str, object]] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0, "top_p": 0.95, "logprobs": 2},
+    {"temperature": 1.3, "top_k": 40, "min_p": 0.01},
+    {"temperature": 0.9, "frequency_penalty": 0.6, "repetition_penalty": 1.2},
+    {"temperature": 0.7, "min_tokens": 8, "logit_bias": {7: 2.0, 9: -3.0}},
+)
+WEIGHTS = (10, 10, 10, 1, 10)
+"""No step is launched behind one that draws with penalties."""
+
+
+class OutOfMemory(RuntimeError):
+    """Of one step, after part of it was asked for."""
+
+
+@dataclass
+class Troubles:
+    """Steps of the model that give NaN for one row, or end in the middle, now and then."""
+
+    model: CausalModel
+    rng: random.Random
+    num_nan: int = 0
+    num_raised: int = 0
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = type(self.model).logits(self.model, hidden)
+        if self.rng.random() < 0.02:
+            self.num_nan += 1
+            logits = logits.clone()
+            logits[self.rng.randrange(len(logits))] = torch.nan
+        if self.rng.random() < 0.01:
+            self.num_raised += 1
+            raise OutOfMemory("in the middle of a step")
+        return logits
+
+
+@dataclass
+class Course:
+    """Sequences that arrive a few at a time, some of which are aborted."""
+
+    loop: StepLoop
+    rng: random.Random
+    waiting: list[Running]
+    open: dict[SequenceKey, Running] = field(default_factory=dict)
+    finished: list[Running] = field(default_factory=list)
+
+    def go_on(self) -> None:
+        for _ in range(min(2, len(self.waiting))):
+            sequence = self.waiting.pop()
+            self.loop.add(sequence)
+            self.open[sequence.key] = sequence
+        if self.open and self.rng.random() < 0.03:
+            key = self.rng.choice(list(self.open))
+            del self.open[key]
+            self.loop.abort(key)
+        if not self.open and not self.waiting and not self.loop.scheduler.has_work:
+            self.loop.stop()
+
+    def committed(self, outputs: list[SequenceOutput]) -> None:
+        self.loop.scheduler.blocks.pool.check_integrity()
+        for output in outputs:
+            if output.finish is not None and self.open.pop(output.sequence.key, None) is not None:
+                self.finished.append(output.sequence)
+        self.go_on()
+
+    def failed(self, failed: list[Running], cause: str) -> None:
+        assert "not finite" in cause or "in the middle of a step" in cause
+        for sequence in failed:
+            self.open.pop(sequence.key, None)
+        self.go_on()
+
+
+def drawn_alone(runner: TransformersRunner, sequence: Running) -> list[int]:
+    prompt, sampling = sequence.tokens.view(0, sequence.num_prompt).tolist(), sequence.sampling
+    alone = driving.start(runner, [prompt], sampling, sampling.max_tokens)
+    driving.run(runner, alone)
+    runner.drop_sequence(alone[0].key)
+    return alone[0].output
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whoever_finishes_has_its_tokens_and_nothing_is_left(
+    model: CausalModel, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Draws that look at too few tokens, aborts, preemption, NaN and steps that end in the middle, all at once."""
+    monkeypatch.setattr(truncation, "_BEST", (24, 1000))
+    monkeypatch.setattr(sampler, "_WORTH_IT", 1.0)
+    rng = random.Random(seed)
+    pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
+    limits = SchedulerLimits(48, MAX_RUNNING, 200, frozenset())
+    scheduler = make_scheduler("sarathi", limits, pool, PrefixCache(pool), SchedulerSettings())
+    runner = TransformersRunner(model, NUM_BLOCKS, launches_ahead=True)
+    loop = StepLoop(runner, scheduler, make_launcher=AheadLauncher)
+    shared = rng.choices(range(4, 250), k=40)
+    sequences = [
+        new_sequence(
+            (str(number), 1, 0),
+            shared[: rng.randint(0, 40)] + rng.choices(range(4, 250), k=rng.randint(1, 40)),
+            Sampling(max_tokens=rng.randint(1, 40), ignore_eos=True, seed=number, **rng.choices(SAMPLINGS, WEIGHTS)[0]),  # type: ignore[arg-type]
+            BLOCK_SIZE,
+        )
+        for number in range(NUM_SEQUENCES)
+    ]
+    course, troubles = Course(loop, rng, sequences), Troubles(model, random.Random(seed))
+    with monkeypatch.context() as patched:
+        patched.setattr(model, "logits", troubles.logits)
+        course.go_on()
+        callbacks = StepCallbacks(lambda plan: None, course.committed, course.failed)
+        asyncio.run(asyncio.wait_for(loop.run(callbacks), PATIENCE_S))
+    assert loop.totals.num_steps_launched_ahead > 0 and troubles.num_nan + troubles.num_raised > 0
+    assert pool.num_available == NUM_BLOCKS
+    assert runner._steps._steps == [] and runner._sampler._draws._pending == []
+    assert not any(sequence_key in runner._sampler for sequence_key in [(str(n), 1, 0) for n in range(NUM_SEQUENCES)])
+    assert course.finished
+    apart = TransformersRunner(model, NUM_BLOCKS, launches_ahead=False)
+    for sequence in course.finished:
+        drawn = sequence.tokens.view(sequence.num_prompt, sequence.num_tokens).tolist()
+        assert drawn == drawn_alone(apart, sequence)

@@ -7,19 +7,26 @@ quantized (it takes their numbers as they are); for a server both are wrong toke
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+from transformers.utils import CONFIG_NAME
 from transformers.utils import logging as hf_logging
+from transformers.utils.hub import cached_file
 
 from kvrelay.engine.attention import UnsupportedModel
 
 _log = logging.getLogger(__name__)
 _MAX_NAMED = 4  # of many tensors, these are named
+_INTEGERS = frozenset({"I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64"})
+_SCALE = re.compile(r"(?<!\bk_)(?<!\bv_)(?<!\bkv_)scale[^.]*$")  # those of keys and values are not of weights
 
 
 def read_config(name: str) -> PreTrainedConfig:
@@ -32,6 +39,9 @@ def read_config(name: str) -> PreTrainedConfig:
     """
     with _refusing(name, "its config cannot be read"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        for each in (config, config.get_text_config(decoder=True)):
+            each.return_dict = True
+            each.output_hidden_states = each.output_attentions = False  # of no use here, and it takes memory
     return config
 
 
@@ -56,6 +66,8 @@ def read_model(name: str, config: PreTrainedConfig, dtype: torch.dtype, attn_imp
     model: PreTrainedModel
     model, loaded = answer
     _check_loaded(name, loaded)
+    if getattr(config, "quantization_config", None) is None:
+        _check_stored(name, loaded["unexpected_keys"])
     return model
 
 
@@ -87,6 +99,25 @@ def _check_loaded(name: str, loaded: dict[str, Any]) -> None:
         )
     if unused := loaded["unexpected_keys"]:
         _log.warning("%s: the model does not use %d tensors of the checkpoint: %s", name, len(unused), _some(unused))
+
+
+def _check_stored(name: str, unused: Collection[str]) -> None:
+    """Raises UnsupportedModel for weights that are scaled numbers of a few bits, which the config does not say: some
+    tools (ModelOpt) say it in a file of their own."""
+    scales = [key for key in unused if _SCALE.search(key)]
+    for key, stored in _stored_types(name):
+        is_scaled = stored.startswith("F8_") and scales
+        if key.endswith("weight") and key not in unused and (is_scaled or stored in _INTEGERS):
+            raise UnsupportedModel(f"{name}: {key} holds {stored}, and its config does not say how it is quantized")
+
+
+def _stored_types(name: str) -> Iterator[tuple[str, str]]:
+    """Names and types of the tensors in the checkpoint's safetensors, by their headers."""
+    folder = Path(cached_file(name, CONFIG_NAME) or name).parent
+    for path in sorted(folder.glob("model*.safetensors")):
+        with safe_open(path, "pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118 - it is no mapping
+                yield key, tensors.get_slice(key).get_dtype()
 
 
 def _some(keys: Collection[str]) -> str:

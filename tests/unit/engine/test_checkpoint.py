@@ -102,6 +102,63 @@ def test_what_would_run_with_other_weights_than_its_own_is_refused(change: Chang
         load(copy)
 
 
+EIGHT_BITS = torch.float8_e4m3fn
+
+
+def stored_as(dtype: torch.dtype, *more: str) -> Change:
+    """The first layers' weights in another type, and more tensors beside them."""
+
+    def edit(weights: Weights) -> Weights:
+        changed = {name: each.to(dtype) if "layers.0.mlp" in name else each for name, each in weights.items()}
+        return {**changed, **{name: torch.ones(1) for name in more}}
+
+    return change_weights(edit)
+
+
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        stored_as(torch.int8),
+        stored_as(torch.int8, "model.layers.0.mlp.up_proj.weight_scale"),
+        stored_as(EIGHT_BITS, "model.layers.0.mlp.up_proj.weight_scale"),
+        stored_as(EIGHT_BITS, "model.layers.0.mlp.up_proj.weight_scale_inv"),
+        stored_as(EIGHT_BITS, "model.layers.0.mlp.up_proj.input_scale", "model.layers.0.self_attn.k_scale"),
+    ],
+)
+def test_weights_that_are_scaled_and_nothing_says_so_are_refused(change: Change, shards: bool, copy: Path) -> None:
+    change(copy)
+    if shards:
+        shutil.move(copy / "model.safetensors", copy / "model-00001-of-00001.safetensors")
+        names = load_file(copy / "model-00001-of-00001.safetensors")
+        index = {"metadata": {}, "weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
+        (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UnsupportedModel, match=r"layers\.0\.mlp\..* does not say how it is quantized"):
+        load(copy)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        stored_as(EIGHT_BITS),
+        stored_as(EIGHT_BITS, "model.layers.0.self_attn.k_scale", "model.layers.0.self_attn.kv_scale"),
+        stored_as(torch.bfloat16, "model.layers.0.mlp.up_proj.input_scale"),
+        change_weights(lambda weights: {**weights, "model.layers.0.bias.weight": torch.ones(3, dtype=torch.int8)}),
+    ],
+)
+def test_what_stands_for_itself_is_served(change: Change, copy: Path) -> None:
+    change(copy)
+    reference: Any = AutoModelForCausalLM.from_pretrained(copy, dtype=torch.float32)
+    tokens = torch.arange(40, 75)[None]
+    expected = reference.generate(tokens, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert greedy(load(copy)) == expected[0, 35:].tolist()
+
+
+def test_what_a_config_wants_of_outputs_does_not_matter(copy: Path, model_dir: Callable[[str], Path]) -> None:
+    change_config(return_dict=False, output_hidden_states=True, output_attentions=True)(copy)
+    assert greedy(load(copy)) == greedy(load(model_dir("llama")))
+
+
 def test_a_lost_shard_is_named(copy: Path) -> None:
     into_shards(copy)
     sorted(copy.glob("model-*.safetensors"))[1].unlink()

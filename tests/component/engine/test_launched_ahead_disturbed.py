@@ -128,7 +128,7 @@ def drawn_alone(runner: TransformersRunner, sequence: Running) -> list[int]:
     return alone[0].output
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [1, 3, 5])
 def test_whoever_finishes_has_its_tokens_and_nothing_is_left(
     model: CausalModel, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

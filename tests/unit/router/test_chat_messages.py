@@ -76,6 +76,33 @@ def test_a_message_without_text_is_refused(sent: dict[str, Any]) -> None:
         messages(sent)
 
 
+@pytest.mark.parametrize(
+    ("fields", "variables"),
+    [
+        ({}, {}),
+        ({"reasoning_effort": None}, {}),
+        ({"reasoning_effort": "low"}, {"reasoning_effort": "low"}),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
+            {"reasoning_effort": "high"},
+        ),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": True}},
+            {"reasoning_effort": "low", "enable_thinking": True},
+        ),
+    ],
+)
+def test_the_effort_of_reasoning_is_the_templates_variable(fields: dict[str, Any], variables: dict[str, Any]) -> None:
+    request = parse_chat({"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields})
+    assert request.options.template_kwargs == variables
+
+
+@pytest.mark.parametrize("value", [7, "x" * 65, {"effort": "low"}])
+def test_an_effort_that_is_no_short_text_is_refused(value: object) -> None:
+    with pytest.raises(ApiError, match="reasoning_effort"):
+        parse_chat({"model": "m", "messages": [{"role": "user", "content": "hi"}], "reasoning_effort": value})
+
+
 def test_a_template_reads_it() -> None:
     source = "{% for m in messages %}{% if m.thinking %}<{{ m.thinking }}>{% endif %}{{ m.content }}{% endfor %}"
     assert ChatTemplate(source, {}).render(messages({"reasoning": "because"})) == "hi<because>yes"

@@ -127,6 +127,7 @@ class ChatFields(RequestModel):
     continue_final_message: Flag = False
     add_special_tokens: Flag = False
     chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_template_kwargs)] = Field(default_factory=dict)
+    reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
 
     @property
     def options(self) -> ChatOptions:
@@ -141,8 +142,15 @@ class ChatFields(RequestModel):
             add_generation_prompt=not self.continue_final_message if wanted is None else wanted,
             continue_final_message=self.continue_final_message,
             add_special_tokens=self.add_special_tokens,
-            template_kwargs=self.chat_template_kwargs,
+            template_kwargs=self._variables,
         )
+
+    @property
+    def _variables(self) -> dict[str, Any]:
+        """The template's. Those that are given as such win."""
+        if self.reasoning_effort is None:
+            return self.chat_template_kwargs
+        return {"reasoning_effort": self.reasoning_effort, **self.chat_template_kwargs}
 
 
 class ChatRequest(ChatFields, BeamFields):

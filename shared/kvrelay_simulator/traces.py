@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from math import isfinite
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,13 +72,13 @@ def _read_jsonl(path: Path, lines: Sequence[str]) -> Iterable[TracedRequest]:
     fresh = _fresh_ids(path, range(MAX_HASH_ID, -1, -1))
     for number, line in enumerate(lines, 1):
         try:
-            entry = json.loads(line)
+            entry = _object(json.loads(line))
             num_prompt, num_output = int(entry["input_length"]), int(entry["output_length"])
             arrival_s = float(entry["timestamp"]) / 1e3
             num_ids = -(-num_prompt // HASH_TOKENS)
             ids = [int(each) for each in entry.get("hash_ids") or ()][:num_ids]
         except (ValueError, KeyError, TypeError, OverflowError) as error:
-            raise BadTrace(f"--trace {path}, line {number}: {type(error).__name__}: {error}") from error
+            raise BadTrace(f"--trace {path}, line {number}: {_reason(error)}") from error
         if not isfinite(arrival_s):
             raise BadTrace(f"--trace {path}, line {number}: the timestamp must be a finite number")
         if num_prompt < 1 or num_output < 0 or any(not 0 <= each <= MAX_HASH_ID for each in ids):
@@ -93,9 +94,19 @@ def _read_csv(path: Path, lines: Sequence[str]) -> Iterable[TracedRequest]:
             at = _moment(row["TIMESTAMP"])
             num_prompt, num_output = int(row["ContextTokens"]), int(row["GeneratedTokens"])
         except (ValueError, KeyError, TypeError) as error:
-            raise BadTrace(f"--trace {path}, line {number}: {type(error).__name__}: {error}") from error
+            raise BadTrace(f"--trace {path}, line {number}: {_reason(error)}") from error
         ids = tuple(next(fresh) for _ in range(-(-num_prompt // HASH_TOKENS)))
         yield TracedRequest(at, max(1, num_prompt), max(1, num_output), ids or (next(fresh),))
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError("it is no JSON object")
+    return value
+
+
+def _reason(error: Exception) -> str:
+    return f"it has no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
 
 
 def _moment(text: str) -> float:

@@ -248,6 +248,22 @@ def test_a_bad_trace_is_named_with_its_line(tmp_path: Path, text: str) -> None:
         read_trace(path)
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"timestamp": 0, "input_length": 5}', "line 1: it has no 'output_length'"),
+        ('{"timestamp": 0, "input": "Hi", "output": "Hi"}', "line 1: it has no 'input_length'"),
+        ('[{"timestamp": 0, "input_length": 5, "output_length": 5}]', "it is no JSON object"),
+        ("TIMESTAMP,ContextTokens\n2024-05-10 00:00:00,5", "line 2: it has no 'GeneratedTokens'"),
+    ],
+)
+def test_a_trace_of_another_kind_is_told_what_it_lacks(tmp_path: Path, text: str, reason: str) -> None:
+    path = tmp_path / "other"
+    path.write_text(text)
+    with pytest.raises(BadTrace, match=reason):
+        read_trace(path)
+
+
 def test_the_command_compares_sweeps_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     entries = [
         {"timestamp": 100 * i, "input_length": 1000, "output_length": 20, "hash_ids": [i % 3, i % 3 + 100]}

@@ -84,13 +84,6 @@ class Sampler:
         """
         return self._draws.last(self._state.gather(keys)[1])
 
-    def must_land_first(self, keys: Sequence[SequenceKey]) -> bool:
-        """Whether a draw for these keys needs tokens that a pending one has not yet told the host.
-
-        Those of penalties do, whose counts the host keeps. Unknown keys need nothing.
-        """
-        return self._draws.count_for(self._state.known(keys))
-
     @property
     def redraws_often(self) -> bool:
         """Whether steps that follow draws on the device have lately been in vain too often to be worth it.
@@ -120,7 +113,7 @@ class Sampler:
 
         Raises:
             KeyError: an unknown key.
-            RuntimeError: `must_land_first`.
+            RuntimeError: penalties would miss tokens of a draw that has not landed.
         """
         slots, parameters = self._state.gather(keys)
         if self._draws.count_for(parameters):

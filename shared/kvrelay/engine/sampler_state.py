@@ -6,7 +6,7 @@ sequences alone that ask for a penalty.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -134,10 +134,6 @@ class SamplerState:
     def set_last(self, slots: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
         """These tokens were drawn for the sequences in `slots`."""
         self._parameters["last"][slots] = token_ids
-
-    def known(self, keys: Iterable[SequenceKey]) -> Parameters:
-        """The parameters of those keys that are known."""
-        return self._parameters[[self._slots[key] for key in keys if key in self._slots]]
 
     def biases(self, slots: NDArray[np.int64]) -> list[tuple[int, SparseLogits]]:
         """`(row, bias)` of the rows that have one."""

@@ -51,7 +51,6 @@ def test_a_draw_begins_without_a_wait_and_lands_with_its_own(
         sampler.add(key, sampling, [1, 2, 3], 2)
     logits = torch.randn(len(batch), 500, generator=torch.Generator().manual_seed(0)) * 3
     with Waits() as waits:
-        assert not sampler.must_land_first(keys)
         draw = sampler.begin(keys, np.full(len(batch), 3), logits)
         sampler.last_on_device(keys)
         sampler.last_on_device(keys[::-1])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import pytest_asyncio
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from kvrelay_router.dispatch.interface import ModelLimits
 from kvrelay_router.text.service import TextService
@@ -286,3 +288,37 @@ async def test_compressed_bodies_are_named(router: Router, path: str) -> None:
     answer = await router.http.post(path, content=body, headers={"content-encoding": "gzip"})
     check_error(answer, 415, "invalid_request_error", None, "unsupported_encoding")
     assert "gzip" in answer.json()["error"]["message"]
+
+
+PANICS = "!!\n "
+"""Over this text the tokenizers library panics, with the added tokens below."""
+
+
+def tokenizer_that_panics() -> Tokenizer:
+    vocab = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    odd = [AddedToken("!", rstrip=True, single_word=True, normalized=False)]
+    odd.append(AddedToken("\n", lstrip=True, single_word=True, normalized=False))
+    tokenizer.add_tokens(odd)
+    return tokenizer
+
+
+@pytest.mark.parametrize("num_times", [1, 3000], ids=["short", "long"])
+async def test_a_text_over_which_the_tokenizers_library_panics(tmp_path: Path, num_times: int) -> None:
+    """It is not said to be the client's fault, and the next request is served."""
+    prompt = "a" * num_times + PANICS
+    backend = tokenizer_that_panics()
+    with pytest.raises(BaseException, match="bad split"):
+        backend.encode(prompt)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    odd = TextService.load(str(tmp_path))
+    try:
+        async with running_router(odd) as small:
+            check_error(await small.post("/v1/completions", prompt=prompt), 500, "server_error", None, "internal_error")
+            small.answers("otter")
+            assert (await small.post("/v1/completions", prompt="a")).status_code == 200
+    finally:
+        odd.close()

@@ -156,9 +156,20 @@ class TextService:
     async def _run(self, num_units: int, work: Callable[[], T]) -> T:
         """`num_units`: characters or tokens to go through."""
         if num_units <= SHORT_TEXT_CHARS:
-            return work()
+            return _contained(work)
         pool = self._long if num_units > LONG_TEXT_CHARS else self._short
-        return await asyncio.get_running_loop().run_in_executor(pool, work)
+        return await asyncio.get_running_loop().run_in_executor(pool, _contained, work)
+
+
+def _contained(work: Callable[[], T]) -> T:
+    """What `work` gives. The tokenizer's library panics over some texts with unusual added tokens, by an exception that
+    is no `Exception`: that is this request's failure, and nobody else's. Raises RuntimeError for it."""
+    try:
+        return work()
+    except BaseException as error:
+        if type(error).__module__ == "pyo3_runtime":
+            raise RuntimeError(f"the tokenizer failed: {error}") from error
+        raise
 
 
 def _num_chars(value: Any) -> int:

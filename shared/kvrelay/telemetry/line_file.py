@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 log = logging.getLogger(__name__)
 
 TAIL_BYTES = 1 << 20
 """No line is longer."""
+MAX_WAITING_BYTES = 16 << 20
+"""What a disk that does not keep up is waited with; minutes of a busy worker."""
 
 
 class LineFile:
@@ -56,6 +59,46 @@ class LineFile:
     def close(self) -> None:
         """Idempotent."""
         self._file.close()
+
+
+class BackgroundLines:
+    """A `LineFile` that a thread writes: a disk that is slow, or stands still, holds up nobody who calls `write`.
+
+    What comes while it stands still waits, up to `max_waiting_bytes`; beyond that it is dropped, with a warning where
+    that begins. Called on one thread. Raises as `LineFile` does.
+    """
+
+    def __init__(self, path: Path, max_waiting_bytes: int = MAX_WAITING_BYTES) -> None:
+        self._path = path
+        self._file = LineFile(path)
+        self._max_waiting_bytes = max_waiting_bytes
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="lines")
+        self._waiting = bytearray()
+        self._written: Future[None] | None = None  # what the thread is at
+        self._is_late = False
+        self.is_closed = False
+
+    def write(self, lines: bytes | bytearray) -> None:
+        """Lines with their ends. Returns at once."""
+        if len(self._waiting) + len(lines) <= self._max_waiting_bytes:
+            self._waiting += lines
+        elif not self._is_late:
+            log.warning("%s is not written as fast as lines come: some are lost", self._path)
+            self._is_late = True
+        if self._written is None or self._written.done():
+            self._hand_over()
+
+    def close(self) -> None:
+        """Waits until all that waits is written. Idempotent."""
+        if not self.is_closed:
+            self.is_closed = True
+            self._hand_over()
+            self._thread.shutdown(wait=True)
+            self._file.close()
+
+    def _hand_over(self) -> None:
+        lines, self._waiting, self._is_late = self._waiting, bytearray(), False
+        self._written = self._thread.submit(self._file.write, lines)
 
 
 def _remove_cut_line(path: Path) -> None:

@@ -180,7 +180,9 @@ def test_a_launch_runs_nothing_of_the_step_before_but_what_was_sent_for_it(
         assert {wait.where for wait in late.waits} <= {"kvrelay.backends.flashinfer:await_planned"}
         late.waits.clear()
         before.land()
-        assert [wait.where for wait in late.waits] == ["kvrelay.engine.device:wait"]
+        # For its tokens, and for its end: where it began behind another step, the device's clock tells what it took.
+        assert {wait.where for wait in late.waits} == {"kvrelay.engine.device:wait"}
+        assert len(late.waits) <= 2
         assert ends - 1 <= stream.done < stream.submitted, "it waited for the step behind"
         before = behind
     before.land()

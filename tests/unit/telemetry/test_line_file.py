@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import threading
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -11,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.telemetry.line_file import LineFile
+from kvrelay.telemetry.line_file import BackgroundLines, LineFile
+from tests.fakes.waiting import PATIENCE_S
 
 
 class ModelDisk:
@@ -81,3 +83,37 @@ def test_a_line_that_a_crash_cut_off_is_removed_at_the_next_start(lines: list[by
         file.write(b"new\n")
         file.close()
         assert path.read_bytes() == whole + b"new\n"
+
+
+def test_a_disk_that_stands_still_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What waits for it is bounded; what is written is whole lines in their order."""
+    moves, at_it = threading.Event(), threading.Event()
+    write = LineFile.write
+
+    def slow_write(file: LineFile, lines: bytes) -> None:
+        at_it.set()
+        assert moves.wait(PATIENCE_S)
+        write(file, lines)
+
+    monkeypatch.setattr(LineFile, "write", slow_write)
+    lines = BackgroundLines(tmp_path / "lines", max_waiting_bytes=12)
+    lines.write(b"first\n")
+    assert at_it.wait(PATIENCE_S)
+    for line in (b"second\n", b"third and too much\n", b"4th\n", b"fifth\n"):
+        lines.write(line)
+    moves.set()
+    lines.close()
+    lines.close()
+    assert (tmp_path / "lines").read_bytes() == b"first\nsecond\n4th\n"
+    assert len(caplog.records) == 1
+    assert "some are lost" in caplog.text
+
+
+def test_lines_from_a_thread_are_all_there(tmp_path: Path) -> None:
+    lines, written = BackgroundLines(tmp_path / "lines"), [b"%d\n" % index for index in range(2000)]
+    for line in written:
+        lines.write(line)
+    lines.close()
+    assert (tmp_path / "lines").read_bytes() == b"".join(written)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 
 from kvrelay.engine.make import make_runner
 from kvrelay.engine.runner import TransformersRunner
+from tests.fakes.pretended_cuda import Machine, pretend_cuda
 from tests.tiny_models import build_model
 
 
@@ -39,3 +41,17 @@ def runner_of(model_dir: Callable[[str], Path]) -> Callable[[str], TransformersR
         return runners[name]
 
     return get
+
+
+@pytest.fixture(params=["late", "any time"])
+def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
+    """Two pretended GPUs, on which things run as late as can be, or whenever they may."""
+    with pretend_cuda(Machine(2, random=None if request.param == "late" else Random(0))) as found:
+        yield found
+
+
+@pytest.fixture
+def late() -> Iterator[Machine]:
+    """Two pretended GPUs, on which things run as late as can be."""
+    with pretend_cuda(Machine(2)) as found:
+        yield found

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
+import torch
 
+from kvrelay.engine import in_flight
 from kvrelay.engine.batch import ModelRunner, RowResult, SequenceKey, WorkerBatch, WorkerRow
+from kvrelay.engine.runner import TransformersRunner
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 
 
@@ -67,14 +73,49 @@ def start(
     runner: ModelRunner, prompts: list[list[int]], sampling: Sampling, num_output: int, seed: int = 0
 ) -> list[Driven]:
     """Sequences for these prompts, known to the runner."""
+    return _start(runner, prompts, [sampling] * len(prompts), num_output, seed)
+
+
+def start_each(runner: ModelRunner, samplings: Sequence[Sampling], num_output: int, seed: int = 0) -> list[Driven]:
+    """A sequence for each of these, with a prompt of its own, known to the runner."""
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(0, 300, rng.integers(1, 40)).tolist() for _ in samplings]
+    return _start(runner, prompts, samplings, num_output, seed)
+
+
+def _start(
+    runner: ModelRunner, prompts: list[list[int]], samplings: Sequence[Sampling], num_output: int, seed: int
+) -> list[Driven]:
     tables = scatter_blocks(runner, [len(prompt) + num_output for prompt in prompts], seed)
     sequences = [
         Driven((f"request-{seed}", 0, index), prompt, sampling, num_output, blocks)
-        for index, (prompt, blocks) in enumerate(zip(prompts, tables, strict=True))
+        for index, (prompt, sampling, blocks) in enumerate(zip(prompts, samplings, tables, strict=True))
     ]
     for sequence in sequences:
-        runner.add_sequence(sequence.key, sampling, sequence.prompt, len(sequence.prompt))
+        runner.add_sequence(sequence.key, sequence.sampling, sequence.prompt, len(sequence.prompt))
     return sequences
+
+
+@contextmanager
+def failing_logits(runner: TransformersRunner, message: str, *, settles: bool) -> Iterator[list[str]]:
+    """The model fails where logits are asked of it, and then the device ends what it was asked for, or never does.
+
+    What is given lists the two as they come: "failed", "waited".
+    """
+    order: list[str] = []
+
+    def fail(_: torch.Tensor) -> torch.Tensor:
+        order.append("failed")
+        raise RuntimeError(message)
+
+    def settle(_: torch.device) -> bool:
+        order.append("waited")
+        return settles
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner._model, "logits", fail)
+        patch.setattr(in_flight, "is_settled", settle)
+        yield order
 
 
 def run(runner: ModelRunner, sequences: list[Driven], seed: int = 0, max_chunk: int = 24) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvrelay.engine import in_flight, sampler, truncation
+from kvrelay.engine import sampler, truncation
 from kvrelay.engine.batch import BeamRow, BlockCopies, BlockCopy, DeviceLost, RowsFailed, WorkerBatch, WorkerRow
 from kvrelay.engine.in_flight import StepInFlight
 from kvrelay.engine.model import CausalModel, load_model, open_source
@@ -21,7 +21,7 @@ from kvrelay.engine.waits import Waits
 from kvrelay.protocol.sampling import Sampling
 from tests.fakes.fake_cuda_graphs import CapturableTorchBackend, FakeRecorder
 from tests.fakes.late_copies import LateCopies
-from tests.unit.engine.driving import Driven, run, start
+from tests.unit.engine.driving import Driven, failing_logits, run, start
 from tests.unit.engine.driving_ahead import AheadDriver
 from tests.unit.engine.test_graphs import graphs_of
 
@@ -274,21 +274,9 @@ def test_a_launch_that_fails_leaves_nothing_under_way_and_the_step_before_as_it_
     runner = runner_over(models("qwen3"))
     sequences, first = decoding(runner)
     launched, second = runner.launch(first), behind(sequences, first)
-    order: list[str] = []
-
-    def fail(_: torch.Tensor) -> torch.Tensor:
-        order.append("failed")
-        raise RuntimeError("out of memory")
-
-    def settle(_: torch.device) -> bool:
-        order.append("waited")
-        return settles
-
-    with monkeypatch.context() as patch:
-        patch.setattr(runner._model, "logits", fail)
-        patch.setattr(in_flight, "is_settled", settle)
-        with pytest.raises(RuntimeError if settles else DeviceLost, match="out of memory"):
-            runner.launch(second)
+    raised = pytest.raises(RuntimeError if settles else DeviceLost, match="out of memory")
+    with failing_logits(runner, "out of memory", settles=settles) as order, raised:
+        runner.launch(second)
     assert order == ["failed", "waited"]
     drawn = [row.token_id for row in launched.land().rows]
     again = runner.execute(second)  # with the tokens that have landed

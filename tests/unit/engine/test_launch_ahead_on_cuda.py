@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 
 import numpy as np
 import pytest
@@ -20,8 +19,8 @@ from kvrelay.engine.make import make_runner
 from kvrelay.engine.runner import TransformersRunner
 from kvrelay.protocol.sampling import Sampling
 from tests.fakes import pretended_flashinfer
-from tests.fakes.pretended_cuda import NO_PRETENCE, Machine, Stream, pretend_cuda
-from tests.unit.engine.driving import Driven, run, scatter_blocks
+from tests.fakes.pretended_cuda import NO_PRETENCE, Machine, Stream
+from tests.unit.engine.driving import Driven, run, start_each
 from tests.unit.engine.driving_ahead import AheadDriver
 
 pytestmark = [pytest.mark.unit, pytest.mark.skipif(bool(NO_PRETENCE), reason=NO_PRETENCE)]
@@ -37,18 +36,6 @@ SAMPLINGS = (
 )
 
 
-@pytest.fixture(params=["late", "any time"])
-def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
-    with pretend_cuda(Machine(2, random=None if request.param == "late" else Random(0))) as found:
-        yield found
-
-
-@pytest.fixture
-def late() -> Iterator[Machine]:
-    with pretend_cuda(Machine(2)) as found:
-        yield found
-
-
 @pytest.fixture(autouse=True)
 def _with_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", pretended_flashinfer)
@@ -58,16 +45,7 @@ def _with_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def started(runner: TransformersRunner, samplings: tuple[Sampling, ...], seed: int = 0) -> list[Driven]:
     """A sequence for each."""
-    rng = np.random.default_rng(seed)
-    prompts = [rng.integers(0, 300, rng.integers(1, 40)).tolist() for _ in samplings]
-    tables = scatter_blocks(runner, [len(prompt) + NUM_OUTPUT for prompt in prompts], seed)
-    sequences = [
-        Driven((f"r{seed}", 0, index), prompt, sampling, NUM_OUTPUT, blocks)
-        for index, (prompt, sampling, blocks) in enumerate(zip(prompts, samplings, tables, strict=True))
-    ]
-    for sequence in sequences:
-        runner.add_sequence(sequence.key, sequence.sampling, sequence.prompt, len(sequence.prompt))
-    return sequences
+    return start_each(runner, samplings, NUM_OUTPUT, seed)
 
 
 def sixteen_bit(directory: Path, sizes: tuple[int, ...] = ()) -> TransformersRunner:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from random import Random
 
 import numpy as np
 import pytest
@@ -32,9 +31,9 @@ from kvrelay.protocol.sampling import BeamSpec, Sampling
 from kvrelay.worker.calibrate import measure_costs
 from kvrelay.worker.main import load_runner
 from tests.fakes import pretended_flashinfer
-from tests.fakes.pretended_cuda import NO_PRETENCE, Machine, pretend_cuda
+from tests.fakes.pretended_cuda import NO_PRETENCE, Machine
 from tests.tiny_models import ARCHITECTURES
-from tests.unit.engine.driving import Driven, run, scatter_blocks
+from tests.unit.engine.driving import Driven, run, start_each
 
 pytestmark = [pytest.mark.unit, pytest.mark.skipif(bool(NO_PRETENCE), reason=NO_PRETENCE)]
 GPU = "cuda:1"  # the thread's own is another one until kvrelay takes it
@@ -52,19 +51,6 @@ SAMPLINGS = (
 )
 
 
-@pytest.fixture(params=["late", "any time"])
-def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
-    """Two devices, on which things run as late as can be, or whenever they may."""
-    with pretend_cuda(Machine(2, random=None if request.param == "late" else Random(0))) as found:
-        yield found
-
-
-@pytest.fixture
-def late() -> Iterator[Machine]:
-    with pretend_cuda(Machine(2)) as found:
-        yield found
-
-
 @pytest.fixture
 def with_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", pretended_flashinfer)
@@ -74,15 +60,7 @@ def with_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def drive(runner: TransformersRunner, samplings: tuple[Sampling, ...] = SAMPLINGS, seed: int = 0) -> list[Driven]:
     """A sequence for each, in steps that mix chunks and single tokens."""
-    rng = np.random.default_rng(seed)
-    prompts = [rng.integers(0, 300, rng.integers(1, 40)).tolist() for _ in samplings]
-    tables = scatter_blocks(runner, [len(prompt) + NUM_OUTPUT for prompt in prompts], seed)
-    sequences = [
-        Driven((f"r{seed}", 0, index), prompt, sampling, NUM_OUTPUT, blocks)
-        for index, (prompt, sampling, blocks) in enumerate(zip(prompts, samplings, tables, strict=True))
-    ]
-    for sequence in sequences:
-        runner.add_sequence(sequence.key, sequence.sampling, sequence.prompt, len(sequence.prompt))
+    sequences = start_each(runner, samplings, NUM_OUTPUT, seed)
     run(runner, sequences, seed)
     for sequence in sequences:
         runner.drop_sequence(sequence.key)

@@ -13,7 +13,6 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvrelay.backends.torch_sdpa import TorchBackend
-from kvrelay.engine import in_flight
 from kvrelay.engine import runner as runner_module
 from kvrelay.engine.batch import BeamRow, BlockCopy, DeviceLost, WorkerBatch, WorkerRow
 from kvrelay.engine.device import Moment
@@ -23,7 +22,7 @@ from kvrelay.engine.runner import TransformersRunner
 from kvrelay.protocol.sampling import Sampling
 from tests.fakes.late_copies import LateCopies
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE
-from tests.unit.engine.driving import Driven, run, start
+from tests.unit.engine.driving import Driven, failing_logits, run, start
 
 pytestmark = pytest.mark.unit
 RunnerOf = Callable[[str], TransformersRunner]
@@ -210,21 +209,9 @@ def test_a_step_that_fails_leaves_nothing_under_way(
     """Its blocks may be others' next. Where the device never ends what it was asked for, only a new process goes on."""
     runner = runner_of("llama")
     (sequence,) = start(runner, make_prompts((9,)), GREEDY, num_output=1, seed=8)
-    order: list[str] = []
-
-    def fail(_: torch.Tensor) -> torch.Tensor:
-        order.append("failed")
-        raise RuntimeError("an illegal memory access was encountered")
-
-    def settle(_: torch.device) -> bool:
-        order.append("waited")
-        return settles
-
-    with monkeypatch.context() as patch:
-        patch.setattr(runner._model, "logits", fail)
-        patch.setattr(in_flight, "is_settled", settle)
-        with pytest.raises(RuntimeError if settles else DeviceLost, match="an illegal memory access"):
-            runner.execute(WorkerBatch(0, [sequence.row(9)]))
+    raised = pytest.raises(RuntimeError if settles else DeviceLost, match="an illegal memory access")
+    with failing_logits(runner, "an illegal memory access was encountered", settles=settles) as order, raised:
+        runner.execute(WorkerBatch(0, [sequence.row(9)]))
     assert order == ["failed", "waited"]
     assert runner.execute(WorkerBatch(1, [sequence.row(9)])).rows[0].token_id is not None
 

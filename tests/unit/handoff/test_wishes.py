@@ -11,7 +11,8 @@ from kvrelay.kv.pool import Owner
 from kvrelay.scheduling.base import QueueOrderName, SchedulerSettings
 from kvrelay.scheduling.orders import ORDERS
 from kvrelay.scheduling.sequence import Sequence
-from kvrelay_decode.handoff import ReceiverHandoff
+from kvrelay_decode.receiver_events import ReservationOpened
+from kvrelay_decode.receiver_handoff import ReceiverHandoff
 from kvrelay_decode.request import DecodeRequest
 from kvrelay_decode.wishes import Wishes
 from tests.unit.scheduling.bench import ADOPTED_FIRST_TOKEN, Bench, make_sequence
@@ -174,7 +175,7 @@ class Decoding(Waiting):
         self.wishes.granted(request)
         if request.sequence.num_computed < request.sequence.num_tokens:
             self.received.add(request.sequence.key)
-        request.handoff.granted("r", 0, request.sequence.table.num_blocks, needs_quarantine=False)
+        request.handoff.handle(ReservationOpened("r", 0, request.sequence.table.num_blocks, needs_quarantine=False))
         self.receiving.append((request, self.round + 2))
         num_running = self.bench.scheduler.num_slots + len(self.receiving)
         assert num_running <= self.bench.scheduler.limits.max_running

@@ -19,11 +19,7 @@ from kvrelay.protocol.sampling import FinishReason
 from kvrelay.telemetry.event_log import EventLog
 from kvrelay.telemetry.tracing import Tracer
 from kvrelay_router.dispatch.attempt import SequenceAttempts, SequenceSpec
-from kvrelay_router.dispatch.events import (
-    Cancelled,
-    StopMatched,
-    WorkerBack,
-)
+from kvrelay_router.dispatch.events import Cancelled, StopMatched, WorkerBack
 from kvrelay_router.dispatch.handle import Pushes, RunningRequest
 from kvrelay_router.dispatch.inbox import Inbox
 from kvrelay_router.dispatch.interface import (

@@ -20,13 +20,7 @@ from kvrelay.protocol.messages import (
     TokenEntry,
 )
 from kvrelay.protocol.sampling import FinishReason
-from kvrelay_router.dispatch.events import (
-    AttemptFailed,
-    DecodeNeeded,
-    Event,
-    FirstTokenCame,
-    WorkerLost,
-)
+from kvrelay_router.dispatch.events import AttemptFailed, DecodeNeeded, Event, FirstTokenCame, WorkerLost
 from kvrelay_router.dispatch.load import worker_key
 from kvrelay_router.dispatch.placement import Placement
 from kvrelay_router.dispatch.runner import SendMessage, SequenceRunner

@@ -23,7 +23,7 @@ from kvrelay_router.fleet_view import FleetView
 from kvrelay_router.routing.candidates import Candidate, Candidates, Decision, Demand, NoPlacement
 from kvrelay_router.routing.expected_prefixes import ExpectedPrefixes
 from kvrelay_router.routing.policy import PolicyName, decide, decide_decode
-from kvrelay_router.routing.prefix_heat import PrefixHeat
+from kvrelay_router.routing.prefix_popularity import PrefixPopularity
 from kvrelay_router.routing.prefix_view import PrefixView, WorkerId
 
 log = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ class Placement:
         self._policy = policy
         self._local_prefill_tokens = local_prefill_tokens
         self._prefixes = ExpectedPrefixes(index, None if index is None else EXPECTED_LIFETIME_S)
-        self._heat = PrefixHeat()
+        self._popularity = PrefixPopularity()
         self._reuse = Reuse()
         self._ordinal = 0
 
@@ -185,7 +185,7 @@ class Placement:
         demand = Demand(
             request_id=request_id,
             num_prompt_tokens=prompt.num_tokens + num_output,
-            heat=self._heat_of(prompt, candidates, cached),
+            popularity=self._popularity_of(prompt, candidates, cached),
             reuse=self._reuse.share,
             now_s=self._clock(),
             needs_decode=needs_decode,
@@ -210,8 +210,8 @@ class Placement:
         self._prefixes.now = self._clock()
         if decision.computes is not None:
             chosen = decision.computes
-            if not prompt.sent_to:  # choices of one request and its retries do not heat a prefix
-                self._heat.used(prompt.hashes(chosen.fingerprint, chosen.block_size), self._clock())
+            if not prompt.sent_to:  # choices of one request and its retries do not make a prefix popular
+                self._popularity.used(prompt.hashes(chosen.fingerprint, chosen.block_size), self._clock())
                 self._reuse.count(decision.num_cached_tokens, prompt.num_tokens)
             self._view.gave(decision.computes, max(0, prompt.num_tokens - decision.num_cached_tokens))
         for worker in (decision.prefill, decision.decode):
@@ -264,7 +264,7 @@ class Placement:
         heard = [worker for worker in workers if silent_s(worker.peer) <= lately_s]
         return workers if len(heard) == len(workers) or not heard else tuple(heard)
 
-    def _heat_of(self, prompt: PromptPrefixes, candidates: Candidates, cached: Mapping[WorkerId, int]) -> float:
+    def _popularity_of(self, prompt: PromptPrefixes, candidates: Candidates, cached: Mapping[WorkerId, int]) -> float:
         """Of the longest prefix that a prefill worker holds."""
         num_held, holder = 0, None
         for worker in candidates.prefill:
@@ -272,7 +272,7 @@ class Placement:
                 num_held, holder = held, worker
         if holder is None:
             return 0.0
-        return self._heat.of(prompt.hashes(holder.fingerprint, holder.block_size)[:num_held], self._clock())
+        return self._popularity.of(prompt.hashes(holder.fingerprint, holder.block_size)[:num_held], self._clock())
 
     def _cached_blocks(self, prompt: PromptPrefixes, candidates: Candidates) -> Mapping[WorkerId, int]:
         self._prefixes.now = self._clock()

@@ -70,7 +70,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     ordinal: int = 0
     avoid: frozenset[str] = frozenset()  # worker ids to be taken only where no others are
     local_prefill_tokens: int | None = None  # up to so many go to decode alone; None: the policy's own judgement
-    heat: float = 0.0  # other requests of late that share what is cached of the prompt, see `PrefixHeat`
+    popularity: float = 0.0  # other requests of late that share what is cached of the prompt, see `PrefixPopularity`
     now_s: float = 0.0  # when it is placed
     reuse: float = 0.0  # share of the prompt tokens of late that were found cached: what a cached token is good for
     affinity: str = ""  # what `sticky` keeps together: a session, a user, or the prompt's beginning

@@ -79,7 +79,7 @@ def prices_s(candidates: Sequence[Candidate], waits: Sequence[Expected], estimat
     mean_queue_s = sum([wait.queue_s for wait in waits]) / len(candidates)
     weight = min(MOST_WEIGHT, BASE_WEIGHT + QUEUE_WEIGHT * mean_queue_s / max(longest_s, 1e-9))
     mean_recent = sum([candidate.recent_tokens for candidate in candidates]) / len(candidates)
-    reuse, shared_by = estimates.demand.reuse, (1 + estimates.demand.heat) ** 2
+    reuse, shared_by = estimates.demand.reuse, (1 + estimates.demand.popularity) ** 2
     prices = []
     for candidate, num_cached, wait in zip(candidates, cached, waits, strict=True):
         # Both by this worker's speed: what is left of the difference between two workers is what one of them holds.

@@ -21,7 +21,7 @@ from kvrelay.protocol.sampling import FinishReason, Sampling
 from kvrelay.telemetry.tracer import Tracer
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.interface import GenerateRequest, NoWorkerReady, RequestFailed
-from kvrelay_router.dispatch.running import DispatchSettings
+from kvrelay_router.dispatch.running_sequence import DispatchSettings
 from tests.fakes.hash_runner import EOS_TOKEN_ID, VOCAB_SIZE, HashRunner, expected_tokens
 from tests.fakes.workers import LocalWorker
 

@@ -20,7 +20,7 @@ from kvrelay_router.dispatch.load import Held, OutstandingLoad, worker_key
 from kvrelay_router.dispatch.placement import Placement, PromptPrefixes, work_of
 from kvrelay_router.fleet_view import FleetView
 from kvrelay_router.routing import prefix_popularity
-from kvrelay_router.routing.candidates import Candidate, Candidates, Decision, Demand, Role
+from kvrelay_router.routing.candidates import Candidate, CandidateWorkers, Decision, Demand, Role
 from kvrelay_router.routing.expected_prefixes import ExpectedPrefixes
 from kvrelay_router.routing.policy import PolicyName, decide
 from kvrelay_router.routing.prefix_popularity import FORGET_S, HALF_LIFE_S, PrefixPopularity
@@ -48,7 +48,7 @@ def demand(num_prompt_tokens: int = 4096, **options: Any) -> Demand:
 
 
 def choose(wish: Demand, cached: dict[str, int], *workers: Candidate, policy: PolicyName = "cost") -> Decision:
-    decision = decide(policy, wish, Candidates.of(workers), cached)
+    decision = decide(policy, wish, CandidateWorkers.of(workers), cached)
     assert isinstance(decision, Decision)
     return decision
 

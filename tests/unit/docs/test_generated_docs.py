@@ -10,9 +10,9 @@ from typing import get_args
 import pytest
 
 from kvrelay.config import RouterConfig, WorkerConfig, reference
-from kvrelay.config.up import UpConfig
+from kvrelay.config.up_config import UpConfig
 from kvrelay.protocol.messages import AnyBody
-from kvrelay.worker.readings import SAID_OTHERWISE, TOTALS
+from kvrelay.worker.worker_samples import SAID_OTHERWISE, TOTALS
 from scripts import docs
 
 ROOT = Path(__file__).parents[3]

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from kvrelay.fleet.limits import OwnLimits, SharedLimits
+from kvrelay.fleet.key_limits import OwnLimits, SharedLimits
 from kvrelay_router.access.rate_limiter import RateLimiter
 from kvrelay_router.asgi.auth_middleware import AuthMiddleware
 from kvrelay_router.asgi.fast_path import Endpoint, FastPathRouter

@@ -17,7 +17,7 @@ import pytest
 
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.simulated.model import read_facts
-from kvrelay.simulated.tokens import continuation
+from kvrelay.simulated.vocabulary import continuation
 from tests.e2e.conftest import DEMO_MODEL
 from tests.fakes.stack import Stack
 

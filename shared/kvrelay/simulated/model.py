@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvrelay.simulated.tokens import Vocabulary
+from kvrelay.simulated.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, slots=True)

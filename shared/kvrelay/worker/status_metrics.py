@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvrelay.protocol.messages import Status
 from kvrelay.telemetry.readings import Readings, plain, points
 
-NOT_DEPTHS = {"queued_tokens": "kvrelay.queue.tokens", "tombstones": "kvrelay.tombstones"}
+NOT_DEPTHS = {"queued_tokens": "kvrelay.queue.tokens", "cancelled_requests": "kvrelay.cancelled_requests"}
 """Of a status' queues, those that count something else than sequences in a state."""
 
 TOTALS: dict[str, tuple[str, str, str]] = {
@@ -62,7 +62,7 @@ TOTALS: dict[str, tuple[str, str, str]] = {
 }
 """Total of a status to metric, attribute and its value."""
 
-SAID_OTHERWISE = frozenset({"steps", "preemptions", "prompt_blocks", "failed_transfers"})
+TOTALS_WITHOUT_METRIC = frozenset({"steps", "preemptions", "prompt_blocks", "failed_transfers"})
 """Totals that are sums of others, or a counter with a cause."""
 
 DELAYER_REASON = "prefill_delayer: "
@@ -70,7 +70,7 @@ COUNTERS = ("handoff_failures.",)
 """Beginnings of totals that are the sums of instruments."""
 
 
-def status_readings(status: Status) -> Readings:
+def status_metrics(status: Status) -> Readings:
     """All of it but the histograms and counters that are instruments: those are read from these. A total that has no
     metric is left out, see `unknown_totals`."""
     depths = {name: depth for name, depth in status.queues.items() if name not in NOT_DEPTHS}
@@ -98,5 +98,5 @@ def status_readings(status: Status) -> Readings:
 
 def unknown_totals(status: Status) -> set[str]:
     """Totals that somebody forgot to make a metric of."""
-    known = TOTALS.keys() | SAID_OTHERWISE
+    known = TOTALS.keys() | TOTALS_WITHOUT_METRIC
     return {total for total in status.totals.keys() - known if not total.startswith((*COUNTERS, DELAYER_REASON))}

@@ -29,9 +29,9 @@ from kvrelay.engine.batch import (
 from kvrelay.engine.profile import SWAP_PART
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
-from kvrelay.simulated.model import ModelFacts, read_facts
+from kvrelay.simulated.model_facts import ModelFacts, read_facts
 from kvrelay.simulated.profiles import Profile, StepLoad, find_profile
-from kvrelay.simulated.vocabulary import (
+from kvrelay.simulated.token_hash import (
     END_EVERY,
     MISPLACED,
     SUM_BITS,

@@ -9,8 +9,8 @@ from pathlib import Path
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.engine.batch import ModelSpec
 from kvrelay.fleet.index import IndexPublisher
-from kvrelay.fleet.records import WorkerRecord
-from kvrelay.fleet.registry import Registry
+from kvrelay.fleet.worker_record import WorkerRecord
+from kvrelay.fleet.worker_registry import Registry
 from kvrelay.kv.ablations import NullCache, TableCache
 from kvrelay.kv.cache import Cache
 from kvrelay.kv.pool import BlockPool

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 from kvrelay.engine.batch import SequenceKey
 from kvrelay.protocol.messages import AnyBody, Cancel, Failed, Header, PeerRef, Prompt, Stop
 from kvrelay.scheduling.sequence import Sequence
-from kvrelay.telemetry.tracing import trace_fields
+from kvrelay.telemetry.tracer import trace_fields
 from kvrelay.worker.cancelled_requests import CancelledRequestCache
 from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.sequences import make_sequence, sequence_key

@@ -39,7 +39,7 @@ from kvrelay.scheduling.plan import PlannedRow, SequenceOutput, StepPlan
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.telemetry.instruments import SECONDS, TOKENS, Histogram
 from kvrelay.telemetry.metrics_store import MetricsStore
-from kvrelay.telemetry.sequence_stays import SequenceStays
+from kvrelay.telemetry.sequence_spans import SequenceSpans
 from kvrelay.telemetry.step_trace import Mark, StepEventName
 from kvrelay.worker.launch import Flight, MakeLauncher, ThreadLauncher
 from kvrelay.worker.load_report import SpeedMeter
@@ -165,7 +165,7 @@ class StepLoop:
         *,
         overlap: bool = True,
         make_launcher: MakeLauncher = ThreadLauncher,
-        stays: SequenceStays | None = None,
+        spans: SequenceSpans | None = None,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
@@ -173,7 +173,7 @@ class StepLoop:
         self.overlap = overlap
         self.speeds = SpeedMeter()
         self._metrics = metrics
-        self._stays = stays
+        self._spans = spans
         self._trace = metrics.trace if metrics is not None else None
         self._launcher = make_launcher(runner, self._trace)
         self._wake = asyncio.Event()
@@ -189,8 +189,8 @@ class StepLoop:
             self.scheduler.add(sequence)
         if self._metrics is not None:
             self._metrics.arrived(sequence, is_running=False)
-        if self._stays is not None:
-            self._stays.arrived(sequence, is_running=False)
+        if self._spans is not None:
+            self._spans.arrived(sequence, is_running=False)
 
     def adopt(self, sequence: Sequence, candidates: BeamCandidates | None = None) -> SequenceOutput | None:
         """Takes over a sequence whose prompt is computed, see `Scheduler.adopt`. Raises as `add` does."""
@@ -199,8 +199,8 @@ class StepLoop:
             output = self.scheduler.adopt(sequence, candidates)
         if self._metrics is not None:
             self._metrics.arrived(sequence, is_running=True)
-        if self._stays is not None:
-            self._stays.arrived(sequence, is_running=True)
+        if self._spans is not None:
+            self._spans.arrived(sequence, is_running=True)
         if output is not None:
             self.forget(sequence.key)
         return output
@@ -215,8 +215,8 @@ class StepLoop:
         """Drops the sampler's state of a sequence that left, once no step in flight or planned uses it."""
         if self._metrics is not None:
             self._metrics.left(key)
-        if self._stays is not None:
-            self._stays.left(key)
+        if self._spans is not None:
+            self._spans.left(key)
         if self._last_landed < self._last_planned:
             self._forget.append((self._last_planned, key))
         else:
@@ -314,8 +314,8 @@ class StepLoop:
         self.totals.schedule_s += step.schedule_s
         if self._metrics is not None:
             self._metrics.planned(plan)
-        if self._stays is not None:
-            self._stays.planned(plan)
+        if self._spans is not None:
+            self._spans.planned(plan)
         if plan.has_work:
             self._last_planned = plan.step
         callbacks.planned(plan)
@@ -337,12 +337,12 @@ class StepLoop:
         self._note("committed", plan)
         if self._metrics is not None:
             self._metrics.committed(plan, result, outputs, self.scheduler, step.schedule_s, commit_s, **how)
-        if self._stays is not None:
-            self._stays.committed(plan, result, outputs, len(self.scheduler.running))
+        if self._spans is not None:
+            self._spans.committed(plan, result, outputs, len(self.scheduler.running))
         for output in outputs:
             if output.finish is not None:
-                if self._stays is not None:
-                    self._stays.left(output.sequence.key, output.finish)
+                if self._spans is not None:
+                    self._spans.left(output.sequence.key, output.finish)
                 self.forget(output.sequence.key)
         callbacks.committed(outputs)
         self._note("published", plan)

@@ -10,9 +10,9 @@ from typing import get_args
 import pytest
 
 from kvrelay.config import RouterConfig, WorkerConfig, reference
-from kvrelay.config.up import UpConfig
+from kvrelay.config.up_config import UpConfig
 from kvrelay.protocol.messages import AnyBody
-from kvrelay.worker.status_metrics import TOTALS, TOTALS_WITHOUT_METRIC
+from kvrelay.worker.worker_samples import TOTALS
 from scripts import docs
 
 ROOT = Path(__file__).parents[3]

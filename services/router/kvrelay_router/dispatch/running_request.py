@@ -13,7 +13,7 @@ from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay_router.dispatch.interface import DeltaSink, GenerateRequest, RequestFailed, SequenceDelta, ServedBy
 
 
-class Pushes:
+class PushQueue:
     """Pushes what came for many requests in one callback, once everything that arrived with it is there: tokens of one
     sequence that arrived together go out together."""
 
@@ -40,7 +40,7 @@ class RunningRequest:
         request: GenerateRequest,
         on_stop: Callable[[RunningRequest, int], None],
         on_cancel: Callable[[RunningRequest], None],
-        pushes: Pushes | None = None,
+        pushes: PushQueue | None = None,
     ) -> None:
         self.request = request
         self.served_by = ServedBy()
@@ -50,7 +50,7 @@ class RunningRequest:
         self._unfinished = set(range(request.num_sequences))
         self._error: RequestFailed | None = None
         self._waiter: asyncio.Future[None] | None = None  # of whoever sleeps in `deltas`
-        self._pushes = pushes or Pushes()
+        self._pushes = pushes or PushQueue()
         self._sink: DeltaSink | None = None
         self._sink_began = False  # it was ready once
         self._sink_error: Exception | None = None

@@ -16,11 +16,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvrelay.process import event_loop_factory
-from kvrelay_bench.flags import Plan, WrongFlags, read_flags
+from kvrelay_bench.flags import BenchFlagError, BenchPlan, read_flags
 from kvrelay_bench.http import BadUrl, Client, ConnectionLost
-from kvrelay_bench.load import Outcome, Point, run_load
-from kvrelay_bench.measure import Figures, Ratio, figures
-from kvrelay_bench.plot import Drawn, draw
+from kvrelay_bench.load_figures import LoadFigures, Ratio, figures
+from kvrelay_bench.load_generator import LoadOutcome, LoadPoint, run_load
+from kvrelay_bench.load_plots import PlottedLoad, draw
 from kvrelay_bench.report import COMPARED, comparison_table, load_table, remarks, value_of
 from kvrelay_bench.workload import Ask
 from kvrelay_simulator.traces import BadTrace
@@ -40,8 +40,8 @@ class Measured:
     point: str
     endpoint: str
     round: int
-    figures: Figures
-    outcome: Outcome = field(repr=False)
+    figures: LoadFigures
+    outcome: LoadOutcome = field(repr=False)
 
     def as_json(self, *, with_requests: bool) -> dict[str, Any]:
         """JSON-ready."""
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan = read_flags(argv, os.environ)
         with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
             results = runner.run(Bench(plan).run())
-    except (WrongFlags, BadTrace, BadUrl) as error:
+    except (BenchFlagError, BadTrace, BadUrl) as error:
         print(f"kvrelay bench: {error}", file=sys.stderr)
         return 2
     except CannotRun as error:
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 class Bench:
     """One run: warms up, then one load after the other, on each endpoint in turn."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: BenchPlan) -> None:
         self._plan = plan
         self._clients = {name: Client(endpoint) for name, endpoint in plan.endpoints.items()}
         self._models: dict[str, str] = {}
@@ -101,18 +101,18 @@ class Bench:
     async def _warm_up(self, name: str, client: Client) -> None:
         if not self._plan.warm_up:
             return
-        point = Point("warm-up", self._plan.warm_up, concurrency=4)
+        point = LoadPoint("warm-up", self._plan.warm_up, concurrency=4)
         outcome = await self._run(name, client, point, f"{name}: warm-up")
         errors = [record.error for record in outcome.records if record.error]
         if len(errors) == len(outcome.records):
             raise CannotRun(f"{client.endpoint.url}: no request of the warm-up succeeded; the first: {errors[0]}")
 
-    async def _measure(self, name: str, point: Point, number: int) -> Measured:
+    async def _measure(self, name: str, point: LoadPoint, number: int) -> Measured:
         title = f"{name}: {point.name}" + (f", round {number + 1}" if self._plan.rounds > 1 else "")
         outcome = await self._run(name, self._clients[name], point, title)
         return Measured(point.name, name, number, figures(outcome, self._plan.slo), outcome)
 
-    async def _run(self, name: str, client: Client, point: Point, title: str) -> Outcome:
+    async def _run(self, name: str, client: Client, point: LoadPoint, title: str) -> LoadOutcome:
         with _progress(title, len(point.asks)) as on_end:
             bodies = [self._body(name, client, ask) for ask in point.asks]
             return await run_load(client, point, bodies, self._plan.timeout_s, on_end)
@@ -149,7 +149,7 @@ def _progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda ended: bar.update(task, completed=ended)
 
 
-def _tell(plan: Plan, results: Sequence[Measured]) -> None:
+def _tell(plan: BenchPlan, results: Sequence[Measured]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 200)
     comparing = len(plan.endpoints) > 1
     named = [(_label(each, plan), each.figures) for each in results]
@@ -174,11 +174,11 @@ def _tell(plan: Plan, results: Sequence[Measured]) -> None:
         }
         plan.json_path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     if plan.plot_path is not None:
-        drawn = [Drawn(each.endpoint, each.point, each.figures, each.outcome.records) for each in results]
+        drawn = [PlottedLoad(each.endpoint, each.point, each.figures, each.outcome.records) for each in results]
         draw(drawn, plan.plot_path)
 
 
-def _label(measured: Measured, plan: Plan) -> str:
+def _label(measured: Measured, plan: BenchPlan) -> str:
     parts = [measured.point]
     if len(plan.endpoints) > 1:
         parts.insert(0, measured.endpoint)
@@ -187,6 +187,6 @@ def _label(measured: Measured, plan: Plan) -> str:
     return ", ".join(parts)
 
 
-def _ratio(a: Sequence[Figures], b: Sequence[Figures], path: str) -> dict[str, float | None]:
+def _ratio(a: Sequence[LoadFigures], b: Sequence[LoadFigures], path: str) -> dict[str, float | None]:
     ratio = Ratio.of([(value_of(one, path), value_of(other, path)) for one, other in zip(a, b, strict=True)])
     return {name: None if value != value else value for name, value in asdict(ratio).items()}

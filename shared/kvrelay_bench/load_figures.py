@@ -1,4 +1,4 @@
-"""Figures of a load. Times in seconds, from the time a request should have been sent."""
+"""LoadFigures of a load. Times in seconds, from the time a request should have been sent."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from kvrelay_bench.answer import Record
-from kvrelay_bench.load import Outcome
+from kvrelay_bench.answer_reader import Record
+from kvrelay_bench.load_generator import LoadOutcome
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 LATE_SHARE = 0.05
@@ -40,7 +40,7 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Slo:
+class BenchSlo:
     """Bounds that a good request keeps, in seconds; None: none."""
 
     ttft_s: float | None = None
@@ -64,7 +64,7 @@ class Slo:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class LoadFigures:
     """Of one load on one endpoint. Latencies are of the requests that succeeded; rates count those too, over the
     seconds from the first intended request to the last end. `goodput`: requests a second that keep the SLO.
 
@@ -110,7 +110,7 @@ class Figures:
         return found
 
 
-def figures(outcome: Outcome, slo: Slo) -> Figures:
+def figures(outcome: LoadOutcome, slo: BenchSlo) -> LoadFigures:
     """Of a load that has ended."""
     records = outcome.records
     good = [record for record in records if not record.error]
@@ -118,7 +118,7 @@ def figures(outcome: Outcome, slo: Slo) -> Figures:
     num_met = sum(map(slo.is_met, records))
     num_prompt = sum(record.num_prompt or 0 for record in good)
     cached = [record.num_cached for record in good if record.num_cached is not None]
-    return Figures(
+    return LoadFigures(
         num_requests=len(records),
         num_failed=len(records) - len(good),
         seconds=seconds,

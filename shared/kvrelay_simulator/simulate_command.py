@@ -15,17 +15,17 @@ from kvrelay.scheduling.registry import UnknownScheduler, check_scheduler_name
 from kvrelay.simulated.profiles import BUILT_IN, UnknownProfile, find_profile
 from kvrelay.telemetry.plots import NoMatplotlib, check_plot
 from kvrelay_router.routing.policy import PolicyName
-from kvrelay_simulator.figures import Figures, Outcome, Slo, Times, best_possible_hit_rate, figures
 from kvrelay_simulator.fleet import CannotServe, FleetSettings, SimulatedFleet
+from kvrelay_simulator.results import RunFigures, RunResult, RunSlo, Times, best_possible_hit_rate, figures
 from kvrelay_simulator.traces import BadTrace, TracedRequest, read_trace, scaled
 from kvrelay_simulator.workers import WorkerSettings
 
 
-class WrongFlags(ValueError):
+class SimulatorFlagError(ValueError):
     """Flags that do not go together; the text names them."""
 
 
-COLUMNS: list[tuple[str, Callable[[Figures], str]]] = [
+COLUMNS: list[tuple[str, Callable[[RunFigures], str]]] = [
     ("TTFT p50", lambda f: f"{f.ttft_p50_s:.3f}"),
     ("p90", lambda f: f"{f.ttft_p90_s:.3f}"),
     ("p99", lambda f: f"{f.ttft_p99_s:.3f}"),
@@ -47,7 +47,7 @@ NOTE = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     arguments = _parser().parse_args(argv)
-    slo = Slo(arguments.slo_ttft, arguments.slo_tpot)
+    slo = RunSlo(arguments.slo_ttft, arguments.slo_tpot)
     try:
         _check(arguments)
         trace = scaled(read_trace(arguments.trace, arguments.requests), arguments.rate)
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         results = [_run(name, settings, trace, slo) for name, settings in runs]
     except UnknownProfile as error:
         return _refuse(f"--profile {arguments.profile}: {error}")
-    except (WrongFlags, BadTrace, UnknownScheduler, CannotServe, NoMatplotlib) as error:
+    except (SimulatorFlagError, BadTrace, UnknownScheduler, CannotServe, NoMatplotlib) as error:
         return _refuse(str(error))
     print(table(results))
     print(NOTE.format(ttft=slo.ttft_s, tpot=slo.tpot_s))
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             content["best_ratio"] = best.name
         arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if arguments.plot is not None:
-        from kvrelay_simulator.plot import draw_runs, draw_sweep
+        from kvrelay_simulator.result_plots import draw_runs, draw_sweep
 
         (draw_sweep if arguments.sweep else draw_runs)(ratios if arguments.sweep else results, slo, arguments.plot)
     return 0
@@ -84,22 +84,22 @@ def _refuse(reason: str) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Raises WrongFlags, NoMatplotlib."""
+    """Raises SimulatorFlagError, NoMatplotlib."""
     total = arguments.prefill + arguments.decode
     if total < 1:
-        raise WrongFlags("--prefill and --decode: at least one worker is needed")
+        raise SimulatorFlagError("--prefill and --decode: at least one worker is needed")
     if arguments.sweep and (total < 2 or not arguments.decode):
-        raise WrongFlags("--sweep needs two workers or more, and --decode above 0")
+        raise SimulatorFlagError("--sweep needs two workers or more, and --decode above 0")
     if arguments.sweep and len(arguments.policy or ()) > 1:
-        raise WrongFlags("--sweep compares ratios: give one --policy")
+        raise SimulatorFlagError("--sweep compares ratios: give one --policy")
     if arguments.plot is not None:
         try:
             check_plot(arguments.plot)
         except ValueError as error:
-            raise WrongFlags(str(error)) from error
+            raise SimulatorFlagError(str(error)) from error
 
 
-def table(results: Sequence[Outcome]) -> str:
+def table(results: Sequence[RunResult]) -> str:
     """One line a run."""
     rows = [["", *(name for name, _ in COLUMNS)]]
     rows += [[each.name, *(show(each.figures) for _, show in COLUMNS)] for each in results]
@@ -128,14 +128,14 @@ def _runs(arguments: argparse.Namespace, base: FleetSettings) -> list[tuple[str,
     return runs
 
 
-def _run(name: str, settings: FleetSettings, trace: Sequence[TracedRequest], slo: Slo) -> Outcome:
+def _run(name: str, settings: FleetSettings, trace: Sequence[TracedRequest], slo: RunSlo) -> RunResult:
     fleet = SimulatedFleet(settings)
     requests = fleet.run(trace, _progress(name))
     fleet.check_integrity()
     size = settings.workers.block_size
     num_blocks = sum(worker.pool.num_blocks for worker in fleet.workers.values())
     best = best_possible_hit_rate((request.tokens() for request in trace), size, num_blocks)
-    return Outcome(name, settings.num_prefill, figures(fleet, requests, slo, best), Times.of(requests))
+    return RunResult(name, settings.num_prefill, figures(fleet, requests, slo, best), Times.of(requests))
 
 
 def _progress(name: str) -> Callable[[float], None]:

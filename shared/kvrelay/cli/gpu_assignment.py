@@ -22,7 +22,7 @@ ROLES: tuple[Role, ...] = ("prefill", "decode")
 _STEPS = 1_000_000  # of a share: as many digits as a flag carries
 
 
-class PlacementError(ValueError):
+class GpuAssignmentError(ValueError):
     """Workers cannot be placed so; the text names the field."""
 
 
@@ -37,7 +37,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class MemoryShares:
     """By role: what a worker is given (`stated`), or the `total` of a GPU of which the others get equal parts.
 
     A role in neither has pools of a size of their own, and no shares.
@@ -47,10 +47,10 @@ class Shares:
     stated: Mapping[Role, float] = field(default_factory=dict)
 
 
-def place(devices: Mapping[Role, Sequence[str]], counts: Mapping[Role, int], shares: Shares) -> list[Place]:
+def place(devices: Mapping[Role, Sequence[str]], counts: Mapping[Role, int], shares: MemoryShares) -> list[Place]:
     """Each worker's place, prefill's first. `devices`: as from `divide`.
 
-    Raises PlacementError: shares that do not fit on a GPU.
+    Raises GpuAssignmentError: shares that do not fit on a GPU.
     """
     places = [
         Place(role, number, devices[role][number % len(devices[role])])
@@ -76,7 +76,7 @@ def divide(devices: Sequence[str], counts: Mapping[Role, int]) -> dict[Role, Seq
     return {"prefill": devices[:best], "decode": devices[best:]}
 
 
-def _share(worker: Place, neighbours: Mapping[Role, int], shares: Shares) -> float | None:
+def _share(worker: Place, neighbours: Mapping[Role, int], shares: MemoryShares) -> float | None:
     """`neighbours`: how many of each role are on the worker's device, itself included."""
     stated = _stated(worker.device, neighbours, shares)
     if worker.role in shares.stated:
@@ -85,7 +85,7 @@ def _share(worker: Place, neighbours: Mapping[Role, int], shares: Shares) -> flo
         return None
     for role in neighbours:
         if role not in shares.stated and role not in shares.total:
-            raise PlacementError(
+            raise GpuAssignmentError(
                 f"{worker.role}_memory_utilization is needed: on device {worker.device} pools of {role} workers have a "
                 f"size of their own (num_blocks, kv_memory_bytes), so nobody knows what is left to share"
             )
@@ -93,18 +93,18 @@ def _share(worker: Place, neighbours: Mapping[Role, int], shares: Shares) -> flo
     others = sum(count for role, count in neighbours.items() if role not in shares.stated)
     share = math.floor((total - stated) / others * _STEPS) / _STEPS
     if share <= 0:
-        raise PlacementError(
+        raise GpuAssignmentError(
             f"memory_utilization = {total:g}: stated shares on device {worker.device} take {stated:g}, which leaves "
             f"nothing for {worker.role}-{worker.number}"
         )
     return share
 
 
-def _stated(device: str, neighbours: Mapping[Role, int], shares: Shares) -> float:
+def _stated(device: str, neighbours: Mapping[Role, int], shares: MemoryShares) -> float:
     """What is stated on a device, at most all of it."""
     here = {role: count for role, count in neighbours.items() if role in shares.stated}
     stated = math.fsum(shares.stated[role] * count for role, count in here.items())
     if stated > 1 + 1e-9:
         terms = (f"{count} x {role}_memory_utilization = {shares.stated[role]:g}" for role, count in here.items())
-        raise PlacementError(f"{' and '.join(terms)} are {stated:g} of device {device} (allowed: at most 1)")
+        raise GpuAssignmentError(f"{' and '.join(terms)} are {stated:g} of device {device} (allowed: at most 1)")
     return stated

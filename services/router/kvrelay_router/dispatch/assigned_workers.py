@@ -10,7 +10,7 @@ from kvrelay_router.dispatch.load import WorkerKey, worker_key
 
 
 @dataclass(slots=True)
-class Legs:
+class AssignedWorkers:
     """Of one sequence's current attempt; D's are found and left within it, while P keeps the K/V."""
 
     prefill: PeerRef | None = None

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from kvrelay_router.dispatch.attempt import SequenceAttempts
 from kvrelay_router.dispatch.events import AwaitLost, FindDecode, FindPlacement
-from kvrelay_router.dispatch.handle import RunningRequest
 from kvrelay_router.dispatch.load import Held
 from kvrelay_router.dispatch.placement import PromptPrefixes, Work
-from kvrelay_router.dispatch.records import RequestRecord, SequenceRecord
+from kvrelay_router.dispatch.records import RequestRecord, SequenceHistory
+from kvrelay_router.dispatch.running_request import RunningRequest
 from kvrelay_router.routing.policy import PolicyName
 
 
@@ -32,7 +32,7 @@ class DispatchSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedCacheHit:
     """What an attempt's placement expected of the cache, in tokens."""
 
     num_prompt: int
@@ -47,7 +47,7 @@ class CacheTally:
     num_predicted: int = 0
     num_found: int = 0
 
-    def add(self, expected: Expected, num_found: int) -> None:
+    def add(self, expected: ExpectedCacheHit, num_found: int) -> None:
         """A first token came."""
         self.num_prompt += expected.num_prompt
         self.num_predicted += min(expected.num_cached, expected.num_prompt)
@@ -82,9 +82,9 @@ class RunningSequence:
     index: int
     machine: SequenceAttempts
     running: Running
-    record: SequenceRecord
+    record: SequenceHistory
     held: Held = field(default_factory=Held)
-    expected: Expected | None = None  # of the cache, until it is known
+    expected: ExpectedCacheHit | None = None  # of the cache, until it is known
     trace: str = ""  # the current attempt's context
     fingerprint: str = ""  # of the current attempt's workers
     work: Work = field(default_factory=Work)  # of the current attempt, as its placement expected

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvrelay.simulated.vocabulary import Vocabulary
+from kvrelay.simulated.token_hash import Vocabulary
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,30 +11,30 @@ Labels = tuple[tuple[str, str], ...]
 """Attributes of a point, in the order of the metric's attributes."""
 
 
-class Point(NamedTuple):
+class MetricSample(NamedTuple):
     """One value of a metric."""
 
     labels: Labels
     value: float | HistogramReport
 
 
-Readings = dict[str, list[Point]]
+MetricSamples = dict[str, list[MetricSample]]
 """By the metric's name in the catalogue."""
 
 
-def points(attribute: str, values: Mapping[str, float]) -> list[Point]:
+def samples_by(attribute: str, values: Mapping[str, float]) -> list[MetricSample]:
     """One point a value of an attribute."""
-    return [Point(((attribute, key),), value) for key, value in values.items()]
+    return [MetricSample(((attribute, key),), value) for key, value in values.items()]
 
 
-def plain(value: float) -> list[Point]:
+def single_sample(value: float) -> list[MetricSample]:
     """A metric without attributes."""
-    return [Point((), value)]
+    return [MetricSample((), value)]
 
 
-def merged(parts: Iterable[Readings]) -> Readings:
-    """Several sources' readings; a metric of several sources has the points of all."""
-    whole: Readings = {}
+def merged(parts: Iterable[MetricSamples]) -> MetricSamples:
+    """Several sources' samples; a metric of several sources has the samples of all."""
+    whole: MetricSamples = {}
     for part in parts:
         for name, found in part.items():
             whole.setdefault(name, []).extend(found)

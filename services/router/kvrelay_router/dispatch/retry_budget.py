@@ -16,15 +16,15 @@ from dataclasses import dataclass, field
 
 from kvrelay_router.dispatch.load import WorkerKey
 
-MAX_VOID_ATTEMPTS = 20
+MAX_UNCOUNTED_ATTEMPTS = 20
 PROVEN_TOKENS = 16
 """After so many tokens an attempt, and its decode worker, has done well."""
-VOID_PAUSE_S = 0.1
-VOID_PAUSE_AT_MOST_S = 1.0
+UNCOUNTED_PAUSE_S = 0.1
+MAX_UNCOUNTED_PAUSE_S = 1.0
 
 
 @dataclass(slots=True)
-class Tries:
+class RetryBudget:
     """Of one sequence."""
 
     max_attempts: int
@@ -35,17 +35,17 @@ class Tries:
     @property
     def are_spent(self) -> bool:
         """Whether no other attempt may be made now."""
-        return self.num_counted >= self.max_attempts or self._num_void > MAX_VOID_ATTEMPTS
+        return self.num_counted >= self.max_attempts or self._num_void > MAX_UNCOUNTED_ATTEMPTS
 
     @property
     def may_recover(self) -> bool:
         """Whether a worker that is heard again would allow another attempt."""
-        return bool(self._lost) and self._num_void < MAX_VOID_ATTEMPTS
+        return bool(self._lost) and self._num_void < MAX_UNCOUNTED_ATTEMPTS
 
     @property
     def pause_s(self) -> float:
         """Before the attempt that follows a void one, growing."""
-        return float(min(VOID_PAUSE_AT_MOST_S, VOID_PAUSE_S * 2 ** (self._num_void - 1)))
+        return float(min(MAX_UNCOUNTED_PAUSE_S, UNCOUNTED_PAUSE_S * 2 ** (self._num_void - 1)))
 
     def ended(self, *, is_void: bool, num_tokens: int, silent: WorkerKey | None = None) -> None:
         """An attempt brought `num_tokens` new tokens and came to nothing; `silent`: because this worker was."""

@@ -17,7 +17,7 @@ MAX_BLOCKS = 1 << 18
 """About 20 MB; with blocks of 16 tokens, four million tokens of prompts."""
 
 
-class PrefixHeat:
+class PrefixPopularity:
     """Uses of each block of late. `now` is the caller's monotonic seconds."""
 
     def __init__(self) -> None:

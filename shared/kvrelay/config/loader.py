@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from kvrelay.config.router import RouterConfig
-from kvrelay.config.up import UpConfig
+from kvrelay.config.up_config import UpConfig
 from kvrelay.config.worker import WorkerConfig
 
 ENV_PREFIX = "KVRELAY_"

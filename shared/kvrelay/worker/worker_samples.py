@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvrelay.protocol.messages import Status
-from kvrelay.telemetry.readings import Readings, plain, points
+from kvrelay.telemetry.metric_samples import MetricSamples, samples_by, single_sample
 
 NOT_DEPTHS = {"queued_tokens": "kvrelay.queue.tokens", "cancelled_requests": "kvrelay.cancelled_requests"}
 """Of a status' queues, those that count something else than sequences in a state."""
@@ -70,30 +70,30 @@ COUNTERS = ("handoff_failures.",)
 """Beginnings of totals that are the sums of instruments."""
 
 
-def status_metrics(status: Status) -> Readings:
+def status_samples(status: Status) -> MetricSamples:
     """All of it but the histograms and counters that are instruments: those are read from these. A total that has no
     metric is left out, see `unknown_totals`."""
     depths = {name: depth for name, depth in status.queues.items() if name not in NOT_DEPTHS}
     owners = {owner: count for owner, count in status.blocks.items() if owner != "total"}
-    readings: Readings = {
-        "kvrelay.queue.depth": points("state", depths),
-        "kvrelay.blocks": points("owner", owners),
-        "kvrelay.blocks.limit": plain(status.blocks["total"]),
-        "kvrelay.swap.used": plain(status.swap["used"]),
-        "kvrelay.swap.limit": plain(status.swap["total"]),
+    samples: MetricSamples = {
+        "kvrelay.queue.depth": samples_by("state", depths),
+        "kvrelay.blocks": samples_by("owner", owners),
+        "kvrelay.blocks.limit": single_sample(status.blocks["total"]),
+        "kvrelay.swap.used": single_sample(status.swap["used"]),
+        "kvrelay.swap.limit": single_sample(status.swap["total"]),
     }
     for name, metric in NOT_DEPTHS.items():
-        readings[metric] = plain(status.queues[name])
+        samples[metric] = single_sample(status.queues[name])
     for total, value in status.totals.items():
         if total.startswith(DELAYER_REASON):
             reason = total.removeprefix(DELAYER_REASON)
-            readings.setdefault("kvrelay.prefill_delay.reasons", []).extend(points("reason", {reason: value}))
+            samples.setdefault("kvrelay.prefill_delay.reasons", []).extend(samples_by("reason", {reason: value}))
             continue
         if total not in TOTALS:
             continue
         metric, attribute, of = TOTALS[total]
-        readings.setdefault(metric, []).extend(points(attribute, {of: value}) if attribute else plain(value))
-    return readings
+        samples.setdefault(metric, []).extend(samples_by(attribute, {of: value}) if attribute else single_sample(value))
+    return samples
 
 
 def unknown_totals(status: Status) -> set[str]:

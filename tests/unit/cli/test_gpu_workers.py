@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvrelay.cli.gpus import Gpu, GpusUnknown
-from kvrelay.cli.up import Plan, make_plan
+from kvrelay.cli.up import LaunchPlan, make_plan
 from kvrelay.config import ConfigError, WorkerConfig, load_config
 
 pytestmark = pytest.mark.unit
@@ -22,11 +22,11 @@ GPUS = [
 ]
 
 
-def plan(environ: Mapping[str, str] = ENVIRON, **flags: Any) -> Plan:
+def plan(environ: Mapping[str, str] = ENVIRON, **flags: Any) -> LaunchPlan:
     return make_plan(flags, environ, lambda _: GPUS)
 
 
-def seen(made: Plan) -> list[tuple[str, str, float | None]]:
+def seen(made: LaunchPlan) -> list[tuple[str, str, float | None]]:
     """By worker: what it sees, and its share."""
     environs = [made.environ_of(worker).get("CUDA_VISIBLE_DEVICES", "") for worker in made.workers]
     return [

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from kvrelay.protocol.messages import SequenceUsage
 from kvrelay.protocol.sampling import FinishReason, Sampling, TokenLogprobs
-from kvrelay_router.dispatch.handle import Pushes, RunningRequest
 from kvrelay_router.dispatch.interface import GenerateRequest, RequestFailed, SequenceDelta
+from kvrelay_router.dispatch.running_request import PushQueue, RunningRequest
 
 
 class Calls:
     """The dispatcher's end."""
 
-    def __init__(self, num_sequences: int = 1, pushes: Pushes | None = None) -> None:
+    def __init__(self, num_sequences: int = 1, pushes: PushQueue | None = None) -> None:
         self.stopped: list[int] = []
         self.num_cancelled = 0
         request = GenerateRequest(request_id="r", prompt_ids=[1], sampling=Sampling(), num_sequences=num_sequences)
@@ -208,7 +208,7 @@ async def test_what_a_sink_raises_comes_to_the_reader_and_cancels() -> None:
 
 
 async def test_one_requests_sink_disturbs_no_other() -> None:
-    pushes = Pushes()
+    pushes = PushQueue()
     bad, good = Calls(pushes=pushes), Calls(pushes=pushes)
     readers = [Reader(bad), Reader(good)]
     readers[0].sink.error = ZeroDivisionError("of the sink")

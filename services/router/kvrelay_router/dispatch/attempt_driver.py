@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from kvrelay.protocol.messages import AnyBody, PeerRef, TokenEntry
-from kvrelay.telemetry.tracing import trace_fields
+from kvrelay.telemetry.tracer import trace_fields
 from kvrelay_router.dispatch.events import (
     AttemptFailed,
     AwaitLost,
@@ -20,18 +20,18 @@ from kvrelay_router.dispatch.events import (
     Event,
     FindDecode,
     FindPlacement,
-    FirstTokenCame,
+    FirstTokenReceived,
     IllegalEvent,
     Instruction,
-    NotPlaced,
-    Placed,
+    PlacementFailed,
     Send,
-    TokensCame,
+    TokensReceived,
+    WorkersAssigned,
 )
 from kvrelay_router.dispatch.interface import SequenceDelta
 from kvrelay_router.dispatch.load import OutstandingLoad
 from kvrelay_router.dispatch.placement import Placement, as_json, work_of
-from kvrelay_router.dispatch.running import CacheTally, Expected, RunningSequence
+from kvrelay_router.dispatch.running_sequence import CacheTally, ExpectedCacheHit, RunningSequence
 from kvrelay_router.dispatch.tracing import AttemptTracing
 from kvrelay_router.routing.candidates import Decision
 
@@ -45,7 +45,7 @@ class SendMessage(Protocol):
         """Sends reliably, or reports the peer lost."""
 
 
-class SequenceRunner:
+class AttemptDriver:
     """Owns no sequence: `on_ended` tells their owner, once for each. `is_recorded`: machines' events are, so all go
     through `handle`."""
 
@@ -95,10 +95,10 @@ class SequenceRunner:
             self._move_load(sequence)
 
     def feed_tokens(self, sequence: RunningSequence, worker: PeerRef, entry: TokenEntry) -> None:
-        """`feed` of TokensCame."""
+        """`feed` of TokensReceived."""
         delta = None if self._is_recorded else sequence.machine.next_delta(worker, entry)
         if delta is None:
-            self.feed(sequence, TokensCame(worker, entry))
+            self.feed(sequence, TokensReceived(worker, entry))
             return
         sequence.record.num_output_tokens += len(delta.token_ids)
         sequence.running.handle.deliver(delta)
@@ -113,7 +113,7 @@ class SequenceRunner:
         num_tokens = machine.spec.num_prompt_tokens + len(machine.output)
         sequence.work = work_of(decision, num_tokens, running.prompt.sent_to)
         self._placement.placed(decision, running.prompt)
-        sequence.expected = Expected(num_tokens, decision.num_cached_tokens)
+        sequence.expected = ExpectedCacheHit(num_tokens, decision.num_cached_tokens)
         sequence.trace = running.handle.request.trace
         if self._tracing is not None:
             sequence.trace = self._tracing.begin(sequence.trace)
@@ -123,10 +123,10 @@ class SequenceRunner:
         served_by.decode = decode.peer_id if decode is not None else None
         served_by.tell_route = partial(as_json, decision)
         timeout_s = max(0.0, running.deadline - time.monotonic())
-        self.feed(sequence, Placed(prefill, decode, timeout_s))
+        self.feed(sequence, WorkersAssigned(prefill, decode, timeout_s))
 
     def place_waiting(self) -> None:
-        """Tries again for those that wait for a worker."""
+        """RetryBudget again for those that wait for a worker."""
         for sequence in list(self._waiting):
             match sequence.waiting_for:
                 case FindPlacement() as wish:
@@ -160,7 +160,7 @@ class SequenceRunner:
             case AwaitLost(cause=cause):
                 self._stop_waiting(sequence)
                 reason = f"{cause}; none of the lost workers was heard again for {self._wait_for_worker_s:g} s"
-                self._wait(sequence, instruction, lambda: self.feed(sequence, NotPlaced(reason)))
+                self._wait(sequence, instruction, lambda: self.feed(sequence, PlacementFailed(reason)))
             case FindDecode():
                 self._find_decode(sequence, instruction)
             case Ended(error=error):
@@ -205,7 +205,7 @@ class SequenceRunner:
             self.place(sequence, decision, wish.cause)
         elif sequence.waiting_for is None:
             reason = f"{wish.cause}; then {decision.reason}, for {self._wait_for_worker_s:g} s"
-            self._wait(sequence, wish, lambda: self.feed(sequence, NotPlaced(reason)))
+            self._wait(sequence, wish, lambda: self.feed(sequence, PlacementFailed(reason)))
 
     def _wait(
         self, sequence: RunningSequence, wish: FindPlacement | AwaitLost | FindDecode, give_up: Callable[[], None]
@@ -261,7 +261,7 @@ class SequenceRunner:
         """A worker broke the protocol. Dropping its message alone could leave the client waiting: the attempt ends."""
         self.num_illegal += 1
         log.error("a message does not fit its request: %s", error, extra=_names(sequence))
-        if isinstance(event, FirstTokenCame | TokensCame) and sequence.machine.involves(event.worker):
+        if isinstance(event, FirstTokenReceived | TokensReceived) and sequence.machine.involves(event.worker):
             cause = f"{event.worker.peer_id} broke the protocol: {error}"
             self.feed(sequence, AttemptFailed(event.worker, sequence.machine.attempt, cause, retriable=True))
 

@@ -9,21 +9,21 @@ from statistics import median
 from typing import Any
 
 from kvrelay.telemetry.plots import label_shares, panels, save, shares_below
-from kvrelay_bench.answer import Record
-from kvrelay_bench.measure import Figures
+from kvrelay_bench.answer_reader import Record
+from kvrelay_bench.load_figures import LoadFigures
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class PlottedLoad:
     """One load on one endpoint, in one round."""
 
     endpoint: str
     load: str
-    figures: Figures
+    figures: LoadFigures
     records: Sequence[Record]
 
 
-def draw(results: Sequence[Drawn], path: Path) -> None:
+def draw(results: Sequence[PlottedLoad], path: Path) -> None:
     """Shares of requests below each latency, over all rounds; with several loads also throughput against latency."""
     loads = list(dict.fromkeys(each.load for each in results))
     endpoints = list(dict.fromkeys(each.endpoint for each in results))
@@ -43,14 +43,14 @@ def draw(results: Sequence[Drawn], path: Path) -> None:
     save(figure, path)
 
 
-def _latencies(axes: Any, rounds: Sequence[Drawn], name: str) -> None:
+def _latencies(axes: Any, rounds: Sequence[PlottedLoad], name: str) -> None:
     good = [record for each in rounds for record in each.records if not record.error]
     shares_below(axes[0], [record.ttft_s for record in good], name)
     shares_below(axes[1], [record.tpot_s for record in good if record.tpot_s is not None], name)
     shares_below(axes[2], [record.e2e_s for record in good], name)
 
 
-def _throughput(axis: Any, results: Sequence[Drawn], loads: Sequence[str], prefix: str) -> None:
+def _throughput(axis: Any, results: Sequence[PlottedLoad], loads: Sequence[str], prefix: str) -> None:
     """A point a load: medians over its rounds."""
     of_loads = [[each.figures for each in results if each.load == load] for load in loads]
     rates = [median(each.requests_s for each in rounds) for rounds in of_loads]

@@ -19,7 +19,7 @@ import msgspec
 from redis.exceptions import RedisError
 
 from kvrelay.fleet.connect import REDIS_AWAY, REDIS_FAILED, connect_async
-from kvrelay.fleet.records import NO_SLOT, WorkerRecord, decode_record, encode_record
+from kvrelay.fleet.worker_record import NO_SLOT, WorkerRecord, decode_record, encode_record
 
 log = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvrelay.cli.gpu_assignment import GpuAssignmentError, MemoryShares, Role, divide, place
 from kvrelay.cli.gpus import Gpu, GpusUnknown
-from kvrelay.cli.placement import PlacementError, Role, Shares, divide, place
-from kvrelay.config.load import ConfigError
-from kvrelay.config.up import UpConfig
+from kvrelay.config.loader import ConfigError
+from kvrelay.config.up_config import UpConfig
 from kvrelay.config.worker import WorkerConfig
 
 DEFAULT_UTILIZATION = 0.9
@@ -22,7 +22,7 @@ DEFAULT_UTILIZATION = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class AssignedGpu:
     """A worker's GPU, and its share of that GPU's memory, if it goes by shares."""
 
     gpu: Gpu
@@ -35,7 +35,7 @@ class Placed:
 
 def place_workers(
     up: UpConfig, workers: Sequence[WorkerConfig], find_gpus: Callable[[], Sequence[Gpu]]
-) -> tuple[list[WorkerConfig], dict[str, Placed]]:
+) -> tuple[list[WorkerConfig], dict[str, AssignedGpu]]:
     """The workers' configurations with device and share, and by their ids where they go. Raises ConfigError."""
     for worker in workers:
         _check_device(worker)
@@ -53,11 +53,12 @@ def place_workers(
         }
     try:
         places = place(devices, counts, _shares(up, workers))
-    except PlacementError as error:
+    except GpuAssignmentError as error:
         raise ConfigError(str(error)) from None
     by_uuid = {gpu.uuid: gpu for gpu in gpus}
     placed = {
-        worker.worker_id: Placed(by_uuid[each.device], each.share) for worker, each in zip(workers, places, strict=True)
+        worker.worker_id: AssignedGpu(by_uuid[each.device], each.share)
+        for worker, each in zip(workers, places, strict=True)
     }
     return [_configured(worker, placed[worker.worker_id]) for worker in workers], placed
 
@@ -87,7 +88,7 @@ def _find(field: str, names: Sequence[str], gpus: Sequence[Gpu]) -> list[str]:
     return found
 
 
-def _shares(up: UpConfig, workers: Sequence[WorkerConfig]) -> Shares:
+def _shares(up: UpConfig, workers: Sequence[WorkerConfig]) -> MemoryShares:
     """Raises ConfigError."""
     total: dict[Role, float] = {}
     stated: dict[Role, float] = {}
@@ -103,10 +104,10 @@ def _shares(up: UpConfig, workers: Sequence[WorkerConfig]) -> Shares:
             total[worker.role] = worker.memory_utilization or DEFAULT_UTILIZATION
     if own["prefill"] is not None and not up.prefill:
         raise ConfigError("prefill_memory_utilization without prefill workers (prefill = 0)")
-    return Shares(total, stated)
+    return MemoryShares(total, stated)
 
 
-def _configured(worker: WorkerConfig, placed: Placed) -> WorkerConfig:
+def _configured(worker: WorkerConfig, placed: AssignedGpu) -> WorkerConfig:
     share = {} if placed.share is None else {"memory_utilization": placed.share}
     return worker.model_copy(update={"device": "cuda", **share})
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from kvrelay.telemetry.plots import label_shares, panels, save, shares_below
-from kvrelay_simulator.figures import Figures, Outcome, Slo
+from kvrelay_simulator.results import RunFigures, RunResult, RunSlo
 
 
-def draw_runs(runs: Sequence[Outcome], slo: Slo, path: Path) -> None:
+def draw_runs(runs: Sequence[RunResult], slo: RunSlo, path: Path) -> None:
     """Latencies of all requests against the SLO; goodput, hit rates and utilisation of each run."""
     figure, axes = panels(4)
     for run in runs:
@@ -22,7 +22,7 @@ def draw_runs(runs: Sequence[Outcome], slo: Slo, path: Path) -> None:
     axes[0].set_xscale("log")
     axes[0].legend(fontsize="small")
     _bars(axes[2], runs, "requests/s that keep the SLO", {"goodput": lambda f: f.goodput})
-    shares: dict[str, Callable[[Figures], float]] = {
+    shares: dict[str, Callable[[RunFigures], float]] = {
         "hit rate": lambda f: f.hit_rate,
         "of the best": lambda f: f.hit_share,
         "prefill busy": lambda f: f.prefill_utilisation,
@@ -32,7 +32,7 @@ def draw_runs(runs: Sequence[Outcome], slo: Slo, path: Path) -> None:
     save(figure, path)
 
 
-def draw_sweep(runs: Sequence[Outcome], slo: Slo, path: Path) -> None:
+def draw_sweep(runs: Sequence[RunResult], slo: RunSlo, path: Path) -> None:
     """Goodput, latencies and utilisation by the number of prefill workers."""
     figure, axes = panels(3)
     counts = [run.num_prefill for run in runs]
@@ -56,12 +56,12 @@ def draw_sweep(runs: Sequence[Outcome], slo: Slo, path: Path) -> None:
 
 
 def _line(
-    axis: Any, counts: Sequence[int], runs: Sequence[Outcome], name: str, value: Callable[[Figures], float]
+    axis: Any, counts: Sequence[int], runs: Sequence[RunResult], name: str, value: Callable[[RunFigures], float]
 ) -> None:
     axis.plot(counts, [value(run.figures) for run in runs], marker="o", label=name)
 
 
-def _bars(axis: Any, runs: Sequence[Outcome], title: str, values: dict[str, Callable[[Figures], float]]) -> None:
+def _bars(axis: Any, runs: Sequence[RunResult], title: str, values: dict[str, Callable[[RunFigures], float]]) -> None:
     """A group of bars a run."""
     height = 0.8 / len(values)
     for number, (name, value) in enumerate(values.items()):

@@ -10,15 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.cli.placement import Place, PlacementError, Role, Shares, divide, place
+from kvrelay.cli.gpu_assignment import GpuAssignmentError, MemoryShares, Place, Role, divide, place
 
 pytestmark = pytest.mark.unit
 TOTAL: dict[Role, float] = {"prefill": 0.9, "decode": 0.9}
 
 
-def placed(devices: str, num_prefill: int, num_decode: int, shares: Shares | None = None) -> list[tuple[str, float]]:
+def placed(
+    devices: str, num_prefill: int, num_decode: int, shares: MemoryShares | None = None
+) -> list[tuple[str, float]]:
     counts: dict[Role, int] = {"prefill": num_prefill, "decode": num_decode}
-    places = place(divide(devices.split(), counts), counts, shares or Shares(TOTAL))
+    places = place(divide(devices.split(), counts), counts, shares or MemoryShares(TOTAL))
     return [(each.device, each.share or 0) for each in places]
 
 
@@ -43,7 +45,7 @@ def test_who_goes_where(devices: str, num_prefill: int, num_decode: int, expecte
 
 def test_each_role_may_have_its_own_list() -> None:
     counts: dict[Role, int] = {"prefill": 3, "decode": 2}
-    places = place({"prefill": ["a", "b"], "decode": ["b"]}, counts, Shares(TOTAL))
+    places = place({"prefill": ["a", "b"], "decode": ["b"]}, counts, MemoryShares(TOTAL))
     assert places == [
         Place("prefill", 0, "a", 0.45),
         Place("prefill", 1, "b", 0.3),
@@ -54,28 +56,28 @@ def test_each_role_may_have_its_own_list() -> None:
 
 
 def test_what_is_stated_comes_off_the_total() -> None:
-    assert placed("a", 1, 2, Shares({"decode": 0.9}, {"prefill": 0.3})) == [("a", 0.3), ("a", 0.3), ("a", 0.3)]
-    assert placed("a", 1, 1, Shares({}, {"prefill": 0.25, "decode": 0.75})) == [("a", 0.25), ("a", 0.75)]
-    assert placed("a b", 1, 1, Shares({"decode": 0.9}, {"prefill": 0.5})) == [("a", 0.5), ("b", 0.9)]
+    assert placed("a", 1, 2, MemoryShares({"decode": 0.9}, {"prefill": 0.3})) == [("a", 0.3), ("a", 0.3), ("a", 0.3)]
+    assert placed("a", 1, 1, MemoryShares({}, {"prefill": 0.25, "decode": 0.75})) == [("a", 0.25), ("a", 0.75)]
+    assert placed("a b", 1, 1, MemoryShares({"decode": 0.9}, {"prefill": 0.5})) == [("a", 0.5), ("b", 0.9)]
 
 
 def test_pools_of_a_stated_size_need_no_share() -> None:
     counts: dict[Role, int] = {"prefill": 1, "decode": 1}
-    apart = place(divide(["a", "b"], counts), counts, Shares({"decode": 0.8}))
+    apart = place(divide(["a", "b"], counts), counts, MemoryShares({"decode": 0.8}))
     assert [each.share for each in apart] == [None, 0.8]
-    beside_a_stated_one = place(divide(["a"], counts), counts, Shares({}, {"decode": 0.5}))
+    beside_a_stated_one = place(divide(["a"], counts), counts, MemoryShares({}, {"decode": 0.5}))
     assert [each.share for each in beside_a_stated_one] == [None, 0.5]
-    with pytest.raises(PlacementError, match=r"decode_memory_utilization is needed: on device a .*of prefill"):
-        place(divide(["a"], counts), counts, Shares({"decode": 0.8}))
+    with pytest.raises(GpuAssignmentError, match=r"decode_memory_utilization is needed: on device a .*of prefill"):
+        place(divide(["a"], counts), counts, MemoryShares({"decode": 0.8}))
 
 
 def test_shares_that_do_not_fit_are_refused_with_the_sum() -> None:
-    with pytest.raises(PlacementError, match=r"2 x decode_memory_utilization = 0\.6 are 1\.2 of device a .*at most 1"):
-        placed("a", 0, 2, Shares({}, {"decode": 0.6}))
-    with pytest.raises(PlacementError, match=r"1 x prefill.* = 0\.7 and 1 x decode.* = 0\.4 are 1\.1 of device a"):
-        placed("a", 1, 1, Shares({}, {"prefill": 0.7, "decode": 0.4}))
-    with pytest.raises(PlacementError, match=r"memory_utilization = 0\.9: stated .* device a take 0\.9, .*decode-0"):
-        placed("a", 1, 1, Shares({"decode": 0.9}, {"prefill": 0.9}))
+    with pytest.raises(GpuAssignmentError, match=r"2 x decode_memory_utilization = 0\.6 are 1\.2 of .*at most 1"):
+        placed("a", 0, 2, MemoryShares({}, {"decode": 0.6}))
+    with pytest.raises(GpuAssignmentError, match=r"1 x prefill.* = 0\.7 and 1 x decode.* = 0\.4 are 1\.1 of device a"):
+        placed("a", 1, 1, MemoryShares({}, {"prefill": 0.7, "decode": 0.4}))
+    with pytest.raises(GpuAssignmentError, match=r"memory_utilization = 0\.9: stated .* take 0\.9, .*decode-0"):
+        placed("a", 1, 1, MemoryShares({"decode": 0.9}, {"prefill": 0.9}))
 
 
 @given(
@@ -90,10 +92,10 @@ def test_for_any_numbers(
 ) -> None:
     devices = [f"gpu{number}" for number in range(num_devices)]
     counts: dict[Role, int] = {"prefill": num_prefill, "decode": num_decode}
-    shares = Shares({"prefill": total, "decode": total}, {} if stated is None else {"prefill": stated})
+    shares = MemoryShares({"prefill": total, "decode": total}, {} if stated is None else {"prefill": stated})
     try:
         places = place(divide(devices, counts), counts, shares)
-    except PlacementError:
+    except GpuAssignmentError:
         assert stated is not None and stated * num_prefill > min(total, 1) - num_decode * 1e-6
         return
     by_role = Counter(each.role for each in places)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvrelay_bench.answer import Record
+from kvrelay_bench.answer_reader import Record
 from kvrelay_bench.http import Client
 from kvrelay_bench.workload import Ask
 
@@ -22,7 +22,7 @@ _SendOne = Callable[[int], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class LoadPoint:
     """One load to run. `concurrency` None: open loop, by the arrivals."""
 
     name: str
@@ -31,7 +31,7 @@ class Point:
 
 
 @dataclass(slots=True)
-class Outcome:
+class LoadOutcome:
     """Of one load on one endpoint. `cpu_share`: of one core, taken by the generator. `stalls_s`: by how much its event
     loop was late, over the run; time stamps may be late by as much."""
 
@@ -41,8 +41,8 @@ class Outcome:
 
 
 async def run_load(
-    client: Client, point: Point, bodies: Sequence[bytes], timeout_s: float, on_end: Callable[[int], None]
-) -> Outcome:
+    client: Client, point: LoadPoint, bodies: Sequence[bytes], timeout_s: float, on_end: Callable[[int], None]
+) -> LoadOutcome:
     """Runs a load to its end. `bodies`: HTTP requests as they go over the wire, one for each of the point's.
 
     `on_end` is told how many have ended.
@@ -66,7 +66,7 @@ async def run_load(
     cpu_s = time.process_time() - cpu_s
     watch.cancel()
     stalls_s = (await asyncio.gather(watch, return_exceptions=True))[0]
-    return Outcome(records, cpu_s / wall_s, stalls_s if isinstance(stalls_s, list) else [])
+    return LoadOutcome(records, cpu_s / wall_s, stalls_s if isinstance(stalls_s, list) else [])
 
 
 async def _open_loop(client: Client, records: Sequence[Record], one: _SendOne) -> None:

@@ -17,7 +17,7 @@ from kvrelay_simulator.workers import FINGERPRINT, Request
 
 
 @dataclass(frozen=True, slots=True)
-class Slo:
+class RunSlo:
     """What a good request keeps: seconds to the first token, and in the mean between two tokens."""
 
     ttft_s: float = 2.0
@@ -41,7 +41,7 @@ class Times:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class RunFigures:
     """Of one run. Rates are of virtual seconds from the first arrival to the last token."""
 
     num_requests: int
@@ -73,23 +73,23 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Outcome:
+class RunResult:
     """One run, by the name that tables give it."""
 
     name: str
     num_prefill: int
-    figures: Figures
+    figures: RunFigures
     times: Times
 
 
-def figures(fleet: SimulatedFleet, requests: Sequence[Request], slo: Slo, best_hit_rate: float) -> Figures:
+def figures(fleet: SimulatedFleet, requests: Sequence[Request], slo: RunSlo, best_hit_rate: float) -> RunFigures:
     """Of a run that has ended."""
     times = Times.of(requests)
     ttft, spoken = times.ttft_s, times.tpot_s if len(times.tpot_s) else np.zeros(1)
     seconds = max(request.finished_s or 0.0 for request in requests) - requests[0].arrival_s
     good = sum(_since_arrival(request) <= slo.ttft_s and _tpot(request) <= slo.tpot_s for request in requests)
     num_prompt = sum(len(request.tokens) for request in requests)
-    return Figures(
+    return RunFigures(
         num_requests=len(requests),
         seconds=seconds,
         ttft_p50_s=float(np.percentile(ttft, 50)),

@@ -12,7 +12,7 @@ import pytest
 from kvrelay.config import RouterConfig, WorkerConfig, reference
 from kvrelay.config.up_config import UpConfig
 from kvrelay.protocol.messages import AnyBody
-from kvrelay.worker.worker_samples import TOTALS
+from kvrelay.worker.worker_samples import TOTALS, TOTALS_WITHOUT_METRIC
 from scripts import docs
 
 ROOT = Path(__file__).parents[3]

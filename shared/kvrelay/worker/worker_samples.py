@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvrelay.protocol.messages import Status
 from kvrelay.telemetry.metric_samples import MetricSamples, samples_by, single_sample
 
-NOT_DEPTHS = {"queued_tokens": "kvrelay.queue.tokens", "tombstones": "kvrelay.tombstones"}
+NOT_DEPTHS = {"queued_tokens": "kvrelay.queue.tokens", "cancelled_requests": "kvrelay.cancelled_requests"}
 """Of a status' queues, those that count something else than sequences in a state."""
 
 TOTALS: dict[str, tuple[str, str, str]] = {
@@ -62,7 +62,7 @@ TOTALS: dict[str, tuple[str, str, str]] = {
 }
 """Total of a status to metric, attribute and its value."""
 
-SAID_OTHERWISE = frozenset({"steps", "preemptions", "prompt_blocks", "failed_transfers"})
+TOTALS_WITHOUT_METRIC = frozenset({"steps", "preemptions", "prompt_blocks", "failed_transfers"})
 """Totals that are sums of others, or a counter with a cause."""
 
 DELAYER_REASON = "prefill_delayer: "
@@ -98,5 +98,5 @@ def status_samples(status: Status) -> MetricSamples:
 
 def unknown_totals(status: Status) -> set[str]:
     """Totals that somebody forgot to make a metric of."""
-    known = TOTALS.keys() | SAID_OTHERWISE
+    known = TOTALS.keys() | TOTALS_WITHOUT_METRIC
     return {total for total in status.totals.keys() - known if not total.startswith((*COUNTERS, DELAYER_REASON))}

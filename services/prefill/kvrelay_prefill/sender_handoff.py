@@ -3,8 +3,8 @@
 1. QUEUED     waits for its first chunk; decode has not been asked.
 2. COMPUTING  chunks are computed; complete blocks are pushed as soon as decode has granted slots.
 3. SENDING    all chunks are computed and the first token is out, but no decode worker has granted slots.
-4. HANDED     the transport has all blocks and the handoff message is out; awaits Committed. The blocks stay held, so that
-              another decode worker can be served without computing them again.
+4. HANDED     the transport has all blocks and the handoff message is out; awaits Committed. The blocks stay held, so
+              that another decode worker can be served without computing them again.
 5. DRAINING   ended, but earlier writes still read the blocks; waits until no write is in flight.
 6. RELEASED   holds nothing. Terminal.
 

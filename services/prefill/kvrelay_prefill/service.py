@@ -12,7 +12,7 @@ from kvrelay.protocol.messages import Cancel, FirstToken, Header, PeerRef, Prefi
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.telemetry.event_log import recorded
-from kvrelay.telemetry.handoffs import HandoffCourse
+from kvrelay.telemetry.handoffs import HandoffTimings
 from kvrelay.transfer.base import TransferSender
 from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.requests import OpenRequests, deadline_of
@@ -73,7 +73,7 @@ class PrefillRole:
                 queues[name] += 1
         return queues | {
             "queued_tokens": sum(sequence.num_tokens for sequence in self._context.scheduler.waiting),
-            "tombstones": len(self._requests.tombstones),
+            "cancelled_requests": len(self._requests.cancelled),
         }
 
     def totals(self) -> dict[str, float]:
@@ -115,8 +115,8 @@ class PrefillRole:
             return
         handoff = SenderHandoff(body.decode, self._push_when)
         handle = recorded(self._context.events, "sender", sequence.key, handoff, body.decode, self._push_when)
-        course = HandoffCourse(key=sequence.key, trace=sequence.trace)
-        request = PrefillRequest(sequence, body.prompt, handoff, handle, deadline_of(body.prompt), course=course)
+        timings = HandoffTimings(key=sequence.key, trace=sequence.trace)
+        request = PrefillRequest(sequence, body.prompt, handoff, handle, deadline_of(body.prompt), timings=timings)
         self._requests.add(request)
         self._totals["requests"] += 1
         self._totals["prompt_blocks"] += blocks_for(sequence.num_tokens, self._context.spec.block_size)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from kvrelay.engine.batch import SequenceKey
+from kvrelay.protocol.messages import PeerRef
 from kvrelay.state_machine import Transition, TransitionTable
 from kvrelay.transfer.base import SenderDrained
 from kvrelay_decode import receiver_events as decode
@@ -156,11 +157,8 @@ def _without_drained(transition: Any, self: SenderHandoff, event: SenderDrained)
     return [made for made in transition(self, event) if not isinstance(made, prefill.SendDrained)]
 
 
-def _without_need_decode(
-    transition: Any, self: SenderHandoff, event: prefill.ReservationRefused
-) -> list[prefill.SenderInstruction]:
-    instructions: list[prefill.SenderInstruction] = transition(self, event)
-    return instructions[:-1]
+def _without_need_decode(self: SenderHandoff, worker: PeerRef, reason: str) -> list[prefill.SenderInstruction]:
+    return _replace_decode(self, worker, reason)[:-1]
 
 
 def _repeats_the_first_token(self: SequenceAttempts, arrival: Any) -> list[Any]:
@@ -169,6 +167,7 @@ def _repeats_the_first_token(self: SequenceAttempts, arrival: Any) -> list[Any]:
 
 
 _end = ReceiverHandoff._end
+_replace_decode = SenderHandoff._replace_decode
 
 BUGS: dict[str, tuple[Callable[[], AbstractContextManager[None]], str, str]] = {
     "decode runs without all blocks": (
@@ -189,7 +188,7 @@ BUGS: dict[str, tuple[Callable[[], AbstractContextManager[None]], str, str]] = {
         lambda: broken_row(sender_handoff.TRANSITIONS, SenderDrained, _without_drained), "cancel", "a good end",
     ),
     "a refusal is not passed on": (
-        lambda: broken_row(sender_handoff.TRANSITIONS, prefill.ReservationRefused, _without_need_decode),
+        lambda: broken(SenderHandoff, "_replace_decode", _without_need_decode),
         "deadline", "a good end",
     ),
     "a token is delivered twice": (

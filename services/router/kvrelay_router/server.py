@@ -31,8 +31,8 @@ from kvrelay_router.api.connection_limits import ConnectionLimits, allowed_conne
 from kvrelay_router.api.observer import RequestObserver
 from kvrelay_router.api.server import HttpServer, bind, serve
 from kvrelay_router.api.settings import ApiSettings
+from kvrelay_router.dispatch.active_requests import DispatchSettings
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
-from kvrelay_router.dispatch.running_sequence import DispatchSettings
 from kvrelay_router.fleet_watch import ListWorkers
 from kvrelay_router.prefix_index import FleetPrefixes
 from kvrelay_router.processes import inherited_connections

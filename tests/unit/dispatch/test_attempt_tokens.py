@@ -34,7 +34,7 @@ from tests.unit.dispatch.attempt_events import (
     placed,
     tokens,
 )
-from tests.unit.dispatch.driven_sequence import AnyEvent, Deliver, DrivenSequence, FirstTokenReceived
+from tests.unit.dispatch.driven_sequence import AnyEvent, Deliver, DrivenSequence, FirstTokenReceived, Received
 from tests.unit.dispatch.world import PROMPT, spec
 
 # -- what the attempt machine hears of tokens -------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Every metric of every service, by its OpenTelemetry name: what docs/operations.md lists and pages may show.
+"""Every metric of every service, by its OpenTelemetry name: what docs/metrics.md lists and pages may show.
 
 Units are UCUM's; what stands in braces is a word for people. Names and attributes are stable: a change is announced in
 the changelog.

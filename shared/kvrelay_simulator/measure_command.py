@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"kvrelay measure: {error}", file=sys.stderr)
         return 2
-    from kvrelay.worker.main import load_runner  # loads torch
+    from kvrelay.worker.worker_main import load_runner  # loads torch
 
     profile = measure(load_runner(config), config.served_model_name)
     path.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")

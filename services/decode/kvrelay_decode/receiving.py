@@ -33,8 +33,8 @@ from kvrelay.protocol.messages import (
 from kvrelay.scheduling.plan import StepPlan
 from kvrelay.telemetry.handoffs import HandoffMeter, HandoffTimings
 from kvrelay.transfer.base import Landed, ReceiverEvent, TransferReceiver
-from kvrelay.worker.candidates import unpack_candidates
 from kvrelay.worker.context import WorkerContext
+from kvrelay.worker.packed_candidates import unpack_candidates
 from kvrelay.worker.requests import OpenRequests, deadline_of
 from kvrelay.worker.sequences import PromptRefused, make_sequence, sequence_key
 from kvrelay_decode import handoff as machine
@@ -243,7 +243,7 @@ class Receiving:
     def _why_not(self, key: SequenceKey, body: Reserve) -> str:
         if self._requests.draining:
             return "the decode worker is draining"
-        if key in self._requests.tombstones:
+        if key in self._requests.cancelled:
             return "the request was cancelled"
         return self._reservations.why_none_in_common(body.transports)
 

@@ -83,7 +83,7 @@ class DecodeRole:
             "swapped": scheduler.swap_use.num_sequences,
             "running": len(scheduler.running),
             "queued_tokens": sum(sequence.num_tokens for sequence in scheduler.waiting),
-            "tombstones": len(self._requests.tombstones),
+            "cancelled_requests": len(self._requests.cancelled),
             "sender_lost": self._receiving.num_lost,
             "resent": self._receiving.num_resent,
         }
@@ -96,7 +96,7 @@ class DecodeRole:
             "preemptions": scheduler.num_preemptions,
             "preemptions_by_recompute": scheduler.num_preemptions - use.num_preemptions,
             "preemptions_by_swap": use.num_preemptions,
-            "swap_copies_given_up": use.num_given_up,
+            "swap_copies_dropped": use.num_given_up,
             "swapped_out_blocks": use.num_blocks_out,
             "swapped_in_blocks": use.num_blocks_in,
             "swap_s": use.copy_s,

@@ -7,7 +7,7 @@ from kvrelay.simulated.profiles import find_profile
 from kvrelay.simulated.timed_transport import paced
 from kvrelay.transfer.select import make_senders
 from kvrelay.worker.context import WorkerContext
-from kvrelay.worker.main import worker_main
+from kvrelay.worker.worker_main import worker_main
 from kvrelay_prefill.service import PrefillRole
 
 

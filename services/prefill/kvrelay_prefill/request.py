@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvrelay.engine.batch import Candidates
+from kvrelay.engine.batch import BeamCandidates
 from kvrelay.protocol.messages import Prompt
 from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay.scheduling.sequence import Sequence
@@ -25,4 +25,4 @@ class PrefillRequest:
     reservations: set[str] = field(default_factory=set)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     timings: HandoffTimings = field(default_factory=HandoffTimings)
-    candidates: Candidates | None = None  # that follow the prompt of a beam search
+    candidates: BeamCandidates | None = None  # that follow the prompt of a beam search

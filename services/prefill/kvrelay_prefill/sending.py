@@ -34,8 +34,8 @@ from kvrelay.protocol.messages import (
 )
 from kvrelay.telemetry.handoffs import HandoffMeter
 from kvrelay.transfer.base import Pushed, SenderDrained, SenderEvent, TransferFailed, TransferSender
-from kvrelay.worker.candidates import pack_candidates
 from kvrelay.worker.context import WorkerContext
+from kvrelay.worker.packed_candidates import pack_candidates
 from kvrelay.worker.requests import OpenRequests
 from kvrelay.worker.sequences import sequence_key
 from kvrelay_prefill import handoff as machine

@@ -72,7 +72,7 @@ class PrefillRole:
                 queues[name] += 1
         return queues | {
             "queued_tokens": sum(sequence.num_tokens for sequence in self._context.scheduler.waiting),
-            "tombstones": len(self._requests.tombstones),
+            "cancelled_requests": len(self._requests.cancelled),
         }
 
     def totals(self) -> dict[str, float]:

@@ -34,7 +34,7 @@ from kvrelay.telemetry.process_samples import process_samples
 from kvrelay.telemetry.prometheus import metrics_page
 from kvrelay.telemetry.sequence_spans import SequenceSpans
 from kvrelay.telemetry.stages import RecentStages
-from kvrelay.worker import parts
+from kvrelay.worker import factory
 from kvrelay.worker.cache_events import CacheEvents
 from kvrelay.worker.calibrate import calibrate
 from kvrelay.worker.context import Role, WorkerContext
@@ -96,29 +96,31 @@ class WorkerShell:
         _log_model(runner.spec, time.monotonic() - started)
         self._events = config.open_event_log(config.worker_id)
         self.pool = BlockPool(runner.spec.num_blocks, runner.spec.block_size)
-        cache = parts.make_cache(config, self.pool)
+        cache = factory.make_cache(config, self.pool)
         await self._prepare_steps(runner, cache)
         context = self._open_messenger(runner)
         self.role = self._make_role(context, config)
         self.reports = Reports(context, self.role, self._spans, self._more_totals)
         self.role.start()
         self.messenger.start()
-        self._record = record = parts.make_record(config, runner.spec, self.messenger.me)
-        self.membership = parts.make_membership(config, record, self.reports.digest)
+        self._record = record = factory.make_record(config, runner.spec, self.messenger.me)
+        self.membership = factory.make_membership(config, record, self.reports.digest)
         if self._group is not None:
-            self._discovery = GroupDiscovery(parts.open_registry(config), self._group, record, config.lease_interval_s)
+            self._discovery = GroupDiscovery(
+                factory.open_registry(config), self._group, record, config.lease_interval_s
+            )
         self._export.start(self._metric_samples)
         if config.publishes_prefixes:
-            publisher = parts.open_index_publisher(config, self.messenger.me)
+            publisher = factory.open_index_publisher(config, self.messenger.me)
             self._cache_events = CacheEvents(cache, publisher, config.index_interval_s)
 
     async def _prepare_steps(self, runner: ModelRunner, cache: Cache) -> None:
         """The scheduler, with what it needs to know of this machine, and the loop that drives it."""
         config = self.config
-        self.scheduler = parts.make_scheduler(config, runner.spec, self.pool, cache)
+        self.scheduler = factory.make_scheduler(config, runner.spec, self.pool, cache)
         if config.chunking == "dynamic":
             await asyncio.to_thread(calibrate, self.scheduler, runner, config.token_budget)
-        self._metrics = parts.open_metrics_store(config)
+        self._metrics = factory.open_metrics_store(config)
         simulated = config.backend == "simulated"
         launcher = TimedLauncher if simulated else choose_launcher(runner, overlap=config.overlap)
         self._spans = SequenceSpans(config.role, self._recent, self._export.tracer)
@@ -126,10 +128,10 @@ class WorkerShell:
             runner, self.scheduler, self._metrics, overlap=config.overlap, make_launcher=launcher, spans=self._spans
         )
         # The messenger is opened when the scheduler that its role needs is there.
-        self._group = parts.make_delayer_group(
+        self._group = factory.make_delayer_group(
             config, lambda peer, load: self.messenger.send(peer, load), self.steps.wake
         )
-        self.delayer = parts.make_delayer(config, self._group)
+        self.delayer = factory.make_delayer(config, self._group)
         self.scheduler.prefill_gate = self.delayer
 
     def _open_messenger(self, runner: ModelRunner) -> WorkerContext:

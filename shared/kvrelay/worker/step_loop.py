@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvrelay.engine.batch import (
+    BeamCandidates,
     BeamRow,
-    Candidates,
     DeviceLost,
     ModelRunner,
     RowsFailed,
@@ -99,7 +99,7 @@ class StepCallbacks:
 
 
 @dataclass(slots=True)
-class _Step:
+class _PlannedStep:
     """A step that is planned. `ahead`: while the one before was in flight; `launched_ahead`: it was launched then."""
 
     plan: StepPlan
@@ -135,15 +135,15 @@ def _worker_row(row: PlannedRow) -> WorkerRow:
         end = position + row.num_tokens
         after = row.draws.state
         return WorkerRow(sequence.key, _NO_TOKENS, end, sequence.table.ids, row.sample, row.is_prefill, after=after)
-    follows_draw = position >= sequence.num_tokens  # planned ahead: the step in flight draws its token
+    has_placeholder = position >= sequence.num_tokens  # planned ahead: the step in flight draws its token
     return WorkerRow(
         key=sequence.key if sequence.beams is None else sequence.beams.leader.key,
-        token_ids=_PLACEHOLDER if follows_draw else sequence.tokens.view(position, position + row.num_tokens),
+        token_ids=_PLACEHOLDER if has_placeholder else sequence.tokens.view(position, position + row.num_tokens),
         position=position,
         block_ids=sequence.table.ids,
         sample=row.sample,
         is_prefill=row.is_prefill,
-        follows_draw=follows_draw,
+        has_placeholder=has_placeholder,
         beam=_beam_row(sequence),
         keep=row.offers.state if row.offers is not None else 0,
     )
@@ -192,7 +192,7 @@ class StepLoop:
         if self._spans is not None:
             self._spans.arrived(sequence, is_running=False)
 
-    def adopt(self, sequence: Sequence, candidates: Candidates | None = None) -> SequenceOutput | None:
+    def adopt(self, sequence: Sequence, candidates: BeamCandidates | None = None) -> SequenceOutput | None:
         """Takes over a sequence whose prompt is computed, see `Scheduler.adopt`. Raises as `add` does."""
         self._introduce(sequence)
         with self._forgets_refused(sequence.key):
@@ -256,9 +256,9 @@ class StepLoop:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._wake.wait(), None if math.isinf(patience_s) else patience_s)
 
-    async def _run_from(self, first: _Step, callbacks: StepCallbacks) -> None:
+    async def _run_from(self, first: _PlannedStep, callbacks: StepCallbacks) -> None:
         """Runs a step, and those behind it as long as each can be planned ahead."""
-        step: _Step | None = first
+        step: _PlannedStep | None = first
         flight = await self._launch(first)
         while step is not None:
             following = self._plan_ahead(callbacks)
@@ -285,19 +285,19 @@ class StepLoop:
                 raise lost
             step = following
 
-    async def _launch(self, step: _Step, *, behind: bool = False) -> Flight:
+    async def _launch(self, step: _PlannedStep, *, behind: bool = False) -> Flight:
         step.launched_ahead = behind
         step.flight = await self._launcher.launch(step.batch, ahead=step.ahead, behind=behind)
         return step.flight
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
-    def _plan(self, callbacks: StepCallbacks) -> _Step:
+    def _plan(self, callbacks: StepCallbacks) -> _PlannedStep:
         mark, started = self._mark(), time.perf_counter()
         plan = self.scheduler.schedule()
         return self._planned(plan, started, mark, callbacks, ahead=False)
 
-    def _plan_ahead(self, callbacks: StepCallbacks) -> _Step | None:
+    def _plan_ahead(self, callbacks: StepCallbacks) -> _PlannedStep | None:
         if not self.overlap or self._stopping:
             return None
         mark, started = self._mark(), time.perf_counter()
@@ -309,8 +309,8 @@ class StepLoop:
 
     def _planned(
         self, plan: StepPlan, started: float, mark: Mark | None, callbacks: StepCallbacks, *, ahead: bool
-    ) -> _Step:
-        step = _Step(plan, worker_batch(plan), time.perf_counter() - started, ahead)
+    ) -> _PlannedStep:
+        step = _PlannedStep(plan, worker_batch(plan), time.perf_counter() - started, ahead)
         self.totals.schedule_s += step.schedule_s
         if self._metrics is not None:
             self._metrics.planned(plan)
@@ -324,7 +324,7 @@ class StepLoop:
             self._trace.note("planned", plan.step)
         return step
 
-    def _publish(self, step: _Step, result: StepResult, callbacks: StepCallbacks) -> None:
+    def _publish(self, step: _PlannedStep, result: StepResult, callbacks: StepCallbacks) -> None:
         """Books a step that landed, and tells about it."""
         plan, started = step.plan, time.perf_counter()
         outputs = self.scheduler.commit(plan, result)
@@ -347,7 +347,7 @@ class StepLoop:
         callbacks.committed(outputs)
         self._note("published", plan)
 
-    def _fail(self, step: _Step, error: Exception, callbacks: StepCallbacks) -> None:
+    def _fail(self, step: _PlannedStep, error: Exception, callbacks: StepCallbacks) -> None:
         keys = error.keys if isinstance(error, RowsFailed) else None
         failed = self.scheduler.fail_step(step.plan, keys)
         self._landed(step.plan)
@@ -357,7 +357,7 @@ class StepLoop:
             self.forget(sequence.key)
         callbacks.failed(failed, f"{type(error).__name__}: {error}")
 
-    async def _cancel(self, following: _Step | None, step: _Step) -> DeviceLost | None:
+    async def _cancel(self, following: _PlannedStep | None, step: _PlannedStep) -> DeviceLost | None:
         """The step that was planned behind `step` does not run; or it ran in vain, and has ended when its blocks go.
         Returns what its end said about the device."""
         if following is None:

@@ -92,5 +92,7 @@ async def test_a_routers_page_has_what_is_documented(redis_server: EmbeddedRedis
 
 def test_the_documentation_names_each_metric_once() -> None:
     """The table is generated; here it is held against the catalogue from the outside."""
-    rows = re.findall(r"^\| `([a-z_.]+)` \([^)]*\) \| `(\w+)` \|", METRICS_PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `([a-z_.]+)` \([^)]*\) \| `(\w+)` \|", METRICS_PAGE.read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert sorted(rows) == sorted((name, prometheus_name(metric)) for name, metric in METRICS.items())

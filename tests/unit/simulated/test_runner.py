@@ -26,7 +26,7 @@ from kvrelay.scheduling.registry import make_scheduler
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.simulated.model_facts import ModelFacts, read_facts
 from kvrelay.simulated.profiles import MeasuredProfile
-from kvrelay.simulated.runner import SimulatedRunner, make_simulated_runner
+from kvrelay.simulated.simulated_runner import SimulatedRunner, make_simulated_runner
 from kvrelay.simulated.token_hash import Vocabulary, continuation
 from kvrelay.worker.launch import TimedLauncher
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop

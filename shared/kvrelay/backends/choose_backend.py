@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from kvrelay.backends.base import AttentionBackend, KVLayout, LayerKind, is_eight_bit
+from kvrelay.backends.backend import AttentionBackend, KVLayout, LayerKind, is_eight_bit
 from kvrelay.backends.cascade import CascadeCosts
 from kvrelay.backends.cpu import CpuBackend
 from kvrelay.backends.cpu_build import KernelBuildError

@@ -12,26 +12,26 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrelay.backends.base import PackedRows, SharingBackend, allocate_pool, bits, dtype_name
+from kvrelay.backends.backend import PackedRows, SharingBackend, allocate_pool, bits, dtype_name
 from kvrelay.engine.batch import (
+    BeamCandidates,
     BlockCopy,
-    Candidates,
     ModelSpec,
     SequenceKey,
     StepResult,
     WorkerBatch,
     WorkerRow,
 )
-from kvrelay.engine.beams import best_candidates
+from kvrelay.engine.beam_candidates import best_candidates
+from kvrelay.engine.causal_model import CausalModel
 from kvrelay.engine.device import Moment, describe_device, to_device, use_on_this_thread
 from kvrelay.engine.device_pool import DevicePool
 from kvrelay.engine.fingerprint import find_model_dir, fingerprint
 from kvrelay.engine.graphs import DecodeGraphs, GraphSettings, try_to_capture
 from kvrelay.engine.host_buffer import HostBuffer
 from kvrelay.engine.in_flight import Asked, StepInFlight, StepsInFlight, TokensOnDevice
-from kvrelay.engine.logprobs import token_logprobs
-from kvrelay.engine.model import CausalModel
 from kvrelay.engine.packing import pack_rows
+from kvrelay.engine.pending_logprobs import token_logprobs
 from kvrelay.engine.sampler import Sampler
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 from kvrelay.transfer.pool_memory import PoolLike
@@ -183,8 +183,8 @@ class TransformersRunner:
         with self._lock:
             if self._steps.has_stale or any(self._is_scored(row) for row in batch.rows):
                 return False
-            following = [row.key for row in batch.rows if row.follows_draw and row.key in self._sampler]
-            if following and self._sampler.redraws_often:
+            following = [row.key for row in batch.rows if row.has_placeholder and row.key in self._sampler]
+            if following and self._sampler.resamples_often:
                 return False
             return not self._sampler.penalises(following).any()
 
@@ -214,7 +214,7 @@ class TransformersRunner:
     def _ask_rows(self, step: StepInFlight, asked: Asked) -> None:
         rows = step.batch.rows
         with self._lock:
-            named = (row.key for row in rows if row.sample or row.follows_draw)
+            named = (row.key for row in rows if row.sample or row.has_placeholder)
             unknown = [key for key in named if key not in self._sampler]
         if unknown:
             raise KeyError(f"sequences never added, or dropped before the step: {unknown}")
@@ -222,7 +222,7 @@ class TransformersRunner:
         forward = self._compute(step, computed, asked) if computed else None
         if forward is not None:
             asked.prompt_logprobs = self._score_prompts(forward)
-        self._begin_draw(rows, forward, asked)
+        self._begin_sampling(rows, forward, asked)
         if forward is not None:
             asked.candidates = self._find_candidates(forward)
             for at, row in enumerate(forward.rows):
@@ -239,7 +239,7 @@ class TransformersRunner:
         token_ids, on_device = self._token_ids(step, some, packed)
         return _Forward(some, computed, packed, self._hidden_states(token_ids, on_device, packed, graphs))
 
-    def _begin_draw(self, rows: Sequence[WorkerRow], forward: _Forward | None, asked: Asked) -> None:
+    def _begin_sampling(self, rows: Sequence[WorkerRow], forward: _Forward | None, asked: Asked) -> None:
         """Asks for a token for each row that samples and is still known: from what is computed now, or was kept."""
         wanted, logits = [], []
         if forward is not None:
@@ -260,10 +260,10 @@ class TransformersRunner:
             peaked = logits[0] if len(logits) == 1 else torch.cat(logits)
             if len(known) < len(wanted):
                 peaked = peaked[to_device(np.array(known, np.int64), self._device)]
-            asked.drawing = [wanted[at] for at in known]
-            drawing = [rows[index] for index in asked.drawing]
-            positions = np.array([row.position + len(row.token_ids) for row in drawing], np.int64)
-            asked.draw = self._sampler.begin([row.key for row in drawing], positions, peaked)
+            asked.sampled_rows = [wanted[at] for at in known]
+            sampled = [rows[index] for index in asked.sampled_rows]
+            positions = np.array([row.position + len(row.token_ids) for row in sampled], np.int64)
+            asked.tokens = self._sampler.begin([row.key for row in sampled], positions, peaked)
 
     def _hidden_states(
         self,
@@ -294,7 +294,7 @@ class TransformersRunner:
     ) -> tuple[NDArray[np.int64], TokensOnDevice | None]:
         """The step's tokens; placeholders are replaced by what was drawn, unless that lies on the device alone."""
         token_ids = np.concatenate([row.token_ids for row in rows]).astype(np.int64)
-        following = [index for index, row in enumerate(rows) if row.follows_draw]
+        following = [index for index, row in enumerate(rows) if row.has_placeholder]
         if not following:
             return token_ids, None
         keys, places = [rows[index].key for index in following], packed.query_starts[1:][following] - 1
@@ -302,10 +302,10 @@ class TransformersRunner:
             step.took_from = self._steps.before(step)
             if step.took_from is not None:
                 return token_ids, TokensOnDevice(places.astype(np.int64), self._sampler.last_on_device(keys))
-            token_ids[places] = self._sampler.last_drawn(keys)
+            token_ids[places] = self._sampler.last_sampled(keys)
         return token_ids, None
 
-    def _find_candidates(self, forward: _Forward) -> dict[int, Candidates]:
+    def _find_candidates(self, forward: _Forward) -> dict[int, BeamCandidates]:
         """Candidates by the step's row, of the beams' rows that sample and are still known."""
         wanted = [(at, row.key, row.beam) for at, row in enumerate(forward.rows) if row.sample and row.beam is not None]
         if not wanted:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvrelay.engine.batch import Candidates
+from kvrelay.engine.batch import BeamCandidates
 from kvrelay.protocol.messages import PackedCandidates
 
 
-def pack_candidates(candidates: Candidates) -> PackedCandidates:
+def pack_candidates(candidates: BeamCandidates) -> PackedCandidates:
     """Little-endian int32 and float32 bytes."""
     return PackedCandidates(
         candidates.token_ids.astype("<i4").tobytes(),
@@ -16,10 +16,10 @@ def pack_candidates(candidates: Candidates) -> PackedCandidates:
     )
 
 
-def unpack_candidates(packed: PackedCandidates) -> Candidates:
+def unpack_candidates(packed: PackedCandidates) -> BeamCandidates:
     """The inverse of `pack_candidates`. Raises ValueError for bytes that are no such arrays."""
     token_ids = np.frombuffer(packed.token_ids, "<i4").astype(np.int32)
     logprobs = np.frombuffer(packed.logprobs, "<f4").astype(np.float32)
     if len(token_ids) != len(logprobs) or not len(token_ids):
         raise ValueError(f"{len(token_ids)} candidates with {len(logprobs)} log-probabilities")
-    return Candidates(token_ids, logprobs)
+    return BeamCandidates(token_ids, logprobs)

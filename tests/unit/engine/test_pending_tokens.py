@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvrelay.engine import truncation
 from kvrelay.engine.batch import SequenceKey
-from kvrelay.engine.draws import BadLogits, PendingDraw
+from kvrelay.engine.pending_tokens import BadLogits, PendingTokens
 from kvrelay.engine.sampler import Sampler
 from kvrelay.protocol.sampling import Sampling
 from tests.fakes.late_copies import LateCopies
@@ -73,7 +73,7 @@ class Known:
 class Begun:
     """A pending draw, and what it is to give."""
 
-    draw: PendingDraw
+    draw: PendingTokens
     keys: list[SequenceKey]
     sequences: list[Known]
     logits: torch.Tensor
@@ -144,7 +144,7 @@ class World:
             expected, entries = alone.sample([each], np.array([begun.positions[row]]), begun.logits[row][None])
             assert token_ids[row] == expected[0]
             assert logprobs[row] == entries[0]
-        assert (begun.draw.redrawn == (begun.draw.token_ids.numpy() != token_ids)).all()
+        assert (begun.draw.resampled == (begun.draw.token_ids.numpy() != token_ids)).all()
         for sequence, token_id in zip(begun.sequences, token_ids.tolist(), strict=True):
             sequence.tokens.append(token_id)
 
@@ -163,7 +163,7 @@ class World:
             for begun in self.pending_for(sequence):
                 row = next(at for at, each in enumerate(begun.sequences) if each is sequence)
                 on_device[-1] = int(begun.draw.token_ids[row])
-        assert self.sampler.last_drawn(keys).tolist() == on_host
+        assert self.sampler.last_sampled(keys).tolist() == on_host
         assert self.sampler.last_on_device(keys).tolist() == on_device
         for begun in self.pending:
             at = [row for row, each in enumerate(begun.keys) if self.known.get(each) is begun.sequences[row]]
@@ -223,7 +223,7 @@ def test_a_draw_lands_while_a_later_one_is_not_there_yet(monkeypatch: pytest.Mon
     assert followed.tolist() == first.token_ids.tolist()
     second.discard()
     assert in_second & set(copies.landed)
-    assert sampler.last_on_device(keys).tolist() == sampler.last_drawn(keys).tolist()
+    assert sampler.last_on_device(keys).tolist() == sampler.last_sampled(keys).tolist()
 
 
 def test_rows_that_looked_at_too_few_tokens_are_drawn_again_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,22 +238,22 @@ def test_rows_that_looked_at_too_few_tokens_are_drawn_again_and_named(monkeypatc
     )[0].sample(keys, np.full(30, 2), logits)
     assert token_ids.tolist() == expected.tolist()
     assert entries == expected_entries
-    assert draw.redrawn.tolist() == (provisional != expected).tolist()
-    assert draw.redrawn.any() and not draw.redrawn.all()
+    assert draw.resampled.tolist() == (provisional != expected).tolist()
+    assert draw.resampled.any() and not draw.resampled.all()
     assert sampler.last_on_device(keys).tolist() == expected.tolist()
 
 
 def test_the_sampler_says_when_draws_are_too_often_made_again() -> None:
     wide = [Sampling(temperature=1.5, top_p=0.97, seed=seed) for seed in range(10)]
     sampler, keys = sampler_of(GREEDY, *wide)
-    assert not sampler.redraws_often
+    assert not sampler.resamples_often
 
     def draws(some: list[SequenceKey]) -> list[bool]:
         """What it says after each of sixty draws."""
         said = []
         for step in range(60):
             sampler.sample(some, np.full(len(some), 2 + step), make_logits(len(some), step))
-            said.append(sampler.redraws_often)
+            said.append(sampler.resamples_often)
         return said
 
     assert not any(draws(keys[:1]))
@@ -275,7 +275,7 @@ def test_who_gets_a_slot_or_a_key_anew_gets_no_token_with_it() -> None:
     assert sampler.last_on_device([keys[1], key(7)]).tolist() == [0, 0]
     assert draw.land()[0].tolist() == drawn
     assert sampler.last_on_device([key(7), keys[1]]).tolist() == [0, 0]
-    assert sampler.last_drawn([key(7), keys[1]]).tolist() == [0, 0]
+    assert sampler.last_sampled([key(7), keys[1]]).tolist() == [0, 0]
 
 
 def test_a_token_is_not_counted_for_who_has_the_counts_of_one_that_left() -> None:
@@ -311,7 +311,7 @@ def test_a_draw_from_logits_that_are_not_finite_counts_for_nothing() -> None:
     with pytest.raises(BadLogits):
         failed.land()
     follows.discard()
-    assert sampler.last_on_device(keys).tolist() == sampler.last_drawn(keys).tolist() == before.tolist()
+    assert sampler.last_on_device(keys).tolist() == sampler.last_sampled(keys).tolist() == before.tolist()
     failed.discard()  # has ended
     again = sampler.begin(keys[1:], np.full(1, 3), logits[1:])
     assert again.land()[0].tolist() == [int(logits[1].argmax())]

@@ -16,8 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from kvrelay.backends.base import KV_DTYPES, AttentionBackend, KVLayout, StepAttention
-from kvrelay.backends.select import select_backend
+from kvrelay.backends.backend import KV_DTYPES, AttentionBackend, KVLayout, StepAttention
+from kvrelay.backends.choose_backend import select_backend
 from kvrelay.engine.attention import ATTENTION_NAME, UnsupportedModel, attending, register
 from kvrelay.engine.checkpoint import check_quantization, read_config, read_model
 from kvrelay.engine.probe import check_paged_forward, observe_layers

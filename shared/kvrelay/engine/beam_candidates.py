@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrelay.engine.batch import BeamRow, Candidates, SequenceKey
+from kvrelay.engine.batch import BeamCandidates, BeamRow, SequenceKey
 from kvrelay.engine.device import to_host
-from kvrelay.engine.draws import check_finite
+from kvrelay.engine.pending_tokens import check_finite
 from kvrelay.engine.sampler import Sampler, Seen
 
 
@@ -23,7 +23,7 @@ def best_candidates(
     beams: Sequence[BeamRow],
     positions: NDArray[np.int64],
     logits: torch.Tensor,
-) -> list[Candidates]:
+) -> list[BeamCandidates]:
     """By row the `num_candidates` best continuations, best first; fewer where the vocabulary has fewer.
 
     What min_tokens forbids has -inf, and is left out unless there is nothing else.
@@ -48,9 +48,13 @@ def best_candidates(
     ]
 
 
-def _candidates(token_ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> Candidates:
+def _candidates(token_ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> BeamCandidates:
     possible = np.isfinite(logprobs)
-    return Candidates(token_ids[possible], logprobs[possible]) if possible.any() else Candidates(token_ids, logprobs)
+    return (
+        BeamCandidates(token_ids[possible], logprobs[possible])
+        if possible.any()
+        else BeamCandidates(token_ids, logprobs)
+    )
 
 
 def _seen(beams: Sequence[BeamRow], penalised: NDArray[np.bool_]) -> Seen:

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.engine.batch import (
-    BlockCopies,
-    Candidates,
+    BeamCandidates,
     ModelSpec,
     RowResult,
     SequenceKey,
     StepResult,
+    SwapCopies,
     WorkerBatch,
     WorkerRow,
 )
@@ -179,7 +179,7 @@ class SimulatedRunner:
             self._words[targets] = self._words[sources]
         return (len(batch.swap_out.blocks) + len(batch.swap_in.blocks)) * self._spec.swap_block_s
 
-    def _swap(self, copies: BlockCopies, *, out: bool) -> None:
+    def _swap(self, copies: SwapCopies, *, out: bool) -> None:
         blocks, slots = list(copies.blocks), list(copies.slots)
         if out and blocks:
             self._host[slots] = self._words[blocks]
@@ -217,7 +217,7 @@ class SimulatedRunner:
         """Placeholders are replaced by what was drawn."""
         token_ids = np.concatenate([row.token_ids for row in rows]).astype(np.uint64)
         for row, last in zip(rows, (packed.starts + packed.lens - 1).tolist(), strict=True):
-            if row.follows_draw:
+            if row.has_placeholder:
                 token_ids[last] = self._known[row.key].drawn
         return token_ids
 
@@ -321,13 +321,13 @@ def _logprobs(vocabulary: Vocabulary, token_id: int, draw: int, num_top: int) ->
     return TokenLogprobs(token_id, -math.log(2), top, _halving(len(top)))
 
 
-def _candidates(vocabulary: Vocabulary, draw: int, count: int, may_end: bool) -> Candidates:
+def _candidates(vocabulary: Vocabulary, draw: int, count: int, may_end: bool) -> BeamCandidates:
     """The end of the text is among the first ones as often as `tokens` draws it. Beams part in how steeply it falls."""
     token_ids = vocabulary.likeliest(draw, count).astype(np.int32)
     if may_end and vocabulary.eos_ids and draw % END_EVERY == 0:
         token_ids[0] = vocabulary.eos_ids[0]
     falls = 0.4 + 0.6 * (mixed(np.arange(len(token_ids), dtype=np.uint64) + np.uint64(draw)) / 2.0**64)
-    return Candidates(token_ids, -np.cumsum(falls).astype(np.float32))
+    return BeamCandidates(token_ids, -np.cumsum(falls).astype(np.float32))
 
 
 def _fingerprint(facts: ModelFacts, block_size: int, kv_bytes_per_token: int) -> str:

@@ -9,7 +9,7 @@ from kvrelay.config.worker import Role as RoleName
 from kvrelay.engine.batch import ModelRunner
 from kvrelay.process import service_main
 from kvrelay.scheduling.registry import WHOLE_PROMPTS
-from kvrelay.simulated.runner import make_simulated_runner
+from kvrelay.simulated.simulated_runner import make_simulated_runner
 from kvrelay.worker.host import run_workers
 from kvrelay.worker.shell import RoleFactory
 

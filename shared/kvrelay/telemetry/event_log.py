@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from kvrelay.engine.batch import SequenceKey
+from kvrelay.protocol.sequence_key import SequenceKey
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.engine.batch import SequenceKey
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay_decode import handoff as decode
 from kvrelay_prefill import handoff as prefill
 from kvrelay_router.dispatch.attempt import SequenceAttempts

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, Self
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.protocol.sampling import Sampling
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay_decode.handoff import ReceiverState as D
 from kvrelay_decode.quarantine import Quarantine
 from kvrelay_prefill.handoff import SenderState as P

@@ -58,6 +58,7 @@ KINDS = {
         ),
     ),
     "attempts": MachineKind("kvrelay_router.dispatch.attempt", "SequenceAttempts", ("handle",)),
+    "intake": MachineKind("kvrelay_router.dispatch.intake", "TokenIntake", ("handle",)),
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Requests and sequences in progress: what the shell keeps beside their machines."""
+"""The requests and sequences in progress: what the dispatcher keeps for each beside its state machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import asyncio
 from dataclasses import dataclass, field
 
 from kvrelay_router.dispatch.attempt import SequenceAttempts
-from kvrelay_router.dispatch.events import AwaitLost, FindDecode, FindPlacement
+from kvrelay_router.dispatch.events import AwaitLostWorkers, FindDecode, FindPlacement
+from kvrelay_router.dispatch.intake import TokenIntake
 from kvrelay_router.dispatch.load import Held
 from kvrelay_router.dispatch.placement import PromptPrefixes, Work
 from kvrelay_router.dispatch.records import RequestRecord, SequenceHistory
@@ -16,14 +17,14 @@ from kvrelay_router.routing.policy import PolicyName
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DispatchSettings:
-    """Times in seconds."""
+    """Fields ending in `_s` are in seconds."""
 
     policy: PolicyName = "cost"
-    local_prefill_tokens: int | None = None  # prompts not longer than this go to decode alone; None: the policy decides
-    ttft_deadline_s: float | None = None  # requests expected later are refused
+    local_prefill_tokens: int | None = None  # longest prompt that decode computes alone; None: the policy decides
+    ttft_deadline_s: float | None = None  # requests whose first token is expected later are refused
     max_attempts: int = 3
-    max_requests: int = 1024  # in progress; more are refused
-    wait_for_worker_s: float = 30.0  # a retry or a handoff that finds no worker ready waits so long for one
+    max_requests: int = 1024  # requests in progress; more are refused
+    wait_for_worker_s: float = 30.0  # how long a retry or a handoff waits if no worker is ready
     num_recent_requests: int = 2000
     num_last_decisions: int = 50
     registry_interval_s: float = 0.5
@@ -33,7 +34,7 @@ class DispatchSettings:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedCacheHit:
-    """What an attempt's placement expected of the cache, in tokens."""
+    """Tokens of an attempt's prompt, and how many of them placement expected in the worker's cache."""
 
     num_prompt: int
     num_cached: int
@@ -41,20 +42,18 @@ class ExpectedCacheHit:
 
 @dataclass(slots=True)
 class CacheTally:
-    """Tokens of prompts that a worker has computed: how many the router expected in a cache, how many were found."""
+    """Tokens of computed prompts: how many the router expected in a cache, and how many were found there."""
 
     num_prompt: int = 0
     num_predicted: int = 0
     num_found: int = 0
 
     def add(self, expected: ExpectedCacheHit, num_found: int) -> None:
-        """A first token came."""
         self.num_prompt += expected.num_prompt
         self.num_predicted += min(expected.num_cached, expected.num_prompt)
         self.num_found += num_found
 
     def as_json(self) -> dict[str, int]:
-        """JSON-ready."""
         return {
             "prompt_tokens": self.num_prompt,
             "predicted_tokens": self.num_predicted,
@@ -63,35 +62,35 @@ class CacheTally:
 
 
 @dataclass(slots=True, eq=False)
-class Running:
+class ActiveRequest:
     """A request in progress. It is over when its last sequence is."""
 
     handle: RunningRequest
     record: RequestRecord
-    deadline: float  # monotonic
+    deadline: float  # monotonic seconds
     deadline_timer: asyncio.TimerHandle
     prompt: PromptPrefixes
-    sequences: dict[int, RunningSequence] = field(default_factory=dict)  # the unfinished ones
+    sequences: dict[int, ActiveSequence] = field(default_factory=dict)  # the unfinished ones
     outcome: str = "finished"
 
 
 @dataclass(slots=True, eq=False)
-class RunningSequence:
+class ActiveSequence:
     """A sequence in progress."""
 
     index: int
-    machine: SequenceAttempts
-    running: Running
+    attempts: SequenceAttempts
+    intake: TokenIntake
+    request: ActiveRequest
     record: SequenceHistory
     held: Held = field(default_factory=Held)
-    expected: ExpectedCacheHit | None = None  # of the cache, until it is known
-    trace: str = ""  # the current attempt's context
-    fingerprint: str = ""  # of the current attempt's workers
-    work: Work = field(default_factory=Work)  # of the current attempt, as its placement expected
-    waiting_for: FindPlacement | AwaitLost | FindDecode | None = None  # while no worker is ready
-    waiting_timer: asyncio.TimerHandle | None = None  # also that of a pause before the next attempt
+    expected: ExpectedCacheHit | None = None  # None once the first token has said how much was cached
+    trace: str = ""  # the trace context of the current attempt
+    fingerprint: str = ""  # of the model on the current attempt's workers
+    work: Work = field(default_factory=Work)  # what placement expects of the current attempt
+    waiting_for: FindPlacement | AwaitLostWorkers | FindDecode | None = None  # while no worker is ready
+    waiting_timer: asyncio.TimerHandle | None = None  # also ends the pause before a retry
 
     @property
     def request_id(self) -> str:
-        """Of the request it belongs to."""
-        return self.running.handle.request.request_id
+        return self.request.handle.request.request_id

@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import logging
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.link import Delivered
 from kvrelay.protocol.messages import (
@@ -23,6 +22,7 @@ from kvrelay.protocol.messages import (
     Stop,
     TokenEntry,
 )
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.transfer.base import TransferReceiver

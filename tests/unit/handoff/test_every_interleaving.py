@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.protocol.messages import PeerRef, TokenEntry
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.state_machine import Transition, TransitionTable
 from kvrelay.transfer.base import SenderDrained
 from kvrelay_decode import receiver_events as decode

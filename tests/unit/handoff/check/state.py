@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.protocol.messages import PeerRef
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay_decode.quarantine import Quarantine
 from kvrelay_decode.receiver_handoff import ReceiverHandoff
 from kvrelay_prefill.sender_handoff import SenderHandoff

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, Self
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.protocol.sampling import Sampling
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.transfer.base import Landed, Pushed
 from kvrelay_decode.quarantine import Quarantine
 from kvrelay_decode.receiver_events import PrefillLost

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvrelay.kv.pool import Owner
-from kvrelay.scheduling.admission import RELAX_STEPS, RETRACTION_HORIZON, NewTokenRatio
-from kvrelay.scheduling.base import SchedulerSettings
+from kvrelay.scheduling.memory.new_token_ratio import RELAX_STEPS, RETRACTION_HORIZON, NewTokenRatio
+from kvrelay.scheduling.scheduler_settings import SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
 from tests.unit.scheduling.bench import BLOCK_SIZE, Bench, make_sequence
 

@@ -14,10 +14,10 @@ from typing import ClassVar, Self
 from kvrelay.kv.cache import Cache
 from kvrelay.kv.pool import BlockPool, Owner
 from kvrelay.kv.table import blocks_for
-from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
-from kvrelay.scheduling.blocks import BlockManager
 from kvrelay.scheduling.books import SchedulerBooks, accountable
+from kvrelay.scheduling.memory.block_manager import BlockManager
 from kvrelay.scheduling.plan import NeedsCommit, PlanDraft, PlannedRow, StepPlan
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from kvrelay.scheduling.base import SchedulerLimits
-from kvrelay.scheduling.blocks import BlockManager
-from kvrelay.scheduling.gangs import Gangs
+from kvrelay.scheduling.memory.block_manager import BlockManager
+from kvrelay.scheduling.queue.sample_groups import Gangs
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 
 

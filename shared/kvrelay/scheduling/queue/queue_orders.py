@@ -20,7 +20,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from kvrelay.kv.hashing import BlockHash
-from kvrelay.scheduling.base import QueueOrderName
+from kvrelay.scheduling.scheduler_settings import QueueOrderName
 from kvrelay.scheduling.sequence import Sequence
 
 Rank = Callable[[Sequence, int], int]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from kvrelay.kv.table import blocks_for
-from kvrelay.scheduling.blocks import BlockManager
+from kvrelay.scheduling.memory.block_manager import BlockManager
 from kvrelay.scheduling.sequence import Sequence
 
 FLOOR_SHARE = 0.14  # of the initial ratio

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.kv.hashing import BlockHash
-from kvrelay.scheduling.base import QueueOrderName, SchedulerSettings
-from kvrelay.scheduling.orders import depth_first
-from kvrelay.scheduling.queue import PROBES_A_STEP
+from kvrelay.scheduling.queue.queue_orders import depth_first
+from kvrelay.scheduling.queue.waiting_queue import PROBES_A_STEP
+from kvrelay.scheduling.scheduler_settings import QueueOrderName, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
 from tests.unit.scheduling.bench import BLOCK_SIZE, SCHEDULERS, Bench
 

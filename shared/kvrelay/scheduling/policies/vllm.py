@@ -6,10 +6,10 @@ decodes wait for as long as the prompts are long.
 
 from __future__ import annotations
 
-from kvrelay.scheduling.batching import BatchScheduler
-from kvrelay.scheduling.blocks import OnDemandBlocks
-from kvrelay.scheduling.chunks import Chunks, WholePrompts
+from kvrelay.scheduling.memory.block_manager import OnDemandBlocks
 from kvrelay.scheduling.plan import PlanDraft
+from kvrelay.scheduling.policies.chunk_sizes import Chunks, WholePrompts
+from kvrelay.scheduling.scheduler import BatchScheduler
 
 
 class VllmScheduler(BatchScheduler):

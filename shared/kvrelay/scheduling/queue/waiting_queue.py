@@ -25,11 +25,11 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count, islice
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.kv.hashing import BlockHash
-from kvrelay.scheduling.blocks import BlockManager
-from kvrelay.scheduling.orders import QueueOrder, depth_first
-from kvrelay.scheduling.prefixes import PrefixesInProgress
+from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.scheduling.memory.block_manager import BlockManager
+from kvrelay.scheduling.queue.prefixes_in_progress import PrefixesInProgress
+from kvrelay.scheduling.queue.queue_orders import QueueOrder, depth_first
 from kvrelay.scheduling.sequence import Sequence
 
 PROBES_A_STEP = 64

@@ -16,7 +16,7 @@ from kvrelay.kv.cache import Cache
 from kvrelay.kv.hashing import BlockHash
 from kvrelay.kv.pool import BlockPool, Owner
 from kvrelay.kv.table import blocks_for
-from kvrelay.scheduling.copies import BlockCopies
+from kvrelay.scheduling.memory.copy_on_write import BlockCopies
 from kvrelay.scheduling.sequence import Sequence
 
 

@@ -13,7 +13,8 @@ from typing import cast
 
 from kvrelay.kv.cache import Cache
 from kvrelay.kv.pool import BlockPool
-from kvrelay.scheduling.base import Scheduler, SchedulerLimits, SchedulerSettings
+from kvrelay.scheduling.scheduler_protocol import Scheduler
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 
 ENTRY_POINT_GROUP = "kvrelay.schedulers"
 DEFAULT_SCHEDULER = "sarathi"
@@ -21,11 +22,11 @@ DEFAULT_SCHEDULER = "sarathi"
 SchedulerFactory = Callable[[SchedulerLimits, BlockPool, Cache, SchedulerSettings], Scheduler]
 
 BUILT_IN: dict[str, tuple[str, str]] = {
-    "sarathi": ("kvrelay.scheduling.sarathi", "SarathiScheduler"),
-    "vllm": ("kvrelay.scheduling.vllm", "VllmScheduler"),
-    "simple_chunking": ("kvrelay.scheduling.simple_chunking", "SimpleChunkingScheduler"),
-    "orca": ("kvrelay.scheduling.orca", "OrcaScheduler"),
-    "faster_transformer": ("kvrelay.scheduling.faster_transformer", "FasterTransformerScheduler"),
+    "sarathi": ("kvrelay.scheduling.policies.sarathi", "SarathiScheduler"),
+    "vllm": ("kvrelay.scheduling.policies.vllm", "VllmScheduler"),
+    "simple_chunking": ("kvrelay.scheduling.policies.simple_chunking", "SimpleChunkingScheduler"),
+    "orca": ("kvrelay.scheduling.policies.orca", "OrcaScheduler"),
+    "faster_transformer": ("kvrelay.scheduling.policies.faster_transformer", "FasterTransformerScheduler"),
 }
 WHOLE_PROMPTS = frozenset({"vllm", "orca", "faster_transformer"})
 """Built-in schedulers that do not cut prompts, so that `chunking` means nothing to them."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.kv.hashing import BlockHash
+from kvrelay.protocol.sequence_key import SequenceKey
 
 
 class PrefixesInProgress:

@@ -6,9 +6,9 @@ two tokens of a stream is bounded by one step of the budget, whatever the length
 
 from __future__ import annotations
 
-from kvrelay.scheduling.batching import BatchScheduler
-from kvrelay.scheduling.chunks import Chunks, make_chunks
 from kvrelay.scheduling.plan import PlanDraft
+from kvrelay.scheduling.policies.chunk_sizes import Chunks, make_chunks
+from kvrelay.scheduling.scheduler import BatchScheduler
 
 
 class SarathiScheduler(BatchScheduler):

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvrelay.kv.table import blocks_for
-from kvrelay.scheduling.base import Preemption
-from kvrelay.scheduling.cost import StepCost, pairs
+from kvrelay.scheduling.scheduler_settings import Preemption
+from kvrelay.scheduling.step_cost import StepCost, pairs
 
 COPY_BLOCK_S = 25e-6
 """Where no copy was measured: 100 KB at 4 GB/s."""

@@ -19,18 +19,34 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
-from kvrelay.engine.batch import SequenceKey, SwapCopies
+from kvrelay.engine.batch import SwapCopies
 from kvrelay.kv.hashing import BlockHash
 from kvrelay.kv.pool import Owner
 from kvrelay.kv.swap_space import SwapSpace
 from kvrelay.kv.table import blocks_for
-from kvrelay.scheduling.base import SchedulerSettings, SwapUse
-from kvrelay.scheduling.blocks import BlockManager
-from kvrelay.scheduling.cost import CalibratedCost
+from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.scheduling.memory.block_manager import BlockManager
+from kvrelay.scheduling.memory.preemption import COPY_BLOCK_S, Preempted, RunningMean, estimate, prefers_swap
 from kvrelay.scheduling.plan import PlanDraft, StepPlan, SwapCopy, SwapPlan, work_of
-from kvrelay.scheduling.preemption import COPY_BLOCK_S, Preempted, RunningMean, estimate, prefers_swap
+from kvrelay.scheduling.scheduler_settings import SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState
+from kvrelay.scheduling.step_cost import CalibratedCost
+
+
+@dataclass(slots=True)
+class SwapUse:
+    """Sums since the start, but for the last three: slots, those in use, and sequences that wait with a copy."""
+
+    num_preemptions: int = 0
+    num_blocks_out: int = 0
+    num_blocks_in: int = 0
+    num_given_up: int = 0
+    copy_s: float = 0.0
+    num_slots: int = 0
+    num_used_slots: int = 0
+    num_sequences: int = 0
 
 
 class Swapper:

@@ -24,12 +24,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvrelay.engine.batch import BeamCandidates, SequenceKey
+from kvrelay.engine.batch import BeamCandidates
 from kvrelay.kv.pool import Owner
 from kvrelay.kv.table import BlockTable, blocks_for
 from kvrelay.protocol.sampling import BeamResult, BeamSpec
-from kvrelay.scheduling.beam_search import BeamSearch
-from kvrelay.scheduling.blocks import BlockManager
+from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.scheduling.beams.beam_search import BeamSearch
+from kvrelay.scheduling.memory.block_manager import BlockManager
 from kvrelay.scheduling.sequence import Sequence, SequenceState, TokenBuffer
 
 

@@ -5,9 +5,9 @@ every chunk's step is one without decodes.
 
 from __future__ import annotations
 
-from kvrelay.scheduling.batching import BatchScheduler
-from kvrelay.scheduling.chunks import Chunks, make_chunks
 from kvrelay.scheduling.plan import PlanDraft
+from kvrelay.scheduling.policies.chunk_sizes import Chunks, make_chunks
+from kvrelay.scheduling.scheduler import BatchScheduler
 
 
 class SimpleChunkingScheduler(BatchScheduler):

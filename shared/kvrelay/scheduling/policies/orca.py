@@ -8,10 +8,10 @@ that the first one may be longer.
 
 from __future__ import annotations
 
-from kvrelay.scheduling.batching import BatchScheduler
-from kvrelay.scheduling.blocks import WholeSequenceBlocks
-from kvrelay.scheduling.chunks import Chunks, WholePrompts
+from kvrelay.scheduling.memory.block_manager import WholeSequenceBlocks
 from kvrelay.scheduling.plan import PlanDraft
+from kvrelay.scheduling.policies.chunk_sizes import Chunks, WholePrompts
+from kvrelay.scheduling.scheduler import BatchScheduler
 
 
 class OrcaScheduler(BatchScheduler):

@@ -7,10 +7,10 @@ A sequence that was adopted with its prompt computed joins the decodes as it com
 
 from __future__ import annotations
 
-from kvrelay.scheduling.batching import BatchScheduler
-from kvrelay.scheduling.blocks import WholeSequenceBlocks
-from kvrelay.scheduling.chunks import Chunks, WholePrompts
+from kvrelay.scheduling.memory.block_manager import WholeSequenceBlocks
 from kvrelay.scheduling.plan import PlanDraft
+from kvrelay.scheduling.policies.chunk_sizes import Chunks, WholePrompts
+from kvrelay.scheduling.scheduler import BatchScheduler
 
 
 class FasterTransformerScheduler(BatchScheduler):

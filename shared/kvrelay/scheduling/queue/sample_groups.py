@@ -16,7 +16,7 @@ gang of its own. What is handed over was admitted by the receiver, by the same r
 
 from __future__ import annotations
 
-from kvrelay.engine.batch import SequenceKey
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvrelay.scheduling.base import Chunking
-from kvrelay.scheduling.cost import CalibratedCost, StepCost, pairs
 from kvrelay.scheduling.plan import PlanDraft, StepPlan, work_of
+from kvrelay.scheduling.scheduler_settings import Chunking
+from kvrelay.scheduling.step_cost import CalibratedCost, StepCost, pairs
 
 MIN_CHUNK = 16
 """Dynamic chunks are not shorter: a prompt goes on however much the decodes beside it attend to."""

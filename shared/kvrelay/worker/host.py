@@ -18,7 +18,8 @@ import zmq
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.process import StartFailed, event_loop_factory
 from kvrelay.telemetry.logs import log_with
-from kvrelay.worker.shell import RoleFactory, RunnerFactory, WorkerShell
+from kvrelay.worker.shell import WorkerShell
+from kvrelay.worker.startup import RoleFactory, RunnerFactory
 
 LINGER_S = 0.2
 """Time for the last messages to leave, of all workers together."""

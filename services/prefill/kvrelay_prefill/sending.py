@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 
-from kvrelay.kv.pool import Owner
+from kvrelay.kv.pool import BlockState
 from kvrelay.process_identity import own_identity
 from kvrelay.protocol.link import Delivered
 from kvrelay.protocol.messages import (
@@ -298,7 +298,7 @@ class Sending:
     def _hold(self, request: PrefillRequest, blocks: list[int]) -> None:
         """The handoff's own hold on blocks that are read by the transport or kept for another decode worker."""
         new = [block for block in blocks if block not in request.held]
-        self._context.pool.hold(new, Owner.IN_FLIGHT)
+        self._context.pool.hold(new, BlockState.IN_FLIGHT)
         request.held.update(new)
 
     def _know_reservation(self, request: PrefillRequest, reservation: str) -> None:
@@ -310,7 +310,7 @@ class Sending:
         request.reservations.discard(reservation)
 
     def _release(self, request: PrefillRequest) -> None:
-        self._context.pool.release(list(request.held), Owner.IN_FLIGHT)
+        self._context.pool.release(list(request.held), BlockState.IN_FLIGHT)
         request.held.clear()
         self._requests.remove(request.sequence.key)
         for reservation in request.reservations:

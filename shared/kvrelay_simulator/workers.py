@@ -27,7 +27,7 @@ from kvrelay.scheduling.scheduler_settings import Chunking, QueueOrderName, Sche
 from kvrelay.scheduling.sequence import Sequence, TokenBuffer
 from kvrelay.simulated.profiles import Profile, StepLoad
 from kvrelay.worker.load_report import SpeedMeter, report_load
-from kvrelay_decode.handoff import ReceiverHandoff
+from kvrelay_decode.receiver_handoff import ReceiverHandoff
 from kvrelay_decode.request import DecodeRequest
 from kvrelay_decode.wishes import Wishes
 from kvrelay_simulator.clock import VirtualClock

@@ -4,9 +4,9 @@ SOSP 2023, section 4.5). Otherwise the blocks that they share would stay for the
 A group has the samples of a request that this scheduler knows. A sample that does not run is:
 
 1. FRESH     it waits in the queue's order. The first sample of a group is admitted only if all its fresh samples fit.
-2. RESERVED  the first sample was admitted and computes the prompt. Capacity is reserved for this one: a running sequence,
-             and the blocks that it does not share with the first. It is admitted before all other sequences, once the
-             blocks of the prompt are computed.
+2. RESERVED  the first sample was admitted and computes the prompt. Capacity is reserved for this one: a place among the
+             running sequences, and the blocks that it does not share with the first. It is admitted before others, once
+             the blocks of the prompt are computed.
 3. LOST      it was preempted, or reserved when the others were preempted. It resumes when all lost samples fit.
 
 No sample waits forever: a reserved sample is next and needs only its own blocks, and a running one ends. A group that

@@ -172,11 +172,8 @@ class WorkerConfig(CommonConfig):
         description="admission order: first come, longest cached prefix, heaviest branch of prompts, smallest priority "
         "number, shortest job, or random",
     )
-    queue_patience: int = Field(
-        default=64,
-        ge=1,
-        le=1 << 20,
-        description="starvation bound: admissions after which a waiting sequence is next in any order",
+    queue_starvation_bound: int = Field(
+        default=64, ge=1, le=1 << 20, description="admissions after which a waiting sequence is next in any queue_order"
     )
     retraction: Retraction = Field(
         default="latest",
@@ -201,7 +198,7 @@ class WorkerConfig(CommonConfig):
         description="initial share of the running sequences' remaining output that admission keeps room for; it "
         "adapts. 0: none",
     )
-    gang_samples: bool = Field(
+    group_samples: bool = Field(
         default=True,
         description="admit, preempt and resume the n samples of a request together, as beams always are",
     )
@@ -299,12 +296,12 @@ class WorkerConfig(CommonConfig):
     def scheduler_settings(self) -> SchedulerSettings:
         return SchedulerSettings(
             queue_order=self.queue_order,
-            queue_patience=self.queue_patience,
+            queue_starvation_bound=self.queue_starvation_bound,
             chunking=self.chunking,
             retraction=self.retraction,
             new_token_ratio=self.new_token_ratio,
             preemption=self.preemption,
-            gang_samples=self.gang_samples,
+            group_samples=self.group_samples,
         )
 
     @property

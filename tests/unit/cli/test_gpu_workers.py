@@ -88,7 +88,10 @@ def test_a_file_may_number_them(tmp_path: Path) -> None:
         ({"devices": ("0", "GPU-00000000")}, r"devices: GPU-00000000 names GPU 0 \(NVIDIA H100\) once more"),
         ({"devices": ("3",)}, r"devices: GPU 3 \(NVIDIA A100\) is divided by MIG: name its parts"),
         ({"devices": ("1", "1")}, "--devices = .*names a GPU twice"),
-        ({"devices": ("-1",)}, r"--devices = .*'-1' is not a GPU \(allowed: a number from 0 on, GPU-UUID or MIG-UUID\)"),
+        (
+            {"devices": ("-1",)},
+            r"--devices = .*'-1' is not a GPU \(allowed: a number from 0 on, GPU-UUID or MIG-UUID\)",
+        ),
         ({"devices": ("cuda:0",)}, "'cuda:0' is not a GPU"),
         ({"devices": ()}, "--devices = .*names no GPU"),
         ({"devices": ("0",), "decode_devices": ("1",)}, "devices excludes prefill_devices and decode_devices"),

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from kvrelay.fleet.records import RECORD_PAGE
+from kvrelay.fleet.worker_record import RECORD_PAGE
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.ports import HeldPort
 from kvrelay.protocol.link import LinkEvent, LinkSettings

@@ -411,30 +411,30 @@ def test_the_prompt_in_work_is_the_oldest_one_since_it_came_first(moves: list[tu
 
 
 @given(st.lists(st.tuples(st.integers(0, 15), st.integers(1, 8), st.floats(0, 3)), max_size=60))
-def test_heat_is_the_decayed_count_of_uses(uses: list[tuple[int, int, float]]) -> None:
-    heat, now = PrefixPopularity(), 0.0
+def test_popularity_is_the_decayed_count_of_uses(uses: list[tuple[int, int, float]]) -> None:
+    popularity, now = PrefixPopularity(), 0.0
     history: list[tuple[float, list[bytes]]] = []
     for tree, length, gap in uses:
         now += gap
-        heat.used(CHAINS[tree][:length], now)
+        popularity.used(CHAINS[tree][:length], now)
         history.append((now, CHAINS[tree][:length]))
     for chain in CHAINS:
         for number, each in enumerate(chain, 1):
             exact = sum(0.5 ** ((now - at) / HALF_LIFE_S) for at, used in history if each in used)
             tolerance = 2 * 0.5 ** (FORGET_S / HALF_LIFE_S) * (1 + len(uses))
-            assert heat.of(chain[:number], now) == pytest.approx(exact, abs=tolerance)
+            assert popularity.of(chain[:number], now) == pytest.approx(exact, abs=tolerance)
 
 
 def test_memory_of_uses_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_popularity, "MAX_BLOCKS", 5)
-    heat = PrefixPopularity()
-    heat.used(CHAINS[0][:4], 0.0)
-    heat.used(CHAINS[15][:4], 0.0)
-    assert [heat.of(CHAINS[0][:number], 0.0) for number in range(1, 5)] == [1.0, 0.0, 0.0, 0.0]
-    assert [heat.of(CHAINS[15][:number], 0.0) for number in range(1, 5)] == [1.0] * 4
+    popularity = PrefixPopularity()
+    popularity.used(CHAINS[0][:4], 0.0)
+    popularity.used(CHAINS[15][:4], 0.0)
+    assert [popularity.of(CHAINS[0][:number], 0.0) for number in range(1, 5)] == [1.0, 0.0, 0.0, 0.0]
+    assert [popularity.of(CHAINS[15][:number], 0.0) for number in range(1, 5)] == [1.0] * 4
 
 
-def test_choices_of_one_request_do_not_heat_its_prefix() -> None:
+def test_choices_of_one_request_do_not_count_twice() -> None:
     fleet, prompt = Fleet("p0", "d0"), PromptPrefixes(list(range(64)))
     decision = fleet.placement.place("r", prompt=prompt, needs_decode=True)
     assert isinstance(decision, Decision)

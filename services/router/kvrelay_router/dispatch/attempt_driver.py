@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from kvrelay.protocol.messages import AnyBody, PeerRef, TokenEntry
-from kvrelay.telemetry.tracing import trace_fields
+from kvrelay.telemetry.tracer import trace_fields
 from kvrelay_router.dispatch.events import (
     AttemptFailed,
     AwaitLost,

@@ -17,14 +17,10 @@ from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import LinkEvent
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay.telemetry.event_log import EventLog
-from kvrelay.telemetry.tracing import Tracer
+from kvrelay.telemetry.tracer import Tracer
 from kvrelay_router.dispatch.attempt import SequenceAttempts, SequenceSpec
 from kvrelay_router.dispatch.attempt_driver import AttemptDriver
-from kvrelay_router.dispatch.events import (
-    Cancelled,
-    StopMatched,
-    WorkerBack,
-)
+from kvrelay_router.dispatch.events import Cancelled, StopMatched, WorkerBack
 from kvrelay_router.dispatch.inbox import Inbox
 from kvrelay_router.dispatch.interface import (
     GenerateRequest,

@@ -210,7 +210,7 @@ class Placement:
         self._prefixes.now = self._clock()
         if decision.computes is not None:
             chosen = decision.computes
-            if not prompt.sent_to:  # choices of one request and its retries do not heat a prefix
+            if not prompt.sent_to:  # choices of one request and its retries do not make a prefix popular
                 self._popularity.used(prompt.hashes(chosen.fingerprint, chosen.block_size), self._clock())
                 self._reuse.count(decision.num_cached_tokens, prompt.num_tokens)
             self._view.gave(decision.computes, max(0, prompt.num_tokens - decision.num_cached_tokens))

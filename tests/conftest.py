@@ -14,6 +14,8 @@ import pytest
 from kvrelay.fleet.embedded import EmbeddedRedis
 from tests.fakes import zmq_contexts
 
+pytest_plugins = ["tests.time_limit"]
+
 KINDS = ("unit", "component", "e2e", "faults", "gpu")
 TESTS = Path(__file__).parent
 BYTES_PER_PROCESS = 2 << 30

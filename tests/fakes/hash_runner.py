@@ -169,12 +169,12 @@ class HashRunner:
         if row.after and self.kept[row.after] != read[:, 0].tolist():
             raise CorruptCache(f"{row.key}: its blocks are not those of the position that it draws from")
         if not row.sample:
-            return RowResult(None)
+            return RowResult()
         sampling = self._sequences[row.key]
         if row.beam is not None:
             assert np.array_equal(row.beam.history, read[:, 0])
-            return RowResult(None, candidates=next_candidates(read[:, 0], sampling, row.beam.num_candidates))
+            return RowResult(candidates=next_candidates(read[:, 0], sampling, row.beam.num_candidates))
         token_id = next_token(read[:, 0], sampling, row.key[2])
         self._drawn[row.key] = token_id
-        logprobs = TokenLogprobs(token_id, -1.0, [], []) if sampling.logprobs is not None else None
-        return RowResult(token_id, logprobs)
+        logprobs = (TokenLogprobs(token_id, -1.0, [], []),) if sampling.logprobs is not None else ()
+        return RowResult((token_id,), logprobs)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
+from collections.abc import Sequence as Seq
 
 from kvrelay.engine.batch import BeamCandidates, RowResult, SequenceKey, StepResult
 from kvrelay.kv.pool import Owner
-from kvrelay.protocol.sampling import FinishReason
+from kvrelay.protocol.sampling import FinishReason, TokenLogprobs
 from kvrelay.scheduling.admission import NewTokenRatio
 from kvrelay.scheduling.base import AdmissionGate, PrefillGate, SchedulerLimits, SchedulerSettings, SwapUse
 from kvrelay.scheduling.beams import BeamGroup, BeamGroups
@@ -218,30 +219,10 @@ class SchedulerBooks(ABC):
                 self._commit_beam(row, given)
                 groups[sequence.beams] = None
                 continue
-            decodes = sequence.owner is Owner.RUNNING and sequence.state is SequenceState.RUNNING
-            output = self._commit_decode(sequence, given) if decodes else self._commit_row(row, given)
+            output = self._commit_row(row, given)
             if output is not None:
                 outputs.append(output)
         return outputs + [output for group in groups if (output := self._advance_beams(group)) is not None]
-
-    def _commit_decode(self, sequence: Sequence, given: RowResult) -> SequenceOutput | None:
-        """`_commit_row` for what most rows are: a sequence whose prompt was computed before draws a token."""
-        token_id = given.token_id
-        assert token_id is not None
-        sequence.num_planned -= 1
-        sequence.num_expected -= 1
-        sequence.num_computed += 1
-        if sequence.abort_requested:
-            self._leave(sequence)
-            return None
-        if sequence.num_computed - sequence.num_published * self._block_size >= self._block_size:
-            self._publish(sequence)
-        position = sequence.tokens.append(token_id)
-        finish = None
-        if token_id in sequence.stop_tokens or position + 1 >= sequence.max_length:
-            finish = _finish(sequence, token_id)
-            self._leave(sequence)
-        return SequenceOutput(sequence, position - sequence.num_prompt, token_id, given.logprobs, (), finish)
 
     def _commit_beam(self, row: PlannedRow, given: RowResult) -> None:
         sequence = row.sequence
@@ -285,37 +266,59 @@ class SchedulerBooks(ABC):
             self.blocks.step_landed()
 
     def _commit_row(self, row: PlannedRow, given: RowResult) -> SequenceOutput | None:
+        """Appends a row's new tokens up to the first one that ends the sequence. K/V of all of them but the last is
+        computed, see `RowResult`."""
         sequence = row.sequence
         if not self._row_is_over(row):
             return None
-        sequence.num_computed = num_computed = sequence.num_computed + row.num_tokens
+        sequence.num_computed += row.num_tokens
         if sequence.abort_requested:
             self._leave(sequence)
             return None
-        if num_computed - sequence.num_published * self._block_size >= self._block_size:
-            self._publish(sequence)
         scores = given.prompt_logprobs if row.draws is None else row.draws.scores
-        if sequence.num_samples > 1 and row.draws is None:
-            sequence.scores += scores
-        if row.sample and sequence.num_samples > 1:
-            self._has_tail(sequence, row.offers)
-        self.blocks.sharing.drawn(sequence)
+        if sequence.num_samples > 1:
+            self._commit_sample(row, scores)
         # Not by the row: the last token of a resumed prompt is output, and alone in its step it looks like a decode.
         prefilled = sequence.owner is Owner.COMPUTING and sequence.num_computed == sequence.num_tokens
         index = sequence.num_output
+        token_ids, logprobs = given.token_ids, given.logprobs
         finish = None
-        if given.token_id is not None:
-            sequence.tokens.append(given.token_id)
-            finish = _finish(sequence, given.token_id)
+        if token_ids:
+            num_new, finish = self._append(sequence, token_ids)
+            sequence.num_computed += num_new - 1
+            if num_new < len(token_ids):
+                token_ids, logprobs = token_ids[:num_new], logprobs[:num_new]
         elif prefilled and not sequence.wants_token:
             finish = FinishReason.LENGTH
+        if sequence.num_computed - sequence.num_published * self._block_size >= self._block_size:
+            self._publish(sequence)
         if prefilled and not finish and not sequence.prefill_only:
             self.blocks.change_owner(sequence, Owner.RUNNING)
         if finish:
             self._leave(sequence)
-        if given.token_id is None and not scores and not prefilled:
+        if not token_ids and not scores and not prefilled:
             return None
-        return SequenceOutput(sequence, index, given.token_id, given.logprobs, scores, finish, prefilled)
+        return SequenceOutput(sequence, index, token_ids, logprobs, scores, finish, prefilled)
+
+    def _append(self, sequence: Sequence, token_ids: Seq[int]) -> tuple[int, FinishReason | None]:
+        """Appends tokens up to the first one that ends the sequence. Returns how many, and why the sequence ends."""
+        tokens, stop_tokens, max_length = sequence.tokens, sequence.stop_tokens, sequence.max_length
+        for count, token_id in enumerate(token_ids, 1):
+            length = tokens.append(token_id) + 1
+            if token_id in stop_tokens:
+                return count, FinishReason.STOP_TOKEN
+            if length >= max_length:
+                return count, FinishReason.LENGTH
+        return len(token_ids), None
+
+    def _commit_sample(self, row: PlannedRow, scores: Seq[TokenLogprobs]) -> None:
+        """What other samples of the same prompt may take from this row's sequence."""
+        sequence = row.sequence
+        if row.draws is None:
+            sequence.scores += scores
+        if row.sample:
+            self._has_tail(sequence, row.offers)
+        self.blocks.sharing.drawn(sequence)
 
     def fail_step(self, plan: StepPlan, keys: Collection[SequenceKey] | None = None) -> list[Sequence]:
         """The step could not be computed: the sequences with these keys leave (None: all of them). Returns them.
@@ -356,13 +359,6 @@ class SchedulerBooks(ABC):
         published = self.blocks.publish(sequence)
         self.in_progress.kept(sequence.key, len(published))
         self.waiting.prefixes_changed(published)
-
-
-def _finish(sequence: Sequence, token_id: int) -> FinishReason | None:
-    """Whether a token that was drawn ends its sequence."""
-    if token_id in sequence.stop_tokens:
-        return FinishReason.STOP_TOKEN
-    return FinishReason.LENGTH if sequence.tokens.num_tokens >= sequence.max_length else None
 
 
 def accountable(row: PlannedRow) -> Sequence:

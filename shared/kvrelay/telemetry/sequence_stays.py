@@ -97,7 +97,7 @@ class SequenceStays:
             if (stay := self._stays.get(row.sequence.key)) is not None:
                 stay.num_chunks += 1
                 if len(stay.chunks) < MAX_CHUNKS:
-                    stay.chunks.append((now - result.forward_s, now, row.num_computed))
+                    stay.chunks.append((now - result.forward_s, now, row.num_tokens))
                 if stay.context is not None:
                     links.append(stay.context)
         for output in outputs:

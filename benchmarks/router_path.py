@@ -47,7 +47,7 @@ from kvrelay_router.api.app import create_app
 from kvrelay_router.api.connection import EVENT_WRITER
 from kvrelay_router.api.settings import ApiSettings
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
-from kvrelay_router.dispatch.running import DispatchSettings
+from kvrelay_router.dispatch.running_sequence import DispatchSettings
 from kvrelay_router.text.service import TextService
 
 NUM_REQUESTS = 64

@@ -21,8 +21,7 @@ import sys
 from collections.abc import Sequence
 
 from kvrelay.cli.display import DIED, Display
-from kvrelay.cli.supervisor import Service, ServiceSpec
-from kvrelay.cli.supervisor import StartFailed as ServiceFailed
+from kvrelay.cli.supervisor import Service, ServiceSpec, ServiceStartFailed
 from kvrelay.config.router import RouterConfig
 from kvrelay.process import StartFailed
 from kvrelay_router.api.server import bind
@@ -89,7 +88,7 @@ class RouterProcesses:
             done, _ = await asyncio.wait([stop, *running], return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
-        except ServiceFailed as error:
+        except ServiceStartFailed as error:
             raise StartFailed(str(error)) from error
         finally:
             ready.cancel()

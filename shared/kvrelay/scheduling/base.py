@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
-from kvrelay.engine.batch import Candidates, SequenceKey, StepResult
+from kvrelay.engine.batch import BeamCandidates, SequenceKey, StepResult
 from kvrelay.scheduling.blocks import BlockManager
 from kvrelay.scheduling.cost import StepCost
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
@@ -186,7 +186,7 @@ class Scheduler(Protocol):
         """Queues a sequence. Raises ValueError for one that is known already."""
         ...
 
-    def adopt(self, sequence: Sequence, candidates: Candidates | None = None) -> SequenceOutput | None:
+    def adopt(self, sequence: Sequence, candidates: BeamCandidates | None = None) -> SequenceOutput | None:
         """Takes over a sequence whose prompt's K/V is computed and whose blocks it holds as `running`.
 
         A beam search comes with the candidates that follow its prompt; its output is returned if they end it. Raises

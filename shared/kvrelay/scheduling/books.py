@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 
-from kvrelay.engine.batch import Candidates, RowResult, SequenceKey, StepResult
+from kvrelay.engine.batch import BeamCandidates, RowResult, SequenceKey, StepResult
 from kvrelay.kv.pool import Owner
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay.scheduling.admission import NewTokenRatio
@@ -70,7 +70,7 @@ class SchedulerBooks(ABC):
         self._enter(sequence)
         self.waiting.add(sequence)
 
-    def adopt(self, sequence: Sequence, candidates: Candidates | None = None) -> SequenceOutput | None:
+    def adopt(self, sequence: Sequence, candidates: BeamCandidates | None = None) -> SequenceOutput | None:
         """Takes over a sequence whose prompt's K/V is computed and whose blocks it holds as `running`.
 
         A beam search comes with the candidates that follow its prompt; its output is returned if they end it.

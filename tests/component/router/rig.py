@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import openai
 
-from kvrelay.fleet.limits import SharedLimits
+from kvrelay.fleet.key_limits import SharedLimits
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay_router.api.app import create_app
 from kvrelay_router.api.connection_limits import ConnectionLimits

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvrelay.fleet.embedded import EmbeddedRedis
-from kvrelay.fleet.limits import KeyLimits, SharedLimits
+from kvrelay.fleet.key_limits import KeyLimits, SharedLimits
 from kvrelay_router.api.limits import KeyRules
 from kvrelay_router.dispatch.interface import GenerateRequest, PreparedPrompt, TooLate
 from kvrelay_router.text.service import TextService

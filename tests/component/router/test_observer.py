@@ -11,7 +11,7 @@ import pytest_asyncio
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay.telemetry.instruments import Instruments
 from kvrelay.telemetry.trace_context import parse_traceparent
-from kvrelay.telemetry.tracing import Tracer
+from kvrelay.telemetry.tracer import Tracer
 from kvrelay_router.api.observer import DURATION_S, FIRST_TOKEN_S, PER_TOKEN_S, RequestObserver
 from kvrelay_router.dispatch.interface import RequestFailed
 from kvrelay_router.text.service import TextService
@@ -34,7 +34,7 @@ class Observed:
     def counts(self, name: str) -> dict[tuple[str, str], int]:
         """Requests by operation and error."""
         found = {}
-        for point in self.instruments.readings()[name]:
+        for point in self.instruments.samples()[name]:
             labels = dict(point.labels)
             assert labels.pop("gen_ai.provider.name") == "kvrelay"
             assert labels.pop("gen_ai.request.model") == MODEL

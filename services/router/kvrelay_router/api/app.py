@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from kvrelay.fleet.limits import OwnLimits, SharedLimits
+from kvrelay.fleet.key_limits import OwnLimits, SharedLimits
 from kvrelay_router.api.chat import ChatEndpoint
 from kvrelay_router.api.completions import CompletionsEndpoint
 from kvrelay_router.api.entrance import Endpoint, Entrance

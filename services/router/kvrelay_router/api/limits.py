@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 
-from kvrelay.fleet.limits import KeyLimits, OwnLimits, Refusal, SharedLimits
+from kvrelay.fleet.key_limits import KeyLimits, OwnLimits, Refusal, SharedLimits
 from kvrelay_router.api.errors import ApiError
 
 

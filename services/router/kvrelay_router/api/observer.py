@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvrelay.telemetry.instruments import Instruments
-from kvrelay.telemetry.readings import Labels
+from kvrelay.telemetry.metric_samples import Labels
 from kvrelay.telemetry.trace_context import TraceContext, new_trace, parse_traceparent
-from kvrelay.telemetry.tracing import Tracer
+from kvrelay.telemetry.tracer import Tracer
 from kvrelay_router.api.generation import PromptRun
 
 OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat"}

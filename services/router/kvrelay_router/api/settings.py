@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvrelay.config.router import OwnKeyLimits, RouterConfig
-from kvrelay.fleet.limits import KeyLimits
+from kvrelay.fleet.key_limits import KeyLimits
 from kvrelay_router.api.limits import KeyRules
 
 

@@ -45,9 +45,6 @@ class WorkerRow(msgspec.Struct, frozen=True, gc=False):
     key, by a step that was in flight when the batch was made.
     With `num_lookahead`, the row may bring up to 1 + num_lookahead tokens (see `RowResult`), and `block_ids` is long
     enough for position + len(token_ids) + num_lookahead tokens. No row behind it has a placeholder.
-    With `keep`, what the model gave for the last of `token_ids` is kept under that number, until it is forgotten. With
-    `after` there are no `token_ids`: the token is drawn from what was kept under that number, by the row whose last
-    token stands at `position` - 1; K/V of that token and all before it lie in `block_ids`.
     """
 
     key: SequenceKey
@@ -59,8 +56,6 @@ class WorkerRow(msgspec.Struct, frozen=True, gc=False):
     has_placeholder: bool = False
     num_lookahead: int = 0
     beam: BeamRow | None = None
-    keep: int = 0
-    after: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +83,6 @@ class WorkerBatch:
 
     A block that is copied out may be copied into, or written by a row, in the same step; a slot that is copied in is
     in no copy out of the same step. No target of a copy from block to block is a source, or another one's target.
-    `forget`: numbers of kept positions that no row draws from any more, in this step or later; unknown ones are fine.
     """
 
     step: int
@@ -96,7 +90,6 @@ class WorkerBatch:
     swap_out: SwapCopies = NO_COPIES
     swap_in: SwapCopies = NO_COPIES
     copies: Sequence[BlockCopy] = ()
-    forget: Sequence[int] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -105,11 +98,10 @@ class WorkerBatch:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it has rows, and all that these ask for is computed from tokens and blocks, and draws tokens: nothing
-        is copied, searched, kept, or drawn from what was kept."""
-        if self.swap_out.blocks or self.swap_in.blocks or self.copies or self.forget or not self.rows:
+        """Whether the batch has rows, copies nothing, and has no rows of beams."""
+        if self.swap_out.blocks or self.swap_in.blocks or self.copies or not self.rows:
             return False
-        return not any(row.keep or row.after or row.beam is not None for row in self.rows)
+        return all(row.beam is None for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)

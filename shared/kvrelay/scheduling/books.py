@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 
 from kvrelay.engine.batch import BeamCandidates, RowResult, SequenceKey, StepResult
 from kvrelay.kv.pool import Owner
-from kvrelay.protocol.sampling import FinishReason, TokenLogprobs
+from kvrelay.protocol.sampling import FinishReason
 from kvrelay.scheduling.admission import NewTokenRatio
 from kvrelay.scheduling.base import AdmissionGate, PrefillGate, SchedulerLimits, SchedulerSettings, SwapUse
 from kvrelay.scheduling.beams import BeamGroup, BeamGroups
@@ -23,7 +23,6 @@ from kvrelay.scheduling.prefixes import PrefixesInProgress
 from kvrelay.scheduling.queue import WaitingQueue
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.scheduling.swapping import Swapper
-from kvrelay.scheduling.tails import Tail
 
 DEFAULT_SETTINGS = SchedulerSettings()
 
@@ -107,9 +106,9 @@ class SchedulerBooks(ABC):
 
     @property
     def num_headroom_blocks(self) -> int:
-        """Blocks that the running sequences are expected to take, beyond those they have, those that are set aside for
-        samples and beams, and those that samples take in place of a shared one. O(running) unless off."""
-        claimed = self.beams.num_claimed_blocks + self.gangs.num_claimed_blocks + self.blocks.sharing.num_forked
+        """Blocks that the running sequences are expected to take, beyond those they have, and those that are set aside
+        for samples and beams. O(running) unless off."""
+        claimed = self.beams.num_claimed_blocks + self.gangs.num_claimed_blocks
         return self.new_token_ratio.headroom(self.running.values(), self.blocks) + claimed
 
     @property
@@ -145,8 +144,6 @@ class SchedulerBooks(ABC):
         sequence.stop_tokens = stop_tokens.union(sampling.stop_token_ids)
         sequence.max_length = min(sequence.num_prompt + sampling.max_tokens, self.limits.max_model_len)
         self.beams.enter(sequence)
-        if sequence.num_samples > 1:
-            self.blocks.tails.begin(sequence.key[0])
         self._sequences[sequence.key] = sequence
         if not self.settings.gang_samples:
             sequence.gang = ""
@@ -167,7 +164,6 @@ class SchedulerBooks(ABC):
         sequence.state = SequenceState.FINISHED
         del self._sequences[sequence.key]
         self.gangs.leave(sequence)
-        self.blocks.sharing.ended(sequence)
         if not self.running:
             self.new_token_ratio.idle()
 
@@ -275,9 +271,7 @@ class SchedulerBooks(ABC):
         if sequence.abort_requested:
             self._leave(sequence)
             return None
-        scores = given.prompt_logprobs if row.draws is None else row.draws.scores
-        if sequence.num_samples > 1:
-            self._commit_sample(row, scores)
+        scores = given.prompt_logprobs
         # Not by the row: the last token of a resumed prompt is output, and alone in its step it looks like a decode.
         prefilled = sequence.owner is Owner.COMPUTING and sequence.num_computed == sequence.num_tokens
         index = sequence.num_output
@@ -311,15 +305,6 @@ class SchedulerBooks(ABC):
                 return count, FinishReason.LENGTH
         return len(token_ids), None
 
-    def _commit_sample(self, row: PlannedRow, scores: Seq[TokenLogprobs]) -> None:
-        """What other samples of the same prompt may take from this row's sequence."""
-        sequence = row.sequence
-        if row.draws is None:
-            sequence.scores += scores
-        if row.sample:
-            self._has_tail(sequence, row.offers)
-        self.blocks.sharing.drawn(sequence)
-
     def fail_step(self, plan: StepPlan, keys: Collection[SequenceKey] | None = None) -> list[Sequence]:
         """The step could not be computed: the sequences with these keys leave (None: all of them). Returns them.
 
@@ -329,7 +314,6 @@ class SchedulerBooks(ABC):
         if self._uncommitted:
             raise RuntimeError(f"step {self._uncommitted[0].step} is planned upon the one that failed")
         self.blocks.copies.done(plan.copies)
-        self._not_executed(plan)
         failed = []
         landed = [row for row in plan.rows if self._row_is_over(row)]
         for sequence in dict.fromkeys(accountable(row) for row in landed):
@@ -342,18 +326,6 @@ class SchedulerBooks(ABC):
             for sequence in self.swaps.failed(plan):
                 self._requeue_swapped(sequence)
         return failed
-
-    def _not_executed(self, plan: StepPlan) -> None:
-        """No tail of the step is there, and the runner still keeps what it was to forget."""
-        self.blocks.tails.give_back_forgotten(plan.forget)
-        for row in plan.rows:
-            if row.offers is not None:
-                self.blocks.sharing.withdraw_offer(row.sequence)
-
-    def _has_tail(self, sequence: Sequence, offered: Tail | None) -> None:
-        """Its prompt is computed. What it promised ends even where others have listed the same tail meanwhile."""
-        self.blocks.sharing.list(sequence, offered)
-        self.waiting.prefixes_changed(self.in_progress.kept_tail(sequence.key))
 
     def _publish(self, sequence: Sequence) -> None:
         published = self.blocks.publish(sequence)

@@ -207,18 +207,57 @@ class SchedulerBooks(ABC):
         self.chunks.measured(plan, result.forward_s)
         self.swaps.landed(plan, result.forward_s, result.copy_s)
         self.new_token_ratio.relax()
+        return self._commit_rows(plan.rows, result.rows)
+
+    def _commit_rows(self, rows: Seq[PlannedRow], results: Seq[RowResult]) -> list[SequenceOutput]:
+        """Appends each row's new tokens, up to the first one that ends its sequence. K/V of all of them but the last is
+        computed, see `RowResult`."""
         outputs: list[SequenceOutput] = []
         groups: dict[BeamGroup, None] = {}
-        for row, given in zip(plan.rows, result.rows, strict=True):
+        computing, block_size = Owner.COMPUTING, self._block_size
+        for row, given in zip(rows, results, strict=True):
             sequence = row.sequence
             if sequence.beams is not None:
                 self._commit_beam(row, given)
                 groups[sequence.beams] = None
                 continue
-            output = self._commit_row(row, given)
-            if output is not None:
-                outputs.append(output)
+            if not self._row_is_over(row):
+                continue
+            num_computed = sequence.num_computed = sequence.num_computed + row.num_tokens
+            if sequence.abort_requested:
+                self._leave(sequence)
+                continue
+            # `row.is_prefill` does not tell: the last token of a resumed prompt, alone in its step, looks like a decode.
+            prefilled = sequence.owner is computing and num_computed == sequence.tokens.num_tokens
+            token_ids, logprobs, finish = given.token_ids, given.logprobs, None
+            start = end = sequence.tokens.num_tokens
+            for token_id in token_ids:
+                end = sequence.tokens.append(token_id)
+                if token_id in sequence.stop_tokens or end >= sequence.max_length:
+                    finish = FinishReason.STOP_TOKEN if token_id in sequence.stop_tokens else FinishReason.LENGTH
+                    break
+            if (num_new := end - start) > 1:
+                token_ids, logprobs = token_ids[:num_new], logprobs[:num_new]
+                num_computed = sequence.num_computed = num_computed + num_new - 1
+            if num_computed - sequence.num_published * block_size >= block_size:
+                self._publish(sequence)
+            if prefilled:
+                finish = self._prefilled(sequence, finish)
+            if finish:
+                self._leave(sequence)
+            scores = given.prompt_logprobs
+            if token_ids or scores or prefilled:
+                index = start - sequence.num_prompt
+                outputs.append(SequenceOutput(sequence, index, token_ids, logprobs, scores, finish, prefilled))
         return outputs + [output for group in groups if (output := self._advance_beams(group)) is not None]
+
+    def _prefilled(self, sequence: Sequence, finish: FinishReason | None) -> FinishReason | None:
+        """Called when K/V of the whole prompt is computed. Returns why the sequence ends, or None."""
+        if finish is None and not sequence.wants_token:
+            return FinishReason.LENGTH
+        if finish is None and not sequence.prefill_only:
+            self.blocks.change_owner(sequence, Owner.RUNNING)
+        return finish
 
     def _commit_beam(self, row: PlannedRow, given: RowResult) -> None:
         sequence = row.sequence
@@ -260,50 +299,6 @@ class SchedulerBooks(ABC):
                 raise RuntimeError(f"step {plan.step} is not the one in flight")
             del self._uncommitted[0]
             self.blocks.step_landed()
-
-    def _commit_row(self, row: PlannedRow, given: RowResult) -> SequenceOutput | None:
-        """Appends a row's new tokens up to the first one that ends the sequence. K/V of all of them but the last is
-        computed, see `RowResult`."""
-        sequence = row.sequence
-        if not self._row_is_over(row):
-            return None
-        sequence.num_computed += row.num_tokens
-        if sequence.abort_requested:
-            self._leave(sequence)
-            return None
-        scores = given.prompt_logprobs
-        # Not by the row: the last token of a resumed prompt is output, and alone in its step it looks like a decode.
-        prefilled = sequence.owner is Owner.COMPUTING and sequence.num_computed == sequence.num_tokens
-        index = sequence.num_output
-        token_ids, logprobs = given.token_ids, given.logprobs
-        finish = None
-        if token_ids:
-            num_new, finish = self._append(sequence, token_ids)
-            sequence.num_computed += num_new - 1
-            if num_new < len(token_ids):
-                token_ids, logprobs = token_ids[:num_new], logprobs[:num_new]
-        elif prefilled and not sequence.wants_token:
-            finish = FinishReason.LENGTH
-        if sequence.num_computed - sequence.num_published * self._block_size >= self._block_size:
-            self._publish(sequence)
-        if prefilled and not finish and not sequence.prefill_only:
-            self.blocks.change_owner(sequence, Owner.RUNNING)
-        if finish:
-            self._leave(sequence)
-        if not token_ids and not scores and not prefilled:
-            return None
-        return SequenceOutput(sequence, index, token_ids, logprobs, scores, finish, prefilled)
-
-    def _append(self, sequence: Sequence, token_ids: Seq[int]) -> tuple[int, FinishReason | None]:
-        """Appends tokens up to the first one that ends the sequence. Returns how many, and why the sequence ends."""
-        tokens, stop_tokens, max_length = sequence.tokens, sequence.stop_tokens, sequence.max_length
-        for count, token_id in enumerate(token_ids, 1):
-            length = tokens.append(token_id) + 1
-            if token_id in stop_tokens:
-                return count, FinishReason.STOP_TOKEN
-            if length >= max_length:
-                return count, FinishReason.LENGTH
-        return len(token_ids), None
 
     def fail_step(self, plan: StepPlan, keys: Collection[SequenceKey] | None = None) -> list[Sequence]:
         """The step could not be computed: the sequences with these keys leave (None: all of them). Returns them.

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from kvrelay.engine.batch import SequenceKey
-from kvrelay.scheduling.blocks import BlockManager
+from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.scheduling.memory.block_manager import BlockManager
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay_decode.request import DecodeRequest
 

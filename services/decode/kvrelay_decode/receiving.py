@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Iterator
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.kv.pool import Owner
 from kvrelay.kv.table import blocks_for
 from kvrelay.process_identity import can_be_seen, has_ended
@@ -30,6 +29,7 @@ from kvrelay.protocol.messages import (
     SequenceUsage,
     TokenEntry,
 )
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import StepPlan
 from kvrelay.telemetry.handoffs import HandoffMeter, HandoffTimings
 from kvrelay.transfer.base import Landed, ReceiverEvent, TransferReceiver

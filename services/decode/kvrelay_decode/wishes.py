@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.kv.table import blocks_for
-from kvrelay.scheduling.base import Scheduler
-from kvrelay.scheduling.blocks import BlockManager
-from kvrelay.scheduling.prefixes import PrefixesInProgress
+from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.scheduling.memory.block_manager import BlockManager
+from kvrelay.scheduling.queue.prefixes_in_progress import PrefixesInProgress
+from kvrelay.scheduling.scheduler_protocol import Scheduler
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay_decode.claims import SampleClaims
 from kvrelay_decode.request import DecodeRequest

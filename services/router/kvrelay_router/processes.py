@@ -24,8 +24,8 @@ from kvrelay.cli.display import DIED, Display
 from kvrelay.cli.supervisor import Service, ServiceSpec, ServiceStartFailed
 from kvrelay.config.router import RouterConfig
 from kvrelay.process import StartFailed
-from kvrelay_router.api.server import bind
-from kvrelay_router.handover import HandedConnections, Member, SharedPort
+from kvrelay_router.http.connection_passing import Member, PassedConnections, SharedPort
+from kvrelay_router.http.http_server import bind
 
 log = logging.getLogger(__name__)
 
@@ -35,10 +35,10 @@ GRACE_S = 10.0
 """What a process may take beyond its drain timeout."""
 
 
-def inherited_connections(port: int) -> HandedConnections | None:
+def inherited_connections(port: int) -> PassedConnections | None:
     """Those that this process is to serve; None where it binds the port itself."""
     descriptor = os.environ.get(CHANNEL)
-    return None if descriptor is None else HandedConnections(socket.socket(fileno=int(descriptor)), port)
+    return None if descriptor is None else PassedConnections(socket.socket(fileno=int(descriptor)), port)
 
 
 class ProcessDisplay(Display):

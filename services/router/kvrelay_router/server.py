@@ -26,14 +26,14 @@ from kvrelay.telemetry.otlp import open_export
 from kvrelay.telemetry.pages import Page, Pages
 from kvrelay.telemetry.process_samples import process_samples
 from kvrelay.telemetry.prometheus import metrics_page
-from kvrelay_router.api.app import create_app
-from kvrelay_router.api.connection_limits import ConnectionLimits, allowed_connections
-from kvrelay_router.api.observer import RequestObserver
-from kvrelay_router.api.server import HttpServer, bind, serve
-from kvrelay_router.api.settings import ApiSettings
+from kvrelay_router.asgi.app import create_app
+from kvrelay_router.dispatch.active_requests import DispatchSettings
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
-from kvrelay_router.dispatch.running_sequence import DispatchSettings
 from kvrelay_router.fleet_watch import ListWorkers
+from kvrelay_router.http.connection_limits import ConnectionLimits, allowed_connections
+from kvrelay_router.http.http_server import HttpServer, bind, serve
+from kvrelay_router.openai.request_metrics import RequestMetrics
+from kvrelay_router.openai.settings import ApiSettings
 from kvrelay_router.prefix_index import FleetPrefixes
 from kvrelay_router.processes import inherited_connections
 from kvrelay_router.router_samples import router_samples
@@ -104,8 +104,8 @@ class RouterServer:
         self._dispatcher.start()
         limits = _limits(config)
         self._closing.push_async_callback(limits.close)
-        observer = RequestObserver(config.served_model_name, self._instruments, export.tracer)
-        app = create_app(api, self._dispatcher, text, limits, observer)
+        metrics = RequestMetrics(config.served_model_name, self._instruments, export.tracer)
+        app = create_app(api, self._dispatcher, text, limits, metrics)
         export.start(self._metric_samples)
         await self._open_pages()
         await self._meet_workers(self._dispatcher)

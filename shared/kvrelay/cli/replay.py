@@ -129,7 +129,8 @@ def _event(machine: Any, line: Line) -> dict[str, Any]:
     """A router's event goes by its class's name."""
     ((name, content),) = msgspec.json.decode(line.args)[0].items()
     module = importlib.import_module(type(machine).__module__)
-    return {"event": msgspec.convert(content, getattr(module, name))}
+    (parameter,) = inspect.signature(machine.handle).parameters
+    return {parameter: msgspec.convert(content, getattr(module, name))}
 
 
 def _arguments(call: Callable[..., Any], line: Line) -> dict[str, Any]:

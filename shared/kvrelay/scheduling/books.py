@@ -6,23 +6,25 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 
-from kvrelay.engine.batch import BeamCandidates, RowResult, SequenceKey, StepResult
+from kvrelay.engine.batch import BeamCandidates, RowResult, StepResult
 from kvrelay.kv.pool import Owner
 from kvrelay.protocol.sampling import FinishReason
-from kvrelay.scheduling.admission import NewTokenRatio
-from kvrelay.scheduling.base import AdmissionGate, PrefillGate, SchedulerLimits, SchedulerSettings, SwapUse
-from kvrelay.scheduling.beams import BeamGroup, BeamGroups
-from kvrelay.scheduling.blocks import BlockManager
-from kvrelay.scheduling.chunks import Chunks
-from kvrelay.scheduling.cost import StepCost
-from kvrelay.scheduling.gang_room import GangRoom
-from kvrelay.scheduling.gangs import Gangs
-from kvrelay.scheduling.orders import ORDERS
+from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.scheduling.beams.beam_groups import BeamGroup, BeamGroups
+from kvrelay.scheduling.memory.block_manager import BlockManager
+from kvrelay.scheduling.memory.new_token_ratio import NewTokenRatio
+from kvrelay.scheduling.memory.swapping import Swapper, SwapUse
 from kvrelay.scheduling.plan import PlannedRow, SequenceOutput, StepPlan
-from kvrelay.scheduling.prefixes import PrefixesInProgress
-from kvrelay.scheduling.queue import WaitingQueue
+from kvrelay.scheduling.policies.chunk_sizes import Chunks
+from kvrelay.scheduling.queue.group_capacity import GangRoom
+from kvrelay.scheduling.queue.prefixes_in_progress import PrefixesInProgress
+from kvrelay.scheduling.queue.queue_orders import ORDERS
+from kvrelay.scheduling.queue.sample_groups import Gangs
+from kvrelay.scheduling.queue.waiting_queue import WaitingQueue
+from kvrelay.scheduling.scheduler_protocol import AdmissionGate, PrefillGate
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState
-from kvrelay.scheduling.swapping import Swapper
+from kvrelay.scheduling.step_cost import StepCost
 
 DEFAULT_SETTINGS = SchedulerSettings()
 
@@ -227,7 +229,7 @@ class SchedulerBooks(ABC):
             if sequence.abort_requested:
                 self._leave(sequence)
                 continue
-            # `row.is_prefill` does not tell: the last token of a resumed prompt, alone in its step, looks like a decode.
+            # Not `row.is_prefill`: the last token of a resumed prompt, alone in its step, looks like a decode.
             prefilled = sequence.owner is computing and num_computed == sequence.tokens.num_tokens
             token_ids, logprobs, finish = given.token_ids, given.logprobs, None
             start = end = sequence.tokens.num_tokens

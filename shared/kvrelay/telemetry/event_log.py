@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from kvrelay.engine.batch import SequenceKey
+from kvrelay.protocol.sequence_key import SequenceKey
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +58,7 @@ KINDS = {
         ),
     ),
     "attempts": MachineKind("kvrelay_router.dispatch.attempt", "SequenceAttempts", ("handle",)),
+    "intake": MachineKind("kvrelay_router.dispatch.intake", "TokenIntake", ("handle",)),
 }  # fmt: skip
 
 

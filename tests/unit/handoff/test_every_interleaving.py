@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from kvrelay.engine.batch import SequenceKey
+from kvrelay.protocol.messages import TokenEntry
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay_decode import handoff as decode
 from kvrelay_prefill import handoff as prefill
-from kvrelay_router.dispatch.attempt import SequenceAttempts
+from kvrelay_router.dispatch.intake import TokenIntake
 from tests.unit.handoff.check import prefill_side
 from tests.unit.handoff.check.search import Counterexample, Explored, explore
 from tests.unit.handoff.check.state import Size, State
@@ -151,9 +152,8 @@ def _takes_any_reservation(
     return _landed(self, self.reservation, indices)
 
 
-def _repeats_the_first_token(self: SequenceAttempts, arrival: Any) -> list[Any]:
-    self.output.extend([arrival.token_id] if hasattr(arrival, "token_id") else arrival.token_ids)
-    return []
+def _repeats_the_first_token(self: TokenIntake, entry: TokenEntry) -> None:
+    self.output.extend(entry.token_ids)
 
 
 _give_up = decode.ReceiverHandoff._give_up
@@ -173,7 +173,7 @@ BUGS = {
     ),
     "Drained is not sent": (prefill.SenderHandoff, "drained", _drained_says_nothing, "cancel", "a good end"),
     "a refusal is not passed on": (prefill.SenderHandoff, "refused", _refused_asks_nobody, "deadline", "a good end"),
-    "a token is delivered twice": (SequenceAttempts, "_take", _repeats_the_first_token, "", "tokens [0, 0]"),
+    "a token is delivered twice": (TokenIntake, "_accept", _repeats_the_first_token, "", "tokens [0, 0]"),
 }  # fmt: skip
 
 

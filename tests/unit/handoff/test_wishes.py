@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.kv.pool import Owner
 from kvrelay.kv.table import blocks_for
-from kvrelay.scheduling.base import QueueOrderName, SchedulerSettings
-from kvrelay.scheduling.orders import ORDERS
+from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.scheduling.queue.queue_orders import ORDERS
+from kvrelay.scheduling.scheduler_settings import QueueOrderName, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay_decode.handoff import ReceiverHandoff
 from kvrelay_decode.request import DecodeRequest

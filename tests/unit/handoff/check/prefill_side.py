@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.protocol.messages import FirstToken, Granted, PeerRef
 from kvrelay.protocol.sampling import FinishReason
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay_prefill import handoff as prefill
 from tests.unit.handoff.check.search import Violation
 from tests.unit.handoff.check.state import MAX_TOKENS, R, Sending, State, peer

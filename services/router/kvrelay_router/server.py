@@ -73,7 +73,7 @@ class RouterServer:
                 raise StartFailed(str(error)) from error
             settle_garbage()
             assert self._http is not None
-            self._http.say_ready()
+            self._http.report_ready()
             await self.main_loop()
         finally:
             await self.shutdown()

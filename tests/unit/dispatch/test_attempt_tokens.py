@@ -12,12 +12,12 @@ from kvrelay.protocol.messages import (
     unpack_tokens,
 )
 from kvrelay.protocol.sampling import BeamResult, BeamSpec, FinishReason, Sampling, TokenLogprobs
+from kvrelay.state_machine import IllegalEvent
 from kvrelay_router.dispatch.attempt import AttemptState
 from kvrelay_router.dispatch.events import (
     Cancelled,
     Ended,
     FindPlacement,
-    IllegalEvent,
     Send,
     WorkersAssigned,
 )

@@ -191,7 +191,7 @@ class MetricsStore:
         self._write_trace()
         for output in outputs:
             times = self._times.get(output.sequence.key)
-            if times is not None and times.first_token is None and output.token_id is not None:
+            if times is not None and times.first_token is None and output.token_ids:
                 times.first_token = now
             if output.finish is not None:
                 self.left(output.sequence.key, output.finish)

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.engine.batch import BeamCandidates, ModelSpec, RowResult, SequenceKey, StepResult, WorkerBatch, WorkerRow
+from kvrelay.engine.batch import BeamCandidates, ModelSpec, RowResult, StepResult, WorkerBatch, WorkerRow
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.transfer.pool_memory import PoolLike
 from tests.fakes.waiting import PATIENCE_S
 
@@ -93,7 +94,6 @@ class HashRunner:
         self._entries = self.pool_bytes[:, :entries_bytes].view(np.int32).reshape(num_blocks, block_size, 2)
         self._sequences: dict[SequenceKey, Sampling] = {}
         self._drawn: dict[SequenceKey, int] = {}
-        self.kept: dict[int, list[int]] = {}  # the tokens up to the kept position
         self.step_s = step_s
         self._num_free_steps = 0
         self._may_run = threading.Event()
@@ -133,8 +133,6 @@ class HashRunner:
             sources, targets = [copy.source for copy in batch.copies], [copy.target for copy in batch.copies]
             assert len({*sources, *targets}) == len(set(sources)) + len(targets), "a target is in another copy"
             self.pool_bytes[targets] = self.pool_bytes[sources]
-        for state in batch.forget:
-            self.kept.pop(state, None)
         rows = [self._run(row) for row in batch.rows]
         return StepResult(batch.step, rows, time.perf_counter() - started)
 
@@ -163,18 +161,13 @@ class HashRunner:
         read = self._entries[row.block_ids[: (end + size - 1) // size]].reshape(-1, 2)[:end]
         if not np.array_equal(read[:, 1], np.arange(end)):
             raise CorruptCache(f"{row.key}: positions in the pool are {read[:, 1].tolist()}")
-        if row.keep:
-            assert row.keep not in self.kept, "two rows keep their last position under one number"
-            self.kept[row.keep] = read[:, 0].tolist()
-        if row.after and self.kept[row.after] != read[:, 0].tolist():
-            raise CorruptCache(f"{row.key}: its blocks are not those of the position that it draws from")
         if not row.sample:
-            return RowResult(None)
+            return RowResult()
         sampling = self._sequences[row.key]
         if row.beam is not None:
             assert np.array_equal(row.beam.history, read[:, 0])
-            return RowResult(None, candidates=next_candidates(read[:, 0], sampling, row.beam.num_candidates))
+            return RowResult(candidates=next_candidates(read[:, 0], sampling, row.beam.num_candidates))
         token_id = next_token(read[:, 0], sampling, row.key[2])
         self._drawn[row.key] = token_id
-        logprobs = TokenLogprobs(token_id, -1.0, [], []) if sampling.logprobs is not None else None
-        return RowResult(token_id, logprobs)
+        logprobs = (TokenLogprobs(token_id, -1.0, [], []),) if sampling.logprobs is not None else ()
+        return RowResult((token_id,), logprobs)

@@ -19,9 +19,9 @@ from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import LinkEvent, LinkSettings
 from kvrelay.protocol.sampling import FinishReason, Sampling
 from kvrelay.telemetry.tracer import Tracer
+from kvrelay_router.dispatch.active_requests import DispatchSettings
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.interface import GenerateRequest, NoWorkerReady, RequestFailed
-from kvrelay_router.dispatch.running_sequence import DispatchSettings
 from tests.fakes.hash_runner import EOS_TOKEN_ID, VOCAB_SIZE, HashRunner, expected_tokens
 from tests.fakes.workers import LocalWorker
 
@@ -192,7 +192,7 @@ class LocalFleet:
             assert finished[index] == (FinishReason.STOP_TOKEN if ends_by_token else FinishReason.LENGTH)
 
     def held(self) -> dict[str, tuple[dict[str, int], dict[str, int]]]:
-        """Blocks by owner and queues of the living workers."""
+        """Blocks by state and queues of the living workers."""
         return {name: (worker.blocks, worker.shell.role.queues()) for name, worker in self.workers.items()}
 
     async def until_clean(self, timeout_s: float = 120.0) -> None:

@@ -69,7 +69,7 @@ class CompletionsEndpoint:
         return token_ids
 
     async def _prompt(self, item: PromptItem, token_ids: list[int], room: int, request: CompletionRequest) -> Prompt:
-        """The prompt, truncated if the request asks for it, with the text to echo."""
+        """Truncates the prompt to `truncate_prompt_tokens`, and adds the text to echo."""
         text = self._service.text
         kept = request.truncated(token_ids, room)
         if not request.echo:
@@ -80,7 +80,7 @@ class CompletionsEndpoint:
 
 
 def _endpoint_fields(request: CompletionRequest) -> EndpointFields:
-    # The choices of `best_of` are ranked by their log-probabilities, so these are computed even if nobody asked.
+    # The choices of `best_of` are ranked by their log-probabilities, so these are always computed.
     is_ranked = request.num_sequences > request.n
     return EndpointFields(
         prompt_param="prompt",

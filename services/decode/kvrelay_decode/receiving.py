@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Iterator
 
-from kvrelay.kv.pool import Owner
+from kvrelay.kv.pool import BlockState
 from kvrelay.kv.table import blocks_for
 from kvrelay.process_identity import can_be_seen, has_ended
 from kvrelay.protocol.messages import (
@@ -240,8 +240,8 @@ class Receiving:
     def _make_request(self, header: Header, prefill: PeerRef, body: Reserve) -> DecodeRequest:
         max_running = self._context.scheduler.limits.max_running
         sequence = make_sequence(header, body.prompt, body.router, self._context.spec, max_running)
-        if not self._context.scheduler.gang_samples:
-            sequence.gang = ""
+        if not self._context.scheduler.group_samples:
+            sequence.sample_group = ""
         handoff = ReceiverHandoff()
         return DecodeRequest(
             sequence,
@@ -274,7 +274,7 @@ class Receiving:
     def _grant(self, request: DecodeRequest) -> bool:
         assert request.prefill is not None
         sequence = request.sequence
-        if not self._context.blocks.admit(sequence, Owner.RESERVED):
+        if not self._context.blocks.admit(sequence, BlockState.RESERVED):
             return False
         self._wishes.granted(request)
         first_block = blocks_for(sequence.num_computed, self._context.spec.block_size)
@@ -332,7 +332,7 @@ class Receiving:
                 self._wishes.settled(request)
                 self.totals["quarantines"] += 1
                 self._quarantine.add(sequence.key, request.prefill, request.process)
-                self._context.blocks.change_owner(sequence, Owner.QUARANTINED)
+                self._context.blocks.change_block_state(sequence, BlockState.QUARANTINED)
             case FreeBlocks(num_whole):
                 self._settle(request)
                 prompt_end = sequence.num_prompt + request.first_index  # what a commit appended is not computed
@@ -357,7 +357,7 @@ class Receiving:
         sequence.num_computed = sequence.num_tokens
         if handoff.token_id is not None:
             sequence.tokens.append(handoff.token_id)
-        self._context.blocks.change_owner(sequence, Owner.RUNNING)
+        self._context.blocks.change_block_state(sequence, BlockState.RUNNING)
         try:
             candidates = unpack_candidates(handoff.candidates) if handoff.candidates is not None else None
             output = self._context.steps.adopt(sequence, candidates)

@@ -96,7 +96,7 @@ class DecodeRole:
             "preemptions": scheduler.num_preemptions,
             "preemptions_by_recompute": scheduler.num_preemptions - use.num_preemptions,
             "preemptions_by_swap": use.num_preemptions,
-            "swap_copies_dropped": use.num_given_up,
+            "swap_copies_dropped": use.num_dropped,
             "swapped_out_blocks": use.num_blocks_out,
             "swapped_in_blocks": use.num_blocks_in,
             "swap_s": use.copy_s,
@@ -165,7 +165,7 @@ class DecodeRole:
             request = self._requests.get(key)
             if request is not None:
                 request.prompt_logprobs += output.prompt_logprobs
-                if output.token_id is not None or output.finish is not None:
+                if output.token_ids or output.finish is not None:
                     self._stream.put(output.sequence.router, self._entry(request, output))
                 if output.finish is not None:
                     self._requests.remove(key)

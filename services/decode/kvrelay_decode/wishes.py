@@ -66,7 +66,7 @@ class Wishes:
 
     def settled(self, request: DecodeRequest) -> None:
         """Its blocks are published, or given up: nobody has to wait for them any more."""
-        self._arriving.give_up(request.sequence.key)
+        self._arriving.withdraw(request.sequence.key)
 
     def next(self, num_quarantined: int = 0) -> DecodeRequest | None:
         """The wish to grant now; None if there is none, or no room for it. `num_quarantined`: requests that are over.
@@ -75,7 +75,7 @@ class Wishes:
         for them.
         """
         num_idle = num_quarantined + len(self._waiting) + len(self._scheduler.waiting)
-        num_open = len(self._requests) - num_idle + self._scheduler.num_claimed_samples
+        num_open = len(self._requests) - num_idle + self._scheduler.num_reserved_samples
         for request in self._waiting.values():
             if self._claims.has(request) and (num_cached := self._grantable(request)) is not None:
                 return request if self._has_room(request, num_cached, num_open) else None
@@ -87,7 +87,7 @@ class Wishes:
 
     def gate(self, sequence: Sequence, num_slots: int) -> str:
         """Asked by the scheduler before it admits a local prompt, which becomes `num_slots` running sequences with the
-        rest of its gang: what is being received will run, and an older handoff that waits for room goes first.
+        rest of its group: what is being received will run, and an older handoff that waits for room goes first.
         O(requests)."""
         num_receiving = sum(each.sequence.num_slots for each in self._requests.values() if each.is_received)
         num_claimed, num_claimed_blocks = self._claims.totals()

@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 from typing import ClassVar, Self
 
 from kvrelay.kv.cache import Cache
-from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.table import blocks_for
 from kvrelay.scheduling.books import SchedulerBooks, accountable
 from kvrelay.scheduling.memory.block_manager import BlockManager
@@ -54,7 +54,7 @@ class BatchScheduler(SchedulerBooks):
         """Plans the step behind the one in flight; None where that one must be committed first. Preempts nobody."""
         if len(self._uncommitted) != 1:
             raise RuntimeError(f"{len(self._uncommitted)} steps are in flight or planned, 1 can be planned behind")
-        if any(row.sequence.needs_commit_first for row in self._uncommitted[0].rows):
+        if any(row.num_lookahead or row.sequence.needs_commit_first for row in self._uncommitted[0].rows):
             return None
         self.waiting.refresh()
         draft = PlanDraft(self.limits.token_budget, ahead=True)
@@ -107,25 +107,38 @@ class BatchScheduler(SchedulerBooks):
         return not expected or not (sequence.prefill_only or sequence.num_tokens + expected >= sequence.max_length)
 
     def plan_decodes(self, draft: PlanDraft) -> None:
-        """Every running decode, one token each; those that find no block take it from others, or go themselves."""
+        """A row for every running decode. A sequence that finds no free block preempts others, or is preempted."""
         rows: list[PlannedRow] = []
         short: list[Sequence] = []  # of a block
+        looks_ahead = self.settings.num_lookahead > 0
         draft.prompting = prompting = []
         for sequence in self.running.values():
             is_beam = sequence.beams is not None
-            if (is_beam or sequence.owner is not Owner.RUNNING) and not sequence.is_decoding:
+            if (is_beam or sequence.block_state is not BlockState.RUNNING) and not sequence.is_decoding:
                 prompting.append(sequence)
                 continue
             if sequence.num_planned and not self._goes_on(sequence):
                 continue
             position = sequence.num_computed + sequence.num_planned
-            rows.append(PlannedRow(sequence, position, 1, False, True))
-            if is_beam or position >= sequence.table.capacity_tokens:
+            num_lookahead = self._num_lookahead(sequence) if looks_ahead else 0
+            rows.append(PlannedRow(sequence, position, 1, False, True, num_lookahead))
+            if is_beam or position + num_lookahead >= sequence.table.capacity_tokens:
                 short.append(sequence)
-        for sequence in self.blocks.grow_each(short) if short else ():
+        if short and not looks_ahead:
+            short = self.blocks.grow_each(short)
+        for sequence in short:
             if sequence.state is SequenceState.RUNNING:
-                self._make_room(sequence, sequence.next_position + 1, draft)
+                num_tokens = sequence.next_position + 1 + self._num_lookahead(sequence)
+                self._make_room(sequence, num_tokens, draft)
         draft.add_decodes(rows)
+
+    def _num_lookahead(self, sequence: Sequence) -> int:
+        """Tokens beyond one that its next decode row may bring: never behind its max_length, so that a sequence needs
+        no more blocks than it does with one token a step."""
+        if sequence.beams is not None:
+            return 0
+        num_tokens = sequence.num_tokens + sequence.num_expected
+        return max(0, min(self.settings.num_lookahead, sequence.max_length - num_tokens - 1))
 
     def plan_prompts(self, draft: PlanDraft) -> None:
         """The next chunks of the prompts that hold blocks, in the order of their admission."""
@@ -149,9 +162,9 @@ class BatchScheduler(SchedulerBooks):
         while not draft.held_back:
             draft.held_back = self._admit_next(draft, beyond_budget)
 
-    def admit_rest_of_gangs(self, draft: PlanDraft) -> None:
-        """The samples whose gangs were admitted, as far as their prompts are computed, whatever the budget."""
-        while self.waiting.claimed_head() is not None and not self._admit_next(draft, beyond_budget=True):
+    def admit_rest_of_groups(self, draft: PlanDraft) -> None:
+        """The samples whose groups were admitted, as far as their prompts are computed, whatever the budget."""
+        while self.waiting.reserved_head() is not None and not self._admit_next(draft, beyond_budget=True):
             pass
 
     def _admit_next(self, draft: PlanDraft, beyond_budget: bool) -> str:
@@ -161,21 +174,21 @@ class BatchScheduler(SchedulerBooks):
         if not self.waiting:
             return "queue empty"
         num_slots = self.num_slots
-        if num_slots >= self.limits.max_running and not self.num_claimed_samples:
+        if num_slots >= self.limits.max_running and not self.num_reserved_samples:
             return "max_running reached"
         sequence = self.waiting.head()
         if sequence is None:
             return "its prefix is being computed"
-        is_claimed = self.gangs.is_claimed(sequence)
-        followers = self.gang_room.of_followers(sequence)
+        has_reserved_capacity = self.sample_groups.has_reserved_capacity(sequence)
+        followers = self.group_capacity.of_followers(sequence)
         num_wanted = sequence.num_slots + len(followers)
-        if not is_claimed and (reason := self._kept_out(sequence, num_slots, num_wanted, draft)):
+        if not has_reserved_capacity and (reason := self._kept_out(sequence, num_slots, num_wanted, draft)):
             return reason
-        if not is_claimed and len(gang := self.gangs.lost_with(sequence)) > 1 and sequence in gang:
-            if self._admit_gang(gang, draft):
+        if not has_reserved_capacity and len(group := self.sample_groups.lost_with(sequence)) > 1 and sequence in group:
+            if self._admit_group(group, draft):
                 return ""
             if self.running:
-                return "no room for the whole gang"
+                return "no room for the whole group"
             if draft.ahead:
                 raise NeedsCommit
         if sequence.state is SequenceState.SWAPPED:
@@ -184,10 +197,10 @@ class BatchScheduler(SchedulerBooks):
         if not num_tokens and not beyond_budget:
             return "budget spent"
         if not self._give_blocks(sequence, position + num_tokens, followers):
-            return "no blocks for the whole gang" if followers else "no blocks"
+            return "no blocks for the whole group" if followers else "no blocks"
         self._admitted(sequence)
         draft.admitted.append(sequence)
-        self._claim(followers)
+        self._reserve(followers)
         if num_tokens:
             self._plan_chunk(sequence, num_tokens, draft)
         return ""
@@ -239,20 +252,20 @@ class BatchScheduler(SchedulerBooks):
             draft.add_decode(PlannedRow(sequence, position, 1, False, True))
         return ""
 
-    def _admit_gang(self, gang: Seq[Sequence], draft: PlanDraft) -> bool:
+    def _admit_group(self, group: Seq[Sequence], draft: PlanDraft) -> bool:
         """Those that come back: all of them, whatever the budget, or nobody. Not while a step is in flight, as one that
-        is swapped. Where the first computes what others lack, too, these are claimed."""
-        back = self.gang_room.of_return(gang)
+        is swapped. Where the first computes what others lack, too, these are reserved."""
+        back = self.group_capacity.of_return(group)
         num_blocks = back.num_blocks + self.num_headroom_blocks
-        if self.num_slots + len(gang) > self.limits.max_running or num_blocks > self.blocks.num_available:
+        if self.num_slots + len(group) > self.limits.max_running or num_blocks > self.blocks.num_available:
             return False
         # What they find cached is available as well, until they hold it.
-        if num_blocks + self.gang_room.num_evictable(back.given) > self.blocks.num_available:
+        if num_blocks + self.group_capacity.num_evictable(back.given) > self.blocks.num_available:
             return False
         if draft.ahead:
             raise NeedsCommit
         for index, sequence in enumerate(back.given):
-            if not self._give_all_blocks(sequence, draft, sum(back.claimed.values())):
+            if not self._give_all_blocks(sequence, draft, sum(back.reserved.values())):
                 for before in reversed(back.given[:index]):
                     self.swaps.undo(before, draft)
                     self.blocks.free(before)
@@ -265,21 +278,21 @@ class BatchScheduler(SchedulerBooks):
                     draft.add_decode(PlannedRow(sequence, sequence.num_computed, 1, False, True))
             elif num_tokens := self._chunk_of(sequence, draft):
                 self._plan_chunk(sequence, num_tokens, draft)
-        self._claim(back.claimed)
+        self._reserve(back.reserved)
         return True
 
-    def _claim(self, claims: Mapping[Sequence, int]) -> None:
-        for sequence, num_blocks in claims.items():
-            self.gangs.claim(sequence, num_blocks)
-            self.waiting.claim(sequence)
+    def _reserve(self, reservations: Mapping[Sequence, int]) -> None:
+        for sequence, num_blocks in reservations.items():
+            self.sample_groups.reserve(sequence, num_blocks)
+            self.waiting.reserve(sequence)
 
-    def _give_all_blocks(self, sequence: Sequence, draft: PlanDraft, num_claimed: int) -> bool:
-        """Blocks for all known tokens of a sequence that comes back, swapped or not; `num_claimed` besides."""
-        headroom = self.num_headroom_blocks + num_claimed
+    def _give_all_blocks(self, sequence: Sequence, draft: PlanDraft, num_reserved: int) -> bool:
+        """Blocks for all known tokens of a sequence that comes back, swapped or not; `num_reserved` besides."""
+        headroom = self.num_headroom_blocks + num_reserved
         if sequence.state is SequenceState.SWAPPED:
             num_next = sequence.num_tokens - self.swaps.num_tokens(sequence)
             return self.swaps.resume(sequence, num_next, headroom, draft)
-        return self.blocks.admit(sequence, Owner.COMPUTING, num_next=sequence.num_tokens, headroom=headroom)
+        return self.blocks.admit(sequence, BlockState.COMPUTING, num_next=sequence.num_tokens, headroom=headroom)
 
     @property
     def _kv_usage(self) -> float:
@@ -292,15 +305,15 @@ class BatchScheduler(SchedulerBooks):
         the running sequences are expected to take. A refusal stands until blocks come back.
         """
         available = self.blocks.num_available
-        headroom = 0 if self.gangs.is_claimed(sequence) else self.num_headroom_blocks
+        headroom = 0 if self.sample_groups.has_reserved_capacity(sequence) else self.num_headroom_blocks
         headroom += sum(followers.values())
         if sequence.beams is not None:
-            headroom += sequence.beams.num_claimed_blocks()
+            headroom += sequence.beams.num_reserved_blocks()
         if self._refused is not None:
             key, available_then, headroom_then = self._refused
             if key == sequence.key and available <= available_then and headroom >= headroom_then:
                 return False
-        admitted = self.blocks.admit(sequence, Owner.COMPUTING, num_next=num_next, headroom=headroom)
+        admitted = self.blocks.admit(sequence, BlockState.COMPUTING, num_next=num_next, headroom=headroom)
         self._refused = None if admitted else (sequence.key, available, headroom)
         return admitted
 
@@ -309,7 +322,7 @@ class BatchScheduler(SchedulerBooks):
             sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt)
         self.swaps.resumed(sequence)
         self.waiting.admitted(sequence)
-        self.gangs.settle(sequence)
+        self.sample_groups.settle(sequence)
         sequence.state = SequenceState.RUNNING
         self.running[sequence.key] = sequence
         if sequence.beams is not None:
@@ -339,10 +352,10 @@ class BatchScheduler(SchedulerBooks):
             if draft.ahead:
                 raise NeedsCommit
             latest = self._victim()
-            for claimed in reversed(self.gangs.lose_claims(latest)):
-                self.waiting.remove(claimed)
-                self.waiting.resume(claimed)
-            for victim in reversed(self.gangs.running_with(latest)):
+            for reserved in reversed(self.sample_groups.lose_reserved(latest)):
+                self.waiting.remove(reserved)
+                self.waiting.resume(reserved)
+            for victim in reversed(self.sample_groups.running_with(latest)):
                 self._preempt(victim, draft)
             if sequence.state is not SequenceState.RUNNING:
                 return False
@@ -381,7 +394,7 @@ class BatchScheduler(SchedulerBooks):
     def _preempt_beams(self, leader: Sequence, draft: PlanDraft) -> None:
         assert leader.beams is not None
         self.beams.preempt(leader.beams, draft.drop_row)
-        self.waiting.prefixes_changed(self.in_progress.give_up(leader.key))
+        self.waiting.prefixes_changed(self.in_progress.withdraw(leader.key))
 
 
 def _copy_targets(draft: PlanDraft) -> Iterator[int]:

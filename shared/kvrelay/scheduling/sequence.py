@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.kv.hashing import BlockHash, hash_blocks
-from kvrelay.kv.pool import Owner
+from kvrelay.kv.pool import BlockState
 from kvrelay.kv.table import BlockTable
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sampling import Sampling
@@ -52,7 +52,7 @@ class TokenBuffer:
         return self.num_tokens
 
     def append(self, token_id: int) -> int:
-        """Adds one token at the end, and returns where; amortised O(1)."""
+        """Adds one token at the end, and returns the new length; amortised O(1)."""
         position = self.num_tokens
         if position == self._capacity:
             self._capacity = max(16, 2 * position)
@@ -60,10 +60,10 @@ class TokenBuffer:
             grown[:position] = self._data
             self._data = grown
         self._data[position] = token_id
-        self.num_tokens = position + 1
-        return position
+        self.num_tokens = length = position + 1
+        return length
 
-    def fork(self) -> TokenBuffer:
+    def copy(self) -> TokenBuffer:
         """A copy that grows on its own."""
         return TokenBuffer(self._data[: self.num_tokens])
 
@@ -87,7 +87,7 @@ class Sequence:
     priority: int = 0
     prefill_only: bool = False  # leaves the scheduler when its first token is sampled
     state: SequenceState = SequenceState.WAITING
-    owner: Owner = Owner.COMPUTING  # what its blocks count as
+    block_state: BlockState = BlockState.COMPUTING  # of the blocks in its table
     num_computed: int = 0
     num_planned: int = 0
     num_expected: int = 0
@@ -99,7 +99,7 @@ class Sequence:
     abort_requested: bool = False  # while a step in flight computes it
     needs_commit_first: bool = False  # its next step depends on what the host makes of this one: no planning ahead
     num_preemptions: int = 0
-    gang: str = ""  # that it is preempted and resumed with; empty: none
+    sample_group: str = ""  # that it is preempted and resumed with; empty: none
     beams: BeamGroup | None = None  # of the beam search that it is a beam of
     num_borrowed: int = 0  # blocks at its table's start that its beam group holds for it
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.kv.pool import Owner
+from kvrelay.kv.pool import BlockState
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.queue.queue_orders import ORDERS
@@ -54,17 +54,17 @@ class Waiting:
         self.wishes = Wishes(self.bench.scheduler, self.bench.blocks, self.requests, lambda request, num_blocks: True)
         self.bench.scheduler.gate = self.wishes.gate
 
-    def local(self, num_tokens: int, gang: str = "", max_tokens: int = 3) -> None:
+    def local(self, num_tokens: int, group: str = "", max_tokens: int = 3) -> None:
         self.num_arrivals += 1
-        sequence = self.bench.add([1] * num_tokens, max_tokens, gang=gang)
+        sequence = self.bench.add([1] * num_tokens, max_tokens, group=group)
         self.requests[sequence.key] = DecodeRequest(sequence, deadline=1e9, arrival=self.num_arrivals)
 
-    def wish(self, num_tokens: int, gang: str = "", num_siblings: int = 0, max_tokens: int = 3) -> DecodeRequest:
+    def wish(self, num_tokens: int, group: str = "", num_siblings: int = 0, max_tokens: int = 3) -> DecodeRequest:
         self.num_arrivals += 1
         sequence = make_sequence([2] * num_tokens, max_tokens, f"wish {self.num_arrivals}")
-        sequence.gang = gang
-        if gang:
-            sequence.key = (gang, 1, self.num_arrivals)
+        sequence.sample_group = group
+        if group:
+            sequence.key = (group, 1, self.num_arrivals)
         request = DecodeRequest(
             sequence, deadline=1e9, arrival=self.num_arrivals, handoff=ReceiverHandoff(), num_siblings=num_siblings
         )
@@ -111,12 +111,12 @@ def test_where_nothing_runs_somebody_moves(
 ) -> None:
     waiting = Waiting(SchedulerSettings(queue_order=order), num_blocks=8, max_running=max_running)
     for number, (is_wish, num_tokens, num_siblings) in enumerate(arrivals):
-        gang = f"g{number}" if num_siblings else ""
+        group = f"g{number}" if num_siblings else ""
         if is_wish:
-            waiting.wish(num_tokens, gang, num_siblings)
+            waiting.wish(num_tokens, group, num_siblings)
         else:
             for _ in range(1 + num_siblings):
-                waiting.local(num_tokens, gang)
+                waiting.local(num_tokens, group)
     assert waiting.somebody_moves
 
 
@@ -166,7 +166,7 @@ class Decoding(Waiting):
 
     def grant(self, request: DecodeRequest) -> None:
         assert request.handoff is not None
-        assert self.bench.blocks.admit(request.sequence, Owner.RESERVED), "a wish was to be granted without room"
+        assert self.bench.blocks.admit(request.sequence, BlockState.RESERVED), "a wish was to be granted without room"
         self.wishes.granted(request)
         first_block = blocks_for(request.sequence.num_computed, self.bench.pool.block_size)
         self.num_received[request.sequence.key] = request.sequence.table.num_blocks - first_block
@@ -181,7 +181,7 @@ class Decoding(Waiting):
         request.handoff = None
         sequence.num_computed = sequence.num_tokens
         sequence.tokens.append(ADOPTED_FIRST_TOKEN)
-        self.bench.blocks.change_owner(sequence, Owner.RUNNING)
+        self.bench.blocks.change_block_state(sequence, BlockState.RUNNING)
         self.bench.sequences.append(sequence)
         self.bench.scheduler.adopt(sequence)
         self.wishes.settled(request)
@@ -193,20 +193,20 @@ def test_the_first_sample_is_granted_where_there_is_room_for_all(num_siblings: i
     worker = Decoding(num_blocks=32, max_running=4, cache=True)
     worker.local(4, max_tokens=20)
     worker.run_round()
-    wish = worker.wish(9, "gang" if num_siblings else "", num_siblings)
+    wish = worker.wish(9, "group" if num_siblings else "", num_siblings)
     assert (worker.wishes.next() is wish) is granted
 
 
 def test_nobody_else_is_granted_what_is_set_aside_for_the_rest() -> None:
     worker = Decoding(num_blocks=32, max_running=3, cache=True)
-    first = worker.wish(9, "gang", 2, max_tokens=20)
+    first = worker.wish(9, "group", 2, max_tokens=20)
     worker.run_round()
     other = worker.wish(4)
     worker.local(4)
     for _ in range(4):
         worker.run_round()
     assert worker.bench.scheduler.running.keys() == {first.sequence.key}
-    siblings = [worker.wish(9, "gang", 1 - number, max_tokens=20) for number in range(2)]
+    siblings = [worker.wish(9, "group", 1 - number, max_tokens=20) for number in range(2)]
     for _ in range(4):
         worker.run_round()
     assert {first.sequence.key, *(each.sequence.key for each in siblings)} == worker.bench.scheduler.running.keys()
@@ -216,12 +216,12 @@ def test_nobody_else_is_granted_what_is_set_aside_for_the_rest() -> None:
 @pytest.mark.parametrize("refused", [False, True])
 def test_what_is_set_aside_for_samples_that_do_not_come_is_free_again(refused: bool) -> None:
     worker = Decoding(num_blocks=32, max_running=2, cache=True)
-    worker.wish(9, "gang", 1, max_tokens=6)
+    worker.wish(9, "group", 1, max_tokens=6)
     worker.run_round()
     other = worker.wish(4, max_tokens=2)
     worker.run_round()
     if refused:  # the sibling asks, and is given up before it is granted
-        sibling = worker.wish(9, "gang")
+        sibling = worker.wish(9, "group")
         del worker.requests[sibling.sequence.key]
         worker.wishes.drop(sibling)
         assert worker.wishes.next() is other
@@ -242,7 +242,7 @@ def test_what_is_set_aside_for_samples_that_do_not_come_is_free_again(refused: b
     st.booleans(),
     st.dictionaries(st.integers(0, 40), st.integers(0, 99), max_size=4),
 )
-def test_gangs_are_handed_over_and_run_and_nobody_waits_for_ever(
+def test_groups_are_handed_over_and_run_and_nobody_waits_for_ever(
     arrivals: list[tuple[bool, int, int, int, int]],
     max_running: int,
     num_silent: int,
@@ -252,16 +252,16 @@ def test_gangs_are_handed_over_and_run_and_nobody_waits_for_ever(
     """Some samples never ask: those that end with their first token, or whose client is gone. Some are cancelled."""
     worker = Decoding(num_blocks=12, max_running=max_running, cache=cache)
     for number, (is_wish, num_tokens, num_siblings, max_tokens, gap) in enumerate(arrivals):
-        gang = f"g{number}" if num_siblings else ""
+        group = f"g{number}" if num_siblings else ""
         if is_wish:
-            worker.wish(num_tokens, gang, num_siblings, max_tokens)
+            worker.wish(num_tokens, group, num_siblings, max_tokens)
             for _ in range(gap):
                 worker.run_round()
             for left in reversed(range(max(0, num_siblings - num_silent))):
-                worker.wish(num_tokens, gang, left, max_tokens)
+                worker.wish(num_tokens, group, left, max_tokens)
         else:
             for _ in range(1 + num_siblings):
-                worker.local(num_tokens, gang, max_tokens)
+                worker.local(num_tokens, group, max_tokens)
     for number in range(1500):
         if number in cancels:
             worker.cancel(cancels[number])
@@ -278,9 +278,9 @@ def test_gangs_are_handed_over_and_run_and_nobody_waits_for_ever(
 def test_samples_are_sent_full_blocks_once(num_tokens: int) -> None:
     worker = Decoding(num_blocks=32, max_running=8, cache=True)
     num_blocks = blocks_for(num_tokens, worker.bench.pool.block_size)
-    first = worker.wish(num_tokens, "gang", 4)
+    first = worker.wish(num_tokens, "group", 4)
     worker.run_round()
-    siblings = [worker.wish(num_tokens, "gang", 3 - number) for number in range(4)]
+    siblings = [worker.wish(num_tokens, "group", 3 - number) for number in range(4)]
     worker.run_round()
     if num_blocks > 1:
         assert worker.num_received.keys() == {first.sequence.key}, "the others wait for what is on its way"
@@ -293,7 +293,7 @@ def test_samples_are_sent_full_blocks_once(num_tokens: int) -> None:
 def test_where_the_first_sample_is_given_up_the_next_one_is_sent_the_prompt() -> None:
     worker = Decoding(num_blocks=32, max_running=8, cache=True)
     for number in range(3):
-        worker.wish(9, "gang", 2 - number)
+        worker.wish(9, "group", 2 - number)
     worker.run_round()
     worker.cancel(0)
     while worker.requests:

@@ -12,7 +12,7 @@ import msgspec
 from hypothesis import strategies as st
 
 from kvrelay.engine.batch import RowsFailed, StepResult, WorkerBatch
-from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.sampling import FinishReason, Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
@@ -172,9 +172,8 @@ class Service:
         for output in outputs:
             number = int(output.sequence.key[0][1:])
             assert number not in self.served.finish and number not in self.served.failed | self.served.aborted
-            assert output.index == len(self.served.output[number]) or output.token_id is None
-            if output.token_id is not None:
-                self.served.output[number].append(output.token_id)
+            assert output.index == len(self.served.output[number]) or not output.token_ids
+            self.served.output[number] += output.token_ids
             if output.finish is not None:
                 self.served.finish[number] = output.finish
             elif self.wanted[number].prefill_only and output.prefilled:
@@ -218,13 +217,13 @@ class Service:
         """Whatever is available may be written by others at once; and what is theirs nobody else may touch."""
         self.release()
         if self.num_steps % 3:
-            self.reserved = self.pool.allocate(min(2, self.pool.num_available), Owner.RESERVED)
+            self.reserved = self.pool.allocate(min(2, self.pool.num_available), BlockState.RESERVED)
             self.runner.pool_bytes[self.reserved] = 0xAB
 
     def release(self) -> None:
         mine = self.runner.pool_bytes[self.reserved]
         assert (mine == 0xAB).all(), "a step wrote into blocks that a peer had"
-        self.pool.release(self.reserved, Owner.RESERVED)
+        self.pool.release(self.reserved, BlockState.RESERVED)
         self.reserved = []
 
     async def serve(self) -> Served:

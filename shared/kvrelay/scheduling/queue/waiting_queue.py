@@ -1,20 +1,22 @@
-"""The waiting queue: who is admitted next.
+"""The waiting queue: which sequence the scheduler admits next.
 
-1. CLAIMED  samples whose gang was admitted come first, as soon as the prompt that they share is computed: nobody else
-            can have what is set aside for them.
-2. RESUMED  preempted sequences come next, whatever the order: somebody is reading their output.
-3. LISTED   in a heap by (rank, arrival).
-4. PARKED   not in the heap: a running prompt is computing the next block that this one misses. Back in the heap when
-            that block is published or given up.
+A waiting sequence is in one of four places:
 
-Ranks may be out of date in one direction only. A cached prefix grows when blocks are published, which re-ranks exactly
-those who miss them (found by hash); it shrinks by eviction, which is noticed when the sequence stands at the heap's
-top. So the top is the best one although no step sorts or matches the queue: beside those that it admits, a step looks
-at `PROBES_A_STEP` prefixes at most, and at none if nothing changed.
+1. RESERVED  capacity is reserved for it (`sample_groups`). It is admitted before all others, unless a running sequence
+             is still computing its prompt's next block.
+2. RESUMED   it was preempted. Resumed sequences follow, the latest preempted first.
+3. LISTED    it is in a heap, by (priority, arrival).
+4. PARKED    a running sequence is computing the first block that it misses. It is listed again when that block is
+             published, or when that computation ends without it.
 
-Starvation: once `patience` others were admitted since a sequence joined, only those that joined before it may go ahead
-(and what was preempted): it is admitted after at most patience + the queue's length at its arrival. It is not parked
-any more either. A gang of samples counts as one.
+Priorities may be outdated in one direction only. A cached prefix grows when blocks are published, and exactly the
+sequences that miss these blocks (found by hash) get a new priority. It shrinks by eviction, which is noticed when the
+sequence reaches the top of the heap. So the top is the best sequence although no step sorts or matches the whole queue:
+besides the sequences that it admits, a step looks up at most `PROBES_A_STEP` prefixes, and none if nothing changed.
+
+Starvation bound: once `starvation_bound` other sequences were admitted since a sequence joined, only sequences that
+joined before it, and preempted ones, may be admitted first. It is not parked from then on. So it is admitted after at
+most the bound plus the queue's length at its arrival. A sample group counts as one.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class _Entry:
     sequence: Sequence
     arrival: int
     joined: int  # admissions before it joined
-    rank: int = _LAST
+    priority: int = _LAST
     version: int = _GONE  # of its one valid place in the heap; _GONE: it has none
     missing: BlockHash | None = None  # the first block that is not cached, as far as was looked
 
@@ -54,12 +56,14 @@ class _Entry:
 class WaitingQueue(Collection[Sequence]):
     """See the module's text. `len` and iteration cover resumed, listed and parked sequences alike."""
 
-    def __init__(self, order: QueueOrder, blocks: BlockManager, in_progress: PrefixesInProgress, patience: int) -> None:
+    def __init__(
+        self, order: QueueOrder, blocks: BlockManager, in_progress: PrefixesInProgress, starvation_bound: int
+    ) -> None:
         self._order = order
         self._blocks = blocks
         self._in_progress = in_progress
-        self._patience = patience
-        self._claimed: dict[SequenceKey, Sequence] = {}
+        self._starvation_bound = starvation_bound
+        self._reserved: dict[SequenceKey, Sequence] = {}
         self._resumed: deque[Sequence] = deque()
         self._entries: dict[SequenceKey, _Entry] = {}  # by arrival
         self._heap: list[tuple[int, int, int, _Entry]] = []
@@ -73,17 +77,17 @@ class WaitingQueue(Collection[Sequence]):
         self._unarranged = False
 
     def __len__(self) -> int:
-        return len(self._claimed) + len(self._resumed) + len(self._entries)
+        return len(self._reserved) + len(self._resumed) + len(self._entries)
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self._resumed
-        yield from self._claimed.values()
+        yield from self._reserved.values()
         for entry in self._entries.values():
             yield entry.sequence
 
     def __contains__(self, sequence: object) -> bool:
         return isinstance(sequence, Sequence) and (
-            sequence.key in self._entries or sequence.key in self._claimed or sequence in self._resumed
+            sequence.key in self._entries or sequence.key in self._reserved or sequence in self._resumed
         )
 
     # -- sequences come and go ----------------------------------------------------------------------------------------
@@ -97,20 +101,20 @@ class WaitingQueue(Collection[Sequence]):
             self._unarranged = True
             self._list(entry, _LAST)
         else:
-            self._list(entry, self._look(entry) if self._order.reads_cache else self._order.rank(sequence, 0))
+            self._list(entry, self._look(entry) if self._order.reads_cache else self._order.priority(sequence, 0))
 
     def resume(self, sequence: Sequence) -> None:
         """Queues a preempted sequence before all others."""
         self._resumed.appendleft(sequence)
 
-    def claim(self, sequence: Sequence) -> None:
+    def reserve(self, sequence: Sequence) -> None:
         """Room was set aside for a sequence that waits."""
         self.remove(sequence)
-        self._claimed[sequence.key] = sequence
+        self._reserved[sequence.key] = sequence
 
     def remove(self, sequence: Sequence) -> None:
         """Takes a sequence out."""
-        if self._claimed.pop(sequence.key, None) is not None:
+        if self._reserved.pop(sequence.key, None) is not None:
             return
         entry = self._entries.pop(sequence.key, None)
         if entry is None:
@@ -122,21 +126,21 @@ class WaitingQueue(Collection[Sequence]):
 
     def admitted(self, sequence: Sequence) -> None:
         """Takes out a sequence that was admitted: the others have let one pass."""
-        self._num_admitted += sequence.key not in self._claimed
+        self._num_admitted += sequence.key not in self._reserved
         self.remove(sequence)
 
     # -- who is next --------------------------------------------------------------------------------------------------
 
     def head(self) -> Sequence | None:
         """The sequence to admit next; None when there is none, or all wait for prefixes that others compute."""
-        if self._claimed and (sequence := self.claimed_head()) is not None:
+        if self._reserved and (sequence := self.reserved_head()) is not None:
             return sequence
         if self._resumed:
             return self._resumed[0]
         oldest = next(iter(self._entries.values()), None)
         if oldest is None:
             return None
-        if self._num_admitted - oldest.joined >= self._patience:
+        if self._num_admitted - oldest.joined >= self._starvation_bound:
             return oldest.sequence
         while (entry := self._top()) is not None:
             if not self._blocks.shares_prefixes:
@@ -148,14 +152,14 @@ class WaitingQueue(Collection[Sequence]):
                 return entry.sequence
         return None
 
-    def claimed_head(self) -> Sequence | None:
+    def reserved_head(self) -> Sequence | None:
         """The first of the samples with room set aside whose prompt nobody is computing."""
         parked: set[str] = set()
-        for sequence in self._claimed.values():
-            if sequence.gang not in parked:
+        for sequence in self._reserved.values():
+            if sequence.sample_group not in parked:
                 if self._blocks.first_missing(sequence)[1] not in self._in_progress:
                     return sequence
-                parked.add(sequence.gang)  # and with it the others, which share the prompt
+                parked.add(sequence.sample_group)  # and with it the others, which share the prompt
         return None
 
     def refresh(self) -> None:
@@ -165,7 +169,7 @@ class WaitingQueue(Collection[Sequence]):
         if self._unarranged and self._steps_since_arranged >= REARRANGE_STEPS:
             self._arrange()
         while self._changed and self._probes_left > PROBES_A_STEP // 2:
-            self._rank_changed()
+            self._prioritize_changed()
 
     def prefixes_changed(self, hashes: Iterable[BlockHash]) -> None:
         """These blocks were published, or their computation was given up."""
@@ -185,7 +189,7 @@ class WaitingQueue(Collection[Sequence]):
         for entry in parked:
             assert entry in self._changed or entry.missing in self._in_progress, "parked for nothing"
 
-    # -- ranks --------------------------------------------------------------------------------------------------------
+    # -- priorities ---------------------------------------------------------------------------------------------------
 
     def _top(self) -> _Entry | None:
         """The heap's first valid entry. Parked ones whose block has come are ranked when nothing else is left."""
@@ -197,36 +201,36 @@ class WaitingQueue(Collection[Sequence]):
                 heapq.heappop(self._heap)
             if not self._changed:
                 return None
-            self._rank_changed()
+            self._prioritize_changed()
 
     def _is_next(self, entry: _Entry) -> bool:
         """Whether the heap's top belongs there; else it is parked or moved down."""
-        rank = self._look(entry)
+        priority = self._look(entry)
         if entry.missing in self._in_progress:
             self._unlist(entry)
             self._num_parked += 1
             return False
-        if rank > entry.rank and self._order.reads_cache:
-            self._list(entry, rank)
+        if priority > entry.priority and self._order.reads_cache:
+            self._list(entry, priority)
             return False
         return True
 
-    def _rank_changed(self) -> None:
+    def _prioritize_changed(self) -> None:
         entry = next(iter(self._changed))
         del self._changed[entry]
         was_parked = entry.version == _GONE
-        rank = self._look(entry)
+        priority = self._look(entry)
         if was_parked:
             self._num_parked -= 1
-        if was_parked or rank != entry.rank:
-            self._list(entry, rank)
+        if was_parked or priority != entry.priority:
+            self._list(entry, priority)
 
     def _look(self, entry: _Entry) -> int:
-        """The entry's rank by what is cached now."""
+        """The entry's priority by what is cached now."""
         self._probes_left -= 1
         num_cached, missing = self._blocks.first_missing(entry.sequence)
         self._misses(entry, missing)
-        return entry.rank if self._order.depth_first else self._order.rank(entry.sequence, num_cached)
+        return entry.priority if self._order.depth_first else self._order.priority(entry.sequence, num_cached)
 
     def _misses(self, entry: _Entry, missing: BlockHash | None) -> None:
         if entry.missing is not None and (others := self._waits_for.get(entry.missing)) is not None:
@@ -237,9 +241,9 @@ class WaitingQueue(Collection[Sequence]):
         if missing is not None:
             self._waits_for.setdefault(missing, {})[entry] = None
 
-    def _list(self, entry: _Entry, rank: int) -> None:
-        entry.rank, entry.version = rank, next(self._numbers)
-        heapq.heappush(self._heap, (rank, entry.arrival, entry.version, entry))
+    def _list(self, entry: _Entry, priority: int) -> None:
+        entry.priority, entry.version = priority, next(self._numbers)
+        heapq.heappush(self._heap, (priority, entry.arrival, entry.version, entry))
         if len(self._heap) > 64 + 2 * len(self._entries):  # mostly outdated places
             self._heap = [place for place in self._heap if place[2] == place[3].version]
             heapq.heapify(self._heap)
@@ -253,9 +257,9 @@ class WaitingQueue(Collection[Sequence]):
         self._unarranged, self._steps_since_arranged = False, 0
         window = list(islice(self._entries.values(), REARRANGE_WINDOW))
         chains = [entry.sequence.block_hashes(entry.sequence.num_full_blocks) for entry in window]
-        for rank, index in enumerate(depth_first(chains)):
+        for priority, index in enumerate(depth_first(chains)):
             entry = window[index]
             if entry.version == _GONE:
-                entry.rank = rank
+                entry.priority = priority
             else:
-                self._list(entry, rank)
+                self._list(entry, priority)

@@ -21,6 +21,7 @@ from kvrelay.engine.device import HostCopy, to_device, to_host
 from kvrelay.engine.pending_logprobs import PendingLogprobs
 from kvrelay.engine.sampler_state import Parameters, SamplerState
 from kvrelay.engine.truncation import Limits, sample_from_more
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey
 
@@ -32,6 +33,8 @@ class BadLogits(RowsFailed):
 
     Nothing was drawn or remembered: the step may be run again without them.
     """
+
+    kind = FailureKind.BAD_LOGITS
 
     def __init__(self, keys: Sequence[SequenceKey]) -> None:
         super().__init__(f"the model's logits are not finite for {', '.join(map(str, keys))}", keys)

@@ -102,7 +102,7 @@ class World:
         token_id = next_token(np.array(prompt, np.int32), sequence.sampling, index)
         sequence.num_computed = len(prompt)
         sequence.tokens.append(token_id)
-        self.runner._drawn[sequence.key] = token_id
+        self.runner._sampled[sequence.key] = token_id
         self.blocks.change_block_state(sequence, BlockState.RUNNING)
         self.scheduler.adopt(sequence)
         return sequence

@@ -45,6 +45,7 @@ def serve_queued(
     blame: bool = True,
     fails_at_launch: bool = False,
     mistakes: int = 0,
+    num_lookahead: int = 0,
 ) -> Service:
     made: list[QueuedRunner] = []
 
@@ -60,7 +61,7 @@ def serve_queued(
         made.append(runner)
         return runner
 
-    service = serve(wanted, scheduler, num_slots, make, overlap=overlap)
+    service = serve(wanted, scheduler, num_slots, make, overlap=overlap, num_lookahead=num_lookahead)
     made[0].close()
     return service
 

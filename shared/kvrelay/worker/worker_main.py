@@ -11,7 +11,7 @@ from kvrelay.process import service_main
 from kvrelay.scheduling.policies.scheduler_registry import WHOLE_PROMPTS
 from kvrelay.simulated.simulated_runner import make_simulated_runner
 from kvrelay.worker.host import run_workers
-from kvrelay.worker.shell import RoleFactory
+from kvrelay.worker.startup import RoleFactory
 
 DEFAULT_KV_MEMORY_BYTES = 1 << 30
 

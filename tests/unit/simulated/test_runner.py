@@ -32,6 +32,7 @@ from kvrelay.worker.launch import TimedLauncher
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 from tests.fakes.sequences import new_sequence
 from tests.fakes.virtual_time import VirtualTimeLoop
+from tests.thoroughness import examples
 
 pytestmark = pytest.mark.unit
 
@@ -120,7 +121,7 @@ samplings = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     jobs=st.lists(st.tuples(st.lists(st.integers(3, 5), min_size=1, max_size=90), samplings), min_size=1, max_size=9),
     block_size=st.sampled_from([8, 16]),

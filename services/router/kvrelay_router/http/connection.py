@@ -28,9 +28,9 @@ class BoundedConnection:
         self._refusals = refusals
         self._wire = wire
         self._is_refused = False
-        self._writer: EventWriter | None = None  # of the running request
-        self._header_bytes = 0  # of the current request, as far as they were parsed
-        self._unparsed_bytes = 0  # that the parser keeps because they are no whole line yet
+        self._writer: EventWriter | None = None  # belongs to the running request
+        self._header_bytes = 0  # parsed header bytes of the current request
+        self._unparsed_bytes = 0  # bytes of an incomplete line, which the parser keeps
         self._head_timer: asyncio.TimerHandle | None = None
         self._half_closed: HalfClosedWatch | None = None
         self.reader: ReaderWatch
@@ -87,7 +87,7 @@ class BoundedConnection:
             self._wire.rearm_keep_alive()
 
     def half_closed(self) -> bool:
-        """Whole requests are answered if the client is still there; then the connection ends. True: it stays open."""
+        """Complete requests are answered if the client is still there. Returns True if the connection remains open."""
         if self._wire.is_idle or self._is_refused:
             return False
         self._stop_head_timer()

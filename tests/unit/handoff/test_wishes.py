@@ -16,6 +16,7 @@ from kvrelay_decode.receiver_events import ReservationOpened
 from kvrelay_decode.receiver_handoff import ReceiverHandoff
 from kvrelay_decode.request import DecodeRequest
 from kvrelay_decode.wishes import Wishes
+from tests.thoroughness import examples
 from tests.unit.scheduling.bench import ADOPTED_FIRST_TOKEN, Bench, make_sequence
 
 pytestmark = pytest.mark.unit
@@ -230,7 +231,7 @@ def test_what_is_set_aside_for_samples_that_do_not_come_is_free_again(refused: b
     assert not worker.requests
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.lists(
         st.tuples(st.booleans(), st.integers(1, 24), st.integers(0, 3), st.integers(2, 12), st.integers(0, 3)),

@@ -30,6 +30,7 @@ from kvrelay_simulator.traces import (
     scaled,
 )
 from kvrelay_simulator.workers import Request, WorkerSettings
+from tests.thoroughness import examples
 
 PROFILE = MeasuredProfile(
     name="plain",
@@ -97,7 +98,7 @@ TRACES = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     TRACES,
     st.sampled_from(get_args(PolicyName)),

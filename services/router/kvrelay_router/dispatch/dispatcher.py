@@ -249,7 +249,7 @@ class RouterDispatcher:
         return {
             "requests": {
                 "running": len(self._running),
-                "active_requestss": len(self._sequences),
+                "running_sequences": len(self._sequences),
                 "sequences_waiting_for_worker": self._driver.num_waiting,
                 "retries": self._driver.num_retries,
                 "protocol_errors": self._driver.num_illegal,

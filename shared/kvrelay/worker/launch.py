@@ -46,8 +46,15 @@ class Launcher(Protocol):
 MakeLauncher = Callable[[ModelRunner, StepTrace | None], Launcher]
 
 
+def overlaps_steps(runner: ModelRunner, overlap: str, *, is_simulated: bool) -> bool:
+    """Whether the step loop plans ahead, for `overlap` on, off or auto (see `WorkerConfig.overlap`)."""
+    if overlap == "auto":
+        return is_simulated or getattr(runner, "launches_ahead", False)
+    return overlap == "on"
+
+
 def choose_launcher(runner: ModelRunner, *, overlap: bool) -> MakeLauncher:
-    """For a runner that computes: where it launches steps ahead, and they are planned ahead, they are launched so."""
+    """The launcher for a real device. With `overlap`, a runner that can launch steps ahead does so."""
     return AheadLauncher if overlap and getattr(runner, "launches_ahead", False) else ThreadLauncher
 
 

@@ -347,7 +347,7 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
     ("values", "words"),
     [
         ({"profile": "abacus"}, "must be one of llama3-8b-h100"),
-        ({"memory_utilization": 0.5}, "memory_utilization is measured"),
+        ({"memory_utilization": 0.5}, "memory_utilization cannot be measured"),
         ({"num_workers": 2, "port": 5000}, "port, transfer_port and http_port must be 0"),
         ({"num_workers": 2, "metrics_file": "m.jsonl"}, "metrics_file must have {worker_id} in it"),
         ({"num_workers": 2, "event_log": "e.log"}, "event_log must have {name} in it"),

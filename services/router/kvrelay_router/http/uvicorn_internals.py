@@ -79,9 +79,8 @@ class Exchange:
         is_over = cycle.disconnected or cycle.response_complete or cycle.transport.is_closing()
         return not (is_over or cycle.flow.write_paused)
 
-    @property
     def can_write_chunks(self) -> bool:
-        """True if the answer's head announced chunks, and the write buffer is not full."""
+        """False before the answer's head is written, and while the client reads so slowly that its buffer is full."""
         return self._cycle.chunked_encoding is True and not self._cycle.flow.write_paused
 
     def take_body(self) -> bytes | None:
@@ -94,7 +93,7 @@ class Exchange:
         return body
 
     def write_chunk(self, data: bytes) -> None:
-        """Writes a non-empty chunk of a chunked answer, unless the connection is lost."""
+        """Writes at least one byte. Drops it if the connection is lost, which `EventWriter.watch` reports."""
         cycle = self._cycle
         if not cycle.disconnected:
             cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
@@ -295,6 +294,9 @@ class UvicornConnection(HttpToolsProtocol):
         # uvicorn reports the end only to the latest request, but the running one may have others behind it.
         self.policy.lost()
         super().connection_lost(exc)
+        # The policy refers to this connection. Without the cycle both are freed now, and not by the garbage collector.
+        # Nothing calls the policy later: the parser is gone, and the server no longer counts this connection.
+        del self.policy
 
     def data_received(self, data: bytes) -> None:
         self.policy.received(data)

@@ -9,7 +9,7 @@ from kvrelay.engine.batch import Candidates, RowResult, SequenceKey, StepResult
 from kvrelay.kv.pool import Owner
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay.scheduling.admission import NewTokenRatio
-from kvrelay.scheduling.base import AdmissionGate, PrefillGate, SchedulerLimits, SchedulerSettings, SwapUse
+from kvrelay.scheduling.base import PrefillGate, SchedulerLimits, SchedulerSettings, SwapUse
 from kvrelay.scheduling.beams import BeamGroup, BeamGroups
 from kvrelay.scheduling.blocks import BlockManager
 from kvrelay.scheduling.chunks import Chunks
@@ -20,6 +20,8 @@ from kvrelay.scheduling.orders import ORDERS
 from kvrelay.scheduling.plan import PlannedRow, SequenceOutput, StepPlan
 from kvrelay.scheduling.prefixes import PrefixesInProgress
 from kvrelay.scheduling.queue import WaitingQueue
+from kvrelay.scheduling.remote_kv import RemoteSequences
+from kvrelay.scheduling.sender_limits import SenderLimits
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.scheduling.swapping import Swapper
 from kvrelay.scheduling.tails import Tail
@@ -37,7 +39,11 @@ class SchedulerBooks(ABC):
         self.blocks = blocks
         self.settings = settings
         self.in_progress = PrefixesInProgress()
-        self.waiting = WaitingQueue(ORDERS[settings.queue_order], blocks, self.in_progress, settings.queue_patience)
+        senders = SenderLimits(blocks.pool.num_blocks)
+        self.waiting = WaitingQueue(
+            ORDERS[settings.queue_order], blocks, self.in_progress, settings.queue_patience, senders
+        )
+        self.remote = RemoteSequences(blocks, limits, self.waiting, self.in_progress, senders)
         self.running: dict[SequenceKey, Sequence] = {}
         self.swaps = Swapper(blocks, settings)
         self.beams = BeamGroups(blocks, self.running)
@@ -52,7 +58,6 @@ class SchedulerBooks(ABC):
         self._uncommitted: list[StepPlan] = []  # in flight, and planned behind it
         self._zombies: set[Sequence] = set()  # ended, while a step may still write into their blocks
         self._admitted_ahead: list[Sequence] = []  # for a plan that came to nothing: the next one reports them
-        self.gate: AdmissionGate | None = None
         self.prefill_gate: PrefillGate | None = None
         self._refused: tuple[SequenceKey, int, int] | None = None  # who, with how many blocks available, and headroom
 
@@ -69,16 +74,25 @@ class SchedulerBooks(ABC):
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence. Raises ValueError for one that is known already."""
         self._enter(sequence)
-        self.waiting.add(sequence)
+        if sequence.remote is None:
+            self.gangs.enter(sequence)
+            self.waiting.add(sequence)
+        else:
+            self.remote.add(sequence)
 
     def adopt(self, sequence: Sequence, candidates: Candidates | None = None) -> SequenceOutput | None:
-        """Takes over a sequence whose prompt's K/V is computed and whose blocks it holds as `running`.
+        """A handoff is complete: its prompt's KV is in its blocks, and its tokens end with the first new one. It runs.
 
         A beam search comes with the candidates that follow its prompt; its output is returned if they end it.
         """
         if (sequence.sampling.beams is None) != (candidates is None or not len(candidates.token_ids)):
             raise ValueError(f"sequence {sequence.key}: candidates belong to a beam search, and it to them")
-        self._enter(sequence)
+        if sequence.state is not SequenceState.WAITING_FOR_REMOTE_KV:
+            raise ValueError(f"sequence {sequence.key} is {sequence.state}: no KV of it is being received")
+        self.remote.arrived(sequence)
+        sequence.remote = None
+        self.gangs.enter(sequence)
+        self.blocks.change_owner(sequence, Owner.RUNNING)
         sequence.state = SequenceState.RUNNING
         self.running[sequence.key] = sequence
         if sequence.beams is not None and candidates is not None:
@@ -88,6 +102,16 @@ class SchedulerBooks(ABC):
         self._publish(sequence)
         self.blocks.adopt(sequence)
         return None
+
+    def quarantine(self, sequence: Sequence) -> None:
+        """A handoff was given up while its sender may still write: it keeps its blocks until `release`."""
+        self.remote.quarantine(sequence)
+
+    def release(self, sequence: Sequence, num_computed: int) -> None:
+        """A handoff ends and its sender writes nothing any more. The KV of its first `num_computed` tokens is true."""
+        sequence.num_computed = num_computed
+        self._publish(sequence)
+        self._leave(sequence)
 
     def abort(self, key: SequenceKey) -> bool:
         """Ends a sequence without output. One in a step in flight ends when that step is committed. Whether known."""
@@ -108,13 +132,19 @@ class SchedulerBooks(ABC):
     def num_headroom_blocks(self) -> int:
         """Blocks that the running sequences are expected to take, beyond those they have, those that are set aside for
         samples and beams, and those that samples take in place of a shared one. O(running) unless off."""
+        return self.new_token_ratio.headroom(self.running.values(), self.blocks) + self.num_claimed_blocks
+
+    @property
+    def num_claimed_blocks(self) -> int:
+        """Those of them that are set aside, for samples, beams and handoffs."""
         claimed = self.beams.num_claimed_blocks + self.gangs.num_claimed_blocks + self.blocks.sharing.num_forked
-        return self.new_token_ratio.headroom(self.running.values(), self.blocks) + claimed
+        return claimed + self.remote.num_reserved_blocks
 
     @property
     def num_slots(self) -> int:
         """Running sequences, those that beam searches among them will become, and the rest of their gangs."""
-        return len(self.running) + self.beams.num_claimed_slots + self.gangs.num_claimed_slots
+        claimed = self.beams.num_claimed_slots + self.gangs.num_claimed_slots
+        return len(self.running) + claimed + self.remote.num_slots
 
     @property
     def gang_samples(self) -> bool:
@@ -149,7 +179,6 @@ class SchedulerBooks(ABC):
         self._sequences[sequence.key] = sequence
         if not self.settings.gang_samples:
             sequence.gang = ""
-        self.gangs.enter(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         if sequence.state is SequenceState.RUNNING and sequence.beams is not None:
@@ -160,6 +189,8 @@ class SchedulerBooks(ABC):
                 self._zombies.add(sequence)
             else:
                 self.blocks.free(sequence)
+        elif sequence.remote is not None:
+            self.remote.leave(sequence)
         else:
             self.waiting.remove(sequence)
         self.swaps.drop(sequence)

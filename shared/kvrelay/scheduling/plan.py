@@ -94,7 +94,8 @@ class StepPlan:
     a step is to be executed even where it has no rows. `copies`: blocks that the step copies after that and before it
     computes. `forget`: kept last positions that nobody will draw from (`Tail.state`). `delayed`: a prefill gate held
     the head back. That is decided anew in the next pass, whether or not anything happened. A beam search is preempted
-    as its leader alone.
+    as its leader alone. `reservations`: handoffs whose blocks are reserved now, so that their transfer may begin; they
+    are in no row.
     """
 
     step: int
@@ -107,6 +108,7 @@ class StepPlan:
     delayed: bool = False
     copies: Seq[BlockCopy] = ()
     forget: Seq[int] = ()
+    reservations: Seq[Sequence] = ()
 
     @property
     def has_work(self) -> bool:
@@ -182,13 +184,19 @@ class PlanDraft:
             self.budget_left += row.num_computed
 
     def finish(
-        self, step: int, swaps: SwapPlan | None = None, copies: Seq[BlockCopy] = (), forget: Seq[int] = ()
+        self,
+        step: int,
+        swaps: SwapPlan | None = None,
+        copies: Seq[BlockCopy] = (),
+        forget: Seq[int] = (),
+        reservations: Seq[Sequence] = (),
     ) -> StepPlan:
         """The plan."""
         return StepPlan(
             *(step, self.rows, self.admitted, self.preempted, self.held_back, self.recomputed, swaps, self.delayed),
             copies=copies,
             forget=forget,
+            reservations=reservations,
         )
 
 

@@ -27,9 +27,12 @@ from itertools import count, islice
 
 from kvrelay.engine.batch import SequenceKey
 from kvrelay.kv.hashing import BlockHash
+from kvrelay.kv.table import blocks_for
+from kvrelay.protocol.messages import PeerRef
 from kvrelay.scheduling.blocks import BlockManager
 from kvrelay.scheduling.orders import QueueOrder, depth_first
 from kvrelay.scheduling.prefixes import PrefixesInProgress
+from kvrelay.scheduling.sender_limits import SenderLimits
 from kvrelay.scheduling.sequence import Sequence
 
 PROBES_A_STEP = 64
@@ -54,12 +57,24 @@ class _Entry:
 class WaitingQueue(Collection[Sequence]):
     """See the module's text. `len` and iteration cover resumed, listed and parked sequences alike."""
 
-    def __init__(self, order: QueueOrder, blocks: BlockManager, in_progress: PrefixesInProgress, patience: int) -> None:
+    def __init__(
+        self,
+        order: QueueOrder,
+        blocks: BlockManager,
+        in_progress: PrefixesInProgress,
+        patience: int,
+        senders: SenderLimits,
+    ) -> None:
         self._order = order
         self._blocks = blocks
         self._in_progress = in_progress
         self._patience = patience
+        self._senders = senders
+        self.num_remote = 0
+        """Handoffs among the waiting sequences."""
         self._claimed: dict[SequenceKey, Sequence] = {}
+        self._claimed_entries: dict[SequenceKey, _Entry] = {}  # of those that were listed or parked before
+        self._limited: dict[_Entry, None] = {}  # parked because their sender holds its share of the pool
         self._resumed: deque[Sequence] = deque()
         self._entries: dict[SequenceKey, _Entry] = {}  # by arrival
         self._heap: list[tuple[int, int, int, _Entry]] = []
@@ -91,6 +106,7 @@ class WaitingQueue(Collection[Sequence]):
     def add(self, sequence: Sequence) -> None:
         """Queues an arrival."""
         entry = self._entries[sequence.key] = _Entry(sequence, next(self._numbers), self._num_admitted)
+        self.num_remote += sequence.remote is not None
         if self._blocks.shares_prefixes:
             sequence.block_hashes(sequence.num_full_blocks)  # here: a forward hides it, admission is part of a step
         if self._order.depth_first:
@@ -105,20 +121,37 @@ class WaitingQueue(Collection[Sequence]):
 
     def claim(self, sequence: Sequence) -> None:
         """Room was set aside for a sequence that waits."""
-        self.remove(sequence)
+        entry = self._take_out(sequence)
+        if entry is not None:
+            self._claimed_entries[sequence.key] = entry
         self._claimed[sequence.key] = sequence
+
+    def unclaim(self, sequence: Sequence) -> None:
+        """The room is no longer set aside: the sequence waits at its old place. O(waiting)."""
+        del self._claimed[sequence.key]
+        entry = self._claimed_entries.pop(sequence.key)
+        self._entries[sequence.key] = entry
+        self._entries = dict(sorted(self._entries.items(), key=lambda item: item[1].arrival))
+        self._list(entry, self._look(entry))
 
     def remove(self, sequence: Sequence) -> None:
         """Takes a sequence out."""
+        self.num_remote -= sequence.remote is not None
         if self._claimed.pop(sequence.key, None) is not None:
-            return
+            self._claimed_entries.pop(sequence.key, None)
+        else:
+            self._take_out(sequence)
+
+    def _take_out(self, sequence: Sequence) -> _Entry | None:
         entry = self._entries.pop(sequence.key, None)
         if entry is None:
             self._resumed.remove(sequence)
-            return
+            return None
         self._unlist(entry)
+        self._limited.pop(entry, None)
         self._misses(entry, None)
         self._changed.pop(entry, None)
+        return entry
 
     def admitted(self, sequence: Sequence) -> None:
         """Takes out a sequence that was admitted: the others have let one pass."""
@@ -133,12 +166,15 @@ class WaitingQueue(Collection[Sequence]):
             return sequence
         if self._resumed:
             return self._resumed[0]
-        oldest = next(iter(self._entries.values()), None)
+        oldest = self._oldest()
         if oldest is None:
             return None
         if self._num_admitted - oldest.joined >= self._patience:
             return oldest.sequence
         while (entry := self._top()) is not None:
+            if self._is_limited(entry.sequence):
+                self._park_limited(entry)
+                continue
             if not self._blocks.shares_prefixes:
                 return entry.sequence
             if self._probes_left <= 0:
@@ -148,11 +184,26 @@ class WaitingQueue(Collection[Sequence]):
                 return entry.sequence
         return None
 
+    def _oldest(self) -> _Entry | None:
+        """The entry that joined first, without those that wait for their sender."""
+        for entry in self._entries.values():
+            if entry in self._limited:
+                continue
+            if not self._is_limited(entry.sequence):
+                return entry
+            self._park_limited(entry)
+        return None
+
+    @property
+    def has_claimed(self) -> bool:
+        """Whether room is set aside for any of them."""
+        return bool(self._claimed)
+
     def claimed_head(self) -> Sequence | None:
-        """The first of the samples with room set aside whose prompt nobody is computing."""
+        """The first of the samples with room set aside whose prompt nobody is computing or sending."""
         parked: set[str] = set()
         for sequence in self._claimed.values():
-            if sequence.gang not in parked:
+            if sequence.gang not in parked and not self._is_limited(sequence):
                 if self._blocks.first_missing(sequence)[1] not in self._in_progress:
                     return sequence
                 parked.add(sequence.gang)  # and with it the others, which share the prompt
@@ -176,6 +227,12 @@ class WaitingQueue(Collection[Sequence]):
             if entries is not None:
                 self._changed |= entries
 
+    def sender_changed(self, sender: PeerRef) -> None:
+        """Blocks that were reserved for a sender have been released."""
+        for entry in [entry for entry in self._limited if _sender(entry.sequence) == sender]:
+            del self._limited[entry]
+            self._changed[entry] = None
+
     def check_integrity(self) -> None:
         """Every sequence is in the heap exactly once, unless it is parked for a reason. Raises AssertionError."""
         listed = [entry for _, _, version, entry in self._heap if version == entry.version]
@@ -183,7 +240,9 @@ class WaitingQueue(Collection[Sequence]):
         parked = set(self._entries.values()) - set(listed)
         assert len(parked) == self._num_parked
         for entry in parked:
-            assert entry in self._changed or entry.missing in self._in_progress, "parked for nothing"
+            is_waiting = entry in self._limited or entry.missing in self._in_progress
+            assert is_waiting or entry in self._changed, "parked for nothing"
+        assert self.num_remote == sum(sequence.remote is not None for sequence in self)
 
     # -- ranks --------------------------------------------------------------------------------------------------------
 
@@ -210,6 +269,20 @@ class WaitingQueue(Collection[Sequence]):
             self._list(entry, rank)
             return False
         return True
+
+    def _is_limited(self, sequence: Sequence) -> bool:
+        """Whether its sender may not have the blocks reserved that it misses."""
+        remote = sequence.remote
+        if remote is None or not remote.is_limited:
+            return False
+        num_missing = blocks_for(sequence.num_tokens, sequence.table.block_size)
+        num_missing -= self._blocks.num_cached_blocks(sequence)
+        return not self._senders.allows(remote.sender, num_missing)
+
+    def _park_limited(self, entry: _Entry) -> None:
+        self._unlist(entry)
+        self._num_parked += 1
+        self._limited[entry] = None
 
     def _rank_changed(self) -> None:
         entry = next(iter(self._changed))
@@ -238,6 +311,7 @@ class WaitingQueue(Collection[Sequence]):
             self._waits_for.setdefault(missing, {})[entry] = None
 
     def _list(self, entry: _Entry, rank: int) -> None:
+        self._limited.pop(entry, None)
         entry.rank, entry.version = rank, next(self._numbers)
         heapq.heappush(self._heap, (rank, entry.arrival, entry.version, entry))
         if len(self._heap) > 64 + 2 * len(self._entries):  # mostly outdated places
@@ -259,3 +333,7 @@ class WaitingQueue(Collection[Sequence]):
                 entry.rank = rank
             else:
                 self._list(entry, rank)
+
+
+def _sender(sequence: Sequence) -> PeerRef | None:
+    return sequence.remote.sender if sequence.remote is not None else None

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kvrelay_decode.shares import PEER_SHARE, Shares
 
 from kvrelay.engine.batch import SequenceKey
 from kvrelay.protocol.messages import PeerRef
-from kvrelay_decode.shares import PEER_SHARE, Shares
 
 pytestmark = pytest.mark.unit
 

@@ -10,6 +10,7 @@ from kvrelay.kv.cache import Cache
 from kvrelay.kv.pool import BlockPool, Owner
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.kv.table import blocks_for
+from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.batching import BatchScheduler
@@ -17,13 +18,14 @@ from kvrelay.scheduling.blocks import BlockManager, WholeSequenceBlocks
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.registry import BUILT_IN, find_scheduler
 from kvrelay.scheduling.sarathi import SarathiScheduler
-from kvrelay.scheduling.sequence import Sequence
+from kvrelay.scheduling.sequence import RemoteKV, Sequence
 from tests.fakes.sequences import new_sequence
 
 BLOCK_SIZE = 4
 EOS = 0
 SCHEDULERS = list(BUILT_IN)
 ADOPTED_FIRST_TOKEN = 7
+SENDER = PeerRef("prefill-0", "1", "tcp://prefill-0")
 
 
 Sample = tuple[str, int, int]
@@ -110,25 +112,33 @@ class Bench:
         self.scheduler.add(sequence)
         return sequence
 
-    def adopt(self, prompt: list[int], max_tokens: int, sample: Sample | None = None) -> Sequence | None:
-        """As a decode worker does: slots for the prompt, filled by the peer, and its first token. None: no room."""
+    def handoff(
+        self, prompt: list[int], max_tokens: int, sample: Sample | None = None, remote: RemoteKV | None = None
+    ) -> Sequence:
+        """Queues a sequence whose prompt's KV comes from another worker."""
         sequence = make_sequence(prompt, max_tokens, f"r{len(self.sequences)}")
-        sequence.arrives = True
+        sequence.remote = remote or RemoteKV(SENDER)
         if sample is not None:
             join(sequence, sample)
-            self.blocks.tails.begin(sequence.key[0])
-        name = self.blocks.sharing.name_of(sequence)
-        if not self.blocks.admit(sequence, Owner.RESERVED):
-            self.blocks.sharing.ended(sequence)
-            return None
         self.sequences.append(sequence)
-        is_received = sequence.num_computed < sequence.num_tokens
+        self.scheduler.add(sequence)
+        return sequence
+
+    def arrive(self, sequence: Sequence) -> None:
+        """The blocks of a handoff and its first token are here."""
         sequence.num_computed = sequence.num_tokens
         sequence.tokens.append(ADOPTED_FIRST_TOKEN)
-        self.blocks.change_owner(sequence, Owner.RUNNING)
         self.scheduler.adopt(sequence)
-        if name is not None and is_received:
-            self.blocks.sharing.list_received(sequence, name, sequence.num_samples - 1)
+
+    def adopt(self, prompt: list[int], max_tokens: int, sample: Sample | None = None) -> Sequence | None:
+        """A handoff that is complete at once. None: it is not admitted now, and leaves."""
+        sequence = self.handoff(prompt, max_tokens, sample)
+        reserved = self.scheduler.reserve()
+        if sequence not in reserved:
+            assert not reserved
+            self.scheduler.abort(sequence.key)
+            return None
+        self.arrive(sequence)
         return sequence
 
     def forward(self, plan: StepPlan, token_id: int | None = None) -> StepResult:

@@ -8,6 +8,7 @@ from kvrelay.scheduling.base import QueueOrderName
 from kvrelay.scheduling.orders import ORDERS
 from kvrelay.scheduling.prefixes import PrefixesInProgress
 from kvrelay.scheduling.queue import PROBES_A_STEP, WaitingQueue
+from kvrelay.scheduling.sender_limits import SenderLimits
 from kvrelay.scheduling.sequence import Sequence
 from tests.unit.scheduling.bench import Bench, make_sequence
 
@@ -50,7 +51,7 @@ def test_a_queue_that_waits_for_one_block_is_all_there_in_the_step_in_which_it_c
     """More than a step may look at: those are looked at whose turn it is."""
     bench = Bench(64)
     promised = PrefixesInProgress()
-    queue = WaitingQueue(ORDERS[order], bench.blocks, promised, patience=1 << 20)
+    queue = WaitingQueue(ORDERS[order], bench.blocks, promised, patience=1 << 20, senders=SenderLimits(64))
     waiting = [make_sequence([1] * 9, 1, f"r{n}") for n in range(3 * PROBES_A_STEP)]
     promised.promise(("other", 1, 0), waiting[0].block_hashes(1))
     for sequence in waiting:

@@ -116,12 +116,12 @@ class HandoffWorker:
         """Whether its sender has its share, by a sum over all that it may still write into."""
         if sequence.remote is None or not sequence.remote.is_limited:
             return False
-        size, sender = self.bench.pool.num_blocks, sequence.remote.sender
-        held = [s for s in self.open if s is not sequence and s.remote is not None and s.remote.is_limited]
-        blocks = [
-            s.table.num_blocks - s.num_published for s in held if s.remote.sender == sender and s.table.num_blocks
-        ]
-        return bool(blocks) and sum(blocks) + blocks_for(sequence.num_tokens, BLOCK_SIZE) > SENDER_SHARE * size
+        sender, num_held = sequence.remote.sender, 0
+        for each in self.open:
+            if each.remote is not None and each.remote.is_limited and each.remote.sender == sender:
+                num_held += each.table.num_blocks - each.num_published
+        num_blocks = num_held + blocks_for(sequence.num_tokens, BLOCK_SIZE)
+        return num_held > 0 and num_blocks > SENDER_SHARE * self.bench.pool.num_blocks
 
     def run_round(self) -> bool:
         """Whether anything moved, or will."""
@@ -157,6 +157,7 @@ class HandoffWorker:
             self.bench.step()
         assert self.bench.pool.num_available == self.bench.pool.num_blocks
         assert not self.scheduler.in_progress
+        self.scheduler.schedule()  # a pass drops the capacity of groups that are gone
         assert self.scheduler.num_slots == self.scheduler.num_headroom_blocks == 0
         assert not len(self.scheduler.remote._senders)
 

@@ -1,4 +1,4 @@
-"""Handoffs in the waiting queue: who is admitted next, what is left to those that run, and that nobody waits for ever."""
+"""Handoffs in the waiting queue: who is admitted next, what is left to those that run, and that all are admitted."""
 
 from __future__ import annotations
 
@@ -296,7 +296,7 @@ def test_capacity_for_samples_that_do_not_come_is_free_again(cancelled: bool) ->
 
 
 def test_capacity_ends_with_the_group_although_another_sample_waits() -> None:
-    """The sibling waits for the prefix that the first is sent. When the first is cancelled it waits at its old place."""
+    """The sibling waits for the prefix that the first is sent. After a cancel of the first it is where it was."""
     worker = HandoffWorker(num_blocks=32, max_running=2, cache=True)
     worker.handoff(9, "group", 1, max_tokens=6)
     worker.reserve()

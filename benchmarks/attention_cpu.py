@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvrelay.backends.base import KV_DTYPES, AttentionBackend, AttentionParams, KVLayout, PackedRows, allocate_pool
+from kvrelay.backends.backend import KV_DTYPES, AttentionBackend, AttentionParams, KVLayout, PackedRows, allocate_pool
 from kvrelay.backends.cpu import CpuBackend
 from kvrelay.backends.torch_sdpa import TorchBackend
 

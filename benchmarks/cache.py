@@ -28,7 +28,7 @@ from kvrelay.kv.cache import Cache
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.scheduling.base import QueueOrderName
-from kvrelay_simulator.figures import best_possible_hit_rate
+from kvrelay_simulator.results import best_possible_hit_rate
 
 CASES: list[tuple[str, Callable[[BlockPool], Cache], QueueOrderName]] = [
     ("none", cast("Callable[[BlockPool], Cache]", lambda pool: NullCache()), "fcfs"),

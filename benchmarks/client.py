@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay_bench.http import Client, Endpoint
-from kvrelay_bench.load import Point
-from kvrelay_bench.load import run_load as bench_load
+from kvrelay_bench.load_generator import LoadPoint
+from kvrelay_bench.load_generator import run_load as bench_load
 from kvrelay_bench.workload import Ask, Wire, traced
 from kvrelay_simulator.traces import read_trace, scaled
 
@@ -54,7 +54,7 @@ async def run_load(base_url: str, model: str, requests: list[Request], done: Cal
     asks = [Ask(request.arrival_s, request.prompt.astype(np.int64), request.num_output) for request in requests]
     bodies = [client.request("POST", client.endpoint.path("completions"), wire.body(model, ask)) for ask in asks]
     try:
-        outcome = await bench_load(client, Point("", asks), bodies, TIMEOUT_S, done)
+        outcome = await bench_load(client, LoadPoint("", asks), bodies, TIMEOUT_S, done)
         seconds = client.clock()
     finally:
         await client.close()

@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.sequences import greedy_sequence
 from kvrelay.engine.make import make_runner
-from kvrelay.engine.runner import TransformersRunner
+from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.process import event_loop_factory

@@ -90,7 +90,7 @@ def simulated(directory: Path, trace: Path, profile: Path) -> Found:
 def round_of(directory: Path, trace: Path) -> dict[str, Found]:
     """One measurement of each, milliseconds."""
     profile = directory / "profile.json"
-    ran("kvrelay_simulator.measure", str(profile), "--model", str(DEMO), *WORKER)
+    ran("kvrelay_simulator.measure_command", str(profile), "--model", str(DEMO), *WORKER)
     return {
         "measured": served(directory, trace),
         "real time": served(directory, trace, "--backend", "simulated", "--profile", str(profile)),

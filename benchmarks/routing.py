@@ -27,8 +27,8 @@ from typing import get_args
 
 from kvrelay.simulated.profiles import find_profile
 from kvrelay_router.routing.policy import PolicyName
-from kvrelay_simulator.figures import Figures, Slo, best_possible_hit_rate, figures
 from kvrelay_simulator.fleet import FleetSettings, SimulatedFleet
+from kvrelay_simulator.results import RunFigures, RunSlo, best_possible_hit_rate, figures
 from kvrelay_simulator.traces import TracedRequest, agent_sessions, cold_starts, one_hot_prefix, read_trace, scaled
 from kvrelay_simulator.workers import WorkerSettings
 
@@ -47,7 +47,7 @@ class Run:
     workers: int
     profile: str
 
-    def measure(self) -> Figures:
+    def measure(self) -> RunFigures:
         """In virtual time."""
         settings = FleetSettings(find_profile(self.profile), self.workers, 0, self.policy)
         fleet = SimulatedFleet(settings)
@@ -57,7 +57,7 @@ class Run:
         best = best_possible_hit_rate(
             (request.tokens() for request in self.trace), WorkerSettings().block_size, num_blocks
         )
-        return figures(fleet, requests, Slo(), best)
+        return figures(fleet, requests, RunSlo(), best)
 
 
 def saturation(trace: Sequence[TracedRequest], arguments: argparse.Namespace) -> float:
@@ -96,7 +96,7 @@ def runs(arguments: argparse.Namespace) -> Iterator[Run]:
             yield Run(title, policy, at_fraction(case, CASE_FRACTION, limit), arguments.workers, arguments.profile)
 
 
-def report(results: Sequence[tuple[Run, Figures]], arguments: argparse.Namespace) -> str:
+def report(results: Sequence[tuple[Run, RunFigures]], arguments: argparse.Namespace) -> str:
     """The tables."""
     lines = [
         "# Routing policies",

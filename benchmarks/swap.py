@@ -26,9 +26,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.sequences import greedy_sequence
-from kvrelay.engine.batch import BlockCopies, SequenceKey, WorkerBatch, WorkerRow
+from kvrelay.engine.batch import SequenceKey, SwapCopies, WorkerBatch, WorkerRow
 from kvrelay.engine.make import make_runner
-from kvrelay.engine.runner import TransformersRunner
+from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.kv.ablations import NullCache
 from kvrelay.kv.cache import Cache
 from kvrelay.kv.pool import BlockPool
@@ -59,7 +59,7 @@ def prefill_s(runner: TransformersRunner, num_tokens: int, blocks: np.ndarray) -
 
 def swap_s(runner: TransformersRunner, blocks: np.ndarray) -> tuple[float, float]:
     """Seconds out, seconds back."""
-    copies = BlockCopies(tuple(blocks.tolist()), tuple(range(len(blocks))))
+    copies = SwapCopies(tuple(blocks.tolist()), tuple(range(len(blocks))))
     out = runner.execute(WorkerBatch(0, [], swap_out=copies)).copy_s
     return out, runner.execute(WorkerBatch(0, [], swap_in=copies)).copy_s
 

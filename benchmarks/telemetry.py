@@ -38,11 +38,11 @@ import httpx
 from kvrelay.ports import HeldPort
 from kvrelay.telemetry.catalogue import METRICS
 from kvrelay.telemetry.instruments import SECONDS, Histogram
+from kvrelay.telemetry.metric_samples import MetricSample, MetricSamples
 from kvrelay.telemetry.otlp import open_export
 from kvrelay.telemetry.prometheus import metrics_page
-from kvrelay.telemetry.readings import Point, Readings
 from kvrelay.telemetry.trace_context import new_trace
-from kvrelay_router.api.observer import RequestObserver
+from kvrelay_router.openai.request_metrics import RequestMetrics
 from tests.fakes.collector import Collector
 from tests.fakes.stack import Stack
 
@@ -170,20 +170,20 @@ def span_cost_us(num_spans: int = 20_000) -> float:
 
 
 def metrics_costs_us(num: int = 50) -> dict[str, float]:
-    """All metrics of the catalogue, four points each: a page, and one export."""
+    """All metrics of the catalogue, four samples each: a page, and one export."""
     histogram = Histogram("s", SECONDS)
-    readings: Readings = {
-        name: [Point((), histogram.report())]
+    samples: MetricSamples = {
+        name: [MetricSample((), histogram.report())]
         if metric.kind == "histogram"
-        else [Point((("attribute", str(i)),), i) for i in range(4)]
+        else [MetricSample((("attribute", str(i)),), i) for i in range(4)]
         for name, metric in METRICS.items()
     }
     export = open_export("router", "benchmark")
     push = export._metrics
     assert push is not None
-    push._read = lambda: readings
+    push._read = lambda: samples
     costs = {}
-    for name, call in (("a page", lambda: metrics_page(readings)), ("an export of metrics", lambda: push._push()())):
+    for name, call in (("a page", lambda: metrics_page(samples)), ("an export of metrics", lambda: push._push()())):
         started = time.process_time()
         for _ in range(num):
             call()
@@ -194,12 +194,12 @@ def metrics_costs_us(num: int = 50) -> dict[str, float]:
 
 def request_cost_us(num: int = 20_000) -> float:
     """What the HTTP layer notes of a request, without its span."""
-    observer = RequestObserver("model")
+    metrics = RequestMetrics("model")
     started = time.process_time()
     for _ in range(num):
-        course = observer.begin("/v1/completions", "")
-        course.got_tokens()
-        observer.ended(course, "request")
+        timings = metrics.begin("/v1/completions", "")
+        timings.got_tokens()
+        metrics.ended(timings, "request")
     return (time.process_time() - started) / num * 1e6
 
 

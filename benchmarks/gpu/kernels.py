@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.gpu.compiler import find_cuda_home
 from benchmarks.gpu.kernel_archive import pack
-from kvrelay.backends.base import KV_DTYPES, KVLayout, LayerKind, PackedRows, StepAttention, allocate_pool
+from kvrelay.backends.backend import KV_DTYPES, KVLayout, LayerKind, PackedRows, StepAttention, allocate_pool
 from kvrelay.backends.cascade import CascadeCosts
 from kvrelay.backends.flashinfer import FlashInferBackend
 from kvrelay.backends.trial import trial_rows

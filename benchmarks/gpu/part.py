@@ -14,12 +14,12 @@ import torch
 
 from benchmarks.gpu.figures import Recorder
 from benchmarks.gpu.scale import BLOCK_SIZE, Scale, write_model
-from kvrelay.backends.base import KV_DTYPES, LayerKind
-from kvrelay.backends.select import select_backend
+from kvrelay.backends.backend import KV_DTYPES, LayerKind
+from kvrelay.backends.choose_backend import select_backend
 from kvrelay.engine.batch import SequenceKey, WorkerBatch, WorkerRow
+from kvrelay.engine.causal_model import CausalModel, load_model, open_source
 from kvrelay.engine.graphs import DecodeGraphs, GraphSettings
-from kvrelay.engine.model import CausalModel, load_model, open_source
-from kvrelay.engine.runner import TransformersRunner
+from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import Sampling
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvrelay_bench.cli import main
+from kvrelay_bench.bench_command import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -13,8 +13,8 @@ from typing import Any
 
 from kvrelay.telemetry.plots import NoMatplotlib, check_plot
 from kvrelay_bench.http import Endpoint
-from kvrelay_bench.load import Point
-from kvrelay_bench.measure import Slo
+from kvrelay_bench.load_figures import BenchSlo
+from kvrelay_bench.load_generator import LoadPoint
 from kvrelay_bench.workload import Arrivals, Ask, Shape, Wire, arrival_times, synthetic, traced
 from kvrelay_simulator.traces import TracedRequest, read_trace, scaled
 
@@ -23,49 +23,49 @@ WARM_UP_SEED = 1 << 40
 """Apart from all that are measured, so that no prompt of theirs is cached before."""
 
 
-class WrongFlags(Exception):
+class BenchFlagError(Exception):
     """The text names the flag and what is allowed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BenchPlan:
     """A run. `printable`: the flags as they were given, for the results; no key among them."""
 
     endpoints: Mapping[str, Endpoint]
     model: str
     wire: Wire
-    slo: Slo
+    slo: BenchSlo
     rounds: int
     timeout_s: float
     warm_up: Sequence[Ask]
-    make_points: Callable[[int], list[Point]]
+    make_points: Callable[[int], list[LoadPoint]]
     json_path: Path | None
     plot_path: Path | None
     with_requests: bool
     printable: Mapping[str, Any]
 
-    def points(self, round_number: int) -> list[Point]:
+    def points(self, round_number: int) -> list[LoadPoint]:
         """The loads of a round. Each round has prompts of its own."""
         return self.make_points(round_number)
 
 
-def read_flags(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan:
-    """Raises WrongFlags, BadTrace; ends the process as argparse does."""
+def read_flags(argv: Sequence[str] | None, environ: Mapping[str, str]) -> BenchPlan:
+    """Raises BenchFlagError, BadTrace; ends the process as argparse does."""
     given = _parser().parse_args(argv)
     urls: list[str] = given.compare or ([given.url] if given.url else [])
     if not urls or (given.compare and given.url):
-        raise WrongFlags("give one URL, or --compare with two")
+        raise BenchFlagError("give one URL, or --compare with two")
     if given.trace is not None and (given.rate or given.concurrency):
-        raise WrongFlags("--trace has its own arrivals: give --speed, not --rate or --concurrency")
+        raise BenchFlagError("--trace has its own arrivals: give --speed, not --rate or --concurrency")
     if given.rate and given.concurrency:
-        raise WrongFlags("--rate and --concurrency are two kinds of load: give one")
+        raise BenchFlagError("--rate and --concurrency are two kinds of load: give one")
     if given.api == "chat" and given.prompt_as == "ids":
-        raise WrongFlags("--prompt-as ids needs --api completions: chat takes text")
+        raise BenchFlagError("--prompt-as ids needs --api completions: chat takes text")
     if given.plot is not None:
         try:
             check_plot(given.plot)
         except (NoMatplotlib, ValueError) as error:
-            raise WrongFlags(str(error)) from error
+            raise BenchFlagError(str(error)) from error
     key = _api_key(given.api_key_file, environ)
     names = ["A", "B"] if given.compare else [urls[0]]
     wire = Wire(
@@ -78,11 +78,11 @@ def read_flags(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan:
     )
     shape = Shape(given.prompt_tokens, given.output_tokens, given.spread, given.prefix_tokens, given.prefixes)
     trace = None if given.trace is None else scaled(read_trace(given.trace, given.requests), given.speed)
-    return Plan(
+    return BenchPlan(
         endpoints={name: Endpoint(url, key) for name, url in zip(names, urls, strict=True)},
         model=given.model,
         wire=wire,
-        slo=Slo(**dict(given.slo or ())),
+        slo=BenchSlo(**dict(given.slo or ())),
         rounds=given.rounds or (3 if given.compare else 1),
         timeout_s=given.timeout,
         warm_up=synthetic(shape, [0.0] * given.warm_up, WARM_UP_SEED),
@@ -94,19 +94,21 @@ def read_flags(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Plan:
     )
 
 
-def _points(given: argparse.Namespace, shape: Shape, trace: Sequence[TracedRequest] | None, seed: int) -> list[Point]:
+def _points(
+    given: argparse.Namespace, shape: Shape, trace: Sequence[TracedRequest] | None, seed: int
+) -> list[LoadPoint]:
     """Each with prompts of its own: what one load left in a prefix cache must not serve the next."""
     if trace is not None:
-        return [Point(f"{given.trace.name} x{given.speed:g}", traced(trace, given.scale, seed << 8))]
+        return [LoadPoint(f"{given.trace.name} x{given.speed:g}", traced(trace, given.scale, seed << 8))]
     num_requests = given.requests or 100
     arrivals: Arrivals = given.arrivals
     points = []
     for number, concurrency in enumerate(given.concurrency or ()):
         asks = synthetic(shape, [0.0] * num_requests, (seed << 8) + number)
-        points.append(Point(f"{concurrency} at a time", asks, concurrency))
+        points.append(LoadPoint(f"{concurrency} at a time", asks, concurrency))
     for number, rate in enumerate(given.rate or (() if points else (1.0,))):
         times = arrival_times(num_requests, rate, arrivals, (seed << 8) + number)
-        points.append(Point(f"{rate:g}/s {arrivals}", synthetic(shape, times, (seed << 8) + number)))
+        points.append(LoadPoint(f"{rate:g}/s {arrivals}", synthetic(shape, times, (seed << 8) + number)))
     return points
 
 
@@ -159,10 +161,10 @@ def _api_key(path: Path | None, environ: Mapping[str, str]) -> str:
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise WrongFlags(f"--api-key-file: cannot read {path}: {error}") from error
+        raise BenchFlagError(f"--api-key-file: cannot read {path}: {error}") from error
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
-        raise WrongFlags(f"--api-key-file: {path} holds no key")
+        raise BenchFlagError(f"--api-key-file: {path} holds no key")
     return keys[0]
 
 

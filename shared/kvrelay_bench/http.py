@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from kvrelay_bench.answer import AnswerReader, Record
+from kvrelay_bench.answer_reader import AnswerReader, Record
 
 
 class BadUrl(ValueError):

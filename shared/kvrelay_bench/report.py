@@ -8,7 +8,7 @@ from statistics import median
 from rich import box
 from rich.table import Table
 
-from kvrelay_bench.measure import Figures, Ratio, Slo, Spread
+from kvrelay_bench.load_figures import BenchSlo, LoadFigures, Ratio, Spread
 
 LATENCIES = {"TTFT": "ttft_s", "TPOT": "tpot_s", "ITL": "itl_s", "E2E": "e2e_s"}
 COMPARED = {
@@ -26,7 +26,7 @@ COMPARED = {
 MAX_ERRORS = 5
 
 
-def value_of(figures: Figures, path: str) -> float:
+def value_of(figures: LoadFigures, path: str) -> float:
     """A figure by its dotted name."""
     found: object = figures
     for name in path.split("."):
@@ -35,7 +35,7 @@ def value_of(figures: Figures, path: str) -> float:
     return float(found)
 
 
-def load_table(results: Sequence[tuple[str, Figures]], slo: Slo) -> Table:
+def load_table(results: Sequence[tuple[str, LoadFigures]], slo: BenchSlo) -> Table:
     """One line a load. Milliseconds."""
     table = Table(box=box.SIMPLE_HEAD, title="Latencies in ms, from the time a request should have been sent")
     table.add_column("load")
@@ -60,7 +60,7 @@ def load_table(results: Sequence[tuple[str, Figures]], slo: Slo) -> Table:
     return table
 
 
-def comparison_table(name: str, a: Sequence[Figures], b: Sequence[Figures]) -> Table:
+def comparison_table(name: str, a: Sequence[LoadFigures], b: Sequence[LoadFigures]) -> Table:
     """Medians over the rounds, and B over A round by round."""
     table = Table(box=box.SIMPLE_HEAD, title=f"{name}: {len(a)} rounds, in turns; times in ms")
     table.add_column("figure")
@@ -75,7 +75,7 @@ def comparison_table(name: str, a: Sequence[Figures], b: Sequence[Figures]) -> T
     return table
 
 
-def remarks(results: Sequence[tuple[str, Figures]]) -> list[str]:
+def remarks(results: Sequence[tuple[str, LoadFigures]]) -> list[str]:
     """What failed, and what speaks against the figures."""
     lines = []
     for name, found in results:

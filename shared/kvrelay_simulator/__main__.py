@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvrelay_simulator.cli import main
+from kvrelay_simulator.simulate_command import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvrelay.engine.batch import RowResult, StepResult
-from kvrelay.fleet.records import WorkerRecord
+from kvrelay.fleet.worker_record import WorkerRecord
 from kvrelay.kv.cache import Cache
 from kvrelay.kv.hashing import BlockHash, root_hash
 from kvrelay.kv.pool import BlockPool, Owner

@@ -16,8 +16,8 @@ import httpx
 import pytest
 
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.simulated.model import read_facts
-from kvrelay.simulated.tokens import continuation
+from kvrelay.simulated.model_facts import read_facts
+from kvrelay.simulated.token_hash import continuation
 from tests.e2e.conftest import DEMO_MODEL
 from tests.fakes.stack import Stack
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from kvrelay.backends.base import AttentionParams, NotCapturable, PackedRows
+from kvrelay.backends.backend import AttentionParams, NotCapturable, PackedRows
 from kvrelay.backends.torch_sdpa import TorchBackend, TorchStep
 from tests.fakes import fake_flashinfer
 from tests.fakes.fake_flashinfer import BatchPrefillWithPagedKVCacheWrapper

@@ -16,7 +16,7 @@ from kvrelay.transfer.select import make_receivers
 from kvrelay.transfer.wire import Bytes
 from kvrelay.transfer.zmq_transport import ZmqSender
 from kvrelay.worker.context import Role, WorkerContext
-from kvrelay.worker.main import worker_main
+from kvrelay.worker.worker_main import worker_main
 from kvrelay_decode.service import DecodeRole
 from kvrelay_prefill.service import PrefillRole
 from tests.fakes.fault_schedule import Faults, parse_schedule

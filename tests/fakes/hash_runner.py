@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.engine.batch import Candidates, ModelSpec, RowResult, SequenceKey, StepResult, WorkerBatch, WorkerRow
+from kvrelay.engine.batch import BeamCandidates, ModelSpec, RowResult, SequenceKey, StepResult, WorkerBatch, WorkerRow
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 from kvrelay.transfer.pool_memory import PoolLike
 from tests.fakes.waiting import PATIENCE_S
@@ -38,7 +38,7 @@ def next_token(tokens: NDArray[np.int32], sampling: Sampling, sequence: int) -> 
     return 1 + number // 50 % (VOCAB_SIZE - 1)
 
 
-def next_candidates(tokens: NDArray[np.int32], sampling: Sampling, count: int) -> Candidates:
+def next_candidates(tokens: NDArray[np.int32], sampling: Sampling, count: int) -> BeamCandidates:
     """The best continuations that a beam of these tokens has: deterministic, with close calls, and EOS now and then."""
     digest = hashlib.blake2b(np.ascontiguousarray(tokens, "<i4").tobytes(), digest_size=8, key=b"beam").digest()
     rng = np.random.default_rng(int.from_bytes(digest, "little"))
@@ -46,7 +46,7 @@ def next_candidates(tokens: NDArray[np.int32], sampling: Sampling, count: int) -
     if rng.random() < 0.3 and not sampling.ignore_eos:
         token_ids[rng.integers(0, min(3, count))] = EOS_TOKEN_ID
     logprobs = -0.2 - np.cumsum(rng.exponential(0.4, count))
-    return Candidates(token_ids, logprobs.astype(np.float32))
+    return BeamCandidates(token_ids, logprobs.astype(np.float32))
 
 
 def expected_tokens(prompt: Sequence[int], sampling: Sampling, max_model_len: int, sequence: int = 0) -> list[int]:
@@ -157,7 +157,7 @@ class HashRunner:
         size = self.spec.block_size
         end = row.position + len(row.token_ids)
         positions = np.arange(row.position, end)
-        token_ids = [*row.token_ids[:-1], self._drawn[row.key]] if row.follows_draw else row.token_ids
+        token_ids = [*row.token_ids[:-1], self._drawn[row.key]] if row.has_placeholder else row.token_ids
         self._entries[row.block_ids[positions // size], positions % size, 0] = token_ids
         self._entries[row.block_ids[positions // size], positions % size, 1] = positions
         read = self._entries[row.block_ids[: (end + size - 1) // size]].reshape(-1, 2)[:end]

@@ -59,7 +59,7 @@ class QueuedRunner(HashRunner):
         self.launched: list[int] = []  # steps, in order
         self.num_run_again = 0
         self.lost_in: int | None = None  # the step that the device does not survive
-        self._landed_draws: dict[SequenceKey, int] = {}  # the host's; those on the device are the base class's
+        self._landed_tokens: dict[SequenceKey, int] = {}  # the host's; those on the device are the base class's
         self._not_ended: list[QueuedStep] = []
         self._lock = threading.Lock()
         self._queue: SimpleQueue[QueuedStep | None] = SimpleQueue()
@@ -74,7 +74,7 @@ class QueuedRunner(HashRunner):
     def drop_sequence(self, key: SequenceKey) -> None:
         with self._lock:
             assert not any(row.key == key for step in self._not_ended for row in step.batch.rows), "a step needs it"
-            self._landed_draws.pop(key, None)
+            self._landed_tokens.pop(key, None)
         super().drop_sequence(key)
 
     def can_launch_behind(self, batch: WorkerBatch) -> bool:
@@ -105,10 +105,10 @@ class QueuedRunner(HashRunner):
         rows = []
         for row in step.batch.rows:
             token_ids, block_ids = row.token_ids.copy(), row.block_ids.copy()
-            takes = row.follows_draw and step.behind is not None
-            if row.follows_draw and not takes:
-                token_ids[-1] = self._landed_draws.get(row.key, 0)  # none: the step before failed at its launch
-            rows.append(msgspec.structs.replace(row, token_ids=token_ids, block_ids=block_ids, follows_draw=takes))
+            takes = row.has_placeholder and step.behind is not None
+            if row.has_placeholder and not takes:
+                token_ids[-1] = self._landed_tokens.get(row.key, 0)  # none: the step before failed at its launch
+            rows.append(msgspec.structs.replace(row, token_ids=token_ids, block_ids=block_ids, has_placeholder=takes))
         step.rows = rows
         step.ended.clear()
         self._queue.put(step)
@@ -132,8 +132,8 @@ class QueuedRunner(HashRunner):
         with self._lock:  # whoever is launched from now on takes its tokens from the host
             for row, result in zip(step.rows, step.results, strict=True):
                 if result.token_id is not None:
-                    self._landed_draws[row.key] = result.token_id
-            step.redrawn = step.mistaken
+                    self._landed_tokens[row.key] = result.token_id
+            step.resampled = step.mistaken
             self._not_ended.remove(step)
         return StepResult(step.batch.step, step.results, 1e-6)
 
@@ -215,14 +215,14 @@ class QueuedStep:
         self.mistaken: set[SequenceKey] = set()  # whose tokens on the device are not the true ones
         self.error: Exception | None = None
         self.ended = threading.Event()
-        self.redrawn: set[SequenceKey] = set()
+        self.resampled: set[SequenceKey] = set()
         """`mistaken`, once the host knows it."""
 
     @property
     def is_stale(self) -> bool:
         if self.behind is None:
             return False
-        return any(row.follows_draw and row.key in self.behind.redrawn for row in self.batch.rows)
+        return any(row.has_placeholder and row.key in self.behind.resampled for row in self.batch.rows)
 
     def land(self) -> StepResult:
         return self.runner.land(self)

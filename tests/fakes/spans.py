@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvrelay.telemetry.trace_context import TraceContext
-from kvrelay.telemetry.tracing import Span
+from kvrelay.telemetry.tracer import Span
 
 
 @dataclass

@@ -28,7 +28,7 @@ from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.ports import HeldPort
 from kvrelay.process import die_with_parent
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.simulated.tokens import continuation
+from kvrelay.simulated.token_hash import continuation
 from tests.component.dispatch.test_server import until_refused
 from tests.e2e.conftest import DEMO_MODEL
 from tests.faults.test_redis_under_streams import PARAMETERS, PROFILE, VOCABULARY

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from kvrelay.backends.base import AttentionBackend, PackedRows, allocate_pool
+from kvrelay.backends.backend import AttentionBackend, PackedRows, allocate_pool
 from kvrelay.backends.flashinfer import FlashInferBackend
-from kvrelay.engine.model import CausalModel
+from kvrelay.engine.causal_model import CausalModel
 from kvrelay.kv.table import blocks_for
 from tests.fakes import fake_flashinfer
 

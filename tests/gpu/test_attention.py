@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvrelay.backends.base import (
+from kvrelay.backends.backend import (
     AttentionBackend,
     KVLayout,
     LayerKind,
@@ -19,8 +19,8 @@ from kvrelay.backends.base import (
     bits,
 )
 from kvrelay.backends.cascade import CascadeCosts
+from kvrelay.backends.choose_backend import select_backend
 from kvrelay.backends.flashinfer import FlashInferBackend
-from kvrelay.backends.select import select_backend
 from kvrelay.backends.torch_sdpa import TorchBackend
 from kvrelay.backends.trial import try_layers
 from tests.fakes import fake_flashinfer

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvrelay.engine.model import load_model, open_source
+from kvrelay.engine.causal_model import load_model, open_source
 from tests.component.transfer.transports import NO_NIXL
 from tests.fakes.stack import Stack
 from tests.gpu.conftest import KERNELS_TIMEOUT_S, skip_without_flashinfer

@@ -13,7 +13,7 @@ from kvrelay.engine import sampler, truncation
 from kvrelay.engine.batch import WorkerBatch, WorkerRow
 from kvrelay.engine.graphs import GraphSettings
 from kvrelay.engine.make import make_runner
-from kvrelay.engine.runner import TransformersRunner
+from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.protocol.sampling import Sampling
 from tests.fakes import fake_cuda_graphs
 from tests.gpu.conftest import KERNELS_TIMEOUT_S, skip_without_flashinfer
@@ -53,16 +53,16 @@ def started(runner: TransformersRunner) -> list[driving.Driven]:
 def following_row(sequence: driving.Driven, num_drawn: int) -> WorkerRow:
     """The row behind that many draws, of which the host may not know the last."""
     position = len(sequence.prompt) + num_drawn - 1
-    return WorkerRow(sequence.key, np.zeros(1, np.int32), position, sequence.blocks, True, False, follows_draw=True)
+    return WorkerRow(sequence.key, np.zeros(1, np.int32), position, sequence.blocks, True, False, has_placeholder=True)
 
 
 @pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize("draws_again", [False, True])
+@pytest.mark.parametrize("resamples", [False, True])
 def test_float32_tokens_are_those_of_one_step_after_the_other(
-    device: torch.device, captured: bool, draws_again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, captured: bool, resamples: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With few tokens to look at first, what lies on the device is often not what is drawn in the end."""
-    if draws_again:
+    if resamples:
         monkeypatch.setattr(truncation, "_BEST", (2, 1000))
         monkeypatch.setattr(truncation, "_BEST_ON_GPU", (2, 1000))
         monkeypatch.setattr(sampler, "_WORTH_IT", 1.0)
@@ -96,7 +96,7 @@ def test_a_launch_behind_another_step_waits_for_nothing(device: torch.device, ca
                 each.blocks,
                 True,
                 False,
-                follows_draw=True,
+                has_placeholder=True,
             )
             for each in sequences
         ]

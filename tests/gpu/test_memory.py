@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.engine import make as make_module
-from kvrelay.engine.batch import BlockCopies
+from kvrelay.engine.batch import SwapCopies
 from kvrelay.engine.gauges import make_gauge
 from kvrelay.engine.make import PoolSizing, make_runner
 from kvrelay.engine.profile import MemoryGauge, PoolDoesNotFit, profile_memory
@@ -82,7 +82,7 @@ def test_a_share_without_room_for_a_pool_is_refused_with_the_numbers(
 
 def test_blocks_swapped_to_the_host_come_back_as_they_were(device: torch.device) -> None:
     @given(steps(), st.sampled_from([torch.float32, torch.bfloat16]))
-    def any_course(course: list[tuple[BlockCopies, BlockCopies]], dtype: torch.dtype) -> None:
+    def any_course(course: list[tuple[SwapCopies, SwapCopies]], dtype: torch.dtype) -> None:
         check(course, dtype, str(device))
 
     any_course()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvrelay.engine.model import CausalModel, load_model, open_source
+from kvrelay.engine.causal_model import CausalModel, load_model, open_source
 from kvrelay.scheduling.base import SchedulerSettings
 from tests.component.engine import test_parity_under_schedulers as parity
 from tests.component.engine.conftest import BLOCK_SIZE

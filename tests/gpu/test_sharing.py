@@ -12,8 +12,8 @@ import torch
 
 from kvrelay.config import WorkerConfig
 from kvrelay.engine.profile import machine_memory_bytes, profile_memory
-from kvrelay.engine.runner import TransformersRunner
-from kvrelay.worker.main import load_runner
+from kvrelay.engine.transformers_runner import TransformersRunner
+from kvrelay.worker.worker_main import load_runner
 from tests.gpu.conftest import KERNELS_TIMEOUT_S
 from tests.tiny_models import build_model
 

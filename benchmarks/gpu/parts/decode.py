@@ -12,7 +12,7 @@ from benchmarks.gpu.part import Part, decoding_batch, interleaved, launching
 from benchmarks.gpu.scale import BLOCK_SIZE
 from kvrelay.engine.batch import WorkerBatch
 from kvrelay.engine.graphs import DecodeGraphs
-from kvrelay.engine.runner import TransformersRunner
+from kvrelay.engine.transformers_runner import TransformersRunner
 
 ABOUT = (
     "One step of the engine with so many sequences that decode, greedily: from the step's rows to tokens on the host. "

@@ -11,7 +11,7 @@ from benchmarks.gpu.part import GREEDY, Part, interleaved
 from benchmarks.gpu.parts.decode import weight_bytes
 from benchmarks.gpu.scale import BLOCK_SIZE, Scale
 from kvrelay.engine.batch import SequenceKey, WorkerBatch, WorkerRow
-from kvrelay.engine.runner import TransformersRunner
+from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.kv.table import blocks_for
 
 ABOUT = (

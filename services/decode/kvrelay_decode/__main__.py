@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.transfer.select import make_receivers
 from kvrelay.worker.context import WorkerContext
-from kvrelay.worker.main import worker_main
+from kvrelay.worker.worker_main import worker_main
 from kvrelay_decode.service import DecodeRole
 
 

@@ -31,10 +31,10 @@ from kvrelay.protocol.messages import (
     TokenEntry,
 )
 from kvrelay.scheduling.plan import StepPlan
-from kvrelay.telemetry.handoffs import HandoffCourse, HandoffMeter
+from kvrelay.telemetry.handoffs import HandoffMeter, HandoffTimings
 from kvrelay.transfer.base import Landed, ReceiverEvent, TransferReceiver
-from kvrelay.worker.candidates import unpack_candidates
 from kvrelay.worker.context import WorkerContext
+from kvrelay.worker.packed_candidates import unpack_candidates
 from kvrelay.worker.requests import OpenRequests, deadline_of
 from kvrelay.worker.sequences import PromptRefused, make_sequence, sequence_key
 from kvrelay_decode import handoff as machine
@@ -76,7 +76,7 @@ class Receiving:
         self._meter = HandoffMeter(
             "decode", context.spec.block_bytes, context.instruments, context.metrics, context.tracer, context.recent
         )
-        self._not_stepped: dict[SequenceKey, HandoffCourse] = {}  # committed, and in no step so far
+        self._not_stepped: dict[SequenceKey, HandoffTimings] = {}  # committed, and in no step so far
         context.scheduler.gate = self._wishes.gate
 
     def start(self) -> None:
@@ -116,9 +116,9 @@ class Receiving:
             for key in [key for key in self._not_stepped if key not in self._requests]:
                 del self._not_stepped[key]
             for row in plan.rows:
-                course = self._not_stepped.pop(row.sequence.key, None)
-                if course is not None:
-                    self._meter.first_step(course, row.sequence.key)
+                timings = self._not_stepped.pop(row.sequence.key, None)
+                if timings is not None:
+                    self._meter.first_step(timings, row.sequence.key)
 
     def made_room(self) -> None:
         """Blocks are free: for the scheduler, and for those that wait here."""
@@ -129,7 +129,7 @@ class Receiving:
         """Ends what is not committed yet. Prefill hears of it."""
         handoff = _machine_of(request)
         if handoff.state in WAITING:
-            self._meter.failed("cancelled", request.course)
+            self._meter.failed("cancelled", request.timings)
         if handoff.state is machine.ReceiverState.ASKED:
             self._refuse_wish(request, reason)
         else:
@@ -141,7 +141,7 @@ class Receiving:
             if request.prefill == peer and request.handoff is not None:
                 self._drop_wish(request)
                 if request.handoff.state in WAITING:
-                    self._meter.failed("prefill_lost", request.course)
+                    self._meter.failed("prefill_lost", request.timings)
                 self._run(request, request.handoff.sender_lost())
         self._reservations.peer_lost(peer)
         self._quarantine.lost(peer, time.monotonic(), replaced=replaced)
@@ -190,7 +190,7 @@ class Receiving:
             self._requests.send(prefill, key, Refused(reason=str(error)))
             return
         self._requests.add(request)
-        self._meter.asked(request.course)
+        self._meter.asked(request.timings)
         self._wishes.add(request)
         self.grant_wishes()
         if _machine_of(request).state is machine.ReceiverState.ASKED:
@@ -205,13 +205,13 @@ class Receiving:
             return
         match body:
             case Handoff():
-                self._meter.complete(request.course)
+                self._meter.complete(request.timings)
                 request.last_progress = time.monotonic()
                 self._run(request, request.handoff.handed(body))
             case Abort():  # one that crossed the commit changes nothing: the request is the router's to end from there
                 self._drop_wish(request)
                 if request.handoff.state in WAITING:
-                    self._meter.failed("aborted", request.course)
+                    self._meter.failed("aborted", request.timings)
                 self._run(request, request.handoff.aborted())
             case Drained() if request.is_quarantined:
                 self._quarantine.drained(key)
@@ -237,13 +237,13 @@ class Receiving:
             first_index=sequence.num_output,
             num_siblings=body.num_siblings,
             arrival=next(self._arrivals),
-            course=HandoffCourse(key=sequence.key, trace=sequence.trace),
+            timings=HandoffTimings(key=sequence.key, trace=sequence.trace),
         )
 
     def _why_not(self, key: SequenceKey, body: Reserve) -> str:
         if self._requests.draining:
             return "the decode worker is draining"
-        if key in self._requests.tombstones:
+        if key in self._requests.cancelled:
             return "the request was cancelled"
         return self._reservations.why_none_in_common(body.transports)
 
@@ -268,8 +268,8 @@ class Receiving:
         slots = blocks[first_block:]
         granted = self._reservations.open(reservation, request.prefill, request.transport, first_block, slots)
         self._send_prefill(request, granted)
-        self._meter.granted(request.course, request.transport)
-        request.course.num_blocks = len(slots)
+        self._meter.granted(request.timings, request.transport)
+        request.timings.num_blocks = len(slots)
         self._context.steps.wake()  # local prompts may have been held back for it
         return True
 
@@ -326,13 +326,13 @@ class Receiving:
                 self.made_room()
             case machine.AskForMissing(reservation, blocks, number, corrupted):
                 self.totals["resends"] += 1
-                request.course.num_resends += 1
+                request.timings.num_resends += 1
                 resend = Resend(reservation=reservation, blocks=list(blocks), number=number, corrupted=corrupted)
                 self._send_prefill(request, resend)
             case machine.TellReleased(reservation, reason, transport_failed):
                 if transport_failed:
                     self.totals["failed_transfers"] += 1
-                    self._meter.failed("transfer", request.course)
+                    self._meter.failed("transfer", request.timings)
                 released = Released(reservation=reservation, reason=reason, transport_failed=transport_failed)
                 self._send_prefill(request, released)
 
@@ -356,8 +356,8 @@ class Receiving:
         self._settle(request)
         self._reservations.forget(handoff.reservation)
         self._send_prefill(request, Committed(reservation=handoff.reservation))
-        self._meter.committed(request.course, sequence.key)
-        self._not_stepped[sequence.key] = request.course
+        self._meter.committed(request.timings, sequence.key)
+        self._not_stepped[sequence.key] = request.timings
         self._stream.put(sequence.router, _first_entry(request, handoff))
         self.totals["handoffs_committed"] += 1
         if output is not None:  # a beam search that ends with the prompt, which prefill saw differently

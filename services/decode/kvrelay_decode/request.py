@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay.scheduling.sequence import Sequence
-from kvrelay.telemetry.handoffs import HandoffCourse
+from kvrelay.telemetry.handoffs import HandoffTimings
 from kvrelay_decode.handoff import ReceiverHandoff, ReceiverState
 
 
@@ -26,7 +26,7 @@ class DecodeRequest:
     num_siblings: int = 0  # samples of the request that its sender is to hand over besides
     arrival: int = 0  # counts up; who came first is served first
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    course: HandoffCourse = field(default_factory=HandoffCourse)
+    timings: HandoffTimings = field(default_factory=HandoffTimings)
 
     @property
     def is_quarantined(self) -> bool:

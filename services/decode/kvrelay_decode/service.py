@@ -83,7 +83,7 @@ class DecodeRole:
             "swapped": scheduler.swap_use.num_sequences,
             "running": len(scheduler.running),
             "queued_tokens": sum(sequence.num_tokens for sequence in scheduler.waiting),
-            "tombstones": len(self._requests.tombstones),
+            "cancelled_requests": len(self._requests.cancelled),
             "sender_lost": self._receiving.num_lost,
             "resent": self._receiving.num_resent,
         }

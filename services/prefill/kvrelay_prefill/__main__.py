@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.simulated.profiles import find_profile
-from kvrelay.simulated.transfer import paced
+from kvrelay.simulated.timed_transport import paced
 from kvrelay.transfer.select import make_senders
 from kvrelay.worker.context import WorkerContext
-from kvrelay.worker.main import worker_main
+from kvrelay.worker.worker_main import worker_main
 from kvrelay_prefill.service import PrefillRole
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvrelay.engine.batch import Candidates
+from kvrelay.engine.batch import BeamCandidates
 from kvrelay.protocol.messages import Prompt
 from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay.scheduling.sequence import Sequence
-from kvrelay.telemetry.handoffs import HandoffCourse
+from kvrelay.telemetry.handoffs import HandoffTimings
 from kvrelay_prefill.handoff import SenderHandoff
 
 
@@ -24,5 +24,5 @@ class PrefillRequest:
     held: set[int] = field(default_factory=set)
     reservations: set[str] = field(default_factory=set)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    course: HandoffCourse = field(default_factory=HandoffCourse)
-    candidates: Candidates | None = None  # that follow the prompt of a beam search
+    timings: HandoffTimings = field(default_factory=HandoffTimings)
+    candidates: BeamCandidates | None = None  # that follow the prompt of a beam search

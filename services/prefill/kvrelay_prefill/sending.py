@@ -34,8 +34,8 @@ from kvrelay.protocol.messages import (
 )
 from kvrelay.telemetry.handoffs import HandoffMeter
 from kvrelay.transfer.base import Pushed, SenderDrained, SenderEvent, TransferFailed, TransferSender
-from kvrelay.worker.candidates import pack_candidates
 from kvrelay.worker.context import WorkerContext
+from kvrelay.worker.packed_candidates import pack_candidates
 from kvrelay.worker.requests import OpenRequests
 from kvrelay.worker.sequences import sequence_key
 from kvrelay_prefill import handoff as machine
@@ -106,7 +106,7 @@ class Sending:
             self._hold(request, request.handoff.blocks)
             self._context.scheduler.abort(key)
         self._context.steps.forget(key)
-        self._meter.complete(request.course)
+        self._meter.complete(request.timings)
         self._run(request, request.handoff.prefilled(message))
 
     def cancel(self, request: PrefillRequest, reason: str) -> None:
@@ -123,7 +123,7 @@ class Sending:
 
     def decode_lost(self, request: PrefillRequest, peer: PeerRef, reason: str) -> None:
         """The decode worker that it goes to is silent, or gone."""
-        self._meter.failed("decode_lost", request.course)
+        self._meter.failed("decode_lost", request.timings)
         self._run(request, request.handoff.decode_lost(peer, f"{peer.peer_id}: {reason}"))
 
     # -- from decode and the router -----------------------------------------------------------------------------------
@@ -143,15 +143,15 @@ class Sending:
             return  # about a reservation that was given up before
         match body:
             case Granted():
-                self._meter.granted(request.course, body.transport)
+                self._meter.granted(request.timings, body.transport)
             case Refused():
-                self._meter.failed("refused", request.course)
+                self._meter.failed("refused", request.timings)
             case Released():
-                self._meter.failed("transfer" if body.transport_failed else "released", request.course)
+                self._meter.failed("transfer" if body.transport_failed else "released", request.timings)
             case Committed() if handoff.state is machine.SenderState.HANDED:
-                self._meter.committed(request.course, request.sequence.key)
+                self._meter.committed(request.timings, request.sequence.key)
             case Resend():
-                request.course.num_resends += 1
+                request.timings.num_resends += 1
             case _:
                 pass
 
@@ -211,7 +211,7 @@ class Sending:
                 self._run(request, request.handoff.drained(event.reservation))
             case TransferFailed():
                 is_current = request.handoff.transport_of(event.reservation) is not None
-                self._meter.failed("transfer", request.course if is_current else None)
+                self._meter.failed("transfer", request.timings if is_current else None)
                 self._note_failure(request.handoff, event)
                 self._run(request, request.handoff.transfer_failed(event.reservation, event.cause))
 
@@ -232,7 +232,7 @@ class Sending:
         key, router = request.sequence.key, request.sequence.router
         match instruction:
             case machine.AskDecode(decode):
-                self._meter.asked(request.course)
+                self._meter.asked(request.timings)
                 self._requests.send(decode, key, self._reserve(request, decode))
             case machine.AskRouter(reason, excluded, lacks):
                 self._requests.send(router, key, NeedDecode(reason=reason, excluded=list(excluded), lacks=lacks))
@@ -241,9 +241,9 @@ class Sending:
                 self._hold(request, [copy.source for copy in copies])
                 self._pushes.begun(reservation, len(copies), time.monotonic())
                 self._senders[transport].push(reservation, endpoint, copies)
-                self._meter.pushed(request.course, len(copies))
+                self._meter.pushed(request.timings, len(copies))
             case machine.SendHandoff(decode, reservation, num_blocks, resend):
-                request.course.is_handed = True
+                request.timings.is_handed = True
                 self._requests.send(decode, key, self._handoff_message(request, reservation, num_blocks, resend))
             case machine.AbortTransfer(reservation, transport):
                 self._know_reservation(request, reservation)

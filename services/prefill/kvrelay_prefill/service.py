@@ -11,7 +11,7 @@ from kvrelay.protocol.link import Delivered
 from kvrelay.protocol.messages import Cancel, FirstToken, Header, PeerRef, Prefill, Stop
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.sequence import Sequence
-from kvrelay.telemetry.handoffs import HandoffCourse
+from kvrelay.telemetry.handoffs import HandoffTimings
 from kvrelay.transfer.base import TransferSender
 from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.requests import OpenRequests, deadline_of
@@ -72,7 +72,7 @@ class PrefillRole:
                 queues[name] += 1
         return queues | {
             "queued_tokens": sum(sequence.num_tokens for sequence in self._context.scheduler.waiting),
-            "tombstones": len(self._requests.tombstones),
+            "cancelled_requests": len(self._requests.cancelled),
         }
 
     def totals(self) -> dict[str, float]:
@@ -115,8 +115,8 @@ class PrefillRole:
         handoff = machine.SenderHandoff(body.decode, self._push_when)
         if self._context.events is not None:
             self._context.events.watch("sender", sequence.key, handoff, body.decode, self._push_when)
-        course = HandoffCourse(key=sequence.key, trace=sequence.trace)
-        self._requests.add(PrefillRequest(sequence, body.prompt, handoff, deadline_of(body.prompt), course=course))
+        timings = HandoffTimings(key=sequence.key, trace=sequence.trace)
+        self._requests.add(PrefillRequest(sequence, body.prompt, handoff, deadline_of(body.prompt), timings=timings))
         self._totals["requests"] += 1
         self._totals["prompt_blocks"] += blocks_for(sequence.num_tokens, self._context.spec.block_size)
 

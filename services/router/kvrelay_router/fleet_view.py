@@ -25,7 +25,7 @@ from kvrelay.protocol.messages import LoadReport, PeerRef, Status
 from kvrelay.scheduling.cost import StepCost
 from kvrelay_router.dispatch.interface import ModelLimits
 from kvrelay_router.dispatch.load import OutstandingLoad, WorkerLoad, worker_key
-from kvrelay_router.routing.candidates import Candidate, Candidates
+from kvrelay_router.routing.candidates import Candidate, CandidateWorkers
 
 REGISTRY_GRACE_S = 10.0
 """A record may be missing for so long (Redis came back empty, say) before its worker counts as draining."""
@@ -149,14 +149,14 @@ class FleetView:
         known = self._workers.get(record.worker_id)
         return known is None or known.record.incarnation != record.incarnation or bool(known.lost or known.refused)
 
-    def candidates(self, now: float) -> Candidates:
+    def candidates(self, now: float) -> CandidateWorkers:
         """The workers that take new requests, with their load."""
         for worker_id, _ in self._load.changed:
             if (changed := self._workers.get(worker_id)) is not None:
                 changed.candidate = None
         self._load.changed.clear()
         ready = [self._candidate(known) for known in self._ready_workers(now)]
-        return Candidates(
+        return CandidateWorkers(
             tuple([candidate for candidate in ready if candidate.role == "prefill"]),
             tuple([candidate for candidate in ready if candidate.role == "decode"]),
         )

@@ -21,12 +21,11 @@ import sys
 from collections.abc import Sequence
 
 from kvrelay.cli.display import DIED, Display
-from kvrelay.cli.supervisor import Service, ServiceSpec
-from kvrelay.cli.supervisor import StartFailed as ServiceFailed
+from kvrelay.cli.supervisor import Service, ServiceSpec, ServiceStartFailed
 from kvrelay.config.router import RouterConfig
 from kvrelay.process import StartFailed
-from kvrelay_router.api.server import bind
-from kvrelay_router.handover import HandedConnections, Member, SharedPort
+from kvrelay_router.http.connection_passing import Member, PassedConnections, SharedPort
+from kvrelay_router.http.http_server import bind
 
 log = logging.getLogger(__name__)
 
@@ -36,10 +35,10 @@ GRACE_S = 10.0
 """What a process may take beyond its drain timeout."""
 
 
-def inherited_connections(port: int) -> HandedConnections | None:
+def inherited_connections(port: int) -> PassedConnections | None:
     """Those that this process is to serve; None where it binds the port itself."""
     descriptor = os.environ.get(CHANNEL)
-    return None if descriptor is None else HandedConnections(socket.socket(fileno=int(descriptor)), port)
+    return None if descriptor is None else PassedConnections(socket.socket(fileno=int(descriptor)), port)
 
 
 class ProcessDisplay(Display):
@@ -89,7 +88,7 @@ class RouterProcesses:
             done, _ = await asyncio.wait([stop, *running], return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
-        except ServiceFailed as error:
+        except ServiceStartFailed as error:
             raise StartFailed(str(error)) from error
         finally:
             ready.cancel()

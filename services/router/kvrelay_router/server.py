@@ -16,27 +16,27 @@ from kvrelay.config.common import is_wildcard
 from kvrelay.config.router import RouterConfig
 from kvrelay.fleet import Registry
 from kvrelay.fleet.index import IndexFeed, IndexReader
-from kvrelay.fleet.limits import OwnLimits, SharedLimits
+from kvrelay.fleet.key_limits import OwnLimits, SharedLimits
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.process import StartFailed, event_loop_factory, settle_garbage
 from kvrelay.protocol.link import LinkEvent, LinkSettings
 from kvrelay.telemetry.instruments import Instruments
+from kvrelay.telemetry.metric_samples import MetricSamples, merged
 from kvrelay.telemetry.otlp import open_export
 from kvrelay.telemetry.pages import Page, Pages
-from kvrelay.telemetry.process_readings import process_readings
+from kvrelay.telemetry.process_samples import process_samples
 from kvrelay.telemetry.prometheus import metrics_page
-from kvrelay.telemetry.readings import Readings, merged
-from kvrelay_router.api.app import create_app
-from kvrelay_router.api.connection_limits import ConnectionLimits, allowed_connections
-from kvrelay_router.api.observer import RequestObserver
-from kvrelay_router.api.server import HttpServer, bind, serve
-from kvrelay_router.api.settings import ApiSettings
+from kvrelay_router.asgi.app import create_app
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
-from kvrelay_router.dispatch.running import DispatchSettings
+from kvrelay_router.dispatch.running_sequence import DispatchSettings
 from kvrelay_router.fleet_watch import ListWorkers
+from kvrelay_router.http.connection_limits import ConnectionLimits, allowed_connections
+from kvrelay_router.http.http_server import HttpServer, bind, serve
+from kvrelay_router.openai.request_metrics import RequestMetrics
+from kvrelay_router.openai.settings import ApiSettings
 from kvrelay_router.prefix_index import FleetPrefixes
 from kvrelay_router.processes import inherited_connections
-from kvrelay_router.readings import router_readings
+from kvrelay_router.router_samples import router_samples
 from kvrelay_router.static_workers import StaticWorkers
 from kvrelay_router.text.chat_template import ChatTemplateError
 from kvrelay_router.text.service import TextService
@@ -104,9 +104,9 @@ class RouterServer:
         self._dispatcher.start()
         limits = _limits(config)
         self._closing.push_async_callback(limits.close)
-        observer = RequestObserver(config.served_model_name, self._instruments, export.tracer)
-        app = create_app(api, self._dispatcher, text, limits, observer)
-        export.start(self._readings)
+        metrics = RequestMetrics(config.served_model_name, self._instruments, export.tracer)
+        app = create_app(api, self._dispatcher, text, limits, metrics)
+        export.start(self._metric_samples)
         await self._open_pages()
         await self._meet_workers(self._dispatcher)
         source = inherited_connections(config.port) or bind(config.host, config.port)
@@ -144,7 +144,7 @@ class RouterServer:
             {
                 "/health": lambda: Page(b"ok\n"),
                 "/ready": self._readiness,
-                "/metrics": lambda: metrics_page(self._readings()),
+                "/metrics": lambda: metrics_page(self._metric_samples()),
             }
         )
         self._closing.push_async_callback(pages.close)
@@ -156,10 +156,10 @@ class RouterServer:
             return Page(b"ready\n")
         return Page(b"no worker is ready\n", HTTPStatus.SERVICE_UNAVAILABLE)
 
-    def _readings(self) -> Readings:
+    def _metric_samples(self) -> MetricSamples:
         """All metrics now."""
         assert self._dispatcher is not None
-        parts = [process_readings(), self._instruments.readings(), router_readings(self._dispatcher.figures())]
+        parts = [process_samples(), self._instruments.samples(), router_samples(self._dispatcher.figures())]
         return merged(parts)
 
     async def main_loop(self) -> None:

@@ -11,7 +11,7 @@ import msgspec
 
 from kvrelay.config.router import static_worker_address
 from kvrelay.fleet import WorkerRecord
-from kvrelay.fleet.records import RECORD_PAGE, record_from_json
+from kvrelay.fleet.worker_record import RECORD_PAGE, record_from_json
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.backends.base import Int32Array
+from kvrelay.backends.backend import Int32Array
 from kvrelay.backends.paging import PagedRows
 
 # Time as the bytes that a GPU with 3.3 TB/s reads in it. By the data sheet, and by what launches are known to take:

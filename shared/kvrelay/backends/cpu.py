@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrelay.backends.base import (
+from kvrelay.backends.backend import (
     AttentionParams,
     PackedRows,
     StepAttention,

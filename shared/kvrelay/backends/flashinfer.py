@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kvrelay.backends.base import (
+from kvrelay.backends.backend import (
     AttentionParams,
     Int32Array,
     KVLayout,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvrelay.backends.base import AttentionParams, LayerKind, NotCapturable, PackedRows, computed_in, last_contiguous
+from kvrelay.backends.backend import AttentionParams, LayerKind, NotCapturable, PackedRows, computed_in, last_contiguous
 from kvrelay.backends.paging import page_rows
 
 if TYPE_CHECKING:

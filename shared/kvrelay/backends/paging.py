@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvrelay.backends.base import Int32Array, PackedRows
+from kvrelay.backends.backend import Int32Array, PackedRows
 
 
 @dataclass(frozen=True, slots=True)

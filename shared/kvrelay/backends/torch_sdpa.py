@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kvrelay.backends.base import AttentionParams, PackedRows, StepAttention, as_stored, bits
+from kvrelay.backends.backend import AttentionParams, PackedRows, StepAttention, as_stored, bits
 
 
 class TorchBackend:

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from kvrelay.backends.base import AttentionBackend, KVLayout, LayerKind, PackedRows, allocate_pool, bits
+from kvrelay.backends.backend import AttentionBackend, KVLayout, LayerKind, PackedRows, allocate_pool, bits
 from kvrelay.backends.torch_sdpa import TorchBackend
 
 # Of |difference| / (1 + |expected|). Both are rounded to 8 or 11 bits, parts that are merged once more: up to four

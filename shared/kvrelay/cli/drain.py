@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 from kvrelay.config.common import CommonConfig
-from kvrelay.config.load import ConfigError, add_config_flag, resolve
+from kvrelay.config.loader import ConfigError, add_config_flag, resolve
 from kvrelay.config.router import RouterConfig
 from kvrelay.fleet import Registry, RegistryError, WorkerRecord
 

@@ -20,7 +20,7 @@ COMMANDS = {
     "keys": (None, "make a key that encrypts what a fleet's processes say"),
     "bench": ("kvrelay_bench", "measure any OpenAI-compatible endpoint under load"),
     "simulate": ("kvrelay_simulator", "replay a trace through a fleet of simulated devices"),
-    "measure": ("kvrelay_simulator.measure", "measure a profile of this machine for simulate"),
+    "measure": ("kvrelay_simulator.measure_command", "measure a profile of this machine for simulate"),
 }
 """With the package that takes this process over: it is run by name, so that this one knows none of their code. Without
 one it is a function of the command's name in a module of that name here, imported when it is asked for."""

@@ -30,7 +30,7 @@ KILL_GRACE_S = 5.0
 TAIL_LINES = 30
 
 
-class StartFailed(Exception):
+class ServiceStartFailed(Exception):
     """A service ended before it was ready. The message has the last lines of its log."""
 
 
@@ -60,7 +60,7 @@ class Service:
         self._was_ready = False
 
     async def run(self) -> None:
-        """Keeps the service running until `stop`. Raises StartFailed if it never becomes ready."""
+        """Keeps the service running until `stop`. Raises ServiceStartFailed if it never becomes ready."""
         backoff_s = FIRST_BACKOFF_S
         while not self._stopping:
             started = time.monotonic()
@@ -68,7 +68,9 @@ class Service:
             if self._stopping:
                 return
             if not self._was_ready:
-                raise StartFailed(f"{self.spec.name} {describe_exit(status)} before it was ready{self._log_tail()}")
+                raise ServiceStartFailed(
+                    f"{self.spec.name} {describe_exit(status)} before it was ready{self._log_tail()}"
+                )
             if time.monotonic() - started > HEALTHY_AFTER_S:
                 backoff_s = FIRST_BACKOFF_S
             self._display.update(
@@ -178,7 +180,7 @@ class Supervisor:
         self._tasks = [asyncio.create_task(service.run()) for service in (*self._others, self._front)]
 
     async def wait_ready(self) -> None:
-        """Until every service has been ready. Raises StartFailed."""
+        """Until every service has been ready. Raises ServiceStartFailed."""
         waiting = asyncio.create_task(self._all_ready())
         running: list[asyncio.Task[None]] = [waiting, *self._tasks]
         try:

@@ -21,7 +21,7 @@ from rich.text import Text
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 KEY_VARIABLE = "KVRELAY_API_KEY"
-OTHERS = frozenset({"queued_tokens", "tombstones", "sender_lost"})
+OTHERS = frozenset({"queued_tokens", "cancelled_requests", "sender_lost"})
 """Of a worker's queues, those that are none."""
 
 

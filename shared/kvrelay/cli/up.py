@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from kvrelay.cli.display import DIED, READY, Display, make_display
+from kvrelay.cli.gpu_workers import AssignedGpu, place_workers
 from kvrelay.cli.gpus import VISIBLE, Gpu, list_gpus
-from kvrelay.cli.placing import Placed, place_workers
 from kvrelay.cli.readiness import RouterReady, WorkerReady
-from kvrelay.cli.supervisor import Service, ServiceSpec, StartFailed, Supervisor, describe_exit
+from kvrelay.cli.supervisor import Service, ServiceSpec, ServiceStartFailed, Supervisor, describe_exit
 from kvrelay.config.common import CommonConfig, is_wildcard
-from kvrelay.config.load import ConfigError, add_config_flag, add_flags, flag_names, resolve
+from kvrelay.config.loader import ConfigError, add_config_flag, add_flags, flag_names, resolve
 from kvrelay.config.router import RouterConfig
-from kvrelay.config.up import UpConfig
+from kvrelay.config.up_config import UpConfig
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.fleet import Registry, RegistryError
 from kvrelay.fleet.embedded import EmbeddedRedis, EmbeddedRedisError
@@ -44,7 +44,7 @@ ROUTER_PORTS = frozenset({"message_host", "message_port", "processes", "metrics_
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LaunchPlan:
     """What to start, checked before anything starts. `workers`: a configuration for each process of them; `placed`: by
     their ids, where they are placed on GPUs."""
 
@@ -53,7 +53,7 @@ class Plan:
     workers: Sequence[WorkerConfig]
     router_flags: Sequence[str]
     worker_flags: Sequence[str]
-    placed: Mapping[str, Placed]
+    placed: Mapping[str, AssignedGpu]
 
     @property
     def url(self) -> str:
@@ -93,7 +93,7 @@ def up(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"kvrelay up: {error}", file=sys.stderr)
         return 2
-    except (EmbeddedRedisError, RegistryError, StartFailed) as error:
+    except (EmbeddedRedisError, RegistryError, ServiceStartFailed) as error:
         print(f"kvrelay up: {error}", file=sys.stderr)
         return 1
 
@@ -105,7 +105,7 @@ def make_plan(
     flags: Mapping[str, Any],
     environ: Mapping[str, str],
     find_gpus: Callable[[Mapping[str, str]], Sequence[Gpu]] = list_gpus,
-) -> Plan:
+) -> LaunchPlan:
     """Resolves every process's configuration as the process itself will. Raises ConfigError.
 
     `find_gpus`, of an environment, is asked only where workers are to be placed on GPUs.
@@ -129,7 +129,7 @@ def make_plan(
         values = {**shared, "worker_id": name, "num_workers": num_workers}
         config = resolve(WorkerConfig, values, environ, role=role)
         workers.append(config if config.threads else config.model_copy(update={"threads": threads}))
-    placed: dict[str, Placed] = {}
+    placed: dict[str, AssignedGpu] = {}
     if own.places_workers:
         workers, placed = place_workers(own, workers, lambda: find_gpus(environ))
     else:
@@ -139,7 +139,7 @@ def make_plan(
     if own.metrics_port is not None:
         router_values["metrics_port"] = own.metrics_port
     router = resolve(RouterConfig, router_values, environ)
-    return Plan(own, router, workers, to_argv(router_values, RouterConfig), to_argv(shared, WorkerConfig), placed)
+    return LaunchPlan(own, router, workers, to_argv(router_values, RouterConfig), to_argv(shared, WorkerConfig), placed)
 
 
 def _with_part_of_memory(worker: WorkerConfig, num_processes: int) -> WorkerConfig:
@@ -207,7 +207,7 @@ def _parser() -> argparse.ArgumentParser:
 class _Run:
     """One `kvrelay up`, from the first process to the last."""
 
-    def __init__(self, plan: Plan, server: EmbeddedRedis | None, display: Display) -> None:
+    def __init__(self, plan: LaunchPlan, server: EmbeddedRedis | None, display: Display) -> None:
         self._plan = plan
         self._server = server
         self._display = display
@@ -216,7 +216,7 @@ class _Run:
         self._supervisor: Supervisor | None = None
 
     async def run(self) -> int:
-        """Returns the exit status; raises StartFailed, RegistryError."""
+        """Returns the exit status; raises ServiceStartFailed, RegistryError."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._on_signal)
@@ -324,7 +324,7 @@ class _Run:
         return path
 
 
-def greeting(plan: Plan) -> str:
+def greeting(plan: LaunchPlan) -> str:
     """The URL, and a request to paste."""
     model = plan.router.served_model_name
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is an otter?"}]})

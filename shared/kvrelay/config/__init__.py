@@ -1,7 +1,7 @@
 """Configuration: one frozen typed object per process, from a file, the environment and flags, in rising precedence."""
 
 from kvrelay.config.common import CommonConfig
-from kvrelay.config.load import ConfigError, load_config
+from kvrelay.config.loader import ConfigError, load_config
 from kvrelay.config.router import RouterConfig
 from kvrelay.config.worker import WorkerConfig
 

@@ -10,9 +10,9 @@ from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
 
 from kvrelay.config.common import CommonConfig
-from kvrelay.config.load import ENV_PREFIX, allowed, flag_names, is_list
+from kvrelay.config.loader import ENV_PREFIX, allowed, flag_names, is_list
 from kvrelay.config.router import RouterConfig
-from kvrelay.config.up import UpConfig
+from kvrelay.config.up_config import UpConfig
 from kvrelay.config.worker import WorkerConfig
 
 WIDTH = 116

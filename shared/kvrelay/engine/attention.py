@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from kvrelay.backends.base import AttentionParams, StepAttention
+from kvrelay.backends.backend import AttentionParams, StepAttention
 
 ATTENTION_NAME = "kvrelay_paged"
 """The `attn_implementation` under which models find this module. No mask goes with it: for an implementation without a

@@ -41,7 +41,7 @@ class WorkerRow(msgspec.Struct, frozen=True, gc=False):
     `block_ids` is the sequence's block table, long enough for position + len(token_ids) tokens; the K/V of the earlier
     `position` tokens lie in it already. With `sample`, one token is drawn from the logits after the last token; with
     `beam` the best candidates are found instead, and `key` is that of all beams of one request.
-    With `follows_draw`, the last of `token_ids` is a placeholder: it stands for the token that was drawn last for this
+    With `has_placeholder`, the last of `token_ids` is a placeholder: it stands for the token sampled last for this
     key, by a step that was in flight when the batch was made.
     With `keep`, what the model gave for the last of `token_ids` is kept under that number, until it is forgotten. With
     `after` there are no `token_ids`: the token is drawn from what was kept under that number, by the row whose last
@@ -54,7 +54,7 @@ class WorkerRow(msgspec.Struct, frozen=True, gc=False):
     block_ids: Int32Array
     sample: bool
     is_prefill: bool
-    follows_draw: bool = False
+    has_placeholder: bool = False
     beam: BeamRow | None = None
     keep: int = 0
     after: int = 0
@@ -68,14 +68,14 @@ class BlockCopy:
     target: int
 
 
-class BlockCopies(NamedTuple):
+class SwapCopies(NamedTuple):
     """`blocks[i]` of the pool and `slots[i]` of the host's swap space are to hold the same bytes."""
 
     blocks: tuple[int, ...] = ()
     slots: tuple[int, ...] = ()
 
 
-NO_COPIES = BlockCopies()
+NO_COPIES = SwapCopies()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +90,8 @@ class WorkerBatch:
 
     step: int
     rows: Sequence[WorkerRow]
-    swap_out: BlockCopies = NO_COPIES
-    swap_in: BlockCopies = NO_COPIES
+    swap_out: SwapCopies = NO_COPIES
+    swap_in: SwapCopies = NO_COPIES
     copies: Sequence[BlockCopy] = ()
     forget: Sequence[int] = ()
 
@@ -110,7 +110,7 @@ class WorkerBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidates:
+class BeamCandidates:
     """A beam's most likely continuations, the likeliest first: tokens and float32 log-probabilities, both `[k]`.
 
     Log-probabilities are of the model's distribution, with penalties, biases and minimum length applied to them.
@@ -126,7 +126,7 @@ class RowResult(msgspec.Struct, frozen=True, gc=False):
     token_id: int | None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: Sequence[TokenLogprobs] = ()
-    candidates: Candidates | None = None  # of a beam's row that samples
+    candidates: BeamCandidates | None = None  # of a beam's row that samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ class ModelRunner(Protocol):
         """Runs one step: copies blocks out to the host, then in from there, then from block to block; then writes K/V
         of every row's tokens into its blocks, attends, samples. There may be copies and no rows. Thread-safe against
         `add_sequence` and `drop_sequence` from another thread. A sampled token joins the sampler's history, and is what
-        a row of the next batch with `follows_draw` is about.
+        a row of the next batch with `has_placeholder` is about.
 
         Raises RowsFailed where some sequences alone are to blame; the copies were made then. Raises DeviceLost where
         only a new process can go on. Whatever it raises, nothing of the step writes into its blocks any more."""
@@ -239,7 +239,7 @@ class LaunchingRunner(ModelRunner, Protocol):
     def can_launch_behind(self, batch: WorkerBatch) -> bool:
         """Whether `launch` takes this batch while the step before it is launched, or about to be, and has not landed.
 
-        A row with `follows_draw` then takes its token on the device, where that step leaves it. No: the batch needs
+        A row with `has_placeholder` then takes its token on the device, where that step leaves it. No: the batch needs
         what the host learns when that step lands, or its launch would wait for the device."""
         ...
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers.utils.hub import cached_file
 
-from kvrelay.backends.base import KVLayout
+from kvrelay.backends.backend import KVLayout
 
 _WHOLE_BYTES = 64 * 2**20  # weights up to here are hashed whole
 _NUM_SAMPLES = 256

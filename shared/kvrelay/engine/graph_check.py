@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrelay.backends.base import PackedRows
+from kvrelay.backends.backend import PackedRows
 from kvrelay.backends.paging import pad_rows
-from kvrelay.engine.model import CausalModel
+from kvrelay.engine.causal_model import CausalModel
 from kvrelay.engine.probe import tolerance_of
 from kvrelay.kv.table import blocks_for
 

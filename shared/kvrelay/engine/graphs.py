@@ -29,12 +29,12 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
 
-from kvrelay.backends.base import CapturableBackend, FixedStep, NotCapturable, PackedRows
+from kvrelay.backends.backend import CapturableBackend, FixedStep, NotCapturable, PackedRows
 from kvrelay.backends.paging import pad_rows
+from kvrelay.engine.causal_model import CausalModel
 from kvrelay.engine.graph_check import check_graphs
 from kvrelay.engine.graph_sizes import padded_size
 from kvrelay.engine.in_flight import TokensOnDevice
-from kvrelay.engine.model import CausalModel
 from kvrelay.engine.waits import Waits
 from kvrelay.kv.table import blocks_for
 
@@ -203,7 +203,7 @@ def capture_graphs(
             step.replan(pad_rows(_NO_ROWS, size, scratch_block))
             if hidden is None:
                 hidden = _checked_forward(model, own, step)
-            graphs[size] = _Graph(own, step, recorder.record(_Forward(model, own, step, hidden)))
+            graphs[size] = _Graph(own, step, recorder.record(_CapturedForward(model, own, step, hidden)))
     assert hidden is not None
     return DecodeGraphs(graphs, hidden, scratch_block)
 
@@ -212,7 +212,7 @@ _NO_ROWS = PackedRows(np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros((0,
 
 
 @dataclass(frozen=True, slots=True)
-class _Forward:
+class _CapturedForward:
     """What is captured: from the tokens in `inputs` to the last hidden states in `hidden`."""
 
     model: CausalModel

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from kvrelay.engine.batch import BlockCopies
+from kvrelay.engine.batch import SwapCopies
 from kvrelay.engine.pinned import pinned_memory
 
 _MEASURED_BLOCKS = 16
@@ -34,7 +34,7 @@ class HostBuffer:
             num_bytes = shape[0] * shape[1] * pool.element_size()
             raise ValueError(f"swap_space: the host does not give {num_bytes} bytes of memory ({error})") from error
 
-    def swap(self, out: BlockCopies, back: BlockCopies) -> float:
+    def swap(self, out: SwapCopies, back: SwapCopies) -> float:
         """Copies blocks out to their slots, then others in from theirs; returns the seconds that it took.
 
         Raises:
@@ -59,17 +59,17 @@ class HostBuffer:
         count = min(len(self._slots), len(self._pool), _MEASURED_BLOCKS)
         if not count:
             return 0.0
-        copies = BlockCopies(tuple(range(count)), tuple(range(count)))
+        copies = SwapCopies(tuple(range(count)), tuple(range(count)))
         self.swap(copies, copies)  # takes the pages
         return self.swap(copies, copies) / (2 * count)
 
-    def _check(self, copies: BlockCopies) -> None:
+    def _check(self, copies: SwapCopies) -> None:
         for name, ids, limit in (("block", copies.blocks, len(self._pool)), ("slot", copies.slots, len(self._slots))):
             if ids and (min(ids) < 0 or max(ids) >= limit):
                 raise IndexError(f"{name}s from {min(ids)} to {max(ids)}, but there are {limit}")
 
 
-def _runs(copies: BlockCopies) -> Iterator[tuple[int, int, int]]:
+def _runs(copies: SwapCopies) -> Iterator[tuple[int, int, int]]:
     """(block, slot, length) of the longest runs that are neighbours on both sides."""
     start = 0
     blocks, slots = copies

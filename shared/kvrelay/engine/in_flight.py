@@ -1,14 +1,14 @@
-"""Steps that the device was asked for and that have not ended: how they land, and what one behind another relies on.
+"""Steps that were launched on the device and have not ended. A step has these states:
 
-1. LAUNCHED  nobody has waited. A step behind it may be launched; rows that follow its draws take their tokens on the
-             device, so that the device goes from step to step without the host.
-2. LANDED    the host waited for this step alone, has its tokens, and the sampler remembers them. Now and then one is
-             not what lay on the device (`PendingDraw.redrawn`): a step that took that is STALE. When its own turn to
-             land comes, it runs again with the true token. That is as if it had only run then: the same rows write the
-             same places of the same blocks, which are theirs until it has landed, and a draw depends on nothing but
-             sequence, position and logits. Nothing is launched behind a stale step.
-3. DISCARDED the host waited for it, and nothing is remembered. What it wrote lies behind the tokens that count, in
-             blocks that were its sequences' until then: whoever reads there has written it before.
+1. LAUNCHED   The device has the work; the host has not waited. Another step may be launched behind this one. Its rows
+              with a placeholder take their tokens from device memory, so the device needs no round trip to the host.
+2. LANDED     The host waited for this step, read its tokens, and the sampler has recorded them. In rare cases a token
+              differs from the one in device memory (`PendingTokens.resampled`). A step that took such a token is STALE:
+              it runs again with the right token when its own turn to land comes. Running again is safe. The same rows
+              write the same slots of the same blocks, the blocks belong to the rows until the step has landed, and a
+              sampled token depends only on sequence, position and logits. No step is launched behind a stale one.
+3. DISCARDED  The host waited for the step, and its results are dropped. What it wrote lies behind the committed tokens,
+              in blocks that belonged to its sequences until now. A later owner writes each slot before reading it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrelay.engine.batch import Candidates, DeviceLost, RowResult, SequenceKey, StepResult, WorkerBatch
+from kvrelay.engine.batch import BeamCandidates, DeviceLost, RowResult, SequenceKey, StepResult, WorkerBatch
 from kvrelay.engine.device import Moment, is_settled, to_device, use_on_this_thread
-from kvrelay.engine.draws import PendingDraw
+from kvrelay.engine.pending_tokens import PendingTokens
 from kvrelay.protocol.sampling import TokenLogprobs
 
 
@@ -49,10 +49,10 @@ class Asked:
     done all of it.
     """
 
-    draw: PendingDraw | None = None
-    drawing: list[int] = field(default_factory=list)
+    tokens: PendingTokens | None = None
+    sampled_rows: list[int] = field(default_factory=list)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    candidates: dict[int, Candidates] = field(default_factory=dict)
+    candidates: dict[int, BeamCandidates] = field(default_factory=dict)
     captured: bool = False
     copy_s: float = 0.0
     begin: Moment | None = None
@@ -101,7 +101,7 @@ class StepInFlight:
         self.launched_at = time.perf_counter()
         self.took_from: StepInFlight | None = None
         """The step from whose draws it took tokens on the device."""
-        self.redrawn: frozenset[SequenceKey] = frozenset()
+        self.resampled: frozenset[SequenceKey] = frozenset()
         """Sequences whose tokens on the device were not those that it landed with."""
         self._steps = steps
         self._asked = Asked()
@@ -110,9 +110,9 @@ class StepInFlight:
     @property
     def is_stale(self) -> bool:
         """Whether it took a token that is not the one drawn."""
-        if self.took_from is None or not self.took_from.redrawn:
+        if self.took_from is None or not self.took_from.resampled:
             return False
-        return any(row.follows_draw and row.key in self.took_from.redrawn for row in self.batch.rows)
+        return any(row.has_placeholder and row.key in self.took_from.resampled for row in self.batch.rows)
 
     def launch(self, ask: Ask) -> None:
         """Asks the device. Raises what that does, and DeviceLost."""
@@ -131,14 +131,14 @@ class StepInFlight:
         try:
             if self._is_to_run_again():
                 self._run_again()
-            drawn, forward_s = self._land_draw()
+            tokens, forward_s = self._land_tokens()
         except Exception as error:
             self._failed(error)
             raise
         asked, self._asked, self._ask, self.took_from = self._asked, Asked(), None, None  # steps form no chain
         results = []
         for index in range(len(self.batch.rows)):
-            token_id, logprobs = drawn.get(index, (None, None))
+            token_id, logprobs = tokens.get(index, (None, None))
             scores, candidates = asked.prompt_logprobs.get(index, []), asked.candidates.get(index)
             results.append(RowResult(token_id, logprobs, scores, candidates))
         took_s = forward_s - asked.copy_s if results else 0.0
@@ -166,25 +166,25 @@ class StepInFlight:
         self.took_from, self._asked = None, Asked()
         self._ask(self, self._asked)
         # Whoever took a token of this step, which nobody should have, is stale as well.
-        self.redrawn = frozenset(self.batch.rows[index].key for index in self._asked.drawing)
+        self.resampled = frozenset(self.batch.rows[index].key for index in self._asked.sampled_rows)
 
-    def _land_draw(self) -> tuple[dict[int, tuple[int, TokenLogprobs | None]], float]:
+    def _land_tokens(self) -> tuple[dict[int, tuple[int, TokenLogprobs | None]], float]:
         """Tokens by row, and the seconds that it took. It has ended, for all who read what it wrote."""
-        draw, drawing = self._asked.draw, self._asked.drawing
-        if draw is None:
+        tokens, rows = self._asked.tokens, self._asked.sampled_rows
+        if tokens is None:
             self._await()
             with self._steps.lock:
                 ended = self._steps.end(self)
             return {}, self._took_s(*ended)
         with self._steps.lock:
-            token_ids, logprobs = draw.land()
+            token_ids, logprobs = tokens.land()
             # In one hold of the lock with the end: whoever took tokens before took them on the device, and knows now if
             # they were wrong; whoever does from now on finds them on the host.
-            changed = np.flatnonzero(draw.redrawn).tolist()
-            self.redrawn |= {self.batch.rows[drawing[index]].key for index in changed}
+            changed = np.flatnonzero(tokens.resampled).tolist()
+            self.resampled |= {self.batch.rows[rows[index]].key for index in changed}
             ended = self._steps.end(self)
-        drawn = dict(zip(drawing, zip(token_ids.tolist(), logprobs, strict=True), strict=True))
-        return drawn, self._took_s(*ended)
+        by_row = dict(zip(rows, zip(token_ids.tolist(), logprobs, strict=True), strict=True))
+        return by_row, self._took_s(*ended)
 
     def _took_s(self, seconds: float, began_behind: bool) -> float:
         """`seconds` as the host saw them, or as the device did, if that is more.
@@ -201,9 +201,9 @@ class StepInFlight:
 
     def _await(self) -> None:
         """It has ended; its draw is given up."""
-        if self._asked.draw is not None:
+        if self._asked.tokens is not None:
             with self._steps.lock:
-                self._asked.draw.discard()
+                self._asked.tokens.discard()
         if self._asked.end is not None:
             self._asked.end.wait()
 
@@ -212,9 +212,9 @@ class StepInFlight:
         # What was asked for before it failed may still write into blocks that others get next.
         settled = is_settled(self._steps.device)
         with self._steps.lock:
-            if self._asked.draw is not None:
+            if self._asked.tokens is not None:
                 with suppress(RuntimeError):  # of a device that is lost
-                    self._asked.draw.discard()
+                    self._asked.tokens.discard()
             self._steps.end(self)
         self._asked, self._ask, self.took_from = Asked(), None, None
         if not settled:

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvrelay.backends.base import AttentionBackend, KVLayout
+from kvrelay.backends.backend import AttentionBackend, KVLayout
+from kvrelay.engine.causal_model import CausalModel, LoadFormat, load_model, open_source
 from kvrelay.engine.device import use_on_this_thread
 from kvrelay.engine.gauges import make_gauge
 from kvrelay.engine.graphs import GraphSettings
-from kvrelay.engine.model import CausalModel, LoadFormat, load_model, open_source
 from kvrelay.engine.profile import SWAP_PART, MemoryGauge, blocks_for_profile, measure_kept, profile_memory
-from kvrelay.engine.runner import TransformersRunner
+from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.kv.table import blocks_for
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvrelay.backends.base import PackedRows
+from kvrelay.backends.backend import PackedRows
 from kvrelay.engine.batch import WorkerRow
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from kvrelay.backends.base import (
+from kvrelay.backends.backend import (
     AttentionBackend,
     AttentionParams,
     KVLayout,

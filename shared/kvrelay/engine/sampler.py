@@ -1,4 +1,4 @@
-"""Draws one token per row, vectorised over the rows of a step.
+"""Samples one token per row, vectorised over the rows of a step.
 
 In order: penalties, logit_bias, min_tokens, temperature, min_p, top_k, top_p (of what is left), the draw. Steps that
 are greedy and unadjusted take one argmax.
@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from kvrelay.engine.batch import SequenceKey
 from kvrelay.engine.device import to_device
-from kvrelay.engine.draws import Drawn, DrawnRows, Draws, ExactDraw, PendingDraw
-from kvrelay.engine.logprobs import PendingLogprobs
+from kvrelay.engine.pending_logprobs import PendingLogprobs
+from kvrelay.engine.pending_tokens import ExactSampling, PendingTokens, SampledOnDevice, SampledRows, SampledTokens
 from kvrelay.engine.randoms import uniforms
 from kvrelay.engine.sampler_state import Parameters, SamplerState
-from kvrelay.engine.truncation import Limits, draw, draw_from_few
+from kvrelay.engine.truncation import Limits, sample_from_all, sample_from_few
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 
 Seen = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]
@@ -39,7 +39,7 @@ class Sampler:
         self._device = device
         self._lock = lock
         self._state = SamplerState(vocab_size, eos_token_ids)
-        self._draws = Draws(self._state, device, self.waiting)
+        self._sampled = SampledTokens(self._state, device, self.waiting)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -64,7 +64,7 @@ class Sampler:
         """Forgets a sequence; unknown keys are ignored."""
         self._state.drop(key)
 
-    def last_drawn(self, keys: Sequence[SequenceKey]) -> NDArray[np.int64]:
+    def last_sampled(self, keys: Sequence[SequenceKey]) -> NDArray[np.int64]:
         """The token drawn last for each key, `[keys]`, of the draws that have landed; 0 where there is none.
 
         Raises:
@@ -82,16 +82,16 @@ class Sampler:
         Raises:
             KeyError: an unknown key.
         """
-        return self._draws.last(self._state.gather(keys)[1])
+        return self._sampled.last(self._state.gather(keys)[1])
 
     @property
-    def redraws_often(self) -> bool:
+    def resamples_often(self) -> bool:
         """Whether steps that follow draws on the device have lately been in vain too often to be worth it.
 
         With flat distributions and a large top_p, draws look at too few tokens time and again, and what follows the
         token on the device must run once more, which takes as long as several steps win by being launched ahead.
         """
-        return self._draws.share_redrawn > _WORTH_IT
+        return self._sampled.share_resampled > _WORTH_IT
 
     def sample(
         self, keys: Sequence[SequenceKey], positions: NDArray[np.int64], logits: torch.Tensor
@@ -108,7 +108,7 @@ class Sampler:
         """
         return self.begin(keys, positions, logits).land()
 
-    def begin(self, keys: Sequence[SequenceKey], positions: NDArray[np.int64], logits: torch.Tensor) -> PendingDraw:
+    def begin(self, keys: Sequence[SequenceKey], positions: NDArray[np.int64], logits: torch.Tensor) -> PendingTokens:
         """Asks the device for what `sample` gives, and waits for nothing.
 
         Raises:
@@ -116,17 +116,17 @@ class Sampler:
             RuntimeError: penalties would miss tokens of a draw that has not landed.
         """
         slots, parameters = self._state.gather(keys)
-        if self._draws.count_for(parameters):
+        if self._sampled.count_for(parameters):
             raise RuntimeError("penalties look at tokens of a draw that has not landed")
         if parameters["adjusted"].any() or parameters["temperature"].any():
-            drawn = self._draw(slots, parameters, positions, logits)
+            sampled = self._sample(slots, parameters, positions, logits)
         else:
-            drawn = _most_likely(logits)
+            sampled = _most_likely(logits)
         logprobs = None
         if (parameters["logprobs"] >= 0).any():
             with self.waiting():  # a CPU computes them now
-                logprobs = _ask_logprobs(parameters["logprobs"], logits, drawn)
-        return PendingDraw(self._draws, DrawnRows(tuple(keys), slots, parameters), drawn, logprobs)
+                logprobs = _ask_logprobs(parameters["logprobs"], logits, sampled)
+        return PendingTokens(self._sampled, SampledRows(tuple(keys), slots, parameters), sampled, logprobs)
 
     def adjust(
         self, keys: Sequence[SequenceKey], positions: NDArray[np.int64], scores: torch.Tensor, seen: Seen
@@ -150,9 +150,9 @@ class Sampler:
         )
         return penalised
 
-    def _draw(
+    def _sample(
         self, slots: NDArray[np.int64], parameters: Parameters, positions: NDArray[np.int64], logits: torch.Tensor
-    ) -> Drawn:
+    ) -> SampledOnDevice:
         # What is drawn from logits that are not finite is never used: that is seen when it lands.
         work = logits.to(torch.float32, copy=True)
         peaks = work.amax(dim=-1)
@@ -164,29 +164,31 @@ class Sampler:
         if not random.all():
             _put(token_ids, ~random, _some_rows(work, ~random).argmax(dim=-1))
         if not random.any():
-            return Drawn(token_ids, peaks)
+            return SampledOnDevice(token_ids, peaks)
         weights = self._weights(_some_rows(work, random), parameters[random])
         numbers = uniforms(
             parameters["seed"][random], parameters["sequence_index"][random], positions[random].astype(np.uint64)
         )
         limited = (parameters["min_p"] > 0) | (parameters["top_k"] > 0) | (parameters["top_p"] < 1)
         if (rest := random & ~limited).any():
-            drawn = draw(_some_rows(weights, ~limited[random]), to_device(numbers[~limited[random]], self._device))
-            _put(token_ids, rest, drawn)
+            sampled = sample_from_all(
+                _some_rows(weights, ~limited[random]), to_device(numbers[~limited[random]], self._device)
+            )
+            _put(token_ids, rest, sampled)
         limited &= random
         if not limited.any():
-            return Drawn(token_ids, peaks)
-        exact = ExactDraw(
+            return SampledOnDevice(token_ids, peaks)
+        exact = ExactSampling(
             np.flatnonzero(limited),
             _some_rows(weights, limited[random]),
             self._limits(parameters[limited]),
             to_device(numbers[limited[random]], self._device),
         )
-        drawn, is_settled = draw_from_few(exact.weights, exact.limits, exact.uniforms)
-        _put(token_ids, limited, drawn)
+        sampled, is_settled = sample_from_few(exact.weights, exact.limits, exact.uniforms)
+        _put(token_ids, limited, sampled)
         settled = torch.ones(len(slots), dtype=torch.bool, device=self._device)
         _put(settled, limited, is_settled)
-        return Drawn(token_ids, peaks, settled, exact)
+        return SampledOnDevice(token_ids, peaks, settled, exact)
 
     def _weights(self, logits: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         """Relative to the most likely token's 1, at each row's temperature; `logits` is spoilt."""
@@ -245,13 +247,13 @@ def _put(target: torch.Tensor, chosen: NDArray[np.bool_], values: torch.Tensor) 
     target.index_copy_(0, to_device(np.flatnonzero(chosen), target.device), values)
 
 
-def _most_likely(logits: torch.Tensor) -> Drawn:
+def _most_likely(logits: torch.Tensor) -> SampledOnDevice:
     logits = logits.float()  # torch is several times slower to find the best of 16-bit numbers
     best = logits.argmax(dim=-1)
-    return Drawn(best, logits.gather(1, best[:, None])[:, 0])  # argmax finds a NaN before any number
+    return SampledOnDevice(best, logits.gather(1, best[:, None])[:, 0])  # argmax finds a NaN before any number
 
 
-def _ask_logprobs(num_top: NDArray[np.int64], logits: torch.Tensor, drawn: Drawn) -> PendingLogprobs:
+def _ask_logprobs(num_top: NDArray[np.int64], logits: torch.Tensor, sampled: SampledOnDevice) -> PendingLogprobs:
     asked = num_top >= 0
-    keep = drawn.exact is not None and bool(asked[drawn.exact.rows].any())
-    return PendingLogprobs(_some_rows(logits, asked), _some_rows(drawn.token_ids, asked), num_top[asked], keep=keep)
+    keep = sampled.exact is not None and bool(asked[sampled.exact.rows].any())
+    return PendingLogprobs(_some_rows(logits, asked), _some_rows(sampled.token_ids, asked), num_top[asked], keep=keep)

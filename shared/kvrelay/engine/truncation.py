@@ -31,7 +31,7 @@ class Limits:
         return Limits(self.min_p[rows], self.top_k[rows], self.top_p[rows])
 
 
-def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+def sample_from_all(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Inverse CDF over all tokens: `[rows, vocab]` float32 and `[rows]` float64 in [0, 1) give ids `[rows]`."""
     rows = weights.shape[0]
     if padding := -weights.shape[1] % _SEGMENT:
@@ -45,23 +45,23 @@ def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     return segment * _SEGMENT + _first_above(inside, target - before)
 
 
-def draw_from_few(weights: torch.Tensor, limits: Limits, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def sample_from_few(weights: torch.Tensor, limits: Limits, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The same from what the limits keep. In order: min_p and top_k, then top_p of what these two leave.
 
     Looks at few tokens only, and waits for nothing: ids `[rows]`, and for which rows these tokens were enough.
     """
-    return _draw_from_best(weights, min(_sizes(weights.device)[0], weights.shape[1]), limits, uniforms)
+    return _sample_from_best(weights, min(_sizes(weights.device)[0], weights.shape[1]), limits, uniforms)
 
 
-def draw_from_more(weights: torch.Tensor, limits: Limits, uniforms: torch.Tensor) -> torch.Tensor:
+def sample_from_more(weights: torch.Tensor, limits: Limits, uniforms: torch.Tensor) -> torch.Tensor:
     """The same for rows where few tokens were not enough: more are looked at, in the end all. Waits for the device."""
     vocab_size = weights.shape[1]
     token_ids = torch.empty(len(weights), dtype=torch.int64, device=weights.device)
     left = torch.arange(len(weights), device=weights.device)
     for num_best in (*(size for size in _sizes(weights.device)[1:] if size < vocab_size), vocab_size):
         part = weights if len(left) == len(weights) else weights[left]
-        drawn, settled = _draw_from_best(part, num_best, limits.of(left), uniforms[left])
-        token_ids[left[settled]] = drawn[settled]
+        sampled, settled = _sample_from_best(part, num_best, limits.of(left), uniforms[left])
+        token_ids[left[settled]] = sampled[settled]
         left = left[~settled]
         if not len(left):
             break
@@ -72,7 +72,7 @@ def _sizes(device: torch.device) -> tuple[int, ...]:
     return _BEST_ON_GPU if device.type == "cuda" else _BEST
 
 
-def _draw_from_best(
+def _sample_from_best(
     weights: torch.Tensor, num_best: int, limits: Limits, uniforms: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A draw as if only the `num_best` most likely tokens were kept, and for which rows that is so."""

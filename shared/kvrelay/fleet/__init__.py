@@ -1,7 +1,7 @@
 """The fleet as Redis knows it: which workers there are, under which lease, and how loaded they are."""
 
-from kvrelay.fleet.records import WorkerRecord
-from kvrelay.fleet.registry import (
+from kvrelay.fleet.worker_record import WorkerRecord
+from kvrelay.fleet.worker_registry import (
     FleetFull,
     LeaseLost,
     Registry,

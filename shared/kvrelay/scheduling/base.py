@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
-from kvrelay.engine.batch import Candidates, SequenceKey, StepResult
+from kvrelay.engine.batch import BeamCandidates, SequenceKey, StepResult
 from kvrelay.scheduling.blocks import BlockManager
 from kvrelay.scheduling.cost import StepCost
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
@@ -185,7 +185,7 @@ class Scheduler(Protocol):
         """
         ...
 
-    def adopt(self, sequence: Sequence, candidates: Candidates | None = None) -> SequenceOutput | None:
+    def adopt(self, sequence: Sequence, candidates: BeamCandidates | None = None) -> SequenceOutput | None:
         """A handoff is complete: its prompt's KV is in its blocks, and its tokens end with the first new one. It runs.
 
         A beam search comes with the candidates that follow its prompt; its output is returned if they end it. Raises

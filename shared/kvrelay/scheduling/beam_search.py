@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.engine.batch import Candidates
+from kvrelay.engine.batch import BeamCandidates
 from kvrelay.protocol.sampling import BeamResult, BeamSpec, FinishReason
 
 
@@ -80,7 +80,7 @@ class BeamSearch:
         """By live beam, its newest token."""
         return self._steps[-1].tokens
 
-    def advance(self, rows: Sequence[Candidates]) -> None:
+    def advance(self, rows: Sequence[BeamCandidates]) -> None:
         """A step: the best continuations of each live beam, in the order of the beams.
 
         Raises:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvrelay.engine.batch import Candidates, SequenceKey
+from kvrelay.engine.batch import BeamCandidates, SequenceKey
 from kvrelay.kv.pool import Owner
 from kvrelay.kv.table import BlockTable, blocks_for
 from kvrelay.protocol.sampling import BeamResult, BeamSpec
@@ -42,7 +42,7 @@ class BeamGroup:
         self.members = [leader]
         self.is_forked = False
         self._width = spec.width
-        self._offered: dict[SequenceKey, Candidates] = {}
+        self._offered: dict[SequenceKey, BeamCandidates] = {}
         self._trunk_blocks: list[int] = []
         self._texts: list[TokenBuffer] = []  # of the live beams, while they are not forked
 
@@ -81,11 +81,11 @@ class BeamGroup:
             return len(self._offered) == len(self.members)
         return self.leader.num_computed == self.leader.num_tokens
 
-    def offer(self, sequence: Sequence, candidates: Candidates) -> None:
+    def offer(self, sequence: Sequence, candidates: BeamCandidates) -> None:
         """A member's candidates."""
         self._offered[sequence.key] = candidates
 
-    def advance(self) -> Candidates | None:
+    def advance(self) -> BeamCandidates | None:
         """A step of the search, with all candidates; nothing for a trunk that was computed again. Returns the first."""
         if not self.wants_candidates:
             return None
@@ -182,7 +182,7 @@ class BeamGroup:
 class BeamStep:
     """What a step of a search came to. `first`: the prompt's candidates. `results` are there when it is done."""
 
-    first: Candidates | None
+    first: BeamCandidates | None
     results: list[BeamResult]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 
-from kvrelay.engine.batch import Candidates, RowResult, SequenceKey, StepResult
+from kvrelay.engine.batch import BeamCandidates, RowResult, SequenceKey, StepResult
 from kvrelay.kv.pool import Owner
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay.scheduling.admission import NewTokenRatio
@@ -80,7 +80,7 @@ class SchedulerBooks(ABC):
         else:
             self.remote.add(sequence)
 
-    def adopt(self, sequence: Sequence, candidates: Candidates | None = None) -> SequenceOutput | None:
+    def adopt(self, sequence: Sequence, candidates: BeamCandidates | None = None) -> SequenceOutput | None:
         """A handoff is complete: its prompt's KV is in its blocks, and its tokens end with the first new one. It runs.
 
         A beam search comes with the candidates that follow its prompt; its output is returned if they end it.

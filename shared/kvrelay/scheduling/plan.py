@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvrelay.engine.batch import BlockCopies, BlockCopy, Candidates
+from kvrelay.engine.batch import BeamCandidates, BlockCopy, SwapCopies
 from kvrelay.kv.pool import Owner
 from kvrelay.protocol.sampling import BeamResult, FinishReason, TokenLogprobs
 from kvrelay.scheduling.cost import pairs
@@ -73,8 +73,8 @@ class SwapPlan:
     `in_flight` from the plan's end until the step has landed, whoever holds them besides.
     """
 
-    out: BlockCopies
-    back: BlockCopies
+    out: SwapCopies
+    back: SwapCopies
     leaving: Seq[SwapCopy]
     returning: Seq[SwapCopy]
     claimed: Seq[int]
@@ -145,8 +145,8 @@ class PlanDraft:
         self.admitted: list[Sequence] = []
         self.preempted: list[Sequence] = []
         self.recomputed: list[Sequence] = []
-        self.leaving: dict[SwapCopy, BlockCopies] = {}
-        self.returning: dict[SwapCopy, BlockCopies] = {}
+        self.leaving: dict[SwapCopy, SwapCopies] = {}
+        self.returning: dict[SwapCopy, SwapCopies] = {}
         self.held_back = ""
         self.delayed = False
 
@@ -214,5 +214,5 @@ class SequenceOutput(msgspec.Struct, frozen=True, gc=False):
     prompt_logprobs: Seq[TokenLogprobs] = ()
     finish: FinishReason | None = None
     prefilled: bool = False
-    candidates: Candidates | None = None
+    candidates: BeamCandidates | None = None
     beams: Seq[BeamResult] = ()

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-from kvrelay.engine.batch import BlockCopies, SequenceKey
+from kvrelay.engine.batch import SequenceKey, SwapCopies
 from kvrelay.kv.hashing import BlockHash
 from kvrelay.kv.pool import Owner
 from kvrelay.kv.swap_space import SwapSpace
@@ -83,7 +83,7 @@ class Swapper:
         self._copies[sequence.key] = copy
         table = sequence.table.ids
         blocks = tuple(self._blocks.copies.origin(int(table[index])) for index in stored.new)
-        draft.leaving[copy] = BlockCopies(blocks, tuple(stored.slots[index] for index in stored.new))
+        draft.leaving[copy] = SwapCopies(blocks, tuple(stored.slots[index] for index in stored.new))
         self._use.num_preemptions += 1
         return True
 
@@ -142,7 +142,7 @@ class Swapper:
             return False
         del self._copies[sequence.key]
         start, stop = sequence.num_published, len(copy.slots)
-        draft.returning[copy] = BlockCopies(tuple(sequence.table.ids[start:stop].tolist()), copy.slots[start:])
+        draft.returning[copy] = SwapCopies(tuple(sequence.table.ids[start:stop].tolist()), copy.slots[start:])
         return True
 
     def resumed(self, sequence: Sequence) -> None:
@@ -219,10 +219,10 @@ class Swapper:
             assert copy.sequence.state is SequenceState.SWAPPED and not copy.sequence.table.num_blocks
 
 
-def _joined(copies: Iterable[BlockCopies]) -> BlockCopies:
+def _joined(copies: Iterable[SwapCopies]) -> SwapCopies:
     blocks: list[int] = []
     slots: list[int] = []
     for each in copies:
         blocks += each.blocks
         slots += each.slots
-    return BlockCopies(tuple(blocks), tuple(slots))
+    return SwapCopies(tuple(blocks), tuple(slots))

@@ -73,7 +73,7 @@ _METRICS = (
     # -- queues and blocks
     Metric("kvrelay.queue.depth", "gauge", "{sequence}", WORKERS, "Sequences by waiting state", ("state",)),
     Metric("kvrelay.queue.tokens", "gauge", "{token}", WORKERS, "Tokens of the queued prompts"),
-    Metric("kvrelay.tombstones", "gauge", "{attempt}", WORKERS, "Cancelled attempts that are remembered"),
+    Metric("kvrelay.cancelled_requests", "gauge", "{attempt}", WORKERS, "Cancelled attempts that are remembered"),
     Metric("kvrelay.blocks", "gauge", "{block}", WORKERS, "Blocks of the pool by owner", ("owner",)),
     Metric("kvrelay.blocks.limit", "gauge", "{block}", WORKERS, "Blocks of the pool"),
     Metric("kvrelay.swap.used", "gauge", "{block}", WORKERS, "Slots of the swap space in use"),

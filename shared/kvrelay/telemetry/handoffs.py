@@ -12,7 +12,7 @@ from kvrelay.engine.batch import SequenceKey
 from kvrelay.telemetry.instruments import BYTES, GIGABYTES_PER_SECOND, SECONDS, Instruments
 from kvrelay.telemetry.metrics_store import HandoffRecord, MetricsStore
 from kvrelay.telemetry.stages import RecentStages, stage
-from kvrelay.telemetry.tracing import Attributes, Tracer, sampled
+from kvrelay.telemetry.tracer import Attributes, Tracer, sampled
 
 FailureCause = Literal[
     "refused", "released", "transfer", "decode_lost", "prefill_lost", "aborted", "cancelled", "reassigned"
@@ -21,7 +21,7 @@ FailureCause = Literal[
 
 
 @dataclass(slots=True, eq=False)
-class HandoffCourse:
+class HandoffTimings:
     """Moments of one handoff on this worker, monotonic seconds; 0: not yet."""
 
     asked_at: float = 0.0
@@ -73,82 +73,82 @@ class HandoffMeter:
         self._rate = instruments.histogram("kvrelay.handoff.rate", "GBy/s", GIGABYTES_PER_SECOND)
         self._failures = instruments.counter("kvrelay.handoff.failures", "cause")
 
-    def asked(self, course: HandoffCourse) -> None:
+    def asked(self, timings: HandoffTimings) -> None:
         """Decode was asked for slots; what an earlier question brought does not count any more."""
-        if course.asked_at and not course.is_over:  # the router saw its end before this worker did
-            self.failed("reassigned", course)
-        course.asked_at = self._clock()
-        course.granted_at = course.committed_at = 0.0
-        course.num_blocks = course.num_tail_blocks = 0
-        course.is_handed = course.is_over = False
+        if timings.asked_at and not timings.is_over:  # the router saw its end before this worker did
+            self.failed("reassigned", timings)
+        timings.asked_at = self._clock()
+        timings.granted_at = timings.committed_at = 0.0
+        timings.num_blocks = timings.num_tail_blocks = 0
+        timings.is_handed = timings.is_over = False
 
-    def granted(self, course: HandoffCourse, transport: str) -> None:
+    def granted(self, timings: HandoffTimings, transport: str) -> None:
         """Slots were granted."""
-        course.granted_at = self._clock()
-        course.transport = transport
-        self._wait.record(course.granted_at - course.asked_at)
+        timings.granted_at = self._clock()
+        timings.transport = transport
+        self._wait.record(timings.granted_at - timings.asked_at)
 
-    def pushed(self, course: HandoffCourse, num_blocks: int) -> None:
+    def pushed(self, timings: HandoffTimings, num_blocks: int) -> None:
         """Prefill: blocks were given to the transport. Those that are sent again are not counted again."""
-        if course.is_handed:
+        if timings.is_handed:
             return
-        course.num_blocks += num_blocks
-        course.num_tail_blocks += num_blocks if course.complete_at else 0
+        timings.num_blocks += num_blocks
+        timings.num_tail_blocks += num_blocks if timings.complete_at else 0
 
-    def complete(self, course: HandoffCourse) -> None:
-        """See `HandoffCourse.complete_at`."""
-        course.complete_at = course.complete_at or self._clock()
+    def complete(self, timings: HandoffTimings) -> None:
+        """See `HandoffTimings.complete_at`."""
+        timings.complete_at = timings.complete_at or self._clock()
 
-    def committed(self, course: HandoffCourse, key: SequenceKey) -> None:
+    def committed(self, timings: HandoffTimings, key: SequenceKey) -> None:
         """Decode owns the sequence. On prefill that is the end."""
-        now = course.committed_at = self._clock()
-        num_bytes = course.num_blocks * self._block_bytes
-        self._duration.record(now - course.asked_at)
+        now = timings.committed_at = self._clock()
+        num_bytes = timings.num_blocks * self._block_bytes
+        self._duration.record(now - timings.asked_at)
         self._size.record(num_bytes)
-        if num_bytes and now > course.granted_at:
-            self._rate.record(num_bytes / (now - course.granted_at) / 1e9)
-        self._over(course, now)
+        if num_bytes and now > timings.granted_at:
+            self._rate.record(num_bytes / (now - timings.granted_at) / 1e9)
+        self._over(timings, now)
         if self._role == "prefill":
-            self._end(course, key, now)
+            self._end(timings, key, now)
 
-    def first_step(self, course: HandoffCourse, key: SequenceKey) -> None:
+    def first_step(self, timings: HandoffTimings, key: SequenceKey) -> None:
         """Decode: the first step with the sequence begins."""
-        self._end(course, key, self._clock())
+        self._end(timings, key, self._clock())
 
-    def failed(self, cause: FailureCause, course: HandoffCourse | None) -> None:
-        """A handoff that was asked for came to nothing. Without its course it is one that was given up before."""
+    def failed(self, cause: FailureCause, timings: HandoffTimings | None) -> None:
+        """A handoff that was asked for came to nothing. Without its timings it is one that was given up before."""
         self._failures.add(cause)
-        if course is not None and not course.is_over:
-            self._over(course, self._clock(), cause)
+        if timings is not None and not timings.is_over:
+            self._over(timings, self._clock(), cause)
 
-    def _over(self, course: HandoffCourse, now: float, failure: FailureCause | None = None) -> None:
-        course.is_over = True
-        if not course.asked_at:
+    def _over(self, timings: HandoffTimings, now: float, failure: FailureCause | None = None) -> None:
+        timings.is_over = True
+        if not timings.asked_at:
             return
-        self._trace(course, now, failure)
-        granted = course.granted_at or now
+        self._trace(timings, now, failure)
+        granted = timings.granted_at or now
         detail: dict[str, float | str] = {
-            "blocks": course.num_blocks,
-            "bytes": course.num_blocks * self._block_bytes,
-            "transport": course.transport,
+            "blocks": timings.num_blocks,
+            "bytes": timings.num_blocks * self._block_bytes,
+            "transport": timings.transport,
         }
         if failure is not None:
             detail["failed"] = failure
-        wait = stage(course.key, "slots", course.asked_at, granted)
-        self._recent.add(course.key, [wait, stage(course.key, "transfer", granted, now, detail)])
+        wait = stage(timings.key, "slots", timings.asked_at, granted)
+        self._recent.add(timings.key, [wait, stage(timings.key, "transfer", granted, now, detail)])
 
-    def _trace(self, course: HandoffCourse, now: float, failure: FailureCause | None = None) -> None:
+    def _trace(self, timings: HandoffTimings, now: float, failure: FailureCause | None = None) -> None:
         """A span from the question to the commit, or to the failure: `kvrelay.handoff.send` or `.receive`."""
-        parent = sampled(course.trace) if self._tracer is not None else None
+        parent = sampled(timings.trace) if self._tracer is not None else None
         if self._tracer is None or parent is None:
             return
         is_sender = self._role == "prefill"
         attributes: Attributes = {
-            "kvrelay.handoff.transport": course.transport,
-            "kvrelay.handoff.blocks": course.num_blocks,
-            "kvrelay.handoff.bytes": course.num_blocks * self._block_bytes,
-            "kvrelay.handoff.resends": course.num_resends,
-            "kvrelay.handoff.grant_wait_s": max(0.0, course.granted_at - course.asked_at),
+            "kvrelay.handoff.transport": timings.transport,
+            "kvrelay.handoff.blocks": timings.num_blocks,
+            "kvrelay.handoff.bytes": timings.num_blocks * self._block_bytes,
+            "kvrelay.handoff.resends": timings.num_resends,
+            "kvrelay.handoff.grant_wait_s": max(0.0, timings.granted_at - timings.asked_at),
         }
         if failure is not None:
             attributes = {**attributes, "error.type": failure}
@@ -156,15 +156,15 @@ class HandoffMeter:
             "kvrelay.handoff.send" if is_sender else "kvrelay.handoff.receive",
             parent.child(),
             parent,
-            course.asked_at,
+            timings.asked_at,
             now,
             kind="producer" if is_sender else "consumer",
             attributes=attributes,
             error=failure,
         )
 
-    def _end(self, course: HandoffCourse, key: SequenceKey, now: float) -> None:
-        self._exposed.record(now - course.complete_at)
+    def _end(self, timings: HandoffTimings, key: SequenceKey, now: float) -> None:
+        self._exposed.record(now - timings.complete_at)
         if self._store is not None:
             to_epoch = time.time() - self._clock()
             self._store.handoff(
@@ -174,13 +174,13 @@ class HandoffMeter:
                     attempt=key[1],
                     sequence=key[2],
                     role=self._role,
-                    transport=course.transport,
-                    num_blocks=course.num_blocks,
-                    num_bytes=course.num_blocks * self._block_bytes,
-                    num_tail_blocks=course.num_tail_blocks,
-                    num_resends=course.num_resends,
-                    grant_wait_s=course.granted_at - course.asked_at,
-                    duration_s=course.committed_at - course.asked_at,
-                    exposed_s=now - course.complete_at,
+                    transport=timings.transport,
+                    num_blocks=timings.num_blocks,
+                    num_bytes=timings.num_blocks * self._block_bytes,
+                    num_tail_blocks=timings.num_tail_blocks,
+                    num_resends=timings.num_resends,
+                    grant_wait_s=timings.granted_at - timings.asked_at,
+                    duration_s=timings.committed_at - timings.asked_at,
+                    exposed_s=now - timings.complete_at,
                 )
             )

@@ -12,7 +12,7 @@ from collections import Counter as Tally
 from collections.abc import Iterator
 
 from kvrelay.protocol.messages import HistogramReport
-from kvrelay.telemetry.readings import Labels, Point, Readings, points
+from kvrelay.telemetry.metric_samples import Labels, MetricSample, MetricSamples, samples_by
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 BYTES = tuple(float(4**power) for power in range(6, 18))
@@ -105,13 +105,13 @@ class Instruments:
         """By name."""
         return iter(sorted(self._counters.items()))
 
-    def readings(self) -> Readings:
+    def samples(self) -> MetricSamples:
         """All of them now."""
-        found: Readings = {name: [Point((), each.report())] for name, each in self._histograms.items()}
+        found: MetricSamples = {name: [MetricSample((), each.report())] for name, each in self._histograms.items()}
         for name, family in self._families.items():
-            found[name] = [Point(labels, each.report()) for labels, each in family.members.items()]
+            found[name] = [MetricSample(labels, each.report()) for labels, each in family.members.items()]
         for name, counter in self._counters.items():
-            found[name] = points(counter.attribute, counter.sums)
+            found[name] = samples_by(counter.attribute, counter.sums)
         return found
 
     def _claim(self, name: str) -> None:

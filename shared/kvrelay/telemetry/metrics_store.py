@@ -108,7 +108,7 @@ def read_metrics(path: Path) -> Iterator[Record]:
 
 
 @dataclass(slots=True)
-class _Course:
+class _SequenceTimes:
     """Moments of a sequence, monotonic."""
 
     sequence: Sequence
@@ -127,21 +127,21 @@ class MetricsStore:
         self._clock = clock
         self._buffer = bytearray()
         self._flushed = clock()
-        self._courses: dict[SequenceKey, _Course] = {}
+        self._times: dict[SequenceKey, _SequenceTimes] = {}
         self.trace = StepTrace(clock)
 
     def arrived(self, sequence: Sequence, *, is_running: bool) -> None:
         """A sequence was queued, or joined those that run."""
         now = self._clock()
-        self._courses[sequence.key] = _Course(sequence, now, sequence.num_output, now if is_running else None)
+        self._times[sequence.key] = _SequenceTimes(sequence, now, sequence.num_output, now if is_running else None)
 
     def planned(self, plan: StepPlan) -> None:
         """Some sequences' waiting ended."""
         now = self._clock()
         for sequence in plan.admitted:
-            course = self._courses.get(sequence.key)
-            if course is not None and course.admitted is None:
-                course.admitted = now
+            times = self._times.get(sequence.key)
+            if times is not None and times.admitted is None:
+                times.admitted = now
 
     def committed(
         self,
@@ -189,22 +189,22 @@ class MetricsStore:
         )
         self._write_trace()
         for output in outputs:
-            course = self._courses.get(output.sequence.key)
-            if course is not None and course.first_token is None and output.token_id is not None:
-                course.first_token = now
+            times = self._times.get(output.sequence.key)
+            if times is not None and times.first_token is None and output.token_id is not None:
+                times.first_token = now
             if output.finish is not None:
                 self.left(output.sequence.key, output.finish)
         self._flush_sometimes(now)
 
     def left(self, key: SequenceKey, finish: FinishReason | None = None) -> None:
         """A sequence is over on this worker. Unknown keys are ignored."""
-        course = self._courses.pop(key, None)
-        if course is None:
+        times = self._times.pop(key, None)
+        if times is None:
             return
-        now, sequence = self._clock(), course.sequence
-        num_output = sequence.num_output - course.num_output_before
-        ttft = course.first_token - course.arrived if course.first_token is not None else None
-        rest = now - course.first_token if course.first_token is not None else 0.0
+        now, sequence = self._clock(), times.sequence
+        num_output = sequence.num_output - times.num_output_before
+        ttft = times.first_token - times.arrived if times.first_token is not None else None
+        rest = now - times.first_token if times.first_token is not None else 0.0
         self._write(
             SequenceRecord(
                 time.time(),
@@ -213,10 +213,10 @@ class MetricsStore:
                 num_output,
                 sequence.num_cached_tokens,
                 sequence.num_preemptions,
-                course.admitted - course.arrived if course.admitted is not None else None,
+                times.admitted - times.arrived if times.admitted is not None else None,
                 ttft,
                 rest / (num_output - 1) if num_output > 1 else None,
-                now - course.arrived,
+                now - times.arrived,
                 finish,
             )
         )

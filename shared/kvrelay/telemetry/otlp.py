@@ -18,9 +18,9 @@ from importlib.metadata import version
 from threading import Thread
 from typing import Any, Literal
 
-from kvrelay.telemetry.readings import Readings
+from kvrelay.telemetry.metric_samples import MetricSamples
 from kvrelay.telemetry.trace_context import TraceContext
-from kvrelay.telemetry.tracing import Span, SpanSink, Tracer
+from kvrelay.telemetry.tracer import Span, SpanSink, Tracer
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Export:
         self._spans = spans
         self._metrics = metrics
 
-    def start(self, read: Callable[[], Readings]) -> None:
+    def start(self, read: Callable[[], MetricSamples]) -> None:
         """Begins to export metrics, which `read` gives. To be called on the event loop."""
         if self._metrics is not None:
             self._metrics.start(read)
@@ -185,7 +185,7 @@ class SdkSpans:
 
 
 class MetricsPush:
-    """Exports all readings of a process every `OTEL_METRIC_EXPORT_INTERVAL` milliseconds, and once at the end.
+    """Exports all samples of a process every `OTEL_METRIC_EXPORT_INTERVAL` milliseconds, and once at the end.
 
     They are read on the event loop, which writes them, and sent by another thread.
     """
@@ -195,10 +195,10 @@ class MetricsPush:
         self._resource = resource
         self._interval_s = _interval_s(environ)
         self._started_ns = time.time_ns()
-        self._read: Callable[[], Readings] | None = None
+        self._read: Callable[[], MetricSamples] | None = None
         self._task: asyncio.Task[None] | None = None
 
-    def start(self, read: Callable[[], Readings]) -> None:
+    def start(self, read: Callable[[], MetricSamples]) -> None:
         """To be called on the event loop."""
         self._read = read
         self._task = asyncio.create_task(self._run(), name="metrics-push")
@@ -225,10 +225,10 @@ class MetricsPush:
         from kvrelay.telemetry.otlp_metrics import metrics_data
 
         assert self._read is not None
-        readings, now_ns = self._read(), time.time_ns()
+        samples, now_ns = self._read(), time.time_ns()
 
         def send() -> None:
-            self._exporter.export(metrics_data(readings, self._resource, self._started_ns, now_ns))
+            self._exporter.export(metrics_data(samples, self._resource, self._started_ns, now_ns))
 
         return send
 

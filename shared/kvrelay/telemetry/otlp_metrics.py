@@ -1,6 +1,6 @@
-"""Readings as the SDK's data, for its exporters. Imports the SDK.
+"""Metric samples as the SDK's data, for its exporters. Imports the SDK.
 
-Cumulative, as the readings are; histograms keep their own buckets.
+Cumulative, as the samples are; histograms keep their own buckets.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from kvrelay.protocol.messages import HistogramReport
 from kvrelay.telemetry.catalogue import METRICS
-from kvrelay.telemetry.readings import Point, Readings
+from kvrelay.telemetry.metric_samples import MetricSample, MetricSamples
 
 CUMULATIVE = AggregationTemporality.CUMULATIVE
 
 
-def metrics_data(readings: Readings, resource: Any, started_ns: int, now_ns: int) -> Any:
+def metrics_data(samples: MetricSamples, resource: Any, started_ns: int, now_ns: int) -> Any:
     """Raises KeyError for a metric that the catalogue does not know."""
-    metrics = [_metric(name, readings[name], started_ns, now_ns) for name in sorted(readings)]
+    metrics = [_metric(name, samples[name], started_ns, now_ns) for name in sorted(samples)]
     scope = ScopeMetrics(InstrumentationScope("kvrelay"), metrics, "")
     return MetricsData([ResourceMetrics(resource, [scope], "")])
 
 
-def _metric(name: str, points: list[Point], started_ns: int, now_ns: int) -> Metric:
+def _metric(name: str, points: list[MetricSample], started_ns: int, now_ns: int) -> Metric:
     metric = METRICS[name]
     data: Sum | Gauge | Histogram
     if metric.kind == "histogram":
@@ -47,12 +47,12 @@ def _metric(name: str, points: list[Point], started_ns: int, now_ns: int) -> Met
     return Metric(name, metric.text, metric.unit, data)
 
 
-def _number(point: Point, started_ns: int | None, now_ns: int) -> NumberDataPoint:
+def _number(point: MetricSample, started_ns: int | None, now_ns: int) -> NumberDataPoint:
     assert not isinstance(point.value, HistogramReport)
     return NumberDataPoint(dict(point.labels), started_ns or 0, now_ns, point.value)
 
 
-def _buckets(point: Point, started_ns: int, now_ns: int) -> HistogramDataPoint:
+def _buckets(point: MetricSample, started_ns: int, now_ns: int) -> HistogramDataPoint:
     report = point.value
     assert isinstance(report, HistogramReport)
     not_kept: Any = None  # the smallest and the largest value: their fields stay out of the message

@@ -1,4 +1,4 @@
-"""Readings as a page that Prometheus scrapes: text format 0.0.4.
+"""Metric samples as a page that Prometheus scrapes: text format 0.0.4.
 
 Names follow OpenTelemetry's rules for Prometheus: dots become underscores, the unit and `_total` of counters are added.
 https://opentelemetry.io/docs/specs/otel/compatibility/prometheus_and_openmetrics/
@@ -13,8 +13,8 @@ from itertools import accumulate
 
 from kvrelay.protocol.messages import HistogramReport
 from kvrelay.telemetry.catalogue import METRICS, Metric
+from kvrelay.telemetry.metric_samples import Labels, MetricSamples
 from kvrelay.telemetry.pages import Page
-from kvrelay.telemetry.readings import Labels, Readings
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _UNITS = {"s": "seconds", "By": "bytes", "GBy/s": "gigabytes_per_second"}
@@ -30,14 +30,14 @@ def prometheus_name(metric: Metric) -> str:
     return name + _SUFFIX[metric.kind]
 
 
-def metrics_page(readings: Readings) -> Page:
+def metrics_page(samples: MetricSamples) -> Page:
     """The whole page. Raises KeyError for a metric that the catalogue does not know."""
     lines: list[str] = []
-    for name in sorted(readings):
+    for name in sorted(samples):
         metric = METRICS[name]
         title = prometheus_name(metric)
         lines += [f"# HELP {title} {_escaped_help(metric.text)}", f"# TYPE {title} {metric.kind}"]
-        for labels, value in readings[name]:
+        for labels, value in samples[name]:
             if isinstance(value, HistogramReport):
                 lines += _histogram(title, labels, value)
             else:

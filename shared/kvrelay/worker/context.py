@@ -16,7 +16,7 @@ from kvrelay.telemetry.event_log import EventLog
 from kvrelay.telemetry.instruments import Instruments
 from kvrelay.telemetry.metrics_store import MetricsStore
 from kvrelay.telemetry.stages import RecentStages
-from kvrelay.telemetry.tracing import Tracer
+from kvrelay.telemetry.tracer import Tracer
 from kvrelay.transfer.pool_memory import PoolLike
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 

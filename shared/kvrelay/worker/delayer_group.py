@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
-from kvrelay.fleet.records import WorkerRecord
-from kvrelay.fleet.registry import Registry, RegistryError
+from kvrelay.fleet.worker_record import WorkerRecord
+from kvrelay.fleet.worker_registry import Registry, RegistryError
 from kvrelay.protocol.messages import GroupLoad, PeerRef
 from kvrelay.scheduling.prefill_delay import RankLoad
 

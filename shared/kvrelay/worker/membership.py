@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvrelay.fleet.records import NO_SLOT, WorkerRecord
-from kvrelay.fleet.registry import LeaseLost, Registry, RegistryError, RegistryMisconfigured, RegistryUnavailable
+from kvrelay.fleet.worker_record import NO_SLOT, WorkerRecord
+from kvrelay.fleet.worker_registry import LeaseLost, Registry, RegistryError, RegistryMisconfigured, RegistryUnavailable
 
 log = logging.getLogger(__name__)
 

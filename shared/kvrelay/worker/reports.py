@@ -9,7 +9,7 @@ import msgspec
 
 from kvrelay.protocol.link import Delivered
 from kvrelay.protocol.messages import LoadReport, PeerRef, Status, StatusQuery
-from kvrelay.telemetry.sequence_stays import SequenceStays
+from kvrelay.telemetry.sequence_spans import SequenceSpans
 from kvrelay.worker.context import Role, WorkerContext
 from kvrelay.worker.load_report import report_load
 
@@ -26,13 +26,13 @@ class Reports:
         self,
         context: WorkerContext,
         role: Role,
-        stays: SequenceStays,
+        spans: SequenceSpans,
         more_totals: Callable[[], dict[str, float]],
     ) -> None:
         self.draining = False
         self._worker = context
         self._role = role
-        self._stays = stays
+        self._spans = spans
         self._more_totals = more_totals
         self._routers: dict[str, PeerRef] = {}  # by their ids
         self._news_from: set[str] = set()  # routers whose requests came since the others were told
@@ -43,7 +43,7 @@ class Reports:
         plain, named = self._load_reports()
         status = self.status(query.query, named.get(event.peer, plain))
         if query.request:
-            stages = self._worker.recent.of(query.request) + self._stays.open_stages(query.request)
+            stages = self._worker.recent.of(query.request) + self._spans.open_stages(query.request)
             status = msgspec.structs.replace(status, stages=stages)
         self._worker.messenger.send(event.peer, status)
 

@@ -9,10 +9,10 @@ from typing import Any, Protocol, TypeVar
 from kvrelay.engine.batch import SequenceKey
 from kvrelay.protocol.messages import AnyBody, Cancel, Failed, Header, PeerRef, Prompt, Stop
 from kvrelay.scheduling.sequence import Sequence
-from kvrelay.telemetry.tracing import trace_fields
+from kvrelay.telemetry.tracer import trace_fields
+from kvrelay.worker.cancelled_requests import CancelledRequestCache
 from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.sequences import make_sequence, sequence_key
-from kvrelay.worker.tombstones import Tombstones
 
 DEADLINE_GRACE_S = 5.0
 """The router ends a request at its deadline; a worker that heard nothing does so this much later."""
@@ -41,7 +41,7 @@ class OpenRequests(Mapping[SequenceKey, RequestT]):
     def __init__(self, context: WorkerContext, role: str, cancel: Callable[[SequenceKey, str], None]) -> None:
         self.cancel = cancel
         self.draining = False
-        self.tombstones = Tombstones()
+        self.cancelled = CancelledRequestCache()
         self._context = context
         self._role = role
         self._open: dict[SequenceKey, RequestT] = {}
@@ -91,7 +91,7 @@ class OpenRequests(Mapping[SequenceKey, RequestT]):
         """A sequence of the router's, handed to the scheduler; older attempts of it end. None where there is none to
         start: it is known, cancelled, refused, or the worker drains. The router hears of the last two."""
         key = sequence_key(header)
-        if key in self.tombstones or key in self._open:
+        if key in self.cancelled or key in self._open:
             return None
         if self.draining:
             self.send(router, key, Failed(cause=f"the {self._role} worker is draining", retriable=True, refused=True))
@@ -119,7 +119,7 @@ class OpenRequests(Mapping[SequenceKey, RequestT]):
     def end(self, key: SequenceKey, body: Stop | Cancel) -> None:
         """The router ends it. Remembered, so that a request that comes later than its end is not started."""
         self.cancel(key, body.reason if isinstance(body, Cancel) else "a stop string matched")
-        self.tombstones.bury(key, time.monotonic())
+        self.cancelled.add(key, time.monotonic())
 
     def log_fields(self, key: SequenceKey | None) -> dict[str, Any]:
         """For the `extra` of a log line about a sequence; nothing of one that is not open here."""

@@ -14,7 +14,7 @@ import msgspec
 
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.engine.batch import ModelRunner, ModelSpec
-from kvrelay.fleet.records import RECORD_PAGE, record_as_json
+from kvrelay.fleet.worker_record import RECORD_PAGE, record_as_json
 from kvrelay.kv.cache import Cache
 from kvrelay.kv.pool import BlockPool
 from kvrelay.messaging.messenger import Messenger
@@ -27,22 +27,22 @@ from kvrelay.protocol.messages import (
 )
 from kvrelay.telemetry.event_log import EventLog
 from kvrelay.telemetry.instruments import Instruments
+from kvrelay.telemetry.metric_samples import MetricSample, MetricSamples, merged
 from kvrelay.telemetry.otlp import Export, open_export
 from kvrelay.telemetry.pages import Page, Pages
-from kvrelay.telemetry.process_readings import process_readings
+from kvrelay.telemetry.process_samples import process_samples
 from kvrelay.telemetry.prometheus import metrics_page
-from kvrelay.telemetry.readings import Point, Readings, merged
-from kvrelay.telemetry.sequence_stays import SequenceStays
+from kvrelay.telemetry.sequence_spans import SequenceSpans
 from kvrelay.telemetry.stages import RecentStages
-from kvrelay.worker import parts
+from kvrelay.worker import factory
 from kvrelay.worker.cache_events import CacheEvents
 from kvrelay.worker.calibrate import calibrate
 from kvrelay.worker.context import Role, WorkerContext
 from kvrelay.worker.delayer_group import DelayerGroup, GroupDiscovery
 from kvrelay.worker.launch import TimedLauncher, choose_launcher
-from kvrelay.worker.readings import status_readings
 from kvrelay.worker.reports import Reports
 from kvrelay.worker.step_loop import StepLoop
+from kvrelay.worker.worker_samples import status_samples
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class WorkerShell:
                 "/health": lambda: Page(b"ok\n"),
                 "/ready": self._readiness,
                 RECORD_PAGE: self._record_page,
-                "/metrics": lambda: metrics_page(self._readings()),
+                "/metrics": lambda: metrics_page(self._metric_samples()),
             }
         )
 
@@ -96,40 +96,42 @@ class WorkerShell:
         _log_model(runner.spec, time.monotonic() - started)
         self._events = config.open_event_log(config.worker_id)
         self.pool = BlockPool(runner.spec.num_blocks, runner.spec.block_size)
-        cache = parts.make_cache(config, self.pool)
+        cache = factory.make_cache(config, self.pool)
         await self._prepare_steps(runner, cache)
         context = self._open_messenger(runner)
         self.role = self._make_role(context, config)
-        self.reports = Reports(context, self.role, self._stays, self._more_totals)
+        self.reports = Reports(context, self.role, self._spans, self._more_totals)
         self.role.start()
         self.messenger.start()
-        self._record = record = parts.make_record(config, runner.spec, self.messenger.me)
-        self.membership = parts.make_membership(config, record, self.reports.digest)
+        self._record = record = factory.make_record(config, runner.spec, self.messenger.me)
+        self.membership = factory.make_membership(config, record, self.reports.digest)
         if self._group is not None:
-            self._discovery = GroupDiscovery(parts.open_registry(config), self._group, record, config.lease_interval_s)
-        self._export.start(self._readings)
+            self._discovery = GroupDiscovery(
+                factory.open_registry(config), self._group, record, config.lease_interval_s
+            )
+        self._export.start(self._metric_samples)
         if config.publishes_prefixes:
-            publisher = parts.open_index_publisher(config, self.messenger.me)
+            publisher = factory.open_index_publisher(config, self.messenger.me)
             self._cache_events = CacheEvents(cache, publisher, config.index_interval_s)
 
     async def _prepare_steps(self, runner: ModelRunner, cache: Cache) -> None:
         """The scheduler, with what it needs to know of this machine, and the loop that drives it."""
         config = self.config
-        self.scheduler = parts.make_scheduler(config, runner.spec, self.pool, cache)
+        self.scheduler = factory.make_scheduler(config, runner.spec, self.pool, cache)
         if config.chunking == "dynamic":
             await asyncio.to_thread(calibrate, self.scheduler, runner, config.token_budget)
-        self._metrics = parts.open_metrics_store(config)
+        self._metrics = factory.open_metrics_store(config)
         simulated = config.backend == "simulated"
         launcher = TimedLauncher if simulated else choose_launcher(runner, overlap=config.overlap)
-        self._stays = SequenceStays(config.role, self._recent, self._export.tracer)
+        self._spans = SequenceSpans(config.role, self._recent, self._export.tracer)
         self.steps = StepLoop(
-            runner, self.scheduler, self._metrics, overlap=config.overlap, make_launcher=launcher, stays=self._stays
+            runner, self.scheduler, self._metrics, overlap=config.overlap, make_launcher=launcher, spans=self._spans
         )
         # The messenger is opened when the scheduler that its role needs is there.
-        self._group = parts.make_delayer_group(
+        self._group = factory.make_delayer_group(
             config, lambda peer, load: self.messenger.send(peer, load), self.steps.wake
         )
-        self.delayer = parts.make_delayer(config, self._group)
+        self.delayer = factory.make_delayer(config, self._group)
         self.scheduler.prefill_gate = self.delayer
 
     def _open_messenger(self, runner: ModelRunner) -> WorkerContext:
@@ -228,19 +230,19 @@ class WorkerShell:
         record = msgspec.structs.replace(self._record, draining=self.reports.draining)
         return Page(record_as_json(record), content_type="application/json")
 
-    def _readings(self) -> Readings:
+    def _metric_samples(self) -> MetricSamples:
         """All metrics now; while it starts, those of the process alone."""
         if not hasattr(self, "membership"):
-            return process_readings()
+            return process_samples()
         steps = self.steps.totals
         return merged(
             [
-                process_readings(),
-                self._instruments.readings(),
-                status_readings(self.reports.status()),
+                process_samples(),
+                self._instruments.samples(),
+                status_samples(self.reports.status()),
                 {
-                    "kvrelay.step.duration": [Point((), steps.durations.report())],
-                    "kvrelay.step.size": [Point((), steps.sizes.report())],
+                    "kvrelay.step.duration": [MetricSample((), steps.durations.report())],
+                    "kvrelay.step.size": [MetricSample((), steps.sizes.report())],
                 },
             ]
         )

@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvrelay.engine.batch import (
+    BeamCandidates,
     BeamRow,
-    Candidates,
     DeviceLost,
     ModelRunner,
     RowsFailed,
@@ -39,7 +39,7 @@ from kvrelay.scheduling.plan import PlannedRow, SequenceOutput, StepPlan
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.telemetry.instruments import SECONDS, TOKENS, Histogram
 from kvrelay.telemetry.metrics_store import MetricsStore
-from kvrelay.telemetry.sequence_stays import SequenceStays
+from kvrelay.telemetry.sequence_spans import SequenceSpans
 from kvrelay.telemetry.step_trace import Mark, StepEventName
 from kvrelay.worker.launch import Flight, MakeLauncher, ThreadLauncher
 from kvrelay.worker.load_report import SpeedMeter
@@ -99,7 +99,7 @@ class StepCallbacks:
 
 
 @dataclass(slots=True)
-class _Step:
+class _PlannedStep:
     """A step that is planned. `ahead`: while the one before was in flight; `launched_ahead`: it was launched then."""
 
     plan: StepPlan
@@ -135,15 +135,15 @@ def _worker_row(row: PlannedRow) -> WorkerRow:
         end = position + row.num_tokens
         after = row.draws.state
         return WorkerRow(sequence.key, _NO_TOKENS, end, sequence.table.ids, row.sample, row.is_prefill, after=after)
-    follows_draw = position >= sequence.num_tokens  # planned ahead: the step in flight draws its token
+    has_placeholder = position >= sequence.num_tokens  # planned ahead: the step in flight draws its token
     return WorkerRow(
         key=sequence.key if sequence.beams is None else sequence.beams.leader.key,
-        token_ids=_PLACEHOLDER if follows_draw else sequence.tokens.view(position, position + row.num_tokens),
+        token_ids=_PLACEHOLDER if has_placeholder else sequence.tokens.view(position, position + row.num_tokens),
         position=position,
         block_ids=sequence.table.ids,
         sample=row.sample,
         is_prefill=row.is_prefill,
-        follows_draw=follows_draw,
+        has_placeholder=has_placeholder,
         beam=_beam_row(sequence),
         keep=row.offers.state if row.offers is not None else 0,
     )
@@ -165,7 +165,7 @@ class StepLoop:
         *,
         overlap: bool = True,
         make_launcher: MakeLauncher = ThreadLauncher,
-        stays: SequenceStays | None = None,
+        spans: SequenceSpans | None = None,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
@@ -173,7 +173,7 @@ class StepLoop:
         self.overlap = overlap
         self.speeds = SpeedMeter()
         self._metrics = metrics
-        self._stays = stays
+        self._spans = spans
         self._trace = metrics.trace if metrics is not None else None
         self._launcher = make_launcher(runner, self._trace)
         self._wake = asyncio.Event()
@@ -189,18 +189,18 @@ class StepLoop:
             self.scheduler.add(sequence)
         if self._metrics is not None:
             self._metrics.arrived(sequence, is_running=False)
-        if self._stays is not None:
-            self._stays.arrived(sequence, is_running=False)
+        if self._spans is not None:
+            self._spans.arrived(sequence, is_running=False)
 
-    def adopt(self, sequence: Sequence, candidates: Candidates | None = None) -> SequenceOutput | None:
+    def adopt(self, sequence: Sequence, candidates: BeamCandidates | None = None) -> SequenceOutput | None:
         """Takes over a sequence whose prompt is computed, see `Scheduler.adopt`. Raises as `add` does."""
         self._introduce(sequence)
         with self._forgets_refused(sequence.key):
             output = self.scheduler.adopt(sequence, candidates)
         if self._metrics is not None:
             self._metrics.arrived(sequence, is_running=True)
-        if self._stays is not None:
-            self._stays.arrived(sequence, is_running=True)
+        if self._spans is not None:
+            self._spans.arrived(sequence, is_running=True)
         if output is not None:
             self.forget(sequence.key)
         return output
@@ -215,8 +215,8 @@ class StepLoop:
         """Drops the sampler's state of a sequence that left, once no step in flight or planned uses it."""
         if self._metrics is not None:
             self._metrics.left(key)
-        if self._stays is not None:
-            self._stays.left(key)
+        if self._spans is not None:
+            self._spans.left(key)
         if self._last_landed < self._last_planned:
             self._forget.append((self._last_planned, key))
         else:
@@ -256,9 +256,9 @@ class StepLoop:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._wake.wait(), None if math.isinf(patience_s) else patience_s)
 
-    async def _run_from(self, first: _Step, callbacks: StepCallbacks) -> None:
+    async def _run_from(self, first: _PlannedStep, callbacks: StepCallbacks) -> None:
         """Runs a step, and those behind it as long as each can be planned ahead."""
-        step: _Step | None = first
+        step: _PlannedStep | None = first
         flight = await self._launch(first)
         while step is not None:
             following = self._plan_ahead(callbacks)
@@ -285,19 +285,19 @@ class StepLoop:
                 raise lost
             step = following
 
-    async def _launch(self, step: _Step, *, behind: bool = False) -> Flight:
+    async def _launch(self, step: _PlannedStep, *, behind: bool = False) -> Flight:
         step.launched_ahead = behind
         step.flight = await self._launcher.launch(step.batch, ahead=step.ahead, behind=behind)
         return step.flight
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
-    def _plan(self, callbacks: StepCallbacks) -> _Step:
+    def _plan(self, callbacks: StepCallbacks) -> _PlannedStep:
         mark, started = self._mark(), time.perf_counter()
         plan = self.scheduler.schedule()
         return self._planned(plan, started, mark, callbacks, ahead=False)
 
-    def _plan_ahead(self, callbacks: StepCallbacks) -> _Step | None:
+    def _plan_ahead(self, callbacks: StepCallbacks) -> _PlannedStep | None:
         if not self.overlap or self._stopping:
             return None
         mark, started = self._mark(), time.perf_counter()
@@ -309,13 +309,13 @@ class StepLoop:
 
     def _planned(
         self, plan: StepPlan, started: float, mark: Mark | None, callbacks: StepCallbacks, *, ahead: bool
-    ) -> _Step:
-        step = _Step(plan, worker_batch(plan), time.perf_counter() - started, ahead)
+    ) -> _PlannedStep:
+        step = _PlannedStep(plan, worker_batch(plan), time.perf_counter() - started, ahead)
         self.totals.schedule_s += step.schedule_s
         if self._metrics is not None:
             self._metrics.planned(plan)
-        if self._stays is not None:
-            self._stays.planned(plan)
+        if self._spans is not None:
+            self._spans.planned(plan)
         if plan.has_work:
             self._last_planned = plan.step
         callbacks.planned(plan)
@@ -324,7 +324,7 @@ class StepLoop:
             self._trace.note("planned", plan.step)
         return step
 
-    def _publish(self, step: _Step, result: StepResult, callbacks: StepCallbacks) -> None:
+    def _publish(self, step: _PlannedStep, result: StepResult, callbacks: StepCallbacks) -> None:
         """Books a step that landed, and tells about it."""
         plan, started = step.plan, time.perf_counter()
         outputs = self.scheduler.commit(plan, result)
@@ -337,17 +337,17 @@ class StepLoop:
         self._note("committed", plan)
         if self._metrics is not None:
             self._metrics.committed(plan, result, outputs, self.scheduler, step.schedule_s, commit_s, **how)
-        if self._stays is not None:
-            self._stays.committed(plan, result, outputs, len(self.scheduler.running))
+        if self._spans is not None:
+            self._spans.committed(plan, result, outputs, len(self.scheduler.running))
         for output in outputs:
             if output.finish is not None:
-                if self._stays is not None:
-                    self._stays.left(output.sequence.key, output.finish)
+                if self._spans is not None:
+                    self._spans.left(output.sequence.key, output.finish)
                 self.forget(output.sequence.key)
         callbacks.committed(outputs)
         self._note("published", plan)
 
-    def _fail(self, step: _Step, error: Exception, callbacks: StepCallbacks) -> None:
+    def _fail(self, step: _PlannedStep, error: Exception, callbacks: StepCallbacks) -> None:
         keys = error.keys if isinstance(error, RowsFailed) else None
         failed = self.scheduler.fail_step(step.plan, keys)
         self._landed(step.plan)
@@ -357,7 +357,7 @@ class StepLoop:
             self.forget(sequence.key)
         callbacks.failed(failed, f"{type(error).__name__}: {error}")
 
-    async def _cancel(self, following: _Step | None, step: _Step) -> DeviceLost | None:
+    async def _cancel(self, following: _PlannedStep | None, step: _PlannedStep) -> DeviceLost | None:
         """The step that was planned behind `step` does not run; or it ran in vain, and has ended when its blocks go.
         Returns what its end said about the device."""
         if following is None:

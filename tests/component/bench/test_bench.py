@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from kvrelay_bench.answer import NOT_WHOLE, Record
-from kvrelay_bench.cli import Bench, main
-from kvrelay_bench.flags import WrongFlags, read_flags
+from kvrelay_bench.answer_reader import NOT_WHOLE, Record
+from kvrelay_bench.bench_command import Bench, main
+from kvrelay_bench.flags import BenchFlagError, read_flags
 from kvrelay_bench.http import Client, Endpoint
-from kvrelay_bench.load import Point, run_load
+from kvrelay_bench.load_generator import LoadPoint, run_load
 from kvrelay_bench.workload import Shape, Wire, arrival_times, synthetic
 from tests.fakes.openai_server import USAGE, Exchange, OpenAiServer, openai_server
 
@@ -51,7 +51,7 @@ async def test_times_are_those_of_the_server() -> None:
 
     async with openai_server(slow) as server:
         client = Client(Endpoint(server.url))
-        point = Point("", synthetic(Shape(), arrival_times(NUM, 100, "poisson", 1), 1))
+        point = LoadPoint("", synthetic(Shape(), arrival_times(NUM, 100, "poisson", 1), 1))
         bodies = [client.request("POST", "/v1/completions", Wire().body("m", ask)) for ask in point.asks]
         outcome = await run_load(client, point, bodies, 60, lambda _: None)
         await client.close()
@@ -119,7 +119,7 @@ async def test_the_generators_own_lag_counts_for_the_client_and_is_told() -> Non
         client = Client(Endpoint(server.url))
         asks = synthetic(Shape(), [0.0, *(0.05 for _ in range(5))], 1)
         bodies = [client.request("POST", "/v1/completions", Wire().body("m", ask)) for ask in asks]
-        outcome = await run_load(client, Point("", asks), bodies, 60, stand_still)
+        outcome = await run_load(client, LoadPoint("", asks), bodies, 60, stand_still)
         await client.close()
     for record in outcome.records:
         assert record.ttft_s >= record.started_s - record.intended_s >= 0
@@ -261,7 +261,7 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path: Path) -> None:
     ],
 )
 def test_flags_that_do_not_go_together(flags: list[str], complaint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(WrongFlags, match=complaint):
+    with pytest.raises(BenchFlagError, match=complaint):
         read_flags(flags, {})
     assert main(flags) == 2
 

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.gpu import kernel_archive, kernels
 from benchmarks.gpu.scale import SCALES
-from kvrelay.backends.base import KVLayout
+from kvrelay.backends.backend import KVLayout
 from kvrelay.backends.flashinfer import FlashInferBackend
 from tests.gpu.test_attention import SHAPES
 from tests.tiny_models import ARCHITECTURES

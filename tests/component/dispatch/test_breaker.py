@@ -9,7 +9,7 @@ import pytest
 
 from kvrelay.protocol.messages import Failed
 from kvrelay_router.dispatch.interface import RequestFailed
-from kvrelay_router.dispatch.tries import PROVEN_TOKENS
+from kvrelay_router.dispatch.retry_budget import PROVEN_TOKENS
 from tests.component.dispatch.rig import Rig, pair, read, two_pairs
 from tests.fakes.waiting import PATIENCE_S, until
 

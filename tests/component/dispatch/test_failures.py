@@ -9,8 +9,8 @@ import pytest
 
 from kvrelay.protocol.link import PeerLost
 from kvrelay.protocol.messages import Cancel, Failed, Generate, NeedDecode, Prefill, Reassign
-from kvrelay_router.dispatch.handle import RunningRequest
 from kvrelay_router.dispatch.interface import NoWorkerReady, RequestFailed
+from kvrelay_router.dispatch.running_request import RunningRequest
 from tests.component.dispatch.fake_workers import FakeDecode, FakePrefill, true_tokens
 from tests.component.dispatch.rig import PROMPT, Rig, pair, read, two_pairs
 from tests.fakes.waiting import until

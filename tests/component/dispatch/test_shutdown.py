@@ -6,7 +6,7 @@ import pytest
 
 from kvrelay.config import RouterConfig
 from kvrelay.fleet import Registry
-from kvrelay.fleet.limits import SharedLimits
+from kvrelay.fleet.key_limits import SharedLimits
 from kvrelay_router.server import RouterServer
 from kvrelay_router.text.service import TextService
 

@@ -11,7 +11,7 @@ from http import HTTPStatus
 import msgspec
 import pytest
 
-from kvrelay.fleet.records import RECORD_PAGE, record_as_json
+from kvrelay.fleet.worker_record import RECORD_PAGE, record_as_json
 from kvrelay.telemetry.pages import Page, Pages
 from kvrelay_router.static_workers import MAX_ANSWER_BYTES, StaticWorker, StaticWorkers
 from tests.component.dispatch.fake_workers import FakeDecode, FakePrefill, FakeWorker, true_tokens

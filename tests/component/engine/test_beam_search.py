@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from kvrelay.engine.causal_model import CausalModel, load_model, open_source
 from kvrelay.engine.graphs import GraphSettings
-from kvrelay.engine.model import CausalModel, load_model, open_source
-from kvrelay.engine.runner import TransformersRunner
+from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.kv.ablations import NullCache
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache

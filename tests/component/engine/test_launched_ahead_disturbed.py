@@ -11,11 +11,11 @@ from typing import cast
 import pytest
 import torch
 
-from kvrelay.backends.base import PackedRows
+from kvrelay.backends.backend import PackedRows
 from kvrelay.engine import sampler, truncation
 from kvrelay.engine.batch import SequenceKey
-from kvrelay.engine.model import CausalModel
-from kvrelay.engine.runner import TransformersRunner
+from kvrelay.engine.causal_model import CausalModel
+from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.sampling import Sampling
@@ -158,7 +158,7 @@ def test_whoever_finishes_has_its_tokens_and_nothing_is_left(
     asyncio.run(asyncio.wait_for(loop.run(callbacks), PATIENCE_S))
     assert loop.totals.num_steps_launched_ahead > 0 and exact.num_nan + exact.num_raised > 0
     assert pool.num_available == NUM_BLOCKS
-    assert runner._steps._steps == [] and runner._sampler._draws._pending == []
+    assert runner._steps._steps == [] and runner._sampler._sampled._pending == []
     assert not any(sequence_key in runner._sampler for sequence_key in [(str(n), 1, 0) for n in range(NUM_SEQUENCES)])
     assert course.finished
     apart = TransformersRunner(cast("CausalModel", ExactModel(model)), NUM_BLOCKS, launches_ahead=False)

@@ -15,7 +15,7 @@ from kvrelay.fleet import Registry, RegistryUnavailable
 from kvrelay.fleet.connect import REDIS_FAILED
 from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.fleet.index import IndexFeed, IndexReader
-from kvrelay.fleet.limits import AWAY_S, KeyLimits, Refusal, SharedLimits
+from kvrelay.fleet.key_limits import AWAY_S, KeyLimits, Refusal, SharedLimits
 from tests.fakes.waiting import PATIENCE_S
 
 LEASE_S = 30.0

@@ -22,7 +22,7 @@ from kvrelay.fleet import (
     WorkerRecord,
 )
 from kvrelay.fleet import (
-    registry as registry_module,
+    worker_registry as registry_module,
 )
 from kvrelay.fleet.embedded import EmbeddedRedis
 from tests.fakes.waiting import PATIENCE_S

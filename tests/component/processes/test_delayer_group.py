@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.fleet.registry import Registry
+from kvrelay.fleet.worker_registry import Registry
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.process import die_with_parent
 from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings

@@ -13,9 +13,9 @@ from kvrelay.config.demo import demo_model_path
 from kvrelay.config.router import RouterConfig
 from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.telemetry.catalogue import METRICS, Service
+from kvrelay.telemetry.metric_samples import MetricSamples
 from kvrelay.telemetry.prometheus import prometheus_name
-from kvrelay.telemetry.readings import Readings
-from kvrelay.worker.readings import unknown_totals
+from kvrelay.worker.worker_samples import unknown_totals
 from kvrelay_router.server import RouterServer
 from tests.fakes.hash_runner import HashRunner
 from tests.fakes.waiting import until
@@ -29,17 +29,17 @@ def documented(service: Service) -> set[str]:
     return {metric.name for metric in METRICS.values() if service in metric.services}
 
 
-def check(readings: Readings, service: Service) -> None:
+def check(samples: MetricSamples, service: Service) -> None:
     """Names and attributes are the catalogue's."""
-    assert set(readings) | ONLY_AFTER_A_DECISION == documented(service) | ONLY_AFTER_A_DECISION
-    for name, points in readings.items():
+    assert set(samples) | ONLY_AFTER_A_DECISION == documented(service) | ONLY_AFTER_A_DECISION
+    for name, points in samples.items():
         for point in points:
             assert {label for label, _ in point.labels} <= set(METRICS[name].attributes), name
         if METRICS[name].kind != "histogram" and name != "kvrelay.handoff.failures":
             assert points or name == "kvrelay.workers", name
     assert all(
         METRICS[name].kind != "histogram" or not points or hasattr(points[0].value, "counts")
-        for name, points in readings.items()
+        for name, points in samples.items()
     )
 
 
@@ -55,7 +55,7 @@ async def test_a_workers_page_has_what_is_documented(redis_server: EmbeddedRedis
         prefill_delayer_group="g" if role == "decode" else "",
     )
     await worker.start()
-    check(worker.shell._readings(), role)
+    check(worker.shell._metric_samples(), role)
     assert unknown_totals(worker.shell.reports.status()) == set()
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{worker.shell._pages.port}") as http:
         answer = await http.get("/metrics")
@@ -81,7 +81,7 @@ async def test_a_routers_page_has_what_is_documented(redis_server: EmbeddedRedis
         assert server.pages is not None and server._dispatcher is not None
         dispatcher = server._dispatcher
         await until(lambda: dispatcher.figures()["prefix_index"]["age_s"] is not None)
-        check(server._readings(), "router")
+        check(server._metric_samples(), "router")
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.pages.port}") as http:
             assert (await http.get("/health")).status_code == 200
             assert (await http.get("/ready")).status_code == 503

@@ -14,7 +14,7 @@ import torch
 
 from kvrelay.curve import CurveKey
 from kvrelay.engine.device_pool import DevicePool
-from kvrelay.simulated.transfer import PacedSender
+from kvrelay.simulated.timed_transport import PacedSender
 from kvrelay.transfer.base import TransferReceiver, TransferSender
 from kvrelay.transfer.checksums import PoolChecksums
 from kvrelay.transfer.nixl_agent import PACKAGES

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kvrelay.backends.torch_sdpa import TorchBackend
-from kvrelay.engine.model import load_model, open_source
-from kvrelay.engine.runner import TransformersRunner
+from kvrelay.engine.causal_model import load_model, open_source
+from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.protocol.sampling import Sampling
 from tests.component.workers.rig import fleet, run
 from tests.fakes.pretended_cuda import NO_PRETENCE, Machine, pretend_cuda

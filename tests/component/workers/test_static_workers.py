@@ -8,15 +8,15 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from kvrelay.fleet.records import RECORD_PAGE
+from kvrelay.fleet.worker_record import RECORD_PAGE
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.ports import HeldPort
 from kvrelay.protocol.link import LinkEvent, LinkSettings
 from kvrelay.protocol.sampling import Sampling
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
-from kvrelay_router.dispatch.handle import RunningRequest
 from kvrelay_router.dispatch.interface import GenerateRequest
-from kvrelay_router.dispatch.running import DispatchSettings
+from kvrelay_router.dispatch.running_request import RunningRequest
+from kvrelay_router.dispatch.running_sequence import DispatchSettings
 from kvrelay_router.static_workers import StaticWorkers
 from tests.component.workers.rig import prompt_of, run
 from tests.fakes.hash_runner import HashRunner, expected_tokens

@@ -10,7 +10,7 @@ import pytest
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.telemetry.otlp import Export
 from kvrelay.telemetry.trace_context import TraceContext, new_trace
-from kvrelay.telemetry.tracing import Tracer
+from kvrelay.telemetry.tracer import Tracer
 from kvrelay_router.dispatch.interface import GenerateRequest
 from tests.component.workers.rig import prompt_of, run
 from tests.fakes.hash_runner import HashRunner, expected_tokens
@@ -125,7 +125,7 @@ def test_nothing_is_recorded_of_a_trace_that_nobody_samples(redis_url: str, span
             await generate(fleet, new_trace(is_sampled=False))
             await fleet.until_clean()
             for each in fleet.workers.values():
-                assert not each.shell._stays._stays
+                assert not each.shell._spans._sequences
 
     run(test)
     assert spans.spans == []

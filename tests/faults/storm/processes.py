@@ -398,7 +398,7 @@ def _is_clean(fleet: dict[str, Any]) -> bool:
         return False
     for worker in fleet["workers"]:
         blocks, queues = dict(worker["blocks"]), dict(worker["queues"])
-        queues.pop("tombstones", None)
+        queues.pop("cancelled_requests", None)
         held = [count for owner, count in blocks.items() if owner not in IDLE_OWNERS]
         adds_up = blocks["free"] + blocks["cached"] == blocks["total"]
         if not worker["live"] or any(held) or any(queues.values()) or not adds_up or worker["in_flight_requests"]:

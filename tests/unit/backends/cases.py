@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from kvrelay.backends.base import AttentionBackend, AttentionParams, KVLayout, PackedRows, allocate_pool
+from kvrelay.backends.backend import AttentionBackend, AttentionParams, KVLayout, PackedRows, allocate_pool
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.backends.base import KV_DTYPES, AttentionBackend, PackedRows, bits, dtype_name
+from kvrelay.backends.backend import KV_DTYPES, AttentionBackend, PackedRows, bits, dtype_name
 from kvrelay.backends.cpu import CpuBackend, cut_work
 from kvrelay.backends.torch_sdpa import TorchBackend
 from tests.unit.backends.cases import Case, dense_attention

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.backends.base import Int32Array
+from kvrelay.backends.backend import Int32Array
 from kvrelay.backends.cascade import CascadeCosts, SharedPrefix, find_groups, plan_cascade, saved_tokens
 
 pytestmark = pytest.mark.unit

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvrelay.backends import cpu, cpu_build, select
-from kvrelay.backends.base import KVLayout
+from kvrelay.backends import choose_backend, cpu, cpu_build
+from kvrelay.backends.backend import KVLayout
 
 pytestmark = pytest.mark.unit
 _BUILD = "import sys, pathlib; from kvrelay.backends.cpu_build import build_kernel; "
@@ -80,10 +80,10 @@ def test_without_a_kernel_torch_attends_and_the_log_says_so(
 
     monkeypatch.setattr(cpu, "load_kernel", fail)
     with caplog.at_level(logging.WARNING):
-        backend = select.select_backend(torch.device("cpu"), make_layout(torch.float32, 64))
+        backend = choose_backend.select_backend(torch.device("cpu"), make_layout(torch.float32, 64))
     assert backend.name == "torch" and "no compiler" in caplog.text
 
 
 def test_unknown_shapes_fall_back(caplog: pytest.LogCaptureFixture) -> None:
-    assert select.select_backend(torch.device("cpu"), make_layout(torch.float16, 64)).name == "torch"
-    assert select.select_backend(torch.device("cpu"), make_layout(torch.bfloat16, 72)).name == "torch"
+    assert choose_backend.select_backend(torch.device("cpu"), make_layout(torch.float16, 64)).name == "torch"
+    assert choose_backend.select_backend(torch.device("cpu"), make_layout(torch.bfloat16, 72)).name == "torch"

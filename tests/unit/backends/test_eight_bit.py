@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.backends import cpu_build
-from kvrelay.backends.base import (
+from kvrelay.backends.backend import (
     KV_DTYPES,
     AttentionBackend,
     AttentionParams,

@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.backends import select
-from kvrelay.backends.base import KV_DTYPES, KVLayout, LayerKind, PackedRows, SharingBackend, bits
+from kvrelay.backends import choose_backend
+from kvrelay.backends.backend import KV_DTYPES, KVLayout, LayerKind, PackedRows, SharingBackend, bits
 from kvrelay.backends.cascade import CascadeCosts
 from kvrelay.backends.flashinfer import FlashInferBackend, workspace_bytes
 from kvrelay.backends.flashinfer_cascade import merged_heads
@@ -219,7 +219,7 @@ def test_what_the_kernels_do_not_know_is_refused_and_left_to_torch(
     change: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     layout = dataclasses.replace(LAYOUT, **change)
-    assert isinstance(select.select_backend(torch.device("cuda"), layout), TorchBackend)
+    assert isinstance(choose_backend.select_backend(torch.device("cuda"), layout), TorchBackend)
     assert f"FlashInfer knows no {layout.dtype} with {layout.num_kv_heads} heads of {layout.head_dim}" in caplog.text
     if layout.stored is not None:
         return  # queries beside 8 bits come with the first layer
@@ -238,7 +238,7 @@ def test_without_flashinfer_torch_attends_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", None)
-    assert isinstance(select.select_flashinfer(CPU, LAYOUT, KINDS), TorchBackend)
+    assert isinstance(choose_backend.select_flashinfer(CPU, LAYOUT, KINDS), TorchBackend)
     assert "FlashInfer cannot be loaded: ModuleNotFoundError" in caplog.text
 
 
@@ -248,7 +248,7 @@ def test_a_flashinfer_that_passes_the_trial_is_taken(
 ) -> None:
     install(monkeypatch)
     layout = dataclasses.replace(LAYOUT, stored=stored)
-    assert isinstance(select.select_flashinfer(CPU, layout, KINDS, cascade=True), FlashInferBackend)
+    assert isinstance(choose_backend.select_flashinfer(CPU, layout, KINDS, cascade=True), FlashInferBackend)
 
 
 def test_a_flashinfer_without_kernels_for_8_bits_leaves_attention_to_torch(
@@ -261,9 +261,11 @@ def test_a_flashinfer_without_kernels_for_8_bits_leaves_attention_to_torch(
             super().plan(*args, **options)
 
     install(monkeypatch, BatchDecodeWithPagedKVCacheWrapper=Older)
-    assert isinstance(select.select_flashinfer(CPU, dataclasses.replace(LAYOUT, stored=E5M2), KINDS), TorchBackend)
+    assert isinstance(
+        choose_backend.select_flashinfer(CPU, dataclasses.replace(LAYOUT, stored=E5M2), KINDS), TorchBackend
+    )
     assert "FlashInfer does not work: RuntimeError: no kernel for 8-bit keys" in caplog.text
-    assert isinstance(select.select_flashinfer(CPU, LAYOUT, KINDS), FlashInferBackend)
+    assert isinstance(choose_backend.select_flashinfer(CPU, LAYOUT, KINDS), FlashInferBackend)
 
 
 def test_prefixes_of_8_bits_save_half_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +273,7 @@ def test_prefixes_of_8_bits_save_half_as_much(monkeypatch: pytest.MonkeyPatch) -
     costs = []
     for stored in (None, E5M2):
         layout = dataclasses.replace(LAYOUT, stored=stored)
-        backend = select.select_flashinfer(CPU, layout, {LayerKind(8, 0.125, None, None)}, cascade=True)
+        backend = choose_backend.select_flashinfer(CPU, layout, {LayerKind(8, 0.125, None, None)}, cascade=True)
         assert isinstance(backend, FlashInferBackend) and backend._cascade is not None
         costs.append(backend._cascade)
     assert dataclasses.astuple(costs[1]) == tuple(2 * cost for cost in dataclasses.astuple(costs[0]))
@@ -294,7 +296,7 @@ def test_with_cascade_attention_the_trial_shares_prefixes_in_every_kind_of_layer
 
     install(monkeypatch, BatchPrefillWithPagedKVCacheWrapper=Counted)
     kinds = {LayerKind(8, 0.125, None, None), LayerKind(8, 0.125, 128, 30.0)}
-    assert isinstance(select.select_flashinfer(CPU, LAYOUT, kinds, cascade=cascade), FlashInferBackend)
+    assert isinstance(choose_backend.select_flashinfer(CPU, LAYOUT, kinds, cascade=cascade), FlashInferBackend)
     assert sorted(Counted.windows) == ([-1, 127] if cascade else [])
 
 
@@ -319,7 +321,7 @@ def test_the_trials_workspace_and_wrappers_are_those_that_serve(monkeypatch: pyt
     case = Case([(0, 20), (100, 1), (90, 1), (95, 1)], head_dim=64, dtype=torch.bfloat16)
     share(case, [0, 0, 0], [4, 4, 4])
     kind = LayerKind(case.num_kv_heads * case.group, case.params.scaling, None, None)
-    backend = select.select_flashinfer(CPU, LAYOUT, {kind}, cascade=True)
+    backend = choose_backend.select_flashinfer(CPU, LAYOUT, {kind}, cascade=True)
     assert len(workspaces) == 3, "for chunks, for single tokens, for prefixes"
     assert all(each is workspaces[0] for each in workspaces)
     case.run(backend)
@@ -330,7 +332,7 @@ def test_a_merge_that_fails_leaves_prefixes_to_each_row(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     install(monkeypatch, merge_state_in_place=lambda *_: None)
-    backend = select.select_flashinfer(CPU, LAYOUT, {LayerKind(8, 0.125, None, None)}, cascade=True)
+    backend = choose_backend.select_flashinfer(CPU, LAYOUT, {LayerKind(8, 0.125, None, None)}, cascade=True)
     assert isinstance(backend, FlashInferBackend)
     assert "cascade_attention: shared prefixes are read row by row, it does not work: WrongAttention" in caplog.text
     case = Case([(100, 1), (90, 1)], head_dim=64, dtype=torch.bfloat16)
@@ -351,12 +353,12 @@ def test_kernels_that_cannot_be_built_leave_attention_to_torch(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     install(monkeypatch, BatchDecodeWithPagedKVCacheWrapper=WithoutCompiler)
-    assert isinstance(select.select_flashinfer(CPU, LAYOUT, KINDS), TorchBackend)
+    assert isinstance(choose_backend.select_flashinfer(CPU, LAYOUT, KINDS), TorchBackend)
     assert "FlashInfer does not work: RuntimeError: Ninja build failed." in caplog.text
     assert caplog.messages[-1].endswith("nvcc: not found")
     assert len(caplog.messages[-1]) < 800
     uncapped = {kind for kind in KINDS if kind.softcap is None}
-    assert isinstance(select.select_flashinfer(CPU, LAYOUT, uncapped), FlashInferBackend)
+    assert isinstance(choose_backend.select_flashinfer(CPU, LAYOUT, uncapped), FlashInferBackend)
 
 
 class WithoutNewerKernels(fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper):
@@ -373,8 +375,8 @@ def test_where_the_newest_kernels_fail_those_of_older_gpus_compute_chunks(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cascade: bool
 ) -> None:
     install(monkeypatch, BatchPrefillWithPagedKVCacheWrapper=WithoutNewerKernels)
-    monkeypatch.setattr(select, "_has_kernels_of_its_own", lambda device: True)
-    backend = select.select_flashinfer(CPU, LAYOUT, KINDS, cascade=cascade)
+    monkeypatch.setattr(choose_backend, "_has_kernels_of_its_own", lambda device: True)
+    backend = choose_backend.select_flashinfer(CPU, LAYOUT, KINDS, cascade=cascade)
     assert isinstance(backend, FlashInferBackend)
     assert "kernels for older GPUs: newer ones fail: RuntimeError: Ninja build failed" in caplog.text
     assert "plain torch" not in caplog.text
@@ -387,7 +389,7 @@ def test_on_gpus_without_newer_kernels_they_are_not_tried_twice(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     install(monkeypatch, BatchPrefillWithPagedKVCacheWrapper=WithoutNewerKernels)
-    assert isinstance(select.select_flashinfer(CPU, LAYOUT, KINDS), TorchBackend)
+    assert isinstance(choose_backend.select_flashinfer(CPU, LAYOUT, KINDS), TorchBackend)
     assert "older GPUs" not in caplog.text
     assert caplog.messages[-1].endswith("curand_kernel.h: No such file or directory")
 
@@ -396,8 +398,8 @@ def test_where_no_kernels_work_attention_is_left_to_torch(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     install(monkeypatch, BatchDecodeWithPagedKVCacheWrapper=WithoutCompiler)
-    monkeypatch.setattr(select, "_has_kernels_of_its_own", lambda device: True)
-    assert isinstance(select.select_flashinfer(CPU, LAYOUT, KINDS), TorchBackend)
+    monkeypatch.setattr(choose_backend, "_has_kernels_of_its_own", lambda device: True)
+    assert isinstance(choose_backend.select_flashinfer(CPU, LAYOUT, KINDS), TorchBackend)
     assert [("older GPUs" in text, "in plain torch" in text) for text in caplog.messages[-2:]] == [
         (True, False),
         (False, True),

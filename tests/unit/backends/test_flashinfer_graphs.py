@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.backends.base import (
+from kvrelay.backends.backend import (
     KV_DTYPES,
     AttentionParams,
     CapturableBackend,

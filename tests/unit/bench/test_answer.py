@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay_bench.answer import NOT_WHOLE, AnswerReader, Record
+from kvrelay_bench.answer_reader import NOT_WHOLE, AnswerReader, Record
 
 SSE = "text/event-stream; charset=utf-8"
 

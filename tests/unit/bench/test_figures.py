@@ -1,4 +1,4 @@
-"""Figures out of records whose times are known."""
+"""LoadFigures out of records whose times are known."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay_bench.answer import Record
-from kvrelay_bench.load import Outcome
-from kvrelay_bench.measure import Ratio, Slo, Spread, figures
+from kvrelay_bench.answer_reader import Record
+from kvrelay_bench.load_figures import BenchSlo, Ratio, Spread, figures
+from kvrelay_bench.load_generator import LoadOutcome
 from kvrelay_bench.workload import Shape, Wire, arrival_times, synthetic, traced
 from kvrelay_simulator.traces import TracedRequest
 
@@ -28,7 +28,7 @@ def test_figures_count_from_the_intended_time() -> None:
         record(1.0, 1.2, ended_s=1.2, num_output=1),
         record(2.0, ended_s=4.0, error="status 500: no"),
     ]
-    found = figures(Outcome(records, 0.1, [0.0, 0.002]), Slo(ttft_s=0.3))
+    found = figures(LoadOutcome(records, 0.1, [0.0, 0.002]), BenchSlo(ttft_s=0.3))
     assert (found.num_requests, found.num_failed, found.errors) == (3, 1, {"status 500: no": 1})
     assert found.seconds == 4.0 and found.requests_s == 0.5
     assert found.output_tokens_s == 3.0 and found.prompt_tokens_s == 5.0
@@ -41,16 +41,20 @@ def test_figures_count_from_the_intended_time() -> None:
 
 
 def test_nothing_that_succeeded_is_no_figure() -> None:
-    found = figures(Outcome([record(0.0, ended_s=1.0, error="no")], 0.0, []), Slo())
+    found = figures(LoadOutcome([record(0.0, ended_s=1.0, error="no")], 0.0, []), BenchSlo())
     assert math.isnan(found.ttft_s.p50) and found.as_json()["ttft_s"]["p50"] is None
     assert found.requests_s == 0
 
 
 def test_a_slo_holds_all_its_bounds() -> None:
     good = record(0.0, 0.1, 0.2, ended_s=0.3, num_output=2)
-    assert Slo().is_met(good) and Slo(0.2, 0.2, 0.4).is_met(good)
-    assert not Slo(ttft_s=0.05).is_met(good) and not Slo(tpot_s=0.05).is_met(good) and not Slo(e2e_s=0.2).is_met(good)
-    assert not Slo().is_met(record(0.0, 0.1, ended_s=0.1, error="no"))
+    assert BenchSlo().is_met(good) and BenchSlo(0.2, 0.2, 0.4).is_met(good)
+    assert (
+        not BenchSlo(ttft_s=0.05).is_met(good)
+        and not BenchSlo(tpot_s=0.05).is_met(good)
+        and not BenchSlo(e2e_s=0.2).is_met(good)
+    )
+    assert not BenchSlo().is_met(record(0.0, 0.1, ended_s=0.1, error="no"))
 
 
 @given(st.lists(st.floats(0, 1e3), min_size=1, max_size=50))
@@ -66,7 +70,7 @@ def test_ratios_are_taken_round_by_round() -> None:
 
 def test_doubts_are_told() -> None:
     late = Record(0.0, 1.0, 2.0, [1.5], None, None)
-    found = figures(Outcome([late], 0.95, [0.5] * 9), Slo())
+    found = figures(LoadOutcome([late], 0.95, [0.5] * 9), BenchSlo())
     assert len(found.doubts) == 4
 
 

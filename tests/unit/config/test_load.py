@@ -11,8 +11,8 @@ from pydantic import ValidationError
 
 from kvrelay.config import ConfigError, RouterConfig, WorkerConfig, load_config
 from kvrelay.config.demo import demo_model_path
-from kvrelay.config.load import resolve
-from kvrelay.config.up import UpConfig
+from kvrelay.config.loader import resolve
+from kvrelay.config.up_config import UpConfig
 
 MODEL = {"KVRELAY_MODEL": "org/model"}
 

@@ -9,9 +9,9 @@ import pytest
 
 from kvrelay.cli.drain import drain
 from kvrelay.config import ConfigError, RouterConfig, WorkerConfig, load_config
-from kvrelay.config.load import resolve
+from kvrelay.config.loader import resolve
 from kvrelay.config.router import static_worker_address
-from kvrelay.config.up import UpConfig
+from kvrelay.config.up_config import UpConfig
 
 MODEL = {"KVRELAY_MODEL": "org/model"}
 ONE, OTHER = "http://10.0.0.2:8081", "http://[::1]:8081"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kvrelay.config.load import resolve
+from kvrelay.config.loader import resolve
 from kvrelay.config.router import RouterConfig
 from kvrelay.config.worker import WorkerConfig
 

@@ -12,7 +12,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from kvrelay.config.load import resolve
+from kvrelay.config.loader import resolve
 from kvrelay.config.router import RouterConfig
 from kvrelay.config.worker import WorkerConfig
 from tests.unit.deploy.kustomize import Resource, key, render

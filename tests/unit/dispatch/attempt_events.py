@@ -15,11 +15,11 @@ from kvrelay_router.dispatch.events import (
     AttemptFailed,
     DecodeNeeded,
     Deliver,
-    FirstTokenCame,
+    FirstTokenReceived,
     Instruction,
-    Placed,
     Send,
-    TokensCame,
+    TokensReceived,
+    WorkersAssigned,
 )
 from tests.unit.dispatch.world import peer, spec
 
@@ -29,17 +29,17 @@ LENGTH = FinishReason.LENGTH
 
 def placed(prefill: PeerRef | None = P, decode: PeerRef | None = D, **options: Any) -> SequenceAttempts:
     machine = SequenceAttempts(spec(**options))
-    machine.handle(Placed(prefill, decode, 60.0))
+    machine.handle(WorkersAssigned(prefill, decode, 60.0))
     return machine
 
 
-def first(token: int, index: int = 0, attempt: int = 1, worker: PeerRef = P, **options: Any) -> FirstTokenCame:
-    return FirstTokenCame(worker, attempt, FirstToken(index=index, token_id=token, **options))
+def first(token: int, index: int = 0, attempt: int = 1, worker: PeerRef = P, **options: Any) -> FirstTokenReceived:
+    return FirstTokenReceived(worker, attempt, FirstToken(index=index, token_id=token, **options))
 
 
-def tokens(index: int, *ids: int, attempt: int = 1, worker: PeerRef = D, **options: Any) -> TokensCame:
+def tokens(index: int, *ids: int, attempt: int = 1, worker: PeerRef = D, **options: Any) -> TokensReceived:
     entry = TokenEntry(request="r", attempt=attempt, sequence=0, index=index, token_ids=list(ids), **options)
-    return TokensCame(worker, entry)
+    return TokensReceived(worker, entry)
 
 
 def need(*excluded: str, attempt: int = 1) -> DecodeNeeded:

@@ -31,15 +31,15 @@ from kvrelay_router.dispatch.events import (
     FindPlacement,
     IllegalEvent,
     Instruction,
-    NotPlaced,
-    Placed,
+    PlacementFailed,
     Send,
     StopMatched,
     WorkerBack,
     WorkerLost,
+    WorkersAssigned,
 )
 from kvrelay_router.dispatch.load import worker_key
-from kvrelay_router.dispatch.tries import MAX_VOID_ATTEMPTS, PROVEN_TOKENS
+from kvrelay_router.dispatch.retry_budget import MAX_UNCOUNTED_ATTEMPTS, PROVEN_TOKENS
 from tests.unit.dispatch.attempt_events import (
     D2,
     D3,
@@ -61,7 +61,7 @@ from tests.unit.dispatch.world import PROMPT, peer, spec
 
 
 def test_the_prompt_goes_to_prefill_alone_and_names_decode() -> None:
-    (send,) = SequenceAttempts(spec()).handle(Placed(P, D, 42.0))
+    (send,) = SequenceAttempts(spec()).handle(WorkersAssigned(P, D, 42.0))
     assert isinstance(send, Send) and isinstance(send.body, Prefill)
     assert (send.worker, send.attempt, send.body.decode) == (P, 1, D)
     assert unpack_tokens(send.body.prompt.tokens).tolist() == PROMPT
@@ -69,7 +69,7 @@ def test_the_prompt_goes_to_prefill_alone_and_names_decode() -> None:
 
 
 def test_without_prefill_decode_generates_alone() -> None:
-    (send,) = SequenceAttempts(spec()).handle(Placed(None, D, 42.0))
+    (send,) = SequenceAttempts(spec()).handle(WorkersAssigned(None, D, 42.0))
     assert isinstance(send, Send) and send.worker == D and isinstance(send.body, Generate)
 
 
@@ -77,12 +77,12 @@ def test_without_prefill_decode_generates_alone() -> None:
 def test_one_token_at_most_needs_no_decode(max_tokens: int) -> None:
     machine = SequenceAttempts(spec(max_tokens=max_tokens))
     assert not machine.needs_decode
-    (send,) = machine.handle(Placed(P, None, 42.0))
+    (send,) = machine.handle(WorkersAssigned(P, None, 42.0))
     assert isinstance(send, Send) and isinstance(send.body, Prefill) and send.body.decode is None
 
 
 def test_nobody_to_place_on_ends_the_sequence() -> None:
-    assert SequenceAttempts(spec()).handle(NotPlaced("nobody came")) == [Ended("nobody came")]
+    assert SequenceAttempts(spec()).handle(PlacementFailed("nobody came")) == [Ended("nobody came")]
 
 
 # -- another decode worker --------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ def test_before_the_commit_a_failure_cancels_both_and_starts_over(
     instructions = break_it(machine)
     assert sent(instructions) == [("p", Cancel), ("d", Cancel)]
     assert isinstance(instructions[-1], FindPlacement) and instructions[-1].attempt == 2
-    (send,) = machine.handle(Placed(P2, D2, 30.0))
+    (send,) = machine.handle(WorkersAssigned(P2, D2, 30.0))
     assert isinstance(send, Send) and isinstance(send.body, Prefill) and send.attempt == 2
     assert unpack_tokens(send.body.prompt.tokens).tolist() == [*PROMPT, 5]
     assert send.body.prompt.num_output == 1
@@ -211,7 +211,7 @@ def test_what_an_old_attempt_held_back_is_not_mixed_with_the_new_ones() -> None:
     machine.handle(first(5))
     machine.handle(tokens(2, 77))
     machine.handle(WorkerLost(D, "killed"))
-    machine.handle(Placed(P, D2, 60.0))
+    machine.handle(WorkersAssigned(P, D2, 60.0))
     assert machine.handle(tokens(1, 88)) == []
     assert delivered(machine.handle(tokens(1, 6, attempt=2, worker=D2))) == [6]
     assert delivered(machine.handle(tokens(2, 7, attempt=2, worker=D2))) == [7]
@@ -222,7 +222,7 @@ def test_a_resumed_attempt_of_one_token_goes_to_prefill_alone() -> None:
     machine.handle(tokens(0, 5, 6))
     machine.handle(WorkerLost(D, "killed"))
     assert not machine.needs_decode
-    machine.handle(Placed(P, None, 60.0))
+    machine.handle(WorkersAssigned(P, None, 60.0))
     instructions = machine.handle(first(7, index=2, attempt=2, finish=LENGTH))
     assert delivered(instructions) == [7] and instructions[-1] == Ended(None)
 
@@ -239,7 +239,7 @@ def test_all_tokens_known_is_the_end_even_if_the_finish_was_lost() -> None:
 def test_attempts_are_bounded() -> None:
     machine = placed(max_attempts=2)
     machine.handle(failed(P))
-    machine.handle(Placed(P2, D2, 60.0))
+    machine.handle(WorkersAssigned(P2, D2, 60.0))
     instructions = machine.handle(failed(P2, attempt=2))
     assert sent(instructions) == [("p2", Cancel), ("d2", Cancel)]
     assert instructions[-1] == Ended("broken (attempt 2, the last)")
@@ -257,25 +257,25 @@ def test_what_was_no_try_of_a_worker_does_not_count_as_an_attempt(event: Callabl
     prefill = None if event(1) == WorkerLost(D, "it lost us", gave_us_up=True) else P
     machine = placed(prefill=prefill, max_attempts=1)
     pauses = []
-    for attempt in range(1, MAX_VOID_ATTEMPTS + 1):
+    for attempt in range(1, MAX_UNCOUNTED_ATTEMPTS + 1):
         find = machine.handle(event(attempt))[-1]
         assert isinstance(find, FindPlacement) and find.attempt == attempt + 1
         pauses.append(find.delay_s)
-        machine.handle(Placed(prefill, D, 60.0))
+        machine.handle(WorkersAssigned(prefill, D, 60.0))
     assert pauses[0] > 0 and pauses == sorted(pauses) and sum(pauses) > 10
-    (ended,) = [i for i in machine.handle(event(MAX_VOID_ATTEMPTS + 1)) if not isinstance(i, Send)]
+    (ended,) = [i for i in machine.handle(event(MAX_UNCOUNTED_ATTEMPTS + 1)) if not isinstance(i, Send)]
     assert isinstance(ended, Ended) and ended.error is not None and "the last" in ended.error
 
 
 def test_void_attempts_leave_the_real_ones_their_number() -> None:
     machine = placed(max_attempts=2)
     machine.handle(WorkerLost(P, "it lost us", gave_us_up=True))
-    machine.handle(Placed(P, D, 60.0))
+    machine.handle(WorkersAssigned(P, D, 60.0))
     find = machine.handle(failed(P, attempt=2))[-1]
     assert isinstance(find, FindPlacement) and find.delay_s == 0
-    machine.handle(Placed(P, D, 60.0))
+    machine.handle(WorkersAssigned(P, D, 60.0))
     machine.handle(WorkerLost(P, "it lost us", gave_us_up=True))
-    machine.handle(Placed(P, D, 60.0))
+    machine.handle(WorkersAssigned(P, D, 60.0))
     assert machine.handle(failed(P, attempt=4))[-1] == Ended("broken (attempt 4, the last)")
 
 
@@ -284,7 +284,7 @@ def test_an_attempt_that_brought_enough_tokens_does_not_count() -> None:
     machine.handle(tokens(0, *range(PROVEN_TOKENS)))
     find = machine.handle(WorkerLost(D, "silent"))[-1]
     assert isinstance(find, FindPlacement) and find.delay_s == 0
-    machine.handle(Placed(P, D, 60.0))
+    machine.handle(WorkersAssigned(P, D, 60.0))
     machine.handle(tokens(PROVEN_TOKENS, *range(PROVEN_TOKENS - 1), attempt=2))
     assert machine.handle(failed(D, attempt=2))[-1] == Ended("broken (attempt 2, the last)")
 
@@ -292,16 +292,16 @@ def test_an_attempt_that_brought_enough_tokens_does_not_count() -> None:
 def test_the_last_attempt_waits_for_lost_workers_and_goes_on_when_one_is_heard_again() -> None:
     machine = placed(max_attempts=2)
     machine.handle(WorkerLost(P, "silent"))
-    machine.handle(Placed(P2, D2, 60.0))
+    machine.handle(WorkersAssigned(P2, D2, 60.0))
     assert isinstance(machine.handle(WorkerLost(P2, "silent"))[-1], AwaitLost)
     assert machine.state is AttemptState.WAITING
     assert machine.handle(WorkerBack(PeerRef("p", "2", "tcp://p"))) == [], "a new start proves nothing"
     (find,) = machine.handle(WorkerBack(P))
     assert isinstance(find, FindPlacement) and find.attempt == 3
     assert machine.handle(WorkerBack(P2)) == []
-    machine.handle(Placed(P, D, 60.0))
+    machine.handle(WorkersAssigned(P, D, 60.0))
     machine.handle(failed(P, attempt=3))
-    machine.handle(Placed(P, D, 60.0))
+    machine.handle(WorkersAssigned(P, D, 60.0))
     assert machine.handle(failed(P, attempt=4))[-1] == Ended("broken (attempt 4, the last)")
 
 
@@ -309,7 +309,7 @@ def test_lost_workers_that_are_not_heard_again_end_the_request() -> None:
     machine = placed(max_attempts=1)
     (*cancels, held_back) = machine.handle(WorkerLost(P, "killed"))
     assert sent(cancels) == [("p", Cancel), ("d", Cancel)] and isinstance(held_back, AwaitLost)
-    assert machine.handle(NotPlaced("nobody came")) == [Ended("nobody came")]
+    assert machine.handle(PlacementFailed("nobody came")) == [Ended("nobody came")]
 
 
 def test_a_committed_decode_worker_that_gave_us_up_costs_no_attempt() -> None:
@@ -371,7 +371,7 @@ def streaming() -> SequenceAttempts:
 def resumed() -> SequenceAttempts:
     machine = streaming()
     machine.handle(WorkerLost(D, "killed"))
-    machine.handle(Placed(P, D2, 60.0))
+    machine.handle(WorkersAssigned(P, D2, 60.0))
     return machine
 
 
@@ -384,10 +384,10 @@ def reassigning() -> SequenceAttempts:
 ILLEGAL: list[tuple[Callable[[], SequenceAttempts], Event]] = [
     (lambda: SequenceAttempts(spec()), first(5)),
     (lambda: SequenceAttempts(spec()), DecodeChosen(D)),
-    (lambda: SequenceAttempts(spec()), Placed(None, None, 1.0)),
-    (lambda: SequenceAttempts(spec()), Placed(P, None, 1.0)),
-    (placed, Placed(P, D, 1.0)),
-    (placed, NotPlaced("late")),
+    (lambda: SequenceAttempts(spec()), WorkersAssigned(None, None, 1.0)),
+    (lambda: SequenceAttempts(spec()), WorkersAssigned(P, None, 1.0)),
+    (placed, WorkersAssigned(P, D, 1.0)),
+    (placed, PlacementFailed("late")),
     (placed, DecodeChosen(D2)),
     (placed, first(5, attempt=2)),
     (placed, first(5, worker=P2)),
@@ -395,7 +395,7 @@ ILLEGAL: list[tuple[Callable[[], SequenceAttempts], Event]] = [
     (placed, failed(D2)),
     (placed, DecodeNeeded(P2, 1, "refused", frozenset({"d"}))),
     (reassigning, DecodeChosen(D)),
-    (streaming, Placed(P, D, 1.0)),
+    (streaming, WorkersAssigned(P, D, 1.0)),
     (streaming, DecodeChosen(D2)),
     (resumed, first(5, index=0, attempt=2)),
     (lambda: placed(prompt_logprobs=0), first(5)),
@@ -417,7 +417,7 @@ def test_after_the_end_events_from_outside_are_void_and_those_of_the_shell_illeg
     machine.handle(StopMatched())
     for event in (first(5), tokens(0, 5), need("d"), failed(P), WorkerLost(P, "killed"), StopMatched(), Cancelled("")):
         assert machine.handle(event) == []
-    own: list[Event] = [Placed(P, D, 1.0), NotPlaced(""), DecodeChosen(D)]
+    own: list[Event] = [WorkersAssigned(P, D, 1.0), PlacementFailed(""), DecodeChosen(D)]
     for late in own:
         with pytest.raises(IllegalEvent):
             machine.handle(late)

@@ -9,7 +9,7 @@ from kvrelay.protocol.messages import Cancel, Generate, Prefill
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay_router.dispatch.attempt import AttemptState
 from kvrelay_router.dispatch.events import Cancelled, StopMatched
-from kvrelay_router.dispatch.tries import MAX_VOID_ATTEMPTS
+from kvrelay_router.dispatch.retry_budget import MAX_UNCOUNTED_ATTEMPTS
 from tests.unit.dispatch.world import World, spec, true_token
 
 WORLDS = st.builds(
@@ -29,7 +29,7 @@ def test_tokens_are_true_in_order_and_the_sequence_ends_once(world: World) -> No
     max_tokens = world.machine.spec.sampling.max_tokens
     assert world.tokens == [true_token(index) for index in range(len(world.tokens))]
     assert len(world.ends) == 1
-    assert world.machine.attempt <= world.machine.spec.max_attempts + MAX_VOID_ATTEMPTS
+    assert world.machine.attempt <= world.machine.spec.max_attempts + MAX_UNCOUNTED_ATTEMPTS
     finishes = [delta.finish for delta in world.deltas if delta.finish is not None]
     if world.ends == [None]:
         assert len(world.tokens) == max_tokens

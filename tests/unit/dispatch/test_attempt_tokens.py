@@ -19,12 +19,12 @@ from kvrelay_router.dispatch.events import (
     Ended,
     Event,
     FindPlacement,
-    FirstTokenCame,
+    FirstTokenReceived,
     IllegalEvent,
-    Placed,
     Send,
-    TokensCame,
+    TokensReceived,
     WorkerLost,
+    WorkersAssigned,
 )
 from kvrelay_router.dispatch.interface import SequenceDelta
 from tests.unit.dispatch.attempt_events import (
@@ -57,7 +57,7 @@ from tests.unit.dispatch.world import PROMPT, spec
         tokens(2, 22, worker=D2),
     ],
 )
-def test_what_is_more_than_the_next_tokens_or_not_theirs_is_for_handle(event: TokensCame) -> None:
+def test_what_is_more_than_the_next_tokens_or_not_theirs_is_for_handle(event: TokensReceived) -> None:
     machine = placed()
     assert machine.next_delta(D, tokens(0, 20).entry) is None  # decode has not committed, as far as is known
     machine.handle(tokens(0, 20))
@@ -135,7 +135,7 @@ def test_scoring_ends_with_one_delta_without_tokens() -> None:
     machine = placed(decode=None, max_tokens=0, prompt_logprobs=0)
     scores = [TokenLogprobs(12, -1.0, [], []), TokenLogprobs(13, -2.0, [], [])]
     body = FirstToken(index=0, prompt_logprobs=scores, finish=LENGTH)
-    deliver, ended = machine.handle(FirstTokenCame(P, 1, body))
+    deliver, ended = machine.handle(FirstTokenReceived(P, 1, body))
     assert isinstance(deliver, Deliver) and deliver.delta.prompt_logprobs == scores
     assert (deliver.delta.token_ids, deliver.delta.finish, ended) == ([], LENGTH, Ended(None))
 
@@ -155,7 +155,7 @@ def test_prompt_logprobs_that_died_with_prefill_are_computed_again() -> None:
     machine = placed(prompt_logprobs=0)
     machine.handle(tokens(0, 5))
     assert isinstance(machine.handle(WorkerLost(P, "killed"))[-1], FindPlacement)
-    machine.handle(Placed(P2, D, 60.0))
+    machine.handle(WorkersAssigned(P2, D, 60.0))
     scores = [TokenLogprobs(12, -1.0, [], [])]
     assert delivered(machine.handle(first(9, attempt=2, worker=P2, prompt_logprobs=scores))) == [9]
 
@@ -179,7 +179,7 @@ BEAMS = [BeamResult([1, 2, 3], -0.5, -1.5, LENGTH), BeamResult([4], -0.7, -0.7, 
 def searching() -> SequenceAttempts:
     sampling = Sampling(max_tokens=3, beams=BeamSpec(width=2, num_returned=2))
     machine = SequenceAttempts(msgspec.structs.replace(spec(), sampling=sampling))
-    machine.handle(Placed(P, D, 60.0))
+    machine.handle(WorkersAssigned(P, D, 60.0))
     return machine
 
 
@@ -197,7 +197,7 @@ def test_a_beam_search_is_silent_until_its_texts_come() -> None:
 def test_prefill_may_end_a_beam_search() -> None:
     machine = searching()
     body = FirstToken(index=0, finish=LENGTH, beams=BEAMS, cached_tokens=3)
-    deliver, _ = machine.handle(FirstTokenCame(P, 1, body))
+    deliver, _ = machine.handle(FirstTokenReceived(P, 1, body))
     assert isinstance(deliver, Deliver) and deliver.delta.beams == BEAMS
     assert machine.state is AttemptState.DONE
 
@@ -207,7 +207,7 @@ def test_a_beam_search_starts_again_with_the_prompt() -> None:
     machine.handle(tokens(0))
     *_, find = machine.handle(WorkerLost(D, "silent"))
     assert isinstance(find, FindPlacement)
-    (send,) = machine.handle(Placed(P2, D2, 30.0))
+    (send,) = machine.handle(WorkersAssigned(P2, D2, 30.0))
     assert isinstance(send, Send) and isinstance(send.body, Prefill)
     assert unpack_tokens(send.body.prompt.tokens).tolist() == PROMPT
     assert send.body.prompt.num_output == 0

@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from kvrelay_router.dispatch.breaker import Breakers, BreakerSettings, BreakerState
 from kvrelay_router.dispatch.load import worker_key
-from kvrelay_router.routing.candidates import Candidate, Candidates
+from kvrelay_router.routing.candidates import Candidate, CandidateWorkers
 from tests.unit.dispatch.world import peer
 
 SETTINGS = BreakerSettings(threshold=3, cooldown_s=2.0, longest_s=8.0)
 BAD, GOOD = (Candidate(peer(name), "decode", "m") for name in ("bad", "good"))
 KEY = worker_key(BAD.peer)
-BOTH = Candidates.of([BAD, GOOD])
+BOTH = CandidateWorkers.of([BAD, GOOD])
 
 
 def opened(now: float = 0.0) -> Breakers:
@@ -65,7 +65,7 @@ def test_late_failures_of_requests_sent_before_do_not_prolong_it() -> None:
 
 
 def test_the_last_workers_of_a_role_are_tried_all_the_same() -> None:
-    assert opened().usable(Candidates.of([BAD]), 0.0).decode == (BAD,)
+    assert opened().usable(CandidateWorkers.of([BAD]), 0.0).decode == (BAD,)
 
 
 def test_a_new_start_of_the_worker_is_closed() -> None:

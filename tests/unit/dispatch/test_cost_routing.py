@@ -19,11 +19,11 @@ from kvrelay_router.dispatch.interface import TooLate
 from kvrelay_router.dispatch.load import Held, OutstandingLoad, worker_key
 from kvrelay_router.dispatch.placement import Placement, PromptPrefixes, work_of
 from kvrelay_router.fleet_view import FleetView
-from kvrelay_router.routing import prefix_heat
-from kvrelay_router.routing.candidates import Candidate, Candidates, Decision, Demand, Role
+from kvrelay_router.routing import prefix_popularity
+from kvrelay_router.routing.candidates import Candidate, CandidateWorkers, Decision, Demand, Role
 from kvrelay_router.routing.expected_prefixes import ExpectedPrefixes
 from kvrelay_router.routing.policy import PolicyName, decide
-from kvrelay_router.routing.prefix_heat import FORGET_S, HALF_LIFE_S, PrefixHeat
+from kvrelay_router.routing.prefix_popularity import FORGET_S, HALF_LIFE_S, PrefixPopularity
 from tests.unit.dispatch.world import peer
 
 COST = StepCost(5e-3, 5e-5, 5e-9)
@@ -48,7 +48,7 @@ def demand(num_prompt_tokens: int = 4096, **options: Any) -> Demand:
 
 
 def choose(wish: Demand, cached: dict[str, int], *workers: Candidate, policy: PolicyName = "cost") -> Decision:
-    decision = decide(policy, wish, Candidates.of(workers), cached)
+    decision = decide(policy, wish, CandidateWorkers.of(workers), cached)
     assert isinstance(decision, Decision)
     return decision
 
@@ -346,7 +346,7 @@ def test_speeds_that_nobody_measured_refuse_nobody() -> None:
 def test_a_prefix_that_many_ask_for_is_computed_again_before_a_queue_has_grown() -> None:
     workers = (worker("p0", "prefill"), worker("p1", "prefill", queued_tokens=4000), worker("d", "decode"))
     assert names(choose(demand(), {"p1": 200}, *workers))[0] == "p1"
-    assert names(choose(demand(heat=50.0), {"p1": 200}, *workers))[0] == "p0"
+    assert names(choose(demand(popularity=50.0), {"p1": 200}, *workers))[0] == "p0"
 
 
 def test_new_prompts_go_where_the_cache_turns_over_slowest() -> None:
@@ -411,37 +411,37 @@ def test_the_prompt_in_work_is_the_oldest_one_since_it_came_first(moves: list[tu
 
 
 @given(st.lists(st.tuples(st.integers(0, 15), st.integers(1, 8), st.floats(0, 3)), max_size=60))
-def test_heat_is_the_decayed_count_of_uses(uses: list[tuple[int, int, float]]) -> None:
-    heat, now = PrefixHeat(), 0.0
+def test_popularity_is_the_decayed_count_of_uses(uses: list[tuple[int, int, float]]) -> None:
+    popularity, now = PrefixPopularity(), 0.0
     history: list[tuple[float, list[bytes]]] = []
     for tree, length, gap in uses:
         now += gap
-        heat.used(CHAINS[tree][:length], now)
+        popularity.used(CHAINS[tree][:length], now)
         history.append((now, CHAINS[tree][:length]))
     for chain in CHAINS:
         for number, each in enumerate(chain, 1):
             exact = sum(0.5 ** ((now - at) / HALF_LIFE_S) for at, used in history if each in used)
             tolerance = 2 * 0.5 ** (FORGET_S / HALF_LIFE_S) * (1 + len(uses))
-            assert heat.of(chain[:number], now) == pytest.approx(exact, abs=tolerance)
+            assert popularity.of(chain[:number], now) == pytest.approx(exact, abs=tolerance)
 
 
 def test_memory_of_uses_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_heat, "MAX_BLOCKS", 5)
-    heat = PrefixHeat()
-    heat.used(CHAINS[0][:4], 0.0)
-    heat.used(CHAINS[15][:4], 0.0)
-    assert [heat.of(CHAINS[0][:number], 0.0) for number in range(1, 5)] == [1.0, 0.0, 0.0, 0.0]
-    assert [heat.of(CHAINS[15][:number], 0.0) for number in range(1, 5)] == [1.0] * 4
+    monkeypatch.setattr(prefix_popularity, "MAX_BLOCKS", 5)
+    popularity = PrefixPopularity()
+    popularity.used(CHAINS[0][:4], 0.0)
+    popularity.used(CHAINS[15][:4], 0.0)
+    assert [popularity.of(CHAINS[0][:number], 0.0) for number in range(1, 5)] == [1.0, 0.0, 0.0, 0.0]
+    assert [popularity.of(CHAINS[15][:number], 0.0) for number in range(1, 5)] == [1.0] * 4
 
 
-def test_choices_of_one_request_do_not_heat_its_prefix() -> None:
+def test_choices_of_one_request_do_not_count_twice() -> None:
     fleet, prompt = Fleet("p0", "d0"), PromptPrefixes(list(range(64)))
     decision = fleet.placement.place("r", prompt=prompt, needs_decode=True)
     assert isinstance(decision, Decision)
     for _ in range(128):
         fleet.placement.placed(decision, prompt)
     now = time.monotonic()
-    assert 0 < fleet.placement._heat.of(prompt.hashes("f", 16)[:1], now) <= 1
+    assert 0 < fleet.placement._popularity.of(prompt.hashes("f", 16)[:1], now) <= 1
 
 
 def test_a_reason_shows_only_the_beginning_of_what_a_client_chose() -> None:

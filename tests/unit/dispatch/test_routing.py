@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay_router.routing.candidates import Candidate, Candidates, Decision, Demand, NoPlacement, Role
+from kvrelay_router.routing.candidates import Candidate, CandidateWorkers, Decision, Demand, NoPlacement, Role
 from kvrelay_router.routing.policy import PolicyName, decide, decide_decode
 from tests.unit.dispatch.world import peer
 
@@ -27,7 +27,7 @@ def demand(**options: Any) -> Demand:
 
 
 def decided(policy: PolicyName, wish: Demand, *workers: Candidate) -> tuple[str | None, str | None]:
-    decision = decide(policy, wish, Candidates.of(workers))
+    decision = decide(policy, wish, CandidateWorkers.of(workers))
     assert isinstance(decision, Decision)
     return (
         decision.prefill.worker_id if decision.prefill is not None else None,
@@ -48,7 +48,7 @@ def test_one_token_is_prefills_alone(policy: PolicyName) -> None:
 
 
 def test_without_prefill_decode_works_alone_and_it_is_a_fallback() -> None:
-    decision = decide("least_loaded", demand(), Candidates.of([worker("d", "decode")]))
+    decision = decide("least_loaded", demand(), CandidateWorkers.of([worker("d", "decode")]))
     assert isinstance(decision, Decision)
     assert decision.is_fallback and decision.prefill is None
     assert "no prefill worker" in decision.reasons[0]
@@ -56,22 +56,22 @@ def test_without_prefill_decode_works_alone_and_it_is_a_fallback() -> None:
 
 def test_workers_of_different_fingerprints_are_not_paired() -> None:
     alien = worker("p", "prefill", "other")
-    decision = decide("least_loaded", demand(), Candidates.of([alien, worker("d", "decode")]))
+    decision = decide("least_loaded", demand(), CandidateWorkers.of([alien, worker("d", "decode")]))
     assert isinstance(decision, Decision)
     assert decision.is_fallback and decision.prefill is None
 
 
 def test_without_decode_nothing_is_placed_but_one_token() -> None:
-    prefill = Candidates.of([worker("p", "prefill")])
+    prefill = CandidateWorkers.of([worker("p", "prefill")])
     assert decide("least_loaded", demand(), prefill) == NoPlacement("no decode worker is ready")
-    assert decide("least_loaded", demand(), Candidates()) == NoPlacement("no worker is ready")
+    assert decide("least_loaded", demand(), CandidateWorkers()) == NoPlacement("no worker is ready")
 
 
 def test_a_short_prompt_goes_to_decode_alone_where_that_is_wanted() -> None:
     pair = (worker("p", "prefill"), worker("d", "decode"))
     assert decided("least_loaded", demand(num_prompt_tokens=32, local_prefill_tokens=32), *pair) == (None, "d")
     assert decided("least_loaded", demand(num_prompt_tokens=33, local_prefill_tokens=32), *pair) == ("p", "d")
-    decision = decide("least_loaded", demand(num_prompt_tokens=1, local_prefill_tokens=9), Candidates.of(pair))
+    decision = decide("least_loaded", demand(num_prompt_tokens=1, local_prefill_tokens=9), CandidateWorkers.of(pair))
     assert isinstance(decision, Decision) and not decision.is_fallback
 
 
@@ -105,7 +105,7 @@ def test_where_an_attempt_failed_is_avoided_while_there_are_others(policy: Polic
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_another_decode_worker_has_the_fingerprint(policy: PolicyName) -> None:
-    candidates = Candidates.of([worker("d1", "decode", "other"), worker("d2", "decode")])
+    candidates = CandidateWorkers.of([worker("d1", "decode", "other"), worker("d2", "decode")])
     chosen = decide_decode(policy, demand(), candidates, "m")
     assert chosen is not None and chosen.worker_id == "d2"
     assert decide_decode(policy, demand(), candidates, "third") is None
@@ -132,8 +132,8 @@ def test_decisions_are_pure_fit_the_demand_and_say_why(
 ) -> None:
     wish = demand(needs_decode=needs_decode, ordinal=ordinal, avoid=avoid)
     cached = {candidate.worker_id: candidate.queued_tokens // 16 for candidate in workers}
-    decision = decide(policy, wish, Candidates.of(workers), cached)
-    assert decision == decide(policy, wish, Candidates.of(reversed(workers)), cached)
+    decision = decide(policy, wish, CandidateWorkers.of(workers), cached)
+    assert decision == decide(policy, wish, CandidateWorkers.of(reversed(workers)), cached)
     roles = {candidate.role for candidate in workers}
     if isinstance(decision, NoPlacement):
         assert "decode" not in roles and (needs_decode or "prefill" not in roles)

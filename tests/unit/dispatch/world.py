@@ -36,13 +36,13 @@ from kvrelay_router.dispatch.events import (
     Event,
     FindDecode,
     FindPlacement,
-    FirstTokenCame,
+    FirstTokenReceived,
     Instruction,
-    NotPlaced,
-    Placed,
+    PlacementFailed,
     Send,
-    TokensCame,
+    TokensReceived,
     WorkerLost,
+    WorkersAssigned,
 )
 from kvrelay_router.dispatch.interface import SequenceDelta
 from kvrelay_router.dispatch.load import worker_key
@@ -147,11 +147,11 @@ class World:
 
     def feed(self, event: Event) -> None:
         self.log.append(f"{event}")
-        instructions = self.checked(event) if isinstance(event, TokensCame) else self.machine.handle(event)
+        instructions = self.checked(event) if isinstance(event, TokensReceived) else self.machine.handle(event)
         for instruction in instructions:
             self.follow(instruction)
 
-    def checked(self, event: TokensCame) -> list[Instruction]:
+    def checked(self, event: TokensReceived) -> list[Instruction]:
         """What the machine answers. Its short cut, where it has one, gives the same and leaves the same behind."""
         before, other = copy.deepcopy(self.machine), copy.deepcopy(self.machine)
         delta = other.next_delta(event.worker, event.entry)
@@ -188,12 +188,12 @@ class World:
         prefill = self.random.choice(prefills) if prefills else None
         decode = self.random.choice(decodes) if decodes and (prefill is None or self.machine.needs_decode) else None
         self.wish = None
-        self.feed(Placed(prefill, decode, 60.0))
+        self.feed(WorkersAssigned(prefill, decode, 60.0))
 
     def end_the_wait(self) -> None:
         """Nobody that was killed comes back."""
         self.held_back = False
-        self.feed(NotPlaced("nobody came back"))
+        self.feed(PlacementFailed("nobody came back"))
 
     # -- the workers --------------------------------------------------------------------------------------------------
 
@@ -235,7 +235,7 @@ class World:
                 token_id=true_token(work.num_output) if work.max_tokens else None,
                 finish=FinishReason.LENGTH if is_last else None,
             )
-            worker.outbox.append(FirstTokenCame(worker.ref, work.attempt, body))
+            worker.outbox.append(FirstTokenReceived(worker.ref, work.attempt, body))
             if is_last:
                 del worker.work[work.attempt]
         elif work.decode is not None:
@@ -269,7 +269,7 @@ class World:
             usage=self.random.choice([None, None, SequenceUsage(prompt_blocks=1)]),
         )
         work.next_index = end
-        worker.outbox.append(TokensCame(worker.ref, entry))
+        worker.outbox.append(TokensReceived(worker.ref, entry))
         if is_last:
             del worker.work[work.attempt]
 
@@ -305,9 +305,9 @@ class World:
         """An event of the past comes again: a double, or one of an attempt that is over."""
         if self.past:
             event = self.random.choice(self.past)
-            attempt = event.entry.attempt if isinstance(event, TokensCame) else event.attempt  # type: ignore[union-attr]
+            attempt = event.entry.attempt if isinstance(event, TokensReceived) else event.attempt  # type: ignore[union-attr]
             is_stale = attempt < self.machine.attempt
-            is_double = isinstance(event, FirstTokenCame | TokensCame) and self.machine.involves(event.worker)
+            is_double = isinstance(event, FirstTokenReceived | TokensReceived) and self.machine.involves(event.worker)
             if is_stale or (is_double and self.machine.state is not AttemptState.WAITING):
                 self.feed(event)
 
@@ -325,5 +325,5 @@ class World:
         """Two batches of one worker come in the wrong order."""
         outboxes = [w.outbox for w in self.decodes.values() if len(w.outbox) > 1]
         for outbox in outboxes:
-            if all(isinstance(event, TokensCame) for event in (outbox[0], outbox[1])):
+            if all(isinstance(event, TokensReceived) for event in (outbox[0], outbox[1])):
                 outbox[0], outbox[1] = outbox[1], outbox[0]

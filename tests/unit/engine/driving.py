@@ -12,7 +12,7 @@ import torch
 
 from kvrelay.engine import in_flight
 from kvrelay.engine.batch import ModelRunner, RowResult, SequenceKey, WorkerBatch, WorkerRow
-from kvrelay.engine.runner import TransformersRunner
+from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 
 

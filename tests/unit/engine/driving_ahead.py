@@ -83,7 +83,7 @@ class AheadDriver:
         start = in_flight.position + len(in_flight.token_ids)
         if in_flight.sample:
             tokens = np.zeros(1, np.int32)
-            return WorkerRow(sequence.key, tokens, start, sequence.blocks, True, False, follows_draw=True)
+            return WorkerRow(sequence.key, tokens, start, sequence.blocks, True, False, has_placeholder=True)
         end = min(start + int(self._rng.integers(1, self._max_chunk + 1)), len(sequence.tokens))
         tokens = np.array(sequence.tokens[start:end], np.int32)
         return msgspec.structs.replace(row, token_ids=tokens, position=start, sample=end == len(sequence.tokens))

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.engine.batch import BeamRow
-from kvrelay.engine.beams import best_candidates
-from kvrelay.engine.draws import BadLogits
+from kvrelay.engine.beam_candidates import best_candidates
+from kvrelay.engine.pending_tokens import BadLogits
 from kvrelay.engine.sampler import Sampler
 from kvrelay.protocol.sampling import BeamSpec, Sampling
 from tests.unit.engine import sampling_oracle

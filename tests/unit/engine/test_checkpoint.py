@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from kvrelay.engine.attention import UnsupportedModel
+from kvrelay.engine.causal_model import open_source
 from kvrelay.engine.make import make_runner
-from kvrelay.engine.model import open_source
-from kvrelay.engine.runner import TransformersRunner
+from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.protocol.sampling import Sampling
 from tests.unit.engine.driving import run, start
 

@@ -14,16 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from kvrelay.backends.base import KV_DTYPES, AttentionParams, PackedRows, StepAttention, bits
+from kvrelay.backends.backend import KV_DTYPES, AttentionParams, PackedRows, StepAttention, bits
 from kvrelay.backends.torch_sdpa import TorchBackend, TorchStep
 from kvrelay.config.demo import demo_model_path
 from kvrelay.engine import probe
 from kvrelay.engine.attention import UnsupportedModel
-from kvrelay.engine.batch import BlockCopies, BlockCopy, WorkerBatch
+from kvrelay.engine.batch import BlockCopy, SwapCopies, WorkerBatch
 from kvrelay.engine.device_pool import DevicePool
 from kvrelay.engine.graphs import GraphSettings
 from kvrelay.engine.make import make_runner
-from kvrelay.engine.runner import TransformersRunner
+from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.protocol.sampling import Sampling
 from tests.fakes.fake_cuda_graphs import CapturableTorchBackend, FakeRecorder
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE, randomize
@@ -136,10 +136,10 @@ class Disturbed:
 
     def swap(self, sequence: Driven) -> None:
         slots = tuple(range(len(sequence.blocks)))
-        self.runner.execute(WorkerBatch(0, [], swap_out=BlockCopies(tuple(sequence.blocks.tolist()), slots)))
+        self.runner.execute(WorkerBatch(0, [], swap_out=SwapCopies(tuple(sequence.blocks.tolist()), slots)))
         targets, self.spare = np.split(self.spare, [len(sequence.blocks)])
         self.leave(sequence, targets)
-        self.runner.execute(WorkerBatch(0, [], swap_in=BlockCopies(tuple(targets.tolist()), slots)))
+        self.runner.execute(WorkerBatch(0, [], swap_in=SwapCopies(tuple(targets.tolist()), slots)))
 
     def leave(self, sequence: Driven, targets: np.ndarray) -> None:
         self.runner.pool_bytes[sequence.blocks] = 0x7F

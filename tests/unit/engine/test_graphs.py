@@ -19,20 +19,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from kvrelay.backends.base import PackedRows
+from kvrelay.backends.backend import PackedRows
 from kvrelay.backends.flashinfer import FlashInferBackend
 from kvrelay.backends.torch_sdpa import TorchBackend
 from kvrelay.config.demo import demo_model_path
 from kvrelay.engine import graphs as graphs_module
 from kvrelay.engine import make as make_module
 from kvrelay.engine.batch import WorkerBatch, WorkerRow
+from kvrelay.engine.causal_model import load_model, open_source
 from kvrelay.engine.graph_check import GraphsDiffer
 from kvrelay.engine.graph_sizes import default_sizes, padded_size
 from kvrelay.engine.graphs import CudaGraphRecorder, GraphSettings, capture_graphs
 from kvrelay.engine.make import PoolSizing, make_runner
-from kvrelay.engine.model import load_model, open_source
 from kvrelay.engine.profile import MemoryProfile, PoolDoesNotFit
-from kvrelay.engine.runner import TransformersRunner
+from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.engine.waits import Waits
 from kvrelay.protocol.sampling import Sampling
 from tests.fakes import fake_cuda_graphs
@@ -125,7 +125,7 @@ def test_a_captured_step_waits_once(model_dir: Callable[[str], Path], monkeypatc
     runner.execute(WorkerBatch(0, [sequence.row(3) for sequence in sequences]))
     copies = LateCopies(monkeypatch)
     rows = [
-        WorkerRow(sequence.key, np.zeros(1, np.int32), 3, sequence.blocks, True, False, follows_draw=True)
+        WorkerRow(sequence.key, np.zeros(1, np.int32), 3, sequence.blocks, True, False, has_placeholder=True)
         for sequence in sequences
     ]
     before = recorder.num_replayed

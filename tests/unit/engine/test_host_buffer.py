@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.engine.batch import BlockCopies
+from kvrelay.engine.batch import SwapCopies
 from kvrelay.engine.host_buffer import HostBuffer
 
 pytestmark = pytest.mark.unit
@@ -27,7 +27,7 @@ def contents(pool: torch.Tensor) -> list[float]:
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> list[tuple[BlockCopies, BlockCopies]]:
+def steps(draw: st.DrawFn) -> list[tuple[SwapCopies, SwapCopies]]:
     """Steps of a run: no block or slot twice on one side, none of the slots that are read is written."""
     drawn = []
     for _ in range(draw(st.integers(1, 6))):
@@ -38,16 +38,16 @@ def steps(draw: st.DrawFn) -> list[tuple[BlockCopies, BlockCopies]]:
             blocks = draw(st.permutations(range(NUM_BLOCKS)))[: len(part)]
             pairs = list(zip(blocks, part, strict=True))
             pairs = sorted(pairs) if draw(st.booleans()) else pairs
-            both.append(BlockCopies(tuple(b for b, _ in pairs), tuple(s for _, s in pairs)))
+            both.append(SwapCopies(tuple(b for b, _ in pairs), tuple(s for _, s in pairs)))
         drawn.append((both[0], both[1]))
     return drawn
 
 
-def check(course: list[tuple[BlockCopies, BlockCopies]], dtype: torch.dtype, device: str) -> None:
+def check(course: list[tuple[SwapCopies, SwapCopies]], dtype: torch.dtype, device: str) -> None:
     pool = make_pool(dtype, device)
     buffer = HostBuffer(pool, NUM_SLOTS)
-    everywhere = BlockCopies(tuple(range(NUM_SLOTS)), tuple(range(NUM_SLOTS)))
-    buffer.swap(everywhere, BlockCopies())
+    everywhere = SwapCopies(tuple(range(NUM_SLOTS)), tuple(range(NUM_SLOTS)))
+    buffer.swap(everywhere, SwapCopies())
     blocks, slots = [float(n) for n in range(NUM_BLOCKS)], [float(n) for n in range(NUM_SLOTS)]
     for number, (out, back) in enumerate(course):
         assert buffer.swap(out, back) >= 0
@@ -61,7 +61,7 @@ def check(course: list[tuple[BlockCopies, BlockCopies]], dtype: torch.dtype, dev
 
 
 @given(steps(), st.sampled_from([torch.float32, torch.bfloat16]))
-def test_blocks_go_out_before_others_come_in(course: list[tuple[BlockCopies, BlockCopies]], dtype: torch.dtype) -> None:
+def test_blocks_go_out_before_others_come_in(course: list[tuple[SwapCopies, SwapCopies]], dtype: torch.dtype) -> None:
     check(course, dtype, "cpu")
 
 
@@ -77,10 +77,10 @@ def test_more_memory_than_there_is_is_refused_by_the_settings_name() -> None:
         HostBuffer(make_pool(torch.float32), 1 << 50)
 
 
-@pytest.mark.parametrize("copies", [BlockCopies((9,), (0,)), BlockCopies((-1,), (0,)), BlockCopies((0,), (7,))])
-def test_a_block_or_slot_that_there_is_not_is_refused(copies: BlockCopies) -> None:
+@pytest.mark.parametrize("copies", [SwapCopies((9,), (0,)), SwapCopies((-1,), (0,)), SwapCopies((0,), (7,))])
+def test_a_block_or_slot_that_there_is_not_is_refused(copies: SwapCopies) -> None:
     pool = make_pool(torch.float32)
     with pytest.raises(IndexError, match="but there are"):
-        HostBuffer(pool, NUM_SLOTS).swap(copies, BlockCopies())
+        HostBuffer(pool, NUM_SLOTS).swap(copies, SwapCopies())
     with pytest.raises(IndexError, match="but there are"):
-        HostBuffer(pool, NUM_SLOTS).swap(BlockCopies(), copies)
+        HostBuffer(pool, NUM_SLOTS).swap(SwapCopies(), copies)

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from kvrelay.engine import sampler, truncation
-from kvrelay.engine.batch import BeamRow, BlockCopies, BlockCopy, DeviceLost, RowsFailed, WorkerBatch, WorkerRow
+from kvrelay.engine.batch import BeamRow, BlockCopy, DeviceLost, RowsFailed, SwapCopies, WorkerBatch, WorkerRow
+from kvrelay.engine.causal_model import CausalModel, load_model, open_source
 from kvrelay.engine.in_flight import StepInFlight
-from kvrelay.engine.model import CausalModel, load_model, open_source
-from kvrelay.engine.runner import TransformersRunner
+from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.engine.waits import Waits
 from kvrelay.protocol.sampling import Sampling
 from tests.fakes.fake_cuda_graphs import CapturableTorchBackend, FakeRecorder
@@ -191,7 +191,7 @@ def test_what_needs_the_host_is_not_launched_behind_another_step(models: Callabl
         "penalised": behind([penalised], first).rows[0],
         "scored": scored.row(10),
     }
-    copies = BlockCopies((0,), (0,))
+    copies = SwapCopies((0,), (0,))
     assert runner.can_launch_behind(batch)
     assert runner.can_launch_behind(replace(batch, rows=[penalised.row(40)])), "nothing that it looks at is in flight"
     assert runner.can_launch_behind(replace(batch, rows=behind([scored], first).rows)), "its prompt is computed"
@@ -373,7 +373,7 @@ def test_a_step_whose_begin_was_noticed_late_took_what_the_device_says(
 
     now = [0.0]
     monkeypatch.setattr("kvrelay.engine.in_flight.time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr("kvrelay.engine.runner.Moment", Timed)
+    monkeypatch.setattr("kvrelay.engine.transformers_runner.Moment", Timed)
     runner = runner_over(models("qwen3"))
     sequences, first = decoding(runner)
     now[0] = 100.0

@@ -16,7 +16,7 @@ from kvrelay.engine import sampler, truncation
 from kvrelay.engine.batch import WorkerBatch, WorkerRow
 from kvrelay.engine.graphs import GraphSettings
 from kvrelay.engine.make import make_runner
-from kvrelay.engine.runner import TransformersRunner
+from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.protocol.sampling import Sampling
 from tests.fakes import pretended_flashinfer
 from tests.fakes.pretended_cuda import NO_PRETENCE, Machine, Stream
@@ -55,9 +55,9 @@ def sixteen_bit(directory: Path, sizes: tuple[int, ...] = ()) -> TransformersRun
     )
 
 
-@pytest.mark.parametrize("draws_again", [False, True])
+@pytest.mark.parametrize("resamples", [False, True])
 def test_tokens_and_logprobs_are_those_of_the_cpu(
-    draws_again: bool, model_dir: Callable[[str], Path], machine: Machine, monkeypatch: pytest.MonkeyPatch
+    resamples: bool, model_dir: Callable[[str], Path], machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through plain torch in float32; also where what lies on the device is often not what is drawn in the end."""
     outputs: list[list[Driven]] = []
@@ -69,7 +69,7 @@ def test_tokens_and_logprobs_are_those_of_the_cpu(
         if device == "cpu":
             run(runner, sequences)
         else:
-            if draws_again:
+            if resamples:
                 monkeypatch.setattr(truncation, "_BEST_ON_GPU", (2, 1000))
                 monkeypatch.setattr(sampler, "_WORTH_IT", 1.0)
             assert AheadDriver(runner, sequences).run().num_launched_ahead > 5

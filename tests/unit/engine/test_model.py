@@ -32,16 +32,16 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from kvrelay.backends.base import AttentionParams, KVLayout, PackedRows, StepAttention
+from kvrelay.backends.backend import AttentionParams, KVLayout, PackedRows, StepAttention
 from kvrelay.backends.torch_sdpa import TorchBackend
-from kvrelay.engine import model as model_module
+from kvrelay.engine import causal_model as model_module
 from kvrelay.engine import support
 from kvrelay.engine.attention import UnsupportedModel, _paged_attention_forward
+from kvrelay.engine.causal_model import load_model, make_dummy, open_source, resolve_dtype
 from kvrelay.engine.fingerprint import fingerprint
 from kvrelay.engine.make import make_runner
-from kvrelay.engine.model import load_model, make_dummy, open_source, resolve_dtype
 from kvrelay.engine.probe import _check_mask
-from kvrelay.engine.runner import TransformersRunner
+from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.protocol.sampling import Sampling
 from tests.unit.engine.driving import run, start
 

@@ -17,19 +17,19 @@ from kvrelay.config import WorkerConfig
 from kvrelay.engine.batch import (
     NO_COPIES,
     BeamRow,
-    BlockCopies,
     BlockCopy,
     DeviceLost,
     RowResult,
+    SwapCopies,
     WorkerBatch,
     WorkerRow,
 )
 from kvrelay.engine.graphs import GraphSettings
 from kvrelay.engine.make import PoolSizing, make_runner
-from kvrelay.engine.runner import TransformersRunner
+from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.protocol.sampling import BeamSpec, Sampling
 from kvrelay.worker.calibrate import measure_costs
-from kvrelay.worker.main import load_runner
+from kvrelay.worker.worker_main import load_runner
 from tests.fakes import pretended_flashinfer
 from tests.fakes.pretended_cuda import NO_PRETENCE, Machine
 from tests.tiny_models import ARCHITECTURES
@@ -149,8 +149,8 @@ def test_a_sequence_goes_on_behind_its_swap_out_and_in(model_dir: Callable[[str]
         def step(
             *rows_of: Driven,
             runner: TransformersRunner = runner,
-            out: BlockCopies = NO_COPIES,
-            back: BlockCopies = NO_COPIES,
+            out: SwapCopies = NO_COPIES,
+            back: SwapCopies = NO_COPIES,
         ) -> None:
             rows = [sequence.row(100) for sequence in rows_of]
             result = runner.execute(WorkerBatch(0, rows, out, back))
@@ -160,12 +160,12 @@ def test_a_sequence_goes_on_behind_its_swap_out_and_in(model_dir: Callable[[str]
         mover, other = sequences
         step(mover)
         step(mover, other)
-        step(other, out=BlockCopies(tuple(range(10, 16)), (5, 2, 3, 4, 0, 1)))
+        step(other, out=SwapCopies(tuple(range(10, 16)), (5, 2, 3, 4, 0, 1)))
         step(other)
-        step(out=BlockCopies((30, 31), (6, 7)))
+        step(out=SwapCopies((30, 31), (6, 7)))
         mover.blocks = np.array([50, 70, 60, 61, 52, 51], np.int32)
-        step(other, back=BlockCopies((50, 70, 60, 61, 52, 51), (5, 2, 3, 4, 0, 1)))
-        step(mover, back=BlockCopies((30, 31), (6, 7)))
+        step(other, back=SwapCopies((50, 70, 60, 61, 52, 51), (5, 2, 3, 4, 0, 1)))
+        step(mover, back=SwapCopies((30, 31), (6, 7)))
         for _ in range(6):
             step(mover, other)
         outputs.append([sequence.output for sequence in sequences])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvrelay.backends import flashinfer as flashinfer_backend
-from kvrelay.backends.base import AttentionParams, PackedRows
+from kvrelay.backends.backend import AttentionParams, PackedRows
 from kvrelay.backends.flashinfer import FlashInferBackend
 from kvrelay.engine.device import start_copy, to_device
 from kvrelay.engine.device_pool import DevicePool

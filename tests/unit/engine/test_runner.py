@@ -13,12 +13,12 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvrelay.backends.torch_sdpa import TorchBackend
-from kvrelay.engine import runner as runner_module
+from kvrelay.engine import transformers_runner as runner_module
 from kvrelay.engine.batch import BeamRow, BlockCopy, DeviceLost, WorkerBatch, WorkerRow
 from kvrelay.engine.device import Moment
-from kvrelay.engine.draws import BadLogits
 from kvrelay.engine.make import make_runner
-from kvrelay.engine.runner import TransformersRunner
+from kvrelay.engine.pending_tokens import BadLogits
+from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.protocol.sampling import Sampling
 from tests.fakes.late_copies import LateCopies
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE

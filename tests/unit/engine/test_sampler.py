@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from kvrelay.engine import truncation
 from kvrelay.engine.batch import SequenceKey
-from kvrelay.engine.draws import BadLogits
+from kvrelay.engine.pending_tokens import BadLogits
 from kvrelay.engine.randoms import uniforms
 from kvrelay.engine.sampler import Sampler
-from kvrelay.engine.truncation import Limits, draw_from_few, draw_from_more
-from kvrelay.engine.truncation import draw as draw_rows
+from kvrelay.engine.truncation import Limits, sample_from_all, sample_from_few, sample_from_more
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 from tests.fakes.late_copies import LateCopies
 from tests.unit.engine import sampling_oracle
@@ -287,9 +286,9 @@ def test_adding_a_known_key_keeps_its_history() -> None:
 
 def draw_limited(weights: torch.Tensor, limits: Limits, numbers: torch.Tensor) -> torch.Tensor:
     """From few tokens, and from more where those are not enough."""
-    token_ids, settled = draw_from_few(weights, limits, numbers)
+    token_ids, settled = sample_from_few(weights, limits, numbers)
     left = (~settled).nonzero()[:, 0]
-    token_ids[left] = draw_from_more(weights[left], limits.of(left), numbers[left])
+    token_ids[left] = sample_from_more(weights[left], limits.of(left), numbers[left])
     return token_ids
 
 
@@ -317,7 +316,7 @@ def test_draws_at_the_ends_of_the_unit_interval_take_possible_tokens() -> None:
     weights = torch.zeros(2, 1000)
     weights[:, [3, 700]] = torch.tensor([1.0, 0.4])
     numbers = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
-    assert draw_rows(weights, numbers).tolist() == [3, 700]
+    assert sample_from_all(weights, numbers).tolist() == [3, 700]
     limits = Limits(torch.zeros(2), torch.tensor([700, 2]), torch.ones(2, dtype=torch.float64))
     assert draw_limited(weights, limits, numbers).tolist() == [3, 700]
 
@@ -355,10 +354,10 @@ def test_others_come_and_go_while_the_host_waits_for_the_device(
         LateCopies(monkeypatch, wait)
         first, _ = sampler.sample([key(0), key(1), key(2)], np.full(3, 2), make_logits(3))
         monkeypatch.undo()
-        assert num_waits and key(1) not in sampler and sampler.last_drawn([key(7)]).tolist() == [0]
+        assert num_waits and key(1) not in sampler and sampler.last_sampled([key(7)]).tolist() == [0]
         expected, _ = others[0].sample([key(0), key(1), key(2)], np.full(3, 2), make_logits(3))
         assert first.tolist() == expected.tolist()
-        assert sampler.last_drawn([key(0), key(2)]).tolist() == expected[[0, 2]].tolist()
+        assert sampler.last_sampled([key(0), key(2)]).tolist() == expected[[0, 2]].tolist()
         for step in range(3, 8):
             logits = make_logits(3, step)
             logits[:, first] += 4  # what was drawn is likely to come again, unless it is penalised

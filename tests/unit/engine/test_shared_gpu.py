@@ -19,7 +19,7 @@ from kvrelay.config import WorkerConfig
 from kvrelay.engine import device, gauges, make, turns
 from kvrelay.engine.gauges import CudaGauge
 from kvrelay.engine.profile import PoolDoesNotFit
-from kvrelay.worker.main import load_runner
+from kvrelay.worker.worker_main import load_runner
 from tests.fakes.baton import Baton
 from tests.fakes.fake_gpu import MIB, FakeGpu, FakeMemory
 from tests.fakes.hash_runner import HashRunner

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.fleet.limits import KeyLimits, LocalLimits, OwnLimits, Refusal
+from kvrelay.fleet.key_limits import KeyLimits, LocalLimits, OwnLimits, Refusal
 
 TIMES = st.lists(st.floats(0, 5), min_size=1, max_size=80)
 

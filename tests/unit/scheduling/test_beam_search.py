@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.engine.batch import Candidates
+from kvrelay.engine.batch import BeamCandidates
 from kvrelay.protocol.sampling import BeamSpec, FinishReason
 from kvrelay.scheduling.beam_search import BeamSearch
 from tests.fakes.beam_oracle import search
@@ -15,12 +15,12 @@ from tests.fakes.beam_oracle import search
 pytestmark = pytest.mark.unit
 
 
-def follow(tokens: tuple[int, ...], seed: int, vocabulary: int, count: int, levels: int) -> Candidates:
+def follow(tokens: tuple[int, ...], seed: int, vocabulary: int, count: int, levels: int) -> BeamCandidates:
     """A distribution over a small vocabulary; few `levels` make many ties."""
     rng = np.random.default_rng([seed, *tokens])
     logprobs = -rng.integers(1, levels, vocabulary).astype(np.float32) / np.float32(8)
     best = np.lexsort((np.arange(vocabulary), -logprobs))[:count]
-    return Candidates(best.astype(np.int32), logprobs[best])
+    return BeamCandidates(best.astype(np.int32), logprobs[best])
 
 
 @settings(max_examples=400, deadline=None)
@@ -71,11 +71,11 @@ def test_equal_to_the_plain_search(
 
 def test_a_step_that_does_not_fit_changes_nothing() -> None:
     beams = BeamSearch(BeamSpec(width=2, num_returned=2), {0}, 3)
-    row = Candidates(np.array([1, 2, 3], np.int32), np.array([-1, -2, -3], np.float32))
+    row = BeamCandidates(np.array([1, 2, 3], np.int32), np.array([-1, -2, -3], np.float32))
     with pytest.raises(ValueError, match="2 rows"):
         beams.advance([row, row])
     with pytest.raises(ValueError, match="empty"):
-        beams.advance([Candidates(row.token_ids[:0], row.logprobs[:0])])
+        beams.advance([BeamCandidates(row.token_ids[:0], row.logprobs[:0])])
     assert beams.num_tokens == 0
     beams.advance([row])
     assert beams.tokens.tolist() == [1, 2]

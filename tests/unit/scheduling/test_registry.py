@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.config.load import ConfigError, load_config
+from kvrelay.config.loader import ConfigError, load_config
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache

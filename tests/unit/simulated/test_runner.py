@@ -24,10 +24,10 @@ from kvrelay.scheduling.plan import SequenceOutput
 from kvrelay.scheduling.registry import BUILT_IN as SCHEDULERS
 from kvrelay.scheduling.registry import make_scheduler
 from kvrelay.scheduling.sequence import Sequence
-from kvrelay.simulated.model import ModelFacts, read_facts
+from kvrelay.simulated.model_facts import ModelFacts, read_facts
 from kvrelay.simulated.profiles import MeasuredProfile
-from kvrelay.simulated.runner import SimulatedRunner, make_simulated_runner
-from kvrelay.simulated.tokens import Vocabulary, continuation
+from kvrelay.simulated.simulated_runner import SimulatedRunner, make_simulated_runner
+from kvrelay.simulated.token_hash import Vocabulary, continuation
 from kvrelay.worker.launch import TimedLauncher
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 from tests.fakes.sequences import new_sequence

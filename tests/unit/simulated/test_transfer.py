@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Sequence
 
 import pytest
 
-from kvrelay.simulated.transfer import PIECE_S, PacedSender
+from kvrelay.simulated.timed_transport import PIECE_S, PacedSender
 from kvrelay.transfer.base import BlockCopy, Pushed, SenderDrained, SenderEvent
 from kvrelay.transfer.counters import SenderCounters
 from tests.fakes.virtual_time import VirtualTimeLoop

@@ -9,7 +9,7 @@ from kvrelay.engine.batch import ModelSpec, RowResult, StepResult, WorkerBatch
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.cost import pairs
 from kvrelay.simulated.profiles import StepLoad
-from kvrelay_simulator.measure import main, measure
+from kvrelay_simulator.measure_command import main, measure
 
 
 class Engine:

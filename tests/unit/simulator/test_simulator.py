@@ -16,9 +16,9 @@ from kvrelay.simulated.profiles import BUILT_IN, MeasuredProfile, StepLoad, Unkn
 from kvrelay_router.dispatch.placement import Placement
 from kvrelay_router.routing.policy import PolicyName
 from kvrelay_simulator import traces
-from kvrelay_simulator.cli import main
-from kvrelay_simulator.figures import Slo, best_possible_hit_rate, figures
 from kvrelay_simulator.fleet import CannotServe, FleetSettings, SimulatedFleet
+from kvrelay_simulator.results import RunSlo, best_possible_hit_rate, figures
+from kvrelay_simulator.simulate_command import main
 from kvrelay_simulator.traces import (
     HASH_TOKENS,
     BadTrace,
@@ -136,7 +136,7 @@ def test_the_same_run_gives_the_same_figures() -> None:
     for _ in range(2):
         fleet = fleet_of(2, 2)
         requests = ran(fleet, trace)
-        runs.append(figures(fleet, requests, Slo(), 0.5))
+        runs.append(figures(fleet, requests, RunSlo(), 0.5))
     assert runs[0] == runs[1]
     assert 0 < runs[0].prefill_utilisation < 1 and runs[0].hit_rate > 0
 

@@ -11,10 +11,10 @@ import pytest
 
 from kvrelay.telemetry.catalogue import METRICS
 from kvrelay.telemetry.instruments import SECONDS, Histogram
+from kvrelay.telemetry.metric_samples import MetricSample, MetricSamples
 from kvrelay.telemetry.otlp import ExportImpossible, SdkSpans, open_export, wanted_exporter
-from kvrelay.telemetry.readings import Point, Readings
 from kvrelay.telemetry.trace_context import new_trace
-from kvrelay.telemetry.tracing import Tracer
+from kvrelay.telemetry.tracer import Tracer
 
 ROOT = Path(__file__).parents[3]
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
@@ -66,12 +66,12 @@ def test_without_a_word_of_it_no_exporter_is_imported() -> None:
     subprocess.run([sys.executable, "-c", script], check=True, timeout=110)
 
 
-def every_metric() -> Readings:
+def every_metric() -> MetricSamples:
     histogram = Histogram("s", SECONDS)
     histogram.record(0.3)
     labels = (("a", "b"),)
     kinds: dict[str, Any] = {"histogram": histogram.report(), "counter": 3.0, "gauge": 2}
-    return {name: [Point(labels, kinds[metric.kind])] for name, metric in METRICS.items()}
+    return {name: [MetricSample(labels, kinds[metric.kind])] for name, metric in METRICS.items()}
 
 
 def test_the_console_shows_spans_and_metrics() -> None:

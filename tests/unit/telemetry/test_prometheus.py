@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from kvrelay.telemetry.catalogue import METRICS, Metric
 from kvrelay.telemetry.instruments import SECONDS, Histogram, Instruments
+from kvrelay.telemetry.metric_samples import MetricSample, MetricSamples, merged, samples_by, single_sample
 from kvrelay.telemetry.prometheus import metrics_page, prometheus_name
-from kvrelay.telemetry.readings import Point, Readings, merged, plain, points
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -87,7 +87,7 @@ def test_units_are_part_of_the_names() -> None:
 
 @given(st.dictionaries(st.text(), st.floats(allow_nan=False), min_size=1))
 def test_labels_and_values_come_back(values: dict[str, float]) -> None:
-    text = metrics_page({"kvrelay.blocks": points("owner", values)}).body.decode("utf-8", "surrogatepass")
+    text = metrics_page({"kvrelay.blocks": samples_by("owner", values)}).body.decode("utf-8", "surrogatepass")
     assert parsed(text) == {("kvrelay_blocks", (("owner", owner),)): value for owner, value in values.items()}
 
 
@@ -96,7 +96,7 @@ def test_buckets_add_up(values: list[float]) -> None:
     histogram = Histogram("s", SECONDS)
     for value in values:
         histogram.record(value)
-    samples = parsed(metrics_page({"kvrelay.step.duration": [Point((), histogram.report())]}).body.decode())
+    samples = parsed(metrics_page({"kvrelay.step.duration": [MetricSample((), histogram.report())]}).body.decode())
     for bound in (*SECONDS, math.inf):
         (count,) = [n for (name, labels), n in samples.items() if labels and float(labels[0][1]) == bound]
         assert count == sum(value <= bound for value in values)
@@ -106,7 +106,7 @@ def test_buckets_add_up(values: list[float]) -> None:
 
 def test_a_metric_that_is_in_no_catalogue_is_an_error() -> None:
     with pytest.raises(KeyError):
-        metrics_page({"kvrelay.unheard.of": plain(1)})
+        metrics_page({"kvrelay.unheard.of": single_sample(1)})
 
 
 def test_the_readings_of_instruments_are_all_of_them() -> None:
@@ -117,7 +117,7 @@ def test_the_readings_of_instruments_are_all_of_them() -> None:
     family.of(()).record(2)
     family.of(()).record(3)
     instruments.counter("kvrelay.handoff.failures", "cause").add("refused", 2)
-    samples = parsed(metrics_page(merged([instruments.readings(), {}])).body.decode())
+    samples = parsed(metrics_page(merged([instruments.samples(), {}])).body.decode())
     assert samples["gen_ai_server_request_duration_seconds_sum", ()] == 5
     assert samples["gen_ai_server_request_duration_seconds_count", (("error_type", "500"),)] == 1
     assert samples["kvrelay_handoff_failures_total", (("cause", "refused"),)] == 2
@@ -125,6 +125,6 @@ def test_the_readings_of_instruments_are_all_of_them() -> None:
 
 
 def test_merging_keeps_the_points_of_all() -> None:
-    parts: list[Readings] = [{"a": plain(1)}, {"a": plain(2), "b": plain(3)}]
-    assert merged(parts) == {"a": [Point((), 1), Point((), 2)], "b": [Point((), 3)]}
-    assert parts == [{"a": plain(1)}, {"a": plain(2), "b": plain(3)}]
+    parts: list[MetricSamples] = [{"a": single_sample(1)}, {"a": single_sample(2), "b": single_sample(3)}]
+    assert merged(parts) == {"a": [MetricSample((), 1), MetricSample((), 2)], "b": [MetricSample((), 3)]}
+    assert parts == [{"a": single_sample(1)}, {"a": single_sample(2), "b": single_sample(3)}]

@@ -6,8 +6,8 @@ import pytest
 
 from kvrelay.protocol.messages import Header, PeerRef, Prompt, pack_tokens
 from kvrelay.protocol.sampling import Sampling
+from kvrelay.worker.cancelled_requests import CancelledRequestCache
 from kvrelay.worker.sequences import PromptRefused, make_sequence
-from kvrelay.worker.tombstones import Tombstones
 from tests.fakes.hash_runner import VOCAB_SIZE, HashRunner
 
 ROUTER = PeerRef("router", "1", "tcp://127.0.0.1:1")
@@ -59,11 +59,11 @@ def test_a_salt_gives_other_block_hashes() -> None:
 
 
 def test_cancelled_attempts_are_remembered_for_a_while_and_in_bounded_number() -> None:
-    tombstones = Tombstones(keep_s=10, at_most=3)
+    cancelled = CancelledRequestCache(keep_s=10, at_most=3)
     for number in range(4):
-        tombstones.bury(("r", number, 0), now=float(number))
-    assert ("r", 0, 0) not in tombstones
-    assert ("r", 3, 0) in tombstones
-    tombstones.bury(("late", 1, 0), now=12.5)
-    assert ("r", 2, 0) not in tombstones
-    assert len(tombstones) == 2
+        cancelled.add(("r", number, 0), now=float(number))
+    assert ("r", 0, 0) not in cancelled
+    assert ("r", 3, 0) in cancelled
+    cancelled.add(("late", 1, 0), now=12.5)
+    assert ("r", 2, 0) not in cancelled
+    assert len(cancelled) == 2

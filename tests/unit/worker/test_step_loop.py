@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from kvrelay.engine.batch import BlockCopies, DeviceLost, StepResult
+from kvrelay.engine.batch import DeviceLost, StepResult, SwapCopies
 from kvrelay.scheduling.plan import StepPlan, SwapPlan
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 from tests.fakes.waiting import PATIENCE_S
@@ -16,7 +16,7 @@ from tests.fakes.waiting import PATIENCE_S
 
 def test_a_step_without_rows_is_executed_for_its_copies() -> None:
     """Else what a sequence that preempted itself left for the host would never be free."""
-    swaps = SwapPlan(BlockCopies((3,), (0,)), BlockCopies(), (), (), (3,))
+    swaps = SwapPlan(SwapCopies((3,), (0,)), SwapCopies(), (), (), (3,))
     plans = [StepPlan(1, [], swaps=swaps), StepPlan(2, [])]
     runner: Any = Mock(execute=lambda batch: StepResult(batch.step, [], 0.0, 0.1))
     committed: list[tuple[StepPlan, float]] = []
@@ -78,7 +78,7 @@ def test_the_sampler_forgets_a_sequence_that_the_scheduler_refuses(known: bool) 
 @pytest.mark.parametrize("error", [DeviceLost("GPU 0"), RuntimeError("this step only")])
 def test_the_loop_ends_with_its_device_and_with_nothing_less(error: Exception) -> None:
     """Who was in the step hears of it either way."""
-    plans = [StepPlan(1, [], swaps=SwapPlan(BlockCopies((3,), (0,)), BlockCopies(), (), (), (3,))), StepPlan(2, [])]
+    plans = [StepPlan(1, [], swaps=SwapPlan(SwapCopies((3,), (0,)), SwapCopies(), (), (), (3,))), StepPlan(2, [])]
     planned: list[int] = []
     sequence: Any = Mock()
     scheduler: Any = Mock(

@@ -9,8 +9,8 @@ States of the current attempt:
 5. FAILED      no attempt is left, or the failure would only repeat itself.
 
 An attempt that fails is cancelled on both its workers, and the next one starts at 1 with the tokens already delivered.
-`max_attempts` bounds the tries of workers; `Tries` says which attempts were none. Among those that are void from the
-start are the ones that were refused before anything was computed, that a worker gave up because we were silent, or that
+`max_attempts` bounds the attempts; `RetryBudget` says which ones do not count. Among those that do not count
+are the ones that were refused before anything was computed, that a worker gave up because we were silent, or that
 lacked a decode worker until those that it had lost came back. A router that stood still hears the second from all its
 workers, one after the other.
 
@@ -37,6 +37,7 @@ from kvrelay.protocol.messages import (
     pack_tokens,
 )
 from kvrelay.protocol.sampling import FinishReason, Sampling
+from kvrelay_router.dispatch.assigned_workers import AssignedWorkers
 from kvrelay_router.dispatch.events import (
     AttemptFailed,
     AwaitLost,
@@ -48,22 +49,21 @@ from kvrelay_router.dispatch.events import (
     Event,
     FindDecode,
     FindPlacement,
-    FirstTokenCame,
+    FirstTokenReceived,
     IllegalEvent,
     Instruction,
-    NotPlaced,
-    Placed,
+    PlacementFailed,
     Send,
     StopMatched,
-    TokensCame,
+    TokensReceived,
     WorkerBack,
     WorkerLost,
+    WorkersAssigned,
 )
 from kvrelay_router.dispatch.intake import Arrival, TokenIntake
 from kvrelay_router.dispatch.interface import SequenceDelta
-from kvrelay_router.dispatch.legs import Legs
 from kvrelay_router.dispatch.load import worker_key
-from kvrelay_router.dispatch.tries import Tries
+from kvrelay_router.dispatch.retry_budget import RetryBudget
 
 
 class AttemptState(StrEnum):
@@ -90,7 +90,7 @@ class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SequenceAttempts:
-    """The machine. It begins WAITING for its first `Placed`.
+    """The machine. It begins WAITING for its first `WorkersAssigned`.
 
     Feed every event to `handle`, and do what it returns, in order.
     """
@@ -99,9 +99,9 @@ class SequenceAttempts:
         self.spec = spec
         self.state = AttemptState.WAITING
         self.attempt = 1
-        self._tries = Tries(spec.max_attempts)
+        self._tries = RetryBudget(spec.max_attempts)
         self._held_back = ""  # why, while all tries are spent and a lost worker is awaited
-        self._legs = Legs()
+        self._legs = AssignedWorkers()
         self._avoid: set[str] = set()  # workers on which earlier attempts failed
         self._intake = TokenIntake(
             spec.sequence,
@@ -119,7 +119,7 @@ class SequenceAttempts:
         return transition(self, event)
 
     def next_delta(self, worker: PeerRef, entry: TokenEntry) -> SequenceDelta | None:
-        """A short cut for what nearly every TokensCame is: the next tokens of a stream, and nothing else. What `handle`
+        """A short cut for the next tokens of a stream, and nothing else. What `handle`
         would deliver, where it would do nothing but that; else None, and nothing done: the event is for `handle`."""
         is_ours = self.state is AttemptState.STREAMING and entry.attempt == self.attempt
         return self._intake.next_delta(entry) if is_ours and self._legs.is_decode(worker) else None
@@ -176,12 +176,12 @@ class SequenceAttempts:
 
     # -- placement ----------------------------------------------------------------------------------------------------
 
-    def _placed(self, event: Placed) -> list[Instruction]:
+    def _placed(self, event: WorkersAssigned) -> list[Instruction]:
         if event.prefill is None and event.decode is None:
             raise IllegalEvent("a placement names at least one worker")
         if event.decode is None and self.needs_decode:
             raise IllegalEvent("a placement without decode can give one token only")
-        self._legs = Legs(event.prefill, event.decode)
+        self._legs = AssignedWorkers(event.prefill, event.decode)
         self.state = AttemptState.PREFILLING
         prompt = Prompt(
             tokens=self.spec.prompt + pack_tokens(self.output) if self.output else self.spec.prompt,
@@ -197,7 +197,7 @@ class SequenceAttempts:
         assert event.decode is not None
         return [self._send(event.decode, Generate(prompt=prompt))]
 
-    def _not_placed(self, event: NotPlaced) -> list[Instruction]:
+    def _not_placed(self, event: PlacementFailed) -> list[Instruction]:
         self.state = AttemptState.FAILED
         return [Ended(event.reason)]
 
@@ -242,7 +242,7 @@ class SequenceAttempts:
 
     # -- tokens -------------------------------------------------------------------------------------------------------
 
-    def _first_token(self, event: FirstTokenCame) -> list[Instruction]:
+    def _first_token(self, event: FirstTokenReceived) -> list[Instruction]:
         if self._is_stale(event.attempt):
             return []
         if not self._legs.is_prefill(event.worker):
@@ -250,7 +250,7 @@ class SequenceAttempts:
         self._intake.check(event.body, has_prompt=True)
         return self._take(event.body)
 
-    def _tokens(self, event: TokensCame) -> list[Instruction]:
+    def _tokens(self, event: TokensReceived) -> list[Instruction]:
         entry = event.entry
         if self._is_stale(entry.attempt):
             return []
@@ -327,7 +327,7 @@ class SequenceAttempts:
         self._avoid |= {worker.peer_id}
         if self._legs.gave_up:  # of P and those that it could not reach, which belong together, any may be to blame
             self._avoid |= {worker_id for worker_id, _ in self._legs.excluded}
-        self._legs = Legs()
+        self._legs = AssignedWorkers()
         self._intake.begin_attempt()
         self.attempt += 1
         self.state = AttemptState.WAITING
@@ -359,8 +359,10 @@ class SequenceAttempts:
     def _ignore(self, event: Event) -> list[Instruction]:
         return []
 
-    def _ignore_stale(self, event: FirstTokenCame | TokensCame | DecodeNeeded | AttemptFailed) -> list[Instruction]:
-        attempt = event.entry.attempt if isinstance(event, TokensCame) else event.attempt
+    def _ignore_stale(
+        self, event: FirstTokenReceived | TokensReceived | DecodeNeeded | AttemptFailed
+    ) -> list[Instruction]:
+        attempt = event.entry.attempt if isinstance(event, TokensReceived) else event.attempt
         if not self._is_stale(attempt):
             raise IllegalEvent(f"{type(event).__name__} for attempt {attempt}, which is not placed yet")
         return []
@@ -383,10 +385,10 @@ class SequenceAttempts:
 _Transition = Callable[..., list[Instruction]]
 _M = SequenceAttempts
 _UNPLACED: dict[type[object], _Transition] = {
-    Placed: _M._placed,
-    NotPlaced: _M._not_placed,
-    FirstTokenCame: _M._ignore_stale,
-    TokensCame: _M._ignore_stale,
+    WorkersAssigned: _M._placed,
+    PlacementFailed: _M._not_placed,
+    FirstTokenReceived: _M._ignore_stale,
+    TokensReceived: _M._ignore_stale,
     DecodeNeeded: _M._ignore_stale,
     AttemptFailed: _M._ignore_stale,
     WorkerLost: _M._ignore,
@@ -396,8 +398,8 @@ _UNPLACED: dict[type[object], _Transition] = {
 }
 _BEFORE_COMMIT: dict[type[object], _Transition] = {
     DecodeChosen: _M._decode_chosen,
-    FirstTokenCame: _M._first_token,
-    TokensCame: _M._tokens,
+    FirstTokenReceived: _M._first_token,
+    TokensReceived: _M._tokens,
     DecodeNeeded: _M._decode_needed,
     AttemptFailed: _M._attempt_failed,
     WorkerLost: _M._worker_lost,
@@ -406,8 +408,8 @@ _BEFORE_COMMIT: dict[type[object], _Transition] = {
     Cancelled: _M._cancelled,
 }
 _AFTER_COMMIT: dict[type[object], _Transition] = {
-    FirstTokenCame: _M._first_token,
-    TokensCame: _M._tokens,
+    FirstTokenReceived: _M._first_token,
+    TokensReceived: _M._tokens,
     DecodeNeeded: _M._decode_needed_late,
     AttemptFailed: _M._attempt_failed_late,
     WorkerLost: _M._worker_lost_late,
@@ -416,7 +418,7 @@ _AFTER_COMMIT: dict[type[object], _Transition] = {
     Cancelled: _M._cancelled,
 }
 _AFTER_END: dict[type[object], _Transition] = dict.fromkeys(
-    (FirstTokenCame, TokensCame, DecodeNeeded, AttemptFailed, WorkerLost, WorkerBack, StopMatched, Cancelled),
+    (FirstTokenReceived, TokensReceived, DecodeNeeded, AttemptFailed, WorkerLost, WorkerBack, StopMatched, Cancelled),
     _M._ignore,
 )
 _TRANSITIONS: dict[tuple[AttemptState, type[object]], _Transition] = {

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvrelay_router.dispatch.load import WorkerKey, worker_key
-from kvrelay_router.routing.candidates import Candidate, Candidates
+from kvrelay_router.routing.candidates import Candidate, CandidateWorkers
 
 
 class BreakerState(StrEnum):
@@ -65,11 +65,11 @@ class Breakers:
             return BreakerState.CLOSED
         return BreakerState.HALF_OPEN if breaker.probing or now >= breaker.until else BreakerState.OPEN
 
-    def usable(self, candidates: Candidates, now: float) -> Candidates:
+    def usable(self, candidates: CandidateWorkers, now: float) -> CandidateWorkers:
         """Those that may be tried; of a role of which none may, all."""
         if not self._workers:
             return candidates
-        return Candidates(self._allowed(candidates.prefill, now), self._allowed(candidates.decode, now))
+        return CandidateWorkers(self._allowed(candidates.prefill, now), self._allowed(candidates.decode, now))
 
     def dispatched(self, key: WorkerKey, now: float) -> None:
         """A request went to the worker: if it is half open, that was the one."""

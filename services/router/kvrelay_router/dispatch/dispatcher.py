@@ -17,14 +17,10 @@ from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import LinkEvent
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay.telemetry.event_log import EventLog
-from kvrelay.telemetry.tracing import Tracer
+from kvrelay.telemetry.tracer import Tracer
 from kvrelay_router.dispatch.attempt import SequenceAttempts, SequenceSpec
-from kvrelay_router.dispatch.events import (
-    Cancelled,
-    StopMatched,
-    WorkerBack,
-)
-from kvrelay_router.dispatch.handle import Pushes, RunningRequest
+from kvrelay_router.dispatch.attempt_driver import AttemptDriver
+from kvrelay_router.dispatch.events import Cancelled, StopMatched, WorkerBack
 from kvrelay_router.dispatch.inbox import Inbox
 from kvrelay_router.dispatch.interface import (
     GenerateRequest,
@@ -37,8 +33,8 @@ from kvrelay_router.dispatch.interface import (
 from kvrelay_router.dispatch.load import OutstandingLoad
 from kvrelay_router.dispatch.placement import Placement, PromptPrefixes
 from kvrelay_router.dispatch.records import RequestRecord, RequestRecords
-from kvrelay_router.dispatch.runner import SequenceRunner
-from kvrelay_router.dispatch.running import DispatchSettings, Running, RunningSequence
+from kvrelay_router.dispatch.running_request import PushQueue, RunningRequest
+from kvrelay_router.dispatch.running_sequence import DispatchSettings, Running, RunningSequence
 from kvrelay_router.dispatch.timeline import latency_of, timeline_of
 from kvrelay_router.dispatch.tracing import AttemptTracing
 from kvrelay_router.fleet_view import FleetView, KnownWorker, WorkerState
@@ -89,7 +85,7 @@ class RouterDispatcher:
         self._running: dict[RunningRequest, Running] = {}
         self._sequences: dict[tuple[str, int], RunningSequence] = {}
         self._counts: Counter[str] = Counter()
-        self._pushes = Pushes()
+        self._pushes = PushQueue()
         self._inbox = Inbox(
             self._sequences,
             self._runner,
@@ -113,8 +109,8 @@ class RouterDispatcher:
             lately_s=HEARD_LATELY_SIGNS * self.messenger.alive_interval_s,
         )
 
-    def _make_runner(self) -> SequenceRunner:
-        return SequenceRunner(
+    def _make_runner(self) -> AttemptDriver:
+        return AttemptDriver(
             self.messenger.send,
             self._placement,
             self.load,

@@ -19,7 +19,7 @@ class IllegalEvent(Exception):
 # -- events -----------------------------------------------------------------------------------------------------------
 
 
-class Placed(msgspec.Struct, frozen=True):
+class WorkersAssigned(msgspec.Struct, frozen=True):
     """The shell found workers. At least one is named; without `prefill`, `decode` computes the prompt itself."""
 
     prefill: PeerRef | None
@@ -27,7 +27,7 @@ class Placed(msgspec.Struct, frozen=True):
     timeout_s: float  # what is left of the request's deadline
 
 
-class NotPlaced(msgspec.Struct, frozen=True):
+class PlacementFailed(msgspec.Struct, frozen=True):
     """No workers came in time."""
 
     reason: str
@@ -43,7 +43,7 @@ class DecodeChosen(msgspec.Struct, frozen=True):
     came_back: bool = False
 
 
-class FirstTokenCame(msgspec.Struct, frozen=True):
+class FirstTokenReceived(msgspec.Struct, frozen=True):
     """FirstToken from P."""
 
     worker: PeerRef
@@ -51,7 +51,7 @@ class FirstTokenCame(msgspec.Struct, frozen=True):
     body: FirstToken
 
 
-class TokensCame(msgspec.Struct, frozen=True):
+class TokensReceived(msgspec.Struct, frozen=True):
     """One entry of a TokenBatch from D."""
 
     worker: PeerRef
@@ -106,11 +106,11 @@ class Cancelled(msgspec.Struct, frozen=True):
 
 
 Event = (
-    Placed
-    | NotPlaced
+    WorkersAssigned
+    | PlacementFailed
     | DecodeChosen
-    | FirstTokenCame
-    | TokensCame
+    | FirstTokenReceived
+    | TokensReceived
     | DecodeNeeded
     | AttemptFailed
     | WorkerLost
@@ -131,7 +131,7 @@ class Send(msgspec.Struct, frozen=True):
 
 
 class FindPlacement(msgspec.Struct, frozen=True):
-    """Choose workers for a new attempt, after `delay_s`, then tell `Placed` or `NotPlaced`.
+    """Choose workers for a new attempt, after `delay_s`, then tell `WorkersAssigned` or `PlacementFailed`.
 
     `avoid`: only where no others are.
     """
@@ -145,7 +145,7 @@ class FindPlacement(msgspec.Struct, frozen=True):
 class AwaitLost(msgspec.Struct, frozen=True):
     """All tries are spent, but some were lost with workers that may only stand still.
 
-    Tell `WorkerBack` when one is heard again; after a while, `NotPlaced`.
+    Tell `WorkerBack` when one is heard again; after a while, `PlacementFailed`.
     """
 
     cause: str

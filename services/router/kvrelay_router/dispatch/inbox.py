@@ -20,18 +20,18 @@ from kvrelay.protocol.messages import (
     TokenEntry,
 )
 from kvrelay.protocol.sampling import FinishReason
+from kvrelay_router.dispatch.attempt_driver import AttemptDriver, SendMessage
 from kvrelay_router.dispatch.events import (
     AttemptFailed,
     DecodeNeeded,
     Event,
-    FirstTokenCame,
+    FirstTokenReceived,
     WorkerLost,
 )
 from kvrelay_router.dispatch.load import worker_key
 from kvrelay_router.dispatch.placement import Placement
-from kvrelay_router.dispatch.runner import SendMessage, SequenceRunner
-from kvrelay_router.dispatch.running import RunningSequence
-from kvrelay_router.dispatch.tries import PROVEN_TOKENS
+from kvrelay_router.dispatch.retry_budget import PROVEN_TOKENS
+from kvrelay_router.dispatch.running_sequence import RunningSequence
 from kvrelay_router.fleet_view import FleetView
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class Inbox:
     def __init__(
         self,
         sequences: Mapping[tuple[str, int], RunningSequence],
-        runner: SequenceRunner,
+        runner: AttemptDriver,
         placement: Placement,
         view: FleetView,
         send: SendMessage,
@@ -81,7 +81,7 @@ class Inbox:
                 self._on_tokens(peer, entries)
             case FirstToken():
                 self._placement.breakers.succeeded(worker_key(peer))
-                self._tell(message, FirstTokenCame(peer, header.attempt, body))
+                self._tell(message, FirstTokenReceived(peer, header.attempt, body))
             case NeedDecode(reason=reason, excluded=excluded, lacks=lacks):
                 if (header.request, header.sequence) in self._sequences:
                     self._tell(message, DecodeNeeded(peer, header.attempt, reason, frozenset(excluded), lacks))

@@ -20,10 +20,10 @@ from kvrelay_router.dispatch.breaker import Breakers
 from kvrelay_router.dispatch.interface import TooLate
 from kvrelay_router.dispatch.load import WorkerKey, worker_key
 from kvrelay_router.fleet_view import FleetView
-from kvrelay_router.routing.candidates import Candidate, Candidates, Decision, Demand, NoPlacement
+from kvrelay_router.routing.candidates import Candidate, CandidateWorkers, Decision, Demand, NoPlacement
 from kvrelay_router.routing.expected_prefixes import ExpectedPrefixes
 from kvrelay_router.routing.policy import PolicyName, decide, decide_decode
-from kvrelay_router.routing.prefix_heat import PrefixHeat
+from kvrelay_router.routing.prefix_popularity import PrefixPopularity
 from kvrelay_router.routing.prefix_view import PrefixView, WorkerId
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Work:
     num_decode_blocks: int = 0
 
 
-class _Placed(msgspec.Struct, frozen=True):
+class DecisionRecord(msgspec.Struct, frozen=True):
     request_id: str
     num_prompt_tokens: int
     at: float  # Unix seconds
@@ -143,12 +143,12 @@ class Placement:
         self.fallbacks = Fallbacks()
         self.num_placed = dict.fromkeys(PLACEMENTS, 0)
         self.breakers = Breakers()
-        self._last_decisions: deque[_Placed] = deque(maxlen=num_last_decisions)
+        self._last_decisions: deque[DecisionRecord] = deque(maxlen=num_last_decisions)
         self._view = view
         self._policy = policy
         self._local_prefill_tokens = local_prefill_tokens
         self._prefixes = ExpectedPrefixes(index, None if index is None else EXPECTED_LIFETIME_S)
-        self._heat = PrefixHeat()
+        self._popularity = PrefixPopularity()
         self._reuse = Reuse()
         self._ordinal = 0
 
@@ -185,7 +185,7 @@ class Placement:
         demand = Demand(
             request_id=request_id,
             num_prompt_tokens=prompt.num_tokens + num_output,
-            heat=self._heat_of(prompt, candidates, cached),
+            popularity=self._popularity_of(prompt, candidates, cached),
             reuse=self._reuse.share,
             now_s=self._clock(),
             needs_decode=needs_decode,
@@ -210,8 +210,8 @@ class Placement:
         self._prefixes.now = self._clock()
         if decision.computes is not None:
             chosen = decision.computes
-            if not prompt.sent_to:  # choices of one request and its retries do not heat a prefix
-                self._heat.used(prompt.hashes(chosen.fingerprint, chosen.block_size), self._clock())
+            if not prompt.sent_to:  # choices of one request and its retries do not make a prefix popular
+                self._popularity.used(prompt.hashes(chosen.fingerprint, chosen.block_size), self._clock())
                 self._reuse.count(decision.num_cached_tokens, prompt.num_tokens)
             self._view.gave(decision.computes, max(0, prompt.num_tokens - decision.num_cached_tokens))
         for worker in (decision.prefill, decision.decode):
@@ -250,13 +250,13 @@ class Placement:
         """Whether a decode worker of this model is ready at all."""
         return any(worker.fingerprint == fingerprint for worker in self._view.candidates(self._clock()).decode)
 
-    def _candidates(self, excluded: frozenset[WorkerKey] = frozenset()) -> Candidates:
+    def _candidates(self, excluded: frozenset[WorkerKey] = frozenset()) -> CandidateWorkers:
         now = self._clock()
         ready = self._view.candidates(now)
         decode = ready.decode
         if excluded:
             decode = tuple(worker for worker in decode if worker_key(worker.peer) not in excluded)
-        return self.breakers.usable(Candidates(self._heard(ready.prefill), self._heard(decode)), now)
+        return self.breakers.usable(CandidateWorkers(self._heard(ready.prefill), self._heard(decode)), now)
 
     def _heard(self, workers: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
         """Those that were heard lately; all, where none was: then the silence may be this router's own."""
@@ -264,7 +264,9 @@ class Placement:
         heard = [worker for worker in workers if silent_s(worker.peer) <= lately_s]
         return workers if len(heard) == len(workers) or not heard else tuple(heard)
 
-    def _heat_of(self, prompt: PromptPrefixes, candidates: Candidates, cached: Mapping[WorkerId, int]) -> float:
+    def _popularity_of(
+        self, prompt: PromptPrefixes, candidates: CandidateWorkers, cached: Mapping[WorkerId, int]
+    ) -> float:
         """Of the longest prefix that a prefill worker holds."""
         num_held, holder = 0, None
         for worker in candidates.prefill:
@@ -272,9 +274,9 @@ class Placement:
                 num_held, holder = held, worker
         if holder is None:
             return 0.0
-        return self._heat.of(prompt.hashes(holder.fingerprint, holder.block_size)[:num_held], self._clock())
+        return self._popularity.of(prompt.hashes(holder.fingerprint, holder.block_size)[:num_held], self._clock())
 
-    def _cached_blocks(self, prompt: PromptPrefixes, candidates: Candidates) -> Mapping[WorkerId, int]:
+    def _cached_blocks(self, prompt: PromptPrefixes, candidates: CandidateWorkers) -> Mapping[WorkerId, int]:
         self._prefixes.now = self._clock()
         cached: dict[WorkerId, int] = {}
         for fingerprint, block_size in _namings(candidates):
@@ -287,7 +289,7 @@ class Placement:
         return self._ordinal - 1
 
     def _record(self, demand: Demand, decision: Decision | NoPlacement) -> None:
-        placed = _Placed(demand.request_id, demand.num_prompt_tokens, time.time(), decision)
+        placed = DecisionRecord(demand.request_id, demand.num_prompt_tokens, time.time(), decision)
         self._last_decisions.append(placed)
         if log.isEnabledFor(logging.DEBUG):
             log.debug("route %s: %s", demand.request_id, placed.as_json())
@@ -315,7 +317,7 @@ def _is_late(decision: Decision | NoPlacement, deadline_s: float | None) -> bool
     return decision.expected.is_measured and decision.expected.ttft_s > deadline_s
 
 
-def _namings(candidates: Candidates) -> set[tuple[str, int]]:
+def _namings(candidates: CandidateWorkers) -> set[tuple[str, int]]:
     return {(c.fingerprint, c.block_size) for workers in (candidates.prefill, candidates.decode) for c in workers}
 
 

@@ -47,7 +47,7 @@ class AttemptRecord:
 
 
 @dataclass(slots=True)
-class SequenceRecord:
+class SequenceHistory:
     """One sequence. Times in milliseconds since the request was submitted."""
 
     attempts: list[AttemptRecord] = field(default_factory=list)
@@ -79,7 +79,7 @@ class RequestRecord:
     def __init__(self, request: GenerateRequest) -> None:
         self.request_id = request.request_id
         self.num_prompt_tokens = len(request.prompt_ids)
-        self.sequences = [SequenceRecord() for _ in range(request.num_sequences)]
+        self.sequences = [SequenceHistory() for _ in range(request.num_sequences)]
         self.submitted_unix_s = time.time()
         self.state = "running"
         self.error: str | None = None

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvrelay.protocol.messages import Stage
-from kvrelay_router.dispatch.records import RequestRecord, SequenceRecord
+from kvrelay_router.dispatch.records import RequestRecord, SequenceHistory
 
 PERCENTILES = (50, 90, 99)
 
@@ -27,7 +27,7 @@ def timeline_of(record: RequestRecord, stages: Mapping[str, list[Stage]]) -> dic
     }
 
 
-def _of_router(index: int, sequence: SequenceRecord) -> Iterable[dict[str, Any]]:
+def _of_router(index: int, sequence: SequenceHistory) -> Iterable[dict[str, Any]]:
     for each in sequence.attempts:
         detail = {"prefill": each.prefill, "decode": each.decode, "reasons": list(each.reasons)}
         detail |= {name: text for name, text in (("retry_of", each.cause), ("failed", each.failure)) if text}

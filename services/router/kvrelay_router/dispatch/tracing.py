@@ -6,7 +6,7 @@ Written from the request's record when it is over.
 from __future__ import annotations
 
 from kvrelay.telemetry.trace_context import parse_traceparent
-from kvrelay.telemetry.tracing import Attributes, Tracer
+from kvrelay.telemetry.tracer import Attributes, Tracer
 from kvrelay_router.dispatch.records import AttemptRecord, RequestRecord
 
 

@@ -45,14 +45,14 @@ class Candidate(msgspec.Struct, frozen=True):
         return self.peer.peer_id
 
 
-class Candidates(msgspec.Struct, frozen=True):
+class CandidateWorkers(msgspec.Struct, frozen=True):
     """All workers that take new requests, in the order of their names."""
 
     prefill: tuple[Candidate, ...] = ()
     decode: tuple[Candidate, ...] = ()
 
     @classmethod
-    def of(cls, candidates: Iterable[Candidate]) -> Candidates:
+    def of(cls, candidates: Iterable[Candidate]) -> CandidateWorkers:
         """Sorts them into their roles."""
         ordered = sorted(candidates, key=lambda candidate: candidate.worker_id)
         return cls(
@@ -70,13 +70,13 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     ordinal: int = 0
     avoid: frozenset[str] = frozenset()  # worker ids to be taken only where no others are
     local_prefill_tokens: int | None = None  # up to so many go to decode alone; None: the policy's own judgement
-    heat: float = 0.0  # other requests of late that share what is cached of the prompt, see `PrefixHeat`
+    popularity: float = 0.0  # other requests of late that share what is cached of the prompt, see `PrefixPopularity`
     now_s: float = 0.0  # when it is placed
     reuse: float = 0.0  # share of the prompt tokens of late that were found cached: what a cached token is good for
     affinity: str = ""  # what `sticky` keeps together: a session, a user, or the prompt's beginning
 
 
-class Expected(msgspec.Struct, frozen=True):
+class ExpectedLatency(msgspec.Struct, frozen=True):
     """Seconds until a request's tokens flow, as far as the measured speeds tell."""
 
     queue_s: float = 0.0  # prompts ahead of it
@@ -98,7 +98,7 @@ class Decision(msgspec.Struct, frozen=True):
     policy: str
     reasons: tuple[str, ...]
     is_fallback: bool = False
-    expected: Expected = Expected()
+    expected: ExpectedLatency = ExpectedLatency()
     num_cached_tokens: int = 0  # of the prompt, expected on the worker that computes it
     num_cached_blocks: int = 0  # expected on the decode worker
 

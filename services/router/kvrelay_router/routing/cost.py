@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from kvrelay_router.routing.candidates import Candidate, Expected
+from kvrelay_router.routing.candidates import Candidate, ExpectedLatency
 from kvrelay_router.routing.estimates import Estimates
 
 T = TypeVar("T")
@@ -71,7 +71,7 @@ def pick_prefill(candidates: Sequence[Candidate], estimates: Estimates) -> tuple
     return worker, f"{reason}; with its price {totals[chosen]:.4f}, next is {next_name} with {next_s:.4f}"
 
 
-def prices_s(candidates: Sequence[Candidate], waits: Sequence[Expected], estimates: Estimates) -> list[float]:
+def prices_s(candidates: Sequence[Candidate], waits: Sequence[ExpectedLatency], estimates: Estimates) -> list[float]:
     """Seconds that placing the request on each costs others; see the module's text. `waits`: its own, there."""
     cached = [estimates.cached_tokens(candidate) for candidate in candidates]
     most_cached = max(cached)
@@ -79,7 +79,7 @@ def prices_s(candidates: Sequence[Candidate], waits: Sequence[Expected], estimat
     mean_queue_s = sum([wait.queue_s for wait in waits]) / len(candidates)
     weight = min(MOST_WEIGHT, BASE_WEIGHT + QUEUE_WEIGHT * mean_queue_s / max(longest_s, 1e-9))
     mean_recent = sum([candidate.recent_tokens for candidate in candidates]) / len(candidates)
-    reuse, shared_by = estimates.demand.reuse, (1 + estimates.demand.heat) ** 2
+    reuse, shared_by = estimates.demand.reuse, (1 + estimates.demand.popularity) ** 2
     prices = []
     for candidate, num_cached, wait in zip(candidates, cached, waits, strict=True):
         # Both by this worker's speed: what is left of the difference between two workers is what one of them holds.
@@ -115,7 +115,7 @@ def pick_decode(
 
 
 def better_alone(
-    handed_over: Expected, decode: Candidate, decodes: Sequence[Candidate], estimates: Estimates
+    handed_over: ExpectedLatency, decode: Candidate, decodes: Sequence[Candidate], estimates: Estimates
 ) -> tuple[Candidate, str] | None:
     """The decode worker that does better alone than `handed_over` does with `decode`, if there is one.
 

@@ -13,7 +13,7 @@ from statistics import median
 import msgspec
 
 from kvrelay.scheduling.cost import StepCost, pairs
-from kvrelay_router.routing.candidates import Candidate, Candidates, Demand, Expected
+from kvrelay_router.routing.candidates import Candidate, CandidateWorkers, Demand, ExpectedLatency
 from kvrelay_router.routing.prefix_view import WorkerId
 
 DEFAULT_COST = StepCost()
@@ -32,7 +32,7 @@ class TypicalSpeeds(msgspec.Struct, frozen=True):
     is_measured: bool = False
 
     @classmethod
-    def of(cls, candidates: Candidates) -> TypicalSpeeds:
+    def of(cls, candidates: CandidateWorkers) -> TypicalSpeeds:
         """A role of which nothing is known borrows the other's: they run the same model."""
         rates = [c.transfer_bytes_s for c in candidates.prefill if c.transfer_bytes_s]
         if all(c.step_cost is not None for c in (*candidates.prefill, *candidates.decode)):  # none is taken for one
@@ -89,15 +89,15 @@ class Estimates(msgspec.Struct, frozen=True):
         num_tokens = self.demand.num_prompt_tokens - cached
         return self._work_s(worker, num_tokens, pairs(cached, num_tokens))
 
-    def alone(self, worker: Candidate) -> Expected:
+    def alone(self, worker: Candidate) -> ExpectedLatency:
         """On this worker, without a handoff."""
-        return Expected(self.queue_s(worker), self.compute_s(worker), is_measured=self.typical.is_measured)
+        return ExpectedLatency(self.queue_s(worker), self.compute_s(worker), is_measured=self.typical.is_measured)
 
-    def handed_over(self, prefill: Candidate, decode: Candidate) -> Expected:
+    def handed_over(self, prefill: Candidate, decode: Candidate) -> ExpectedLatency:
         """From one to the other. Only what the computation does not hide of the transfer counts."""
         compute_s = self.compute_s(prefill)
         transfer_s = self.transfer_s(prefill, decode, compute_s)
-        return Expected(self.queue_s(prefill), compute_s, transfer_s, self.typical.is_measured)
+        return ExpectedLatency(self.queue_s(prefill), compute_s, transfer_s, self.typical.is_measured)
 
     def stall_s(self, decode: Candidate) -> float:
         """What computing the prompt on a decode worker takes from the streams there, in sum."""

@@ -12,7 +12,14 @@ from typing import Literal, get_args
 import msgspec
 
 from kvrelay_router.routing import baselines
-from kvrelay_router.routing.candidates import Candidate, Candidates, Decision, Demand, Expected, NoPlacement
+from kvrelay_router.routing.candidates import (
+    Candidate,
+    CandidateWorkers,
+    Decision,
+    Demand,
+    ExpectedLatency,
+    NoPlacement,
+)
 from kvrelay_router.routing.cost import better_alone, pick_decode, pick_prefill
 from kvrelay_router.routing.estimates import Estimates, TypicalSpeeds
 from kvrelay_router.routing.prefix_view import WorkerId
@@ -25,7 +32,7 @@ NOTHING_CACHED: Mapping[WorkerId, int] = {}
 def decide(
     policy: PolicyName,
     demand: Demand,
-    candidates: Candidates,
+    candidates: CandidateWorkers,
     cached_blocks: Mapping[WorkerId, int] = NOTHING_CACHED,
 ) -> Decision | NoPlacement:
     """Places a request. `cached_blocks`: leading blocks of its prompt that each worker holds, as a `PrefixView` says.
@@ -56,7 +63,7 @@ def decide(
 def decide_decode(
     policy: PolicyName,
     demand: Demand,
-    candidates: Candidates,
+    candidates: CandidateWorkers,
     fingerprint: str,
     cached_blocks: Mapping[WorkerId, int] = NOTHING_CACHED,
 ) -> Candidate | None:
@@ -94,7 +101,7 @@ def _decision(
     prefill: Candidate | None,
     decode: Candidate | None,
     reasons: tuple[str, ...],
-    expected: Expected,
+    expected: ExpectedLatency,
     estimates: Estimates,
 ) -> Decision:
     computes = prefill or decode

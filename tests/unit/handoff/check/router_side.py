@@ -39,9 +39,9 @@ def feed(state: State, r: str, event: router.Event) -> None:
 def place(state: State, r: str, p: str | None, d: str | None) -> None:
     del state.wishes[r]
     if d is None:
-        feed(state, r, router.NotPlaced("no worker"))
+        feed(state, r, router.PlacementFailed("no worker"))
         return
-    feed(state, r, router.Placed(peer(p) if p is not None else None, peer(d), 60.0))
+    feed(state, r, router.WorkersAssigned(peer(p) if p is not None else None, peer(d), 60.0))
 
 
 def reassign(state: State, r: str, d: str | None) -> None:
@@ -58,12 +58,12 @@ def take(state: State, source: str, kind: str, key: SequenceKey, *more: Any) -> 
     match kind, more:
         case "first", (index, token, finish):
             body = FirstToken(index=index, token_id=token, finish=finish)
-            feed(state, r, router.FirstTokenCame(peer(source), attempt, body))
+            feed(state, r, router.FirstTokenReceived(peer(source), attempt, body))
         case "tokens", (index, tokens, finish):
             entry = TokenEntry(
                 request=r, attempt=attempt, sequence=0, index=index, token_ids=list(tokens), finish=finish
             )
-            feed(state, r, router.TokensCame(peer(source), entry))
+            feed(state, r, router.TokensReceived(peer(source), entry))
         case "need", (excluded, lacks):
             feed(state, r, router.DecodeNeeded(peer(source), attempt, "needed", frozenset(excluded), lacks))
         case "failed", (retriable,):

@@ -1,0 +1,50 @@
+"""A router's figures as metrics, by the names of the catalogue. Made when somebody reads them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from kvrelay.telemetry.metric_samples import MetricSample, MetricSamples, samples_by, single_sample
+
+ENDINGS = ("finished", "failed", "timed_out", "cancelled", "refused")
+
+
+def router_samples(figures: dict[str, Any]) -> MetricSamples:
+    """Of `RouterDispatcher.figures`."""
+    requests, cache = figures["requests"], figures["cache"]
+    samples: MetricSamples = {
+        "kvrelay.requests.submitted": single_sample(requests["submitted"]),
+        "kvrelay.requests": samples_by("outcome", {ending: requests[ending] for ending in ENDINGS}),
+        "kvrelay.requests.active": single_sample(requests["running"]),
+        "kvrelay.sequences.active": single_sample(requests["running_sequences"]),
+        "kvrelay.sequences.waiting": single_sample(requests["sequences_waiting_for_worker"]),
+        "kvrelay.retries": single_sample(requests["retries"]),
+        "kvrelay.protocol_errors": single_sample(requests["protocol_errors"]),
+        "kvrelay.placements": samples_by("kind", figures["placements"]),
+        "kvrelay.fallback.requests": single_sample(figures["fallback"]["decode_alone_requests"]),
+        "kvrelay.fallback.active": single_sample(int(figures["fallback"]["active"])),
+        "kvrelay.prompt.tokens": single_sample(cache["prompt_tokens"]),
+        "kvrelay.cache.tokens": samples_by("view", {view: cache[f"{view}_tokens"] for view in ("predicted", "found")}),
+        "kvrelay.workers": _workers(figures["worker_states"]),
+    }
+    return samples | _index(figures["prefix_index"])
+
+
+def _workers(states: Counter[tuple[str, str]]) -> list[MetricSample]:
+    return [MetricSample((("role", role), ("state", state)), count) for (role, state), count in sorted(states.items())]
+
+
+def _index(index: dict[str, Any]) -> MetricSamples:
+    """Nothing where there is no index. Its lag is unknown until the first copy is read."""
+    if index["state"] == "off":
+        return {}
+    samples: MetricSamples = {
+        "kvrelay.index.blocks": single_sample(index["blocks"]),
+        "kvrelay.index.events": single_sample(index["events"]),
+        "kvrelay.index.loads": single_sample(index["loads"]),
+        "kvrelay.index.lookups": samples_by("by", index["lookups"]),
+    }
+    if index["age_s"] is not None:
+        samples["kvrelay.index.lag"] = single_sample(index["age_s"])
+    return samples

@@ -1,0 +1,109 @@
+"""Chooses the attention backend for a device and a model's layers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from dataclasses import replace
+
+import torch
+
+from kvrelay.backends.backend import AttentionBackend, KVLayout, LayerKind, is_eight_bit
+from kvrelay.backends.cascade import CascadeCosts
+from kvrelay.backends.cpu import CpuBackend
+from kvrelay.backends.cpu_build import KernelBuildError
+from kvrelay.backends.flashinfer import FlashInferBackend
+from kvrelay.backends.torch_sdpa import TorchBackend
+from kvrelay.backends.trial import try_layers
+
+_log = logging.getLogger(__name__)
+
+
+def select_backend(
+    device: torch.device, layout: KVLayout, kinds: Collection[LayerKind] = (), *, cascade: bool = False
+) -> AttentionBackend:
+    """The fastest backend that works; why a faster one does not is logged.
+
+    On a GPU, a small step with each of `kinds` of layers is run and held against plain torch first. With `cascade`,
+    decoding rows read there what they share together, where it pays.
+    """
+    if device.type == "cuda":
+        return select_flashinfer(device, layout, kinds, cascade=cascade)
+    if device.type != "cpu":
+        return TorchBackend()
+    if not CpuBackend.can_hold(layout.dtype, layout.head_dim):
+        _log.warning(
+            "attention in plain torch: the CPU kernel knows no %s with heads of %d", layout.dtype, layout.head_dim
+        )
+        return TorchBackend()
+    try:
+        return CpuBackend()
+    except KernelBuildError as error:
+        _log.warning("attention in plain torch, which is slower: the CPU kernel cannot be built: %s", error)
+        return TorchBackend()
+
+
+def select_flashinfer(
+    device: torch.device, layout: KVLayout, kinds: Collection[LayerKind], *, cascade: bool = False
+) -> AttentionBackend:
+    """FlashInfer, if it is installed, knows the layout, and passes the trial; plain torch otherwise."""
+    if not FlashInferBackend.can_hold(layout):
+        heads = f"{layout.num_kv_heads} heads of {layout.head_dim}"
+        _log.warning("attention in plain torch: FlashInfer knows no %s with %s", layout.dtype, heads)
+        return TorchBackend()
+    # Other errors than ImportError, too: its parts look for a compiler, libraries and a driver each in its own way.
+    try:
+        backend = FlashInferBackend(device)
+    except Exception as error:
+        _log.warning("attention in plain torch, which is much slower: FlashInfer cannot be loaded: %s", _reason(error))
+        return TorchBackend()
+    version = getattr(backend.flashinfer, "__version__", "of unknown version")
+    _log.info("trying FlashInfer %s; kernels that are not built yet are compiled now, which takes minutes", version)
+    failure = _trial_failure(backend, layout, kinds, device)
+    if failure is not None and _has_kernels_of_its_own(device) and not is_eight_bit(layout.pool_dtype):
+        _log.warning("chunks of prompts go through FlashInfer's kernels for older GPUs: newer ones fail: %s", failure)
+        backend.prefill_as_on_older_gpus()
+        failure = _trial_failure(backend, layout, kinds, device)
+    if failure is not None:
+        _log.warning("attention in plain torch, which is much slower: FlashInfer does not work: %s", failure)
+        return TorchBackend()
+    if not (cascade and kinds):
+        return backend
+    num_kv_heads, pool_bytes = layout.num_kv_heads, layout.pool_dtype.itemsize
+    group = max(kind.num_heads for kind in kinds) // num_kv_heads
+    # Outputs are 16-bit floats, whatever the pool has.
+    costs = CascadeCosts.of(
+        group * layout.dtype.itemsize // pool_bytes, token_bytes=2 * num_kv_heads * layout.head_dim * pool_bytes
+    )
+    # The same backend: another one would bring a workspace of its own, and wrappers that the first step has to make.
+    backend.share_prefixes(replace(costs, step_tokens=0))
+    try:
+        try_layers(backend, layout, kinds, device, shared=True)
+    except Exception as error:
+        _log.warning("cascade_attention: shared prefixes are read row by row, it does not work: %s", _reason(error))
+        backend.share_prefixes(None)
+    else:
+        backend.share_prefixes(costs)
+    return backend
+
+
+def _trial_failure(
+    backend: FlashInferBackend, layout: KVLayout, kinds: Collection[LayerKind], device: torch.device
+) -> str | None:
+    """Why the kernels failed the trial; None: they passed."""
+    try:
+        try_layers(backend, layout, kinds, device)
+    except Exception as error:
+        return _reason(error)
+    return None
+
+
+def _has_kernels_of_its_own(device: torch.device) -> bool:
+    """Whether FlashInfer computes chunks with other kernels there than elsewhere: it does on Hopper."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def _reason(error: Exception) -> str:
+    """The error on one line; compilers' logs are cut to their end, where they say what is wrong."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= 600 else f"{text[:200]} ... {text[-400:]}"

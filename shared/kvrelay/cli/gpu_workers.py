@@ -1,0 +1,116 @@
+"""`kvrelay up --devices`: the names that were given become GPUs, and workers' configurations say where they compute.
+
+A worker is given its GPU by CUDA_VISIBLE_DEVICES, which names it by UUID, and sees it as its only one, `cuda`. So
+nothing in its process can take memory of another GPU by mistake, a part that MIG cut off is named like any other, and
+MPS counts the same GPUs as everybody. UCX opens the memory of a peer's GPU also where that is not visible: it goes by
+UUIDs, and tries (openucx/ucx pull 4137).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvrelay.cli.gpu_assignment import GpuAssignmentError, MemoryShares, Role, divide, place
+from kvrelay.cli.gpus import Gpu, GpusUnknown
+from kvrelay.config.loader import ConfigError
+from kvrelay.config.up_config import UpConfig
+from kvrelay.config.worker import WorkerConfig
+
+DEFAULT_UTILIZATION = 0.9
+"""Of a GPU's memory. The rest is for what its driver keeps, and for what others take."""
+
+
+@dataclass(frozen=True, slots=True)
+class AssignedGpu:
+    """A worker's GPU, and its share of that GPU's memory, if it goes by shares."""
+
+    gpu: Gpu
+    share: float | None
+
+    def __str__(self) -> str:
+        """As in `on GPU 0 (NVIDIA H100 80GB HBM3), 45% of its memory`."""
+        return f"on {self.gpu}" + (f", {100 * self.share:.4g}% of its memory" if self.share is not None else "")
+
+
+def place_workers(
+    up: UpConfig, workers: Sequence[WorkerConfig], find_gpus: Callable[[], Sequence[Gpu]]
+) -> tuple[list[WorkerConfig], dict[str, AssignedGpu]]:
+    """The workers' configurations with device and share, and by their ids where they go. Raises ConfigError."""
+    for worker in workers:
+        _check_device(worker)
+    try:
+        gpus = find_gpus()
+    except GpusUnknown as error:
+        raise ConfigError(f"{_fields(up)}: {error}; without GPUs leave it out") from None
+    counts: dict[Role, int] = {"prefill": up.prefill, "decode": up.decode}
+    if up.devices:
+        devices = divide(_find("devices", up.devices, gpus), counts)
+    else:
+        devices = {
+            "prefill": _find("prefill_devices", up.prefill_devices, gpus),
+            "decode": _find("decode_devices", up.decode_devices, gpus),
+        }
+    try:
+        places = place(devices, counts, _shares(up, workers))
+    except GpuAssignmentError as error:
+        raise ConfigError(str(error)) from None
+    by_uuid = {gpu.uuid: gpu for gpu in gpus}
+    placed = {
+        worker.worker_id: AssignedGpu(by_uuid[each.device], each.share)
+        for worker, each in zip(workers, places, strict=True)
+    }
+    return [_configured(worker, placed[worker.worker_id]) for worker in workers], placed
+
+
+def _check_device(worker: WorkerConfig) -> None:
+    if worker.backend == "simulated":
+        raise ConfigError("devices: backend = simulated computes nothing, and takes no GPU")
+    if worker.device not in ("auto", "cuda"):
+        raise ConfigError(
+            f"device = {worker.device} beside devices: a placed worker sees its GPU as cuda (allowed: auto, cuda)"
+        )
+
+
+def _find(field: str, names: Sequence[str], gpus: Sequence[Gpu]) -> list[str]:
+    """UUIDs. Raises ConfigError: a name of none, of one named before, or of one that is in parts."""
+    found: list[str] = []
+    for name in names:
+        gpu = next((each for each in gpus if name in (each.uuid, str(each.number))), None)
+        if gpu is None:
+            known = ", ".join(each.uuid if each.number is None else str(each.number) for each in gpus) or "none"
+            raise ConfigError(f"{field}: there is no GPU {name} here (allowed: {known}, or their UUIDs)")
+        if gpu.is_split:
+            raise ConfigError(f"{field}: {gpu} is divided by MIG: name its parts, MIG-UUID as in `nvidia-smi -L`")
+        if gpu.uuid in found:
+            raise ConfigError(f"{field}: {name} names {gpu} once more")
+        found.append(gpu.uuid)
+    return found
+
+
+def _shares(up: UpConfig, workers: Sequence[WorkerConfig]) -> MemoryShares:
+    """Raises ConfigError."""
+    total: dict[Role, float] = {}
+    stated: dict[Role, float] = {}
+    own = {"prefill": up.prefill_memory_utilization, "decode": up.decode_memory_utilization}
+    for worker in workers:
+        sized = next((name for name in ("num_blocks", "kv_memory_bytes") if getattr(worker, name) is not None), None)
+        share = own[worker.role]
+        if share is not None and sized is not None:
+            raise ConfigError(f"{worker.role}_memory_utilization beside {sized}: the pool's size is given already")
+        if share is not None:
+            stated[worker.role] = share
+        elif sized is None:
+            total[worker.role] = worker.memory_utilization or DEFAULT_UTILIZATION
+    if own["prefill"] is not None and not up.prefill:
+        raise ConfigError("prefill_memory_utilization without prefill workers (prefill = 0)")
+    return MemoryShares(total, stated)
+
+
+def _configured(worker: WorkerConfig, placed: AssignedGpu) -> WorkerConfig:
+    share = {} if placed.share is None else {"memory_utilization": placed.share}
+    return worker.model_copy(update={"device": "cuda", **share})
+
+
+def _fields(up: UpConfig) -> str:
+    return "devices" if up.devices else "prefill_devices, decode_devices" if up.prefill else "decode_devices"

@@ -1,0 +1,72 @@
+"""The most likely continuations of beams: one log-softmax and one top-k over all beams of a step.
+
+Penalties, biases and minimum lengths change the log-probabilities, not the logits, as in `transformers`' beam search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvrelay.engine.batch import BeamCandidates, BeamRow, SequenceKey
+from kvrelay.engine.device import to_host
+from kvrelay.engine.pending_tokens import check_finite
+from kvrelay.engine.sampler import Sampler, Seen
+
+
+def best_candidates(
+    sampler: Sampler,
+    keys: Sequence[SequenceKey],
+    beams: Sequence[BeamRow],
+    positions: NDArray[np.int64],
+    logits: torch.Tensor,
+) -> list[BeamCandidates]:
+    """By row the `num_candidates` best continuations, best first; fewer where the vocabulary has fewer.
+
+    What min_tokens forbids has -inf, and is left out unless there is nothing else.
+
+    `logits` is `[rows, vocab]` of any float type; `positions` are those of the tokens to come. Keys may repeat.
+
+    Raises:
+        BadLogits: rows whose logits are not finite.
+        KeyError: an unknown key.
+    """
+    scores = torch.log_softmax(logits.float(), dim=-1)
+    sampler.adjust(keys, positions, scores, _seen(beams, sampler.penalises(keys)))
+    most = min(max(beam.num_candidates for beam in beams), scores.shape[-1])
+    top = torch.topk(scores, most, dim=-1)
+    peaks_there = logits.amax(dim=-1)
+    with sampler.waiting():
+        peaks, token_ids, values = to_host(peaks_there, top.indices, top.values)
+    check_finite(keys, peaks)
+    return [
+        _candidates(ids[: beam.num_candidates], row[: beam.num_candidates])
+        for ids, row, beam in zip(token_ids.astype(np.int32), values.astype(np.float32), beams, strict=True)
+    ]
+
+
+def _candidates(token_ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> BeamCandidates:
+    possible = np.isfinite(logprobs)
+    return (
+        BeamCandidates(token_ids[possible], logprobs[possible])
+        if possible.any()
+        else BeamCandidates(token_ids, logprobs)
+    )
+
+
+def _seen(beams: Sequence[BeamRow], penalised: NDArray[np.bool_]) -> Seen:
+    """What came before in the rows that have a penalty."""
+    rows, token_ids, in_output = [], [], []
+    for row in np.flatnonzero(penalised).tolist():
+        beam = beams[row]
+        distinct, places = np.unique(beam.history.astype(np.int64), return_inverse=True)
+        rows.append(np.full(len(distinct), row, np.int64))
+        token_ids.append(distinct)
+        in_output.append(np.bincount(places[beam.num_prompt :], minlength=len(distinct)).astype(np.int32))
+    if not rows:
+        empty = np.zeros(0, np.int64)
+        return empty, empty, np.zeros(0, np.int32)
+    return np.concatenate(rows), np.concatenate(token_ids), np.concatenate(in_output)

@@ -1,0 +1,234 @@
+"""Loads a causal language model of transformers with paged attention, and runs its two halves.
+
+The backbone gives hidden states of a packed batch; the head turns chosen ones into logits. They are called apart so
+that the head can run in slices: logits of a whole chunk are vocabulary times tokens.
+"""
+
+from __future__ import annotations
+
+import platform
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from kvrelay.backends.backend import KV_DTYPES, AttentionBackend, KVLayout, StepAttention
+from kvrelay.backends.choose_backend import select_backend
+from kvrelay.engine.attention import ATTENTION_NAME, UnsupportedModel, attending, register
+from kvrelay.engine.checkpoint import check_quantization, read_config, read_model
+from kvrelay.engine.probe import check_paged_forward, observe_layers
+from kvrelay.engine.support import check_config, check_positions, resolve_max_model_len
+
+LoadFormat = Literal["auto", "dummy"]
+"""The checkpoint's weights, or random ones of the same shapes, which need no files but the config."""
+
+_DUMMY_SEED = 0
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_NATIVE_FLAGS = {
+    torch.bfloat16: frozenset({"avx512_bf16", "amx_bf16", "bf16"}),
+    torch.float16: frozenset({"avx512_fp16", "amx_fp16", "asimdhp"}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """What to load: a directory or a hub name, with the config already read and checked."""
+
+    name: str
+    config: PreTrainedConfig
+    dtype: torch.dtype
+    device: torch.device
+    max_model_len: int
+    load_format: LoadFormat = "auto"
+    stored: torch.dtype | None = None  # of keys and values in the pool; None: as they are computed
+
+    @property
+    def weights_salt(self) -> str:
+        """What tells weights that are not the checkpoint's apart from it, and from each other; else nothing."""
+        return f"dummy {_DUMMY_SEED} {self.device.type}" if self.load_format == "dummy" else ""
+
+
+class CausalModel:
+    """A loaded model, with its KV layout and the backend that its attention was checked with."""
+
+    def __init__(
+        self,
+        source: ModelSource,
+        model: PreTrainedModel,
+        layout: KVLayout,
+        backend: AttentionBackend,
+        vocab_size: int,
+    ) -> None:
+        self.source = source
+        self.layout = layout
+        self.backend = backend
+        self.vocab_size = vocab_size
+        self.eos_token_ids = _eos_token_ids(model, vocab_size)
+        self._model = model
+        self._backbone, self._head = split_head(model)
+
+    @torch.inference_mode()
+    def hidden_states(self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepAttention) -> torch.Tensor:
+        """Runs the backbone over packed tokens `[tokens]`; returns `[tokens, hidden]` and writes the step's K/V."""
+        with attending(step):
+            output = self._backbone(
+                input_ids=token_ids[None], position_ids=positions[None], use_cache=False, return_dict=True
+            )
+        return output.last_hidden_state[0]  # type: ignore[no-any-return]
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The head's logits `[tokens, vocab]` of hidden states `[tokens, hidden]`, in the model's own dtype."""
+        self._head.set(hidden[None])
+        return self._model(inputs_embeds=hidden[None], use_cache=False).logits[0]  # type: ignore[no-any-return]
+
+
+def open_source(
+    name: str,
+    dtype: str = "auto",
+    device: str | torch.device = "cpu",
+    max_model_len: int | None = None,
+    load_format: LoadFormat = "auto",
+    kv_cache_dtype: str = "auto",
+) -> ModelSource:
+    """Reads and checks the config, and resolves `auto`.
+
+    Raises:
+        UnsupportedModel: the layout cannot hold the model.
+        ValueError: an unknown dtype or kv_cache_dtype, or no length.
+        OSError: there is no such model.
+    """
+    config = read_config(name)
+    check_config(config)
+    if load_format != "dummy":
+        check_quantization(config)
+    length = resolve_max_model_len(config, max_model_len)
+    check_positions(config, length)
+    target = torch.device(device)
+    if kv_cache_dtype not in ("auto", *KV_DTYPES):
+        raise ValueError(f"kv_cache_dtype {kv_cache_dtype!r} is none of auto, {', '.join(KV_DTYPES)}")
+    computed = resolve_dtype(dtype, config, target)
+    return ModelSource(name, config, computed, target, length, load_format, KV_DTYPES.get(kv_cache_dtype))
+
+
+def resolve_dtype(requested: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
+    """The dtype to compute in; `auto` is the checkpoint's, but float32 on CPUs that lack it.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if requested != "auto":
+        if requested not in DTYPES:
+            raise ValueError(f"dtype {requested!r} is none of auto, {', '.join(DTYPES)}")
+        return DTYPES[requested]
+    named = getattr(config.get_text_config(decoder=True), "dtype", None) or getattr(config, "dtype", None)
+    stored = DTYPES.get(str(named).removeprefix("torch."), torch.float32)
+    if device.type == "cpu" and stored in _NATIVE_FLAGS and not _NATIVE_FLAGS[stored] & _cpu_flags():
+        return torch.float32
+    return stored
+
+
+def load_model(
+    source: ModelSource, block_size: int, backend: AttentionBackend | None = None, *, cascade_attention: bool = False
+) -> CausalModel:
+    """Loads the weights, learns the KV layout from a tiny forward, and checks paged attention against the model's own.
+
+    Without a `backend`, the fastest one that works is taken; see `select_backend` for `cascade_attention`.
+
+    Raises:
+        UnsupportedModel: with the reason.
+    """
+    register()
+    if source.load_format == "dummy":
+        model = make_dummy(source, ATTENTION_NAME)
+    else:
+        model = read_model(source.name, source.config, source.dtype, ATTENTION_NAME)
+    model.to(source.device).eval()  # type: ignore[arg-type]
+    text = source.config.get_text_config(decoder=True)
+    observed = observe_layers(model, text.num_hidden_layers, source.max_model_len)
+    shape = (observed.num_layers, observed.num_kv_heads, observed.head_dim, block_size)
+    layout = KVLayout(*shape, observed.dtype, source.stored)
+    if backend is None:
+        backend = select_backend(source.device, layout, observed.kinds, cascade=cascade_attention)
+    check_paged_forward(model, layout, backend, source.max_model_len)
+    return CausalModel(source, model, layout, backend, observed.vocab_size)
+
+
+def make_dummy(source: ModelSource, attn_implementation: str) -> PreTrainedModel:
+    """The source's model with random weights, made on its device: the same ones on every device of that type."""
+    device = source.device
+    generators = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(generators), torch.device(device):
+        torch.manual_seed(_DUMMY_SEED)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            deepcopy(source.config),  # a model keeps it, and it says how the model attends
+            dtype=source.dtype,
+            attn_implementation=attn_implementation,
+        )
+    return model
+
+
+class _BackboneOutput(BaseModelOutputWithPast):
+    """What a head may ask its backbone for: the hidden states; of all else (router logits, cross attention), None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+class _GivenHiddenStates(torch.nn.Module):
+    """Stands where the backbone stood, and returns hidden states computed before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._output = _BackboneOutput()
+
+    @property
+    def decoder(self) -> _GivenHiddenStates:
+        """Some heads (OPT's) call their backbone's decoder by this name."""
+        return self
+
+    def set(self, hidden: torch.Tensor) -> None:
+        """The next forward returns `hidden`, `[1, tokens, hidden]`."""
+        self._output = _BackboneOutput(last_hidden_state=hidden)
+
+    def forward(self, *_: Any, **__: Any) -> _BackboneOutput:
+        """The hidden states that were set, whatever the input."""
+        return self._output
+
+
+def split_head(model: PreTrainedModel) -> tuple[torch.nn.Module, _GivenHiddenStates]:
+    """Takes the backbone out of `model`, whose forward is then its head's part alone (with its caps and scales)."""
+    prefix = model.base_model_prefix
+    backbone = getattr(model, prefix, None)
+    if not isinstance(backbone, torch.nn.Module):
+        raise UnsupportedModel(f"{type(model).__name__} has no backbone under {prefix!r}")
+    head = _GivenHiddenStates()
+    setattr(model, prefix, head)
+    return backbone, head
+
+
+def _eos_token_ids(model: PreTrainedModel, vocab_size: int) -> tuple[int, ...]:
+    """As the generation config says, else the config. Ids that no token has (some configs say -1) end nothing."""
+    generation = getattr(model, "generation_config", None)
+    ids = getattr(generation, "eos_token_id", None)
+    if ids is None:
+        ids = getattr(model.config.get_text_config(decoder=True), "eos_token_id", None)
+    if ids is None:
+        return ()
+    ids = ids if isinstance(ids, list | tuple) else (ids,)
+    return tuple(each for each in map(int, ids) if 0 <= each < vocab_size)
+
+
+def _cpu_flags() -> frozenset[str]:
+    """The CPU's feature names as Linux lists them; none elsewhere, except what every Apple arm64 has."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.lower().startswith(("flags", "features")):
+                return frozenset(line.split(":", 1)[1].split())
+    return frozenset({"asimdhp"}) if platform.machine() == "arm64" else frozenset()

@@ -1,0 +1,358 @@
+"""The third of three stages: tensors. Turns a `WorkerBatch` into one packed forward and its logits into tokens."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvrelay.backends.backend import PackedRows, SharingBackend, allocate_pool, bits, dtype_name
+from kvrelay.engine.batch import (
+    BeamCandidates,
+    BlockCopy,
+    ModelSpec,
+    SequenceKey,
+    StepResult,
+    WorkerBatch,
+    WorkerRow,
+)
+from kvrelay.engine.beam_candidates import best_candidates
+from kvrelay.engine.causal_model import CausalModel
+from kvrelay.engine.device import Moment, describe_device, to_device, use_on_this_thread
+from kvrelay.engine.device_pool import DevicePool
+from kvrelay.engine.fingerprint import find_model_dir, fingerprint
+from kvrelay.engine.graphs import DecodeGraphs, GraphSettings, try_to_capture
+from kvrelay.engine.host_buffer import HostBuffer
+from kvrelay.engine.in_flight import Asked, StepInFlight, StepsInFlight, TokensOnDevice
+from kvrelay.engine.packing import pack_rows
+from kvrelay.engine.pending_logprobs import token_logprobs
+from kvrelay.engine.sampler import Sampler
+from kvrelay.protocol.sampling import Sampling, TokenLogprobs
+from kvrelay.transfer.pool_memory import PoolLike
+
+_PROMPT_SLICE = 512  # prompt positions whose logits exist at a time
+
+
+@dataclass(frozen=True, slots=True)
+class _ScoredPrompt:
+    """A prompt whose log-probabilities are asked for."""
+
+    token_ids: NDArray[np.int64]
+    num_top: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """What the backbone gave for some rows of a step: `hidden`, `[tokens, hidden]`, good until the next one.
+
+    `indices` are those that the rows have in the step.
+    """
+
+    rows: Sequence[WorkerRow]
+    indices: Sequence[int]
+    packed: PackedRows
+    hidden: torch.Tensor
+
+
+class TransformersRunner:
+    """A `ModelRunner` over a model of transformers and one pool."""
+
+    def __init__(
+        self,
+        model: CausalModel,
+        num_blocks: int,
+        name: str | None = None,
+        *,
+        num_swap_slots: int = 0,
+        with_scratch: bool = False,
+        launches_ahead: bool | None = None,
+    ) -> None:
+        """`name` is what the spec calls the model; its path or hub name if there is none.
+
+        `with_scratch`: beside the pool lies one more block, which CUDA graphs take. `launches_ahead`: see
+        `LaunchingRunner`; None: on GPUs, as a CPU has computed a step when its launch returns.
+        """
+        layout, source = model.layout, model.source
+        self._model = model
+        self._backend = model.backend
+        self._device = source.device
+        self.launches_ahead = source.device.type == "cuda" if launches_ahead is None else launches_ahead
+        self._blocks = allocate_pool(layout, num_blocks + with_scratch, source.device)
+        self._pool = self._blocks[:num_blocks]
+        self._graphs: DecodeGraphs | None = None
+        self._host = HostBuffer(self._pool, num_swap_slots)
+        self._lock = threading.Lock()  # over sampler and scored prompts; nobody waits for the device with it
+        self._sampler = Sampler(model.vocab_size, model.eos_token_ids, source.device, self._lock)
+        self._scored: dict[SequenceKey, _ScoredPrompt] = {}
+        self._kept: dict[int, torch.Tensor] = {}  # hidden states of prompts' last positions, [hidden] each
+        self._spec = ModelSpec(
+            name=name or source.name,
+            vocab_size=model.vocab_size,
+            max_model_len=min(source.max_model_len, num_blocks * layout.block_size),
+            eos_token_ids=model.eos_token_ids,
+            num_layers=layout.num_layers,
+            num_kv_heads=layout.num_kv_heads,
+            head_dim=layout.head_dim,
+            block_size=layout.block_size,
+            num_blocks=num_blocks,
+            block_bytes=layout.block_bytes,
+            dtype=dtype_name(layout.dtype),
+            fingerprint=fingerprint(find_model_dir(source.name), layout, source.weights_salt),
+            num_swap_slots=num_swap_slots,
+            swap_block_s=self._host.measure(),
+            device=describe_device(source.device),
+            kv_dtype=dtype_name(layout.pool_dtype),
+        )
+        self._steps = StepsInFlight(source.device, self._spec.device, self._lock)
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What the services need to know about the model."""
+        return self._spec
+
+    @property
+    def pool(self) -> torch.Tensor:
+        """The pool, `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`."""
+        return self._pool
+
+    @property
+    def pool_bytes(self) -> NDArray[np.uint8]:
+        """The pool's memory as `[num_blocks, block_bytes]`, shared.
+
+        Raises:
+            TypeError: the pool is not in the CPU's memory.
+        """
+        flat = self._pool.view(self._spec.num_blocks, -1).view(torch.uint8)
+        return cast("NDArray[np.uint8]", flat.numpy())
+
+    @property
+    def pool_memory(self) -> PoolLike:
+        """See `ModelRunner.pool_memory`."""
+        return self.pool_bytes if self._device.type == "cpu" else self._device_pool
+
+    @cached_property
+    def _device_pool(self) -> DevicePool:
+        return DevicePool(self._pool)
+
+    def try_graphs(self, graphs: GraphSettings, *, trial: bool = False) -> None:
+        """Captures decoding steps, which are replayed from now on, or says why not. The pool must hold nothing yet.
+
+        Raises:
+            ValueError: there is no scratch block; see `try_to_capture` for others.
+        """
+        if len(self._blocks) == len(self._pool):
+            raise ValueError("CUDA graphs take a scratch block, and the pool has none")
+        self._graphs = try_to_capture(self._model, self._blocks, graphs, trial=trial)
+
+    def add_sequence(self, key: SequenceKey, sampling: Sampling, token_ids: Sequence[int], num_prompt: int) -> None:
+        """See `ModelRunner.add_sequence`."""
+        with self._lock:
+            self._sampler.add(key, sampling, token_ids, num_prompt)
+            if sampling.prompt_logprobs is not None and key not in self._scored:
+                prompt = np.asarray(token_ids[:num_prompt], np.int64)
+                self._scored[key] = _ScoredPrompt(prompt, sampling.prompt_logprobs)
+
+    def drop_sequence(self, key: SequenceKey) -> None:
+        """See `ModelRunner.drop_sequence`."""
+        with self._lock:
+            self._sampler.drop(key)
+            self._scored.pop(key, None)
+
+    def execute(self, batch: WorkerBatch) -> StepResult:
+        """See `ModelRunner.execute`. A sequence that was dropped during the step gets no token.
+
+        Raises:
+            BadLogits: the model gave NaN or infinity for some sequences; the step may be run again without them.
+            KeyError: a row that samples, or follows a draw, is unknown.
+            IndexError: a copy names a block or a slot that there is not.
+            DeviceLost: an error after which a GPU takes nothing more from this process.
+        """
+        return self.launch(batch).land()
+
+    def can_launch_behind(self, batch: WorkerBatch) -> bool:
+        """See `LaunchingRunner.can_launch_behind`. Penalties look at all tokens before the next one is drawn, and a
+        prompt's log-probabilities come to the host in slices."""
+        if not self.launches_ahead or not batch.is_plain:
+            return False
+        with self._lock:
+            if self._steps.has_stale or any(self._is_scored(row) for row in batch.rows):
+                return False
+            following = [row.key for row in batch.rows if row.has_placeholder and row.key in self._sampler]
+            if following and self._sampler.resamples_often:
+                return False
+            return not self._sampler.penalises(following).any()
+
+    @torch.inference_mode()
+    def launch(self, batch: WorkerBatch) -> StepInFlight:
+        """See `LaunchingRunner.launch`. Waits for the device only for what `can_launch_behind` refuses.
+
+        Raises:
+            KeyError, IndexError, DeviceLost: see `execute`.
+        """
+        use_on_this_thread(self._device)
+        step = StepInFlight(self._steps, batch)
+        step.launch(self._ask)
+        return step
+
+    def _ask(self, step: StepInFlight, asked: Asked) -> None:
+        """All that the device has to do for a step, and what the host must do before that can be asked for."""
+        batch, asked.begin = step.batch, Moment(self._device)
+        asked.copy_s = self._host.swap(batch.swap_out, batch.swap_in)
+        self._copy_blocks(batch.copies)
+        for state in batch.forget:
+            self._kept.pop(state, None)
+        if batch.rows:
+            self._ask_rows(step, asked)
+        asked.end = Moment(self._device)
+
+    def _ask_rows(self, step: StepInFlight, asked: Asked) -> None:
+        rows = step.batch.rows
+        with self._lock:
+            named = (row.key for row in rows if row.sample or row.has_placeholder)
+            unknown = [key for key in named if key not in self._sampler]
+        if unknown:
+            raise KeyError(f"sequences never added, or dropped before the step: {unknown}")
+        computed = [index for index, row in enumerate(rows) if not row.after]
+        forward = self._compute(step, computed, asked) if computed else None
+        if forward is not None:
+            asked.prompt_logprobs = self._score_prompts(forward)
+        self._begin_sampling(rows, forward, asked)
+        if forward is not None:
+            asked.candidates = self._find_candidates(forward)
+            for at, row in enumerate(forward.rows):
+                if row.keep:
+                    self._kept[row.keep] = forward.hidden[int(forward.packed.query_starts[at + 1]) - 1].clone()
+
+    def _compute(self, step: StepInFlight, computed: list[int], asked: Asked) -> _Forward:
+        """The backbone over some rows of the step."""
+        rows = step.batch.rows
+        some = rows if len(computed) == len(rows) else [rows[index] for index in computed]
+        packed = pack_rows(some)
+        graphs = self._graphs_for(packed)
+        asked.captured = graphs is not None
+        token_ids, on_device = self._token_ids(step, some, packed)
+        return _Forward(some, computed, packed, self._hidden_states(token_ids, on_device, packed, graphs))
+
+    def _begin_sampling(self, rows: Sequence[WorkerRow], forward: _Forward | None, asked: Asked) -> None:
+        """Asks for a token for each row that samples and is still known: from what is computed now, or was kept."""
+        wanted, logits = [], []
+        if forward is not None:
+            places = [at for at, row in enumerate(forward.rows) if row.sample and row.beam is None]
+            if places:
+                wanted += [forward.indices[at] for at in places]
+                logits.append(self._last_logits(forward, places))
+        kept = [index for index, row in enumerate(rows) if row.after]
+        if kept:
+            wanted += kept
+            logits.append(self._model.logits(torch.stack([self._kept[rows[index].after] for index in kept])))
+        if not wanted:
+            return
+        with self._lock:
+            known = [at for at, index in enumerate(wanted) if rows[index].key in self._sampler]
+            if not known:
+                return
+            peaked = logits[0] if len(logits) == 1 else torch.cat(logits)
+            if len(known) < len(wanted):
+                peaked = peaked[to_device(np.array(known, np.int64), self._device)]
+            asked.sampled_rows = [wanted[at] for at in known]
+            sampled = [rows[index] for index in asked.sampled_rows]
+            positions = np.array([row.position + len(row.token_ids) for row in sampled], np.int64)
+            asked.tokens = self._sampler.begin([row.key for row in sampled], positions, peaked)
+
+    def _hidden_states(
+        self,
+        token_ids: NDArray[np.int64],
+        on_device: TokensOnDevice | None,
+        packed: PackedRows,
+        graphs: DecodeGraphs | None,
+    ) -> torch.Tensor:
+        """The backbone over the step, `[tokens, hidden]`, good until the next one."""
+        if graphs is not None:
+            return graphs.hidden_states(token_ids, packed, on_device)
+        positions = to_device(packed.token_positions.astype(np.int64), self._device)
+        step, tokens = self._backend.plan(self._pool, packed), to_device(token_ids, self._device)
+        if on_device is not None:
+            on_device.put_into(tokens)
+        return self._model.hidden_states(tokens, positions, step)
+
+    def _graphs_for(self, packed: PackedRows) -> DecodeGraphs | None:
+        """What replays this step; None: it is launched kernel by kernel."""
+        if self._graphs is None or not self._graphs.can_run(packed):
+            return None
+        backend = self._backend
+        launched = isinstance(backend, SharingBackend) and backend.prefers_launches(self._pool, packed)
+        return None if launched else self._graphs
+
+    def _token_ids(
+        self, step: StepInFlight, rows: Sequence[WorkerRow], packed: PackedRows
+    ) -> tuple[NDArray[np.int64], TokensOnDevice | None]:
+        """The step's tokens; placeholders are replaced by what was drawn, unless that lies on the device alone."""
+        token_ids = np.concatenate([row.token_ids for row in rows]).astype(np.int64)
+        following = [index for index, row in enumerate(rows) if row.has_placeholder]
+        if not following:
+            return token_ids, None
+        keys, places = [rows[index].key for index in following], packed.query_starts[1:][following] - 1
+        with self._lock:
+            step.took_from = self._steps.before(step)
+            if step.took_from is not None:
+                return token_ids, TokensOnDevice(places.astype(np.int64), self._sampler.last_on_device(keys))
+            token_ids[places] = self._sampler.last_sampled(keys)
+        return token_ids, None
+
+    def _find_candidates(self, forward: _Forward) -> dict[int, BeamCandidates]:
+        """Candidates by the step's row, of the beams' rows that sample and are still known."""
+        wanted = [(at, row.key, row.beam) for at, row in enumerate(forward.rows) if row.sample and row.beam is not None]
+        if not wanted:
+            return {}
+        logits = self._last_logits(forward, [at for at, _, _ in wanted])
+        with self._lock:
+            known = [at for at, (_, key, _) in enumerate(wanted) if key in self._sampler]
+            if not known:
+                return {}
+            places, keys, beams = zip(*(wanted[at] for at in known), strict=True)
+            if len(known) < len(wanted):
+                logits = logits[to_device(np.array(known, np.int64), self._device)]
+            packed = forward.packed
+            positions = (packed.positions + packed.query_lens)[list(places)].astype(np.int64)
+            found = best_candidates(self._sampler, keys, beams, positions, logits)
+        return dict(zip((forward.indices[at] for at in places), found, strict=True))
+
+    def _last_logits(self, forward: _Forward, places: list[int]) -> torch.Tensor:
+        """The logits after the last token of these rows of a forward, `[rows, vocab]`."""
+        last = to_device(forward.packed.query_starts[1:][places].astype(np.int64) - 1, self._device)
+        return self._model.logits(forward.hidden[last])
+
+    def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """All copies at once; every source is read before any target is written."""
+        if copies:
+            sources = to_device(np.array([copy.source for copy in copies], np.int64), self._device)
+            targets = to_device(np.array([copy.target for copy in copies], np.int64), self._device)
+            pool = bits(self._pool)
+            pool.index_copy_(0, targets, pool.index_select(0, sources))
+
+    def _score_prompts(self, forward: _Forward) -> dict[int, list[TokenLogprobs]]:
+        """By the step's row: log-probabilities of the prompt tokens that follow each of the row's positions."""
+        with self._lock:
+            scored = {at: self._scored[row.key] for at, row in enumerate(forward.rows) if self._is_scored(row)}
+        results: dict[int, list[TokenLogprobs]] = {}
+        for place, prompt in scored.items():
+            row, start = forward.rows[place], int(forward.packed.query_starts[place])
+            targets = prompt.token_ids[row.position + 1 : row.position + len(row.token_ids) + 1]
+            entries: list[TokenLogprobs] = []
+            for at in range(0, len(targets), _PROMPT_SLICE):
+                part = targets[at : at + _PROMPT_SLICE]
+                logits = self._model.logits(forward.hidden[start + at : start + at + len(part)])
+                entries += token_logprobs(logits, part, np.full(len(part), prompt.num_top, np.int64))
+            results[forward.indices[place]] = entries
+        return results
+
+    def _is_scored(self, row: WorkerRow) -> bool:
+        """Whether log-probabilities are asked for of prompt tokens that follow the row's positions. With the lock."""
+        prompt = self._scored.get(row.key)
+        return prompt is not None and row.position + 1 < len(prompt.token_ids)

@@ -1,0 +1,336 @@
+"""A `ModelRunner` without a model: it does a step's bookkeeping at once, and says how long the device would take.
+
+Whoever calls it waits (`worker.launch`). K/V, and how tokens follow from it: see `tokens`. All rows of a step are
+computed together. Penalties, biases and truncation of the distribution have no effect; log-probabilities are those of
+a distribution in which each token is half as likely as the one before it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrelay.config.worker import WorkerConfig
+from kvrelay.engine.batch import (
+    BeamCandidates,
+    ModelSpec,
+    RowResult,
+    SequenceKey,
+    StepResult,
+    SwapCopies,
+    WorkerBatch,
+    WorkerRow,
+)
+from kvrelay.engine.profile import SWAP_PART
+from kvrelay.kv.table import blocks_for
+from kvrelay.protocol.sampling import Sampling, TokenLogprobs
+from kvrelay.simulated.model_facts import ModelFacts, read_facts
+from kvrelay.simulated.profiles import Profile, StepLoad, find_profile
+from kvrelay.simulated.token_hash import (
+    END_EVERY,
+    MISPLACED,
+    SUM_BITS,
+    SUM_MASK,
+    Vocabulary,
+    Words,
+    contributions,
+    mixed,
+    salt_of,
+)
+from kvrelay.transfer.pool_memory import PoolLike
+
+
+@dataclass(slots=True)
+class _Known:
+    """A sequence: what its draws depend on, and the prompt where its log-probabilities are asked for."""
+
+    sampling: Sampling
+    salt: int
+    num_prompt: int
+    stops: frozenset[int]
+    scored: NDArray[np.int64] | None
+    drawn: int = -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Packed:
+    """A step's rows. Tokens lie one after the other, and so do the blocks that each row reads: its table's first."""
+
+    lens: NDArray[np.int64]  # [rows], tokens
+    ends: NDArray[np.int64]  # [rows], the position after the row's last token
+    starts: NDArray[np.int64]  # [rows], each row's first token among the tokens
+    positions: NDArray[np.int64]  # [tokens]
+    blocks: NDArray[np.int64]  # [blocks]
+    block_starts: NDArray[np.int64]  # [rows], each row's first block among the blocks
+
+    @classmethod
+    def of(cls, rows: Sequence[WorkerRow], block_size: int) -> _Packed:
+        """At least one row. One that computes nothing has no tokens."""
+        lens = np.array([len(row.token_ids) for row in rows])
+        firsts = np.array([row.position for row in rows])
+        ends = firsts + lens
+        starts = np.cumsum(lens) - lens
+        num_blocks = -(-ends // block_size)
+        tables = [row.block_ids[:count] for row, count in zip(rows, num_blocks.tolist(), strict=True)]
+        return cls(
+            lens=lens,
+            ends=ends,
+            starts=starts,
+            positions=np.arange(int(lens.sum())) + np.repeat(firsts - starts, lens),
+            blocks=np.concatenate(tables).astype(np.int64),
+            block_starts=np.cumsum(num_blocks) - num_blocks,
+        )
+
+
+class SimulatedRunner:
+    """See the module's text. `num_blocks` and `num_swap_slots` blocks of `block_size` tokens."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        facts: ModelFacts,
+        *,
+        name: str,
+        block_size: int,
+        num_blocks: int,
+        num_swap_slots: int = 0,
+        max_model_len: int | None = None,
+    ) -> None:
+        self._profile = profile
+        self._vocabulary = facts.vocabulary
+        self._words = np.zeros((num_blocks, block_size), np.uint64)
+        self._host = np.zeros((num_swap_slots, block_size), np.uint64)
+        self._known: dict[SequenceKey, _Known] = {}
+        block_bytes = block_size * profile.kv_bytes_per_token
+        lengths = [num_blocks * block_size, max_model_len or facts.max_model_len or num_blocks * block_size]
+        self._spec = ModelSpec(
+            name=f"{name} on simulated {profile.name}",
+            vocab_size=facts.vocabulary.size,
+            max_model_len=min(lengths),
+            eos_token_ids=facts.vocabulary.eos_ids,
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=1,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            block_bytes=block_bytes,
+            dtype="simulated",
+            fingerprint=_fingerprint(facts, block_size, profile.kv_bytes_per_token),
+            num_swap_slots=num_swap_slots,
+            swap_block_s=block_bytes / profile.transfer_bytes_s,
+        )
+
+    @property
+    def spec(self) -> ModelSpec:
+        """`block_bytes` is what a block of the simulated model takes, not what it takes here."""
+        return self._spec
+
+    @property
+    def pool_bytes(self) -> NDArray[np.uint8]:
+        """The words that stand for the K/V, `[num_blocks, 8 * block_size]`."""
+        return self._words.view(np.uint8)
+
+    @property
+    def pool_memory(self) -> PoolLike:
+        """See `ModelRunner.pool_memory`."""
+        return self.pool_bytes
+
+    def add_sequence(self, key: SequenceKey, sampling: Sampling, token_ids: Sequence[int], num_prompt: int) -> None:
+        """See `ModelRunner.add_sequence`."""
+        if key in self._known:
+            return
+        scored = None if sampling.prompt_logprobs is None else np.asarray(token_ids[:num_prompt], np.int64)
+        stops = frozenset(sampling.stop_token_ids)
+        self._known[key] = _Known(sampling, salt_of(sampling, key[2]), num_prompt, stops, scored)
+
+    def drop_sequence(self, key: SequenceKey) -> None:
+        """See `ModelRunner.drop_sequence`."""
+        self._known.pop(key, None)
+
+    def execute(self, batch: WorkerBatch) -> StepResult:
+        """See `ModelRunner.execute`. Returns at once; the result's times are the simulated device's.
+
+        Raises KeyError where a row that samples, or follows a draw, is unknown.
+        """
+        copy_s = self._copy(batch)
+        rows = batch.rows
+        if not rows:
+            return StepResult(batch.step, [], 0.0, copy_s)
+        load = StepLoad.of((row.position, len(row.token_ids), row.is_prefill) for row in rows if not row.after)
+        packed = _Packed.of(rows, self._spec.block_size)
+        if len(packed.positions):
+            self._write(rows, packed)
+        digests = self._read(packed)
+        forward_s = self._profile.step_s(load) if len(packed.positions) else 0.0
+        return StepResult(batch.step, self._results(rows, packed, digests), forward_s, copy_s)
+
+    # -- K/V ----------------------------------------------------------------------------------------------------------
+
+    def _copy(self, batch: WorkerBatch) -> float:
+        self._swap(batch.swap_out, out=True)
+        self._swap(batch.swap_in, out=False)
+        if batch.copies:
+            sources, targets = [copy.source for copy in batch.copies], [copy.target for copy in batch.copies]
+            self._words[targets] = self._words[sources]
+        return (len(batch.swap_out.blocks) + len(batch.swap_in.blocks)) * self._spec.swap_block_s
+
+    def _swap(self, copies: SwapCopies, *, out: bool) -> None:
+        blocks, slots = list(copies.blocks), list(copies.slots)
+        if out and blocks:
+            self._host[slots] = self._words[blocks]
+        elif blocks:
+            self._words[blocks] = self._host[slots]
+
+    def _write(self, rows: Sequence[WorkerRow], packed: _Packed) -> None:
+        """This step's K/V: sums go on from the position before, within each block."""
+        size = self._spec.block_size
+        indices, offsets = packed.positions // size, packed.positions % size
+        blocks = packed.blocks[np.repeat(packed.block_starts, packed.lens) + indices]
+        added = contributions(self._token_ids(rows, packed), packed.positions.astype(np.uint64))
+        is_first = offsets == 0
+        is_first[packed.starts[packed.lens > 0]] = True
+        firsts = np.flatnonzero(is_first)
+        before = self._words[blocks[firsts], offsets[firsts] - 1] & SUM_MASK
+        before[offsets[firsts] == 0] = 0
+        sums = np.cumsum(added, dtype=np.uint64)
+        sums += np.repeat(before - (sums[firsts] - added[firsts]), _distances(firsts, len(sums)))
+        self._words[blocks, offsets] = sums & SUM_MASK | indices.astype(np.uint64) << SUM_BITS
+
+    def _read(self, packed: _Packed) -> Words:
+        """The digest of each row's tokens up to its last, from all of its blocks."""
+        size, num_blocks = self._spec.block_size, len(packed.blocks)
+        counts = _distances(packed.block_starts, num_blocks)
+        columns = np.full(num_blocks, size - 1)
+        columns[packed.block_starts + counts - 1] = (packed.ends - 1) % size
+        words = self._words[packed.blocks, columns]
+        places = (np.arange(num_blocks) - np.repeat(packed.block_starts, counts)).astype(np.uint64)
+        found = (words & SUM_MASK) + ((words >> SUM_BITS) ^ places) * MISPLACED
+        digests: Words = np.add.reduceat(found, packed.block_starts) & SUM_MASK
+        return digests
+
+    def _token_ids(self, rows: Sequence[WorkerRow], packed: _Packed) -> Words:
+        """Placeholders are replaced by what was drawn."""
+        token_ids = np.concatenate([row.token_ids for row in rows]).astype(np.uint64)
+        for row, last in zip(rows, (packed.starts + packed.lens - 1).tolist(), strict=True):
+            if row.has_placeholder:
+                token_ids[last] = self._known[row.key].drawn
+        return token_ids
+
+    # -- tokens -------------------------------------------------------------------------------------------------------
+
+    def _results(self, rows: Sequence[WorkerRow], packed: _Packed, digests: Words) -> list[RowResult]:
+        results = [RowResult(None)] * len(rows)
+        sampling = [index for index, row in enumerate(rows) if row.sample]
+        if sampling:
+            known = [self._known[rows[index].key] for index in sampling]
+            salts = np.array([each.salt for each in known], np.uint64)
+            draws = self._vocabulary.draws(digests[sampling], salts)
+            lengths = packed.ends[sampling].tolist()
+            may_end = [_may_end(each, length) for each, length in zip(known, lengths, strict=True)]
+            token_ids = self._vocabulary.tokens(draws, np.array(may_end)).tolist()
+            for index, each, token_id, draw, ends in zip(
+                sampling, known, token_ids, draws.tolist(), may_end, strict=True
+            ):
+                results[index] = self._sampled(rows[index], each, token_id, draw, ends)
+        for index, row in enumerate(rows):
+            if (found := self._known.get(row.key)) is not None and found.scored is not None:
+                entries = self._scored(found, row.position, len(row.token_ids))
+                results[index] = RowResult(results[index].token_id, results[index].logprobs, entries)
+        return results
+
+    def _sampled(self, row: WorkerRow, known: _Known, token_id: int, draw: int, may_end: bool) -> RowResult:
+        if row.beam is not None:
+            return RowResult(None, candidates=_candidates(self._vocabulary, draw, row.beam.num_candidates, may_end))
+        if token_id in known.stops and _is_early(known, row.position + len(row.token_ids)):
+            token_id = self._vocabulary.without(token_id, known.stops)
+        known.drawn = token_id
+        if known.sampling.logprobs is None:
+            return RowResult(token_id)
+        return RowResult(token_id, _logprobs(self._vocabulary, token_id, draw, known.sampling.logprobs))
+
+    def _scored(self, known: _Known, position: int, num_tokens: int) -> list[TokenLogprobs]:
+        """Of the prompt tokens that follow these positions. A prompt's tokens are taken for equally likely."""
+        assert known.scored is not None
+        targets = known.scored[position + 1 : position + num_tokens + 1]
+        draws = mixed(np.arange(position, position + len(targets), dtype=np.uint64)).tolist()
+        logprob, num_top = -math.log(self._vocabulary.size), known.sampling.prompt_logprobs or 0
+        entries = []
+        for token_id, draw in zip(targets.tolist(), draws, strict=True):
+            top = self._vocabulary.likeliest(draw, num_top).tolist()
+            entries.append(TokenLogprobs(token_id, logprob, top, _halving(len(top))))
+        return entries
+
+
+def make_simulated_runner(config: WorkerConfig) -> SimulatedRunner:
+    """As the configuration asks for. The pool holds what the profile says, where nothing else is given.
+
+    Raises OSError, ValueError where there is no such model or profile, or a length does not fit.
+    """
+    profile, facts = find_profile(config.profile), read_facts(config.model)
+    block_bytes = config.block_size * profile.kv_bytes_per_token
+    num_blocks = config.num_blocks or profile.kv_tokens // config.block_size
+    if config.num_blocks is None and config.kv_memory_bytes is not None:
+        num_blocks = config.kv_memory_bytes // block_bytes
+    if num_blocks < 1:
+        raise ValueError(f"no room for a block of {config.block_size} tokens, {block_bytes} bytes, in the pool")
+    if config.max_model_len is not None and num_blocks * config.block_size < config.max_model_len:
+        raise ValueError(
+            f"max_model_len {config.max_model_len} does not fit the pool: {num_blocks} blocks of {config.block_size} "
+            f"tokens; it takes {blocks_for(config.max_model_len, config.block_size)} blocks"
+        )
+    swap_bytes = config.swap_bytes
+    return SimulatedRunner(
+        profile,
+        facts,
+        name=config.served_model_name,
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        num_swap_slots=num_blocks // SWAP_PART if swap_bytes is None else swap_bytes // block_bytes,
+        max_model_len=config.max_model_len,
+    )
+
+
+def _distances(starts: NDArray[np.int64], end: int) -> NDArray[np.int64]:
+    """From each start to the next one, and from the last to `end`: `np.diff` at a third of its time."""
+    distances = np.empty_like(starts)
+    np.subtract(starts[1:], starts[:-1], out=distances[:-1])
+    distances[-1] = end - starts[-1]
+    return distances
+
+
+def _is_early(known: _Known, length: int) -> bool:
+    return length - known.num_prompt < known.sampling.min_tokens
+
+
+def _may_end(known: _Known, length: int) -> bool:
+    return not known.sampling.ignore_eos and not _is_early(known, length)
+
+
+def _halving(count: int) -> list[float]:
+    return [-(index + 1) * math.log(2) for index in range(count)]
+
+
+def _logprobs(vocabulary: Vocabulary, token_id: int, draw: int, num_top: int) -> TokenLogprobs:
+    others = (each for each in vocabulary.likeliest(draw, num_top + 1).tolist() if each != token_id)
+    top = [token_id, *others][:num_top]
+    return TokenLogprobs(token_id, -math.log(2), top, _halving(len(top)))
+
+
+def _candidates(vocabulary: Vocabulary, draw: int, count: int, may_end: bool) -> BeamCandidates:
+    """The end of the text is among the first ones as often as `tokens` draws it. Beams part in how steeply it falls."""
+    token_ids = vocabulary.likeliest(draw, count).astype(np.int32)
+    if may_end and vocabulary.eos_ids and draw % END_EVERY == 0:
+        token_ids[0] = vocabulary.eos_ids[0]
+    falls = 0.4 + 0.6 * (mixed(np.arange(len(token_ids), dtype=np.uint64) + np.uint64(draw)) / 2.0**64)
+    return BeamCandidates(token_ids, -np.cumsum(falls).astype(np.float32))
+
+
+def _fingerprint(facts: ModelFacts, block_size: int, kv_bytes_per_token: int) -> str:
+    """K/V may go from one device to another of the same model."""
+    text = f"simulated {block_size} {kv_bytes_per_token} ".encode()
+    return hashlib.blake2b(text + facts.identity, digest_size=16).hexdigest()

@@ -1,0 +1,178 @@
+"""Times of each sequence on a worker: stages for `/requests/{id}/timeline`, and OpenTelemetry spans if exported.
+
+    kvrelay.prefill or kvrelay.decode   from arrival to end on this worker; child of the router's attempt span
+      kvrelay.queue                     until the first chunk was scheduled
+      kvrelay.compute                   from then until the first token, if the prompt is computed here
+    kvrelay.step                        its own trace for each step with a chunk of a sampled prompt; linked to the
+                                        spans of all sequences whose chunks it computed
+
+A step without prompt chunks has no span: the span of a decoding sequence names its first and last step, and the metrics
+have the cost of steps. Spans are written when the sequence leaves, so a worker that dies writes no partial spans.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvrelay.engine.batch import SequenceKey, StepResult
+from kvrelay.protocol.messages import Stage
+from kvrelay.protocol.sampling import FinishReason
+from kvrelay.scheduling.plan import SequenceOutput, StepPlan
+from kvrelay.scheduling.sequence import Sequence
+from kvrelay.telemetry.stages import RecentStages, stage
+from kvrelay.telemetry.trace_context import TraceContext, new_trace
+from kvrelay.telemetry.tracer import Tracer, sampled
+
+MAX_CHUNKS = 128
+"""Chunks of a sequence that appear as stages of their own. Later chunks are only counted."""
+
+
+@dataclass(slots=True)
+class _SequenceTimings:
+    """Monotonic seconds; None: has not happened. `parent` is None unless the trace is recorded.
+
+    `chunks`: start, end and number of tokens of each chunk.
+    """
+
+    sequence: Sequence
+    parent: TraceContext | None
+    context: TraceContext | None
+    arrived: float
+    num_output_before: int
+    admitted: float | None = None
+    first_token: float | None = None
+    first_step: int = 0
+    num_chunks: int = 0
+    chunks: list[tuple[float, float, int]] = field(default_factory=list)
+
+
+class SequenceSpans:
+    """Records sequences of one role. Called on the event loop's thread around each step; a step without prompt chunks
+    costs nothing. `tracer` is None if no spans are exported.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        recent: RecentStages,
+        tracer: Tracer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._role = role
+        self._recent = recent
+        self._tracer = tracer
+        self._clock = clock
+        self._sequences: dict[SequenceKey, _SequenceTimings] = {}
+        self._last_step = 0
+
+    def arrived(self, sequence: Sequence, *, is_running: bool) -> None:
+        """A sequence was queued or, with `is_running`, joined the running batch."""
+        parent = sampled(sequence.trace) if self._tracer is not None else None
+        context = parent.child() if parent is not None else None
+        now = self._clock()
+        self._sequences[sequence.key] = timings = _SequenceTimings(sequence, parent, context, now, sequence.num_output)
+        if is_running:
+            timings.admitted, timings.first_step = now, self._last_step + 1
+
+    def planned(self, plan: StepPlan) -> None:
+        """Notes the admission of the sequences that the plan admits."""
+        for sequence in plan.admitted:
+            timings = self._sequences.get(sequence.key)
+            if timings is not None and timings.admitted is None:
+                timings.admitted, timings.first_step = self._clock(), plan.step
+
+    def committed(self, plan: StepPlan, result: StepResult, outputs: list[SequenceOutput], num_running: int) -> None:
+        """Notes the chunks and first tokens of a finished step."""
+        self._last_step = plan.step
+        if not plan.rows or not plan.rows[0].is_prefill:
+            return  # the rows of prompt chunks come first
+        now = self._clock()
+        links = []
+        for row in plan.rows:
+            if not row.is_prefill:
+                break
+            if (timings := self._sequences.get(row.sequence.key)) is not None:
+                timings.num_chunks += 1
+                if len(timings.chunks) < MAX_CHUNKS:
+                    timings.chunks.append((now - result.forward_s, now, row.num_computed))
+                if timings.context is not None:
+                    links.append(timings.context)
+        for output in outputs:
+            timings = self._sequences.get(output.sequence.key) if output.prefilled else None
+            if timings is not None and timings.first_token is None:
+                timings.first_token = now
+        if self._tracer is not None and links:
+            self._trace_step(self._tracer, plan, now - result.forward_s, now, num_running, links)
+
+    def left(self, key: SequenceKey, finish: FinishReason | None = None) -> None:
+        """Ends a sequence and writes its stages and spans. Unknown keys are ignored."""
+        timings = self._sequences.pop(key, None)
+        if timings is None:
+            return
+        now = self._clock()
+        self._recent.add(key, self._stages(timings, now))
+        if self._tracer is not None and timings.context is not None:
+            self._trace(self._tracer, timings, timings.context, now, finish)
+
+    def open_stages(self, request: str) -> list[Stage]:
+        """Stages of the request's unfinished sequences. O(sequences on this worker)."""
+        found = [timings for key, timings in self._sequences.items() if key[0] == request]
+        return [each for timings in found for each in self._stages(timings, None)]
+
+    def _stages(self, timings: _SequenceTimings, end: float | None) -> list[Stage]:
+        key, sequence = timings.sequence.key, timings.sequence
+        admitted = timings.admitted if timings.admitted is not None else end
+        stages = [stage(key, "queue", timings.arrived, admitted)] if timings.admitted != timings.arrived else []
+        stages += [stage(key, "chunk", start, until, {"tokens": num}) for start, until, num in timings.chunks]
+        num_output = sequence.num_output - timings.num_output_before
+        if self._role == "decode" and timings.admitted is not None and (num_output or not timings.num_chunks):
+            detail: dict[str, float | str] = {
+                "tokens": num_output,
+                "first_step": timings.first_step,
+                "last_step": self._last_step,
+                "preemptions": sequence.num_preemptions,
+            }
+            stages.append(stage(key, "decode", timings.first_token or timings.admitted, end, detail))
+        return stages
+
+    def _trace_step(
+        self, tracer: Tracer, plan: StepPlan, start: float, end: float, num_running: int, links: list[TraceContext]
+    ) -> None:
+        num_chunks = sum(row.is_prefill for row in plan.rows)
+        attributes = {
+            "kvrelay.step.number": plan.step,
+            "kvrelay.step.prefill_tokens": plan.num_prefill_tokens,
+            "kvrelay.step.decode_tokens": plan.num_decode_tokens,
+            "kvrelay.step.chunks": num_chunks,
+            "kvrelay.step.decodes": len(plan.rows) - num_chunks,
+            "kvrelay.step.running": num_running,
+            "kvrelay.step.preempted": len(plan.preempted),
+        }
+        tracer.record("kvrelay.step", new_trace(is_sampled=True), None, start, end, attributes=attributes, links=links)
+
+    def _trace(
+        self, tracer: Tracer, timings: _SequenceTimings, context: TraceContext, now: float, finish: FinishReason | None
+    ) -> None:
+        sequence, key = timings.sequence, timings.sequence.key
+        attributes: dict[str, str | int] = {
+            "kvrelay.request": key[0],
+            "kvrelay.attempt": key[1],
+            "kvrelay.sequence": key[2],
+            "kvrelay.prompt_tokens": sequence.num_prompt,
+            "kvrelay.cached_tokens": sequence.num_cached_tokens,
+            "kvrelay.output_tokens": sequence.num_output - timings.num_output_before,
+            "kvrelay.chunks": timings.num_chunks,
+            "kvrelay.preemptions": sequence.num_preemptions,
+            "kvrelay.finish": str(finish) if finish is not None else "left",
+        }
+        if timings.admitted is not None:
+            attributes |= {"kvrelay.step.first": timings.first_step, "kvrelay.step.last": self._last_step}
+        name = f"kvrelay.{self._role}"
+        tracer.record(name, context, timings.parent, timings.arrived, now, kind="consumer", attributes=attributes)
+        began = timings.admitted if timings.admitted is not None else now
+        if began > timings.arrived:
+            tracer.record("kvrelay.queue", context.child(), context, timings.arrived, began)
+        if timings.num_chunks and timings.admitted is not None:
+            tracer.record("kvrelay.compute", context.child(), context, timings.admitted, timings.first_token or now)

@@ -1,0 +1,122 @@
+"""The parts of a worker, as its configuration asks for them. What they do together is the shell's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from kvrelay.config.worker import WorkerConfig
+from kvrelay.engine.batch import ModelSpec
+from kvrelay.fleet.index import IndexPublisher
+from kvrelay.fleet.worker_record import WorkerRecord
+from kvrelay.fleet.worker_registry import Registry
+from kvrelay.kv.ablations import NullCache, TableCache
+from kvrelay.kv.cache import Cache
+from kvrelay.kv.pool import BlockPool
+from kvrelay.kv.prefix_cache import PrefixCache
+from kvrelay.protocol.messages import PROTOCOL_VERSION, GroupLoad, PeerRef
+from kvrelay.scheduling.base import Scheduler, SchedulerLimits
+from kvrelay.scheduling.prefill_delay import DelayerSettings, LocalExchange
+from kvrelay.scheduling.registry import find_scheduler
+from kvrelay.telemetry.metrics_store import MetricsStore
+from kvrelay.worker.delayer_group import DelayerGroup
+from kvrelay.worker.membership import Membership, NoMembership
+from kvrelay.worker.prefill_delayer import PrefillDelayer
+
+
+def make_cache(config: WorkerConfig, pool: BlockPool) -> Cache:
+    """The prefix cache, or what does less in its place."""
+    if not config.prefix_cache:
+        return NullCache()
+    if config.prefix_lookup == "table":
+        return TableCache(pool)
+    return PrefixCache(pool, record_events=config.publishes_prefixes)
+
+
+def make_scheduler(config: WorkerConfig, spec: ModelSpec, pool: BlockPool, cache: Cache) -> Scheduler:
+    """The scheduler, with the model's limits and the machine's room to swap."""
+    limits = SchedulerLimits(config.token_budget, config.max_running, spec.max_model_len, frozenset(spec.eos_token_ids))
+    settings = replace(config.scheduler_settings, num_swap_slots=spec.num_swap_slots, swap_block_s=spec.swap_block_s)
+    return find_scheduler(config.scheduler)(limits, pool, cache, settings)
+
+
+def make_delayer_group(
+    config: WorkerConfig, send: Callable[[PeerRef, GroupLoad], None], wake: Callable[[], None]
+) -> DelayerGroup | None:
+    """The workers that this one delays prompts with, where it names a group."""
+    if not config.prefill_delayer or not config.prefill_delayer_group:
+        return None
+    return DelayerGroup(config.prefill_delayer_group, send, wake, silence_s=config.prefill_delayer_silence_s)
+
+
+def make_delayer(config: WorkerConfig, group: DelayerGroup | None) -> PrefillDelayer | None:
+    """What holds prompts back, where that is asked for; without a group it knows of this worker alone."""
+    if not config.prefill_delayer:
+        return None
+    settings = DelayerSettings(
+        config.max_running,
+        config.prefill_delayer_max_passes,
+        config.prefill_delayer_low_watermark,
+        config.prefill_delayer_max_wait_s,
+    )
+    return PrefillDelayer(settings, group if group is not None else LocalExchange())
+
+
+def make_record(config: WorkerConfig, spec: ModelSpec, me: PeerRef) -> WorkerRecord:
+    """What the registry, and routers that ask the worker itself, are told of it."""
+    return WorkerRecord(
+        worker_id=me.peer_id,
+        role=config.role,
+        incarnation=me.incarnation,
+        address=me.address,
+        model=config.served_model_name,
+        fingerprint=spec.fingerprint,
+        protocol_version=PROTOCOL_VERSION,
+        block_size=spec.block_size,
+        num_blocks=spec.num_blocks,
+        max_model_len=spec.max_model_len,
+        vocab_size=spec.vocab_size,
+        max_running=config.max_running,
+        gang_samples=config.gang_samples,
+        block_bytes=spec.block_bytes,
+        token_budget=config.token_budget,
+        device=spec.device,
+        kv_dtype=spec.kv_dtype,
+        delayer_group=config.prefill_delayer_group,
+    )
+
+
+def make_membership(
+    config: WorkerConfig, record: WorkerRecord, digest: Callable[[], dict[str, float]]
+) -> Membership | NoMembership:
+    """Its place in the registry, kept with what `digest` says of its load."""
+    if not config.uses_redis:
+        return NoMembership()
+    return Membership(
+        open_registry(config), record, digest, ttl_s=config.lease_ttl_s, interval_s=config.lease_interval_s
+    )
+
+
+def open_registry(config: WorkerConfig) -> Registry:
+    """The fleet's workers in Redis."""
+    return Registry(config.redis_url, config.redis_prefix)
+
+
+def open_index_publisher(config: WorkerConfig, me: PeerRef) -> IndexPublisher:
+    """Where this start of the worker tells what its cache holds."""
+    return IndexPublisher(
+        config.redis_url,
+        config.redis_prefix,
+        config.served_model_name,
+        me.peer_id,
+        me.incarnation,
+        ttl_s=config.lease_ttl_s,
+        renew_interval_s=config.lease_interval_s,
+    )
+
+
+def open_metrics_store(config: WorkerConfig) -> MetricsStore | None:
+    """The file of figures of steps and handoffs, where one is wanted."""
+    path = config.metrics_file
+    return None if path is None else MetricsStore(Path(str(path).replace("{worker_id}", config.worker_id)))

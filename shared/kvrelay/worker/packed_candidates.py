@@ -1,0 +1,25 @@
+"""The candidates of a beam search on their way between workers."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvrelay.engine.batch import BeamCandidates
+from kvrelay.protocol.messages import PackedCandidates
+
+
+def pack_candidates(candidates: BeamCandidates) -> PackedCandidates:
+    """Little-endian int32 and float32 bytes."""
+    return PackedCandidates(
+        candidates.token_ids.astype("<i4").tobytes(),
+        candidates.logprobs.astype("<f4").tobytes(),
+    )
+
+
+def unpack_candidates(packed: PackedCandidates) -> BeamCandidates:
+    """The inverse of `pack_candidates`. Raises ValueError for bytes that are no such arrays."""
+    token_ids = np.frombuffer(packed.token_ids, "<i4").astype(np.int32)
+    logprobs = np.frombuffer(packed.logprobs, "<f4").astype(np.float32)
+    if len(token_ids) != len(logprobs) or not len(token_ids):
+        raise ValueError(f"{len(token_ids)} candidates with {len(logprobs)} log-probabilities")
+    return BeamCandidates(token_ids, logprobs)

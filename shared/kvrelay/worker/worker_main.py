@@ -1,0 +1,64 @@
+"""The entry of a worker process: configuration, logging, model, shell."""
+
+from __future__ import annotations
+
+import os
+
+from kvrelay.config import WorkerConfig, load_config
+from kvrelay.config.worker import Role as RoleName
+from kvrelay.engine.batch import ModelRunner
+from kvrelay.process import service_main
+from kvrelay.scheduling.registry import WHOLE_PROMPTS
+from kvrelay.simulated.simulated_runner import make_simulated_runner
+from kvrelay.worker.host import run_workers
+from kvrelay.worker.shell import RoleFactory
+
+DEFAULT_KV_MEMORY_BYTES = 1 << 30
+
+
+def worker_main(role: RoleName, make_role: RoleFactory) -> int:
+    """Runs a worker until it is told to stop; returns the exit status."""
+    # OpenMP's threads spin at the end of each parallel region by default. Where cores are shared, as two workers on a
+    # laptop share them, spinning takes the core from the thread that is waited for: steps then take 5 to 50 times as
+    # long. Read by libgomp when torch loads it.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    prog = f"kvrelay {role}"
+    return service_main(
+        prog,
+        f"{role} worker",
+        lambda: load_config(WorkerConfig, prog=prog, description=f"One {role} worker.", role=role),
+        lambda config: run_workers(config, make_role, load_runner),
+        lambda config: {"worker_id": config.worker_id},
+    )
+
+
+def load_runner(config: WorkerConfig) -> ModelRunner:
+    """The model, loaded, with its pool, or a simulated device. Imports torch, which takes seconds, only here."""
+    if config.backend == "simulated":
+        return make_simulated_runner(config)
+    from kvrelay.engine.device import find_device, turn_on
+    from kvrelay.engine.graphs import GraphSettings
+    from kvrelay.engine.make import PoolSizing, make_runner
+
+    sizing = None
+    if config.memory_utilization is not None and config.kv_memory_bytes is None:
+        whole_prompts = config.scheduler in WHOLE_PROMPTS
+        sizing = PoolSizing(config.memory_utilization, config.token_budget, config.max_running, whole_prompts)
+    device = find_device(config.device)
+    with turn_on(device):
+        return make_runner(
+            config.model,
+            dtype=config.dtype,
+            kv_cache_dtype=config.kv_cache_dtype,
+            block_size=config.block_size,
+            num_blocks=config.num_blocks,
+            memory_bytes=config.kv_memory_bytes or DEFAULT_KV_MEMORY_BYTES,
+            size_pool=sizing,
+            swap_bytes=config.swap_bytes,
+            max_model_len=config.max_model_len,
+            device=device,
+            num_threads=config.threads,
+            cascade_attention=config.cascade_attention,
+            load_format=config.load_format,
+            graphs=GraphSettings(config.graph_sizes) if config.graph_sizes and device.type == "cuda" else None,
+        )

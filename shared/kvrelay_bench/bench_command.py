@@ -1,0 +1,192 @@
+"""`kvrelay bench`: the command line, and the order of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import orjson
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kvrelay.process import event_loop_factory
+from kvrelay_bench.flags import BenchFlagError, BenchPlan, read_flags
+from kvrelay_bench.http import BadUrl, Client, ConnectionLost
+from kvrelay_bench.load_figures import LoadFigures, Ratio, figures
+from kvrelay_bench.load_generator import LoadOutcome, LoadPoint, run_load
+from kvrelay_bench.load_plots import PlottedLoad, draw
+from kvrelay_bench.report import COMPARED, comparison_table, load_table, remarks, value_of
+from kvrelay_bench.workload import Ask
+from kvrelay_simulator.traces import BadTrace
+
+MODELS_TIMEOUT_S = 10.0
+FORMAT_VERSION = 1
+
+
+class CannotRun(Exception):
+    """The endpoint does not answer, or no request succeeded; the text says all."""
+
+
+@dataclass(slots=True)
+class Measured:
+    """One load on one endpoint, in one round."""
+
+    point: str
+    endpoint: str
+    round: int
+    figures: LoadFigures
+    outcome: LoadOutcome = field(repr=False)
+
+    def as_json(self, *, with_requests: bool) -> dict[str, Any]:
+        """JSON-ready."""
+        content: dict[str, Any] = {"load": self.point, "endpoint": self.endpoint, "round": self.round}
+        content["figures"] = self.figures.as_json()
+        if with_requests:
+            content["requests"] = [asdict(record) for record in self.outcome.records]
+        return content
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0; 1 where a load had no request that succeeded; 2 for wrong flags."""
+    try:
+        plan = read_flags(argv, os.environ)
+        with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
+            results = runner.run(Bench(plan).run())
+    except (BenchFlagError, BadTrace, BadUrl) as error:
+        print(f"kvrelay bench: {error}", file=sys.stderr)
+        return 2
+    except CannotRun as error:
+        print(f"kvrelay bench: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    _tell(plan, results)
+    return 0 if all(each.figures.num_failed < each.figures.num_requests for each in results) else 1
+
+
+class Bench:
+    """One run: warms up, then one load after the other, on each endpoint in turn."""
+
+    def __init__(self, plan: BenchPlan) -> None:
+        self._plan = plan
+        self._clients = {name: Client(endpoint) for name, endpoint in plan.endpoints.items()}
+        self._models: dict[str, str] = {}
+
+    async def run(self) -> list[Measured]:
+        """Raises CannotRun."""
+        try:
+            for name, client in self._clients.items():
+                self._models[name] = self._plan.model or await _first_model(client)
+                await self._warm_up(name, client)
+            results = []
+            for number in range(self._plan.rounds):
+                for point in self._plan.points(number):
+                    results += [await self._measure(name, point, number) for name in self._order(number)]
+            return results
+        finally:
+            for client in self._clients.values():
+                await client.close()
+
+    def _order(self, number: int) -> list[str]:
+        """Who goes first changes from round to round."""
+        names = list(self._clients)
+        return names if number % 2 == 0 else names[::-1]
+
+    async def _warm_up(self, name: str, client: Client) -> None:
+        if not self._plan.warm_up:
+            return
+        point = LoadPoint("warm-up", self._plan.warm_up, concurrency=4)
+        outcome = await self._run(name, client, point, f"{name}: warm-up")
+        errors = [record.error for record in outcome.records if record.error]
+        if len(errors) == len(outcome.records):
+            raise CannotRun(f"{client.endpoint.url}: no request of the warm-up succeeded; the first: {errors[0]}")
+
+    async def _measure(self, name: str, point: LoadPoint, number: int) -> Measured:
+        title = f"{name}: {point.name}" + (f", round {number + 1}" if self._plan.rounds > 1 else "")
+        outcome = await self._run(name, self._clients[name], point, title)
+        return Measured(point.name, name, number, figures(outcome, self._plan.slo), outcome)
+
+    async def _run(self, name: str, client: Client, point: LoadPoint, title: str) -> LoadOutcome:
+        with _progress(title, len(point.asks)) as on_end:
+            bodies = [self._body(name, client, ask) for ask in point.asks]
+            return await run_load(client, point, bodies, self._plan.timeout_s, on_end)
+
+    def _body(self, name: str, client: Client, ask: Ask) -> bytes:
+        wire = self._plan.wire
+        # Two endpoints may have one server behind them: what one asked must not be in a cache for the other.
+        salt = list(self._clients).index(name)
+        path = "chat/completions" if wire.api == "chat" else "completions"
+        return client.request("POST", client.endpoint.path(path), wire.body(self._models[name], ask, salt))
+
+
+async def _first_model(client: Client) -> str:
+    """The name that the endpoint gives its (first) model. Raises CannotRun."""
+    try:
+        answer = orjson.loads(await client.get("models", MODELS_TIMEOUT_S))
+        return str(answer["data"][0]["id"])
+    except (OSError, TimeoutError, ConnectionLost) as error:
+        raise CannotRun(f"{client.endpoint.url} does not answer: {error}") from error
+    except (orjson.JSONDecodeError, LookupError, TypeError) as error:
+        raise CannotRun(f"{client.endpoint.url} names no model at /v1/models: give --model (or a key)") from error
+
+
+@contextmanager
+def _progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error, where that is a terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, refresh_per_second=4, transient=True) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda ended: bar.update(task, completed=ended)
+
+
+def _tell(plan: BenchPlan, results: Sequence[Measured]) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    comparing = len(plan.endpoints) > 1
+    named = [(_label(each, plan), each.figures) for each in results]
+    if not comparing:
+        console.print(load_table(named, plan.slo))
+    comparisons: dict[str, dict[str, Any]] = {}
+    if comparing:
+        for name, endpoint in plan.endpoints.items():
+            console.print(f"{name}: {endpoint.url}", highlight=False)
+        for point in dict.fromkeys(each.point for each in results):
+            a, b = ([e.figures for e in results if (e.point, e.endpoint) == (point, side)] for side in plan.endpoints)
+            console.print(comparison_table(point, a, b))
+            comparisons[point] = {figure: _ratio(a, b, path) for figure, path in COMPARED.items()}
+    for line in remarks(named):
+        console.print(f"- {line}", highlight=False, markup=False)
+    if plan.json_path is not None:
+        content = {
+            "version": FORMAT_VERSION,
+            "flags": plan.printable,
+            "loads": [each.as_json(with_requests=plan.with_requests) for each in results],
+            **({"ratios_b_over_a": comparisons} if comparing else {}),
+        }
+        plan.json_path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    if plan.plot_path is not None:
+        drawn = [PlottedLoad(each.endpoint, each.point, each.figures, each.outcome.records) for each in results]
+        draw(drawn, plan.plot_path)
+
+
+def _label(measured: Measured, plan: BenchPlan) -> str:
+    parts = [measured.point]
+    if len(plan.endpoints) > 1:
+        parts.insert(0, measured.endpoint)
+    if plan.rounds > 1:
+        parts.append(f"round {measured.round + 1}")
+    return ", ".join(parts)
+
+
+def _ratio(a: Sequence[LoadFigures], b: Sequence[LoadFigures], path: str) -> dict[str, float | None]:
+    ratio = Ratio.of([(value_of(one, path), value_of(other, path)) for one, other in zip(a, b, strict=True)])
+    return {name: None if value != value else value for name, value in asdict(ratio).items()}

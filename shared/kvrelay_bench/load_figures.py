@@ -1,0 +1,161 @@
+"""LoadFigures of a load. Times in seconds, from the time a request should have been sent."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from kvrelay_bench.answer_reader import Record
+from kvrelay_bench.load_generator import LoadOutcome
+
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
+LATE_SHARE = 0.05
+"""A generator whose lag is above this share of the median time to first token is told of."""
+BUSY_SHARE = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Of a set of times. NaN where there is none."""
+
+    mean: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread:
+        """Linear interpolation between the two nearest, as numpy does it."""
+        found = np.fromiter(values, dtype=np.float64)
+        if not found.size:
+            found = np.full(1, np.nan)
+        quantiles = {name: float(np.quantile(found, share)) for name, share in QUANTILES.items()}
+        return cls(mean=float(found.mean()), max=float(found.max()), **quantiles)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchSlo:
+    """Bounds that a good request keeps, in seconds; None: none."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    e2e_s: float | None = None
+
+    def is_met(self, record: Record) -> bool:
+        """An answer of one token has no time between tokens to miss."""
+        if record.error:
+            return False
+        measured = (record.ttft_s, record.tpot_s or 0.0, record.e2e_s)
+        return all(
+            bound is None or value <= bound
+            for value, bound in zip(measured, (self.ttft_s, self.tpot_s, self.e2e_s), strict=True)
+        )
+
+    @property
+    def is_set(self) -> bool:
+        """Whether there is any bound."""
+        return any(bound is not None for bound in (self.ttft_s, self.tpot_s, self.e2e_s))
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFigures:
+    """Of one load on one endpoint. Latencies are of the requests that succeeded; rates count those too, over the
+    seconds from the first intended request to the last end. `goodput`: requests a second that keep the SLO.
+
+    `tokens_counted`: share of them whose tokens the server counted; of the others pieces are counted.
+    """
+
+    num_requests: int
+    num_failed: int
+    seconds: float
+    ttft_s: Spread
+    tpot_s: Spread
+    itl_s: Spread
+    e2e_s: Spread
+    requests_s: float
+    prompt_tokens_s: float
+    output_tokens_s: float
+    goodput: float
+    good_share: float
+    tokens_counted: float
+    cached_share: float | None
+    lag_s: Spread
+    stall_s: Spread
+    cpu_share: float
+    errors: dict[str, int]
+
+    def as_json(self) -> dict[str, Any]:
+        """JSON-ready: NaN as None."""
+        return {name: _plain(value) for name, value in asdict(self).items()}
+
+    # In max() the number stands first: NaN, where nothing succeeded, then loses.
+    @property
+    def doubts(self) -> list[str]:
+        """Why these figures may be the generator's more than the server's."""
+        found = []
+        if self.cpu_share > BUSY_SHARE:
+            found.append(f"the generator used {self.cpu_share:.0%} of a core: send less, or from several machines")
+        if self.lag_s.p99 > max(0.002, LATE_SHARE * self.ttft_s.p50):
+            found.append(f"requests were sent {1e3 * self.lag_s.p99:.1f} ms late (p99), which TTFT and E2E include")
+        if self.stall_s.p99 > max(0.005, LATE_SHARE * self.itl_s.p50):
+            found.append(f"the generator was late by {1e3 * self.stall_s.p99:.1f} ms (p99), and so are its time stamps")
+        if self.tokens_counted < 1:
+            found.append(f"{1 - self.tokens_counted:.0%} of the answers had no token count: their pieces were counted")
+        return found
+
+
+def figures(outcome: LoadOutcome, slo: BenchSlo) -> LoadFigures:
+    """Of a load that has ended."""
+    records = outcome.records
+    good = [record for record in records if not record.error]
+    seconds = max(record.ended_s for record in records) - min(record.intended_s for record in records)
+    num_met = sum(map(slo.is_met, records))
+    num_prompt = sum(record.num_prompt or 0 for record in good)
+    cached = [record.num_cached for record in good if record.num_cached is not None]
+    return LoadFigures(
+        num_requests=len(records),
+        num_failed=len(records) - len(good),
+        seconds=seconds,
+        ttft_s=Spread.of(record.ttft_s for record in good),
+        tpot_s=Spread.of(record.tpot_s for record in good if record.tpot_s is not None),
+        itl_s=Spread.of(gap for record in good for gap in record.gaps_s),
+        e2e_s=Spread.of(record.e2e_s for record in good),
+        requests_s=len(good) / seconds,
+        prompt_tokens_s=num_prompt / seconds,
+        output_tokens_s=sum(record.num_tokens for record in good) / seconds,
+        goodput=num_met / seconds,
+        good_share=num_met / len(records),
+        tokens_counted=sum(record.num_output is not None for record in good) / max(1, len(good)),
+        cached_share=sum(cached) / num_prompt if cached and num_prompt else None,
+        lag_s=Spread.of(record.started_s - record.intended_s for record in records),
+        stall_s=Spread.of(outcome.stalls_s),
+        cpu_share=outcome.cpu_share,
+        errors=dict(Counter(record.error for record in records if record.error).most_common()),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Of B's figure to A's, one for each round in which both were measured: the median, and the least and the most."""
+
+    median: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[float, float]]) -> Ratio:
+        """NaN where A's figure is 0, or one is missing."""
+        ratios = np.array([b / a if a else float("nan") for a, b in pairs])
+        return cls(float(np.median(ratios)), float(ratios.min()), float(ratios.max()))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return None if isinstance(value, float) and not np.isfinite(value) else value

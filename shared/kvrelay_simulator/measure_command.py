@@ -1,0 +1,133 @@
+"""`kvrelay measure FILE`: a profile of this machine with a model, for `kvrelay simulate --profile FILE`.
+
+Steps of several shapes run on the real engine: prompt chunks at several positions, and batches of decodes with several
+contexts; every row draws a token. Each shape runs `REPEATS` times after one that does not count. The coefficients are
+fitted to the prompts' steps (`scheduling.cost.fit`), and what a decode takes to what is left of theirs. The transfer
+rate is that of copying blocks one by one within this process: what a transport between processes reaches at most;
+between machines, put your network's rate into the file.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from kvrelay.config import ConfigError, WorkerConfig, load_config
+from kvrelay.engine.batch import ModelRunner, WorkerBatch, WorkerRow
+from kvrelay.kv.table import blocks_for
+from kvrelay.protocol.sampling import Sampling
+from kvrelay.scheduling.cost import CostSample, StepCost, fit, pairs
+from kvrelay.simulated.profiles import MeasuredProfile
+from kvrelay.transfer.pool_memory import as_pool
+
+Shape = Sequence[tuple[int, int]]
+"""Rows of (position, tokens)."""
+PROMPTS: list[Shape] = [[(position, chunk)] for position in (0, 512, 2048) for chunk in (16, 64, 256, 512)]
+DECODES: list[Shape] = [[(context, 1)] * count for context in (64, 512) for count in (1, 4, 16, 64)]
+GREEDY = Sampling(max_tokens=2, temperature=0.0)
+REPEATS = 4
+COPIED_BLOCKS = 256
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0].startswith("-"):
+        print("usage: kvrelay measure FILE [flags of kvrelay prefill]", file=sys.stderr)
+        return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
+    path = Path(arguments[0])
+    try:
+        config = load_config(WorkerConfig, arguments[1:], prog="kvrelay measure FILE", role="prefill")
+    except ConfigError as error:
+        print(f"kvrelay measure: {error}", file=sys.stderr)
+        return 2
+    from kvrelay.worker.worker_main import load_runner  # loads torch
+
+    profile = measure(load_runner(config), config.served_model_name)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
+    print(path.read_text(encoding="utf-8"), end="")
+    return 0
+
+
+def measure(runner: ModelRunner, name: str) -> MeasuredProfile:
+    """Runs the steps. Shapes that the pool or the model's context cannot hold are left out."""
+    prompts, decodes = ([_run(runner, batch) for batch in _batches(runner, each)] for each in (PROMPTS, DECODES))
+    found = fit([sample for samples in prompts for sample in samples])
+    spec = runner.spec
+    return MeasuredProfile(
+        name=name,
+        fixed_s=found.fixed_s,
+        token_s=found.token_s,
+        pair_s=found.pair_s,
+        decode_s=_decode_s(found, [sample for samples in decodes for sample in samples]),
+        kv_bytes_per_token=spec.block_bytes // spec.block_size,
+        kv_tokens=spec.num_blocks * spec.block_size,
+        transfer_bytes_s=_copy_rate(runner),
+    )
+
+
+def _run(runner: ModelRunner, batch: WorkerBatch) -> list[CostSample]:
+    for row in batch.rows:
+        runner.add_sequence(row.key, GREEDY, row.token_ids.tolist(), len(row.token_ids))
+    num_pairs = sum(pairs(row.position, len(row.token_ids)) for row in batch.rows)
+    runner.execute(batch)
+    samples = [CostSample(batch.num_tokens, num_pairs, runner.execute(batch).forward_s) for _ in range(REPEATS)]
+    for row in batch.rows:
+        runner.drop_sequence(row.key)
+    return samples
+
+
+def _decode_s(cost: StepCost, samples: Sequence[CostSample]) -> float | None:
+    """Least squares of what a sequence adds to a step of decodes, by relative errors as in `fit`."""
+    if not samples:
+        return None
+    left = sum(s.num_tokens * (s.seconds - cost.fixed_s - cost.pair_s * s.num_pairs) / s.seconds**2 for s in samples)
+    return max(0.0, left / sum((s.num_tokens / s.seconds) ** 2 for s in samples))
+
+
+def _batches(runner: ModelRunner, shapes: Sequence[Shape]) -> Iterator[WorkerBatch]:
+    for shape in shapes:
+        batch = _batch(runner, shape)
+        if batch is not None:
+            yield batch
+
+
+def _batch(runner: ModelRunner, shape: Shape) -> WorkerBatch | None:
+    """None where it does not fit."""
+    spec = runner.spec
+    rows, next_block = [], 0
+    for number, (position, num_tokens) in enumerate(shape):
+        num_blocks = blocks_for(position + num_tokens, spec.block_size)
+        if position + num_tokens > spec.max_model_len or next_block + num_blocks > spec.num_blocks:
+            return None
+        rows.append(
+            WorkerRow(
+                key=("measure", 0, number),
+                token_ids=np.ones(num_tokens, np.int32),
+                position=position,
+                block_ids=np.arange(next_block, next_block + num_blocks, dtype=np.int32),
+                sample=True,
+                is_prefill=num_tokens > 1,
+            )
+        )
+        next_block += num_blocks
+    return WorkerBatch(0, rows)
+
+
+def _copy_rate(runner: ModelRunner) -> float:
+    pool = as_pool(runner.pool_memory)
+    chosen = np.random.default_rng(0).permutation(pool.num_blocks)[:COPIED_BLOCKS]
+    target = pool.buffer(len(chosen))
+    for _ in range(2):  # the first one touches the memory
+        started = time.perf_counter()
+        pool.gather(chosen, target)
+    return float(target.nbytes / max(time.perf_counter() - started, 1e-9))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

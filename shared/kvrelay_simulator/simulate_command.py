@@ -1,0 +1,236 @@
+"""`kvrelay simulate`: a trace through a simulated fleet, in virtual time."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+from kvrelay.scheduling.base import QueueOrderName
+from kvrelay.scheduling.registry import UnknownScheduler, check_scheduler_name
+from kvrelay.simulated.profiles import BUILT_IN, UnknownProfile, find_profile
+from kvrelay.telemetry.plots import NoMatplotlib, check_plot
+from kvrelay_router.routing.policy import PolicyName
+from kvrelay_simulator.fleet import CannotServe, FleetSettings, SimulatedFleet
+from kvrelay_simulator.results import RunFigures, RunResult, RunSlo, Times, best_possible_hit_rate, figures
+from kvrelay_simulator.traces import BadTrace, TracedRequest, read_trace, scaled
+from kvrelay_simulator.workers import WorkerSettings
+
+
+class SimulatorFlagError(ValueError):
+    """Flags that do not go together; the text names them."""
+
+
+COLUMNS: list[tuple[str, Callable[[RunFigures], str]]] = [
+    ("TTFT p50", lambda f: f"{f.ttft_p50_s:.3f}"),
+    ("p90", lambda f: f"{f.ttft_p90_s:.3f}"),
+    ("p99", lambda f: f"{f.ttft_p99_s:.3f}"),
+    ("TPOT p50", lambda f: f"{1e3 * f.tpot_p50_s:.1f}"),
+    ("p99", lambda f: f"{1e3 * f.tpot_p99_s:.1f}"),
+    ("goodput", lambda f: f"{f.goodput:.2f}"),
+    ("good", lambda f: f"{f.good_share:.1%}"),
+    ("hit rate", lambda f: f"{f.hit_rate:.1%}"),
+    ("of best", lambda f: f"{f.hit_share:.1%}"),
+    ("P busy", lambda f: f"{f.prefill_utilisation:.0%}"),
+    ("D busy", lambda f: f"{f.decode_utilisation:.0%}"),
+]
+NOTE = (
+    "TTFT in seconds, TPOT in milliseconds, goodput in requests a second that keep TTFT <= {ttft:g} s and "
+    "TPOT <= {tpot:g} s."
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns the exit status."""
+    arguments = _parser().parse_args(argv)
+    slo = RunSlo(arguments.slo_ttft, arguments.slo_tpot)
+    try:
+        _check(arguments)
+        trace = scaled(read_trace(arguments.trace, arguments.requests), arguments.rate)
+        runs = _runs(arguments, _settings(arguments, trace))
+        results = [_run(name, settings, trace, slo) for name, settings in runs]
+    except UnknownProfile as error:
+        return _refuse(f"--profile {arguments.profile}: {error}")
+    except (SimulatorFlagError, BadTrace, UnknownScheduler, CannotServe, NoMatplotlib) as error:
+        return _refuse(str(error))
+    print(table(results))
+    print(NOTE.format(ttft=slo.ttft_s, tpot=slo.tpot_s))
+    ratios = [result for result in results if result.num_prefill]
+    best = max(ratios, key=lambda result: (result.figures.goodput, -result.figures.ttft_p90_s)) if ratios else None
+    if arguments.sweep and best is not None:
+        print(f"Best ratio by goodput: {best.name}")
+    if arguments.json is not None:
+        content: dict[str, Any] = {
+            "arguments": _printable(arguments),
+            "runs": {each.name: each.figures.as_json() for each in results},
+        }
+        if arguments.sweep and best is not None:
+            content["best_ratio"] = best.name
+        arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    if arguments.plot is not None:
+        from kvrelay_simulator.result_plots import draw_runs, draw_sweep
+
+        (draw_sweep if arguments.sweep else draw_runs)(ratios if arguments.sweep else results, slo, arguments.plot)
+    return 0
+
+
+def _refuse(reason: str) -> int:
+    print(f"kvrelay simulate: {reason}", file=sys.stderr)
+    return 2
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raises SimulatorFlagError, NoMatplotlib."""
+    total = arguments.prefill + arguments.decode
+    if total < 1:
+        raise SimulatorFlagError("--prefill and --decode: at least one worker is needed")
+    if arguments.sweep and (total < 2 or not arguments.decode):
+        raise SimulatorFlagError("--sweep needs two workers or more, and --decode above 0")
+    if arguments.sweep and len(arguments.policy or ()) > 1:
+        raise SimulatorFlagError("--sweep compares ratios: give one --policy")
+    if arguments.plot is not None:
+        try:
+            check_plot(arguments.plot)
+        except ValueError as error:
+            raise SimulatorFlagError(str(error)) from error
+
+
+def table(results: Sequence[RunResult]) -> str:
+    """One line a run."""
+    rows = [["", *(name for name, _ in COLUMNS)]]
+    rows += [[each.name, *(show(each.figures) for _, show in COLUMNS)] for each in results]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+
+
+def _runs(arguments: argparse.Namespace, base: FleetSettings) -> list[tuple[str, FleetSettings]]:
+    total, policies = base.num_prefill + base.num_decode, arguments.policy or ["cost"]
+    if arguments.sweep:
+        base = replace(base, policy=policies[0])
+        runs = [
+            (f"{n} prefill, {total - n} decode", replace(base, num_prefill=n, num_decode=total - n))
+            for n in range(1, total)
+        ]
+        return [*runs, ("colocated", replace(base, num_prefill=0, num_decode=total))] if arguments.colocated else runs
+    runs = [(policy, replace(base, policy=policy)) for policy in policies]
+    if arguments.colocated:
+        runs += [(f"{name}, colocated", replace(each, num_prefill=0, num_decode=total)) for name, each in runs]
+    return runs
+
+
+def _run(name: str, settings: FleetSettings, trace: Sequence[TracedRequest], slo: RunSlo) -> RunResult:
+    fleet = SimulatedFleet(settings)
+    requests = fleet.run(trace, _progress(name))
+    fleet.check_integrity()
+    size = settings.workers.block_size
+    num_blocks = sum(worker.pool.num_blocks for worker in fleet.workers.values())
+    best = best_possible_hit_rate((request.tokens() for request in trace), size, num_blocks)
+    return RunResult(name, settings.num_prefill, figures(fleet, requests, slo, best), Times.of(requests))
+
+
+def _progress(name: str) -> Callable[[float], None]:
+    """On a terminal a line that is written over; else one line a tenth."""
+    if sys.stderr.isatty():
+
+        def rewrite(share: float) -> None:
+            end = "\n" if share >= 1 else ""
+            print(f"\r{name}: {share:4.0%}", end=end, file=sys.stderr, flush=True)
+
+        return rewrite
+    told = [0]
+
+    def write(share: float) -> None:
+        if int(share * 10) > told[0]:
+            told[0] = int(share * 10)
+            print(f"{name}: {told[0]}0%", file=sys.stderr, flush=True)
+
+    return write
+
+
+def _settings(arguments: argparse.Namespace, trace: Sequence[TracedRequest]) -> FleetSettings:
+    longest = max(request.num_prompt_tokens + request.num_output_tokens for request in trace)
+    workers = WorkerSettings(
+        block_size=arguments.block_size,
+        prefill_token_budget=arguments.prefill_token_budget,
+        decode_token_budget=arguments.decode_token_budget,
+        max_running=arguments.max_running,
+        max_model_len=longest + 1,
+        scheduler=check_scheduler_name(arguments.scheduler),
+        queue_order=arguments.queue_order,
+        kv_tokens=arguments.kv_tokens,
+    )
+    return FleetSettings(
+        profile=find_profile(arguments.profile),
+        num_prefill=arguments.prefill,
+        num_decode=arguments.decode,
+        local_prefill_tokens=arguments.local_prefill_tokens,
+        has_index=not arguments.no_index,
+        workers=workers,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvrelay simulate",
+        description="Replays a trace through a fleet of simulated devices, in virtual time: the real schedulers, "
+        "caches, routing and decode admission, with a cost model in place of the forward and the transfer.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--trace", type=Path, required=True, help="Mooncake JSON lines, or Azure CSV")
+    add("--requests", type=_count(1), help="only so many requests of it")
+    add("--rate", type=_positive, default=1.0, help="arrivals so many times as fast (default: 1)")
+    add("--prefill", type=_count(0), default=2, help="prefill workers (default: 2)")
+    add("--decode", type=_count(0), default=2, help="decode workers; 0: requests end at the first token (default: 2)")
+    add("--profile", default="llama3-8b-h100", help=f"{', '.join(BUILT_IN)}, or a JSON file (default: llama3-8b-h100)")
+    add("--policy", action="append", choices=get_args(PolicyName), help="routing policy; repeat to compare")
+    add("--colocated", action="store_true", help="also the same number of devices without prefill workers")
+    add("--sweep", action="store_true", help="all ratios of prefill to decode of the same total; names the best")
+    add("--slo-ttft", type=_positive, default=2.0, metavar="SECONDS", help="of a good request (default: 2)")
+    add("--slo-tpot", type=_positive, default=0.05, metavar="SECONDS", help="of a good request (default: 0.05)")
+    add("--json", type=Path, metavar="FILE", help="also write the figures here")
+    add("--plot", type=Path, metavar="FILE", help="also draw them (.svg, .png, .pdf); needs matplotlib")
+    add("--scheduler", default="sarathi", help="of the workers (default: sarathi)")
+    add("--queue-order", choices=get_args(QueueOrderName), default="fcfs", help="of the workers (default: fcfs)")
+    add("--block-size", type=_count(1), default=64, help="tokens of a block (default: 64)")
+    add("--prefill-token-budget", type=_count(1), default=2048, help="tokens of a prefill step (default: 2048)")
+    add("--decode-token-budget", type=_count(1), default=512, help="tokens of a decode step (default: 512)")
+    add("--max-running", type=_count(1), default=256, help="sequences a worker runs (default: 256)")
+    add("--kv-tokens", type=_count(1), help="tokens a pool holds (default: the profile's)")
+    add("--local-prefill-tokens", type=_count(0), help="prompts up to this go to decode alone (default: by cost)")
+    add("--no-index", action="store_true", help="routing knows only what it sent where, and no prefix index")
+    return parser
+
+
+def _count(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        number = int(text) if text.lstrip("-").isdecimal() else least - 1
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, {least} or more")
+        return number
+
+    return parse
+
+
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number, more than 0")
+    return number
+
+
+def _printable(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}

@@ -1,0 +1,287 @@
+"""The handle: what waits is merged per sequence, errors come after the tokens, leaving early cancels; a sink gets what
+nobody has to wait for, in order with what comes from `deltas`."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from contextlib import aclosing
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrelay.protocol.messages import SequenceUsage
+from kvrelay.protocol.sampling import FinishReason, Sampling, TokenLogprobs
+from kvrelay_router.dispatch.interface import GenerateRequest, RequestFailed, SequenceDelta
+from kvrelay_router.dispatch.running_request import PushQueue, RunningRequest
+
+
+class Calls:
+    """The dispatcher's end."""
+
+    def __init__(self, num_sequences: int = 1, pushes: PushQueue | None = None) -> None:
+        self.stopped: list[int] = []
+        self.num_cancelled = 0
+        request = GenerateRequest(request_id="r", prompt_ids=[1], sampling=Sampling(), num_sequences=num_sequences)
+        self.handle = RunningRequest(request, self._stop, self._cancel, pushes)
+
+    def _stop(self, handle: RunningRequest, sequence: int) -> None:
+        self.stopped.append(sequence)
+        handle.finish(sequence)
+
+    def _cancel(self, handle: RunningRequest) -> None:
+        self.num_cancelled += 1
+        handle.fail(RequestFailed("cancelled"))
+
+
+class Sink:
+    """Keeps what it gets, beside what comes from `deltas`."""
+
+    def __init__(self, seen: list[tuple[str, list[SequenceDelta]]]) -> None:
+        self.ready = True
+        self.error: Exception | None = None
+        self._seen = seen
+
+    def is_ready(self) -> bool:
+        return self.ready
+
+    def take(self, deltas: list[SequenceDelta]) -> None:
+        if self.error is not None:
+            raise self.error
+        self._seen.append(("sink", deltas))
+
+
+class Reader:
+    """Whoever iterates `deltas`: a task that may be busy with what it got."""
+
+    def __init__(self, calls: Calls) -> None:
+        self.seen: list[tuple[str, list[SequenceDelta]]] = []
+        self.sink = Sink(self.seen)
+        self.may_go_on = asyncio.Event()
+        self.may_go_on.set()
+        self._handle = calls.handle
+        self._handle.push_to(self.sink)
+        self.task = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        async for batch in self._handle.deltas():
+            await self.may_go_on.wait()
+            self.seen.append(("deltas", batch))
+
+    def tokens(self, sequence: int) -> list[int]:
+        """All that was seen of a sequence, in its order."""
+        deltas = [delta for _, batch in self.seen for delta in batch if delta.sequence == sequence]
+        return [token for delta in deltas for token in delta.token_ids]
+
+
+async def turn() -> None:
+    """Everything that is due happens."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_what_waits_comes_at_once_merged_per_sequence() -> None:
+    calls = Calls(num_sequences=2)
+    usage = SequenceUsage(prompt_blocks=1)
+    logprobs = [TokenLogprobs(token, -0.5, [], []) for token in (1, 2)]
+    calls.handle.deliver(SequenceDelta(0, [1], logprobs[:1], cached_tokens=3))
+    calls.handle.deliver(SequenceDelta(1, [7], finish=FinishReason.LENGTH))
+    calls.handle.deliver(SequenceDelta(0, [2], logprobs[1:], finish=FinishReason.STOP_TOKEN, usage=usage))
+    calls.handle.finish(0)
+    calls.handle.finish(1)
+    batches = [batch async for batch in calls.handle.deltas()]
+    assert batches == [
+        [
+            SequenceDelta(0, [1, 2], logprobs, [], 3, FinishReason.STOP_TOKEN, usage),
+            SequenceDelta(1, [7], finish=FinishReason.LENGTH),
+        ]
+    ]
+    assert calls.num_cancelled == 0
+
+
+async def test_tokens_come_before_the_error() -> None:
+    calls = Calls()
+    calls.handle.deliver(SequenceDelta(0, [1]))
+    calls.handle.fail(RequestFailed("broken", timed_out=True))
+    deltas = calls.handle.deltas()
+    assert await anext(deltas) == [SequenceDelta(0, [1])]
+    with pytest.raises(RequestFailed, match="broken") as failure:
+        await anext(deltas)
+    assert failure.value.timed_out
+
+
+async def test_a_waiting_reader_wakes_up() -> None:
+    calls = Calls()
+
+    async def read() -> list[list[SequenceDelta]]:
+        return [batch async for batch in calls.handle.deltas()]
+
+    reader = asyncio.create_task(read())
+    await asyncio.sleep(0)
+    calls.handle.deliver(SequenceDelta(0, [1]))
+    await asyncio.sleep(0.01)
+    calls.handle.deliver(SequenceDelta(0, [2], finish=FinishReason.LENGTH))
+    calls.handle.finish(0)
+    assert len(await reader) == 2
+
+
+async def test_leaving_early_cancels_once() -> None:
+    calls = Calls()
+    calls.handle.deliver(SequenceDelta(0, [1]))
+    async with aclosing(calls.handle.deltas()) as deltas:
+        await anext(deltas)
+    calls.handle.cancel()
+    assert calls.num_cancelled == 1
+
+
+async def test_stop_drops_what_waits_of_that_sequence_only() -> None:
+    calls = Calls(num_sequences=2)
+    calls.handle.deliver(SequenceDelta(0, [1]))
+    calls.handle.deliver(SequenceDelta(1, [2], finish=FinishReason.LENGTH))
+    calls.handle.finish(1)
+    calls.handle.stop(0)
+    assert [batch async for batch in calls.handle.deltas()] == [[SequenceDelta(1, [2], finish=FinishReason.LENGTH)]]
+    calls.handle.stop(0)
+    assert calls.stopped == [0]
+
+
+async def test_after_the_end_nothing_is_cancelled() -> None:
+    calls = Calls()
+    calls.handle.finish(0)
+    calls.handle.cancel()
+    calls.handle.fail(RequestFailed("too late"))
+    assert [batch async for batch in calls.handle.deltas()] == []
+    assert calls.num_cancelled == 0
+
+
+async def test_a_sink_gets_what_comes_while_the_reader_sleeps_joined_per_sequence() -> None:
+    calls = Calls(num_sequences=2)
+    reader = Reader(calls)
+    await turn()
+    calls.handle.deliver(SequenceDelta(0, [1]))
+    calls.handle.deliver(SequenceDelta(1, [7]))
+    calls.handle.deliver(SequenceDelta(0, [2]))
+    await turn()
+    assert reader.seen == [("sink", [SequenceDelta(0, [1, 2]), SequenceDelta(1, [7])])]
+    calls.handle.deliver(SequenceDelta(0, [3], finish=FinishReason.LENGTH))
+    calls.handle.finish(0)
+    await turn()
+    assert reader.seen[1:] == [("deltas", [SequenceDelta(0, [3], finish=FinishReason.LENGTH)])]
+    assert not reader.task.done()
+    calls.handle.stop(1)
+    await reader.task
+    assert (calls.stopped, calls.num_cancelled) == ([1], 0)
+
+
+async def test_a_sink_that_is_not_ready_leaves_it_to_the_reader() -> None:
+    calls = Calls()
+    reader = Reader(calls)
+    reader.sink.ready = False
+    reader.may_go_on.clear()
+    await turn()
+    calls.handle.deliver(SequenceDelta(0, [1]))
+    await turn()
+    reader.sink.ready = True
+    calls.handle.deliver(SequenceDelta(0, [2]))  # must not overtake the first, with which the reader is busy
+    await turn()
+    assert reader.seen == []
+    reader.may_go_on.set()
+    await turn()
+    assert reader.seen == [("deltas", [SequenceDelta(0, [1])]), ("deltas", [SequenceDelta(0, [2])])]
+    calls.handle.deliver(SequenceDelta(0, [3]))
+    await turn()
+    assert reader.seen[2:] == [("sink", [SequenceDelta(0, [3])])]
+    reader.task.cancel()
+
+
+async def test_what_a_sink_raises_comes_to_the_reader_and_cancels() -> None:
+    calls = Calls()
+    reader = Reader(calls)
+    reader.sink.error = ZeroDivisionError("of the sink")
+    await turn()
+    calls.handle.deliver(SequenceDelta(0, [1]))
+    calls.handle.deliver(SequenceDelta(0, [2]))
+    with pytest.raises(ZeroDivisionError, match="of the sink"):
+        await reader.task
+    assert (calls.num_cancelled, reader.seen) == (1, [])
+
+
+async def test_one_requests_sink_disturbs_no_other() -> None:
+    pushes = PushQueue()
+    bad, good = Calls(pushes=pushes), Calls(pushes=pushes)
+    readers = [Reader(bad), Reader(good)]
+    readers[0].sink.error = ZeroDivisionError("of the sink")
+    await turn()
+    for calls in (bad, good):
+        calls.handle.deliver(SequenceDelta(0, [1]))
+    await turn()
+    assert readers[1].seen == [("sink", [SequenceDelta(0, [1])])]
+    assert isinstance(readers[0].task.exception(), ZeroDivisionError)
+    readers[1].task.cancel()
+
+
+async def test_the_end_lets_go_of_the_sink() -> None:
+    """It knows the request, mostly: the two must not wait for the garbage collector."""
+    calls, sink = Calls(), Sink([])
+    calls.handle.push_to(sink)
+    weak = weakref.ref(sink)
+    del sink
+    calls.handle.finish(0)
+    assert [batch async for batch in calls.handle.deltas()] == []
+    assert weak() is None
+
+
+async def test_a_reader_that_leaves_takes_the_sink_with_it() -> None:
+    calls = Calls()
+    reader = Reader(calls)
+    await turn()
+    calls.handle.deliver(SequenceDelta(0, [1]))
+    reader.task.cancel()
+    await turn()
+    calls.handle.deliver(SequenceDelta(0, [2]))
+    await turn()
+    assert ("sink", [SequenceDelta(0, [2])]) not in reader.seen
+    assert calls.num_cancelled == 1
+
+
+ACTIONS = st.sampled_from(["deliver 0", "deliver 1", "turn", "step", "not ready", "ready", "busy", "free", "fail"])
+
+
+@given(actions=st.lists(ACTIONS, max_size=40))
+def test_whoever_gets_them_tokens_come_once_and_in_order(actions: list[str]) -> None:
+    async def history() -> None:
+        calls = Calls(num_sequences=2)
+        reader = Reader(calls)
+        given: dict[int, list[int]] = {0: [], 1: []}
+        for number, action in enumerate(actions):
+            match action.split():
+                case ["deliver", sequence] if not calls.handle.is_over:
+                    given[int(sequence)].append(number)
+                    calls.handle.deliver(SequenceDelta(int(sequence), [number]))
+                case ["turn"]:
+                    await turn()
+                case ["step"]:
+                    await asyncio.sleep(0)
+                case ["not", "ready"]:
+                    reader.sink.ready = False
+                case ["ready"]:
+                    reader.sink.ready = True
+                case ["busy"]:
+                    reader.may_go_on.clear()
+                case ["free"]:
+                    reader.may_go_on.set()
+                case ["fail"]:
+                    calls.handle.fail(RequestFailed("broken"))
+        reader.may_go_on.set()
+        if calls.handle.is_over:
+            with pytest.raises(RequestFailed, match="broken"):
+                await reader.task
+        else:
+            for each in given:
+                calls.handle.finish(each)
+            await reader.task
+        assert {sequence: reader.tokens(sequence) for sequence in given} == given
+        assert calls.num_cancelled == 0
+
+    asyncio.run(history())

@@ -130,6 +130,11 @@ class Scheduler(Protocol):
         ...
 
     @property
+    def num_pending_handoffs(self) -> int:
+        """Sequences among `waiting` whose KV comes from another worker."""
+        ...
+
+    @property
     def running(self) -> Mapping[SequenceKey, Sequence]:
         """Sequences that hold blocks, by the time they got them."""
         ...

@@ -129,6 +129,11 @@ class SchedulerBooks(ABC):
         return self._sequences.get(key)
 
     @property
+    def num_pending_handoffs(self) -> int:
+        """Sequences among `waiting` whose KV comes from another worker."""
+        return self.waiting.num_remote
+
+    @property
     def num_headroom_blocks(self) -> int:
         """Blocks that the running sequences are expected to take, beyond those they have, those that are set aside for
         samples and beams, and those that samples take in place of a shared one. O(running) unless off."""

@@ -93,7 +93,6 @@ class HashRunner:
         self._entries = self.pool_bytes[:, :entries_bytes].view(np.int32).reshape(num_blocks, block_size, 2)
         self._sequences: dict[SequenceKey, Sampling] = {}
         self._drawn: dict[SequenceKey, int] = {}
-        self.kept: dict[int, list[int]] = {}  # the tokens up to the kept position
         self.step_s = step_s
         self._num_free_steps = 0
         self._may_run = threading.Event()
@@ -133,8 +132,6 @@ class HashRunner:
             sources, targets = [copy.source for copy in batch.copies], [copy.target for copy in batch.copies]
             assert len({*sources, *targets}) == len(set(sources)) + len(targets), "a target is in another copy"
             self.pool_bytes[targets] = self.pool_bytes[sources]
-        for state in batch.forget:
-            self.kept.pop(state, None)
         rows = [self._run(row) for row in batch.rows]
         return StepResult(batch.step, rows, time.perf_counter() - started)
 
@@ -163,11 +160,6 @@ class HashRunner:
         read = self._entries[row.block_ids[: (end + size - 1) // size]].reshape(-1, 2)[:end]
         if not np.array_equal(read[:, 1], np.arange(end)):
             raise CorruptCache(f"{row.key}: positions in the pool are {read[:, 1].tolist()}")
-        if row.keep:
-            assert row.keep not in self.kept, "two rows keep their last position under one number"
-            self.kept[row.keep] = read[:, 0].tolist()
-        if row.after and self.kept[row.after] != read[:, 0].tolist():
-            raise CorruptCache(f"{row.key}: its blocks are not those of the position that it draws from")
         if not row.sample:
             return RowResult(None)
         sampling = self._sequences[row.key]

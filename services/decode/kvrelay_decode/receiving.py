@@ -221,7 +221,6 @@ class Receiving:
     def _make_request(self, header: Header, prefill: PeerRef, body: Reserve) -> DecodeRequest:
         max_running = self._context.scheduler.limits.max_running
         sequence = make_sequence(header, body.prompt, body.router, self._context.spec, max_running)
-        sequence.arrives = True
         if not self._context.scheduler.gang_samples:
             sequence.gang = ""
         handoff = machine.ReceiverHandoff()
@@ -338,7 +337,6 @@ class Receiving:
 
     def _commit(self, request: DecodeRequest, handoff: Handoff) -> None:
         sequence = request.sequence
-        tail = self._context.blocks.sharing.name_of(sequence)
         sequence.num_computed = sequence.num_tokens
         if handoff.token_id is not None:
             sequence.tokens.append(handoff.token_id)
@@ -351,8 +349,6 @@ class Receiving:
             log.warning("a handoff could not be taken over: %s", error, extra=fields)
             self._run(request, _machine_of(request).not_adopted(str(error)))
             return
-        if tail is not None and _machine_of(request).num_received:
-            self._context.blocks.sharing.list_received(sequence, tail, handoff.num_siblings)
         self._settle(request)
         self._reservations.forget(handoff.reservation)
         self._send_prefill(request, Committed(reservation=handoff.reservation))

@@ -53,7 +53,6 @@ class Wishes:
         """It is not wished for any more, or never was: both are fine."""
         if self._waiting.pop(request.sequence.key, None) is not None:
             self._claims.given_up(request)
-            self._blocks.sharing.ended(request.sequence)
 
     def granted(self, request: DecodeRequest) -> None:
         """It has its blocks; those behind its cached prefix are on their way."""
@@ -64,10 +63,6 @@ class Wishes:
             num_cached = sequence.num_computed // self._blocks.pool.block_size
             hashes = sequence.block_hashes(sequence.num_full_blocks)
             self._arriving.promise(sequence.key, hashes[num_cached:])
-            tail = self._blocks.sharing.name_of(sequence)
-            is_sent = sequence.num_computed < sequence.num_tokens  # else it has shared it, and may have been the last
-            if tail is not None and is_sent and tail not in self._blocks.tails:
-                self._arriving.promise_tail(sequence.key, tail)
 
     def settled(self, request: DecodeRequest) -> None:
         """Its blocks are published, or given up: nobody has to wait for them any more."""

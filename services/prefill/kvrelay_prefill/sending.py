@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection
 
 from kvrelay.engine.batch import SequenceKey
 from kvrelay.kv.pool import Owner
@@ -44,8 +43,6 @@ from kvrelay_prefill.pushes import Pushes
 from kvrelay_prefill.request import PrefillRequest
 
 log = logging.getLogger(__name__)
-
-_NOT_HANDED = (machine.SenderState.QUEUED, machine.SenderState.COMPUTING, machine.SenderState.SENDING)
 
 
 class Sending:
@@ -270,28 +267,17 @@ class Sending:
             transports=self._offers.to(decode, time.monotonic()),
             num_blocks=len(request.handoff.blocks),
             process=self._process,
-            num_siblings=self._num_siblings(request, decode, (machine.SenderState.QUEUED,)),
+            num_siblings=self._num_siblings(request, decode),
         )
 
-    def _num_siblings(
-        self, request: PrefillRequest, decode: PeerRef | None, states: Collection[machine.SenderState]
-    ) -> int:
-        """Other samples of its request in these states that go to this decode worker."""
+    def _num_siblings(self, request: PrefillRequest, decode: PeerRef) -> int:
+        """The number of other queued samples of the request that go to this decode worker."""
         if request.prompt.num_samples == 1:
             return 0
         return sum(
-            each is not request and each.handoff.decode == decode and each.handoff.state in states
+            each is not request and each.handoff.decode == decode and each.handoff.state is machine.SenderState.QUEUED
             for each in self._requests.samples_of(request.sequence.key[0])
         )
-
-    def _num_unheard(self, request: PrefillRequest) -> int:
-        """Samples of its request that have not come here yet, if they do: they are sent one by one."""
-        if request.prompt.num_samples == 1:
-            return 0
-        name = request.sequence.key[0]
-        heard = {each.sequence.key[2] for each in self._requests.samples_of(name)}
-        heard |= self._context.blocks.tails.seen_of(name)
-        return request.prompt.num_samples - len(heard)
 
     def _handoff_message(self, request: PrefillRequest, reservation: str, num_blocks: int, resend: int) -> Handoff:
         first = request.handoff.first_token
@@ -306,7 +292,6 @@ class Sending:
             logprobs=first.logprobs,
             cached_tokens=first.cached_tokens,
             resend=resend,
-            num_siblings=self._num_siblings(request, request.handoff.decode, _NOT_HANDED) + self._num_unheard(request),
             candidates=pack_candidates(candidates) if candidates is not None else None,
         )
 

@@ -43,9 +43,6 @@ class WorkerRow(msgspec.Struct, frozen=True, gc=False):
     `beam` the best candidates are found instead, and `key` is that of all beams of one request.
     With `has_placeholder`, the last of `token_ids` is a placeholder: it stands for the token sampled last for this
     key, by a step that was in flight when the batch was made.
-    With `keep`, what the model gave for the last of `token_ids` is kept under that number, until it is forgotten. With
-    `after` there are no `token_ids`: the token is drawn from what was kept under that number, by the row whose last
-    token stands at `position` - 1; K/V of that token and all before it lie in `block_ids`.
     """
 
     key: SequenceKey
@@ -56,8 +53,6 @@ class WorkerRow(msgspec.Struct, frozen=True, gc=False):
     is_prefill: bool
     has_placeholder: bool = False
     beam: BeamRow | None = None
-    keep: int = 0
-    after: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +80,6 @@ class WorkerBatch:
 
     A block that is copied out may be copied into, or written by a row, in the same step; a slot that is copied in is
     in no copy out of the same step. No target of a copy from block to block is a source, or another one's target.
-    `forget`: numbers of kept positions that no row draws from any more, in this step or later; unknown ones are fine.
     """
 
     step: int
@@ -93,7 +87,6 @@ class WorkerBatch:
     swap_out: SwapCopies = NO_COPIES
     swap_in: SwapCopies = NO_COPIES
     copies: Sequence[BlockCopy] = ()
-    forget: Sequence[int] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -102,11 +95,10 @@ class WorkerBatch:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it has rows, and all that these ask for is computed from tokens and blocks, and draws tokens: nothing
-        is copied, searched, kept, or drawn from what was kept."""
-        if self.swap_out.blocks or self.swap_in.blocks or self.copies or self.forget or not self.rows:
+        """Whether the batch has rows, copies nothing, and has no rows of beams."""
+        if self.swap_out.blocks or self.swap_in.blocks or self.copies or not self.rows:
             return False
-        return not any(row.keep or row.after or row.beam is not None for row in self.rows)
+        return all(row.beam is None for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)

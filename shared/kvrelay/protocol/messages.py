@@ -189,9 +189,7 @@ class Handoff(Body, frozen=True, kw_only=True, tag="handoff"):
     """P>D: everything that decode needs beside the blocks. Sent after the first token was sampled.
 
     A beam search has `candidates` in place of the token.
-    Sent again, with its number in `resend`, when the pushes that a Resend asked for are complete. `num_siblings`: other
-    samples of the request that P is, or may be, about to hand over to this worker: they need not be sent the prompt's
-    last block.
+    Sent again, with its number in `resend`, when the pushes that a Resend asked for are complete.
     """
 
     reservation: str
@@ -202,7 +200,6 @@ class Handoff(Body, frozen=True, kw_only=True, tag="handoff"):
     logprobs: TokenLogprobs | None = None
     cached_tokens: int = 0
     resend: int = 0
-    num_siblings: int = 0
     candidates: PackedCandidates | None = None
 
 

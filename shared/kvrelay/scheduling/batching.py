@@ -87,7 +87,6 @@ class BatchScheduler(SchedulerBooks):
         if not self._uncommitted:
             self.blocks.step_landed()
         self.blocks.copies.cancelled(plan.copies)
-        self._not_executed(plan)
         over = [row for row in plan.rows if self._row_is_over(row)]  # all of them first: beams leave together
         for sequence in dict.fromkeys(accountable(row) for row in over):
             if sequence.abort_requested and not sequence.num_planned:
@@ -101,8 +100,7 @@ class BatchScheduler(SchedulerBooks):
             self._admitted_ahead = []
         copies = self.blocks.copies.plan(_copy_targets(draft))
         swaps = self.swaps.seal(draft)
-        forget = self.blocks.tails.take_forgotten() if draft.rows or copies or swaps else ()
-        plan = draft.finish(self._step, swaps, copies, forget, self.remote.take_reservations())
+        plan = draft.finish(self._step, swaps, copies, self.remote.take_reservations())
         if self.prefill_gate is not None:
             self.prefill_gate.passed(len(self.running), len(plan.admitted) - len(draft.returning))
         for row in plan.rows:
@@ -133,7 +131,7 @@ class BatchScheduler(SchedulerBooks):
                 continue
             position = sequence.num_computed + sequence.num_planned
             rows.append(PlannedRow(sequence, position, 1, False, True))
-            if is_beam or sequence.is_forked or position >= sequence.table.capacity_tokens:
+            if is_beam or position >= sequence.table.capacity_tokens:
                 short.append(sequence)
         for sequence in self.blocks.grow_each(short) if short else ():
             if sequence.state is SequenceState.RUNNING:
@@ -183,7 +181,7 @@ class BatchScheduler(SchedulerBooks):
             return "max_running reached"
         sequence = self.waiting.head()
         if sequence is None:
-            return "its prefix is being computed or sent, or its sender holds its share of the pool"
+            return "its prefix is being computed or sent"
         if handoffs_only and sequence.remote is None:
             return "a local prompt is next"
         is_claimed = self.gangs.is_claimed(sequence) or self.remote.has_capacity(sequence)
@@ -210,8 +208,6 @@ class BatchScheduler(SchedulerBooks):
         self._admitted(sequence)
         draft.admitted.append(sequence)
         self._claim(followers)
-        if sequence.num_computed != position:  # the tail had to make room for it
-            num_tokens = self._chunk_of(sequence, draft)
         if num_tokens:
             self._plan_chunk(sequence, num_tokens, draft)
         return ""
@@ -241,16 +237,12 @@ class BatchScheduler(SchedulerBooks):
         return headroom
 
     def _first_chunk(self, sequence: Sequence, draft: PlanDraft) -> tuple[int, int]:
-        """Where a waiting sequence would start, and the tokens of its first chunk; 1 for a draw."""
-        if self.blocks.sharing.finds(sequence):
-            return sequence.num_tokens - 1, 1
+        """Where a waiting sequence would start, and the tokens of its first chunk."""
         position = self.blocks.num_cached_blocks(sequence) * self.blocks.pool.block_size
         return position, self.chunks.size(sequence.num_tokens - position, position, draft)
 
     def _chunk_of(self, sequence: Sequence, draft: PlanDraft) -> int:
-        """Tokens of the next chunk. What computes nothing takes nothing of the step."""
-        if sequence.draws_next:
-            return 1
+        """Tokens of the next chunk."""
         return self.chunks.size(sequence.num_remaining, sequence.next_position, draft)
 
     def _admit_swapped(self, sequence: Sequence, draft: PlanDraft, beyond_budget: bool) -> str:
@@ -343,8 +335,7 @@ class BatchScheduler(SchedulerBooks):
 
     def _admitted(self, sequence: Sequence) -> None:
         if not sequence.num_preemptions:
-            num_cached = sequence.num_computed if sequence.tail is None else sequence.num_tokens
-            sequence.num_cached_tokens = min(num_cached, sequence.num_prompt)
+            sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt)
         self.swaps.resumed(sequence)
         self.waiting.admitted(sequence)
         self.gangs.settle(sequence)
@@ -352,19 +343,14 @@ class BatchScheduler(SchedulerBooks):
         self.running[sequence.key] = sequence
         if sequence.beams is not None:
             self.beams.admitted(sequence.beams)
-        if self.blocks.shares_prefixes and sequence.tail is None:
+        if self.blocks.shares_prefixes:
             hashes = sequence.block_hashes(sequence.num_full_blocks)
             self.in_progress.promise(sequence.key, hashes[sequence.num_published :])
-            tail = self.blocks.sharing.name_of(sequence)
-            if tail is not None and tail not in self.blocks.tails:
-                self.in_progress.promise_tail(sequence.key, tail)
 
     def _plan_chunk(self, sequence: Sequence, num_tokens: int, draft: PlanDraft) -> None:
         completes = num_tokens == sequence.num_remaining
         sample = completes and sequence.wants_token
-        draws = sequence.tail if sequence.draws_next else None
-        offers = self.blocks.sharing.offer(sequence) if sample and draws is None else None
-        draft.add_chunk(PlannedRow(sequence, sequence.next_position, num_tokens, True, sample, offers, draws))
+        draft.add_chunk(PlannedRow(sequence, sequence.next_position, num_tokens, True, sample))
 
     # -- room ---------------------------------------------------------------------------------------------------------
 
@@ -428,9 +414,9 @@ class BatchScheduler(SchedulerBooks):
 
 
 def _copy_targets(draft: PlanDraft) -> Iterator[int]:
-    """The blocks that beams and samples write into in a step."""
+    """The blocks that beams write into in a step."""
     for row in draft.rows:
-        if row.sequence.beams is not None or row.sequence.num_samples > 1:
+        if row.sequence.beams is not None:
             table, end = row.sequence.table, row.position + row.num_tokens
             first, stop = row.position // table.block_size, blocks_for(end, table.block_size)
             # All of them: a prompt whose step failed is computed again up to a block that was to be copied behind it.

@@ -18,8 +18,6 @@ from kvrelay.kv.pool import BlockPool, Owner
 from kvrelay.kv.table import blocks_for
 from kvrelay.scheduling.copies import BlockCopies
 from kvrelay.scheduling.sequence import Sequence
-from kvrelay.scheduling.tail_sharing import TailSharing
-from kvrelay.scheduling.tails import SharedTails, Tail, num_full_before_tail
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +41,13 @@ class BlockManager:
         self.cache = cache
         self.max_model_len = max_model_len
         self.copies = BlockCopies(pool)
-        self.tails = SharedTails(pool)
         self._replaced: list[int] = []  # that a step in flight reads, and no table names
         self.shares_prefixes = not isinstance(cache, NullCache)
-        self.sharing = TailSharing(self.tails, pool, cache, is_on=self.shares_prefixes)
 
     @property
     def num_available(self) -> int:
-        """Blocks that somebody can have: free and evictable ones, and tails that nobody holds. O(tails)."""
-        return self.pool.num_available + self.tails.num_idle
-
-    def has_room(self, num_blocks: int) -> bool:
-        """Whether so many blocks are available, and from now on in the pool: tails yield."""
-        num_short = num_blocks - self.pool.num_available
-        return num_short <= 0 or self.tails.free_idle(num_short)
+        """Free and evictable blocks."""
+        return self.pool.num_available
 
     def cached_prefix(self, sequence: Sequence) -> list[int]:
         """Blocks of the longest cached prefix that leaves at least one token to compute (logits need one)."""
@@ -67,16 +58,10 @@ class BlockManager:
         return self.first_missing(sequence)[0]
 
     def first_missing(self, sequence: Sequence) -> tuple[int, BlockHash | None]:
-        """The number of cached blocks, and the hash of the next one that could be there; not a use. O(log blocks).
-
-        Behind all others that may be the tail, which does not count as cached.
-        """
+        """The number of cached blocks, and the hash of the next one that could be there; not a use. O(log blocks)."""
         hashes = sequence.block_hashes(self._num_reusable(sequence))
         num_cached = self.cache.peek(hashes)
-        if num_cached < len(hashes):
-            return num_cached, hashes[num_cached]
-        name = self.sharing.name_of(sequence)
-        return num_cached, None if name in self.tails else name
+        return num_cached, hashes[num_cached] if num_cached < len(hashes) else None
 
     def num_missing(self, sequence: Sequence, num_computed: int) -> int:
         """Blocks that `readmit` takes at least; not a use. O(log blocks)."""
@@ -110,11 +95,7 @@ class BlockManager:
     def _num_reusable(self, sequence: Sequence) -> int:
         if sequence.sampling.prompt_logprobs is not None:
             return 0  # every position's logits are wanted
-        return self._num_before(sequence)
-
-    def _num_before(self, sequence: Sequence) -> int:
-        """Full blocks before its tail."""
-        return num_full_before_tail(sequence.num_tokens, self.pool.block_size)
+        return blocks_for(sequence.num_tokens, self.pool.block_size) - 1
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
@@ -122,21 +103,13 @@ class BlockManager:
         """Gives a sequence its first blocks; what the cache holds counts as computed. All or nothing.
 
         `num_next`: tokens that are cached or computed in the next step; the manager decides how much room it makes
-        beyond. Without, there is room for all known tokens and no more (a handoff's slots). A listed tail is shared,
-        where there is room to copy it later; `num_computed` counts it but for the token that is to give the logits.
-        `headroom`: blocks that must be available besides.
+        beyond. Without, there is room for all known tokens and no more (a handoff's slots). `headroom`: blocks that
+        must be available besides.
         """
         num_tokens = sequence.num_tokens if num_next is None else self._num_at_admission(sequence, num_next)
-        num_reusable, tail = self._num_reusable(sequence), self.tails.get(self.sharing.name_of(sequence))
-        taken = tail is not None and self._take(sequence, owner, self._num_before(sequence), num_tokens, headroom, tail)
-        # A tail that nobody holds may be a block too many, beside the copy: then it yields to those who would share it.
-        if not taken and not self._take(sequence, owner, num_reusable, num_tokens, headroom):
+        if not self._take(sequence, owner, self._num_reusable(sequence), num_tokens, headroom):
             return False
         sequence.num_computed = sequence.num_published * self.pool.block_size
-        if sequence.tail is not None:
-            sequence.num_computed = sequence.num_tokens - (0 if sequence.arrives else 1)  # its logits are there, too
-            if sequence.arrives:
-                self.sharing.drawn(sequence)
         return True
 
     def readmit(self, sequence: Sequence, owner: Owner, num_computed: int, num_next: int, headroom: int = 0) -> bool:
@@ -150,39 +123,23 @@ class BlockManager:
         sequence.num_computed = num_computed
         return True
 
-    def _take(
-        self,
-        sequence: Sequence,
-        owner: Owner,
-        num_reusable: int,
-        num_tokens: int,
-        headroom: int,
-        tail: Tail | None = None,
-    ) -> bool:
-        """Blocks for `num_tokens` tokens, up to `num_reusable` of them from the cache; with a tail all of these, and
-        that. All or nothing."""
+    def _take(self, sequence: Sequence, owner: Owner, num_reusable: int, num_tokens: int, headroom: int) -> bool:
+        """Blocks for `num_tokens` tokens, up to `num_reusable` of them from the cache. All or nothing."""
         pool = self.pool
-        hashes = sequence.block_hashes(num_reusable + (tail is not None and tail.block is None))
+        hashes = sequence.block_hashes(num_reusable)
         num_cached = self.cache.peek(hashes)
-        if tail is not None and num_cached < len(hashes):
+        num_missing = max(0, blocks_for(num_tokens, pool.block_size) - num_cached)
+        if num_missing + headroom > pool.num_available:
             return False
-        shared = [] if tail is None or tail.block is None else [tail.block]
-        num_missing = max(0, blocks_for(num_tokens, pool.block_size) - num_cached - len(shared))
-        if tail is not None:
-            headroom += self.sharing.writes_into_tail(sequence)
-        if num_missing + headroom > self.num_available:
-            return False
-        shared = [*(self.cache.match(hashes[:num_cached]) if num_cached else ()), *shared]
+        shared = list(self.cache.match(hashes[:num_cached])) if num_cached else []
         if shared:
             pool.hold(shared, owner)
-        if not self.has_room(num_missing + headroom):  # now that what it shares cannot be evicted
+        if num_missing + headroom > pool.num_available:  # now that what it shares cannot be evicted
             pool.release(shared, owner)
             return False
         sequence.owner = owner
         sequence.num_published = num_cached
         sequence.table.append(shared + pool.allocate(num_missing, owner))
-        if tail is not None:
-            self.sharing.take(sequence, tail)
         return True
 
     def _num_at_admission(self, sequence: Sequence, num_next: int) -> int:
@@ -196,11 +153,10 @@ class BlockManager:
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Makes the table long enough for `num_tokens` tokens. All or nothing.
 
-        A beam, and a sample that shares its prompt's tail, also get a copy of the block that their next token goes to,
-        where others share it.
+        A beam also gets a copy of the block that its next token goes to, if other beams share that block.
         """
-        if sequence.beams is not None or (sequence.is_forked and not sequence.draws_next):
-            return self._grow_forked(sequence, num_tokens)
+        if sequence.beams is not None:
+            return self._grow_beam(sequence, num_tokens)
         return self._lengthen(sequence, num_tokens)
 
     def _lengthen(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -208,44 +164,40 @@ class BlockManager:
         if num_tokens <= table.num_blocks * table.block_size:
             return True
         num_missing = blocks_for(num_tokens, table.block_size) - table.num_blocks
-        if not self.has_room(num_missing):
+        if num_missing > self.num_available:
             return False
         last = table.last if table.num_blocks else None
         table.append(self.pool.allocate(num_missing, sequence.owner, after=last))
         return True
 
     def grow_each(self, sequences: Seq[Sequence]) -> list[Sequence]:
-        """A block more for each of them, in one operation. Returns those that `grow` is still to be asked for: who may
-        share the block that it writes, and where there are not enough blocks for the others, all.
+        """Gives each sequence one more block, in one operation. Returns the sequences that still need `grow`: beams,
+        which may share the block that they write, or all if there are not enough blocks for the others.
         """
-        forked = [sequence for sequence in sequences if sequence.beams is not None or sequence.is_forked]
-        if len(sequences) - len(forked) > self.pool.num_available:
+        beams = [sequence for sequence in sequences if sequence.beams is not None]
+        if len(sequences) - len(beams) > self.pool.num_available:
             return list(sequences)
         by_owner: dict[Owner, list[Sequence]] = {}
         for sequence in sequences:
-            if sequence.beams is None and not sequence.is_forked:
+            if sequence.beams is None:
                 by_owner.setdefault(sequence.owner, []).append(sequence)
         for owner, growing in by_owner.items():
             blocks = self.pool.allocate_each([sequence.table.last for sequence in growing], owner)
             for sequence, block in zip(growing, blocks, strict=True):
                 sequence.table.append((block,))
-        return forked
+        return beams
 
-    def _grow_forked(self, sequence: Sequence, num_tokens: int) -> bool:
+    def _grow_beam(self, sequence: Sequence, num_tokens: int) -> bool:
         table = sequence.table
         index = sequence.next_position // table.block_size
         must_copy = index < table.num_blocks and self.copies.must_copy(int(table.ids[index]))
         num_missing = max(0, blocks_for(num_tokens, table.block_size) - table.num_blocks)
-        if must_copy and not self.has_room(num_missing + 1):
-            self.tails.give_up(int(table.ids[index]))
-            must_copy = self.copies.must_copy(int(table.ids[index]))
-        if not self.has_room(num_missing + must_copy):
+        if num_missing + must_copy > self.num_available:
             return False
         if must_copy:
             self.copies.make_own(table, index, sequence.owner)
         if num_missing:
             table.append(self.pool.allocate(num_missing, sequence.owner, after=table.last))
-        self.sharing.set_forked(sequence, False)  # beams part and join in their own ways
         return True
 
     def remaining_output(self, sequence: Sequence) -> int:
@@ -307,7 +259,6 @@ class BlockManager:
 
     def free(self, sequence: Sequence) -> None:
         """Lets go of a sequence's blocks; published ones stay cached. Committed K/V is given up exactly once."""
-        self.sharing.lost_blocks(sequence)
         blocks = sequence.table.clear()[sequence.num_borrowed :]
         self.copies.drop(blocks)
         self.pool.release(blocks, sequence.owner)

@@ -24,7 +24,6 @@ from kvrelay.scheduling.remote_kv import RemoteSequences
 from kvrelay.scheduling.sender_limits import SenderLimits
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.scheduling.swapping import Swapper
-from kvrelay.scheduling.tails import Tail
 
 DEFAULT_SETTINGS = SchedulerSettings()
 
@@ -135,15 +134,14 @@ class SchedulerBooks(ABC):
 
     @property
     def num_headroom_blocks(self) -> int:
-        """Blocks that the running sequences are expected to take, beyond those they have, those that are set aside for
-        samples and beams, and those that samples take in place of a shared one. O(running) unless off."""
+        """Blocks that the running sequences are expected to take, beyond those they have, and those that are set aside.
+        O(running) unless off."""
         return self.new_token_ratio.headroom(self.running.values(), self.blocks) + self.num_claimed_blocks
 
     @property
     def num_claimed_blocks(self) -> int:
-        """Those of them that are set aside, for samples, beams and handoffs."""
-        claimed = self.beams.num_claimed_blocks + self.gangs.num_claimed_blocks + self.blocks.sharing.num_forked
-        return claimed + self.remote.num_reserved_blocks
+        """Blocks that are set aside for samples, beams and handoffs."""
+        return self.beams.num_claimed_blocks + self.gangs.num_claimed_blocks + self.remote.num_reserved_blocks
 
     @property
     def num_slots(self) -> int:
@@ -179,8 +177,6 @@ class SchedulerBooks(ABC):
         sequence.stop_tokens = stop_tokens.union(sampling.stop_token_ids)
         sequence.max_length = min(sequence.num_prompt + sampling.max_tokens, self.limits.max_model_len)
         self.beams.enter(sequence)
-        if sequence.num_samples > 1:
-            self.blocks.tails.begin(sequence.key[0])
         self._sequences[sequence.key] = sequence
         if not self.settings.gang_samples:
             sequence.gang = ""
@@ -202,7 +198,6 @@ class SchedulerBooks(ABC):
         sequence.state = SequenceState.FINISHED
         del self._sequences[sequence.key]
         self.gangs.leave(sequence)
-        self.blocks.sharing.ended(sequence)
         if not self.running:
             self.new_token_ratio.idle()
 
@@ -330,12 +325,7 @@ class SchedulerBooks(ABC):
             return None
         if num_computed - sequence.num_published * self._block_size >= self._block_size:
             self._publish(sequence)
-        scores = given.prompt_logprobs if row.draws is None else row.draws.scores
-        if sequence.num_samples > 1 and row.draws is None:
-            sequence.scores += scores
-        if row.sample and sequence.num_samples > 1:
-            self._has_tail(sequence, row.offers)
-        self.blocks.sharing.drawn(sequence)
+        scores = given.prompt_logprobs
         # Not by the row: the last token of a resumed prompt is output, and alone in its step it looks like a decode.
         prefilled = sequence.owner is Owner.COMPUTING and sequence.num_computed == sequence.num_tokens
         index = sequence.num_output
@@ -362,7 +352,6 @@ class SchedulerBooks(ABC):
         if self._uncommitted:
             raise RuntimeError(f"step {self._uncommitted[0].step} is planned upon the one that failed")
         self.blocks.copies.done(plan.copies)
-        self._not_executed(plan)
         failed = []
         landed = [row for row in plan.rows if self._row_is_over(row)]
         for sequence in dict.fromkeys(accountable(row) for row in landed):
@@ -375,18 +364,6 @@ class SchedulerBooks(ABC):
             for sequence in self.swaps.failed(plan):
                 self._requeue_swapped(sequence)
         return failed
-
-    def _not_executed(self, plan: StepPlan) -> None:
-        """No tail of the step is there, and the runner still keeps what it was to forget."""
-        self.blocks.tails.give_back_forgotten(plan.forget)
-        for row in plan.rows:
-            if row.offers is not None:
-                self.blocks.sharing.withdraw_offer(row.sequence)
-
-    def _has_tail(self, sequence: Sequence, offered: Tail | None) -> None:
-        """Its prompt is computed. What it promised ends even where others have listed the same tail meanwhile."""
-        self.blocks.sharing.list(sequence, offered)
-        self.waiting.prefixes_changed(self.in_progress.kept_tail(sequence.key))
 
     def _publish(self, sequence: Sequence) -> None:
         published = self.blocks.publish(sequence)

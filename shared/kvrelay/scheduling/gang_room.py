@@ -61,8 +61,5 @@ class GangRoom:
         """Blocks that a sequence lacks, and that another one computes if it is admitted before."""
         if sequence.state is SequenceState.SWAPPED:
             return 0
-        blocks, sharing = self._blocks, self._blocks.sharing
-        tail = sharing.name_of(sequence)
-        shares_tail = tail is not None and tail not in blocks.tails and tail == sharing.name_of(first)
-        missing = blocks.num_in_common(sequence, first) - blocks.num_cached_blocks(sequence)
-        return max(0, missing) + shares_tail
+        missing = self._blocks.num_in_common(sequence, first) - self._blocks.num_cached_blocks(sequence)
+        return max(0, missing)

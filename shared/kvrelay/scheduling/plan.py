@@ -17,14 +17,12 @@ from kvrelay.kv.pool import Owner
 from kvrelay.protocol.sampling import BeamResult, FinishReason, TokenLogprobs
 from kvrelay.scheduling.cost import pairs
 from kvrelay.scheduling.sequence import Sequence, SequenceState
-from kvrelay.scheduling.tails import Tail
 
 
 class PlannedRow(msgspec.Struct, frozen=True, gc=False):
     """`num_tokens` tokens of a sequence, from `position` on. `sample`: its last token's logits give a token.
 
     A decode that was planned ahead is for a token that the step in flight draws: it is not in the sequence yet.
-    `offers`: the tail that the row completes. `draws`: the tail that gives the logits; nothing is computed.
     """
 
     sequence: Sequence
@@ -32,21 +30,14 @@ class PlannedRow(msgspec.Struct, frozen=True, gc=False):
     num_tokens: int
     is_prefill: bool
     sample: bool
-    offers: Tail | None = None
-    draws: Tail | None = None
-
-    @property
-    def num_computed(self) -> int:
-        """Tokens that the step computes for it."""
-        return self.num_tokens if self.draws is None else 0
 
 
 def work_of(rows: Iterable[PlannedRow]) -> tuple[int, float]:
     """What rows compute, as a step's cost counts it: tokens, and pairs of a token and what it attends to."""
     num_tokens, num_pairs = 0, 0.0
     for row in rows:
-        num_tokens += row.num_computed
-        num_pairs += pairs(row.position, row.num_computed)
+        num_tokens += row.num_tokens
+        num_pairs += pairs(row.position, row.num_tokens)
     return num_tokens, num_pairs
 
 
@@ -92,10 +83,9 @@ class StepPlan:
     `preempted` lost their blocks; `recomputed` lost their K/V, in this step or since the one before: those preempted
     without a copy, and those whose copy was given up. `swaps`: what is copied to the host and back, if anything; such
     a step is to be executed even where it has no rows. `copies`: blocks that the step copies after that and before it
-    computes. `forget`: kept last positions that nobody will draw from (`Tail.state`). `delayed`: a prefill gate held
-    the head back. That is decided anew in the next pass, whether or not anything happened. A beam search is preempted
-    as its leader alone. `reservations`: handoffs whose blocks are reserved now, so that their transfer may begin; they
-    are in no row.
+    computes. `delayed`: a prefill gate held the head back. That is decided anew in the next pass, whether or not
+    anything happened. A beam search is preempted as its leader alone. `reservations`: handoffs whose blocks are
+    reserved now, so that their transfer may begin; they are in no row.
     """
 
     step: int
@@ -107,7 +97,6 @@ class StepPlan:
     swaps: SwapPlan | None = None
     delayed: bool = False
     copies: Seq[BlockCopy] = ()
-    forget: Seq[int] = ()
     reservations: Seq[Sequence] = ()
 
     @property
@@ -118,7 +107,7 @@ class StepPlan:
     @property
     def num_prefill_tokens(self) -> int:
         """Tokens of prompt chunks."""
-        return sum(row.num_computed for row in self.rows if row.is_prefill)
+        return sum(row.num_tokens for row in self.rows if row.is_prefill)
 
     @property
     def num_decode_tokens(self) -> int:
@@ -158,7 +147,7 @@ class PlanDraft:
     def add_chunk(self, row: PlannedRow) -> None:
         """Adds a part of a prompt."""
         self.prompts[row.sequence] = row
-        self.budget_left -= row.num_computed
+        self.budget_left -= row.num_tokens
 
     def add_decode(self, row: PlannedRow) -> None:
         """Adds a decode."""
@@ -181,21 +170,19 @@ class PlanDraft:
         """A sequence loses its part, if it had one."""
         row = self.prompts.pop(sequence, None) or self.decodes.pop(sequence, None)
         if row is not None:
-            self.budget_left += row.num_computed
+            self.budget_left += row.num_tokens
 
     def finish(
         self,
         step: int,
         swaps: SwapPlan | None = None,
         copies: Seq[BlockCopy] = (),
-        forget: Seq[int] = (),
         reservations: Seq[Sequence] = (),
     ) -> StepPlan:
         """The plan."""
         return StepPlan(
             *(step, self.rows, self.admitted, self.preempted, self.held_back, self.recomputed, swaps, self.delayed),
             copies=copies,
-            forget=forget,
             reservations=reservations,
         )
 

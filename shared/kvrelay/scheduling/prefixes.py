@@ -15,7 +15,6 @@ class PrefixesInProgress:
         self._num_promised: dict[BlockHash, int] = {}
         self._promises: dict[SequenceKey, Seq[BlockHash]] = {}
         self._num_kept: dict[SequenceKey, int] = {}
-        self._tails: dict[SequenceKey, BlockHash] = {}
 
     def __contains__(self, block_hash: object) -> bool:
         return block_hash in self._num_promised
@@ -43,28 +42,14 @@ class PrefixesInProgress:
         if start + num_blocks >= len(hashes):
             del self._promises[key], self._num_kept[key]
 
-    def promise_tail(self, key: SequenceKey, name: BlockHash) -> None:
-        """A sequence starts to compute this tail, behind its blocks."""
-        self._tails[key] = name
-        self._num_promised[name] = self._num_promised.get(name, 0) + 1
-
-    def kept_tail(self, key: SequenceKey) -> Seq[BlockHash]:
-        """The tail that a sequence promised is there, or will not be; returns its name, if there was one."""
-        name = self._tails.pop(key, None)
-        if name is None:
-            return ()
-        self._drop((name,))
-        return (name,)
-
     def give_up(self, key: SequenceKey) -> Seq[BlockHash]:
         """A sequence goes; returns what it had promised still."""
-        tail = self.kept_tail(key)
         hashes = self._promises.pop(key, None)
         if hashes is None:
-            return tail
+            return ()
         rest = hashes[self._num_kept.pop(key) :]
         self._drop(rest)
-        return [*rest, *tail]
+        return rest
 
     def _drop(self, hashes: Seq[BlockHash]) -> None:
         counts = self._num_promised

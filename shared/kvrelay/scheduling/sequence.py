@@ -28,8 +28,7 @@ from kvrelay.kv.hashing import BlockHash, hash_blocks
 from kvrelay.kv.pool import Owner
 from kvrelay.kv.table import BlockTable
 from kvrelay.protocol.messages import PeerRef
-from kvrelay.protocol.sampling import Sampling, TokenLogprobs
-from kvrelay.scheduling.tails import Tail
+from kvrelay.protocol.sampling import Sampling
 
 if TYPE_CHECKING:
     from kvrelay.scheduling.beams import BeamGroup
@@ -120,13 +119,6 @@ class Sequence:
     gang: str = ""  # that it is preempted and resumed with; empty: none
     beams: BeamGroup | None = None  # of the beam search that it is a beam of
     num_borrowed: int = 0  # blocks at its table's start that its beam group holds for it
-    num_samples: int = 1  # of its request, which share their prompt's last block
-    arrives: bool = False  # its prompt's K/V comes from another worker
-    tail_name: BlockHash = b""  # of its prompt's last block; empty: not looked at so far
-    offers: Tail | None = None  # that the step in flight computes
-    scores: list[TokenLogprobs] = field(default_factory=list)  # of its prompt so far, to share with the tail
-    tail: Tail | None = None  # that it took, and is to draw its first token from
-    is_forked: bool = False  # its next write may hit a block that others share
 
     @property
     def num_tokens(self) -> int:
@@ -172,11 +164,6 @@ class Sequence:
         if self.beams is not None:
             return self.beams.wants_candidates
         return self.sampling.max_tokens > self.num_output
-
-    @property
-    def draws_next(self) -> bool:
-        """Its next row computes nothing: its first token is drawn from what another sample's last position gave."""
-        return self.tail is not None and not self.num_planned
 
     def block_hashes(self, num_blocks: int, start: int = 0) -> list[BlockHash]:
         """The hashes of the full blocks [start, num_blocks); each is computed once."""

@@ -61,8 +61,6 @@ class Swapper:
         """Plans the copy of a victim that still has its blocks; False where it is to be computed again instead."""
         if not self.space.num_slots or sequence.prefill_only or not sequence.num_computed:
             return False
-        if sequence.tail is not None:  # another sample computed what it has, and it has drawn nothing from that yet
-            return False
         size = self._blocks.pool.block_size
         num_full = sequence.num_computed // size
         hashes: list[BlockHash | None] = [*sequence.block_hashes(num_full)]

@@ -70,7 +70,7 @@ class _Packed:
 
     @classmethod
     def of(cls, rows: Sequence[WorkerRow], block_size: int) -> _Packed:
-        """At least one row. One that computes nothing has no tokens."""
+        """Packs at least one row; each row has at least one token."""
         lens = np.array([len(row.token_ids) for row in rows])
         firsts = np.array([row.position for row in rows])
         ends = firsts + lens
@@ -161,12 +161,11 @@ class SimulatedRunner:
         rows = batch.rows
         if not rows:
             return StepResult(batch.step, [], 0.0, copy_s)
-        load = StepLoad.of((row.position, len(row.token_ids), row.is_prefill) for row in rows if not row.after)
+        load = StepLoad.of((row.position, len(row.token_ids), row.is_prefill) for row in rows)
         packed = _Packed.of(rows, self._spec.block_size)
-        if len(packed.positions):
-            self._write(rows, packed)
+        self._write(rows, packed)
         digests = self._read(packed)
-        forward_s = self._profile.step_s(load) if len(packed.positions) else 0.0
+        forward_s = self._profile.step_s(load)
         return StepResult(batch.step, self._results(rows, packed, digests), forward_s, copy_s)
 
     # -- K/V ----------------------------------------------------------------------------------------------------------
@@ -193,7 +192,7 @@ class SimulatedRunner:
         blocks = packed.blocks[np.repeat(packed.block_starts, packed.lens) + indices]
         added = contributions(self._token_ids(rows, packed), packed.positions.astype(np.uint64))
         is_first = offsets == 0
-        is_first[packed.starts[packed.lens > 0]] = True
+        is_first[packed.starts] = True
         firsts = np.flatnonzero(is_first)
         before = self._words[blocks[firsts], offsets[firsts] - 1] & SUM_MASK
         before[offsets[firsts] == 0] = 0

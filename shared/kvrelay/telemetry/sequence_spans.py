@@ -96,7 +96,7 @@ class SequenceSpans:
             if (timings := self._sequences.get(row.sequence.key)) is not None:
                 timings.num_chunks += 1
                 if len(timings.chunks) < MAX_CHUNKS:
-                    timings.chunks.append((now - result.forward_s, now, row.num_computed))
+                    timings.chunks.append((now - result.forward_s, now, row.num_tokens))
                 if timings.context is not None:
                     links.append(timings.context)
         for output in outputs:

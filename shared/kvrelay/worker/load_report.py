@@ -30,7 +30,7 @@ class SpeedMeter:
     def stepped(self, plan: StepPlan, forward_s: float) -> None:
         """A step took so long."""
         self._cost.observe(*work_of(plan.rows), forward_s)
-        self._num_chunked += any(row.num_computed >= LEAST_CHUNK_TOKENS for row in plan.rows)
+        self._num_chunked += any(row.num_tokens >= LEAST_CHUNK_TOKENS for row in plan.rows)
 
     def pushed(self, total_bytes: float, total_busy_s: float) -> None:
         """Totals since the start; the rate is that of the time since the last call with news."""

@@ -65,8 +65,6 @@ class OpenRequests(Mapping[SequenceKey, RequestT]):
         key = request.sequence.key
         self._open[key] = request
         self._samples.setdefault(key[0], {})[key] = request
-        if request.sequence.num_samples > 1:
-            self._context.blocks.tails.begin(key[0])
 
     def remove(self, key: SequenceKey) -> None:
         """It holds nothing here any more. One that is not known is fine."""
@@ -77,8 +75,6 @@ class OpenRequests(Mapping[SequenceKey, RequestT]):
         del samples[key]
         if not samples:
             del self._samples[key[0]]
-            if request.sequence.num_samples > 1:
-                self._context.blocks.tails.end(key[0])
 
     def samples_of(self, request: str) -> Collection[RequestT]:
         """The router's request as it is open here: its samples, in any attempt, in the order in which they came."""

@@ -48,7 +48,6 @@ def make_sequence(
         trace=header.trace,
         priority=prompt.priority,
         gang=header.request if prompt.num_samples > 1 else "",
-        num_samples=prompt.num_samples,
     )
 
 

@@ -111,15 +111,14 @@ class _PlannedStep:
 
 
 _PLACEHOLDER = np.zeros(1, np.int32)
-_NO_TOKENS = np.zeros(0, np.int32)
 
 
 def worker_batch(plan: StepPlan) -> WorkerBatch:
     """The second stage: only what a forward needs, as views of the sequences' arrays."""
     rows, swaps = [_worker_row(row) for row in plan.rows], plan.swaps
     if swaps is None:
-        return WorkerBatch(plan.step, rows, copies=plan.copies, forget=plan.forget)
-    return WorkerBatch(plan.step, rows, swaps.out, swaps.back, plan.copies, plan.forget)
+        return WorkerBatch(plan.step, rows, copies=plan.copies)
+    return WorkerBatch(plan.step, rows, swaps.out, swaps.back, plan.copies)
 
 
 def _beam_row(sequence: Sequence) -> BeamRow | None:
@@ -131,10 +130,6 @@ def _beam_row(sequence: Sequence) -> BeamRow | None:
 
 def _worker_row(row: PlannedRow) -> WorkerRow:
     sequence, position = row.sequence, row.position
-    if row.draws is not None:
-        end = position + row.num_tokens
-        after = row.draws.state
-        return WorkerRow(sequence.key, _NO_TOKENS, end, sequence.table.ids, row.sample, row.is_prefill, after=after)
     has_placeholder = position >= sequence.num_tokens  # planned ahead: the step in flight draws its token
     return WorkerRow(
         key=sequence.key if sequence.beams is None else sequence.beams.leader.key,
@@ -145,7 +140,6 @@ def _worker_row(row: PlannedRow) -> WorkerRow:
         is_prefill=row.is_prefill,
         has_placeholder=has_placeholder,
         beam=_beam_row(sequence),
-        keep=row.offers.state if row.offers is not None else 0,
     )
 
 

@@ -185,8 +185,6 @@ def test_what_needs_the_host_is_not_launched_behind_another_step(models: Callabl
     batch = behind(sequences, first)
     row = batch.rows[0]
     with_row = {
-        "kept": msgspec.structs.replace(row, keep=1),
-        "drawn from what was kept": msgspec.structs.replace(row, token_ids=np.zeros(0, np.int32), after=1),
         "a beam": msgspec.structs.replace(row, beam=BeamRow(2, np.zeros(4, np.int32), 3)),
         "penalised": behind([penalised], first).rows[0],
         "scored": scored.row(10),
@@ -200,7 +198,6 @@ def test_what_needs_the_host_is_not_launched_behind_another_step(models: Callabl
         "swapped out": replace(batch, swap_out=copies),
         "swapped in": replace(batch, swap_in=copies),
         "copied": replace(batch, copies=[BlockCopy(0, 1)]),
-        "forgotten": replace(batch, forget=(1,)),
         "nothing": replace(batch, rows=[]),
     }
     for name, each in refused.items():

@@ -22,7 +22,7 @@ from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.protocol.sampling import Sampling
 from tests.fakes.late_copies import LateCopies
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE
-from tests.unit.engine.driving import Driven, failing_logits, run, start
+from tests.unit.engine.driving import failing_logits, run, start
 
 pytestmark = pytest.mark.unit
 RunnerOf = Callable[[str], TransformersRunner]
@@ -228,67 +228,14 @@ def test_nan_from_the_model_names_the_sequence(runner_of: RunnerOf) -> None:
     assert runner.execute(WorkerBatch(0, [good.row(1)])).rows[0].token_id is not None
 
 
-def fresh(runner: TransformersRunner, prompt: list[int], sampling: Sampling) -> list[Driven]:
-    """Four samples, of whose keys the runner knows nothing from before."""
-    for index in range(4):
-        runner.drop_sequence(("request-90", 0, index))
-    return start(runner, [prompt] * 4, sampling, 1, seed=90)
-
-
-@pytest.mark.parametrize("length", [1, BLOCK, 2 * BLOCK + 5])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_samples_draw_from_a_kept_position_what_each_draws_from_its_own_prompt(
-    length: int, temperature: float, runner_of: RunnerOf
-) -> None:
-    """Alone in a step, and beside rows that are computed; penalties and log-probabilities are each one's own."""
-    sampling = Sampling(temperature=temperature, seed=7, logprobs=3, top_p=0.9, repetition_penalty=1.2, min_tokens=2)
-    runner, (prompt, other) = runner_of("llama"), make_prompts((length, 9), seed=length)
-    samples = fresh(runner, prompt, sampling)
-    for number, sample in enumerate(samples):
-        alone = runner.execute(WorkerBatch(number, [sample.row(length)])).rows[0]
-        sample.take(sample.row(length), alone)
-    again = fresh(runner, prompt, sampling)
-    beside = start(runner, [other], GREEDY, 1, seed=91)[0]
-    leader = msgspec.structs.replace(again[0].row(length), keep=5)
-    draws = [
-        WorkerRow(each.key, np.zeros(0, np.int32), length, again[0].blocks, True, True, after=5) for each in again[1:]
-    ]
-    first = runner.execute(WorkerBatch(10, [leader])).rows
-    after_leader = runner.pool_bytes.copy()
-    second = runner.execute(WorkerBatch(11, draws[:1])).rows
-    assert np.array_equal(runner.pool_bytes, after_leader), "a draw writes no K/V"
-    third = runner.execute(WorkerBatch(12, [draws[1], beside.row(9), draws[2]])).rows
-    drawn = [first[0], second[0], third[0], third[2]]
-    assert [each.token_id for each in drawn] == [sample.output[0] for sample in samples]
-    for each, sample in zip(drawn, samples, strict=True):  # all rows' logits are one product: it rounds by their number
-        alone_logprobs = sample.logprobs[0]
-        assert each.logprobs is not None and alone_logprobs is not None
-        assert each.logprobs.top_ids == alone_logprobs.top_ids
-        assert each.logprobs.top_logprobs == pytest.approx(alone_logprobs.top_logprobs, abs=1e-5)
-    assert third[1].token_id is not None
-    runner.execute(WorkerBatch(13, [], forget=(5, 6)))
-    assert not runner._kept
-
-
-def test_a_sample_that_is_dropped_before_it_draws_gets_no_token(runner_of: RunnerOf) -> None:
-    runner, (prompt,) = runner_of("llama"), make_prompts((5,))
-    first, second = start(runner, [prompt] * 2, GREEDY, 1, seed=92)
-    runner.execute(WorkerBatch(1, [msgspec.structs.replace(first.row(5), keep=8)]))
-    runner.drop_sequence(second.key)
-    row = WorkerRow(second.key, np.zeros(0, np.int32), 5, first.blocks, True, True, after=8)
-    with pytest.raises(KeyError, match="never added, or dropped"):
-        runner.execute(WorkerBatch(2, [row]))
-    runner.execute(WorkerBatch(3, [], forget=(8,)))
-
-
 def test_a_step_whose_draws_are_all_dropped_meanwhile_has_copied_its_blocks_when_it_lands(
     runner_of: RunnerOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others may get the blocks then, and write to them from other streams."""
     runner, (prompt,) = runner_of("llama"), make_prompts((5,))
     first, second = start(runner, [prompt] * 2, GREEDY, 1, seed=93)
-    runner.execute(WorkerBatch(1, [msgspec.structs.replace(first.row(5), keep=9)]))
-    row = WorkerRow(second.key, np.zeros(0, np.int32), 5, second.blocks, True, True, after=9)
+    runner.execute(WorkerBatch(1, [first.row(5)]))
+    row = second.row(5)
     events: list[str] = []
     copy, logits = runner._copy_blocks, runner._model.logits
 
@@ -306,7 +253,6 @@ def test_a_step_whose_draws_are_all_dropped_meanwhile_has_copied_its_blocks_when
     copies = [BlockCopy(int(first.blocks[0]), int(second.blocks[0]))]
     assert runner.execute(WorkerBatch(2, [row], copies=copies)).rows[0].token_id is None
     assert events == ["copies", "wait"]
-    runner.execute(WorkerBatch(3, [], forget=(9,)))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kvrelay.engine.batch import SequenceKey
 from kvrelay.kv.pool import Owner
+from kvrelay.kv.table import blocks_for
 from kvrelay.scheduling.base import QueueOrderName, SchedulerSettings
 from kvrelay.scheduling.orders import ORDERS
 from kvrelay.scheduling.sequence import Sequence
@@ -57,16 +58,12 @@ class Waiting:
         sequence = self.bench.add([1] * num_tokens, max_tokens, gang=gang)
         self.requests[sequence.key] = DecodeRequest(sequence, deadline=1e9, arrival=self.num_arrivals)
 
-    def wish(
-        self, num_tokens: int, gang: str = "", num_siblings: int = 0, max_tokens: int = 3, num_samples: int = 1
-    ) -> DecodeRequest:
-        """`num_samples` of the request, which share the prompt's last block."""
+    def wish(self, num_tokens: int, gang: str = "", num_siblings: int = 0, max_tokens: int = 3) -> DecodeRequest:
         self.num_arrivals += 1
         sequence = make_sequence([2] * num_tokens, max_tokens, f"wish {self.num_arrivals}")
-        sequence.gang, sequence.arrives = gang, True
-        if num_samples > 1:
-            sequence.key, sequence.num_samples = (gang, 1, self.num_arrivals), num_samples
-            self.bench.blocks.tails.begin(gang)
+        sequence.gang = gang
+        if gang:
+            sequence.key = (gang, 1, self.num_arrivals)
         request = DecodeRequest(
             sequence, deadline=1e9, arrival=self.num_arrivals, handoff=ReceiverHandoff(), num_siblings=num_siblings
         )
@@ -128,7 +125,7 @@ class Decoding(Waiting):
     def __init__(self, num_blocks: int, max_running: int, *, cache: bool) -> None:
         super().__init__(num_blocks=num_blocks, max_running=max_running, cache=cache)
         self.receiving: list[tuple[DecodeRequest, int]] = []
-        self.received: set[SequenceKey] = set()  # those whose last block was sent
+        self.num_received: dict[SequenceKey, int] = {}  # blocks sent for each sequence
         self.round = 0
 
     def run_round(self) -> bool:
@@ -150,8 +147,6 @@ class Decoding(Waiting):
     def close(self, sequence: Sequence) -> None:
         """It is no more."""
         del self.requests[sequence.key]
-        if not any(key[0] == sequence.key[0] for key in self.requests):
-            self.bench.blocks.tails.end(sequence.key[0])
 
     def cancel(self, which: int) -> None:
         """Whatever it is doing."""
@@ -172,16 +167,15 @@ class Decoding(Waiting):
         assert request.handoff is not None
         assert self.bench.blocks.admit(request.sequence, Owner.RESERVED), "a wish was to be granted without room"
         self.wishes.granted(request)
-        if request.sequence.num_computed < request.sequence.num_tokens:
-            self.received.add(request.sequence.key)
+        first_block = blocks_for(request.sequence.num_computed, self.bench.pool.block_size)
+        self.num_received[request.sequence.key] = request.sequence.table.num_blocks - first_block
         request.handoff.granted("r", 0, request.sequence.table.num_blocks, needs_quarantine=False)
         self.receiving.append((request, self.round + 2))
         num_running = self.bench.scheduler.num_slots + len(self.receiving)
         assert num_running <= self.bench.scheduler.limits.max_running
 
     def commit(self, request: DecodeRequest) -> None:
-        sequence, blocks = request.sequence, self.bench.blocks
-        tail = blocks.sharing.name_of(sequence)
+        sequence = request.sequence
         self.receiving = [each for each in self.receiving if each[0] is not request]
         request.handoff = None
         sequence.num_computed = sequence.num_tokens
@@ -189,8 +183,6 @@ class Decoding(Waiting):
         self.bench.blocks.change_owner(sequence, Owner.RUNNING)
         self.bench.sequences.append(sequence)
         self.bench.scheduler.adopt(sequence)
-        if tail is not None and sequence.key in self.received:
-            blocks.sharing.list_received(sequence, tail, request.num_siblings)
         self.wishes.settled(request)
 
 
@@ -218,19 +210,6 @@ def test_nobody_else_is_granted_what_is_set_aside_for_the_rest() -> None:
         worker.run_round()
     assert {first.sequence.key, *(each.sequence.key for each in siblings)} == worker.bench.scheduler.running.keys()
     assert other.sequence.key in worker.requests
-
-
-def test_nobody_waits_for_the_last_block_of_a_sample_that_shares_another_ones() -> None:
-    """The second is the last that was expected. A third, of a later attempt perhaps, is sent the block at once."""
-    worker = Decoding(num_blocks=32, max_running=4, cache=True)
-    worker.wish(10, "gang", 1, max_tokens=20, num_samples=2)
-    for _ in range(3):
-        worker.run_round()
-    second = worker.wish(10, "gang", 0, max_tokens=20, num_samples=2)
-    worker.grant(second)
-    assert second.sequence.key not in worker.received
-    third = worker.wish(10, "gang", 0, max_tokens=20, num_samples=2)
-    assert worker.wishes.next() is third
 
 
 @pytest.mark.parametrize("refused", [False, True])
@@ -274,11 +253,11 @@ def test_gangs_are_handed_over_and_run_and_nobody_waits_for_ever(
     for number, (is_wish, num_tokens, num_siblings, max_tokens, gap) in enumerate(arrivals):
         gang = f"g{number}" if num_siblings else ""
         if is_wish:
-            worker.wish(num_tokens, gang, num_siblings, max_tokens, 1 + num_siblings)
+            worker.wish(num_tokens, gang, num_siblings, max_tokens)
             for _ in range(gap):
                 worker.run_round()
             for left in reversed(range(max(0, num_siblings - num_silent))):
-                worker.wish(num_tokens, gang, left, max_tokens, 1 + num_siblings)
+                worker.wish(num_tokens, gang, left, max_tokens)
         else:
             for _ in range(1 + num_siblings):
                 worker.local(num_tokens, gang, max_tokens)
@@ -291,31 +270,31 @@ def test_gangs_are_handed_over_and_run_and_nobody_waits_for_ever(
     assert not worker.requests
     while worker.bench.scheduler.has_work:
         worker.bench.step()
-    assert not worker.bench.blocks.tails
     assert worker.bench.pool.num_available == 12
 
 
 @pytest.mark.parametrize("num_tokens", [3, 4, 9, 12])
-def test_samples_are_sent_their_prompt_once(num_tokens: int) -> None:
+def test_samples_are_sent_full_blocks_once(num_tokens: int) -> None:
     worker = Decoding(num_blocks=32, max_running=8, cache=True)
-    first = worker.wish(num_tokens, "gang", 4, num_samples=5)
+    num_blocks = blocks_for(num_tokens, worker.bench.pool.block_size)
+    first = worker.wish(num_tokens, "gang", 4)
     worker.run_round()
-    siblings = [worker.wish(num_tokens, "gang", 3 - number, num_samples=5) for number in range(4)]
+    siblings = [worker.wish(num_tokens, "gang", 3 - number) for number in range(4)]
     worker.run_round()
-    assert worker.received == {first.sequence.key}, "the others wait for what is on its way"
-    assert all(sibling in list(worker.wishes) for sibling in siblings)
+    if num_blocks > 1:
+        assert worker.num_received.keys() == {first.sequence.key}, "the others wait for what is on its way"
+        assert all(sibling in list(worker.wishes) for sibling in siblings)
     while worker.requests:
         assert worker.run_round()
-    assert worker.received == {first.sequence.key}
+    assert list(worker.num_received.values()) == [num_blocks, 1, 1, 1, 1]
 
 
 def test_where_the_first_sample_is_given_up_the_next_one_is_sent_the_prompt() -> None:
     worker = Decoding(num_blocks=32, max_running=8, cache=True)
     for number in range(3):
-        worker.wish(9, "gang", 2 - number, num_samples=3)
+        worker.wish(9, "gang", 2 - number)
     worker.run_round()
     worker.cancel(0)
     while worker.requests:
         assert worker.run_round()
-    assert len(worker.received) == 2
-    assert not worker.bench.blocks.tails
+    assert list(worker.num_received.values()) == [3, 3, 1]

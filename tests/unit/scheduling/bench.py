@@ -33,11 +33,10 @@ Sample = tuple[str, int, int]
 
 
 def join(sequence: Sequence, sample: Sample) -> None:
-    """Makes a sequence a sample of a request; one without a gang only shares its prompt."""
+    """Makes a sequence a sample of a request."""
     request, index, count = sample
     sequence.key = (request, 1, index)
-    sequence.gang = request
-    sequence.num_samples = count
+    sequence.gang = request if count > 1 else ""
 
 
 def make_sequence(
@@ -47,25 +46,20 @@ def make_sequence(
 
 
 def blocks_besides(scheduler: BatchScheduler) -> set[int]:
-    """Held as a running sequence's, and in no table: tails for those who may want them, and what is to be copied."""
-    tails, copies = scheduler.blocks.tails, scheduler.blocks.copies
-    tails.check_integrity()
-    offered = {s.offers.block for s in scheduler.running.values() if s.offers is not None}
-    held = {block for block in offered | {tail.block for tail in tails._listed.values()} if block is not None}
-    return held | {c.source for c in [*copies._needed.values(), *copies._planned.values()]}
+    """Blocks held as a running sequence's that are in no table: sources of copies that are not done."""
+    copies = scheduler.blocks.copies
+    return {c.source for c in [*copies._needed.values(), *copies._planned.values()]}
 
 
 def check_writes(scheduler: BatchScheduler, plan: StepPlan) -> None:
-    """No row writes into a block that is in another table, or that others may still take."""
+    """No row writes into a block that is in another table."""
     size = scheduler.blocks.pool.block_size
     num_tables = Counter(block for s in scheduler.running.values() for block in s.table.ids.tolist())
-    listed = {tail.block for tail in scheduler.blocks.tails._listed.values()}
     for row in plan.rows:
-        if row.draws is None and row.sequence.key in scheduler.running:
+        if row.sequence.key in scheduler.running:
             last = row.position + row.num_tokens - 1
             for block in row.sequence.table.ids[row.position // size : last // size + 1].tolist():
                 assert num_tables[block] == 1, f"{row.sequence.key} writes into block {block}, which others read"
-                assert block not in listed, f"{row.sequence.key} writes into block {block}, which others may take"
 
 
 class Bench:
@@ -202,15 +196,12 @@ class Bench:
         check_writes(self.scheduler, plan)
 
     def check_budget(self, plan: StepPlan) -> None:
-        """No more tokens than the budget, but for one prompt that is not cut and longer than the rest of the step.
-
-        Whoever draws from another sample's tail beside it computes nothing.
-        """
+        """No more tokens than the budget, but for one prompt that is not cut and longer than the rest of the step."""
         over = plan.num_prefill_tokens + plan.num_decode_tokens - self.scheduler.limits.token_budget
         assert plan.num_decode_tokens <= self.scheduler.limits.max_running
         if over > 0:
             assert self.scheduler.block_manager is not BlockManager, "chunks must fit the budget"
-            assert sum(row.is_prefill and row.num_computed > 0 for row in plan.rows) == 1
+            assert sum(row.is_prefill for row in plan.rows) == 1
             assert not plan.num_decode_tokens or self.scheduler.block_manager is WholeSequenceBlocks
 
     def is_a_sequences(self, block: int) -> bool:

@@ -54,8 +54,6 @@ class History:
         for index in range(count):
             one = "local" if kind == "aborted" and index else kind  # of a gang, the first alone
             self.arrive_one(prompt, max_tokens + index, priority, one, (name, index, count) if is_gang else None)
-        if kind == "adopted":
-            self.bench.blocks.tails.end(name)  # those that found no room do not come back
 
     def arrive_one(self, prompt: list[int], max_tokens: int, priority: int, kind: str, sample: Sample | None) -> None:
         if kind == "adopted":
@@ -87,8 +85,6 @@ class History:
             assert sequence.prefill_only or name in self.finished
         assert self.bench.pool.num_available == NUM_BLOCKS
         assert not self.bench.scheduler.in_progress
-        assert not self.bench.blocks.tails
-        assert not self.bench.blocks.sharing.num_forked
         assert self.bench.scheduler.swap_use.num_used_slots == 0
 
 
@@ -170,16 +166,3 @@ def test_a_gang_that_lacks_one_block_does_not_come_back_to_lose_it_again() -> No
         ([2, 1, 2, 2, 2, 2, 2, 2, 2, 2], 7, 0, 1, "prefill_only"),
     ]
     run_history(Bench(NUM_BLOCKS, 12, 4, True, "sarathi", policy, OnDemandBlocks), wanted)
-
-
-def test_a_sample_that_draws_from_a_tail_stands_beside_a_prompt_longer_than_the_step() -> None:
-    """It computes nothing, so the budget that the prompt has overrun does not hold it up."""
-    wanted = [
-        ([1], 1, 0, 0, "prefill_only gang"),
-        ([1], 0, 0, 0, "local"),
-        ([1], 0, 0, 0, "local"),
-        ([1], 0, 0, 0, "adopted"),
-        ([1] * 9, 0, 0, 0, "local"),
-    ]
-    policy = SchedulerSettings(queue_order="random", queue_patience=3)
-    run_history(Bench(NUM_BLOCKS, 8, 2, True, "faster_transformer", policy), wanted)

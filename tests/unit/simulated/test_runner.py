@@ -70,7 +70,6 @@ def serve(
     **policy: object,
 ) -> Served:
     """All jobs through a step loop, in virtual time; `are_samples`: of one request."""
-    num_samples = len(jobs) if are_samples else 1
     spec, served = runner.spec, Served()
     limits = SchedulerLimits(token_budget, 8, spec.max_model_len, frozenset(spec.eos_token_ids))
     pool = BlockPool(spec.num_blocks, spec.block_size)
@@ -96,8 +95,9 @@ def serve(
     async def run() -> None:
         for number, (prompt, sampling) in enumerate(jobs):
             served.output[number], served.at_s[number] = [], []
-            key = (str(number), 1, 0) if num_samples == 1 else ("all", 1, number)
-            loop.add(new_sequence(key, prompt, sampling, spec.block_size, num_samples=num_samples))
+            key = ("all", 1, number) if are_samples else (str(number), 1, 0)
+            gang = key[0] if are_samples else ""
+            loop.add(new_sequence(key, prompt, sampling, spec.block_size, gang=gang))
         await loop.run(StepCallbacks(lambda plan: None, committed, failed))
 
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as virtual:
@@ -139,22 +139,22 @@ def test_outputs_are_the_continuations_whatever_the_batches_preemptions_and_shar
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("num_prompt", [1, 8, 9, 40, 45])
-def test_samples_draw_from_one_prompt(num_prompt: int, overlap: bool) -> None:
+def test_samples_compute_the_full_blocks_of_their_prompt_once(num_prompt: int, overlap: bool) -> None:
     prompt, sampling = list(range(3, 3 + num_prompt)), Sampling(seed=1, max_tokens=20, ignore_eos=True)
     served = serve(runner_of(), [(prompt, sampling)] * 6, overlap=overlap, are_samples=True)
-    assert served.num_prefill_tokens == num_prompt
+    num_shared = (num_prompt - 1) // 8 * 8  # blocks of 8 tokens
+    assert served.num_prefill_tokens == num_shared + 6 * (num_prompt - num_shared)
     for number, output in served.output.items():
         assert output == continuation(prompt, sampling, VOCABULARY, 320, number)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("num_prompt", [1, 8, 9, 45])
-def test_scores_of_a_prompt_are_computed_once_and_every_sample_has_them(num_prompt: int, overlap: bool) -> None:
+def test_every_sample_has_the_scores_of_the_prompt(num_prompt: int, overlap: bool) -> None:
     prompt = list(range(3, 3 + num_prompt))
     sampling = Sampling(seed=1, max_tokens=5, prompt_logprobs=2, ignore_eos=True)
     alone = serve(runner_of(), [(prompt, sampling)], overlap=overlap)
     served = serve(runner_of(), [(prompt, sampling)] * 4, overlap=overlap, are_samples=True)
-    assert served.num_prefill_tokens == num_prompt
     assert len(alone.scores[0]) == num_prompt - 1
     assert all(served.scores[number] == alone.scores[0] for number in range(4))
     for number, output in served.output.items():

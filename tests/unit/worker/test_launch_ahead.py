@@ -112,8 +112,7 @@ class Crowd:
             for index in range(request.num_samples):
                 key = (str(number), 1, index)
                 sampling = request.sampling
-                more = {"num_samples": request.num_samples}
-                self.loop.add(new_sequence(key, request.prompt, sampling, BLOCK_SIZE, **more))
+                self.loop.add(new_sequence(key, request.prompt, sampling, BLOCK_SIZE))
                 self.tokens[key] = []
 
     def committed(self, outputs: list[SequenceOutput]) -> None:

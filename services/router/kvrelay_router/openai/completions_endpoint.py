@@ -2,70 +2,52 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from starlette.requests import Request
 from starlette.responses import Response
 
 from kvrelay_router.dispatch.interface import ModelLimits
 from kvrelay_router.http.api_error import ApiError
 from kvrelay_router.http.body import read_json_object
-from kvrelay_router.openai.answers.choice import Choice, StopRules
 from kvrelay_router.openai.answers.completion_format import CompletionFormat
 from kvrelay_router.openai.answers.prompt_scores import extended, most
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.delivery import GenerationResponse
-from kvrelay_router.openai.generation import PromptRun
-from kvrelay_router.openai.request_validation import (
-    RequestedOutput,
-    allowed_output,
-    check_beams,
-    check_model,
-    check_samples,
-    check_scores,
-    check_token_ids,
-    check_tokenized,
-    check_vocabulary,
-    known_limits,
-    make_requests,
-    make_sampling,
-    make_seed,
+from kvrelay_router.openai.planning import EndpointFields, Prompt, check_request, plan_generation
+from kvrelay_router.openai.request_validation import RequestedOutput, check_token_ids, check_tokenized
+from kvrelay_router.openai.schema.completion_request import (
+    DEFAULT_MAX_TOKENS,
+    CompletionRequest,
+    PromptItem,
+    parse_completion,
 )
-from kvrelay_router.openai.schema.completion_request import DEFAULT_MAX_TOKENS, CompletionRequest, parse_completion
-from kvrelay_router.text.service import DecodedPrompt, TextService
-
-
-@dataclass(frozen=True, slots=True)
-class Prompts:
-    """The prompts of a request as tokens; with `echo`, also as the text that answers begin with."""
-
-    token_ids: list[list[int]]
-    echoed: list[DecodedPrompt]
 
 
 class CompletionsEndpoint:
-    """Serves text completions."""
+    """Validates and plans text completions. The returned response runs them."""
 
     def __init__(self, service: ApiService) -> None:
         self._service = service
 
     async def serve(self, http: Request) -> Response:
-        """Validates everything, then hands over to the response."""
+        """Raises ApiError for every mistake in the request; nothing has been submitted by then."""
         service = self._service
+        names = service.names(http)
         request = parse_completion(await read_json_object(http, service.settings.max_body_bytes))
-        check_model(service.settings, request.model)
-        service.rate_limiter.check_priority(service.names(http).key, request.priority)
-        limits = known_limits(service.dispatcher)
-        check_vocabulary(request, limits)
-        num_prompts = len(request.prompt)
+        limits = check_request(service, names, request)
         num_each = max(request.num_sequences, request.best_of or 1)
-        if num_prompts * num_each > service.settings.max_sequences:
+        if len(request.prompt) * num_each > service.settings.max_sequences:
             raise ApiError(
                 f"At most {service.settings.max_sequences} completions can be asked for at once", param="prompt"
             )
-        prompts = await self._tokenize(request, limits)
-        runs = self._plan(http, request, prompts, limits)
-        answer = CompletionFormat(service, f"cmpl-{service.names(http).unique}", request, runs, prompts.echoed)
+        fields = _endpoint_fields(request)
+        token_ids = [await self._tokenize(item, request, limits) for item in request.prompt]
+        room = fields.output.prompt_room(limits)
+        prompts = [
+            await self._prompt(item, ids, room, request) for item, ids in zip(request.prompt, token_ids, strict=True)
+        ]
+        runs = plan_generation(service, names, request, fields, prompts, limits)
+        echoed = [prompt.echo for prompt in prompts if prompt.echo is not None]
+        answer = CompletionFormat(service, f"cmpl-{names.unique}", request, runs, echoed)
         return GenerationResponse(
             service,
             runs,
@@ -74,77 +56,35 @@ class CompletionsEndpoint:
             include_usage=request.include_usage,
         )
 
-    async def _tokenize(self, request: CompletionRequest, limits: ModelLimits) -> Prompts:
+    async def _tokenize(self, item: PromptItem, request: CompletionRequest, limits: ModelLimits) -> list[int]:
+        if isinstance(item, str):
+            text = self._service.text
+            token_ids = await text.encode(item, add_special_tokens=request.add_special_tokens)
+            check_tokenized(token_ids, text.tokenizer.vocab_size, limits, "prompt")
+        else:
+            token_ids = item
+            check_token_ids(token_ids, limits, "prompt")
+        if not token_ids:
+            raise ApiError("Invalid value for 'prompt': it must not be empty", param="prompt")
+        return token_ids
+
+    async def _prompt(self, item: PromptItem, token_ids: list[int], room: int, request: CompletionRequest) -> Prompt:
+        """The prompt, truncated if the request asks for it, with the text to echo."""
         text = self._service.text
-        token_ids: list[list[int]] = []
-        for prompt in request.prompt:
-            if isinstance(prompt, str):
-                token_ids.append(await text.encode(prompt, add_special_tokens=request.add_special_tokens))
-                check_tokenized(token_ids[-1], text.tokenizer.vocab_size, limits, "prompt")
-            else:
-                check_token_ids(prompt, limits, "prompt")
-                token_ids.append(prompt)
-            if not token_ids[-1]:
-                raise ApiError("Invalid value for 'prompt': it must not be empty", param="prompt")
-        whole = token_ids
-        room = limits.max_model_len - (DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens)
-        token_ids = [request.truncated(ids, room) for ids in whole]
-        echoed = []
-        if request.echo:
-            for prompt, ids, before in zip(request.prompt, token_ids, whole, strict=True):
-                if isinstance(prompt, str) and len(ids) == len(before):
-                    located = await text.locate_tokens(prompt, add_special_tokens=request.add_special_tokens)
-                else:
-                    located = await text.decode_prompt(ids, skip_special_tokens=request.skip_special_tokens)
-                echoed.append(located)
-        return Prompts(token_ids, echoed)
-
-    def _plan(
-        self, http: Request, request: CompletionRequest, prompts: Prompts, limits: ModelLimits
-    ) -> list[PromptRun]:
-        service = self._service
-        output = RequestedOutput(asked=request.max_tokens, default=DEFAULT_MAX_TOKENS)
-        ranked = request.num_sequences > request.n
-        if (num_scores := most(request.prompt_logprobs, request.logprobs if request.echo else None)) is not None:
-            for ids in prompts.token_ids:
-                check_scores(len(ids), num_scores)
-        samplings = []
-        for ids in prompts.token_ids:
-            max_tokens = allowed_output(len(ids), output, limits, "prompt")
-            check_beams(request, len(ids), max_tokens, limits)
-            check_samples(request, len(ids), max_tokens, limits)
-            samplings.append(
-                make_sampling(
-                    request,
-                    service.text.sampling_defaults,
-                    max_tokens=max_tokens,
-                    logprobs=0 if ranked and request.logprobs is None else request.logprobs,
-                    prompt_logprobs=num_scores,
-                    seed=make_seed(request.seed),
-                )
-            )
-        requests = make_requests(service.names(http), service.settings, request, prompts.token_ids, samplings)
-        service.aliases.remember(service.names(http), requests)
-        stop = StopRules(
-            request.stop, frozenset(request.stop_token_ids), request.min_tokens, request.include_stop_str_in_output
-        )
-        runs = []
-        for number, each in enumerate(requests):
-            offset = len(prompts.echoed[number].text) if request.echo else 0
-            first = number * request.num_sequences
-            runs.append(PromptRun(each, _choices(service.text, request, each.prompt_ids, stop, first, offset)))
-        return runs
+        kept = request.truncated(token_ids, room)
+        if not request.echo:
+            return Prompt(kept)
+        if isinstance(item, str) and len(kept) == len(token_ids):
+            return Prompt(kept, await text.locate_tokens(item, add_special_tokens=request.add_special_tokens))
+        return Prompt(kept, await text.decode_prompt(kept, skip_special_tokens=request.skip_special_tokens))
 
 
-def _choices(
-    text: TextService, request: CompletionRequest, prompt_ids: list[int], stop: StopRules, first: int, offset: int
-) -> list[Choice]:
-    return [
-        Choice(
-            first + sequence,
-            text.detokenizer(prompt_ids, skip_special_tokens=request.skip_special_tokens),
-            stop,
-            text_offset=offset,
-        )
-        for sequence in range(request.num_sequences)
-    ]
+def _endpoint_fields(request: CompletionRequest) -> EndpointFields:
+    # The choices of `best_of` are ranked by their log-probabilities, so these are computed even if nobody asked.
+    is_ranked = request.num_sequences > request.n
+    return EndpointFields(
+        prompt_param="prompt",
+        output=RequestedOutput(asked=request.max_tokens, default=DEFAULT_MAX_TOKENS),
+        logprobs=0 if is_ranked and request.logprobs is None else request.logprobs,
+        prompt_logprobs=most(request.prompt_logprobs, request.logprobs if request.echo else None),
+    )

@@ -26,11 +26,19 @@ SEED_BITS = 63
 
 
 class RequestedOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """How much is to be generated. `asked` None: `default`, cut to what the context leaves (None: all of that)."""
+    """How many tokens to generate. If `asked` is None: `default`, or all that the context leaves if that is None too.
+
+    `param` names the field for error messages.
+    """
 
     asked: int | None
     default: int | None
     param: str = "max_tokens"
+
+    def prompt_room(self, limits: ModelLimits) -> int:
+        """The longest prompt, in tokens, that leaves room for this output; at least one token without a default."""
+        reserved = self.default or 1 if self.asked is None else self.asked
+        return limits.max_model_len - reserved
 
 
 def check_model(settings: ApiSettings, model: str) -> None:

@@ -1,8 +1,7 @@
-"""The last block of a prompt that several samples share, over random histories, against what K/V the blocks hold.
+"""The samples of a request over random histories, against the K/V that the blocks hold.
 
-The model is the hash model: each token proves what all blocks of its sequence hold, and each draw that the blocks are
-those of the position that it draws from. Steps are planned ahead, fail, and are called off; samples arrive together or
-late, are computed here, for others, or elsewhere, and end at any moment.
+The model is the hash model: each token proves what all blocks of its sequence hold. Steps are planned ahead, fail and
+are cancelled. Samples arrive together or late, are computed here, for a handoff, or elsewhere, and end at any moment.
 """
 
 from __future__ import annotations
@@ -21,10 +20,9 @@ from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.batching import BatchScheduler
-from kvrelay.scheduling.blocks import WholeSequenceBlocks
-from kvrelay.scheduling.plan import PlanDraft, SequenceOutput, StepPlan
+from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.registry import find_scheduler
-from kvrelay.scheduling.sequence import Sequence, SequenceState
+from kvrelay.scheduling.sequence import Sequence
 from kvrelay.worker.step_loop import worker_batch
 from tests.fakes.hash_runner import HashRunner, expected_tokens, next_token
 from tests.fakes.sequences import new_sequence
@@ -59,21 +57,19 @@ class World:
         self.in_flight: StepPlan | None = None
         self.following: StepPlan | None = None
         self.batches: dict[int, WorkerBatch] = {}  # made with the plan: what is planned behind it may change tables
-        self.num_computed = self.num_copies = 0
+        self.num_computed = 0
 
     # -- sequences ----------------------------------------------------------------------------------------------------
 
     def make(self, request: str, index: int, count: int, prompt: list[int], max_tokens: int) -> Sequence:
         sampling = Sampling(temperature=1.0, seed=len(prompt), max_tokens=max_tokens, ignore_eos=True)
         gang = request if count > 1 else ""
-        sequence = new_sequence((request, 1, index), prompt, sampling, BLOCK, gang=gang, num_samples=count)
+        sequence = new_sequence((request, 1, index), prompt, sampling, BLOCK, gang=gang)
         self.runner.add_sequence(sequence.key, sampling, prompt, len(prompt))
         return sequence
 
     def begin(self, sequence: Sequence) -> Sequence:
         self.open[sequence.key] = sequence
-        if sequence.num_samples > 1:
-            self.blocks.tails.begin(sequence.key[0])
         return sequence
 
     def add(self, request: str, index: int, count: int, prompt: list[int], max_tokens: int) -> Sequence:
@@ -90,16 +86,14 @@ class World:
     def receive(self, request: str, index: int, count: int, prompt: list[int], max_tokens: int) -> Sequence | None:
         """As a decode worker does: all at once. None: no room."""
         sequence = self.make(request, index, count, prompt, max_tokens)
-        sequence.arrives = True
         if self.scheduler.num_slots >= self.max_running or max_tokens < 2:
             return None
         self.begin(sequence)
         if not self.blocks.admit(sequence, Owner.RESERVED):
-            self.blocks.sharing.ended(sequence)
             self.close(sequence)
             self.ended.remove(sequence)
             return None
-        name, first = self.blocks.sharing.name_of(sequence), blocks_for(sequence.num_computed, BLOCK)
+        first = blocks_for(sequence.num_computed, BLOCK)
         positions = np.arange(first * BLOCK, len(prompt))
         where = sequence.table.ids[positions // BLOCK], positions % BLOCK
         self.runner._entries[where] = np.stack([np.array(prompt)[positions], positions], axis=1)
@@ -109,16 +103,12 @@ class World:
         self.runner._drawn[sequence.key] = token_id
         self.blocks.change_owner(sequence, Owner.RUNNING)
         self.scheduler.adopt(sequence)
-        if name is not None and len(positions):
-            self.blocks.sharing.list_received(sequence, name, count - 1)
         return sequence
 
     def close(self, sequence: Sequence) -> None:
         """Nothing of it is here any more."""
         if self.open.pop(sequence.key, None) is not None:
             self.ended.append(sequence)
-            if not any(key[0] == sequence.key[0] for key in self.open):
-                self.blocks.tails.end(sequence.key[0])
 
     def abort(self, sequence: Sequence) -> None:
         self.scheduler.abort(sequence.key)
@@ -144,14 +134,11 @@ class World:
                 check_writes(self.scheduler, self.following)
                 self.batches[self.following.step] = worker_batch(self.following)
         self.pool.check_integrity()
-        for key in self.scheduler.in_progress._tails:
-            computing = self.scheduler.running[key]
-            assert computing.num_computed < computing.num_prompt, f"others would wait for {key} to compute what it has"
 
     def land(self) -> None:
         plan, self.in_flight, self.following = self.in_flight, self.following, None
         assert plan is not None
-        self.num_copies += len(plan.copies)
+        assert not plan.copies, "samples share full blocks only, which nothing writes"
         self.num_computed += plan.num_prefill_tokens
         self.take(self.scheduler.commit(plan, self.runner.execute(self.batches.pop(plan.step))))
 
@@ -163,10 +150,7 @@ class World:
         if self.following is not None:
             self.scheduler.cancel_plan(self.following)
             self.following = None
-        copies = [(copy.source, copy.target) for copy in plan.copies]
         self.runner._swap(self.batches.pop(plan.step))
-        for source, target in copies:
-            self.runner.pool_bytes[target] = self.runner.pool_bytes[source]
         key = plan.rows[which % len(plan.rows)].sequence.key
         for sequence in self.scheduler.fail_step(plan, {key}):
             self.close(sequence)
@@ -196,11 +180,8 @@ class World:
 
     def check_end(self, aborted: set[SequenceKey]) -> None:
         assert not self.open
-        assert not self.blocks.tails and not self.blocks.tails._seen
-        assert not self.blocks.sharing.num_forked and not len(self.blocks.copies)
         assert self.pool.num_available == self.num_blocks
         assert not self.scheduler.in_progress
-        assert set(self.runner.kept) <= set(self.blocks.tails.take_forgotten()), "a position is kept for ever"
         for sequence in self.ended:
             prompt = sequence.tokens.view(0, sequence.num_prompt).tolist()
             output = sequence.tokens.view(sequence.num_prompt, sequence.num_tokens).tolist()
@@ -286,7 +267,7 @@ def arrive(world: World, request: str, index: int, count: int, prompt: list[int]
     begin(request, index, count, prompt, max_tokens)
 
 
-# -- what is shared, and for how long ---------------------------------------------------------------------------------
+# -- what is shared ---------------------------------------------------------------------------------------------------
 
 
 def samples(world: World, count: int, num_prompt: int, max_tokens: int = 3) -> list[Sequence]:
@@ -300,79 +281,63 @@ def steps(world: World, num: int) -> None:
             world.land()
 
 
+def num_computed_once(num_prompt: int) -> int:
+    """Tokens of the prompt's blocks that samples share; each sample computes the rest, at least one token."""
+    return (blocks_for(num_prompt, BLOCK) - 1) * BLOCK
+
+
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("num_prompt", [1, 3, 4, 5, 11, 12])
-def test_a_prompt_is_computed_and_stored_once(scheduler: str, num_prompt: int) -> None:
-    world = World(scheduler_name=scheduler)
-    gang = samples(world, 6, num_prompt)
-    num_held = []
-    while any(sample.num_output == 0 for sample in gang):
+def test_full_blocks_of_a_prompt_are_computed_and_stored_once(scheduler: str, num_prompt: int) -> None:
+    world = World(scheduler_name=scheduler, token_budget=32)
+    started = samples(world, 6, num_prompt)
+    while any(sample.num_output == 0 for sample in started):
         steps(world, 1)
-        num_held.append(world.num_blocks - world.pool.num_available)
-    assert world.num_computed == num_prompt
-    if world.scheduler.block_manager is not WholeSequenceBlocks:
-        assert num_held[0] == blocks_for(num_prompt, BLOCK), "before any sample wrote behind the prompt"
+    num_shared = num_computed_once(num_prompt)
+    assert world.num_computed == num_shared + 6 * (num_prompt - num_shared)
+    if num_shared:
+        assert len({int(sample.table.ids[0]) for sample in started if sample.table.num_blocks}) == 1
     world.run()
-    assert world.num_copies == (5 if num_prompt % BLOCK else 0), "the last one writes in place"
     world.check_end(set())
 
 
-def test_what_prefill_computes_for_others_is_stored_once() -> None:
+def test_full_blocks_that_prefill_computes_for_others_are_stored_once() -> None:
     world = World()
     for index in range(6):
         world.add_for_others("r", index, 6, [2] * 11, 3)
-    steps(world, 3)
+    steps(world, 4)
     assert len(world.handed) == 6
-    assert world.num_computed == 11
-    assert world.num_blocks - world.pool.num_available == 3
+    assert world.num_computed == 8 + 6 * 3
+    assert world.num_blocks - world.pool.num_available == 2 + 6
     world.run()
     world.check_end(set())
 
 
-def test_what_is_received_is_stored_once_until_it_is_written() -> None:
+def test_full_blocks_that_are_received_are_stored_once() -> None:
     world = World()
-    gang = [world.receive("r", index, 4, [2] * 10, 4) for index in range(4)]
-    assert all(gang)
-    assert world.num_blocks - world.pool.num_available == 3
-    steps(world, 1)
+    received = [world.receive("r", index, 4, [2] * 10, 4) for index in range(4)]
+    assert all(received)
     assert world.num_blocks - world.pool.num_available == 2 + 4
-    assert world.num_copies == 3
     world.run()
     world.check_end(set())
 
 
 @pytest.mark.parametrize("num_aborted", [1, 3])
-def test_a_first_sample_that_is_aborted_leaves_its_tail_to_the_others(num_aborted: int) -> None:
-    """Before its prompt is computed, the next one computes it; behind that, nobody does."""
-    for num_steps, num_computed in ((1, 16 + 4), (2, 20)):
-        world = World(token_budget=16)
-        gang = samples(world, 5, 20)
-        steps(world, num_steps)
-        for sample in gang[:num_aborted]:
-            world.abort(sample)
-        world.run()
-        assert world.num_computed == num_computed
-        world.check_end({sample.key for sample in gang[:num_aborted]})
-
-
-def test_two_that_compute_the_same_tail_promise_it_no_longer_than_that() -> None:
-    """Whoever has waited long enough does not wait for the first any more, and computes the tail beside it."""
-    world = World(token_budget=8, policy=SchedulerSettings(queue_patience=1))
-    first, second = (world.add("r", index, 4, [2] * 22, 20) for index in range(2))
-    for sequence in (first, second):
-        sequence.gang = ""
-    world.add("x", 0, 1, [1] * 3, 1)
-    steps(world, 9)
-    assert first.num_output and second.num_output
-    assert world.num_computed > 22 + 3, "nobody computed it twice"
-    assert not world.scheduler.in_progress
+def test_a_first_sample_that_is_aborted_leaves_its_prompt_to_the_others(num_aborted: int) -> None:
+    """The samples that remain compute no more of the prompt than is missing."""
+    world = World(token_budget=16)
+    started = samples(world, 5, 22)
+    steps(world, 1)
+    for sample in started[:num_aborted]:
+        world.abort(sample)
     world.run()
-    world.check_end(set())
+    assert world.num_computed == 20 + (5 - num_aborted) * 2
+    world.check_end({sample.key for sample in started[:num_aborted]})
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_a_prompt_whose_step_fails_after_its_next_token_was_planned_is_computed_again(scheduler: str) -> None:
-    """The step behind it was to copy the last block, which the others were to have: it is not true any more."""
+    """The step behind it was planned on K/V that is not there."""
     world = World(scheduler_name=scheduler, token_budget=32)
     samples(world, 3, 10)
     other = world.add("x", 0, 1, [1] * 3, 6)
@@ -384,52 +349,7 @@ def test_a_prompt_whose_step_fails_after_its_next_token_was_planned_is_computed_
     world.check_end({other.key})
 
 
-def test_a_sample_that_goes_before_it_has_drawn_leaves_no_copy_of_what_another_one_computed() -> None:
-    """With a copy it would come back without the scores of its prompt, which it gets with its draw."""
-    world = World(num_blocks=20, policy=SchedulerSettings(preemption="swap", num_swap_slots=40))
-    first = samples(world, 2, 10, 8)[0]
-    steps(world, 1)
-    world.plan(ahead=False)  # the second is to draw
-    other = next(each for each in world.open.values() if each is not first)
-    assert other.tail is not None
-    assert world.in_flight is not None
-    failed, world.in_flight = world.in_flight, None
-    assert world.scheduler.fail_step(failed, ()) == []
-    draft = PlanDraft(16)
-    assert not world.scheduler.swaps.preempt(other, draft)
-    assert world.scheduler.swaps.preempt(first, draft)
-
-
-def test_a_tail_that_nobody_takes_yields_to_whoever_needs_its_block() -> None:
-    world = World(num_blocks=6)
-    first = world.add("r", 0, 3, [2] * 3, 2)  # the two others never come
-    steps(world, 1)
-    assert len(world.blocks.tails) == 1
-    steps(world, 1)
-    assert first.state is SequenceState.FINISHED
-    world.begin(first)
-    other = world.add("s", 0, 1, [1] * 21, 2)
-    steps(world, 2)
-    assert other.num_output == 1
-    assert not world.blocks.tails
-    world.close(first)
-    world.run()
-
-
-def test_a_late_sample_finds_the_tail_as_long_as_the_first_is_here() -> None:
-    world = World()
-    world.add("r", 0, 3, [2] * 6, 12)
-    steps(world, 4)
-    for index in (1, 2):
-        world.add("r", index, 3, [2] * 6, 12)
-        steps(world, 2)
-    assert world.num_computed == 6
-    assert not world.blocks.tails
-    world.run()
-    world.check_end(set())
-
-
-def test_samples_with_other_prompts_or_of_other_requests_share_no_tail() -> None:
+def test_samples_with_other_prompts_share_no_more_than_the_full_blocks_in_common() -> None:
     world = World()
     world.add("r", 0, 2, [2] * 5 + [1], 2)
     world.add("r", 1, 2, [2] * 5 + [2], 2)  # as after a retry, with output
@@ -437,6 +357,4 @@ def test_samples_with_other_prompts_or_of_other_requests_share_no_tail() -> None
     world.run()
     for key in list(world.open):
         world.close(world.open[key])
-    world.blocks.tails.end("r")
-    world.blocks.tails.end("s")
     assert world.num_computed == 6 + 2 + 2

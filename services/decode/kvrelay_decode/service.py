@@ -30,7 +30,7 @@ from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.requests import OpenRequests, deadline_of
 from kvrelay.worker.sequences import sequence_key
 from kvrelay.worker.step_loop import StepCallbacks
-from kvrelay_decode import handoff as machine
+from kvrelay_decode.receiver_handoff import ReceiverState
 from kvrelay_decode.receiving import Receiving
 from kvrelay_decode.request import DecodeRequest
 from kvrelay_decode.stream import TokenStream, entry_of
@@ -73,9 +73,9 @@ class DecodeRole:
         return len(self._requests) - self._receiving.num_lost
 
     def queues(self) -> dict[str, int]:
-        queues = {state.value: 0 for state in machine.ReceiverState if state is not machine.ReceiverState.FREED}
+        queues = {state.value: 0 for state in ReceiverState if state is not ReceiverState.FREED}
         for request in self._requests.values():
-            if request.handoff is not None and request.handoff.state is not machine.ReceiverState.RUNNING:
+            if request.handoff is not None and request.handoff.state is not ReceiverState.RUNNING:
                 queues[request.handoff.state.value] += 1
         scheduler = self._context.scheduler
         return queues | {
@@ -196,7 +196,7 @@ class DecodeRole:
             return
         self._totals["cancelled"] += 1
         handoff = request.handoff
-        if handoff is None or handoff.state is machine.ReceiverState.RUNNING:
+        if handoff is None or handoff.state is ReceiverState.RUNNING:
             self._end(key)
         else:
             self._receiving.give_up(request, reason)
@@ -207,7 +207,7 @@ class DecodeRole:
             return
         self._totals["failed"] += 1
         handoff = request.handoff
-        if handoff is None or handoff.state is machine.ReceiverState.RUNNING:
+        if handoff is None or handoff.state is ReceiverState.RUNNING:
             # Before the commit the request is prefill's: it hears Released, and finds another decode worker.
             self._requests.send(request.sequence.router, key, Failed(cause=cause, retriable=retriable))
         self._cancel(key, cause)

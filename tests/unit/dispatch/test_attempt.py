@@ -17,6 +17,7 @@ from kvrelay.protocol.messages import (
     unpack_tokens,
 )
 from kvrelay.protocol.sampling import FinishReason
+from kvrelay.state_machine import IllegalEvent
 from kvrelay_router.dispatch.attempt import AttemptState, SequenceAttempts
 from kvrelay_router.dispatch.events import (
     AttemptFailed,
@@ -29,7 +30,6 @@ from kvrelay_router.dispatch.events import (
     Event,
     FindDecode,
     FindPlacement,
-    IllegalEvent,
     Instruction,
     PlacementFailed,
     Send,

@@ -12,6 +12,7 @@ from kvrelay.protocol.messages import (
     unpack_tokens,
 )
 from kvrelay.protocol.sampling import BeamResult, BeamSpec, FinishReason, Sampling, TokenLogprobs
+from kvrelay.state_machine import IllegalEvent
 from kvrelay_router.dispatch.attempt import AttemptState, SequenceAttempts
 from kvrelay_router.dispatch.events import (
     Cancelled,
@@ -20,7 +21,6 @@ from kvrelay_router.dispatch.events import (
     Event,
     FindPlacement,
     FirstTokenReceived,
-    IllegalEvent,
     Send,
     TokensReceived,
     WorkerLost,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvrelay.protocol.messages import (
@@ -25,6 +26,7 @@ from kvrelay.protocol.messages import (
     unpack_tokens,
 )
 from kvrelay.protocol.sampling import FinishReason, Sampling
+from kvrelay.telemetry.event_log import EventLog
 from kvrelay_router.dispatch.attempt import AttemptState, SequenceAttempts, SequenceSpec
 from kvrelay_router.dispatch.events import (
     AttemptFailed,
@@ -101,6 +103,7 @@ class World:
     def __init__(self, seed: int, spec: SequenceSpec, num_prefill: int, num_decode: int, mischief: float) -> None:
         self.random = random.Random(seed)
         self.machine = SequenceAttempts(spec)
+        self.handle: Callable[[Event], list[Instruction]] = self.machine.handle
         self.mischief = mischief
         self.prefills = {f"p{i}": Worker(peer(f"p{i}"), "prefill") for i in range(num_prefill)}
         self.decodes = {f"d{i}": Worker(peer(f"d{i}"), "decode") for i in range(num_decode)}
@@ -117,6 +120,9 @@ class World:
     @property
     def tokens(self) -> list[int]:
         return [token for delta in self.deltas for token in delta.token_ids]
+
+    def record(self, log: EventLog, request: str) -> None:
+        self.handle = log.record("attempts", (request, 0, 0), self.machine, self.machine.spec)
 
     def run(self, steps: int = 4000) -> None:
         for _ in range(steps):
@@ -147,7 +153,7 @@ class World:
 
     def feed(self, event: Event) -> None:
         self.log.append(f"{event}")
-        instructions = self.checked(event) if isinstance(event, TokensReceived) else self.machine.handle(event)
+        instructions = self.checked(event) if isinstance(event, TokensReceived) else self.handle(event)
         for instruction in instructions:
             self.follow(instruction)
 
@@ -155,7 +161,7 @@ class World:
         """What the machine answers. Its short cut, where it has one, gives the same and leaves the same behind."""
         before, other = copy.deepcopy(self.machine), copy.deepcopy(self.machine)
         delta = other.next_delta(event.worker, event.entry)
-        instructions = self.machine.handle(event)
+        instructions = self.handle(event)
         if delta is None:
             assert vars(other) == vars(before)
         else:

@@ -12,7 +12,8 @@ from kvrelay.kv.table import blocks_for
 from kvrelay.scheduling.base import QueueOrderName, SchedulerSettings
 from kvrelay.scheduling.orders import ORDERS
 from kvrelay.scheduling.sequence import Sequence
-from kvrelay_decode.handoff import ReceiverHandoff
+from kvrelay_decode.receiver_events import ReservationOpened
+from kvrelay_decode.receiver_handoff import ReceiverHandoff
 from kvrelay_decode.request import DecodeRequest
 from kvrelay_decode.wishes import Wishes
 from tests.unit.scheduling.bench import ADOPTED_FIRST_TOKEN, Bench, make_sequence
@@ -169,7 +170,7 @@ class Decoding(Waiting):
         self.wishes.granted(request)
         first_block = blocks_for(request.sequence.num_computed, self.bench.pool.block_size)
         self.num_received[request.sequence.key] = request.sequence.table.num_blocks - first_block
-        request.handoff.granted("r", 0, request.sequence.table.num_blocks, needs_quarantine=False)
+        request.handoff.handle(ReservationOpened("r", 0, request.sequence.table.num_blocks, needs_quarantine=False))
         self.receiving.append((request, self.round + 2))
         num_running = self.bench.scheduler.num_slots + len(self.receiving)
         assert num_running <= self.bench.scheduler.limits.max_running

@@ -19,7 +19,6 @@ Which of the tokens that come are delivered, and when, is `TokenIntake`'s.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import StrEnum
 
 import msgspec
@@ -37,6 +36,7 @@ from kvrelay.protocol.messages import (
     pack_tokens,
 )
 from kvrelay.protocol.sampling import FinishReason, Sampling
+from kvrelay.state_machine import IllegalEvent, Transition, TransitionTable, find_transition, transition_table
 from kvrelay_router.dispatch.assigned_workers import AssignedWorkers
 from kvrelay_router.dispatch.events import (
     AttemptFailed,
@@ -50,7 +50,6 @@ from kvrelay_router.dispatch.events import (
     FindDecode,
     FindPlacement,
     FirstTokenReceived,
-    IllegalEvent,
     Instruction,
     PlacementFailed,
     Send,
@@ -112,11 +111,8 @@ class SequenceAttempts:
     # -- for the shell ------------------------------------------------------------------------------------------------
 
     def handle(self, event: Event) -> list[Instruction]:
-        """Raises IllegalEvent, and changes nothing, where the table has no entry or the event contradicts the past."""
-        transition = _TRANSITIONS.get((self.state, type(event)))
-        if transition is None:
-            raise IllegalEvent(f"{type(event).__name__} in {self.state}")
-        return transition(self, event)
+        """Raises IllegalEvent, and changes nothing, if the table has no entry or the event contradicts earlier ones."""
+        return find_transition(TRANSITIONS, self.state, event)(self, event)
 
     def next_delta(self, worker: PeerRef, entry: TokenEntry) -> SequenceDelta | None:
         """A short cut for the next tokens of a stream, and nothing else. What `handle`
@@ -382,9 +378,10 @@ class SequenceAttempts:
         return [self._send(leg, body) for leg in self._legs.present()]
 
 
-_Transition = Callable[..., list[Instruction]]
 _M = SequenceAttempts
-_UNPLACED: dict[type[object], _Transition] = {
+_Row = dict[type[object], Transition[Instruction]]
+
+_UNPLACED: _Row = {
     WorkersAssigned: _M._placed,
     PlacementFailed: _M._not_placed,
     FirstTokenReceived: _M._ignore_stale,
@@ -396,7 +393,7 @@ _UNPLACED: dict[type[object], _Transition] = {
     StopMatched: _M._stop_matched,
     Cancelled: _M._cancelled,
 }
-_BEFORE_COMMIT: dict[type[object], _Transition] = {
+_BEFORE_COMMIT: _Row = {
     DecodeChosen: _M._decode_chosen,
     FirstTokenReceived: _M._first_token,
     TokensReceived: _M._tokens,
@@ -407,7 +404,7 @@ _BEFORE_COMMIT: dict[type[object], _Transition] = {
     StopMatched: _M._stop_matched,
     Cancelled: _M._cancelled,
 }
-_AFTER_COMMIT: dict[type[object], _Transition] = {
+_AFTER_COMMIT: _Row = {
     FirstTokenReceived: _M._first_token,
     TokensReceived: _M._tokens,
     DecodeNeeded: _M._decode_needed_late,
@@ -417,19 +414,16 @@ _AFTER_COMMIT: dict[type[object], _Transition] = {
     StopMatched: _M._stop_matched,
     Cancelled: _M._cancelled,
 }
-_AFTER_END: dict[type[object], _Transition] = dict.fromkeys(
+_AFTER_END: _Row = dict.fromkeys(
     (FirstTokenReceived, TokensReceived, DecodeNeeded, AttemptFailed, WorkerLost, WorkerBack, StopMatched, Cancelled),
     _M._ignore,
 )
-_TRANSITIONS: dict[tuple[AttemptState, type[object]], _Transition] = {
-    (state, event): transition
-    for state, row in {
+TRANSITIONS: TransitionTable[Instruction] = transition_table(
+    {
         AttemptState.WAITING: _UNPLACED,
         AttemptState.PREFILLING: _BEFORE_COMMIT,
         AttemptState.STREAMING: _AFTER_COMMIT,
         AttemptState.DONE: _AFTER_END,
         AttemptState.FAILED: _AFTER_END,
-    }.items()
-    for event, transition in row.items()
-}
-"""(state, event) to what happens. What is not here is illegal."""
+    }
+)

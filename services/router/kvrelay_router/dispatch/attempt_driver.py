@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from kvrelay.protocol.messages import AnyBody, PeerRef, TokenEntry
+from kvrelay.state_machine import IllegalEvent
 from kvrelay.telemetry.tracer import trace_fields
 from kvrelay_router.dispatch.events import (
     AttemptFailed,
@@ -21,7 +22,6 @@ from kvrelay_router.dispatch.events import (
     FindDecode,
     FindPlacement,
     FirstTokenReceived,
-    IllegalEvent,
     Instruction,
     PlacementFailed,
     Send,
@@ -80,7 +80,7 @@ class AttemptDriver:
     def feed(self, sequence: RunningSequence, event: Event) -> None:
         """Tells the machine, and follows it."""
         try:
-            instructions = sequence.machine.handle(event)
+            instructions = sequence.handle(event)
         except IllegalEvent as error:
             self._contradicted(sequence, event, error)
             return

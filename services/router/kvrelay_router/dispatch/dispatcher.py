@@ -16,7 +16,7 @@ from typing import Any
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import LinkEvent
 from kvrelay.protocol.sampling import FinishReason
-from kvrelay.telemetry.event_log import EventLog
+from kvrelay.telemetry.event_log import EventLog, recorded
 from kvrelay.telemetry.tracer import Tracer
 from kvrelay_router.dispatch.attempt import SequenceAttempts, SequenceSpec
 from kvrelay_router.dispatch.attempt_driver import AttemptDriver
@@ -320,9 +320,9 @@ class RouterDispatcher:
                 max_attempts=self.settings.max_attempts,
             )
             machine = SequenceAttempts(spec)
-            if self._events is not None:
-                self._events.watch("attempts", (record.request_id, 0, index), machine, spec)
-            sequence = RunningSequence(index, machine, running, record.sequences[index])
+            key = (record.request_id, 0, index)
+            handle_event = recorded(self._events, "attempts", key, machine, spec)
+            sequence = RunningSequence(index, machine, handle_event, running, record.sequences[index])
             running.sequences[index] = self._sequences[request.request_id, index] = sequence
         self._running[handle] = running
         self._records.add(record)

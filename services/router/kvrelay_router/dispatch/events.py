@@ -11,11 +11,6 @@ from kvrelay.protocol.messages import AnyBody, FirstToken, PeerRef, TokenEntry
 from kvrelay_router.dispatch.interface import SequenceDelta
 from kvrelay_router.dispatch.load import WorkerKey
 
-
-class IllegalEvent(Exception):
-    """An event that cannot happen in this state. Nothing was changed."""
-
-
 # -- events -----------------------------------------------------------------------------------------------------------
 
 

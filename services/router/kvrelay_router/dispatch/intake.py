@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from kvrelay.protocol.messages import FirstToken, SequenceUsage, TokenEntry
 from kvrelay.protocol.sampling import FinishReason, TokenLogprobs
-from kvrelay_router.dispatch.events import IllegalEvent
+from kvrelay.state_machine import IllegalEvent
 from kvrelay_router.dispatch.interface import SequenceDelta
 
 Arrival = FirstToken | TokenEntry

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvrelay_router.dispatch.attempt import SequenceAttempts
-from kvrelay_router.dispatch.events import AwaitLost, FindDecode, FindPlacement
+from kvrelay_router.dispatch.events import AwaitLost, Event, FindDecode, FindPlacement, Instruction
 from kvrelay_router.dispatch.load import Held
 from kvrelay_router.dispatch.placement import PromptPrefixes, Work
 from kvrelay_router.dispatch.records import RequestRecord, SequenceHistory
@@ -81,6 +82,7 @@ class RunningSequence:
 
     index: int
     machine: SequenceAttempts
+    handle: Callable[[Event], list[Instruction]]  # the machine's, recorded if an event log is kept
     running: Running
     record: SequenceHistory
     held: Held = field(default_factory=Held)

@@ -76,6 +76,11 @@ class RemoteSequences:
                 num_blocks += sequence.beams.num_claimed_blocks()
         return num_blocks
 
+    @property
+    def num_limited(self) -> int:
+        """Sequences whose blocks count towards the limits of their senders."""
+        return len(self._senders)
+
     # -- the queue ----------------------------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:

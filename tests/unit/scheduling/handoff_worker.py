@@ -85,6 +85,7 @@ class HandoffWorker:
         """Admission between steps."""
         reserved = list(self.scheduler.reserve())
         self.begin_transfers(reserved)
+        self.check_that_the_next_handoff_does_not_fit()
         assert not self.scheduler.reserve(), "a second look admitted more"
         return reserved
 
@@ -164,6 +165,25 @@ class HandoffWorker:
     @property
     def somebody_moves(self) -> bool:
         return bool(self.scheduler.reserve()) or bool(self.scheduler.schedule().rows)
+
+    def check_that_the_next_handoff_does_not_fit(self) -> None:
+        """By the sums that the rules name, under fcfs, if nothing is shared and nobody is expected."""
+        scheduler = self.scheduler
+        if scheduler.settings.queue_order != "fcfs" or self.bench.blocks.shares_prefixes:
+            return
+        waiting = [each for each in self.open if each.state in (SequenceState.WAITING, SequenceState.SWAPPED)]
+        if any(each.num_preemptions for each in waiting) or any(each.gang for each in self.open):
+            return
+        following = next((each for each in waiting if not self.is_limited(each)), None)
+        if following is None or following.remote is None:
+            return
+        holders = [*scheduler.running.values(), *self.lands_at, *self.quarantined]
+        num_free = self.bench.pool.num_blocks - sum(each.table.num_blocks for each in holders)
+        num_open = len(scheduler.running) + len(self.lands_at)
+        num_wanted = blocks_for(following.num_tokens, BLOCK_SIZE)
+        if num_open:
+            num_wanted += len(scheduler.running) + 1
+        assert num_wanted > num_free or num_open == scheduler.limits.max_running, f"{following.key} fits and waits"
 
     # -- the recount --------------------------------------------------------------------------------------------------
 

@@ -26,9 +26,9 @@ from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.process import event_loop_factory
-from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.plan import SequenceOutput
-from kvrelay.scheduling.registry import DEFAULT_SCHEDULER, make_scheduler
+from kvrelay.scheduling.policies.scheduler_registry import DEFAULT_SCHEDULER, make_scheduler
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop, StepTotals
 

@@ -28,9 +28,10 @@ from benchmarks.sequences import greedy_sequence
 from kvrelay.engine.batch import RowResult, StepResult
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
-from kvrelay.scheduling.base import QueueOrderName, Scheduler, SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.plan import StepPlan
-from kvrelay.scheduling.registry import BUILT_IN, DEFAULT_SCHEDULER, make_scheduler
+from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN, DEFAULT_SCHEDULER, make_scheduler
+from kvrelay.scheduling.scheduler_protocol import Scheduler
+from kvrelay.scheduling.scheduler_settings import QueueOrderName, SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
 
 BLOCK_SIZE = 16

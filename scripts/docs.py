@@ -81,13 +81,12 @@ def metrics_table() -> str:
 
 def generated() -> dict[Path, str]:
     """The files as they should be."""
-    architecture = DOCS / "architecture.md"
-    text = architecture.read_text(encoding="utf-8")
+    handoff, metrics = DOCS / "handoff.md", DOCS / "metrics.md"
+    text = handoff.read_text(encoding="utf-8")
     text = _put(text, "sender", state_diagram(SenderState, SENDER_LABELS))
     text = _put(text, "receiver", state_diagram(ReceiverState, RECEIVER_LABELS, {R.RUNNING}))
-    operations = DOCS / "operations.md"
-    metrics = _put(operations.read_text(encoding="utf-8"), "metrics", metrics_table())
-    return {DOCS / "configuration.md": reference.render(), architecture: text, operations: metrics}
+    table = _put(metrics.read_text(encoding="utf-8"), "metrics", metrics_table())
+    return {DOCS / "configuration.md": reference.render(), handoff: text, metrics: table}
 
 
 def outdated() -> list[Path]:

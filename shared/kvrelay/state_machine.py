@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from enum import StrEnum
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
-EventT_contra = TypeVar("EventT_contra", contravariant=True)
 InstructionT = TypeVar("InstructionT")
 
 Transition: TypeAlias = Callable[..., list[InstructionT]]
@@ -21,14 +20,6 @@ TransitionTable: TypeAlias = dict[tuple[StrEnum, type[Any]], Transition[Instruct
 
 class IllegalEvent(Exception):
     """The event cannot happen in the machine's present state. The machine has not changed."""
-
-
-class StateMachine(Protocol[EventT_contra, InstructionT]):
-    """Implemented by the two handoff machines and by the router's attempt machine."""
-
-    def handle(self, event: EventT_contra) -> list[InstructionT]:
-        """Returns what the owner has to do, in order. Raises IllegalEvent, and then nothing has changed."""
-        ...
 
 
 def transition_table(

@@ -20,9 +20,9 @@ from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.kv.table import BlockTable
 from kvrelay.protocol.messages import PROTOCOL_VERSION, PeerRef, Status
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.scheduling.base import Chunking, QueueOrderName, SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
-from kvrelay.scheduling.registry import make_scheduler
+from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
+from kvrelay.scheduling.scheduler_settings import Chunking, QueueOrderName, SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import RemoteKV, Sequence, TokenBuffer
 from kvrelay.simulated.profiles import Profile, StepLoad
 from kvrelay.worker.load_report import SpeedMeter, report_load

@@ -15,16 +15,8 @@ from queue import SimpleQueue
 
 import msgspec
 
-from kvrelay.engine.batch import (
-    DeviceLost,
-    LaunchedStep,
-    RowResult,
-    RowsFailed,
-    SequenceKey,
-    StepResult,
-    WorkerBatch,
-    WorkerRow,
-)
+from kvrelay.engine.batch import DeviceLost, LaunchedStep, RowResult, RowsFailed, StepResult, WorkerBatch, WorkerRow
+from kvrelay.protocol.sequence_key import SequenceKey
 from tests.fakes.hash_runner import VOCAB_SIZE, HashRunner
 from tests.fakes.waiting import PATIENCE_S
 

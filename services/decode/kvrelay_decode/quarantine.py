@@ -6,7 +6,7 @@ States of an entry:
 2. LOST     the sender is silent, or has lost its state. Silence does not prove that it has ended: a stopped process
             resumes in the middle of a copy. Released is sent again, less and less often, so that a sender that resumes
             answers. If the sender runs on this machine, its process is also watched.
-3. PROVEN   the sender has sent Drained, or its process has ended, or a newer incarnation has replaced it and its process
+3. PROVEN   the sender has sent Drained, or its process has ended, or a newer incarnation replaced it and its process
             cannot be seen from here (a worker id belongs to one process at a time). If the process can be seen, only
             its end counts: it may be stopped while a second process uses its id. After `SETTLE_TICKS`, time for data
             that sockets still hold to arrive, the blocks are free.
@@ -20,8 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.protocol.messages import PeerRef
+from kvrelay.protocol.sequence_key import SequenceKey
 
 SETTLE_TICKS = 5
 FIRST_ASK_S = 1.0

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.process_identity import can_be_seen, has_ended
 from kvrelay.protocol.messages import (
     Abort,
@@ -27,6 +26,7 @@ from kvrelay.protocol.messages import (
     SequenceUsage,
     TokenEntry,
 )
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import StepPlan
 from kvrelay.scheduling.sequence import RemoteKV
 from kvrelay.telemetry.event_log import recorded

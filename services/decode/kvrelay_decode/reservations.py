@@ -6,8 +6,8 @@ import itertools
 import logging
 from collections.abc import Callable
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.protocol.messages import Granted, PeerRef
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.transfer.base import ReceiverEvent, TransferReceiver
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.link import Delivered
 from kvrelay.protocol.messages import (
@@ -22,6 +21,7 @@ from kvrelay.protocol.messages import (
     Stop,
     TokenEntry,
 )
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.transfer.base import TransferReceiver
@@ -92,7 +92,7 @@ class DecodeRole:
             "preemptions": scheduler.num_preemptions,
             "preemptions_by_recompute": scheduler.num_preemptions - use.num_preemptions,
             "preemptions_by_swap": use.num_preemptions,
-            "swap_copies_given_up": use.num_given_up,
+            "swap_copies_dropped": use.num_given_up,
             "swapped_out_blocks": use.num_blocks_out,
             "swapped_in_blocks": use.num_blocks_in,
             "swap_s": use.copy_s,

@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Iterable
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.kv.pool import Owner
 from kvrelay.process_identity import own_identity
 from kvrelay.protocol.link import Delivered
@@ -32,6 +31,7 @@ from kvrelay.protocol.messages import (
     Resend,
     Reserve,
 )
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.telemetry.handoffs import HandoffMeter
 from kvrelay.transfer.base import Pushed, SenderDrained, SenderEvent, TransferFailed, TransferSender
 from kvrelay.worker.context import WorkerContext

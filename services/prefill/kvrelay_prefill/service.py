@@ -5,10 +5,10 @@ What is handed over, and how, is `sending.py`'s.
 
 from __future__ import annotations
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.link import Delivered
 from kvrelay.protocol.messages import Cancel, FirstToken, Header, PeerRef, Prefill, Stop
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.telemetry.event_log import recorded

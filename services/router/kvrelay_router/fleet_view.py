@@ -22,7 +22,7 @@ import msgspec
 
 from kvrelay.fleet import WorkerRecord
 from kvrelay.protocol.messages import LoadReport, PeerRef, Status
-from kvrelay.scheduling.cost import StepCost
+from kvrelay.scheduling.step_cost import StepCost
 from kvrelay_router.dispatch.interface import ModelLimits
 from kvrelay_router.dispatch.load import OutstandingLoad, WorkerLoad, worker_key
 from kvrelay_router.routing.candidates import Candidate, CandidateWorkers

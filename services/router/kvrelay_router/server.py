@@ -27,8 +27,8 @@ from kvrelay.telemetry.pages import Page, Pages
 from kvrelay.telemetry.process_samples import process_samples
 from kvrelay.telemetry.prometheus import metrics_page
 from kvrelay_router.asgi.app import create_app
+from kvrelay_router.dispatch.active_requests import DispatchSettings
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
-from kvrelay_router.dispatch.running_sequence import DispatchSettings
 from kvrelay_router.fleet_watch import ListWorkers
 from kvrelay_router.http.connection_limits import ConnectionLimits, allowed_connections
 from kvrelay_router.http.http_server import HttpServer, bind, serve
@@ -73,7 +73,7 @@ class RouterServer:
                 raise StartFailed(str(error)) from error
             settle_garbage()
             assert self._http is not None
-            self._http.say_ready()
+            self._http.report_ready()
             await self.main_loop()
         finally:
             await self.shutdown()

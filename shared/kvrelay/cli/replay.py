@@ -19,12 +19,13 @@ from typing import Any
 
 import msgspec
 
-from kvrelay.telemetry.event_log import BORN, Line, encode_instructions
+from kvrelay.telemetry.event_log import BORN, Line, encode_answer
 
 MACHINES = {
     "sender": ("kvrelay_prefill.sender_handoff", "SenderHandoff"),
     "receiver": ("kvrelay_decode.receiver_handoff", "ReceiverHandoff"),
     "attempts": ("kvrelay_router.dispatch.attempt", "SequenceAttempts"),
+    "intake": ("kvrelay_router.dispatch.intake", "TokenIntake"),
 }
 """Module and class of each kind of machine. They are imported by name, because the services import this package."""
 
@@ -127,20 +128,21 @@ def _make_machine(line: Line) -> Any:
     if len(values) != len(names):
         raise TypeError(f"{line.machine} takes {len(names)} arguments, not {len(values)}")
     pairs = zip(names, values, strict=True)
-    return machine_class(*(msgspec.json.decode(value, type=hints[name]) for name, value in pairs))
+    return machine_class(**{name: msgspec.json.decode(value, type=hints[name]) for name, value in pairs})
 
 
 def _handle(machine: Any, line: Line) -> tuple[bytes, str]:
     """The encoded instructions, or the error."""
     event = msgspec.json.decode(line.args, type=_events_of(line.machine)[line.event])
     try:
-        return encode_instructions(machine.handle(event)), ""
+        return encode_answer(machine.handle(event)), ""
     except Exception as error:
         return b"[]", type(error).__name__
 
 
 @cache
 def _events_of(kind: str) -> dict[str, Any]:
-    """The classes in the annotation of the machine's `handle`, by name."""
+    """The classes in the annotation of the only parameter of the machine's `handle`, by name."""
     hints = typing.get_type_hints(_class_of(kind).handle)
-    return {event.__name__: event for event in typing.get_args(hints["event"])}
+    (parameter,) = hints.keys() - {"return"}
+    return {event.__name__: event for event in typing.get_args(hints[parameter]) or (hints[parameter],)}

@@ -10,8 +10,8 @@ from pydantic import ByteSize, Field, field_validator, model_validator
 
 from kvrelay.config.common import CommonConfig
 from kvrelay.engine.graph_sizes import default_sizes
-from kvrelay.scheduling.base import Chunking, Preemption, QueueOrderName, Retraction, SchedulerSettings
-from kvrelay.scheduling.registry import DEFAULT_SCHEDULER, WHOLE_PROMPTS, check_scheduler_name
+from kvrelay.scheduling.policies.scheduler_registry import DEFAULT_SCHEDULER, WHOLE_PROMPTS, check_scheduler_name
+from kvrelay.scheduling.scheduler_settings import Chunking, Preemption, QueueOrderName, Retraction, SchedulerSettings
 from kvrelay.simulated.profiles import BUILT_IN, find_profile
 
 Role = Literal["prefill", "decode"]

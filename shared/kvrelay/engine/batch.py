@@ -15,10 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.transfer.pool_memory import PoolLike
-
-SequenceKey = tuple[str, int, int]
-"""(request id, attempt, sequence index)."""
 
 Int32Array = NDArray[np.int32]
 

@@ -23,10 +23,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrelay.engine.batch import BeamCandidates, DeviceLost, RowResult, SequenceKey, StepResult, WorkerBatch
+from kvrelay.engine.batch import BeamCandidates, DeviceLost, RowResult, StepResult, WorkerBatch
 from kvrelay.engine.device import Moment, is_settled, to_device, use_on_this_thread
 from kvrelay.engine.pending_tokens import PendingTokens
 from kvrelay.protocol.sampling import TokenLogprobs
+from kvrelay.protocol.sequence_key import SequenceKey
 
 
 @dataclass(frozen=True, slots=True)

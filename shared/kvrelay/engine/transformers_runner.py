@@ -13,15 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvrelay.backends.backend import PackedRows, SharingBackend, allocate_pool, bits, dtype_name
-from kvrelay.engine.batch import (
-    BeamCandidates,
-    BlockCopy,
-    ModelSpec,
-    SequenceKey,
-    StepResult,
-    WorkerBatch,
-    WorkerRow,
-)
+from kvrelay.engine.batch import BeamCandidates, BlockCopy, ModelSpec, StepResult, WorkerBatch, WorkerRow
 from kvrelay.engine.beam_candidates import best_candidates
 from kvrelay.engine.causal_model import CausalModel
 from kvrelay.engine.device import Moment, describe_device, to_device, use_on_this_thread
@@ -34,6 +26,7 @@ from kvrelay.engine.packing import pack_rows
 from kvrelay.engine.pending_logprobs import token_logprobs
 from kvrelay.engine.sampler import Sampler
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.transfer.pool_memory import PoolLike
 
 _PROMPT_SLICE = 512  # prompt positions whose logits exist at a time

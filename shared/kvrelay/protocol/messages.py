@@ -362,7 +362,7 @@ class Status(Body, frozen=True, kw_only=True, tag="status"):
 
 class GroupLoad(Body, frozen=True, kw_only=True, tag="group_load"):
     """D>D, between the workers of a prefill delayer's group: what decides when prompts go in, see
-    `kvrelay.scheduling.prefill_delay`."""
+    `kvrelay.scheduling.queue.prefill_delay`."""
 
     group: str
     prefillable: int

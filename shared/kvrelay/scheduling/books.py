@@ -5,25 +5,27 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 
-from kvrelay.engine.batch import BeamCandidates, RowResult, SequenceKey, StepResult
+from kvrelay.engine.batch import BeamCandidates, RowResult, StepResult
 from kvrelay.kv.pool import Owner
 from kvrelay.protocol.sampling import FinishReason
-from kvrelay.scheduling.admission import NewTokenRatio
-from kvrelay.scheduling.base import PrefillGate, SchedulerLimits, SchedulerSettings, SwapUse
-from kvrelay.scheduling.beams import BeamGroup, BeamGroups
-from kvrelay.scheduling.blocks import BlockManager
-from kvrelay.scheduling.chunks import Chunks
-from kvrelay.scheduling.cost import StepCost
-from kvrelay.scheduling.gang_room import GangRoom
-from kvrelay.scheduling.gangs import Gangs
-from kvrelay.scheduling.orders import ORDERS
+from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.scheduling.beams.beam_groups import BeamGroup, BeamGroups
+from kvrelay.scheduling.memory.block_manager import BlockManager
+from kvrelay.scheduling.memory.new_token_ratio import NewTokenRatio
+from kvrelay.scheduling.memory.swapping import Swapper, SwapUse
 from kvrelay.scheduling.plan import PlannedRow, SequenceOutput, StepPlan
-from kvrelay.scheduling.prefixes import PrefixesInProgress
-from kvrelay.scheduling.queue import WaitingQueue
-from kvrelay.scheduling.remote_kv import RemoteSequences
-from kvrelay.scheduling.sender_limits import SenderLimits
+from kvrelay.scheduling.policies.chunk_sizes import Chunks
+from kvrelay.scheduling.queue.group_capacity import GangRoom
+from kvrelay.scheduling.queue.prefixes_in_progress import PrefixesInProgress
+from kvrelay.scheduling.queue.queue_orders import ORDERS
+from kvrelay.scheduling.queue.remote_kv import RemoteSequences
+from kvrelay.scheduling.queue.sample_groups import Gangs
+from kvrelay.scheduling.queue.sender_limits import SenderLimits
+from kvrelay.scheduling.queue.waiting_queue import WaitingQueue
+from kvrelay.scheduling.scheduler_protocol import PrefillGate
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState
-from kvrelay.scheduling.swapping import Swapper
+from kvrelay.scheduling.step_cost import StepCost
 
 DEFAULT_SETTINGS = SchedulerSettings()
 

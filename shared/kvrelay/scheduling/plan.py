@@ -15,8 +15,8 @@ import msgspec
 from kvrelay.engine.batch import BeamCandidates, BlockCopy, SwapCopies
 from kvrelay.kv.pool import Owner
 from kvrelay.protocol.sampling import BeamResult, FinishReason, TokenLogprobs
-from kvrelay.scheduling.cost import pairs
 from kvrelay.scheduling.sequence import Sequence, SequenceState
+from kvrelay.scheduling.step_cost import pairs
 
 
 class PlannedRow(msgspec.Struct, frozen=True, gc=False):

@@ -23,15 +23,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.kv.hashing import BlockHash, hash_blocks
 from kvrelay.kv.pool import Owner
 from kvrelay.kv.table import BlockTable
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sampling import Sampling
+from kvrelay.protocol.sequence_key import SequenceKey
 
 if TYPE_CHECKING:
-    from kvrelay.scheduling.beams import BeamGroup
+    from kvrelay.scheduling.beams.beam_groups import BeamGroup
 
 
 class SequenceState(StrEnum):

@@ -21,7 +21,7 @@ from typing import Annotated, Protocol
 
 import msgspec
 
-from kvrelay.scheduling.cost import pairs
+from kvrelay.scheduling.step_cost import pairs
 
 REACHED_FLOPS = 0.5  # share of the peak that prefill reaches
 REACHED_BANDWIDTH = 0.8  # share of the peak that decode reads at

@@ -16,19 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.config.worker import WorkerConfig
-from kvrelay.engine.batch import (
-    BeamCandidates,
-    ModelSpec,
-    RowResult,
-    SequenceKey,
-    StepResult,
-    SwapCopies,
-    WorkerBatch,
-    WorkerRow,
-)
+from kvrelay.engine.batch import BeamCandidates, ModelSpec, RowResult, StepResult, SwapCopies, WorkerBatch, WorkerRow
 from kvrelay.engine.profile import SWAP_PART
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.simulated.model_facts import ModelFacts, read_facts
 from kvrelay.simulated.profiles import Profile, StepLoad, find_profile
 from kvrelay.simulated.token_hash import (

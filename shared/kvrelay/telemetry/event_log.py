@@ -18,15 +18,16 @@ from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock, Thread
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
-from kvrelay.engine.batch import SequenceKey
-from kvrelay.state_machine import StateMachine
+from kvrelay.protocol.sequence_key import SequenceKey
 
 EventT = TypeVar("EventT")
-InstructionT = TypeVar("InstructionT")
+EventT_contra = TypeVar("EventT_contra", contravariant=True)
+AnswerT = TypeVar("AnswerT")
+AnswerT_co = TypeVar("AnswerT_co", covariant=True)
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,14 @@ encoder = msgspec.json.Encoder(order="deterministic")
 BORN = "born"
 MAX_WAITING_BYTES = 64 << 20
 CLOSE_TIMEOUT_S = 5.0
+
+
+class Machine(Protocol[EventT_contra, AnswerT_co]):
+    """What can be recorded: plain data in, plain data out, and nothing else changes the object."""
+
+    def handle(self, event: EventT_contra, /) -> AnswerT_co:
+        """Returns a list of instructions, or one object, or None."""
+        ...
 
 
 class Line(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -49,8 +58,9 @@ class Line(msgspec.Struct, kw_only=True, omit_defaults=True):
     raised: str = ""
 
 
-def encode_instructions(instructions: list[Any]) -> bytes:
-    """Each instruction as an object with its class as the only key."""
+def encode_answer(answer: object) -> bytes:
+    """A list of JSON objects, one per instruction, each with the instruction's class as its only key."""
+    instructions = answer if isinstance(answer, list) else [] if answer is None else [answer]
     return encoder.encode([{type(instruction).__name__: instruction} for instruction in instructions])
 
 
@@ -58,9 +68,9 @@ def recorded(
     log: EventLog | None,
     kind: str,
     key: SequenceKey,
-    machine: StateMachine[EventT, InstructionT],
+    machine: Machine[EventT, AnswerT],
     *arguments: object,
-) -> Callable[[EventT], list[InstructionT]]:
+) -> Callable[[EventT], AnswerT]:
     """The `handle` to use for a new machine: its own, or with a log one that records every call.
 
     `arguments` are those of the machine's constructor, from which `kvrelay replay` makes it again.
@@ -91,25 +101,25 @@ class EventLog:
         self._thread.join(CLOSE_TIMEOUT_S)
 
     def record(
-        self, kind: str, key: SequenceKey, machine: StateMachine[EventT, InstructionT], *arguments: object
-    ) -> Callable[[EventT], list[InstructionT]]:
+        self, kind: str, key: SequenceKey, machine: Machine[EventT, AnswerT], *arguments: object
+    ) -> Callable[[EventT], AnswerT]:
         """Returns the machine's `handle`, wrapped so that each call becomes a line."""
         number = next(self._numbers)
         self._write(Line(at=time.time(), machine=kind, key=key, number=number, event=BORN, args=_raw(list(arguments))))
 
-        def handle(event: EventT) -> list[InstructionT]:
+        def handle(event: EventT) -> AnswerT:
             line = Line(
                 at=time.time(), machine=kind, key=key, number=number, event=type(event).__name__, args=_raw(event)
             )
             try:
-                instructions = machine.handle(event)
+                answer = machine.handle(event)
             except Exception as error:
                 line.raised = type(error).__name__
                 self._write(line)
                 raise
-            line.out = msgspec.Raw(encode_instructions(instructions))
+            line.out = msgspec.Raw(encode_answer(answer))
             self._write(line)
-            return instructions
+            return answer
 
         return handle
 

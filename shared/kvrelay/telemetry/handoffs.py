@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from kvrelay.engine.batch import SequenceKey
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.telemetry.instruments import BYTES, GIGABYTES_PER_SECOND, SECONDS, Instruments
 from kvrelay.telemetry.metrics_store import HandoffRecord, MetricsStore
 from kvrelay.telemetry.stages import RecentStages, stage

@@ -9,8 +9,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.protocol.messages import Stage
+from kvrelay.protocol.sequence_key import SequenceKey
 
 MAX_REQUESTS = 512
 MAX_STAGES = 512

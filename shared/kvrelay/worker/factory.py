@@ -16,9 +16,10 @@ from kvrelay.kv.cache import Cache
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.messages import PROTOCOL_VERSION, GroupLoad, PeerRef
-from kvrelay.scheduling.base import Scheduler, SchedulerLimits
-from kvrelay.scheduling.prefill_delay import DelayerSettings, LocalExchange
-from kvrelay.scheduling.registry import find_scheduler
+from kvrelay.scheduling.policies.scheduler_registry import find_scheduler
+from kvrelay.scheduling.queue.prefill_delay import DelayerSettings, LocalExchange
+from kvrelay.scheduling.scheduler_protocol import Scheduler
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits
 from kvrelay.telemetry.metrics_store import MetricsStore
 from kvrelay.worker.delayer_group import DelayerGroup
 from kvrelay.worker.membership import Membership, NoMembership

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 import msgspec
 
 from kvrelay.protocol.messages import LoadReport, PeerRef
-from kvrelay.scheduling.base import Scheduler
-from kvrelay.scheduling.cost import CalibratedCost, pairs
 from kvrelay.scheduling.plan import StepPlan, work_of
+from kvrelay.scheduling.scheduler_protocol import Scheduler
 from kvrelay.scheduling.sequence import Sequence
+from kvrelay.scheduling.step_cost import CalibratedCost, pairs
 
 LEAST_CHUNK_TOKENS = 16
 LEAST_CHUNKED_STEPS = 2

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvrelay.scheduling.prefill_delay import (
+from kvrelay.scheduling.queue.prefill_delay import (
     DelayDecision,
     DelayerSettings,
     DelayerState,

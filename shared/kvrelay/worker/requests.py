@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.protocol.messages import AnyBody, Cancel, Failed, Header, PeerRef, Prompt, Stop
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.telemetry.tracer import trace_fields
 from kvrelay.worker.cancelled_requests import CancelledRequestCache

@@ -29,13 +29,13 @@ from kvrelay.engine.batch import (
     DeviceLost,
     ModelRunner,
     RowsFailed,
-    SequenceKey,
     StepResult,
     WorkerBatch,
     WorkerRow,
 )
-from kvrelay.scheduling.base import Scheduler
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import PlannedRow, SequenceOutput, StepPlan
+from kvrelay.scheduling.scheduler_protocol import Scheduler
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.telemetry.instruments import SECONDS, TOKENS, Histogram
 from kvrelay.telemetry.metrics_store import MetricsStore

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.scheduling.registry import BUILT_IN
+from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN
 from tests.component.workers.rig import fleet, prompt_of, run
 from tests.fakes.hash_runner import HashRunner, expected_tokens
 from tests.fakes.workers import Received

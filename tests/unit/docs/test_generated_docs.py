@@ -33,14 +33,14 @@ def test_every_field_that_can_be_set_is_described() -> None:
 
 
 def test_every_total_of_a_worker_is_explained() -> None:
-    page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
-    totals = page[page.index("**Totals**") : page.index("**Histograms**")]
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    totals = page[page.index("### Totals") : page.index("### Histograms")]
     assert {total for total in TOTALS.keys() | TOTALS_WITHOUT_METRIC if f"`{total}`" not in totals} == set()
 
 
 def test_every_message_stands_in_the_protocols_table() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    table = page[page.index("| From, to | Message | Says |") : page.index("### The link")]
+    page = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
+    table = page[page.index("| From, to | Message | Meaning |") : page.index("### The link")]
     assert {kind.__name__ for kind in get_args(AnyBody) if f"`{kind.__name__}`" not in table} == set()
 
 

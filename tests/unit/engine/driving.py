@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from kvrelay.engine import in_flight
-from kvrelay.engine.batch import ModelRunner, RowResult, SequenceKey, WorkerBatch, WorkerRow
+from kvrelay.engine.batch import ModelRunner, RowResult, WorkerBatch, WorkerRow
 from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
+from kvrelay.protocol.sequence_key import SequenceKey
 
 
 @dataclass(eq=False)

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from kvrelay.engine.batch import SequenceKey
-from kvrelay.protocol.messages import PeerRef
+from kvrelay.protocol.messages import PeerRef, TokenEntry
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.state_machine import Transition, TransitionTable
 from kvrelay.transfer.base import SenderDrained
 from kvrelay_decode import receiver_events as decode
@@ -25,7 +25,7 @@ from kvrelay_decode.receiver_handoff import ReceiverHandoff, ReceiverState
 from kvrelay_prefill import sender_events as prefill
 from kvrelay_prefill import sender_handoff
 from kvrelay_prefill.sender_handoff import SenderHandoff
-from kvrelay_router.dispatch.attempt import SequenceAttempts
+from kvrelay_router.dispatch.intake import TokenIntake
 from tests.unit.handoff.check import prefill_side
 from tests.unit.handoff.check.search import Counterexample, Explored, explore
 from tests.unit.handoff.check.state import Size, State
@@ -161,9 +161,8 @@ def _without_need_decode(self: SenderHandoff, worker: PeerRef, reason: str) -> l
     return _replace_decode(self, worker, reason)[:-1]
 
 
-def _repeats_the_first_token(self: SequenceAttempts, arrival: Any) -> list[Any]:
-    self.output.extend([arrival.token_id] if hasattr(arrival, "token_id") else arrival.token_ids)
-    return []
+def _repeats_the_first_token(self: TokenIntake, entry: TokenEntry) -> None:
+    self.output.extend(entry.token_ids)
 
 
 _end = ReceiverHandoff._end
@@ -192,7 +191,7 @@ BUGS: dict[str, tuple[Callable[[], AbstractContextManager[None]], str, str]] = {
         "deadline", "a good end",
     ),
     "a token is delivered twice": (
-        lambda: broken(SequenceAttempts, "_take", _repeats_the_first_token), "", "tokens [0, 0]",
+        lambda: broken(TokenIntake, "_accept", _repeats_the_first_token), "", "tokens [0, 0]",
     ),
 }  # fmt: skip
 

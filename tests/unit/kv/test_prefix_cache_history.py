@@ -22,7 +22,7 @@ from kvrelay.kv.pool import BlockPool, Owner
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.kv.swap_space import SwapSpace
 from kvrelay.kv.table import BlockTable, copy_on_write, finish_copy
-from kvrelay.scheduling.copies import BlockCopies
+from kvrelay.scheduling.memory.copy_on_write import BlockCopies
 
 BLOCK_SIZE = 2
 ROOT = root_hash(model="m")

@@ -12,12 +12,12 @@ from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
-from kvrelay.scheduling.batching import BatchScheduler
-from kvrelay.scheduling.blocks import BlockManager, WholeSequenceBlocks
+from kvrelay.scheduling.memory.block_manager import BlockManager, WholeSequenceBlocks
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
-from kvrelay.scheduling.registry import BUILT_IN, find_scheduler
-from kvrelay.scheduling.sarathi import SarathiScheduler
+from kvrelay.scheduling.policies.sarathi import SarathiScheduler
+from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN, find_scheduler
+from kvrelay.scheduling.scheduler import BatchScheduler
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import RemoteKV, Sequence
 from tests.fakes.sequences import new_sequence
 

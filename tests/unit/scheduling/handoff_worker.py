@@ -6,8 +6,8 @@ from __future__ import annotations
 from kvrelay.kv.pool import Owner
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.messages import PeerRef
-from kvrelay.scheduling.base import SchedulerSettings
-from kvrelay.scheduling.sender_limits import SENDER_SHARE
+from kvrelay.scheduling.queue.sender_limits import SENDER_SHARE
+from kvrelay.scheduling.scheduler_settings import SchedulerSettings
 from kvrelay.scheduling.sequence import RemoteKV, Sequence, SequenceState
 from tests.unit.scheduling.bench import BLOCK_SIZE, Bench, make_sequence
 

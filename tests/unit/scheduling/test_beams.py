@@ -12,17 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.kv.ablations import NullCache
 from kvrelay.kv.cache import Cache
 from kvrelay.kv.pool import BlockPool, Owner
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.kv.table import blocks_for_group
 from kvrelay.protocol.sampling import BeamResult, BeamSpec, Sampling
-from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
-from kvrelay.scheduling.batching import BatchScheduler
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
-from kvrelay.scheduling.registry import find_scheduler
+from kvrelay.scheduling.policies.scheduler_registry import find_scheduler
+from kvrelay.scheduling.scheduler import BatchScheduler
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import RemoteKV, Sequence, SequenceState
 from kvrelay.worker.step_loop import worker_batch
 from tests.fakes.beam_oracle import Text, expected_beams

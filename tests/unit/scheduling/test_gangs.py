@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.scheduling.base import SchedulerSettings
 from kvrelay.scheduling.plan import StepPlan
+from kvrelay.scheduling.scheduler_settings import SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from tests.fakes.hash_runner import expected_tokens
 from tests.unit.scheduling.bench import SCHEDULERS

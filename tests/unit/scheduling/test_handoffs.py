@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.scheduling.base import QueueOrderName, SchedulerSettings
-from kvrelay.scheduling.orders import ORDERS
+from kvrelay.scheduling.queue.queue_orders import ORDERS
+from kvrelay.scheduling.scheduler_settings import QueueOrderName, SchedulerSettings
 from kvrelay.scheduling.sequence import SequenceState
 from tests.unit.scheduling.bench import BLOCK_SIZE, SCHEDULERS, Bench
 from tests.unit.scheduling.handoff_worker import HandoffWorker

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.protocol.sampling import FinishReason
-from kvrelay.scheduling.base import QueueOrderName, SchedulerSettings
-from kvrelay.scheduling.blocks import OnDemandBlocks
+from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.scheduling.memory.block_manager import OnDemandBlocks
+from kvrelay.scheduling.scheduler_settings import QueueOrderName, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from tests.unit.scheduling.bench import BLOCK_SIZE, SCHEDULERS, Bench, Sample
 from tests.unit.scheduling.overlapped import OverlappedBench

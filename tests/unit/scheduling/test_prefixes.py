@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.scheduling.base import QueueOrderName
-from kvrelay.scheduling.orders import ORDERS
-from kvrelay.scheduling.prefixes import PrefixesInProgress
-from kvrelay.scheduling.queue import PROBES_A_STEP, WaitingQueue
-from kvrelay.scheduling.sender_limits import SenderLimits
+from kvrelay.scheduling.queue.prefixes_in_progress import PrefixesInProgress
+from kvrelay.scheduling.queue.queue_orders import ORDERS
+from kvrelay.scheduling.queue.sender_limits import SenderLimits
+from kvrelay.scheduling.queue.waiting_queue import PROBES_A_STEP, WaitingQueue
+from kvrelay.scheduling.scheduler_settings import QueueOrderName
 from kvrelay.scheduling.sequence import Sequence
 from tests.unit.scheduling.bench import Bench, make_sequence
 

@@ -11,10 +11,10 @@ from kvrelay.config.loader import ConfigError, load_config
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
-from kvrelay.scheduling import registry
-from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
-from kvrelay.scheduling.registry import UnknownScheduler, make_scheduler, scheduler_names
-from kvrelay.scheduling.sarathi import SarathiScheduler
+from kvrelay.scheduling.policies import scheduler_registry as registry
+from kvrelay.scheduling.policies.sarathi import SarathiScheduler
+from kvrelay.scheduling.policies.scheduler_registry import UnknownScheduler, make_scheduler, scheduler_names
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 
 pytestmark = pytest.mark.unit
 OWN = EntryPoint("own", f"{__name__}:OwnScheduler.build", registry.ENTRY_POINT_GROUP)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvrelay.kv.pool import Owner
 from kvrelay.protocol.sampling import FinishReason, Sampling
-from kvrelay.scheduling.base import SchedulerLimits
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from tests.unit.scheduling.bench import BLOCK_SIZE, EOS, Bench, make_sequence
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.protocol.messages import PeerRef
-from kvrelay.scheduling.sender_limits import SENDER_SHARE, SenderLimits
+from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.scheduling.queue.sender_limits import SENDER_SHARE, SenderLimits
 
 pytestmark = pytest.mark.unit
 

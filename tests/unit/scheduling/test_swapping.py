@@ -16,11 +16,11 @@ from kvrelay.kv.cache import Cache
 from kvrelay.kv.pool import BlockPool, Owner
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.scheduling import swapping
-from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
-from kvrelay.scheduling.batching import BatchScheduler
+from kvrelay.scheduling.memory import swapping
 from kvrelay.scheduling.plan import PlanDraft, StepPlan
-from kvrelay.scheduling.registry import find_scheduler
+from kvrelay.scheduling.policies.scheduler_registry import find_scheduler
+from kvrelay.scheduling.scheduler import BatchScheduler
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.worker.step_loop import worker_batch
 from tests.fakes.hash_runner import HashRunner, expected_tokens

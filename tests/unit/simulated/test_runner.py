@@ -19,10 +19,10 @@ from kvrelay.engine.batch import WorkerBatch, WorkerRow
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.sampling import BeamSpec, FinishReason, Sampling, TokenLogprobs
-from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.plan import SequenceOutput
-from kvrelay.scheduling.registry import BUILT_IN as SCHEDULERS
-from kvrelay.scheduling.registry import make_scheduler
+from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN as SCHEDULERS
+from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.simulated.model_facts import ModelFacts, read_facts
 from kvrelay.simulated.profiles import MeasuredProfile

@@ -7,7 +7,7 @@ import pytest
 
 from kvrelay.engine.batch import ModelSpec, RowResult, StepResult, WorkerBatch
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.scheduling.cost import pairs
+from kvrelay.scheduling.step_cost import pairs
 from kvrelay.simulated.profiles import StepLoad
 from kvrelay_simulator.measure_command import main, measure
 

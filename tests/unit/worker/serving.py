@@ -11,14 +11,15 @@ from dataclasses import dataclass, field
 import msgspec
 from hypothesis import strategies as st
 
-from kvrelay.engine.batch import RowsFailed, SequenceKey, StepResult, WorkerBatch
+from kvrelay.engine.batch import RowsFailed, StepResult, WorkerBatch
 from kvrelay.kv.pool import BlockPool, Owner
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.sampling import FinishReason, Sampling
-from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
-from kvrelay.scheduling.batching import BatchScheduler
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
-from kvrelay.scheduling.registry import find_scheduler
+from kvrelay.scheduling.policies.scheduler_registry import find_scheduler
+from kvrelay.scheduling.scheduler import BatchScheduler
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.worker.launch import choose_launcher
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop

@@ -17,9 +17,9 @@ from kvrelay.engine.batch import DeviceLost
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.sampling import BeamSpec, Sampling
-from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.plan import SequenceOutput
-from kvrelay.scheduling.registry import BUILT_IN, make_scheduler
+from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN, make_scheduler
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.telemetry.metrics_store import MetricsStore, StepRecord, read_metrics
 from kvrelay.telemetry.step_trace import StepEvent

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.engine.batch import SequenceKey
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.requests import OpenRequests
 

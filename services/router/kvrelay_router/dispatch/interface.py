@@ -74,6 +74,28 @@ class SequenceDelta(msgspec.Struct, frozen=True):
     beams: list[BeamResult] = []
 
 
+def join_deltas(deltas: list[SequenceDelta]) -> SequenceDelta:
+    """Joins at least one delta of one sequence, in order."""
+    if len(deltas) == 1:
+        return deltas[0]
+    first, last = deltas[0], deltas[-1]
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs] = []
+    cached_tokens = usage = None
+    for delta in deltas:
+        token_ids += delta.token_ids
+        logprobs += delta.logprobs
+        prompt_logprobs += delta.prompt_logprobs
+        if cached_tokens is None:
+            cached_tokens = delta.cached_tokens
+        if delta.usage is not None:
+            usage = delta.usage
+    return SequenceDelta(
+        first.sequence, token_ids, logprobs, prompt_logprobs, cached_tokens, last.finish, usage, last.beams
+    )
+
+
 @dataclass(slots=True)
 class ServedBy:
     """Which workers a request went to; None where no worker of that role took part."""

@@ -207,16 +207,16 @@ class PassedConnections:
         self._num_ended = 0  # of which the owner was told
 
     def start(self, make_protocol: Callable[[], asyncio.Protocol]) -> None:
-        """From now on each that comes gets a protocol; none comes before `say_ready`."""
+        """From now on each that comes gets a protocol; none comes before `report_ready`."""
         self._make_protocol = make_protocol
         asyncio.get_running_loop().add_reader(self._channel.fileno(), self._take, AT_ONCE)
 
-    def say_ready(self) -> None:
+    def report_ready(self) -> None:
         """Asks for connections."""
         with contextlib.suppress(BrokenPipeError):
             self._channel.send(TAKES)
 
-    def say_open(self, num_open: int) -> None:
+    def report_open(self, num_open: int) -> None:
         """Tells the owner how many have ended, where there are `num_open` protocols."""
         num_ended = self._num_taken - len(self._starting) - num_open
         with contextlib.suppress(BlockingIOError, BrokenPipeError):  # then with the next that end

@@ -14,7 +14,7 @@ import contextlib
 import socket
 from collections.abc import Callable
 
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+from kvrelay_router.http.uvicorn_internals import Exchange
 
 FIRST_ASK_S = 0.05
 """Answers that come at once come without being preceded by a question. Later ones come after twice the time, ..."""
@@ -55,19 +55,17 @@ class HalfClosedWatch:
         self._timer.cancel()
 
 
-def ask_client(cycle: RequestResponseCycle, waited_s: float, *, carries_events: bool) -> None:
-    """Writes what a client ignores, where that is possible; ends the connection of one that cannot be asked.
+def ask_client(exchange: Exchange, waited_s: float, *, carries_events: bool) -> None:
+    """Writes bytes that a client ignores, if that is possible; closes the connection of a client that cannot be asked.
 
-    Nothing is to be written while the client reads nothing, nor behind an answer, which ends the connection.
+    Nothing is written while the client does not read, nor behind a complete answer, which ends the connection.
     """
-    if cycle.disconnected or cycle.response_complete or cycle.flow.write_paused or cycle.transport.is_closing():
+    if not exchange.can_write:
         return
-    if not cycle.response_started:
-        if cycle.scope["http_version"] != "1.0":
-            cycle.waiting_for_100_continue = False
-            cycle.transport.write(INTERIM)
+    if not exchange.is_begun:
+        if not exchange.is_http_1_0:
+            exchange.write_interim(INTERIM)
         elif waited_s >= UNASKED_S:
-            cycle.transport.abort()
+            exchange.abort()
     elif carries_events:
-        chunk = b"%x\r\n%b\r\n" % (len(COMMENT), COMMENT)
-        cycle.transport.write(chunk if cycle.chunked_encoding else COMMENT)
+        exchange.write_part(COMMENT)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from kvrelay_router.dispatch.interface import ModelLimits
-from kvrelay_router.http import connection as connection_module
-from kvrelay_router.http import http_server as server_module
+from kvrelay_router.http import reader_watch, uvicorn_internals
 from kvrelay_router.http.connection_limits import ConnectionLimits
 from tests.component.router.http.test_streams_under_load import (
+    bounds,
     connect,
     connections,
     read_answer,
@@ -137,9 +137,11 @@ async def test_a_client_that_reads_nothing_for_too_long_is_left(
 ) -> None:
     """The request's own deadline would end its work, but not the wait for room to tell the client so."""
     connection, writer = await unread_stream(router)
-    monkeypatch.setattr(connection_module, "UNREAD_S", 0.0)
+    monkeypatch.setattr(reader_watch, "UNREAD_S", 0.0)
     num_unread = connection.transport.get_write_buffer_size()
-    connection._check_reader(num_unread + 1)  # some of it was read: it has its time again, which is over at once
+    bounds(connection).reader._check(
+        num_unread + 1
+    )  # some of it was read: it has its time again, which is over at once
     assert connections(router) == [connection]
     await until(lambda: not connections(router))
     await until(lambda: router.dispatcher.handles[0].cancelled_at is not None)
@@ -150,7 +152,7 @@ async def test_a_client_that_never_reads_the_rest_holds_no_connection_that_close
     router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of an answer that fits the connection's buffer, which therefore never counts as full."""
-    monkeypatch.setattr(server_module, "CLOSING_TICKS", 1)
+    monkeypatch.setattr(uvicorn_internals, "CLOSING_TICKS", 1)
     router.dispatcher.model_limits = ModelLimits(10**6, 400)
     router.answers("otter " * 8000, per_delta=1000)
     client = socket.socket()
@@ -165,9 +167,9 @@ async def test_a_client_that_never_reads_the_rest_holds_no_connection_that_close
     await until(lambda: connection.transport.is_closing())
     assert 0 < connection.transport.get_write_buffer_size() < 64 << 10
     assert connections(router) == [connection]
-    await until(lambda: connection._unread_timer is not None)
-    connection._stop_awaiting_reader()
-    monkeypatch.setattr(connection_module, "UNREAD_S", 0.0)
+    await until(lambda: bounds(connection).reader.is_running)
+    bounds(connection).reader.stop()
+    monkeypatch.setattr(reader_watch, "UNREAD_S", 0.0)
     await until(lambda: not connections(router))
     client.close()
 

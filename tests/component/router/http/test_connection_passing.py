@@ -63,7 +63,7 @@ class Process:
         self.open, self.is_frozen = set(), False
         self.handed = PassedConnections(self._channel, self._port)
         self.handed.start(lambda: Served(self))
-        self.handed.say_ready()
+        self.handed.report_ready()
         await until(lambda: self.member.takes)
 
     def freeze(self) -> None:
@@ -94,7 +94,7 @@ class Process:
     async def tell(self) -> None:
         """How many connections it has."""
         assert self.handed is not None
-        self.handed.say_open(len(self.open))
+        self.handed.report_open(len(self.open))
         await until(lambda: self.member.num_open == len(self.open))
 
     def clients(self) -> list[int]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.protocol.messages import Handoff
 from kvrelay.protocol.sampling import FinishReason
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay_decode import receiver_events as decode
 from kvrelay_decode.quarantine import SETTLE_TICKS, Quarantine
 from kvrelay_decode.receiver_handoff import ReceiverHandoff

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.protocol.messages import FirstToken, Granted, PeerRef
 from kvrelay.protocol.sampling import FinishReason
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.transfer.base import SenderDrained, TransferFailed
 from kvrelay_prefill import sender_events as prefill
 from kvrelay_prefill.sender_handoff import SenderHandoff

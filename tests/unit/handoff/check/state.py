@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.protocol.messages import PeerRef
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay_decode.quarantine import Quarantine
 from kvrelay_decode.receiver_handoff import ReceiverHandoff
 from kvrelay_prefill.sender_handoff import SenderHandoff
-from kvrelay_router.dispatch.attempt import SequenceAttempts
+from tests.unit.dispatch.driven_sequence import DrivenSequence
 from tests.unit.handoff.check.values import clone
 
 R = "r"
@@ -69,7 +69,7 @@ class State:
     """All that is. It is changed only after `copy`; machines only after `sending` or `receiving`."""
 
     size: Size
-    attempts: dict[str, SequenceAttempts]
+    attempts: dict[str, DrivenSequence]
     senders: dict[str, dict[SequenceKey, Sending]]
     receivers: dict[str, dict[SequenceKey, Receiving]]
     quarantines: dict[str, Quarantine]

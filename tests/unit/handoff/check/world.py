@@ -1,6 +1,6 @@
 """Router, prefill and decode workers around the real machines, small enough to visit every state.
 
-What is real: `SequenceAttempts`, `SenderHandoff`, `ReceiverHandoff`, `Quarantine`. What is modelled: pools and queues
+What is real: `DrivenSequence`, `SenderHandoff`, `ReceiverHandoff`, `Quarantine`. What is modelled: pools and queues
 of workers, links (each direction in order and once, until one end takes the other for lost), and a transport whose
 writes land in any order, at any time until they were drained.
 
@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, Self
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.protocol.sampling import Sampling
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.transfer.base import Landed, Pushed
 from kvrelay_decode.quarantine import Quarantine, QuarantineState
 from kvrelay_decode.receiver_events import PrefillLost
@@ -21,8 +21,9 @@ from kvrelay_decode.receiver_handoff import ReceiverState as D
 from kvrelay_prefill.sender_events import DecodeLost
 from kvrelay_prefill.sender_handoff import SenderState as P
 from kvrelay_router.dispatch import events as router
-from kvrelay_router.dispatch.attempt import SequenceAttempts, SequenceSpec
+from kvrelay_router.dispatch.attempt import SequenceSpec
 from kvrelay_router.dispatch.load import worker_key
+from tests.unit.dispatch.driven_sequence import DrivenSequence
 from tests.unit.handoff.check import decode_side, prefill_side, router_side
 from tests.unit.handoff.check.search import Violation
 from tests.unit.handoff.check.state import MAX_TOKENS, R, Receiving, Sending, Size, State, Write, peer
@@ -138,7 +139,7 @@ class World(State):
             yield from (("reassign", r, d) for d in left or [None])
             return
         prefills: list[str | None] = [p for p in self.size.prefills if p not in self.lost]
-        if isinstance(wish, router.AwaitLost):
+        if isinstance(wish, router.AwaitLostWorkers):
             yield ("place", r, None, None)
             return
         if not decodes:
@@ -264,7 +265,7 @@ class World(State):
             self.post(R, of, "query")
             for r, attempts in list(self.attempts.items()):
                 if attempts.involves(peer(of)) and not attempts.is_over:
-                    router_side.feed(self, r, router.WorkerLost(peer(of), "silent"))
+                    router_side.feed(self, r, router.WorkerLost(peer(of), 0, "silent"))
         elif who in self.senders:
             for key in list(self.senders[who]):
                 if of == R:
@@ -386,7 +387,7 @@ def start(size: Size) -> World:
     names = [f"q{number}" for number in range(size.num_requests)]
     return World(
         size=size,
-        attempts={name: SequenceAttempts(spec) for name in names},
+        attempts={name: DrivenSequence(spec) for name in names},
         senders={p: {} for p in size.prefills},
         receivers={d: {} for d in size.decodes},
         quarantines={d: Quarantine(bool, bool) for d in size.decodes},

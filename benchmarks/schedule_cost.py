@@ -58,7 +58,7 @@ def decoding(name: str, order: QueueOrderName, num_running: int, num_waiting: in
     blocks_each = (PROMPT_TOKENS + max_tokens) // BLOCK_SIZE + 2
     pool = BlockPool(num_running * blocks_each + 64, BLOCK_SIZE)
     limits = SchedulerLimits(max(2048, num_running), num_running, MAX_MODEL_LEN, frozenset())
-    settings = SchedulerSettings(queue_order=order, queue_patience=1 << 20)
+    settings = SchedulerSettings(queue_order=order, queue_starvation_bound=1 << 20)
     scheduler = make_scheduler(name, limits, pool, PrefixCache(pool), settings)
     for number in range(num_running):
         length = PROMPT_TOKENS + number % BLOCK_SIZE
@@ -91,7 +91,7 @@ def admitting(name: str, num_running: int, num_steps: int) -> Iterator[tuple[flo
     blocks_each = (PROMPT_TOKENS + 64) // BLOCK_SIZE + 1
     pool = BlockPool(2 * num_running * blocks_each, BLOCK_SIZE)
     limits = SchedulerLimits(2048, num_running, MAX_MODEL_LEN, frozenset())
-    scheduler = make_scheduler(name, limits, pool, PrefixCache(pool), SchedulerSettings(queue_patience=1 << 20))
+    scheduler = make_scheduler(name, limits, pool, PrefixCache(pool), SchedulerSettings(queue_starvation_bound=1 << 20))
     number = 0
     for step in range(WARM_STEPS + num_steps):
         arrivals: list[Sequence] = []

@@ -15,7 +15,7 @@ from kvrelay.engine.batch import RowResult, StepResult
 from kvrelay.fleet.worker_record import WorkerRecord
 from kvrelay.kv.cache import Cache
 from kvrelay.kv.hashing import BlockHash, root_hash
-from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.kv.table import BlockTable
 from kvrelay.protocol.messages import PROTOCOL_VERSION, PeerRef, Status
@@ -154,7 +154,7 @@ class SimulatedWorker:
         """The report that a router gets."""
         self.speeds.pushed(self.pushed_bytes, self.push_busy_s)
         plain, named = report_load(self.scheduler, self.speeds)
-        blocks = {owner.value: count for owner, count in self.pool.counts().items()}
+        blocks = {state.value: count for state, count in self.pool.counts().items()}
         return Status(
             query=1, draining=False, queues=self.queues(), blocks=blocks, totals={}, load=named.get(ROUTER, plain)
         )
@@ -237,7 +237,7 @@ class SimulatedPrefill(SimulatedWorker):
             request.prefilled_s = request.first_token_s = self.clock.now_s
             if output.finish is None:
                 request.held = output.sequence.table.ids.tolist()
-                self.pool.hold(request.held, Owner.IN_FLIGHT)
+                self.pool.hold(request.held, BlockState.IN_FLIGHT)
                 self.scheduler.abort(output.sequence.key)
                 self._finish_transfer(request)
             request.on_first_token(request)
@@ -267,7 +267,7 @@ class SimulatedPrefill(SimulatedWorker):
     def _handed_over(self, request: Request) -> None:
         assert request.decode is not None
         request.decode.commit(request)
-        self.pool.release(request.held, Owner.IN_FLIGHT)
+        self.pool.release(request.held, BlockState.IN_FLIGHT)
         request.held = []
         self.wake()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.engine.batch import ModelRunner
-from kvrelay.kv.pool import Owner
+from kvrelay.kv.pool import BlockState
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings
 from kvrelay.protocol.messages import (
@@ -33,7 +33,7 @@ from kvrelay_prefill.service import PrefillRole
 from tests.fakes.hash_runner import HashRunner
 from tests.fakes.waiting import PATIENCE_S
 
-IDLE_OWNERS = {Owner.FREE.value, Owner.CACHED.value, "total"}
+IDLE_STATES = {BlockState.FREE.value, BlockState.CACHED.value, "total"}
 
 
 def prefill_role(context: WorkerContext, config: WorkerConfig) -> Role:
@@ -81,11 +81,11 @@ class LocalWorker:
 
     @property
     def blocks(self) -> dict[str, int]:
-        return {owner.value: count for owner, count in self.shell.pool.counts().items()}
+        return {state.value: count for state, count in self.shell.pool.counts().items()}
 
     def is_clean(self) -> bool:
         """No request, no block that anybody holds, and nothing in the swap space."""
-        busy = {owner: count for owner, count in self.blocks.items() if owner not in IDLE_OWNERS and count}
+        busy = {state: count for state, count in self.blocks.items() if state not in IDLE_STATES and count}
         if self.shell.scheduler.swap_use.num_used_slots:
             return False
         return not busy and self.shell.role.num_open == 0 and not self.shell.scheduler.has_work

@@ -191,7 +191,7 @@ class LocalFleet:
             assert finished[index] == (FinishReason.STOP_TOKEN if ends_by_token else FinishReason.LENGTH)
 
     def held(self) -> dict[str, tuple[dict[str, int], dict[str, int]]]:
-        """Blocks by owner and queues of the living workers."""
+        """Blocks by state and queues of the living workers."""
         return {name: (worker.blocks, worker.shell.role.queues()) for name, worker in self.workers.items()}
 
     async def until_clean(self, timeout_s: float = 120.0) -> None:

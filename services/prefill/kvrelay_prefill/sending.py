@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Iterable
 
-from kvrelay.kv.pool import Owner
+from kvrelay.kv.pool import BlockState
 from kvrelay.process_identity import own_identity
 from kvrelay.protocol.link import Delivered
 from kvrelay.protocol.messages import (
@@ -306,7 +306,7 @@ class Sending:
     def _hold(self, request: PrefillRequest, blocks: Iterable[int]) -> None:
         """Holds blocks that the transport reads or that are kept for another decode worker."""
         new = [block for block in blocks if block not in request.held]
-        self._context.pool.hold(new, Owner.IN_FLIGHT)
+        self._context.pool.hold(new, BlockState.IN_FLIGHT)
         request.held.update(new)
 
     def _know_reservation(self, request: PrefillRequest, reservation: str) -> None:
@@ -318,7 +318,7 @@ class Sending:
         request.reservations.discard(reservation)
 
     def _release(self, request: PrefillRequest) -> None:
-        self._context.pool.release(list(request.held), Owner.IN_FLIGHT)
+        self._context.pool.release(list(request.held), BlockState.IN_FLIGHT)
         request.held.clear()
         self._requests.remove(request.sequence.key)
         for reservation in request.reservations:

@@ -167,7 +167,7 @@ class WorkerConfig(CommonConfig):
         description="who is admitted first: first come, longest cached prefix, heaviest branch of prompts, smallest "
         "priority number, shortest job, or anybody",
     )
-    queue_patience: int = Field(
+    queue_starvation_bound: int = Field(
         default=64, ge=1, le=1 << 20, description="admissions after which a waiting sequence is next in any order"
     )
     retraction: Retraction = Field(
@@ -192,7 +192,7 @@ class WorkerConfig(CommonConfig):
         description="share of the output still allowed to running sequences that admission leaves room for, at first; "
         "it adapts. 0: none",
     )
-    gang_samples: bool = Field(
+    group_samples: bool = Field(
         default=True,
         description="whether the n samples of a request get, lose and regain their blocks together, as beams always do",
     )
@@ -293,12 +293,12 @@ class WorkerConfig(CommonConfig):
         """What the scheduler's policy is told."""
         return SchedulerSettings(
             queue_order=self.queue_order,
-            queue_patience=self.queue_patience,
+            queue_starvation_bound=self.queue_starvation_bound,
             chunking=self.chunking,
             retraction=self.retraction,
             new_token_ratio=self.new_token_ratio,
             preemption=self.preemption,
-            gang_samples=self.gang_samples,
+            group_samples=self.group_samples,
         )
 
     @property

@@ -136,11 +136,11 @@ class TableCache:
 
     def evict(self, num_blocks: int) -> list[int]:
         """Frees the least recently used entries of which nothing is held, until `num_blocks` blocks are free."""
-        evicted = self.give_up(num_blocks)
+        evicted = self.evict_blocks(num_blocks)
         self._pool.uncache(evicted)
         return evicted
 
-    def give_up(self, num_blocks: int) -> list[int]:
+    def evict_blocks(self, num_blocks: int) -> list[int]:
         """For the pool: forgets these entries; their blocks are the pool's to give away."""
         forgotten: list[int] = []
         while self._idle and len(forgotten) < num_blocks:

@@ -100,11 +100,11 @@ class PrefixCache:
 
     def evict(self, num_blocks: int) -> list[int]:
         """Frees the least recently used leaves, one after the other. O(their number)."""
-        evicted = self.give_up(num_blocks)
+        evicted = self.evict_blocks(num_blocks)
         self._pool.uncache(evicted)
         return evicted
 
-    def give_up(self, num_blocks: int) -> list[int]:
+    def evict_blocks(self, num_blocks: int) -> list[int]:
         """For the pool: forgets the least recently used leaves, which are the pool's to give away. O(their number)."""
         newer, hash_of = self._newer, self._hash
         evicted: list[int] = []

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.kv.pool import BlockPool, BlockState
 
 _MIN_CAPACITY = 8
 
@@ -101,15 +101,15 @@ class BlockTable:
 
 @dataclass(frozen=True, slots=True)
 class CopyInstruction:
-    """Copy the K/V of block `source` into `target` before the sequence writes. Both are held as `owner` until then."""
+    """Copy the K/V of block `source` into `target` before the sequence writes. Both are held as `state` until then."""
 
     source: int
     target: int
-    owner: Owner
+    state: BlockState
 
 
 def copy_on_write(
-    pool: BlockPool, table: BlockTable, index: int, owner: Owner = Owner.RUNNING
+    pool: BlockPool, table: BlockTable, index: int, state: BlockState = BlockState.RUNNING
 ) -> CopyInstruction | None:
     """Makes the block at `index` the table's own, before a write into it; None when it is already.
 
@@ -119,11 +119,11 @@ def copy_on_write(
     source = int(table.ids[index])
     if not pool.is_shared(source):
         return None
-    (target,) = pool.allocate(1, owner)
+    (target,) = pool.allocate(1, state)
     table.replace(index, target)
-    return CopyInstruction(source, target, owner)
+    return CopyInstruction(source, target, state)
 
 
 def finish_copy(pool: BlockPool, copy: CopyInstruction) -> None:
     """The copy is made: the source is no longer needed."""
-    pool.release([copy.source], copy.owner)
+    pool.release([copy.source], copy.state)

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection
 
 from kvrelay.engine.batch import BeamCandidates, RowResult, StepResult
-from kvrelay.kv.pool import Owner
+from kvrelay.kv.pool import BlockState
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.beams.beam_groups import BeamGroup, BeamGroups
@@ -15,11 +15,11 @@ from kvrelay.scheduling.memory.new_token_ratio import NewTokenRatio
 from kvrelay.scheduling.memory.swapping import Swapper, SwapUse
 from kvrelay.scheduling.plan import PlannedRow, SequenceOutput, StepPlan
 from kvrelay.scheduling.policies.chunk_sizes import Chunks
-from kvrelay.scheduling.queue.group_capacity import GangRoom
+from kvrelay.scheduling.queue.group_capacity import GroupCapacity
 from kvrelay.scheduling.queue.prefixes_in_progress import PrefixesInProgress
 from kvrelay.scheduling.queue.queue_orders import ORDERS
 from kvrelay.scheduling.queue.remote_kv import RemoteSequences
-from kvrelay.scheduling.queue.sample_groups import Gangs
+from kvrelay.scheduling.queue.sample_groups import SampleGroups
 from kvrelay.scheduling.queue.sender_limits import SenderLimits
 from kvrelay.scheduling.queue.waiting_queue import WaitingQueue
 from kvrelay.scheduling.scheduler_protocol import PrefillGate
@@ -42,14 +42,14 @@ class SchedulerBooks(ABC):
         self.in_progress = PrefixesInProgress()
         senders = SenderLimits(blocks.pool.num_blocks)
         self.waiting = WaitingQueue(
-            ORDERS[settings.queue_order], blocks, self.in_progress, settings.queue_patience, senders
+            ORDERS[settings.queue_order], blocks, self.in_progress, settings.queue_starvation_bound, senders
         )
         self.remote = RemoteSequences(blocks, limits, self.waiting, self.in_progress, senders)
         self.running: dict[SequenceKey, Sequence] = {}
         self.swaps = Swapper(blocks, settings)
         self.beams = BeamGroups(blocks, self.running)
-        self.gangs = Gangs()
-        self.gang_room = GangRoom(self.gangs, blocks, limits)
+        self.sample_groups = SampleGroups()
+        self.group_capacity = GroupCapacity(self.sample_groups, blocks, limits)
         self.num_preemptions = 0
         self._block_size = blocks.pool.block_size
         self.new_token_ratio = NewTokenRatio(settings.new_token_ratio)
@@ -76,7 +76,7 @@ class SchedulerBooks(ABC):
         """Queues a sequence. Raises ValueError for one that is known already."""
         self._enter(sequence)
         if sequence.remote is None:
-            self.gangs.enter(sequence)
+            self.sample_groups.enter(sequence)
             self.waiting.add(sequence)
         else:
             self.remote.add(sequence)
@@ -92,8 +92,8 @@ class SchedulerBooks(ABC):
             raise ValueError(f"sequence {sequence.key} is {sequence.state}: no KV of it is being received")
         self.remote.arrived(sequence)
         sequence.remote = None
-        self.gangs.enter(sequence)
-        self.blocks.change_owner(sequence, Owner.RUNNING)
+        self.sample_groups.enter(sequence)
+        self.blocks.change_block_state(sequence, BlockState.RUNNING)
         sequence.state = SequenceState.RUNNING
         self.running[sequence.key] = sequence
         if sequence.beams is not None and candidates is not None:
@@ -138,28 +138,28 @@ class SchedulerBooks(ABC):
     def num_headroom_blocks(self) -> int:
         """Blocks that the running sequences are expected to take, beyond those they have, and those that are set aside.
         O(running) unless off."""
-        return self.new_token_ratio.headroom(self.running.values(), self.blocks) + self.num_claimed_blocks
+        return self.new_token_ratio.headroom(self.running.values(), self.blocks) + self.num_reserved_blocks
 
     @property
-    def num_claimed_blocks(self) -> int:
+    def num_reserved_blocks(self) -> int:
         """Blocks that are set aside for samples, beams and handoffs."""
-        return self.beams.num_claimed_blocks + self.gangs.num_claimed_blocks + self.remote.num_reserved_blocks
+        return self.beams.num_reserved_blocks + self.sample_groups.num_reserved_blocks + self.remote.num_reserved_blocks
 
     @property
     def num_slots(self) -> int:
-        """Running sequences, those that beam searches among them will become, and the rest of their gangs."""
-        claimed = self.beams.num_claimed_slots + self.gangs.num_claimed_slots
-        return len(self.running) + claimed + self.remote.num_slots
+        """Running sequences, those that beam searches among them will become, and the rest of their groups."""
+        reserved = self.beams.num_reserved_slots + self.sample_groups.num_reserved_slots
+        return len(self.running) + reserved + self.remote.num_slots
 
     @property
-    def gang_samples(self) -> bool:
+    def group_samples(self) -> bool:
         """Whether the samples of a request run at once."""
-        return self.settings.gang_samples
+        return self.settings.group_samples
 
     @property
-    def num_claimed_samples(self) -> int:
-        """Waiting sequences for which room is set aside: the rest of gangs that were admitted."""
-        return self.gangs.num_claimed_slots
+    def num_reserved_samples(self) -> int:
+        """Waiting sequences for which room is set aside: the rest of groups that were admitted."""
+        return self.sample_groups.num_reserved_slots
 
     @property
     def swap_use(self) -> SwapUse:
@@ -180,8 +180,8 @@ class SchedulerBooks(ABC):
         sequence.max_length = min(sequence.num_prompt + sampling.max_tokens, self.limits.max_model_len)
         self.beams.enter(sequence)
         self._sequences[sequence.key] = sequence
-        if not self.settings.gang_samples:
-            sequence.gang = ""
+        if not self.settings.group_samples:
+            sequence.sample_group = ""
 
     def _leave(self, sequence: Sequence) -> None:
         if sequence.state is SequenceState.RUNNING and sequence.beams is not None:
@@ -199,7 +199,7 @@ class SchedulerBooks(ABC):
         self.swaps.drop(sequence)
         sequence.state = SequenceState.FINISHED
         del self._sequences[sequence.key]
-        self.gangs.leave(sequence)
+        self.sample_groups.leave(sequence)
         if not self.running:
             self.new_token_ratio.idle()
 
@@ -209,7 +209,7 @@ class SchedulerBooks(ABC):
 
     def _stop_running(self, sequence: Sequence) -> None:
         del self.running[sequence.key]
-        self.waiting.prefixes_changed(self.in_progress.give_up(sequence.key))
+        self.waiting.prefixes_changed(self.in_progress.withdraw(sequence.key))
 
     def _row_is_over(self, row: PlannedRow) -> bool:
         """A row's step landed, or will not run. False: its sequence has ended before, the result is nobody's."""
@@ -226,7 +226,7 @@ class SchedulerBooks(ABC):
 
     def _lose_beams(self, group: BeamGroup) -> None:
         self.beams.leave(group)
-        self.waiting.prefixes_changed(self.in_progress.give_up(group.leader.key))
+        self.waiting.prefixes_changed(self.in_progress.withdraw(group.leader.key))
 
     def _requeue_swapped(self, sequence: Sequence) -> None:
         """Its K/V did not come back from the host, and is there still."""
@@ -251,7 +251,7 @@ class SchedulerBooks(ABC):
                 self._commit_beam(row, given)
                 groups[sequence.beams] = None
                 continue
-            decodes = sequence.owner is Owner.RUNNING and sequence.state is SequenceState.RUNNING
+            decodes = sequence.block_state is BlockState.RUNNING and sequence.state is SequenceState.RUNNING
             output = self._commit_decode(sequence, given) if decodes else self._commit_row(row, given)
             if output is not None:
                 outputs.append(output)
@@ -290,8 +290,8 @@ class SchedulerBooks(ABC):
         if leader.abort_requested:
             self._leave(leader)
             return None
-        is_trunk = not group.is_forked
-        if is_trunk:
+        is_prefix = not group.has_beams
+        if is_prefix:
             self._publish(leader)  # beams are not: those that nobody follows leave nothing behind
         if not group.is_ready:
             return None
@@ -299,14 +299,14 @@ class SchedulerBooks(ABC):
         finish = step.results[0].finish if step.results else None
         if finish:
             self._leave(leader)
-        if not finish and not (is_trunk and step.first is not None):
+        if not finish and not (is_prefix and step.first is not None):
             return None
         return SequenceOutput(
             leader,
             0,
             finish=finish,
-            prefilled=is_trunk,
-            candidates=step.first if is_trunk else None,
+            prefilled=is_prefix,
+            candidates=step.first if is_prefix else None,
             beams=step.results,
         )
 
@@ -329,7 +329,7 @@ class SchedulerBooks(ABC):
             self._publish(sequence)
         scores = given.prompt_logprobs
         # Not by the row: the last token of a resumed prompt is output, and alone in its step it looks like a decode.
-        prefilled = sequence.owner is Owner.COMPUTING and sequence.num_computed == sequence.num_tokens
+        prefilled = sequence.block_state is BlockState.COMPUTING and sequence.num_computed == sequence.num_tokens
         index = sequence.num_output
         finish = None
         if given.token_id is not None:
@@ -338,7 +338,7 @@ class SchedulerBooks(ABC):
         elif prefilled and not sequence.wants_token:
             finish = FinishReason.LENGTH
         if prefilled and not finish and not sequence.prefill_only:
-            self.blocks.change_owner(sequence, Owner.RUNNING)
+            self.blocks.change_block_state(sequence, BlockState.RUNNING)
         if finish:
             self._leave(sequence)
         if given.token_id is None and not scores and not prefilled:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kvrelay.engine.batch import BeamCandidates, BlockCopy, SwapCopies
-from kvrelay.kv.pool import Owner
+from kvrelay.kv.pool import BlockState
 from kvrelay.protocol.sampling import BeamResult, FinishReason, TokenLogprobs
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.scheduling.step_cost import pairs
@@ -51,7 +51,7 @@ class SwapCopy:
     sequence: Sequence
     slots: tuple[int, ...]
     num_tokens: int
-    owner: Owner
+    state: BlockState
     gain_s: float = 0.0
     is_made: bool = False
 
@@ -60,7 +60,7 @@ class SwapCopy:
 class SwapPlan:
     """What a step copies between pool and host before its forward: first out, then in.
 
-    `leaving` and `returning`: whose K/V that is. `claimed`: the pool's blocks that these copies read or write, held as
+    `leaving` and `returning`: whose K/V that is. `held_blocks`: the pool's blocks that these copies read or write, held as
     `in_flight` from the plan's end until the step has landed, whoever holds them besides.
     """
 
@@ -68,7 +68,7 @@ class SwapPlan:
     back: SwapCopies
     leaving: Seq[SwapCopy]
     returning: Seq[SwapCopy]
-    claimed: Seq[int]
+    held_blocks: Seq[int]
 
     @property
     def num_blocks(self) -> int:

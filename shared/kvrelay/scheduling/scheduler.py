@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 from typing import ClassVar, Self
 
 from kvrelay.kv.cache import Cache
-from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.table import blocks_for
 from kvrelay.scheduling.books import SchedulerBooks, accountable
 from kvrelay.scheduling.memory.block_manager import BlockManager
@@ -124,7 +124,7 @@ class BatchScheduler(SchedulerBooks):
         draft.prompting = prompting = []
         for sequence in self.running.values():
             is_beam = sequence.beams is not None
-            if (is_beam or sequence.owner is not Owner.RUNNING) and not sequence.is_decoding:
+            if (is_beam or sequence.block_state is not BlockState.RUNNING) and not sequence.is_decoding:
                 prompting.append(sequence)
                 continue
             if sequence.num_planned and not self._goes_on(sequence):
@@ -165,9 +165,9 @@ class BatchScheduler(SchedulerBooks):
         while self.waiting.num_remote and not self._admit_next(draft, beyond_budget=False, handoffs_only=True):
             pass
 
-    def admit_rest_of_gangs(self, draft: PlanDraft) -> None:
-        """The samples whose gangs were admitted, as far as their prompts are computed, whatever the budget."""
-        while self.waiting.claimed_head() is not None and not self._admit_next(draft, beyond_budget=True):
+    def admit_rest_of_groups(self, draft: PlanDraft) -> None:
+        """The samples whose groups were admitted, as far as their prompts are computed, whatever the budget."""
+        while self.waiting.reserved_head() is not None and not self._admit_next(draft, beyond_budget=True):
             pass
 
     def _admit_next(self, draft: PlanDraft, beyond_budget: bool, *, handoffs_only: bool = False) -> str:
@@ -184,18 +184,18 @@ class BatchScheduler(SchedulerBooks):
             return "its prefix is being computed or sent"
         if handoffs_only and sequence.remote is None:
             return "a local prompt is next"
-        is_claimed = self.gangs.is_claimed(sequence) or self.remote.has_capacity(sequence)
-        followers = self.gang_room.of_followers(sequence)
+        has_reserved_capacity = self.sample_groups.has_reserved_capacity(sequence) or self.remote.has_capacity(sequence)
+        followers = self.group_capacity.of_followers(sequence)
         num_wanted = sequence.num_slots + len(followers) + self.remote.num_to_come(sequence)
-        if not is_claimed and (reason := self._kept_out(sequence, num_slots, num_wanted, draft)):
+        if not has_reserved_capacity and (reason := self._kept_out(sequence, num_slots, num_wanted, draft)):
             return reason
         if sequence.remote is not None:
             return "" if self.remote.reserve(sequence, self._handoff_headroom(sequence)) else "no blocks"
-        if not is_claimed and len(gang := self.gangs.lost_with(sequence)) > 1 and sequence in gang:
-            if self._admit_gang(gang, draft):
+        if not has_reserved_capacity and len(group := self.sample_groups.lost_with(sequence)) > 1 and sequence in group:
+            if self._admit_group(group, draft):
                 return ""
             if self.running or self.remote.receiving:
-                return "no room for the whole gang"
+                return "no room for the whole group"
             if draft.ahead:
                 raise NeedsCommit
         if sequence.state is SequenceState.SWAPPED:
@@ -204,10 +204,10 @@ class BatchScheduler(SchedulerBooks):
         if not num_tokens and not beyond_budget:
             return "budget spent"
         if not self._give_blocks(sequence, position + num_tokens, followers):
-            return "no blocks for the whole gang" if followers else "no blocks"
+            return "no blocks for the whole group" if followers else "no blocks"
         self._admitted(sequence)
         draft.admitted.append(sequence)
-        self._claim(followers)
+        self._reserve(followers)
         if num_tokens:
             self._plan_chunk(sequence, num_tokens, draft)
         return ""
@@ -227,9 +227,9 @@ class BatchScheduler(SchedulerBooks):
 
     def _handoff_headroom(self, sequence: Sequence) -> int:
         """Blocks that must stay available besides a handoff's own: a sequence whose KV arrives cannot be preempted."""
-        headroom = 0 if self.remote.has_capacity(sequence) else self.num_claimed_blocks
+        headroom = 0 if self.remote.has_capacity(sequence) else self.num_reserved_blocks
         if sequence.beams is not None:
-            headroom += sequence.beams.num_claimed_blocks()
+            headroom += sequence.beams.num_reserved_blocks()
         if self.running or self.remote.receiving:
             # A block for each that runs: else one that grows would preempt another at once. More if more is expected.
             expected = self.new_token_ratio.headroom(self.running.values(), self.blocks)
@@ -268,20 +268,20 @@ class BatchScheduler(SchedulerBooks):
             draft.add_decode(PlannedRow(sequence, position, 1, False, True))
         return ""
 
-    def _admit_gang(self, gang: Seq[Sequence], draft: PlanDraft) -> bool:
+    def _admit_group(self, group: Seq[Sequence], draft: PlanDraft) -> bool:
         """Those that come back: all of them, whatever the budget, or nobody. Not while a step is in flight, as one that
-        is swapped. Where the first computes what others lack, too, these are claimed."""
-        back = self.gang_room.of_return(gang)
+        is swapped. Where the first computes what others lack, too, these are reserved."""
+        back = self.group_capacity.of_return(group)
         num_blocks = back.num_blocks + self.num_headroom_blocks
-        if self.num_slots + len(gang) > self.limits.max_running or num_blocks > self.blocks.num_available:
+        if self.num_slots + len(group) > self.limits.max_running or num_blocks > self.blocks.num_available:
             return False
         # What they find cached is available as well, until they hold it.
-        if num_blocks + self.gang_room.num_evictable(back.given) > self.blocks.num_available:
+        if num_blocks + self.group_capacity.num_evictable(back.given) > self.blocks.num_available:
             return False
         if draft.ahead:
             raise NeedsCommit
         for index, sequence in enumerate(back.given):
-            if not self._give_all_blocks(sequence, draft, sum(back.claimed.values())):
+            if not self._give_all_blocks(sequence, draft, sum(back.reserved.values())):
                 for before in reversed(back.given[:index]):
                     self.swaps.undo(before, draft)
                     self.blocks.free(before)
@@ -294,21 +294,21 @@ class BatchScheduler(SchedulerBooks):
                     draft.add_decode(PlannedRow(sequence, sequence.num_computed, 1, False, True))
             elif num_tokens := self._chunk_of(sequence, draft):
                 self._plan_chunk(sequence, num_tokens, draft)
-        self._claim(back.claimed)
+        self._reserve(back.reserved)
         return True
 
-    def _claim(self, claims: Mapping[Sequence, int]) -> None:
-        for sequence, num_blocks in claims.items():
-            self.gangs.claim(sequence, num_blocks)
-            self.waiting.claim(sequence)
+    def _reserve(self, reservations: Mapping[Sequence, int]) -> None:
+        for sequence, num_blocks in reservations.items():
+            self.sample_groups.reserve(sequence, num_blocks)
+            self.waiting.reserve(sequence)
 
-    def _give_all_blocks(self, sequence: Sequence, draft: PlanDraft, num_claimed: int) -> bool:
-        """Blocks for all known tokens of a sequence that comes back, swapped or not; `num_claimed` besides."""
-        headroom = self.num_headroom_blocks + num_claimed
+    def _give_all_blocks(self, sequence: Sequence, draft: PlanDraft, num_reserved: int) -> bool:
+        """Blocks for all known tokens of a sequence that comes back, swapped or not; `num_reserved` besides."""
+        headroom = self.num_headroom_blocks + num_reserved
         if sequence.state is SequenceState.SWAPPED:
             num_next = sequence.num_tokens - self.swaps.num_tokens(sequence)
             return self.swaps.resume(sequence, num_next, headroom, draft)
-        return self.blocks.admit(sequence, Owner.COMPUTING, num_next=sequence.num_tokens, headroom=headroom)
+        return self.blocks.admit(sequence, BlockState.COMPUTING, num_next=sequence.num_tokens, headroom=headroom)
 
     @property
     def _kv_usage(self) -> float:
@@ -321,15 +321,15 @@ class BatchScheduler(SchedulerBooks):
         the running sequences are expected to take. A refusal stands until blocks come back.
         """
         available = self.blocks.num_available
-        headroom = 0 if self.gangs.is_claimed(sequence) else self.num_headroom_blocks
+        headroom = 0 if self.sample_groups.has_reserved_capacity(sequence) else self.num_headroom_blocks
         headroom += sum(followers.values())
         if sequence.beams is not None:
-            headroom += sequence.beams.num_claimed_blocks()
+            headroom += sequence.beams.num_reserved_blocks()
         if self._refused is not None:
             key, available_then, headroom_then = self._refused
             if key == sequence.key and available <= available_then and headroom >= headroom_then:
                 return False
-        admitted = self.blocks.admit(sequence, Owner.COMPUTING, num_next=num_next, headroom=headroom)
+        admitted = self.blocks.admit(sequence, BlockState.COMPUTING, num_next=num_next, headroom=headroom)
         self._refused = None if admitted else (sequence.key, available, headroom)
         return admitted
 
@@ -338,7 +338,7 @@ class BatchScheduler(SchedulerBooks):
             sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt)
         self.swaps.resumed(sequence)
         self.waiting.admitted(sequence)
-        self.gangs.settle(sequence)
+        self.sample_groups.settle(sequence)
         sequence.state = SequenceState.RUNNING
         self.running[sequence.key] = sequence
         if sequence.beams is not None:
@@ -368,10 +368,10 @@ class BatchScheduler(SchedulerBooks):
             if draft.ahead:
                 raise NeedsCommit
             latest = self._victim()
-            for claimed in reversed(self.gangs.lose_claims(latest)):
-                self.waiting.remove(claimed)
-                self.waiting.resume(claimed)
-            for victim in reversed(self.gangs.running_with(latest)):
+            for reserved in reversed(self.sample_groups.lose_reserved(latest)):
+                self.waiting.remove(reserved)
+                self.waiting.resume(reserved)
+            for victim in reversed(self.sample_groups.running_with(latest)):
                 self._preempt(victim, draft)
             if sequence.state is not SequenceState.RUNNING:
                 return False
@@ -410,7 +410,7 @@ class BatchScheduler(SchedulerBooks):
     def _preempt_beams(self, leader: Sequence, draft: PlanDraft) -> None:
         assert leader.beams is not None
         self.beams.preempt(leader.beams, draft.drop_row)
-        self.waiting.prefixes_changed(self.in_progress.give_up(leader.key))
+        self.waiting.prefixes_changed(self.in_progress.withdraw(leader.key))
 
 
 def _copy_targets(draft: PlanDraft) -> Iterator[int]:

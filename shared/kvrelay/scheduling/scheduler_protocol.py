@@ -27,7 +27,7 @@ class PrefillGate(Protocol):
         """The pass is planned."""
         ...
 
-    def patience_s(self) -> float:
+    def remaining_delay_s(self) -> float:
         """How long prompts that are held back will be, at the most."""
         ...
 
@@ -75,23 +75,23 @@ class Scheduler(Protocol):
 
     @property
     def num_headroom_blocks(self) -> int:
-        """Blocks that admission leaves to the running sequences, beyond those they have, and to the rest of gangs."""
+        """Blocks that admission leaves to the running sequences, beyond those they have, and to the rest of groups."""
         ...
 
     @property
     def num_slots(self) -> int:
-        """Running sequences, those that beam searches among them will become, and the rest of their gangs: at most
+        """Running sequences, those that beam searches among them will become, and the rest of their groups: at most
         `max_running`."""
         ...
 
     @property
-    def gang_samples(self) -> bool:
+    def group_samples(self) -> bool:
         """Whether the samples of a request run at once."""
         ...
 
     @property
-    def num_claimed_samples(self) -> int:
-        """Waiting sequences for which room is set aside: the rest of gangs that were admitted."""
+    def num_reserved_samples(self) -> int:
+        """Waiting sequences for which room is set aside: the rest of groups that were admitted."""
         ...
 
     @property

@@ -34,23 +34,23 @@ class SchedulerLimits:
 class SchedulerSettings:
     """What a policy may be told.
 
-    `queue_patience`: admissions that a waiting sequence lets pass before it is next, whatever the order.
+    `queue_starvation_bound`: admissions that a waiting sequence lets pass before it is next, whatever the order.
     `new_token_ratio`: share of the tokens that running sequences may still draw for which admission leaves room, at
     first; 0 leaves none. `retraction`: who goes when blocks run out. `preemption`: what becomes of its K/V: computed
     again later, copied to the host and back, or what is estimated to take less time. `num_swap_slots`: blocks that fit
     the host's swap space. `swap_block_s`: seconds that copying a block takes one way, until steps have measured it.
-    `gang_samples`: whether the samples of a request are admitted, go and come back together.
+    `group_samples`: whether the samples of a request are admitted, go and come back together.
     """
 
     queue_order: QueueOrderName = "fcfs"
-    queue_patience: int = 64
+    queue_starvation_bound: int = 64
     chunking: Chunking = "fixed"
     retraction: Retraction = "latest"
     new_token_ratio: float = 0.0
     preemption: Preemption = "auto"
     num_swap_slots: int = 0
     swap_block_s: float = 0.0
-    gang_samples: bool = True
+    group_samples: bool = True
 
     def __post_init__(self) -> None:
         choices = {
@@ -62,8 +62,8 @@ class SchedulerSettings:
         for name, kind in choices.items():
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} = {getattr(self, name)!r}: must be one of {', '.join(get_args(kind))}")
-        if self.queue_patience < 1:
-            raise ValueError(f"queue_patience = {self.queue_patience}: must be at least 1")
+        if self.queue_starvation_bound < 1:
+            raise ValueError(f"queue_starvation_bound = {self.queue_starvation_bound}: must be at least 1")
         if not 0 <= self.new_token_ratio <= 1:
             raise ValueError(f"new_token_ratio = {self.new_token_ratio}: must be 0 to 1")
         if self.num_swap_slots < 0 or self.swap_block_s < 0:

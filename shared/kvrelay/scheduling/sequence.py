@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.kv.hashing import BlockHash, hash_blocks
-from kvrelay.kv.pool import Owner
+from kvrelay.kv.pool import BlockState
 from kvrelay.kv.table import BlockTable
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sampling import Sampling
@@ -67,7 +67,7 @@ class TokenBuffer:
         self.num_tokens = position + 1
         return position
 
-    def fork(self) -> TokenBuffer:
+    def copy(self) -> TokenBuffer:
         """A copy that grows on its own."""
         return TokenBuffer(self._data[: self.num_tokens])
 
@@ -104,7 +104,7 @@ class Sequence:
     remote: RemoteKV | None = None  # until it is adopted
     prefill_only: bool = False  # leaves the scheduler when its first token is sampled
     state: SequenceState = SequenceState.WAITING
-    owner: Owner = Owner.COMPUTING  # what its blocks count as
+    state: BlockState = BlockState.COMPUTING  # what its blocks count as
     num_computed: int = 0
     num_planned: int = 0
     num_expected: int = 0
@@ -116,7 +116,7 @@ class Sequence:
     abort_requested: bool = False  # while a step in flight computes it
     needs_commit_first: bool = False  # its next step depends on what the host makes of this one: no planning ahead
     num_preemptions: int = 0
-    gang: str = ""  # that it is preempted and resumed with; empty: none
+    sample_group: str = ""  # that it is preempted and resumed with; empty: none
     beams: BeamGroup | None = None  # of the beam search that it is a beam of
     num_borrowed: int = 0  # blocks at its table's start that its beam group holds for it
 

@@ -79,7 +79,7 @@ def make_record(config: WorkerConfig, spec: ModelSpec, me: PeerRef) -> WorkerRec
         max_model_len=spec.max_model_len,
         vocab_size=spec.vocab_size,
         max_running=config.max_running,
-        gang_samples=config.gang_samples,
+        group_samples=config.group_samples,
         block_bytes=spec.block_bytes,
         token_budget=config.token_budget,
         device=spec.device,

@@ -98,7 +98,7 @@ class OpenRequests(Mapping[SequenceKey, RequestT]):
             sequence = make_sequence(header, prompt, router, self._context.spec, max_running)
             sequence.prefill_only = prefill_only
             if prefill_only:
-                sequence.gang = ""  # it leaves with its first token, whatever becomes of the others
+                sequence.sample_group = ""  # it leaves with its first token, whatever becomes of the others
             self._context.steps.add(sequence)
         except (ValueError, OverflowError) as error:
             self.send(router, key, Failed(cause=str(error), retriable=False))

@@ -47,7 +47,7 @@ def make_sequence(
         router=router,
         trace=header.trace,
         priority=prompt.priority,
-        gang=header.request if prompt.num_samples > 1 else "",
+        sample_group=header.request if prompt.num_samples > 1 else "",
     )
 
 

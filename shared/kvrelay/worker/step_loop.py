@@ -246,9 +246,9 @@ class StepLoop:
     async def _wait_for_the_gate(self) -> None:
         """Prompts are held back and there is nothing else to do: until something happens, or the longest wait ends."""
         gate = self.scheduler.prefill_gate
-        patience_s = math.inf if gate is None else gate.patience_s()
+        remaining_delay_s = math.inf if gate is None else gate.remaining_delay_s()
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), None if math.isinf(patience_s) else patience_s)
+            await asyncio.wait_for(self._wake.wait(), None if math.isinf(remaining_delay_s) else remaining_delay_s)
 
     async def _run_from(self, first: _PlannedStep, callbacks: StepCallbacks) -> None:
         """Runs a step, and those behind it as long as each can be planned ahead."""

@@ -17,7 +17,7 @@ from kvrelay.fleet.index.publication import Apply, Open, Publication, RangeState
 from kvrelay.fleet.index.reader import IndexReader
 from kvrelay.fleet.index.scripts import IndexScripts
 from kvrelay.kv.hashing import BlockHash, hash_blocks, root_hash
-from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.prefix_cache import PrefixCache
 
 TTL_MS = 600_000
@@ -221,19 +221,19 @@ class Worker:
     def compute(self, chain: Sequence[BlockHash]) -> None:
         """As a prompt does: takes what is cached, computes the rest, publishes it, lets go of it."""
         cached = self.cache.match(chain)
-        self.pool.hold(cached, Owner.COMPUTING)
-        blocks = [*cached, *self.pool.allocate(len(chain) - len(cached), Owner.COMPUTING)]
+        self.pool.hold(cached, BlockState.COMPUTING)
+        blocks = [*cached, *self.pool.allocate(len(chain) - len(cached), BlockState.COMPUTING)]
         self.cache.insert(chain, blocks)
-        self.pool.release(blocks, Owner.COMPUTING)
+        self.pool.release(blocks, BlockState.COMPUTING)
 
     def compute_twice(self, chain: Sequence[BlockHash], random_source: random.Random) -> None:
         """Two prompts compute the same blocks side by side: the later one's are duplicates, and end first or last."""
-        tables = [self.pool.allocate(len(chain), Owner.COMPUTING) for _ in range(2)]
+        tables = [self.pool.allocate(len(chain), BlockState.COMPUTING) for _ in range(2)]
         for table in tables:
             self.cache.insert(chain, table)
         random_source.shuffle(tables)
         for table in tables:
-            self.pool.release(table, Owner.COMPUTING)
+            self.pool.release(table, BlockState.COMPUTING)
 
     def held(self) -> set[BlockHash]:
         """The truth, without events."""

@@ -7,7 +7,7 @@ from collections import Counter
 from kvrelay.engine.batch import RowResult, StepResult
 from kvrelay.kv.ablations import NullCache
 from kvrelay.kv.cache import Cache
-from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.messages import PeerRef
@@ -36,7 +36,7 @@ def join(sequence: Sequence, sample: Sample) -> None:
     """Makes a sequence a sample of a request."""
     request, index, count = sample
     sequence.key = (request, 1, index)
-    sequence.gang = request if count > 1 else ""
+    sequence.sample_group = request if count > 1 else ""
 
 
 def make_sequence(
@@ -94,12 +94,12 @@ class Bench:
         priority: int = 0,
         *,
         prefill_only: bool = False,
-        gang: str = "",
+        group: str = "",
         sample: Sample | None = None,
     ) -> Sequence:
         sequence = make_sequence(prompt, max_tokens, f"r{len(self.sequences)}", priority=priority)
         sequence.prefill_only = prefill_only
-        sequence.gang = gang
+        sequence.sample_group = group
         if sample is not None:
             join(sequence, sample)
         self.sequences.append(sequence)
@@ -173,12 +173,12 @@ class Bench:
         """A handoff that is granted all there is now, and writes into it at once, touches nothing of the step's."""
         if plan.swaps is None:
             return
-        granted = set(self.pool.allocate(self.pool.num_available, Owner.RESERVED))
+        granted = set(self.pool.allocate(self.pool.num_available, BlockState.RESERVED))
         assert granted.isdisjoint(plan.swaps.out.blocks)
         assert granted.isdisjoint(plan.swaps.back.blocks)
         assert not set(plan.swaps.out.slots) & set(plan.swaps.back.slots)
         self.pool.check_integrity()
-        self.pool.release(list(granted), Owner.RESERVED)
+        self.pool.release(list(granted), BlockState.RESERVED)
 
     def check_plan(self, plan: StepPlan, decoding: list[Sequence]) -> None:
         self.check_budget(plan)
@@ -206,7 +206,7 @@ class Bench:
 
     def is_a_sequences(self, block: int) -> bool:
         """Whoever else holds it."""
-        return any(self.pool.num_holds(block, owner) for owner in (Owner.COMPUTING, Owner.RUNNING))
+        return any(self.pool.num_holds(block, state) for state in (BlockState.COMPUTING, BlockState.RUNNING))
 
     def check_pool(self) -> None:
         self.pool.check_integrity()

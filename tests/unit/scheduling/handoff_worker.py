@@ -3,7 +3,7 @@ slow recount of everything that admission promises."""
 
 from __future__ import annotations
 
-from kvrelay.kv.pool import Owner
+from kvrelay.kv.pool import BlockState
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.scheduling.queue.sender_limits import SENDER_SHARE
@@ -38,7 +38,7 @@ class HandoffWorker:
     # -- what comes and goes ------------------------------------------------------------------------------------------
 
     def local(self, num_tokens: int, group: str = "", max_tokens: int = 3, token: int = 1) -> Sequence:
-        sequence = self.bench.add([token] * num_tokens, max_tokens, gang=group)
+        sequence = self.bench.add([token] * num_tokens, max_tokens, group=group)
         self.open.append(sequence)
         return sequence
 
@@ -54,7 +54,7 @@ class HandoffWorker:
         is_limited: bool = False,
     ) -> Sequence:
         sequence = make_sequence([token] * num_tokens, max_tokens, f"h{len(self.bench.sequences)}")
-        sequence.gang = group
+        sequence.sample_group = group
         sequence.remote = RemoteKV(SENDERS[sender], num_to_come, is_limited)
         self.bench.sequences.append(sequence)
         self.open.append(sequence)
@@ -105,12 +105,14 @@ class HandoffWorker:
         self.admitted.append(sequence)
         if self.scheduler.settings.queue_order != "fcfs" or self.bench.blocks.shares_prefixes:
             return
-        if self.scheduler.remote.receiving and any(each.gang == sequence.gang != "" for each in self.open):
+        if self.scheduler.remote.receiving and any(
+            each.sample_group == sequence.sample_group != "" for each in self.open
+        ):
             return  # its group may have been admitted before
-        if self.scheduler.gangs.num_claimed_slots or sequence.gang:
+        if self.scheduler.sample_groups.num_reserved_slots or sequence.sample_group:
             return
         for other in self.open[: self.open.index(sequence)]:
-            waits = other.state is SequenceState.WAITING and not other.num_preemptions and not other.gang
+            waits = other.state is SequenceState.WAITING and not other.num_preemptions and not other.sample_group
             assert not waits or self.is_limited(other), f"{sequence.key} passed {other.key}"
 
     def is_limited(self, sequence: Sequence) -> bool:
@@ -172,7 +174,7 @@ class HandoffWorker:
         if scheduler.settings.queue_order != "fcfs" or self.bench.blocks.shares_prefixes:
             return
         waiting = [each for each in self.open if each.state in (SequenceState.WAITING, SequenceState.SWAPPED)]
-        if any(each.num_preemptions for each in waiting) or any(each.gang for each in self.open):
+        if any(each.num_preemptions for each in waiting) or any(each.sample_group for each in self.open):
             return
         following = next((each for each in waiting if not self.is_limited(each)), None)
         if following is None or following.remote is None:
@@ -195,9 +197,9 @@ class HandoffWorker:
         assert set(receiving) == set(self.lands_at) == set(scheduler.remote.receiving.values())
         assert scheduler.num_slots >= len(scheduler.running) + len(receiving)
         assert scheduler.num_slots <= scheduler.limits.max_running
-        for owner, sequences in ((Owner.RESERVED, receiving), (Owner.QUARANTINED, list(self.quarantined))):
+        for state, sequences in ((BlockState.RESERVED, receiving), (BlockState.QUARANTINED, list(self.quarantined))):
             expected = {block for sequence in sequences for block in sequence.table.ids.tolist()}
-            assert expected == {block for block in range(pool.num_blocks) if pool.num_holds(block, owner)}
+            assert expected == {block for block in range(pool.num_blocks) if pool.num_holds(block, state)}
         waiting = [s for s in self.open if s.state is SequenceState.WAITING and s.remote is not None]
         assert set(waiting) == {s for s in scheduler.waiting if s.remote is not None}
         for sequence in self.open:

@@ -189,13 +189,13 @@ def test_a_sender_may_hold_any_number_of_blocks_that_it_cannot_write_unasked() -
 
 
 def test_quarantined_blocks_count_towards_their_senders_share_until_they_are_released() -> None:
-    worker = HandoffWorker(max_running=8, settings=SchedulerSettings(queue_patience=1))
+    worker = HandoffWorker(max_running=8, settings=SchedulerSettings(queue_starvation_bound=1))
     worker.handoff(32, is_limited=True)
     worker.reserve()
     worker.cancel(0, quarantine_rounds=20)
     assert worker.scheduler.num_slots == 0
     limited = worker.handoff(4, is_limited=True)
-    for _ in range(3):  # more than `queue_patience` pass it
+    for _ in range(3):  # more than `queue_starvation_bound` pass it
         other = worker.handoff(4, sender=1, is_limited=True)
         worker.run_round()
         assert other in worker.admitted
@@ -369,7 +369,7 @@ def test_all_are_received_and_run_and_nobody_waits_for_ever(
 ) -> None:
     """Local prompts, handoffs and groups of both. Some samples never come: those that end with their first token, or
     whose client is gone. Some sequences are cancelled; senders of some are lost, and their blocks quarantined."""
-    policy = SchedulerSettings(queue_order=order, queue_patience=3)
+    policy = SchedulerSettings(queue_order=order, queue_starvation_bound=3)
     worker = HandoffWorker(12, max_running, policy, cache=cache, scheduler=scheduler)
 
     def run_round() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.kv.pool import Owner
+from kvrelay.kv.pool import BlockState
 from kvrelay.scheduling.memory.new_token_ratio import RELAX_STEPS, RETRACTION_HORIZON, NewTokenRatio
 from kvrelay.scheduling.scheduler_settings import SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
@@ -84,9 +84,9 @@ def test_a_refusal_stands_until_blocks_come_back(monkeypatch: pytest.MonkeyPatch
     attempts: list[Sequence] = []
     admit = bench.blocks.admit
 
-    def counted(sequence: Sequence, owner: Owner, *, num_next: int | None = None, headroom: int = 0) -> bool:
+    def counted(sequence: Sequence, state: BlockState, *, num_next: int | None = None, headroom: int = 0) -> bool:
         attempts.append(sequence)
-        return admit(sequence, owner, num_next=num_next, headroom=headroom)
+        return admit(sequence, state, num_next=num_next, headroom=headroom)
 
     monkeypatch.setattr(bench.blocks, "admit", counted)
     plans = bench.run()

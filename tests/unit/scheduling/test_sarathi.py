@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.kv.pool import Owner
+from kvrelay.kv.pool import BlockState
 from kvrelay.protocol.sampling import FinishReason, Sampling
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits
 from kvrelay.scheduling.sequence import Sequence, SequenceState
@@ -95,7 +95,7 @@ def test_an_abort_during_a_step_takes_effect_when_it_ends() -> None:
     sequence = bench.add([1] * 6, 5)
     plan = bench.scheduler.schedule()
     assert bench.scheduler.abort(sequence.key)
-    assert bench.pool.counts()[Owner.COMPUTING] == 2  # the forward may still write there
+    assert bench.pool.counts()[BlockState.COMPUTING] == 2  # the forward may still write there
     assert bench.scheduler.commit(plan, bench.forward(plan)) == []
     assert bench.pool.num_available == 16
     assert not bench.scheduler.has_work

@@ -23,7 +23,7 @@ UNCUT = 4096  # a token budget that no prompt here exceeds
 
 def bench_with(order: QueueOrderName, **sizes: int) -> Bench:
     values = {"num_blocks": 64, "token_budget": UNCUT, "max_running": 1} | sizes
-    return Bench(**values, settings=SchedulerSettings(queue_order=order, queue_patience=PATIENT))  # type: ignore[arg-type]
+    return Bench(**values, settings=SchedulerSettings(queue_order=order, queue_starvation_bound=PATIENT))  # type: ignore[arg-type]
 
 
 def admissions(bench: Bench) -> list[Sequence]:
@@ -223,7 +223,7 @@ def test_without_a_cache_nobody_waits_for_a_prefix() -> None:
 def test_a_step_in_which_nothing_changed_looks_at_one_prefix(
     order: QueueOrderName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = Bench(16, 64, 8, settings=SchedulerSettings(queue_order=order, queue_patience=PATIENT))
+    bench = Bench(16, 64, 8, settings=SchedulerSettings(queue_order=order, queue_starvation_bound=PATIENT))
     bench.add([1] * 40, 20)
     bench.step()
     for number in range(500):
@@ -236,7 +236,7 @@ def test_a_step_in_which_nothing_changed_looks_at_one_prefix(
 
 
 def test_a_burst_of_twins_is_looked_at_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(512, 64, 64, settings=SchedulerSettings(queue_order="lpm", queue_patience=PATIENT))
+    bench = Bench(512, 64, 64, settings=SchedulerSettings(queue_order="lpm", queue_starvation_bound=PATIENT))
     for _ in range(600):
         bench.add(prompt_of_blocks(*range(20)), 2)
     looks = count_looks(bench, monkeypatch)

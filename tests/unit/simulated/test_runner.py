@@ -96,8 +96,8 @@ def serve(
         for number, (prompt, sampling) in enumerate(jobs):
             served.output[number], served.at_s[number] = [], []
             key = ("all", 1, number) if are_samples else (str(number), 1, 0)
-            gang = key[0] if are_samples else ""
-            loop.add(new_sequence(key, prompt, sampling, spec.block_size, gang=gang))
+            group = key[0] if are_samples else ""
+            loop.add(new_sequence(key, prompt, sampling, spec.block_size, sample_group=group))
         await loop.run(StepCallbacks(lambda plan: None, committed, failed))
 
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as virtual:

@@ -12,7 +12,7 @@ import msgspec
 from hypothesis import strategies as st
 
 from kvrelay.engine.batch import RowsFailed, StepResult, WorkerBatch
-from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.sampling import FinishReason, Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
@@ -218,13 +218,13 @@ class Service:
         """Whatever is available may be written by others at once; and what is theirs nobody else may touch."""
         self.release()
         if self.num_steps % 3:
-            self.reserved = self.pool.allocate(min(2, self.pool.num_available), Owner.RESERVED)
+            self.reserved = self.pool.allocate(min(2, self.pool.num_available), BlockState.RESERVED)
             self.runner.pool_bytes[self.reserved] = 0xAB
 
     def release(self) -> None:
         mine = self.runner.pool_bytes[self.reserved]
         assert (mine == 0xAB).all(), "a step wrote into blocks that a peer had"
-        self.pool.release(self.reserved, Owner.RESERVED)
+        self.pool.release(self.reserved, BlockState.RESERVED)
         self.reserved = []
 
     async def serve(self) -> Served:

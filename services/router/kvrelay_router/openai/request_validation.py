@@ -140,7 +140,7 @@ def check_samples(fields: BeamFields, num_prompt_tokens: int, max_tokens: int, l
     Those that outgrow a worker together take turns. One token each is prefill's, where they need not run at a time.
     """
     num_samples = 1 if fields.use_beam_search else fields.num_sequences
-    if num_samples == 1 or max_tokens <= 1 or not limits.gang_samples:
+    if num_samples == 1 or max_tokens <= 1 or not limits.group_samples:
         return
     param = "n" if fields.best_of is None else "best_of"
     if num_samples > limits.max_running:

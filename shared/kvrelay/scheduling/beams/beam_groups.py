@@ -1,19 +1,19 @@
-"""The sequences of one beam search: a gang that is admitted, preempted and resumed as one.
+"""The sequences of one beam search: a group that is admitted, preempted and resumed as one.
 
 States of a group:
 
-1. TRUNK   one sequence, the leader, computes what all beams have in common: the prompt; after a preemption the common
+1. PREFIX   one sequence, the leader, computes what all beams have in common: the prompt; after a preemption the common
            start of all live beams. It is admitted only where there is room for all beams.
-2. FORKED  every live beam is a running sequence. They share blocks down to where they part: the trunk's full blocks are
+2. BEAMS  every live beam is a running sequence. They share blocks down to where they part: the prefix's full blocks are
            held once, by the group; those behind by each beam; a block that is written and shared is copied first.
            A step of the search is made when all of them have their candidates; then those that nobody follows let go
            of their blocks.
 3. OVER    the search is done, or the group was aborted.
 
-TRUNK > FORKED when the trunk is computed (and the search has not ended with it); FORKED > TRUNK when blocks run out.
+PREFIX > BEAMS when the prefix is computed (and the search has not ended with it); BEAMS > PREFIX when blocks run out.
 
 The leader has the request's key, stands for all of them towards the outside, and is the first beam while they are
-forked.
+split into beams.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvrelay.engine.batch import BeamCandidates
-from kvrelay.kv.pool import Owner
+from kvrelay.kv.pool import BlockState
 from kvrelay.kv.table import BlockTable, blocks_for
 from kvrelay.protocol.sampling import BeamResult, BeamSpec
 from kvrelay.protocol.sequence_key import SequenceKey
@@ -41,16 +41,16 @@ class BeamGroup:
         self.leader = leader
         self.search = search
         self.members = [leader]
-        self.is_forked = False
+        self.has_beams = False
         self._width = spec.width
         self._offered: dict[SequenceKey, BeamCandidates] = {}
-        self._trunk_blocks: list[int] = []
-        self._texts: list[TokenBuffer] = []  # of the live beams, while they are not forked
+        self._prefix_blocks: list[int] = []
+        self._texts: list[TokenBuffer] = []  # of the live beams, while they are not split into beams
 
     @property
     def wants_candidates(self) -> bool:
-        """Whether its sequences' last tokens are to be followed; a trunk that is computed again gives none."""
-        return self.is_forked or self.search.num_tokens == 0
+        """Whether its sequences' last tokens are to be followed; a prefix that is computed again gives none."""
+        return self.has_beams or self.search.num_tokens == 0
 
     @property
     def num_candidates(self) -> int:
@@ -62,13 +62,13 @@ class BeamGroup:
         """Running sequences that it will be. On a prefill worker it never forks."""
         return 1 if self.leader.prefill_only else self._width
 
-    def num_claimed_blocks(self) -> int:
-        """Blocks that its trunk leaves to the beams' next tokens."""
-        if self.is_forked or self.leader.prefill_only:
+    def num_reserved_blocks(self) -> int:
+        """Blocks that its prefix leaves to the beams' next tokens."""
+        if self.has_beams or self.leader.prefill_only:
             return 0
-        size, trunk = self.leader.table.block_size, self.leader.num_tokens
-        num_each = blocks_for(self.leader.num_prompt + self.search.num_tokens + 1, size) - trunk // size
-        return self._width * num_each - (blocks_for(trunk, size) - trunk // size)
+        size, prefix = self.leader.table.block_size, self.leader.num_tokens
+        num_each = blocks_for(self.leader.num_prompt + self.search.num_tokens + 1, size) - prefix // size
+        return self._width * num_each - (blocks_for(prefix, size) - prefix // size)
 
     @property
     def is_in_flight(self) -> bool:
@@ -87,7 +87,7 @@ class BeamGroup:
         self._offered[sequence.key] = candidates
 
     def advance(self) -> BeamCandidates | None:
-        """A step of the search, with all candidates; nothing for a trunk that was computed again. Returns the first."""
+        """A step of the search, with all candidates; nothing for a prefix that was computed again. Returns the first."""
         if not self.wants_candidates:
             return None
         rows = [self._offered[member.key] for member in self.members]
@@ -95,9 +95,9 @@ class BeamGroup:
         self.search.advance(rows)
         return rows[0]
 
-    def fork(self, blocks: BlockManager) -> list[Sequence]:
+    def branch(self, blocks: BlockManager) -> list[Sequence]:
         """Makes the members the search's live beams. Returns those that are no member any more."""
-        if self.is_forked:
+        if self.has_beams:
             return self._follow(blocks)
         self._plant(blocks)
         if self.search.num_tokens == 1 and not self._texts:
@@ -110,34 +110,34 @@ class BeamGroup:
         return []
 
     def collapse(self) -> None:
-        """The members lost their blocks, all of them: the leader is the trunk again, the others are no more."""
-        if not self.is_forked:
+        """The members lost their blocks, all of them: the leader is the prefix again, the others are no more."""
+        if not self.has_beams:
             return
         self._offered.clear()
         self._texts = [member.tokens for member in self.members]
-        trunk = self._texts[0].view(0, _num_common(self._texts))
+        prefix = self._texts[0].view(0, _num_common(self._texts))
         self.members = [self.leader]
-        self.leader.tokens = TokenBuffer(trunk)
-        self.is_forked = False
+        self.leader.tokens = TokenBuffer(prefix)
+        self.has_beams = False
 
     def free(self, blocks: BlockManager) -> None:
         """Lets go of all its blocks."""
         for member in self.members:
             blocks.free(member)
-        blocks.pool.release(self._trunk_blocks, Owner.RUNNING)
-        self._trunk_blocks = []
+        blocks.pool.release(self._prefix_blocks, BlockState.RUNNING)
+        self._prefix_blocks = []
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _plant(self, blocks: BlockManager) -> None:
-        """The trunk is computed: its full blocks become the group's; room beyond it is given back."""
+        """The prefix is computed: its full blocks become the group's; room beyond it is given back."""
         leader = self.leader
         size = leader.table.block_size
-        blocks.change_owner(leader, Owner.RUNNING)
-        blocks.pool.release(leader.table.truncate(blocks_for(leader.num_computed, size)), Owner.RUNNING)
+        blocks.change_block_state(leader, BlockState.RUNNING)
+        blocks.pool.release(leader.table.truncate(blocks_for(leader.num_computed, size)), BlockState.RUNNING)
         leader.num_borrowed = leader.num_computed // size
-        self._trunk_blocks = leader.table.ids[: leader.num_borrowed].tolist()
-        self.is_forked = True
+        self._prefix_blocks = leader.table.ids[: leader.num_borrowed].tolist()
+        self.has_beams = True
 
     def _follow(self, blocks: BlockManager) -> list[Sequence]:
         """Each live beam goes on from its parent. Who has no child lets go of its blocks."""
@@ -155,13 +155,13 @@ class BeamGroup:
         for parent in parents:
             tokens, table = before[parent].tokens, before[parent].table
             if parent in taken:
-                blocks.pool.fork(table.ids[self.leader.num_borrowed :], Owner.RUNNING)
-                tokens, table = tokens.fork(), BlockTable(table.block_size, table.ids)
+                blocks.pool.hold(table.ids[self.leader.num_borrowed :], BlockState.RUNNING)
+                tokens, table = tokens.copy(), BlockTable(table.block_size, table.ids)
             taken.add(parent)
             shares.append((tokens, table))
         for index, member in enumerate(before):
             if index not in taken:
-                blocks.pool.release(member.table.ids[member.num_borrowed :], Owner.RUNNING)
+                blocks.pool.release(member.table.ids[member.num_borrowed :], BlockState.RUNNING)
         self.members = [
             before[index] if index < len(before) else self._new_member(index) for index in range(len(parents))
         ]
@@ -175,7 +175,7 @@ class BeamGroup:
     def _new_member(self, index: int) -> Sequence:
         leader = self.leader
         member = replace(leader, key=(*leader.key[:2], index), hashes=[])
-        member.state, member.owner = SequenceState.RUNNING, Owner.RUNNING
+        member.state, member.block_state = SequenceState.RUNNING, BlockState.RUNNING
         return member
 
 
@@ -197,17 +197,17 @@ class BeamGroups:
     ) -> None:
         self._blocks = blocks
         self._running = running
-        self._trunks: dict[SequenceKey, BeamGroup] = {}  # those that run
+        self._prefixes: dict[SequenceKey, BeamGroup] = {}  # those that run
 
     @property
-    def num_claimed_slots(self) -> int:
-        """Places among the running sequences that trunks keep for their beams."""
-        return sum(group.num_slots - 1 for group in self._trunks.values())
+    def num_reserved_slots(self) -> int:
+        """Places among the running sequences that prefixes keep for their beams."""
+        return sum(group.num_slots - 1 for group in self._prefixes.values())
 
     @property
-    def num_claimed_blocks(self) -> int:
-        """Blocks that trunks keep for their beams."""
-        return sum(group.num_claimed_blocks() for group in self._trunks.values())
+    def num_reserved_blocks(self) -> int:
+        """Blocks that prefixes keep for their beams."""
+        return sum(group.num_reserved_blocks() for group in self._prefixes.values())
 
     def enter(self, leader: Sequence) -> None:
         """A sequence joins the scheduler: a beam search starts, if it asks for one."""
@@ -218,8 +218,8 @@ class BeamGroups:
             leader.beams = BeamGroup(leader, spec, search)
 
     def admitted(self, group: BeamGroup) -> None:
-        """Its trunk runs."""
-        self._trunks[group.leader.key] = group
+        """Its prefix runs."""
+        self._prefixes[group.leader.key] = group
 
     def advance(self, group: BeamGroup) -> BeamStep:
         """Everything is there for a step of the search, or for its beams to go on after a preemption."""
@@ -227,7 +227,7 @@ class BeamGroups:
         if group.search.is_done:
             return BeamStep(first, group.search.results())
         if not group.leader.prefill_only:
-            self._fork(group)
+            self._branch(group)
         return BeamStep(first, [])
 
     def preempt(self, group: BeamGroup, drop_row: Callable[[Sequence], None]) -> None:
@@ -243,11 +243,11 @@ class BeamGroups:
         for member in group.members:
             del self._running[member.key]
             member.state = SequenceState.FINISHED
-        self._trunks.pop(group.leader.key, None)
+        self._prefixes.pop(group.leader.key, None)
 
-    def _fork(self, group: BeamGroup) -> None:
-        is_first = self._trunks.pop(group.leader.key, None) is not None
-        for member in group.fork(self._blocks):
+    def _branch(self, group: BeamGroup) -> None:
+        is_first = self._prefixes.pop(group.leader.key, None) is not None
+        for member in group.branch(self._blocks):
             del self._running[member.key]
         if is_first:
             self._place_behind_leader(group)

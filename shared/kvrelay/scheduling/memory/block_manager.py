@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from kvrelay.kv.ablations import NullCache
 from kvrelay.kv.cache import Cache
 from kvrelay.kv.hashing import BlockHash
-from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.table import blocks_for
 from kvrelay.scheduling.memory.copy_on_write import BlockCopies
 from kvrelay.scheduling.sequence import Sequence
@@ -99,7 +99,7 @@ class BlockManager:
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
-    def admit(self, sequence: Sequence, owner: Owner, *, num_next: int | None = None, headroom: int = 0) -> bool:
+    def admit(self, sequence: Sequence, state: BlockState, *, num_next: int | None = None, headroom: int = 0) -> bool:
         """Gives a sequence its first blocks; what the cache holds counts as computed. All or nothing.
 
         `num_next`: tokens that are cached or computed in the next step; the manager decides how much room it makes
@@ -107,23 +107,25 @@ class BlockManager:
         must be available besides.
         """
         num_tokens = sequence.num_tokens if num_next is None else self._num_at_admission(sequence, num_next)
-        if not self._take(sequence, owner, self._num_reusable(sequence), num_tokens, headroom):
+        if not self._take(sequence, state, self._num_reusable(sequence), num_tokens, headroom):
             return False
         sequence.num_computed = sequence.num_published * self.pool.block_size
         return True
 
-    def readmit(self, sequence: Sequence, owner: Owner, num_computed: int, num_next: int, headroom: int = 0) -> bool:
+    def readmit(
+        self, sequence: Sequence, state: BlockState, num_computed: int, num_next: int, headroom: int = 0
+    ) -> bool:
         """As `admit`, for a sequence whose first `num_computed` tokens' K/V is elsewhere: what the cache still has of
         it is shared (`num_published` says how many blocks), the rest is the caller's to bring. `num_next`: tokens that
         are computed after the next step.
         """
         num_tokens = self._num_at_admission(sequence, num_next)
-        if not self._take(sequence, owner, num_computed // self.pool.block_size, num_tokens, headroom):
+        if not self._take(sequence, state, num_computed // self.pool.block_size, num_tokens, headroom):
             return False
         sequence.num_computed = num_computed
         return True
 
-    def _take(self, sequence: Sequence, owner: Owner, num_reusable: int, num_tokens: int, headroom: int) -> bool:
+    def _take(self, sequence: Sequence, state: BlockState, num_reusable: int, num_tokens: int, headroom: int) -> bool:
         """Blocks for `num_tokens` tokens, up to `num_reusable` of them from the cache. All or nothing."""
         pool = self.pool
         hashes = sequence.block_hashes(num_reusable)
@@ -133,13 +135,13 @@ class BlockManager:
             return False
         shared = list(self.cache.match(hashes[:num_cached])) if num_cached else []
         if shared:
-            pool.hold(shared, owner)
+            pool.hold(shared, state)
         if num_missing + headroom > pool.num_available:  # now that what it shares cannot be evicted
-            pool.release(shared, owner)
+            pool.release(shared, state)
             return False
-        sequence.owner = owner
+        sequence.block_state = state
         sequence.num_published = num_cached
-        sequence.table.append(shared + pool.allocate(num_missing, owner))
+        sequence.table.append(shared + pool.allocate(num_missing, state))
         return True
 
     def _num_at_admission(self, sequence: Sequence, num_next: int) -> int:
@@ -167,7 +169,7 @@ class BlockManager:
         if num_missing > self.num_available:
             return False
         last = table.last if table.num_blocks else None
-        table.append(self.pool.allocate(num_missing, sequence.owner, after=last))
+        table.append(self.pool.allocate(num_missing, sequence.block_state, after=last))
         return True
 
     def grow_each(self, sequences: Seq[Sequence]) -> list[Sequence]:
@@ -177,12 +179,12 @@ class BlockManager:
         beams = [sequence for sequence in sequences if sequence.beams is not None]
         if len(sequences) - len(beams) > self.pool.num_available:
             return list(sequences)
-        by_owner: dict[Owner, list[Sequence]] = {}
+        by_state: dict[BlockState, list[Sequence]] = {}
         for sequence in sequences:
             if sequence.beams is None:
-                by_owner.setdefault(sequence.owner, []).append(sequence)
-        for owner, growing in by_owner.items():
-            blocks = self.pool.allocate_each([sequence.table.last for sequence in growing], owner)
+                by_state.setdefault(sequence.block_state, []).append(sequence)
+        for state, growing in by_state.items():
+            blocks = self.pool.allocate_each([sequence.table.last for sequence in growing], state)
             for sequence, block in zip(growing, blocks, strict=True):
                 sequence.table.append((block,))
         return beams
@@ -195,9 +197,9 @@ class BlockManager:
         if num_missing + must_copy > self.num_available:
             return False
         if must_copy:
-            self.copies.make_own(table, index, sequence.owner)
+            self.copies.make_own(table, index, sequence.block_state)
         if num_missing:
-            table.append(self.pool.allocate(num_missing, sequence.owner, after=table.last))
+            table.append(self.pool.allocate(num_missing, sequence.block_state, after=table.last))
         return True
 
     def remaining_output(self, sequence: Sequence) -> int:
@@ -237,31 +239,31 @@ class BlockManager:
         start = sequence.num_published
         cached = self.cache.match(sequence.block_hashes(start + num_known))[start:]
         own = sequence.table.ids[start : start + len(cached)].tolist()
-        self.pool.hold(cached, sequence.owner)
+        self.pool.hold(cached, sequence.block_state)
         for index, block in enumerate(cached, start):
             sequence.table.replace(index, block)
         if sequence.num_planned:
-            self.pool.move(own, sequence.owner, Owner.IN_FLIGHT)
+            self.pool.move(own, sequence.block_state, BlockState.IN_FLIGHT)
             self._replaced += own
         else:
-            self.pool.release(own, sequence.owner)
+            self.pool.release(own, sequence.block_state)
         return True
 
     def step_landed(self) -> None:
         """The step that was planned behind the last one committed has landed, or will not run."""
         replaced, self._replaced = self._replaced, []
-        self.pool.release(replaced, Owner.IN_FLIGHT)
+        self.pool.release(replaced, BlockState.IN_FLIGHT)
 
-    def change_owner(self, sequence: Sequence, owner: Owner) -> None:
-        """Lets a sequence's blocks count as `owner` from now on."""
-        self.pool.move(sequence.table.ids.tolist(), sequence.owner, owner)
-        sequence.owner = owner
+    def change_block_state(self, sequence: Sequence, state: BlockState) -> None:
+        """Lets a sequence's blocks count as `state` from now on."""
+        self.pool.move(sequence.table.ids.tolist(), sequence.block_state, state)
+        sequence.block_state = state
 
     def free(self, sequence: Sequence) -> None:
         """Lets go of a sequence's blocks; published ones stay cached. Committed K/V is given up exactly once."""
         blocks = sequence.table.clear()[sequence.num_borrowed :]
         self.copies.drop(blocks)
-        self.pool.release(blocks, sequence.owner)
+        self.pool.release(blocks, sequence.block_state)
         sequence.num_borrowed = 0
         sequence.num_computed = 0
         sequence.num_published = 0
@@ -287,6 +289,6 @@ class WholeSequenceBlocks(BlockManager):
 
     def _num_at_admission(self, sequence: Sequence, num_next: int) -> int:
         if sequence.beams is not None:
-            return sequence.num_tokens  # a trunk draws nothing; its beams take blocks as tokens come
+            return sequence.num_tokens  # a prefix draws nothing; its beams take blocks as tokens come
         # The last token drawn is never computed.
         return max(sequence.num_tokens, sequence.num_tokens + self.remaining_output(sequence) - 1)

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from kvrelay.engine.batch import BlockCopy
-from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.table import BlockTable, CopyInstruction, copy_on_write, finish_copy
 
 
@@ -42,9 +42,9 @@ class BlockCopies:
         copy = self._needed.get(block)
         return block if copy is None else copy.source
 
-    def make_own(self, table: BlockTable, index: int, owner: Owner = Owner.RUNNING) -> None:
-        """Gives a table a block of its own in the place of a shared one, held as `owner`. Raises OutOfBlocks."""
-        copy = copy_on_write(self._pool, table, index, owner)
+    def make_own(self, table: BlockTable, index: int, state: BlockState = BlockState.RUNNING) -> None:
+        """Gives a table a block of its own in the place of a shared one, held as `state`. Raises OutOfBlocks."""
+        copy = copy_on_write(self._pool, table, index, state)
         assert copy is not None
         self._needed[copy.target] = copy
         self._sources[copy.source] += 1

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from kvrelay.engine.batch import SwapCopies
 from kvrelay.kv.hashing import BlockHash
-from kvrelay.kv.pool import Owner
+from kvrelay.kv.pool import BlockState
 from kvrelay.kv.swap_space import SwapSpace
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sequence_key import SequenceKey
@@ -42,7 +42,7 @@ class SwapUse:
     num_preemptions: int = 0
     num_blocks_out: int = 0
     num_blocks_in: int = 0
-    num_given_up: int = 0
+    num_dropped: int = 0
     copy_s: float = 0.0
     num_slots: int = 0
     num_used_slots: int = 0
@@ -90,10 +90,10 @@ class Swapper:
         if yielding is None or not prefers_swap(self._preemption, times, sum(copy.gain_s for copy in yielding)):
             return False
         for copy in yielding:
-            self._give_up(copy)
+            self._drop_copy(copy)
             draft.recomputed.append(copy.sequence)
         stored = self.space.store(hashes)
-        copy = SwapCopy(sequence, stored.slots, sequence.num_computed, sequence.owner, times.gain_of_copy_s)
+        copy = SwapCopy(sequence, stored.slots, sequence.num_computed, sequence.block_state, times.gain_of_copy_s)
         self._copies[sequence.key] = copy
         table = sequence.table.ids
         blocks = tuple(self._blocks.copies.origin(int(table[index])) for index in stored.new)
@@ -126,11 +126,11 @@ class Swapper:
                 missing -= self.space.num_released_by(copy.slots, keep=hashes)
         return yielding if missing <= 0 else None
 
-    def _give_up(self, copy: SwapCopy) -> None:
+    def _drop_copy(self, copy: SwapCopy) -> None:
         del self._copies[copy.sequence.key]
         self.space.release(copy.slots)
         copy.sequence.state = SequenceState.WAITING
-        self._use.num_given_up += 1
+        self._use.num_dropped += 1
 
     def undo(self, sequence: Sequence, draft: PlanDraft) -> bool:
         """The victim was to be copied back in this very step, and is not: its copy stays. Whether that was so."""
@@ -152,7 +152,7 @@ class Swapper:
         copy = self._copies[sequence.key]
         if not copy.is_made:
             return False
-        if not self._blocks.readmit(sequence, copy.owner, copy.num_tokens, copy.num_tokens + num_next, headroom):
+        if not self._blocks.readmit(sequence, copy.block_state, copy.num_tokens, copy.num_tokens + num_next, headroom):
             return False
         del self._copies[sequence.key]
         start, stop = sequence.num_published, len(copy.slots)
@@ -183,15 +183,15 @@ class Swapper:
         if not draft.leaving and not draft.returning:
             return None
         out, back = _joined(draft.leaving.values()), _joined(draft.returning.values())
-        claimed = tuple(dict.fromkeys((*out.blocks, *back.blocks)))
-        self._blocks.pool.claim(claimed, Owner.IN_FLIGHT)
-        return SwapPlan(out, back, tuple(draft.leaving), tuple(draft.returning), claimed)
+        held_blocks = tuple(dict.fromkeys((*out.blocks, *back.blocks)))
+        self._blocks.pool.hold_or_allocate(held_blocks, BlockState.IN_FLIGHT)
+        return SwapPlan(out, back, tuple(draft.leaving), tuple(draft.returning), held_blocks)
 
     def landed(self, plan: StepPlan, forward_s: float, copy_s: float) -> None:
         """The step's copies are made."""
         swaps = plan.swaps
         if swaps is not None:
-            self._blocks.pool.release(swaps.claimed, Owner.IN_FLIGHT)
+            self._blocks.pool.release(swaps.held_blocks, BlockState.IN_FLIGHT)
             for copy in swaps.returning:
                 self.space.release(copy.slots)
             for copy in swaps.leaving:
@@ -210,10 +210,10 @@ class Swapper:
         swaps = plan.swaps
         if swaps is None:
             return []
-        self._blocks.pool.release(swaps.claimed, Owner.IN_FLIGHT)
+        self._blocks.pool.release(swaps.held_blocks, BlockState.IN_FLIGHT)
         for copy in swaps.leaving:
             if self._copies.get(copy.sequence.key) is copy:
-                self._give_up(copy)
+                self._drop_copy(copy)
                 self._lost.append(copy.sequence)
         back = []
         for copy in swaps.returning:

@@ -29,7 +29,7 @@ class FasterTransformerScheduler(BatchScheduler):
             if not draft.prompts:  # what was admitted comes back from the host in the middle of its output
                 self.plan_decodes(draft)
             return
-        self.admit_rest_of_gangs(draft)
+        self.admit_rest_of_groups(draft)
         self.admit_handoffs(draft)
         draft.held_back = "a batch is running" if self.waiting else "queue empty"
         self.plan_prompts(draft)

@@ -42,7 +42,7 @@ class PrefixesInProgress:
         if start + num_blocks >= len(hashes):
             del self._promises[key], self._num_kept[key]
 
-    def give_up(self, key: SequenceKey) -> Seq[BlockHash]:
+    def withdraw(self, key: SequenceKey) -> Seq[BlockHash]:
         """A sequence goes; returns what it had promised still."""
         hashes = self._promises.pop(key, None)
         if hashes is None:

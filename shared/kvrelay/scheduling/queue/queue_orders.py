@@ -23,16 +23,16 @@ from kvrelay.kv.hashing import BlockHash
 from kvrelay.scheduling.scheduler_settings import QueueOrderName
 from kvrelay.scheduling.sequence import Sequence
 
-Rank = Callable[[Sequence, int], int]
+Priority = Callable[[Sequence, int], int]
 """(sequence, its cached blocks) -> the smaller, the earlier. Must not fall when the cached blocks get fewer."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueueOrder:
-    """`reads_cache`: the rank depends on cached blocks. `depth_first`: ranks come from `depth_first` instead."""
+    """`reads_cache`: the priority depends on cached blocks. `depth_first`: priorities come from `depth_first` instead."""
 
     name: QueueOrderName
-    rank: Rank
+    priority: Priority
     reads_cache: bool = False
     depth_first: bool = False
 

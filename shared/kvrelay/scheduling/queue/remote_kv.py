@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvrelay.kv.pool import Owner
+from kvrelay.kv.pool import BlockState
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.memory.block_manager import BlockManager
 from kvrelay.scheduling.queue.prefixes_in_progress import PrefixesInProgress
@@ -58,7 +58,7 @@ class RemoteSequences:
         self.receiving: dict[SequenceKey, Sequence] = {}
         self._expected: dict[str, _Expected] = {}
         self._pending: dict[str, dict[SequenceKey, Sequence]] = {}  # by sample group, those that wait in the queue
-        self._claimed: set[SequenceKey] = set()  # of these, the ones with reserved capacity
+        self._reserved: set[SequenceKey] = set()  # of these, the ones with reserved capacity
         self._announced: list[Sequence] = []  # reserved since `take_reservations`
         self._num_receiving_slots = 0
 
@@ -73,7 +73,7 @@ class RemoteSequences:
         num_blocks = sum(each.num_samples * each.num_blocks_each for each in self._expected.values())
         for sequence in self.receiving.values():
             if sequence.beams is not None:
-                num_blocks += sequence.beams.num_claimed_blocks()
+                num_blocks += sequence.beams.num_reserved_blocks()
         return num_blocks
 
     @property
@@ -86,9 +86,9 @@ class RemoteSequences:
     def add(self, sequence: Sequence) -> None:
         """Queues a handoff."""
         self._waiting.add(sequence)
-        if sequence.gang:
-            self._pending.setdefault(sequence.gang, {})[sequence.key] = sequence
-            self._claim_pending(sequence.gang)
+        if sequence.sample_group:
+            self._pending.setdefault(sequence.sample_group, {})[sequence.key] = sequence
+            self._claim_pending(sequence.sample_group)
 
     def remove(self, sequence: Sequence) -> None:
         """Takes a handoff out of the queue that was not admitted."""
@@ -99,47 +99,49 @@ class RemoteSequences:
         """Drops the capacity of groups that are gone. O(sequences here) if any capacity is reserved."""
         if not self._expected:
             return
-        present = {sequence.gang for sequence in running} | {each.gang for each in self.receiving.values()}
+        present = {sequence.sample_group for sequence in running} | {
+            each.sample_group for each in self.receiving.values()
+        }
         for group in self._expected.keys() - present:
             del self._expected[group]
             for sequence in self._pending.get(group, {}).values():
-                if sequence.key in self._claimed:
-                    self._claimed.remove(sequence.key)
+                if sequence.key in self._reserved:
+                    self._reserved.remove(sequence.key)
                     self._waiting.unclaim(sequence)
 
     def _claim_pending(self, group: str) -> None:
         expected, pending = self._expected.get(group), self._pending.get(group, {})
         if expected is None:
             return
-        num_claimed = sum(key in self._claimed for key in pending)
+        num_reserved = sum(key in self._reserved for key in pending)
         for key, sequence in pending.items():
-            if num_claimed == expected.num_samples:
+            if num_reserved == expected.num_samples:
                 break
-            if key not in self._claimed:
-                num_claimed += 1
-                self._claimed.add(key)
-                self._waiting.claim(sequence)
+            if key not in self._reserved:
+                num_reserved += 1
+                self._reserved.add(key)
+                self._waiting.reserve(sequence)
 
     def _no_longer_pending(self, sequence: Sequence) -> None:
         """It was admitted or has left: its reserved capacity ends."""
-        pending = self._pending.get(sequence.gang)
+        pending = self._pending.get(sequence.sample_group)
         if pending is None:
             return
         del pending[sequence.key]
         if not pending:
-            del self._pending[sequence.gang]
-        if sequence.key in self._claimed:
-            self._claimed.remove(sequence.key)
-            expected = self._expected[sequence.gang]
+            del self._pending[sequence.sample_group]
+        if sequence.key in self._reserved:
+            self._reserved.remove(sequence.key)
+            expected = self._expected[sequence.sample_group]
             expected.num_samples -= 1
             if not expected.num_samples:
-                del self._expected[sequence.gang]
+                del self._expected[sequence.sample_group]
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
     def has_capacity(self, sequence: Sequence) -> bool:
         """Whether capacity is reserved for this handoff."""
-        return sequence.key in self._claimed
+        return sequence.key in self._reserved
 
     def num_to_come(self, sequence: Sequence) -> int:
         """Samples that capacity is to be reserved for when this handoff is admitted.
@@ -147,7 +149,7 @@ class RemoteSequences:
         0 for groups that could never be here as a whole: their samples are admitted one by one.
         """
         remote = sequence.remote
-        if remote is None or not sequence.gang or sequence.gang in self._expected:
+        if remote is None or not sequence.sample_group or sequence.sample_group in self._expected:
             return 0
         num_samples = remote.num_to_come
         num_blocks = self._blocks.num_at_admission(sequence) + num_samples * self._num_own(sequence)
@@ -163,7 +165,7 @@ class RemoteSequences:
         assert remote is not None
         num_blocks_each = self._num_own(sequence) if num_to_come else 0
         headroom += num_to_come * num_blocks_each
-        if not self._blocks.admit(sequence, Owner.RESERVED, headroom=headroom):
+        if not self._blocks.admit(sequence, BlockState.RESERVED, headroom=headroom):
             return False
         self._waiting.admitted(sequence)
         self._no_longer_pending(sequence)
@@ -178,8 +180,8 @@ class RemoteSequences:
         if remote.is_limited:
             self._senders.reserved(sequence.key, remote.sender, sequence.table.num_blocks - num_cached)
         if num_to_come:
-            self._expected[sequence.gang] = _Expected(num_to_come, num_blocks_each)
-            self._claim_pending(sequence.gang)
+            self._expected[sequence.sample_group] = _Expected(num_to_come, num_blocks_each)
+            self._claim_pending(sequence.sample_group)
         return True
 
     def take_reservations(self) -> list[Sequence]:
@@ -203,7 +205,7 @@ class RemoteSequences:
     def quarantine(self, sequence: Sequence) -> None:
         """Given up while its sender may still write into its blocks."""
         self._end_transfer(sequence)
-        self._blocks.change_owner(sequence, Owner.QUARANTINED)
+        self._blocks.change_block_state(sequence, BlockState.QUARANTINED)
         sequence.state = SequenceState.QUARANTINED
 
     def leave(self, sequence: Sequence) -> None:
@@ -219,7 +221,7 @@ class RemoteSequences:
     def _end_transfer(self, sequence: Sequence) -> None:
         del self.receiving[sequence.key]
         self._num_receiving_slots -= sequence.num_slots
-        self._waiting.prefixes_changed(self._in_progress.give_up(sequence.key))
+        self._waiting.prefixes_changed(self._in_progress.withdraw(sequence.key))
 
     def _release_sender(self, sequence: Sequence) -> None:
         sender = self._senders.released(sequence.key)

@@ -1,17 +1,17 @@
-"""Samples of one request: a gang that is admitted, preempted and resumed as one (Kwon et al., PagedAttention, SOSP
+"""Samples of one request: a group that is admitted, preempted and resumed as one (Kwon et al., PagedAttention, SOSP
 2023, section 4.5). What one of them shares with the others would otherwise stay, for the sake of a few.
 
-A gang is those of a request's samples that are here. Its samples, as far as they do not run:
+A group is those of a request's samples that are here. Its samples, as far as they do not run:
 
-1. FRESH    waits in the queue's order. When its turn comes, the first of a gang is admitted where there is room for all
+1. FRESH    waits in the queue's order. When its turn comes, the first of a group is admitted where there is room for all
             that are fresh; no less.
-2. CLAIMED  the first was admitted and computes the prompt; room for this one is set aside: a running sequence, and the
+2. RESERVED  the first was admitted and computes the prompt; room for this one is set aside: a running sequence, and the
             blocks that it does not share with the first. It is admitted, before anybody else, when the prompt is there.
-3. LOST     was preempted, or claimed when the others were: comes back when all of them fit.
+3. LOST     was preempted, or reserved when the others were: comes back when all of them fit.
 
-Nobody waits for ever: a claimed sample is next, and needs no more than its own blocks; one that runs ends. A gang that
-could never fit goes in parts (the router refuses such a request). One that arrives after its gang was admitted is a
-gang of its own. What is handed over was admitted by the receiver, by the same rule.
+Nobody waits for ever: a reserved sample is next, and needs no more than its own blocks; one that runs ends. A group that
+could never fit goes in parts (the router refuses such a request). One that arrives after its group was admitted is a
+group of its own. What is handed over was admitted by the receiver, by the same rule.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 
 
-class Gangs:
-    """Who belongs together, of the sequences that a scheduler knows. A sequence without a gang is one of its own.
+class SampleGroups:
+    """Who belongs together, of the sequences that a scheduler knows. A sequence without a group is one of its own.
 
     A sequence that is here for its prompt alone leaves with its first token, whatever becomes of the others: it is in
     none.
@@ -29,80 +29,80 @@ class Gangs:
 
     def __init__(self) -> None:
         self._members: dict[str, dict[SequenceKey, Sequence]] = {}
-        self._claims: dict[SequenceKey, int] = {}  # blocks of those CLAIMED
-        self._lost: set[SequenceKey] = set()  # of those that were claimed
-        self.num_claimed_blocks = 0
-        """Blocks that are set aside for samples of admitted gangs."""
+        self._reserved: dict[SequenceKey, int] = {}  # blocks of those RESERVED
+        self._lost: set[SequenceKey] = set()  # of those that were reserved
+        self.num_reserved_blocks = 0
+        """Blocks that are set aside for samples of admitted groups."""
 
     @property
-    def num_claimed_slots(self) -> int:
-        """Running sequences that are set aside for samples of admitted gangs."""
-        return len(self._claims)
+    def num_reserved_slots(self) -> int:
+        """Running sequences that are set aside for samples of admitted groups."""
+        return len(self._reserved)
 
     def enter(self, sequence: Sequence) -> None:
         """The scheduler knows it now."""
-        if sequence.gang and not sequence.prefill_only:
-            self._members.setdefault(sequence.gang, {})[sequence.key] = sequence
+        if sequence.sample_group and not sequence.prefill_only:
+            self._members.setdefault(sequence.sample_group, {})[sequence.key] = sequence
 
     def leave(self, sequence: Sequence) -> None:
         """The scheduler has forgotten it."""
         self.settle(sequence)
-        members = self._members.get(sequence.gang)
+        members = self._members.get(sequence.sample_group)
         if members is not None:
             members.pop(sequence.key, None)
             if not members:
-                del self._members[sequence.gang]
+                del self._members[sequence.sample_group]
 
-    def is_claimed(self, sequence: Sequence) -> bool:
+    def has_reserved_capacity(self, sequence: Sequence) -> bool:
         """Whether room is set aside for it."""
-        return sequence.key in self._claims
+        return sequence.key in self._reserved
 
     def fresh_with(self, sequence: Sequence) -> list[Sequence]:
         """Those to set room aside for when this one, which is fresh, is admitted; not itself."""
-        members = self._members.get(sequence.gang)
+        members = self._members.get(sequence.sample_group)
         if members is None or not self._is_fresh(sequence):
             return []
         return [each for each in members.values() if each is not sequence and self._is_fresh(each)]
 
-    def claim(self, sequence: Sequence, num_blocks: int) -> None:
+    def reserve(self, sequence: Sequence, num_blocks: int) -> None:
         """Sets room aside for a fresh one, until it is settled."""
-        self._claims[sequence.key] = num_blocks
-        self.num_claimed_blocks += num_blocks
+        self._reserved[sequence.key] = num_blocks
+        self.num_reserved_blocks += num_blocks
 
     def settle(self, sequence: Sequence) -> None:
         """It has its room, or goes."""
-        self.num_claimed_blocks -= self._claims.pop(sequence.key, 0)
+        self.num_reserved_blocks -= self._reserved.pop(sequence.key, 0)
         self._lost.discard(sequence.key)
 
     def running_with(self, sequence: Sequence) -> list[Sequence]:
         """The running sequences that go when this one goes, itself included."""
-        members = self._members.get(sequence.gang)
+        members = self._members.get(sequence.sample_group)
         if members is None:
             return [sequence]
         return [each for each in members.values() if each.state is SequenceState.RUNNING]
 
-    def lose_claims(self, sequence: Sequence) -> list[Sequence]:
-        """The gang's running samples go: those CLAIMED are LOST with them. Returns these."""
-        members = self._members.get(sequence.gang, {})
-        claimed = [each for each in members.values() if each.key in self._claims]
-        for each in claimed:
+    def lose_reserved(self, sequence: Sequence) -> list[Sequence]:
+        """The group's running samples go: those RESERVED are LOST with them. Returns these."""
+        members = self._members.get(sequence.sample_group, {})
+        reserved = [each for each in members.values() if each.key in self._reserved]
+        for each in reserved:
             self.settle(each)
             self._lost.add(each.key)
-        return claimed
+        return reserved
 
     def lost_with(self, sequence: Sequence) -> list[Sequence]:
         """Those that come back when this one does, itself included."""
-        members = self._members.get(sequence.gang)
+        members = self._members.get(sequence.sample_group)
         if members is None:
             return [sequence]
         return [
             each
             for each in members.values()
-            if self._waits(each) and self._is_lost(each) and each.key not in self._claims
+            if self._waits(each) and self._is_lost(each) and each.key not in self._reserved
         ]
 
     def _is_fresh(self, sequence: Sequence) -> bool:
-        return self._waits(sequence) and sequence.key not in self._claims and not self._is_lost(sequence)
+        return self._waits(sequence) and sequence.key not in self._reserved and not self._is_lost(sequence)
 
     def _is_lost(self, sequence: Sequence) -> bool:
         return bool(sequence.num_preemptions) or sequence.key in self._lost

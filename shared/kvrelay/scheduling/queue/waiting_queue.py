@@ -1,20 +1,20 @@
 """The waiting queue: who is admitted next.
 
-1. CLAIMED  samples whose gang was admitted come first, as soon as the prompt that they share is computed: nobody else
+1. RESERVED  samples whose group was admitted come first, as soon as the prompt that they share is computed: nobody else
             can have what is set aside for them.
 2. RESUMED  preempted sequences come next, whatever the order: somebody is reading their output.
-3. LISTED   in a heap by (rank, arrival).
+3. LISTED   in a heap by (priority, arrival).
 4. PARKED   not in the heap: a running prompt is computing the next block that this one misses. Back in the heap when
             that block is published or given up.
 
-Ranks may be out of date in one direction only. A cached prefix grows when blocks are published, which re-ranks exactly
+Ranks may be out of date in one direction only. A cached prefix grows when blocks are published, which re-priorities exactly
 those who miss them (found by hash); it shrinks by eviction, which is noticed when the sequence stands at the heap's
 top. So the top is the best one although no step sorts or matches the queue: beside those that it admits, a step looks
 at `PROBES_A_STEP` prefixes at most, and at none if nothing changed.
 
-Starvation: once `patience` others were admitted since a sequence joined, only those that joined before it may go ahead
-(and what was preempted): it is admitted after at most patience + the queue's length at its arrival. It is not parked
-any more either. A gang of samples counts as one.
+Starvation: once `starvation_bound` others were admitted since a sequence joined, only those that joined before it may go ahead
+(and what was preempted): it is admitted after at most starvation_bound + the queue's length at its arrival. It is not parked
+any more either. A group of samples counts as one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Entry:
     sequence: Sequence
     arrival: int
     joined: int  # admissions before it joined
-    rank: int = _LAST
+    priority: int = _LAST
     version: int = _GONE  # of its one valid place in the heap; _GONE: it has none
     missing: BlockHash | None = None  # the first block that is not cached, as far as was looked
 
@@ -62,17 +62,17 @@ class WaitingQueue(Collection[Sequence]):
         order: QueueOrder,
         blocks: BlockManager,
         in_progress: PrefixesInProgress,
-        patience: int,
+        starvation_bound: int,
         senders: SenderLimits,
     ) -> None:
         self._order = order
         self._blocks = blocks
         self._in_progress = in_progress
-        self._patience = patience
+        self._starvation_bound = starvation_bound
         self._senders = senders
         self.num_remote = 0
         """Handoffs among the waiting sequences."""
-        self._claimed: dict[SequenceKey, Sequence] = {}
+        self._reserved: dict[SequenceKey, Sequence] = {}
         self._claimed_entries: dict[SequenceKey, _Entry] = {}  # of those that were listed or parked before
         self._limited: dict[_Entry, None] = {}  # parked because their sender holds its share of the pool
         self._resumed: deque[Sequence] = deque()
@@ -88,17 +88,17 @@ class WaitingQueue(Collection[Sequence]):
         self._unarranged = False
 
     def __len__(self) -> int:
-        return len(self._claimed) + len(self._resumed) + len(self._entries)
+        return len(self._reserved) + len(self._resumed) + len(self._entries)
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self._resumed
-        yield from self._claimed.values()
+        yield from self._reserved.values()
         for entry in self._entries.values():
             yield entry.sequence
 
     def __contains__(self, sequence: object) -> bool:
         return isinstance(sequence, Sequence) and (
-            sequence.key in self._entries or sequence.key in self._claimed or sequence in self._resumed
+            sequence.key in self._entries or sequence.key in self._reserved or sequence in self._resumed
         )
 
     # -- sequences come and go ----------------------------------------------------------------------------------------
@@ -113,22 +113,22 @@ class WaitingQueue(Collection[Sequence]):
             self._unarranged = True
             self._list(entry, _LAST)
         else:
-            self._list(entry, self._look(entry) if self._order.reads_cache else self._order.rank(sequence, 0))
+            self._list(entry, self._look(entry) if self._order.reads_cache else self._order.priority(sequence, 0))
 
     def resume(self, sequence: Sequence) -> None:
         """Queues a preempted sequence before all others."""
         self._resumed.appendleft(sequence)
 
-    def claim(self, sequence: Sequence) -> None:
+    def reserve(self, sequence: Sequence) -> None:
         """Room was set aside for a sequence that waits."""
         entry = self._take_out(sequence)
         if entry is not None:
             self._claimed_entries[sequence.key] = entry
-        self._claimed[sequence.key] = sequence
+        self._reserved[sequence.key] = sequence
 
     def unclaim(self, sequence: Sequence) -> None:
         """The room is no longer set aside: the sequence waits at its old place. O(waiting)."""
-        del self._claimed[sequence.key]
+        del self._reserved[sequence.key]
         entry = self._claimed_entries.pop(sequence.key)
         self._entries[sequence.key] = entry
         self._entries = dict(sorted(self._entries.items(), key=lambda item: item[1].arrival))
@@ -137,7 +137,7 @@ class WaitingQueue(Collection[Sequence]):
     def remove(self, sequence: Sequence) -> None:
         """Takes a sequence out."""
         self.num_remote -= sequence.remote is not None
-        if self._claimed.pop(sequence.key, None) is not None:
+        if self._reserved.pop(sequence.key, None) is not None:
             self._claimed_entries.pop(sequence.key, None)
         else:
             self._take_out(sequence)
@@ -155,21 +155,21 @@ class WaitingQueue(Collection[Sequence]):
 
     def admitted(self, sequence: Sequence) -> None:
         """Takes out a sequence that was admitted: the others have let one pass."""
-        self._num_admitted += sequence.key not in self._claimed
+        self._num_admitted += sequence.key not in self._reserved
         self.remove(sequence)
 
     # -- who is next --------------------------------------------------------------------------------------------------
 
     def head(self) -> Sequence | None:
         """The sequence to admit next; None when there is none, or all wait for prefixes that others compute."""
-        if self._claimed and (sequence := self.claimed_head()) is not None:
+        if self._reserved and (sequence := self.reserved_head()) is not None:
             return sequence
         if self._resumed:
             return self._resumed[0]
         oldest = self._oldest()
         if oldest is None:
             return None
-        if self._num_admitted - oldest.joined >= self._patience:
+        if self._num_admitted - oldest.joined >= self._starvation_bound:
             return oldest.sequence
         while (entry := self._top()) is not None:
             if self._is_limited(entry.sequence):
@@ -197,16 +197,16 @@ class WaitingQueue(Collection[Sequence]):
     @property
     def has_claimed(self) -> bool:
         """Whether room is set aside for any of them."""
-        return bool(self._claimed)
+        return bool(self._reserved)
 
-    def claimed_head(self) -> Sequence | None:
+    def reserved_head(self) -> Sequence | None:
         """The first of the samples with room set aside whose prompt nobody is computing or sending."""
         parked: set[str] = set()
-        for sequence in self._claimed.values():
-            if sequence.gang not in parked and not self._is_limited(sequence):
+        for sequence in self._reserved.values():
+            if sequence.sample_group not in parked and not self._is_limited(sequence):
                 if self._blocks.first_missing(sequence)[1] not in self._in_progress:
                     return sequence
-                parked.add(sequence.gang)  # and with it the others, which share the prompt
+                parked.add(sequence.sample_group)  # and with it the others, which share the prompt
         return None
 
     def refresh(self) -> None:
@@ -216,7 +216,7 @@ class WaitingQueue(Collection[Sequence]):
         if self._unarranged and self._steps_since_arranged >= REARRANGE_STEPS:
             self._arrange()
         while self._changed and self._probes_left > PROBES_A_STEP // 2:
-            self._rank_changed()
+            self._prioritize_changed()
 
     def prefixes_changed(self, hashes: Iterable[BlockHash]) -> None:
         """These blocks were published, or their computation was given up."""
@@ -244,7 +244,7 @@ class WaitingQueue(Collection[Sequence]):
             assert is_waiting or entry in self._changed, "parked for nothing"
         assert self.num_remote == sum(sequence.remote is not None for sequence in self)
 
-    # -- ranks --------------------------------------------------------------------------------------------------------
+    # -- priorities --------------------------------------------------------------------------------------------------------
 
     def _top(self) -> _Entry | None:
         """The heap's first valid entry. Parked ones whose block has come are ranked when nothing else is left."""
@@ -256,17 +256,17 @@ class WaitingQueue(Collection[Sequence]):
                 heapq.heappop(self._heap)
             if not self._changed:
                 return None
-            self._rank_changed()
+            self._prioritize_changed()
 
     def _is_next(self, entry: _Entry) -> bool:
         """Whether the heap's top belongs there; else it is parked or moved down."""
-        rank = self._look(entry)
+        priority = self._look(entry)
         if entry.missing in self._in_progress:
             self._unlist(entry)
             self._num_parked += 1
             return False
-        if rank > entry.rank and self._order.reads_cache:
-            self._list(entry, rank)
+        if priority > entry.priority and self._order.reads_cache:
+            self._list(entry, priority)
             return False
         return True
 
@@ -284,22 +284,22 @@ class WaitingQueue(Collection[Sequence]):
         self._num_parked += 1
         self._limited[entry] = None
 
-    def _rank_changed(self) -> None:
+    def _prioritize_changed(self) -> None:
         entry = next(iter(self._changed))
         del self._changed[entry]
         was_parked = entry.version == _GONE
-        rank = self._look(entry)
+        priority = self._look(entry)
         if was_parked:
             self._num_parked -= 1
-        if was_parked or rank != entry.rank:
-            self._list(entry, rank)
+        if was_parked or priority != entry.priority:
+            self._list(entry, priority)
 
     def _look(self, entry: _Entry) -> int:
-        """The entry's rank by what is cached now."""
+        """The entry's priority by what is cached now."""
         self._probes_left -= 1
         num_cached, missing = self._blocks.first_missing(entry.sequence)
         self._misses(entry, missing)
-        return entry.rank if self._order.depth_first else self._order.rank(entry.sequence, num_cached)
+        return entry.priority if self._order.depth_first else self._order.priority(entry.sequence, num_cached)
 
     def _misses(self, entry: _Entry, missing: BlockHash | None) -> None:
         if entry.missing is not None and (others := self._waits_for.get(entry.missing)) is not None:
@@ -310,10 +310,10 @@ class WaitingQueue(Collection[Sequence]):
         if missing is not None:
             self._waits_for.setdefault(missing, {})[entry] = None
 
-    def _list(self, entry: _Entry, rank: int) -> None:
+    def _list(self, entry: _Entry, priority: int) -> None:
         self._limited.pop(entry, None)
-        entry.rank, entry.version = rank, next(self._numbers)
-        heapq.heappush(self._heap, (rank, entry.arrival, entry.version, entry))
+        entry.priority, entry.version = priority, next(self._numbers)
+        heapq.heappush(self._heap, (priority, entry.arrival, entry.version, entry))
         if len(self._heap) > 64 + 2 * len(self._entries):  # mostly outdated places
             self._heap = [place for place in self._heap if place[2] == place[3].version]
             heapq.heapify(self._heap)
@@ -327,12 +327,12 @@ class WaitingQueue(Collection[Sequence]):
         self._unarranged, self._steps_since_arranged = False, 0
         window = list(islice(self._entries.values(), REARRANGE_WINDOW))
         chains = [entry.sequence.block_hashes(entry.sequence.num_full_blocks) for entry in window]
-        for rank, index in enumerate(depth_first(chains)):
+        for priority, index in enumerate(depth_first(chains)):
             entry = window[index]
             if entry.version == _GONE:
-                entry.rank = rank
+                entry.priority = priority
             else:
-                self._list(entry, rank)
+                self._list(entry, priority)
 
 
 def _sender(sequence: Sequence) -> PeerRef | None:

@@ -51,7 +51,7 @@ class SwapCopy:
     sequence: Sequence
     slots: tuple[int, ...]
     num_tokens: int
-    state: BlockState
+    block_state: BlockState
     gain_s: float = 0.0
     is_made: bool = False
 
@@ -60,8 +60,8 @@ class SwapCopy:
 class SwapPlan:
     """What a step copies between pool and host before its forward: first out, then in.
 
-    `leaving` and `returning`: whose K/V that is. `held_blocks`: the pool's blocks that these copies read or write, held as
-    `in_flight` from the plan's end until the step has landed, whoever holds them besides.
+    `leaving` and `returning`: whose K/V that is. `held_blocks`: the pool's blocks that these copies read or write. They
+    are held as `in_flight` from the plan's end until the step has landed, besides any other holds.
     """
 
     out: SwapCopies

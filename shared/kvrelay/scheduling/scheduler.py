@@ -71,7 +71,8 @@ class BatchScheduler(SchedulerBooks):
     def reserve(self) -> Seq[Sequence]:
         """Admits handoffs between steps, as `schedule` does in one: as long as a handoff is next and there is room."""
         if self.waiting.num_remote:
-            self._refresh()
+            self.waiting.renew_probes()
+            self.remote.refresh(self.running.values())
             self.admit_handoffs(PlanDraft(self.limits.token_budget, ahead=True))
         return self.remote.take_reservations()
 
@@ -177,7 +178,7 @@ class BatchScheduler(SchedulerBooks):
         if not self.waiting:
             return "queue empty"
         num_slots = self.num_slots
-        if num_slots >= self.limits.max_running and not self.waiting.has_claimed:
+        if num_slots >= self.limits.max_running and not self.waiting.has_reserved:
             return "max_running reached"
         sequence = self.waiting.head()
         if sequence is None:

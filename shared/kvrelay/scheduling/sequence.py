@@ -104,7 +104,7 @@ class Sequence:
     remote: RemoteKV | None = None  # until it is adopted
     prefill_only: bool = False  # leaves the scheduler when its first token is sampled
     state: SequenceState = SequenceState.WAITING
-    state: BlockState = BlockState.COMPUTING  # what its blocks count as
+    block_state: BlockState = BlockState.COMPUTING  # of the blocks in its table
     num_computed: int = 0
     num_planned: int = 0
     num_expected: int = 0

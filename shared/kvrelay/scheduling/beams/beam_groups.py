@@ -87,7 +87,7 @@ class BeamGroup:
         self._offered[sequence.key] = candidates
 
     def advance(self) -> BeamCandidates | None:
-        """A step of the search, with all candidates; nothing for a prefix that was computed again. Returns the first."""
+        """Makes a step of the search and returns the first row's candidates; None for a prefix that was recomputed."""
         if not self.wants_candidates:
             return None
         rows = [self._offered[member.key] for member in self.members]

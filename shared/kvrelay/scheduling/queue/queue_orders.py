@@ -29,7 +29,7 @@ Priority = Callable[[Sequence, int], int]
 
 @dataclass(frozen=True, slots=True)
 class QueueOrder:
-    """`reads_cache`: the priority depends on cached blocks. `depth_first`: priorities come from `depth_first` instead."""
+    """`reads_cache`: the priority depends on cached blocks. `depth_first`: `depth_first` gives the priorities."""
 
     name: QueueOrderName
     priority: Priority

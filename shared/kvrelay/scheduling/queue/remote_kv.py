@@ -88,7 +88,7 @@ class RemoteSequences:
         self._waiting.add(sequence)
         if sequence.sample_group:
             self._pending.setdefault(sequence.sample_group, {})[sequence.key] = sequence
-            self._claim_pending(sequence.sample_group)
+            self._reserve_for_pending(sequence.sample_group)
 
     def remove(self, sequence: Sequence) -> None:
         """Takes a handoff out of the queue that was not admitted."""
@@ -107,9 +107,9 @@ class RemoteSequences:
             for sequence in self._pending.get(group, {}).values():
                 if sequence.key in self._reserved:
                     self._reserved.remove(sequence.key)
-                    self._waiting.unclaim(sequence)
+                    self._waiting.withdraw_reservation(sequence)
 
-    def _claim_pending(self, group: str) -> None:
+    def _reserve_for_pending(self, group: str) -> None:
         expected, pending = self._expected.get(group), self._pending.get(group, {})
         if expected is None:
             return
@@ -181,7 +181,7 @@ class RemoteSequences:
             self._senders.reserved(sequence.key, remote.sender, sequence.table.num_blocks - num_cached)
         if num_to_come:
             self._expected[sequence.sample_group] = _Expected(num_to_come, num_blocks_each)
-            self._claim_pending(sequence.sample_group)
+            self._reserve_for_pending(sequence.sample_group)
         return True
 
     def take_reservations(self) -> list[Sequence]:

@@ -1,17 +1,17 @@
-"""Samples of one request: a group that is admitted, preempted and resumed as one (Kwon et al., PagedAttention, SOSP
-2023, section 4.5). What one of them shares with the others would otherwise stay, for the sake of a few.
+"""Sample groups: the samples of one request are admitted, preempted and resumed together (Kwon et al., PagedAttention,
+SOSP 2023, section 4.5). Otherwise the blocks that they share would stay for the sake of a few of them.
 
-A group is those of a request's samples that are here. Its samples, as far as they do not run:
+A group has the samples of a request that this scheduler knows. A sample that does not run is:
 
-1. FRESH    waits in the queue's order. When its turn comes, the first of a group is admitted where there is room for all
-            that are fresh; no less.
-2. RESERVED  the first was admitted and computes the prompt; room for this one is set aside: a running sequence, and the
-            blocks that it does not share with the first. It is admitted, before anybody else, when the prompt is there.
-3. LOST     was preempted, or reserved when the others were: comes back when all of them fit.
+1. FRESH     it waits in the queue's order. The first sample of a group is admitted only if all its fresh samples fit.
+2. RESERVED  the first sample was admitted and computes the prompt. Capacity is reserved for this one: a place among the
+             running sequences, and the blocks that it does not share with the first. It is admitted before others, once
+             the blocks of the prompt are computed.
+3. LOST      it was preempted, or reserved when the others were preempted. It resumes when all lost samples fit.
 
-Nobody waits for ever: a reserved sample is next, and needs no more than its own blocks; one that runs ends. A group that
-could never fit goes in parts (the router refuses such a request). One that arrives after its group was admitted is a
-group of its own. What is handed over was admitted by the receiver, by the same rule.
+No sample waits forever: a reserved sample is next and needs only its own blocks, and a running one ends. A group that
+can never fit at once is admitted in parts (the router rejects such requests). A sample that arrives after its group was
+admitted forms a group of its own. A sequence that was handed over was admitted by the receiver, by the same rule.
 """
 
 from __future__ import annotations

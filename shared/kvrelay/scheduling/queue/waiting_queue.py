@@ -1,20 +1,25 @@
-"""The waiting queue: who is admitted next.
+"""The waiting queue: which sequence the scheduler admits next.
 
-1. RESERVED  samples whose group was admitted come first, as soon as the prompt that they share is computed: nobody else
-            can have what is set aside for them.
-2. RESUMED  preempted sequences come next, whatever the order: somebody is reading their output.
-3. LISTED   in a heap by (priority, arrival).
-4. PARKED   not in the heap: a running prompt is computing the next block that this one misses. Back in the heap when
-            that block is published or given up.
+Local prompts and handoffs (`remote_kv`) wait in one queue and in one order. A waiting sequence is in one of five places:
 
-Ranks may be out of date in one direction only. A cached prefix grows when blocks are published, which re-priorities exactly
-those who miss them (found by hash); it shrinks by eviction, which is noticed when the sequence stands at the heap's
-top. So the top is the best one although no step sorts or matches the queue: beside those that it admits, a step looks
-at `PROBES_A_STEP` prefixes at most, and at none if nothing changed.
+1. RESERVED  capacity is reserved for it (`sample_groups`, `remote_kv`). It is admitted before all others, unless the next
+             block of its prompt is still being computed or sent.
+2. RESUMED   it was preempted. Resumed sequences follow, the latest preempted first.
+3. LISTED    it is in a heap, by (priority, arrival).
+4. PARKED    the first block that it misses is being computed by a running sequence, or sent for another handoff. It is
+             listed again when that block is published, or when that computation or transfer ends without it.
+5. LIMITED   its sender holds its share of the pool (`sender_limits`). It is listed again when blocks of that sender are
+             released.
 
-Starvation: once `starvation_bound` others were admitted since a sequence joined, only those that joined before it may go ahead
-(and what was preempted): it is admitted after at most starvation_bound + the queue's length at its arrival. It is not parked
-any more either. A group of samples counts as one.
+Priorities may be outdated in one direction only. A cached prefix grows when blocks are published, and exactly the
+sequences that miss these blocks (found by hash) get a new priority. It shrinks by eviction, which is noticed when the
+sequence reaches the top of the heap. So the top is the best sequence although no step sorts or matches the whole queue:
+besides the sequences that it admits, a step looks up at most `PROBES_A_STEP` prefixes, and none if nothing changed.
+
+Starvation bound: once `starvation_bound` other sequences were admitted since a sequence joined, only sequences that
+joined before it, and preempted ones, may be admitted first. It is not parked from then on. So it is admitted after at
+most the bound plus the queue's length at its arrival. A sample group counts as one. The bound does not hold for a
+sequence while it is LIMITED: a sender that has stopped for good would hold up all others.
 """
 
 from __future__ import annotations
@@ -73,7 +78,7 @@ class WaitingQueue(Collection[Sequence]):
         self.num_remote = 0
         """Handoffs among the waiting sequences."""
         self._reserved: dict[SequenceKey, Sequence] = {}
-        self._claimed_entries: dict[SequenceKey, _Entry] = {}  # of those that were listed or parked before
+        self._reserved_entries: dict[SequenceKey, _Entry] = {}  # of those that were listed or parked before
         self._limited: dict[_Entry, None] = {}  # parked because their sender holds its share of the pool
         self._resumed: deque[Sequence] = deque()
         self._entries: dict[SequenceKey, _Entry] = {}  # by arrival
@@ -123,13 +128,13 @@ class WaitingQueue(Collection[Sequence]):
         """Room was set aside for a sequence that waits."""
         entry = self._take_out(sequence)
         if entry is not None:
-            self._claimed_entries[sequence.key] = entry
+            self._reserved_entries[sequence.key] = entry
         self._reserved[sequence.key] = sequence
 
-    def unclaim(self, sequence: Sequence) -> None:
+    def withdraw_reservation(self, sequence: Sequence) -> None:
         """The room is no longer set aside: the sequence waits at its old place. O(waiting)."""
         del self._reserved[sequence.key]
-        entry = self._claimed_entries.pop(sequence.key)
+        entry = self._reserved_entries.pop(sequence.key)
         self._entries[sequence.key] = entry
         self._entries = dict(sorted(self._entries.items(), key=lambda item: item[1].arrival))
         self._list(entry, self._look(entry))
@@ -138,7 +143,7 @@ class WaitingQueue(Collection[Sequence]):
         """Takes a sequence out."""
         self.num_remote -= sequence.remote is not None
         if self._reserved.pop(sequence.key, None) is not None:
-            self._claimed_entries.pop(sequence.key, None)
+            self._reserved_entries.pop(sequence.key, None)
         else:
             self._take_out(sequence)
 
@@ -195,7 +200,7 @@ class WaitingQueue(Collection[Sequence]):
         return None
 
     @property
-    def has_claimed(self) -> bool:
+    def has_reserved(self) -> bool:
         """Whether room is set aside for any of them."""
         return bool(self._reserved)
 
@@ -209,9 +214,13 @@ class WaitingQueue(Collection[Sequence]):
                 parked.add(sequence.sample_group)  # and with it the others, which share the prompt
         return None
 
+    def renew_probes(self) -> None:
+        """Allows as many looks as at the start of a step."""
+        self._probes_left = PROBES_A_STEP
+
     def refresh(self) -> None:
         """A new step: looks again at those whose prefix changed, within the step's probes."""
-        self._probes_left = PROBES_A_STEP
+        self.renew_probes()
         self._steps_since_arranged += 1
         if self._unarranged and self._steps_since_arranged >= REARRANGE_STEPS:
             self._arrange()
@@ -244,7 +253,7 @@ class WaitingQueue(Collection[Sequence]):
             assert is_waiting or entry in self._changed, "parked for nothing"
         assert self.num_remote == sum(sequence.remote is not None for sequence in self)
 
-    # -- priorities --------------------------------------------------------------------------------------------------------
+    # -- priorities ---------------------------------------------------------------------------------------------------
 
     def _top(self) -> _Entry | None:
         """The heap's first valid entry. Parked ones whose block has come are ranked when nothing else is left."""

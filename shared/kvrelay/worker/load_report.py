@@ -130,6 +130,8 @@ def _backlog(scheduler: Scheduler) -> Iterable[tuple[Sequence, int]]:
     """Every sequence with the prompt tokens that are still to be computed for it."""
     size = scheduler.blocks.pool.block_size
     for sequence in scheduler.waiting:
+        if sequence.remote is not None:
+            continue  # its prompt is computed elsewhere
         yield sequence, sequence.num_tokens - size * scheduler.blocks.num_cached_blocks(sequence)
     for sequence in scheduler.running.values():
         yield sequence, 0 if sequence.is_decoding else sequence.num_remaining

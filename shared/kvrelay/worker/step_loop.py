@@ -180,7 +180,7 @@ class StepLoop:
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence. Raises ValueError when its key is known, or the sampler cannot take its parameters."""
         self._introduce(sequence)
-        with self._forgets_refused(sequence.key):
+        with self._forget_if_refused(sequence.key):
             self.scheduler.add(sequence)
         if self._metrics is not None:
             self._metrics.arrived(sequence, is_running=False)
@@ -188,9 +188,9 @@ class StepLoop:
             self._spans.arrived(sequence, is_running=False)
 
     def adopt(self, sequence: Sequence, candidates: BeamCandidates | None = None) -> SequenceOutput | None:
-        """Takes over a sequence whose prompt is computed, see `Scheduler.adopt`. Raises as `add` does."""
+        """Runs a handoff whose KV is here, as `Scheduler.adopt` does. Raises ValueError as `add` does."""
         self._introduce(sequence)
-        with self._forgets_refused(sequence.key):
+        with self._forget_if_refused(sequence.key):
             output = self.scheduler.adopt(sequence, candidates)
         if self._metrics is not None:
             self._metrics.arrived(sequence, is_running=True)
@@ -379,12 +379,13 @@ class StepLoop:
         self.wake()
 
     @contextmanager
-    def _forgets_refused(self, key: SequenceKey) -> Iterator[None]:
-        """The sampler keeps nothing of a sequence that the scheduler refuses, unless it knows another by that key."""
+    def _forget_if_refused(self, key: SequenceKey) -> Iterator[None]:
         try:
             yield
         except ValueError:
-            if self.scheduler.get(key) is None:
+            known = self.scheduler.get(key)
+            # A sequence of this key that waits or runs here keeps its sampler state. A handoff has none before it runs.
+            if known is None or known.remote is not None:
                 self.runner.drop_sequence(key)
             raise
 

@@ -67,7 +67,7 @@ class Run:
             self.num_started += sum(output.prefilled for output in outputs)
             self.started = time.perf_counter()
         else:
-            self.num_drawn += sum(output.token_id is not None for output in outputs)
+            self.num_drawn += sum(len(output.token_ids) for output in outputs)
         if not self.scheduler.has_work:
             self.loop.stop()
 

@@ -48,7 +48,7 @@ HEADER_ADMITTING = [f"{HEADER[0]} arrivals, median |", f"{HEADER[1]}---:|"]
 
 def forward(plan: StepPlan) -> StepResult:
     """Draws the same token for everybody."""
-    return StepResult(plan.step, [RowResult(5 if row.sample else None) for row in plan.rows], 0.01)
+    return StepResult(plan.step, [RowResult((5,) if row.sample else ()) for row in plan.rows], 0.01)
 
 
 def decoding(name: str, order: QueueOrderName, num_running: int, num_waiting: int, num_steps: int) -> Scheduler:

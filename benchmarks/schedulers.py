@@ -146,7 +146,7 @@ class OneWorker(SimulatedDecode):
 
     def committed(self, outputs: list[SequenceOutput]) -> None:
         for output in outputs:
-            if output.token_id is not None:
+            if output.token_ids:
                 self.measured.requests[int(output.sequence.key[0])].token_times_s.append(self.clock.now_s)
         super().committed(outputs)
 

@@ -179,7 +179,7 @@ class SimulatedWorker:
 
     def _done(self, plan: StepPlan, step_s: float) -> None:
         self._stepping = False
-        rows = [RowResult(self._draw(row.sequence) if row.sample else None) for row in plan.rows]
+        rows = [RowResult((self._draw(row.sequence),) if row.sample else ()) for row in plan.rows]
         outputs = self.scheduler.commit(plan, StepResult(plan.step, rows, step_s))
         self.speeds.stepped(plan, step_s)
         self.committed(outputs)
@@ -326,7 +326,7 @@ class SimulatedDecode(SimulatedWorker):
         """Tokens, and what ends."""
         for output in outputs:
             request = self.requests[output.sequence.key]
-            if request.first_token_s is None and output.token_id is not None:
+            if request.first_token_s is None and output.token_ids:
                 request.first_token_s = self.clock.now_s
                 request.on_first_token(request)
             if output.finish is not None:

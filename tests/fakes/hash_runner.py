@@ -162,12 +162,12 @@ class HashRunner:
         if not np.array_equal(read[:, 1], np.arange(end)):
             raise CorruptCache(f"{row.key}: positions in the pool are {read[:, 1].tolist()}")
         if not row.sample:
-            return RowResult(None)
+            return RowResult()
         sampling = self._sequences[row.key]
         if row.beam is not None:
             assert np.array_equal(row.beam.history, read[:, 0])
-            return RowResult(None, candidates=next_candidates(read[:, 0], sampling, row.beam.num_candidates))
+            return RowResult(candidates=next_candidates(read[:, 0], sampling, row.beam.num_candidates))
         token_id = next_token(read[:, 0], sampling, row.key[2])
         self._drawn[row.key] = token_id
-        logprobs = TokenLogprobs(token_id, -1.0, [], []) if sampling.logprobs is not None else None
-        return RowResult(token_id, logprobs)
+        logprobs = (TokenLogprobs(token_id, -1.0, [], []),) if sampling.logprobs is not None else ()
+        return RowResult((token_id,), logprobs)

@@ -129,7 +129,7 @@ class LocalFleet:
     async def mute(self, name: str, for_s: float) -> None:
         """Nothing that it sends arrives; it hears all the others."""
         self.events.append(f"mute {name} for {for_s:.2f} s")
-        with patch.object(self.workers[name].shell.messenger, "_transmit", lambda address, frames: None):
+        with patch.object(self.workers[name].shell.messenger._sockets, "send", lambda address, frames: None):
             await asyncio.sleep(for_s)
 
     async def deafen(self, name: str, for_s: float) -> None:
@@ -141,14 +141,15 @@ class LocalFleet:
     async def lose_messages(self, name: str, for_s: float, share: float, rng: random.Random) -> None:
         """Some of what it sends is dropped on the way."""
         self.events.append(f"lose {share:.0%} of what {name} sends for {for_s:.2f} s")
-        messenger = self.workers[name].shell.messenger
-        send = messenger._transmit
+        sockets = self.workers[name].shell.messenger._sockets
+        assert sockets is not None
+        send = sockets.send
 
         def sometimes(address: str, frames: list[bytes]) -> None:
             if rng.random() > share:
                 send(address, frames)
 
-        with patch.object(messenger, "_transmit", sometimes):
+        with patch.object(sockets, "send", sometimes):
             await asyncio.sleep(for_s)
 
     # -- requests -----------------------------------------------------------------------------------------------------

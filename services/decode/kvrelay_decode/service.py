@@ -161,7 +161,7 @@ class DecodeRole:
             request = self._requests.get(key)
             if request is not None:
                 request.prompt_logprobs += output.prompt_logprobs
-                if output.token_id is not None or output.finish is not None:
+                if output.token_ids or output.finish is not None:
                     self._stream.put(output.sequence.router, self._entry(request, output))
                 if output.finish is not None:
                     self._requests.remove(key)

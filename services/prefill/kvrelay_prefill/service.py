@@ -144,8 +144,8 @@ class PrefillRole:
         sequence = request.sequence
         message = FirstToken(
             index=output.index,
-            token_id=output.token_id,
-            logprobs=output.logprobs,
+            token_id=output.token_ids[0] if output.token_ids else None,
+            logprobs=output.logprobs[0] if output.logprobs else None,
             prompt_logprobs=request.prompt_logprobs,
             cached_tokens=sequence.num_cached_tokens,
             finish=output.finish,

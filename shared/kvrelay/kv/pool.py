@@ -1,11 +1,11 @@
-"""The block pool: who holds which of a worker's blocks (Kwon et al., PagedAttention, SOSP 2023, section 4).
+"""The block pool: state and holds of each of a worker's blocks (Kwon et al., PagedAttention, SOSP 2023, section 4).
 
-A block may be held by several holders at once (prefixes are shared), and for several reasons (a running sequence's
-block may also be in flight). Its *state* is one: the strongest of its holds, else `cached`, else `free`; states add up
-to the number of blocks. Cached and held blocks share the pool: nothing is set aside for either, and the cache yields
-when an allocation needs room (Zheng et al., SGLang, NeurIPS 2024, section 3).
+A block can have several holds at once, because sequences share prefixes, and of several kinds, because a running
+sequence's block may also be in flight. Its state is the strongest kind of its holds, else `cached`, else `free`. The
+numbers of blocks in each state add up to the number of blocks. Cached and held blocks share the pool: no part is set
+aside for either, and the cache evicts when an allocation needs room (Zheng et al., SGLang, NeurIPS 2024, section 3).
 
-Every operation checks all its blocks before it changes any; what raises has changed nothing.
+Every operation checks all its blocks before it changes any, so an operation that raises has changed nothing.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ BlockIds = Sequence[int] | NDArray[np.int32]
 
 
 class BlockState(StrEnum):
-    """A block's state, from weakest to strongest. The last five are kinds of hold."""
+    """A block's state. The order is from weakest to strongest; the last five are kinds of hold."""
 
     FREE = "free"  # neither held nor cached
-    CACHED = "cached"  # in the prefix cache and held by nobody
+    CACHED = "cached"  # in the prefix cache and not held
     RUNNING = "running"  # a sequence reads it, or writes its next tokens into it
     COMPUTING = "computing"  # a prompt is being computed into it
     RESERVED = "reserved"  # granted to a handoff; the peer may write into it
@@ -62,15 +62,15 @@ class CacheHooks(Protocol):
         ...
 
     def evict_blocks(self, num_blocks: int) -> list[int]:
-        """Forgets up to `num_blocks` blocks that nobody holds (a cache that evicts in larger units may forget more)."""
+        """Removes up to `num_blocks` blocks without holds from the cache; more if the cache evicts in larger units."""
         ...
 
     def pin(self, blocks: Sequence[int]) -> None:
-        """These cached blocks have just got their first hold."""
+        """Called when cached blocks got their first hold."""
         ...
 
     def unpin(self, blocks: Sequence[int]) -> None:
-        """These cached blocks have just lost their last hold."""
+        """Called when cached blocks lost their last hold."""
         ...
 
     def check_integrity(self) -> None:
@@ -114,18 +114,18 @@ class BlockPool:
         return self.num_free + self.num_evictable
 
     def counts(self) -> dict[BlockState, int]:
-        """Blocks by state. All states are there, and they add up to `num_blocks`. O(1)."""
+        """Returns the number of blocks in each state. The numbers add up to `num_blocks`. O(1)."""
         return dict(zip(_STATES, self._state_counts, strict=True))
 
     def state_of(self, block: int) -> BlockState:
-        """The block's state."""
+        """Returns the block's state."""
         self._check_ids((block,))
         if holds := self._holds[block]:
             return _STATES[_STATE_BY_BIT_LENGTH[holds.bit_length()]]
         return BlockState.CACHED if self._cached[block] else BlockState.FREE
 
     def num_holds(self, block: int, state: BlockState | None = None) -> int:
-        """How often the block is held, for any reason or as `state`."""
+        """Returns the number of holds on the block: all of them, or those of kind `state`."""
         self._check_ids((block,))
         holds = self._holds[block]
         if state is not None:
@@ -133,11 +133,11 @@ class BlockPool:
         return sum(holds >> shift & _FIELD_MASK for shift in _SHIFTS.values())
 
     def is_held(self, block: int) -> bool:
-        """Whether anybody holds the block."""
+        """Returns whether the block has a hold."""
         return bool(self._holds[block])
 
     def is_shared(self, block: int) -> bool:
-        """Whether somebody besides one holder relies on the block's content: another holder, or the cache."""
+        """Returns whether the block is cached or has more than one hold, so that it must not be overwritten."""
         return bool(self._cached[block]) or self.num_holds(block) > 1
 
     def allocate(self, num_blocks: int, state: BlockState, *, after: int | None = None) -> list[int]:
@@ -195,12 +195,13 @@ class BlockPool:
         return blocks + free.take(num_blocks - len(blocks))
 
     def _take_evicting(self, num_blocks: int, after: int | None) -> list[int]:
-        """All that is free, and what is missing from the cache. Evicted blocks go from hand to hand: in a pool that the
-        cache has filled, which every busy pool is, the free runs have no part in it."""
+        """Takes all free blocks, and evicts the rest."""
         if num_blocks > self.num_available:
             raise OutOfBlocks(num_blocks, self.num_available)
         free, cached = self._free_runs, self._cached
         assert self._cache is not None
+        # Evicted blocks bypass the free runs: in a busy pool the cache holds all blocks that are not in use, and every
+        # allocation evicts.
         evicted = self._cache.evict_blocks(num_blocks - free.num_free)
         for block in evicted:
             cached[block] = 0
@@ -225,7 +226,7 @@ class BlockPool:
             self._cache.pin([block for block, before in zip(ids, befores, strict=True) if not before])
 
     def hold_or_allocate(self, blocks: BlockIds, state: BlockState) -> None:
-        """Adds a hold to blocks whatever they are: free ones are allocated, by name. O(free runs) if any is free."""
+        """Adds a hold to blocks in any state. Free blocks are allocated. O(free runs) if any is free."""
         _shift(state)
         ids = self._check_ids(blocks)
         free = [block for block in ids if not self._holds[block] and not self._cached[block]]
@@ -268,19 +269,19 @@ class BlockPool:
         self._change(ids, befores, (1 << _shift(to_state)) - (1 << _shift(from_state)))
 
     def check_all_held(self, blocks: BlockIds) -> None:
-        """Raises BlockError unless each block is held by somebody."""
+        """Raises BlockError unless each block has a hold."""
         ids = self._check_ids(blocks)
         befores = self._befores(ids)
         if 0 in befores:
-            raise BlockError(f"block {ids[befores.index(0)]} is held by nobody")
+            raise BlockError(f"block {ids[befores.index(0)]} is not held")
 
     def cache(self, blocks: Sequence[int]) -> None:
-        """For caches: these held blocks are in the cache from now on."""
+        """Called by the cache when it adds held blocks."""
         for block in blocks:
             self._cached[block] = 1
 
     def uncache(self, blocks: Sequence[int]) -> None:
-        """For caches: these blocks are in the cache no longer; those held by nobody become free."""
+        """Called by the cache when it removes blocks. Those without a hold become free."""
         holds, cached = self._holds, self._cached
         for block in blocks:
             cached[block] = 0
@@ -290,7 +291,7 @@ class BlockPool:
         self._free_runs.give_back(freed)
 
     def is_cached(self, block: int) -> bool:
-        """Whether the cache has the block, held or not."""
+        """Returns whether the block is in the cache, held or not."""
         return bool(self._cached[block])
 
     def check_integrity(self) -> None:
@@ -338,8 +339,8 @@ class BlockPool:
         return befores
 
     def _change(self, ids: Sequence[int], befores: list[int], change: int) -> None:
-        """Adds to the holds of blocks, and counts states anew. One that has no hold counts as cached, before and
-        after."""
+        """Adds `change` to the holds of blocks and updates the counts of states. A block without holds counts as cached
+        here, before and after: the callers correct the count if it is free."""
         holds = self._holds
         for block, before in zip(ids, befores, strict=True):
             holds[block] = before + change
@@ -351,7 +352,7 @@ class BlockPool:
 
 
 def _shift(state: BlockState) -> int:
-    """Where the state's field starts. Raises ValueError for `free` and `cached`, which are not holds."""
+    """Returns the first bit of the state's field. Raises ValueError for `free` and `cached`, which are not holds."""
     if state not in _SHIFTS:
         raise ValueError(f"{state} is not a kind of hold")
     return _SHIFTS[state]

@@ -254,7 +254,8 @@ class SequenceUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class TokenEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """New tokens of one sequence. `index` is the output index of the first of them.
+    """New tokens of one sequence: those that one step brought, one or several. `index` is the output index of the
+    first of them. `logprobs` has one entry for each token, or none.
 
     Of a beam search an entry without tokens comes when it was handed over, and its `beams` with `finish` at the end.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
+from collections.abc import Sequence as Seq
 
 from kvrelay.engine.batch import BeamCandidates, RowResult, StepResult
 from kvrelay.kv.pool import BlockState
@@ -243,38 +244,57 @@ class SchedulerBooks(ABC):
         self.chunks.measured(plan, result.forward_s)
         self.swaps.landed(plan, result.forward_s, result.copy_s)
         self.new_token_ratio.relax()
+        return self._commit_rows(plan.rows, result.rows)
+
+    def _commit_rows(self, rows: Seq[PlannedRow], results: Seq[RowResult]) -> list[SequenceOutput]:
+        """Appends each row's new tokens, up to the first one that ends its sequence. K/V of all of them but the last is
+        computed, see `RowResult`."""
         outputs: list[SequenceOutput] = []
         groups: dict[BeamGroup, None] = {}
-        for row, given in zip(plan.rows, result.rows, strict=True):
+        computing, block_size = BlockState.COMPUTING, self._block_size
+        for row, given in zip(rows, results, strict=True):
             sequence = row.sequence
             if sequence.beams is not None:
                 self._commit_beam(row, given)
                 groups[sequence.beams] = None
                 continue
-            decodes = sequence.block_state is BlockState.RUNNING and sequence.state is SequenceState.RUNNING
-            output = self._commit_decode(sequence, given) if decodes else self._commit_row(row, given)
-            if output is not None:
-                outputs.append(output)
+            if not self._row_is_over(row):
+                continue
+            num_computed = sequence.num_computed = sequence.num_computed + row.num_tokens
+            if sequence.abort_requested:
+                self._leave(sequence)
+                continue
+            # Not `row.is_prefill`: the last token of a resumed prompt, alone in its step, looks like a decode.
+            prefilled = sequence.block_state is computing and num_computed == sequence.tokens.num_tokens
+            token_ids, logprobs, finish = given.token_ids, given.logprobs, None
+            start = end = sequence.tokens.num_tokens
+            for token_id in token_ids:
+                end = sequence.tokens.append(token_id)
+                if token_id in sequence.stop_tokens or end >= sequence.max_length:
+                    finish = FinishReason.STOP_TOKEN if token_id in sequence.stop_tokens else FinishReason.LENGTH
+                    break
+            if (num_new := end - start) > 1:
+                token_ids, logprobs = token_ids[:num_new], logprobs[:num_new]
+                num_computed = sequence.num_computed = num_computed + num_new - 1
+            if num_computed - sequence.num_published * block_size >= block_size:
+                self._publish(sequence)
+            if prefilled:
+                finish = self._prefilled(sequence, finish)
+            if finish:
+                self._leave(sequence)
+            scores = given.prompt_logprobs
+            if token_ids or scores or prefilled:
+                index = start - sequence.num_prompt
+                outputs.append(SequenceOutput(sequence, index, token_ids, logprobs, scores, finish, prefilled))
         return outputs + [output for group in groups if (output := self._advance_beams(group)) is not None]
 
-    def _commit_decode(self, sequence: Sequence, given: RowResult) -> SequenceOutput | None:
-        """`_commit_row` for what most rows are: a sequence whose prompt was computed before draws a token."""
-        token_id = given.token_id
-        assert token_id is not None
-        sequence.num_planned -= 1
-        sequence.num_expected -= 1
-        sequence.num_computed += 1
-        if sequence.abort_requested:
-            self._leave(sequence)
-            return None
-        if sequence.num_computed - sequence.num_published * self._block_size >= self._block_size:
-            self._publish(sequence)
-        position = sequence.tokens.append(token_id)
-        finish = None
-        if token_id in sequence.stop_tokens or position + 1 >= sequence.max_length:
-            finish = _finish(sequence, token_id)
-            self._leave(sequence)
-        return SequenceOutput(sequence, position - sequence.num_prompt, token_id, given.logprobs, (), finish)
+    def _prefilled(self, sequence: Sequence, finish: FinishReason | None) -> FinishReason | None:
+        """Called when K/V of the whole prompt is computed. Returns why the sequence ends, or None."""
+        if finish is None and not sequence.wants_token:
+            return FinishReason.LENGTH
+        if finish is None and not sequence.prefill_only:
+            self.blocks.change_block_state(sequence, BlockState.RUNNING)
+        return finish
 
     def _commit_beam(self, row: PlannedRow, given: RowResult) -> None:
         sequence = row.sequence
@@ -317,34 +337,6 @@ class SchedulerBooks(ABC):
             del self._uncommitted[0]
             self.blocks.step_landed()
 
-    def _commit_row(self, row: PlannedRow, given: RowResult) -> SequenceOutput | None:
-        sequence = row.sequence
-        if not self._row_is_over(row):
-            return None
-        sequence.num_computed = num_computed = sequence.num_computed + row.num_tokens
-        if sequence.abort_requested:
-            self._leave(sequence)
-            return None
-        if num_computed - sequence.num_published * self._block_size >= self._block_size:
-            self._publish(sequence)
-        scores = given.prompt_logprobs
-        # Not by the row: the last token of a resumed prompt is output, and alone in its step it looks like a decode.
-        prefilled = sequence.block_state is BlockState.COMPUTING and sequence.num_computed == sequence.num_tokens
-        index = sequence.num_output
-        finish = None
-        if given.token_id is not None:
-            sequence.tokens.append(given.token_id)
-            finish = _finish(sequence, given.token_id)
-        elif prefilled and not sequence.wants_token:
-            finish = FinishReason.LENGTH
-        if prefilled and not finish and not sequence.prefill_only:
-            self.blocks.change_block_state(sequence, BlockState.RUNNING)
-        if finish:
-            self._leave(sequence)
-        if given.token_id is None and not scores and not prefilled:
-            return None
-        return SequenceOutput(sequence, index, given.token_id, given.logprobs, scores, finish, prefilled)
-
     def fail_step(self, plan: StepPlan, keys: Collection[SequenceKey] | None = None) -> list[Sequence]:
         """The step could not be computed: the sequences with these keys leave (None: all of them). Returns them.
 
@@ -371,13 +363,6 @@ class SchedulerBooks(ABC):
         published = self.blocks.publish(sequence)
         self.in_progress.kept(sequence.key, len(published))
         self.waiting.prefixes_changed(published)
-
-
-def _finish(sequence: Sequence, token_id: int) -> FinishReason | None:
-    """Whether a token that was drawn ends its sequence."""
-    if token_id in sequence.stop_tokens:
-        return FinishReason.STOP_TOKEN
-    return FinishReason.LENGTH if sequence.tokens.num_tokens >= sequence.max_length else None
 
 
 def accountable(row: PlannedRow) -> Sequence:

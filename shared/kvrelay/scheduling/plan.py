@@ -20,7 +20,8 @@ from kvrelay.scheduling.step_cost import pairs
 
 
 class PlannedRow(msgspec.Struct, frozen=True, gc=False):
-    """`num_tokens` tokens of a sequence, from `position` on. `sample`: its last token's logits give a token.
+    """`num_tokens` tokens of a sequence, from `position` on. `sample`: the logits of its last token give a token, or
+    up to 1 + `num_lookahead` tokens if the runner can bring more; the block table has room for the K/V of that many.
 
     A decode that was planned ahead is for a token that the step in flight draws: it is not in the sequence yet.
     """
@@ -30,6 +31,7 @@ class PlannedRow(msgspec.Struct, frozen=True, gc=False):
     num_tokens: int
     is_prefill: bool
     sample: bool
+    num_lookahead: int = 0
 
 
 def work_of(rows: Iterable[PlannedRow]) -> tuple[int, float]:
@@ -188,16 +190,18 @@ class PlanDraft:
 
 
 class SequenceOutput(msgspec.Struct, frozen=True, gc=False):
-    """What a committed step gave one sequence. `index` is the output index of `token_id`.
+    """What a committed step brought one sequence.
 
-    `prefilled`: this was the step that completed the prompt's K/V. A beam search gives no tokens: on a prefill worker
-    the prompt's `candidates`, and its `beams` when it is over.
+    `token_ids`: its new tokens, from output index `index` on; none behind the one that ends it. `logprobs`: one entry
+    for each of them if the sequence asks for log-probabilities, else none. `prefilled`: this was the step that
+    completed the prompt's K/V. A beam search brings no tokens. On a prefill worker it brings the `candidates` that
+    follow the prompt, and at its end its `beams`.
     """
 
     sequence: Sequence
     index: int
-    token_id: int | None = None
-    logprobs: TokenLogprobs | None = None
+    token_ids: Seq[int] = ()
+    logprobs: Seq[TokenLogprobs] = ()
     prompt_logprobs: Seq[TokenLogprobs] = ()
     finish: FinishReason | None = None
     prefilled: bool = False

@@ -54,7 +54,7 @@ class BatchScheduler(SchedulerBooks):
         """Plans the step behind the one in flight; None where that one must be committed first. Preempts nobody."""
         if len(self._uncommitted) != 1:
             raise RuntimeError(f"{len(self._uncommitted)} steps are in flight or planned, 1 can be planned behind")
-        if any(row.sequence.needs_commit_first for row in self._uncommitted[0].rows):
+        if any(row.num_lookahead or row.sequence.needs_commit_first for row in self._uncommitted[0].rows):
             return None
         self._refresh()
         draft = PlanDraft(self.limits.token_budget, ahead=True)
@@ -119,9 +119,10 @@ class BatchScheduler(SchedulerBooks):
         return not expected or not (sequence.prefill_only or sequence.num_tokens + expected >= sequence.max_length)
 
     def plan_decodes(self, draft: PlanDraft) -> None:
-        """Every running decode, one token each; those that find no block take it from others, or go themselves."""
+        """A row for every running decode. A sequence that finds no free block preempts others, or is preempted."""
         rows: list[PlannedRow] = []
         short: list[Sequence] = []  # of a block
+        looks_ahead = self.settings.num_lookahead > 0
         draft.prompting = prompting = []
         for sequence in self.running.values():
             is_beam = sequence.beams is not None
@@ -131,13 +132,25 @@ class BatchScheduler(SchedulerBooks):
             if sequence.num_planned and not self._goes_on(sequence):
                 continue
             position = sequence.num_computed + sequence.num_planned
-            rows.append(PlannedRow(sequence, position, 1, False, True))
-            if is_beam or position >= sequence.table.capacity_tokens:
+            num_lookahead = self._num_lookahead(sequence) if looks_ahead else 0
+            rows.append(PlannedRow(sequence, position, 1, False, True, num_lookahead))
+            if is_beam or position + num_lookahead >= sequence.table.capacity_tokens:
                 short.append(sequence)
-        for sequence in self.blocks.grow_each(short) if short else ():
+        if short and not looks_ahead:
+            short = self.blocks.grow_each(short)
+        for sequence in short:
             if sequence.state is SequenceState.RUNNING:
-                self._make_room(sequence, sequence.next_position + 1, draft)
+                num_tokens = sequence.next_position + 1 + self._num_lookahead(sequence)
+                self._make_room(sequence, num_tokens, draft)
         draft.add_decodes(rows)
+
+    def _num_lookahead(self, sequence: Sequence) -> int:
+        """Tokens beyond one that its next decode row may bring: never behind its max_length, so that a sequence needs
+        no more blocks than it does with one token a step."""
+        if sequence.beams is not None:
+            return 0
+        num_tokens = sequence.num_tokens + sequence.num_expected
+        return max(0, min(self.settings.num_lookahead, sequence.max_length - num_tokens - 1))
 
     def plan_prompts(self, draft: PlanDraft) -> None:
         """The next chunks of the prompts that hold blocks, in the order of their admission."""

@@ -56,7 +56,7 @@ class TokenBuffer:
         return self.num_tokens
 
     def append(self, token_id: int) -> int:
-        """Adds one token at the end, and returns where; amortised O(1)."""
+        """Adds one token at the end, and returns the new length; amortised O(1)."""
         position = self.num_tokens
         if position == self._capacity:
             self._capacity = max(16, 2 * position)
@@ -64,8 +64,8 @@ class TokenBuffer:
             grown[:position] = self._data
             self._data = grown
         self._data[position] = token_id
-        self.num_tokens = position + 1
-        return position
+        self.num_tokens = length = position + 1
+        return length
 
     def copy(self) -> TokenBuffer:
         """A copy that grows on its own."""

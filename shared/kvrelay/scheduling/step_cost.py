@@ -70,7 +70,7 @@ class CalibratedCost:
         self._num_observed = 0
 
     def observe(self, num_tokens: int, num_pairs: float, seconds: float) -> None:
-        """A step took `seconds`; ignored where nothing was measured."""
+        """Records a step that took `seconds`. Ignores steps without a measured time."""
         if seconds <= 0 or num_tokens < 1:
             return
         features = np.array([1.0, num_tokens, num_pairs]) * _SCALES / seconds  # relative errors: short steps count too
@@ -81,7 +81,7 @@ class CalibratedCost:
             self._solve()
 
     def fitted(self) -> StepCost:
-        """What all steps so far say, at once."""
+        """Solves for all steps so far and returns the cost."""
         if self._num_observed:
             self._solve()
         return self.current

@@ -215,7 +215,7 @@ class SimulatedRunner:
     # -- tokens -------------------------------------------------------------------------------------------------------
 
     def _results(self, rows: Sequence[WorkerRow], packed: _Packed, digests: Words) -> list[RowResult]:
-        results = [RowResult(None)] * len(rows)
+        results = [RowResult()] * len(rows)
         sampling = [index for index, row in enumerate(rows) if row.sample]
         if sampling:
             known = [self._known[rows[index].key] for index in sampling]
@@ -231,18 +231,19 @@ class SimulatedRunner:
         for index, row in enumerate(rows):
             if (found := self._known.get(row.key)) is not None and found.scored is not None:
                 entries = self._scored(found, row.position, len(row.token_ids))
-                results[index] = RowResult(results[index].token_id, results[index].logprobs, entries)
+                results[index] = RowResult(results[index].token_ids, results[index].logprobs, entries)
         return results
 
     def _sampled(self, row: WorkerRow, known: _Known, token_id: int, draw: int, may_end: bool) -> RowResult:
         if row.beam is not None:
-            return RowResult(None, candidates=_candidates(self._vocabulary, draw, row.beam.num_candidates, may_end))
+            return RowResult(candidates=_candidates(self._vocabulary, draw, row.beam.num_candidates, may_end))
         if token_id in known.stops and _is_early(known, row.position + len(row.token_ids)):
             token_id = self._vocabulary.without(token_id, known.stops)
         known.drawn = token_id
         if known.sampling.logprobs is None:
-            return RowResult(token_id)
-        return RowResult(token_id, _logprobs(self._vocabulary, token_id, draw, known.sampling.logprobs))
+            return RowResult((token_id,))
+        entry = _logprobs(self._vocabulary, token_id, draw, known.sampling.logprobs)
+        return RowResult((token_id,), (entry,))
 
     def _scored(self, known: _Known, position: int, num_tokens: int) -> list[TokenLogprobs]:
         """Of the prompt tokens that follow these positions. A prompt's tokens are taken for equally likely."""

@@ -47,8 +47,13 @@ async def _serve(shells: Sequence[WorkerShell]) -> None:
     try:
         for shell, context in zip(shells, contexts, strict=True):
             await asyncio.create_task(shell.startup(), context=context)
-    except (OSError, ValueError, zmq.ZMQError) as error:
-        raise StartFailed(str(error)) from error
+    except BaseException as error:
+        for shell in shells:
+            await shell.leave()
+            shell.close(LINGER_S / len(shells))
+        if isinstance(error, OSError | ValueError | zmq.ZMQError):
+            raise StartFailed(str(error)) from error
+        raise
     lives = [
         asyncio.create_task(_live(shell), context=context) for shell, context in zip(shells, contexts, strict=True)
     ]

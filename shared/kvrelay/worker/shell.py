@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -68,6 +69,7 @@ class WorkerShell:
         self._cache_events: CacheEvents | None = None  # with an index to tell
         self._quiet_since = 0.0  # 0: nothing happened since the last check
         self._stop = asyncio.Event()
+        self._closing = contextlib.ExitStack()  # after a failed start
         self._tasks: list[asyncio.Task[None]] = []
         self._events: EventLog | None = None
         self._group: DelayerGroup | None = None  # of the prefill delayer, where it has one
@@ -100,6 +102,7 @@ class WorkerShell:
         await self._prepare_steps(runner, cache)
         context = self._open_messenger(runner)
         self.role = self._make_role(context, config)
+        self._closing.callback(self.role.close)
         self.reports = Reports(context, self.role, self._spans, self._more_totals)
         self.role.start()
         self.messenger.start()
@@ -147,6 +150,8 @@ class WorkerShell:
             settings=LinkSettings(alive_interval_s=config.peer_interval_s, peer_timeout_s=config.peer_timeout_s),
             curve=config.curve_key(),
         )
+        self._closing.callback(self.messenger.close, 0)
+        self.messenger.open()  # the role needs the address
         return WorkerContext(
             spec=runner.spec,
             pool=self.pool,
@@ -209,6 +214,7 @@ class WorkerShell:
     def close(self, linger_s: float = 0.2) -> None:
         """Stops transports and closes sockets, for up to `linger_s` on the event loop. Safe after a failed start."""
         if not hasattr(self, "membership"):
+            self._closing.close()
             return
         self.role.close()
         self.messenger.close(linger_s)

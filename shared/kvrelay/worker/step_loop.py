@@ -139,6 +139,7 @@ def _worker_row(row: PlannedRow) -> WorkerRow:
         sample=row.sample,
         is_prefill=row.is_prefill,
         has_placeholder=has_placeholder,
+        num_lookahead=row.num_lookahead,
         beam=_beam_row(sequence),
     )
 

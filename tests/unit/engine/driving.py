@@ -57,9 +57,9 @@ class Driven:
         self.computed += len(row.token_ids)
         self.prompt_logprobs += result.prompt_logprobs
         if row.sample:
-            assert result.token_id is not None
-            self.tokens.append(result.token_id)
-            self.logprobs.append(result.logprobs)
+            (token_id,) = result.token_ids
+            self.tokens.append(token_id)
+            self.logprobs.append(result.logprobs[0] if result.logprobs else None)
 
 
 def scatter_blocks(runner: ModelRunner, lengths: list[int], seed: int) -> list[np.ndarray]:

@@ -140,7 +140,7 @@ class Bench:
         for row in plan.rows:
             self.tokens_drawn += row.sample
             drawn = token_id if token_id is not None else 1 + self.tokens_drawn % 7
-            rows.append(RowResult(drawn if row.sample else None))
+            rows.append(RowResult((drawn,) if row.sample else ()))
         return StepResult(plan.step, rows, 0.0)
 
     def step(self) -> tuple[StepPlan, list[SequenceOutput]]:

@@ -87,7 +87,7 @@ def test_scoring_a_prompt_draws_nothing_and_reuses_nothing() -> None:
     bench.add([1] * 9, 0)
     plan, outputs = bench.step()
     assert not plan.rows[0].sample
-    assert (outputs[0].token_id, outputs[0].finish) == (None, FinishReason.LENGTH)
+    assert (outputs[0].token_ids, outputs[0].finish) == ((), FinishReason.LENGTH)
 
 
 def test_an_abort_during_a_step_takes_effect_when_it_ends() -> None:

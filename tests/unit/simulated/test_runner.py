@@ -81,8 +81,8 @@ def serve(
         for output in outputs:
             number = output.sequence.key[2] if are_samples else int(output.sequence.key[0])
             served.scores.setdefault(number, []).extend(output.prompt_logprobs)
-            if output.token_id is not None:
-                served.output[number].append(output.token_id)
+            if output.token_ids:
+                served.output[number] += output.token_ids
                 served.at_s[number].append(asyncio.get_running_loop().time())
             if output.finish is not None:
                 served.results[number] = output
@@ -214,7 +214,7 @@ def row_of(token_ids: list[int], blocks: np.ndarray, position: int = 0) -> Worke
 
 def draws_after(damage: str | None, num_prompt: int) -> list[int]:
     """The first tokens of many prompts, each after its last token was fed on its own, upon K/V that was damaged."""
-    drawn = []
+    drawn: list[int] = []
     for seed in range(20):
         prompt = random.Random(seed).choices(range(3, 50), k=num_prompt)
         runner, table = runner_of(), np.random.default_rng(seed).permutation(40)[: -(-num_prompt // 8)]
@@ -236,8 +236,7 @@ def draws_after(damage: str | None, num_prompt: int) -> list[int]:
             case "the tail's":
                 pool[table[-1]] = 0
         (result,) = runner.execute(WorkerBatch(2, [row_of(prompt[-1:], table, num_prompt - 1)])).rows
-        assert result.token_id is not None
-        drawn.append(result.token_id)
+        drawn += result.token_ids
     return drawn
 
 
@@ -268,11 +267,11 @@ def test_logprobs_are_those_of_a_distribution() -> None:
     prompt = list(range(3, 20))
     runner.add_sequence(KEY, sampling, prompt, len(prompt))
     (result,) = runner.execute(WorkerBatch(1, [row_of(prompt, np.arange(3))])).rows
-    assert result.logprobs is not None
-    assert result.logprobs.token_id == result.token_id == result.logprobs.top_ids[0]
-    assert len(set(result.logprobs.top_ids)) == len(result.logprobs.top_logprobs) == 4
-    assert result.logprobs.top_logprobs == sorted(result.logprobs.top_logprobs, reverse=True)
-    assert sum(map(math.exp, result.logprobs.top_logprobs)) < 1
+    (entry,) = result.logprobs
+    assert (entry.token_id,) == tuple(result.token_ids) == (entry.top_ids[0],)
+    assert len(set(entry.top_ids)) == len(entry.top_logprobs) == 4
+    assert entry.top_logprobs == sorted(entry.top_logprobs, reverse=True)
+    assert sum(map(math.exp, entry.top_logprobs)) < 1
     assert [each.token_id for each in result.prompt_logprobs] == prompt[1:]
     assert all(len(each.top_ids) == 2 and each.logprob < 0 for each in result.prompt_logprobs)
 

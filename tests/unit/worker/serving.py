@@ -172,9 +172,8 @@ class Service:
         for output in outputs:
             number = int(output.sequence.key[0][1:])
             assert number not in self.served.finish and number not in self.served.failed | self.served.aborted
-            assert output.index == len(self.served.output[number]) or output.token_id is None
-            if output.token_id is not None:
-                self.served.output[number].append(output.token_id)
+            assert output.index == len(self.served.output[number]) or not output.token_ids
+            self.served.output[number] += output.token_ids
             if output.finish is not None:
                 self.served.finish[number] = output.finish
             elif self.wanted[number].prefill_only and output.prefilled:

@@ -117,8 +117,7 @@ class Crowd:
 
     def committed(self, outputs: list[SequenceOutput]) -> None:
         for output in outputs:
-            if output.token_id is not None:
-                self.tokens[output.sequence.key].append(output.token_id)
+            self.tokens[output.sequence.key] += output.token_ids
             if output.beams:
                 self.beams[output.sequence.key] = [tuple(beam.token_ids) for beam in output.beams]
         self.pool.check_integrity()
@@ -206,7 +205,7 @@ class Watched:
         await asyncio.wait_for(self.loop.run(StepCallbacks(lambda plan: None, self._committed, self._fail)), PATIENCE_S)
 
     def _committed(self, outputs: list[SequenceOutput]) -> None:
-        self.tokens += [output.token_id for output in outputs if output.token_id is not None]
+        self.tokens += [token_id for output in outputs for token_id in output.token_ids]
         if any(output.finish for output in outputs):
             self.loop.stop()
 

@@ -1,19 +1,19 @@
-"""The sequences of one beam search: a group that is admitted, preempted and resumed as one.
+"""The sequences of one beam search. They are admitted, preempted and resumed together.
 
-States of a group:
+A group is in one of three states:
 
-1. PREFIX   one sequence, the leader, computes what all beams have in common: the prompt; after a preemption the common
-           start of all live beams. It is admitted only where there is room for all beams.
-2. BEAMS  every live beam is a running sequence. They share blocks down to where they part: the prefix's full blocks are
-           held once, by the group; those behind by each beam; a block that is written and shared is copied first.
-           A step of the search is made when all of them have their candidates; then those that nobody follows let go
-           of their blocks.
+1. PREFIX  one sequence, the leader, computes the common prefix of all beams: the prompt, or after a preemption the
+           common start of all live beams. It is admitted only if all beams fit.
+2. BEAMS   every live beam is a running sequence. Beams share their common blocks: the group holds the full blocks of
+           the prefix once, and each beam holds the blocks behind them. A shared block is copied before a beam writes
+           it. The search makes a step when all beams have their candidates; then beams that no beam follows release
+           their blocks.
 3. OVER    the search is done, or the group was aborted.
 
-PREFIX > BEAMS when the prefix is computed (and the search has not ended with it); BEAMS > PREFIX when blocks run out.
+PREFIX becomes BEAMS when the prefix is computed, unless the search ends with it. BEAMS becomes PREFIX when the group is
+preempted.
 
-The leader has the request's key, stands for all of them towards the outside, and is the first beam while they are
-split into beams.
+The leader has the request's key, represents the group outside the scheduler, and is the first of the beams.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kvrelay.scheduling.sequence import Sequence, SequenceState, TokenBuffer
 
 
 class BeamGroup:
-    """See the module's text. Its sequences hold blocks by `blocks`, who runs is the scheduler's business."""
+    """One beam search and its sequences. The caller keeps the list of running sequences."""
 
     def __init__(self, leader: Sequence, spec: BeamSpec, search: BeamSearch) -> None:
         self.leader = leader
@@ -45,25 +45,26 @@ class BeamGroup:
         self._width = spec.width
         self._offered: dict[SequenceKey, BeamCandidates] = {}
         self._prefix_blocks: list[int] = []
-        self._texts: list[TokenBuffer] = []  # of the live beams, while they are not split into beams
+        self._texts: list[TokenBuffer] = []  # of the live beams, while the leader recomputes their prefix
 
     @property
     def wants_candidates(self) -> bool:
-        """Whether its sequences' last tokens are to be followed; a prefix that is computed again gives none."""
+        """Whether the last tokens of its sequences need candidates. Recomputing a prefix needs none."""
         return self.has_beams or self.search.num_tokens == 0
 
     @property
     def num_candidates(self) -> int:
-        """Candidates that each beam is to give."""
+        """Number of candidates for each beam."""
         return self.search.num_candidates
 
     @property
     def num_slots(self) -> int:
-        """Running sequences that it will be. On a prefill worker it never forks."""
+        """Number of running sequences that it will become; 1 on a prefill worker, which has no beams."""
         return 1 if self.leader.prefill_only else self._width
 
     def num_reserved_blocks(self) -> int:
-        """Blocks that its prefix leaves to the beams' next tokens."""
+        """Returns the number of blocks that are reserved for the next tokens of the beams while it computes the
+        prefix."""
         if self.has_beams or self.leader.prefill_only:
             return 0
         size, prefix = self.leader.table.block_size, self.leader.num_tokens
@@ -72,18 +73,18 @@ class BeamGroup:
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether a step is computing any of them."""
+        """Whether one of its sequences is in a step."""
         return any(member.num_planned for member in self.members)
 
     @property
     def is_ready(self) -> bool:
-        """Whether all that the next step of the search needs is there."""
+        """Whether the next step of the search can be made."""
         if self.wants_candidates:
             return len(self._offered) == len(self.members)
         return self.leader.num_computed == self.leader.num_tokens
 
     def offer(self, sequence: Sequence, candidates: BeamCandidates) -> None:
-        """A member's candidates."""
+        """Records the candidates of one of its sequences."""
         self._offered[sequence.key] = candidates
 
     def advance(self) -> BeamCandidates | None:
@@ -96,7 +97,7 @@ class BeamGroup:
         return rows[0]
 
     def branch(self, blocks: BlockManager) -> list[Sequence]:
-        """Makes the members the search's live beams. Returns those that are no member any more."""
+        """Makes its sequences the live beams of the search. Returns sequences that are no longer part of it."""
         if self.has_beams:
             return self._follow(blocks)
         self._plant(blocks)
@@ -110,7 +111,7 @@ class BeamGroup:
         return []
 
     def collapse(self) -> None:
-        """The members lost their blocks, all of them: the leader is the prefix again, the others are no more."""
+        """Its sequences have lost their blocks: the leader computes the prefix again, and the others are dropped."""
         if not self.has_beams:
             return
         self._offered.clear()
@@ -121,7 +122,7 @@ class BeamGroup:
         self.has_beams = False
 
     def free(self, blocks: BlockManager) -> None:
-        """Lets go of all its blocks."""
+        """Releases all its blocks."""
         for member in self.members:
             blocks.free(member)
         blocks.pool.release(self._prefix_blocks, BlockState.RUNNING)
@@ -130,7 +131,7 @@ class BeamGroup:
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _plant(self, blocks: BlockManager) -> None:
-        """The prefix is computed: its full blocks become the group's; room beyond it is given back."""
+        """The prefix is computed: the group takes over the holds on its full blocks, and releases unused blocks."""
         leader = self.leader
         size = leader.table.block_size
         blocks.change_block_state(leader, BlockState.RUNNING)
@@ -140,7 +141,8 @@ class BeamGroup:
         self.has_beams = True
 
     def _follow(self, blocks: BlockManager) -> list[Sequence]:
-        """Each live beam goes on from its parent. Who has no child lets go of its blocks."""
+        """Each live beam continues its parent. Sequences without a child release their blocks. Returns those that
+        left."""
         position = self.members[0].num_tokens
         left = self._share(self.search.parents.tolist(), blocks)
         for member, token in zip(self.members, self.search.tokens.tolist(), strict=True):
@@ -149,7 +151,8 @@ class BeamGroup:
         return left
 
     def _share(self, parents: Seq[int], blocks: BlockManager) -> list[Sequence]:
-        """Member i gets what member parents[i] has; the first of several takes it over, the others take copies."""
+        """Member i gets the tokens and blocks of member parents[i]: the first child takes them over, the others take
+        copies."""
         before, taken = self.members, set[int]()
         shares: list[tuple[TokenBuffer, BlockTable]] = []
         for parent in parents:
@@ -181,14 +184,15 @@ class BeamGroup:
 
 @dataclass(frozen=True, slots=True)
 class BeamStep:
-    """What a step of a search came to. `first`: the prompt's candidates. `results` are there when it is done."""
+    """The outcome of a step of a search. `first`: the candidates that follow the prompt. `results`: not empty when the
+    search is done."""
 
     first: BeamCandidates | None
     results: list[BeamResult]
 
 
 class BeamGroups:
-    """The groups of one scheduler, which keeps `running`."""
+    """The beam groups of one scheduler. `running`: the scheduler's running sequences, which this changes."""
 
     def __init__(
         self,
@@ -201,28 +205,28 @@ class BeamGroups:
 
     @property
     def num_reserved_slots(self) -> int:
-        """Places among the running sequences that prefixes keep for their beams."""
+        """Number of running sequences that are reserved for the beams of groups that compute their prefix."""
         return sum(group.num_slots - 1 for group in self._prefixes.values())
 
     @property
     def num_reserved_blocks(self) -> int:
-        """Blocks that prefixes keep for their beams."""
+        """Number of blocks that are reserved for the beams of groups that compute their prefix."""
         return sum(group.num_reserved_blocks() for group in self._prefixes.values())
 
     def enter(self, leader: Sequence) -> None:
-        """A sequence joins the scheduler: a beam search starts, if it asks for one."""
+        """A sequence joined the scheduler: makes its group if it asks for a beam search."""
         spec = leader.sampling.beams
         if spec is not None:
-            leader.needs_commit_first = True  # who follows whom is known when all candidates are
+            leader.needs_commit_first = True  # all candidates must be known before the next step can be planned
             search = BeamSearch(spec, leader.stop_tokens, leader.max_length - leader.num_prompt)
             leader.beams = BeamGroup(leader, spec, search)
 
     def admitted(self, group: BeamGroup) -> None:
-        """Its prefix runs."""
+        """The leader of the group runs and computes the prefix."""
         self._prefixes[group.leader.key] = group
 
     def advance(self, group: BeamGroup) -> BeamStep:
-        """Everything is there for a step of the search, or for its beams to go on after a preemption."""
+        """Makes a step of the search, or splits the group into beams again after a preemption. The group is ready."""
         first = group.advance()
         if group.search.is_done:
             return BeamStep(first, group.search.results())
@@ -231,14 +235,14 @@ class BeamGroups:
         return BeamStep(first, [])
 
     def preempt(self, group: BeamGroup, drop_row: Callable[[Sequence], None]) -> None:
-        """All of them lose their blocks; what is left is the leader, which does not run."""
+        """All its sequences lose their blocks. The leader remains and does not run."""
         for member in group.members:
             drop_row(member)
         self.leave(group)
         group.collapse()
 
     def leave(self, group: BeamGroup) -> None:
-        """Nobody of it runs any more, or holds anything."""
+        """Releases all blocks of the group and removes its sequences from the running ones."""
         group.free(self._blocks)
         for member in group.members:
             del self._running[member.key]
@@ -255,7 +259,8 @@ class BeamGroups:
             self._running.update((member.key, member) for member in group.members)
 
     def _place_behind_leader(self, group: BeamGroup) -> None:
-        """The beams got their blocks when the leader did: that is their age when somebody has to go."""
+        """Puts the beams next to the leader in the order of running sequences: they are as old as the leader, and the
+        youngest sequence is preempted first."""
         later = list(self._running)
         del later[: later.index(group.leader.key) + 1]
         moved = [(key, self._running.pop(key)) for key in later]
@@ -264,7 +269,8 @@ class BeamGroups:
 
 
 def _num_common(texts: Seq[TokenBuffer]) -> int:
-    """Tokens that all texts, which are of one length, start with; without their last ones, which each beam computes."""
+    """Returns the number of tokens in common at the start, without the last token, which each beam computes. All texts
+    have the same length."""
     rows = np.stack([text.view(0, text.num_tokens - 1) for text in texts])
     differs = (rows != rows[0]).any(axis=0)
     return int(differs.argmax()) if differs.any() else len(differs)

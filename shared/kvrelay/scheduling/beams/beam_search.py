@@ -50,7 +50,7 @@ def num_candidates(width: int, num_ends: int) -> int:
 
 
 class BeamSearch:
-    """See the module's text. It starts with one beam without tokens; `max_tokens` is the output's greatest length."""
+    """Starts with one beam without tokens. `max_tokens`: the longest output."""
 
     def __init__(self, spec: BeamSpec, ends: Collection[int], max_tokens: int) -> None:
         if max_tokens < 1:
@@ -67,17 +67,17 @@ class BeamSearch:
 
     @property
     def num_live(self) -> int:
-        """Beams that are to be continued."""
+        """Number of beams that continue."""
         return 0 if self.is_done else len(self._scores)
 
     @property
     def parents(self) -> NDArray[np.int64]:
-        """By live beam, which beam of the step before it follows."""
+        """For each live beam, the index of the beam of the step before that it follows."""
         return self._steps[-1].parents
 
     @property
     def tokens(self) -> NDArray[np.int64]:
-        """By live beam, its newest token."""
+        """For each live beam, its newest token."""
         return self._steps[-1].tokens
 
     def advance(self, rows: Sequence[BeamCandidates]) -> None:
@@ -134,7 +134,7 @@ class BeamSearch:
         del self._finished[width:]
 
     def _goes_on(self) -> bool:
-        """Whether a live beam may still become better than the worst finished one, by the rule that was asked for."""
+        """Returns whether a live beam may still become better than the worst finished one, by the requested rule."""
         if len(self._finished) < self.spec.width:
             return True
         if self.spec.early_stopping is True:

@@ -1,7 +1,7 @@
-"""How much room admission leaves for the tokens that running sequences will draw (SGLang's new-token ratio).
+"""Blocks that admission leaves free for the tokens that running sequences will sample (SGLang's new-token ratio).
 
-Too little, and sequences are preempted later; too much, and blocks lie idle. So the estimate starts careful, relaxes
-with every step that goes well, and after a retraction becomes what the running sequences have really drawn.
+If it leaves too few, sequences are preempted later; if it leaves too many, blocks are idle. So the ratio starts high,
+falls with every step, and is raised to the observed output lengths after a preemption.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from kvrelay.kv.table import blocks_for
 from kvrelay.scheduling.memory.block_manager import BlockManager
 from kvrelay.scheduling.sequence import Sequence
 
-FLOOR_SHARE = 0.14  # of the initial ratio
+FLOOR_SHARE = 0.14  # the lowest ratio, as a share of the initial one
 RELAX_STEPS = 600  # from the initial ratio to the floor
-RETRACTION_HORIZON = 20  # tokens that each sequence shall be able to draw after a retraction
+RETRACTION_HORIZON = 20  # margin after a preemption, in tokens of each sequence
 
 
 class NewTokenRatio:
-    """The share of their remaining `max_tokens` that running sequences are expected to draw; off if it starts at 0."""
+    """The share of their remaining `max_tokens` that running sequences are expected to sample. Off if it starts at
+    0."""
 
     def __init__(self, initial: float) -> None:
         self.initial = initial
@@ -26,23 +27,24 @@ class NewTokenRatio:
         self.value = initial
 
     def relax(self) -> None:
-        """A step went well."""
+        """A step succeeded: lowers the ratio a little."""
         if self.value > self.floor:
             self.value = max(self.floor, self.value - (self.initial - self.floor) / RELAX_STEPS)
 
     def retracted(self, running: Collection[Sequence]) -> None:
-        """Somebody lost its blocks: the estimate becomes what these have drawn and the horizon, never less than now."""
+        """A sequence was preempted: raises the ratio to the observed output length plus a margin. Never lowers it."""
         most = sum(sequence.sampling.max_tokens for sequence in running)
         if self.initial and most:
             drawn = sum(sequence.num_output + RETRACTION_HORIZON for sequence in running)
             self.value = max(self.value, min(1.0, drawn / most))
 
     def idle(self) -> None:
-        """Nothing runs: what was learnt is about sequences that are gone."""
+        """No sequence runs: resets the ratio, because it was learnt from sequences that have ended."""
         self.value = self.initial
 
     def headroom(self, running: Collection[Sequence], blocks: BlockManager) -> int:
-        """Blocks that the running sequences are expected to take beyond those they have. O(running)."""
+        """Returns the number of blocks that the running sequences are expected to need beyond those they have.
+        O(running)."""
         if not self.value:
             return 0
         num_tokens = 0

@@ -1,8 +1,9 @@
-"""What becomes of a preempted sequence's K/V, as a pure function of what either way is estimated to take.
+"""Estimates whether a preempted sequence's KV is cheaper to recompute or to swap (Kwon et al., SOSP 2023, sections 4.5
+and 7.3). A pure function.
 
-Recomputation pays for the tokens whose K/V is gone by the time the sequence is resumed; swapping pays for copying the
-blocks to the host, and those that are gone back (Kwon et al., SOSP 2023, sections 4.5 and 7.3). Not everything goes:
-blocks that other running sequences share stay, and of the others the prefix cache keeps what nobody needed meanwhile.
+Recomputation costs the time for tokens whose KV is lost by the time the sequence is resumed. Swapping costs the time to
+copy the blocks to the host, and to copy the lost ones back. Not all KV is lost: blocks that other running sequences
+hold stay, and the prefix cache keeps those that were not needed meanwhile.
 """
 
 from __future__ import annotations
@@ -14,28 +15,30 @@ from kvrelay.scheduling.scheduler_settings import Preemption
 from kvrelay.scheduling.step_cost import StepCost, pairs
 
 COPY_BLOCK_S = 25e-6
-"""Where no copy was measured: 100 KB at 4 GB/s."""
+"""Used until a copy was measured: 100 KB at 4 GB/s."""
 WEIGHT = 0.25
-"""Of the latest observation in a running mean."""
+"""Weight of the latest observation in a running mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """A sequence about to lose its blocks. Lengths in tokens; `num_shared`: of its prefix that others hold, too."""
+    """A sequence about to lose its blocks. `num_computed` and `num_shared` are tokens; `num_shared`: the prefix that
+    other sequences hold."""
 
     num_computed: int
     num_shared: int
     num_new_blocks: int  # that the swap space does not have yet
 
     def num_lost(self, lost_share: float, block_size: int) -> int:
-        """Tokens whose K/V will be gone, if `lost_share` of the blocks that nobody else holds go, last ones first."""
+        """Returns the number of tokens whose KV is lost if `lost_share` of the blocks that only this sequence holds are
+        evicted, the last ones first."""
         num_own_blocks = self.num_computed // block_size - self.num_shared // block_size
         return self.num_computed - self.num_shared - int((1 - lost_share) * num_own_blocks) * block_size
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Seconds."""
+    """Times in seconds."""
 
     recompute_s: float
     out_s: float
@@ -43,30 +46,31 @@ class Estimate:
 
     @property
     def gain_s(self) -> float:
-        """What swapping saves; negative where it costs more."""
+        """The time that swapping saves; negative if recomputing is faster."""
         return self.recompute_s - self.out_s - self.back_s
 
     @property
     def gain_of_copy_s(self) -> float:
-        """What a copy that is made already saves."""
+        """The time that a copy already made saves."""
         return self.recompute_s - self.back_s
 
 
 def estimate(preempted: Preempted, cost: StepCost, block_s: float, lost_share: float, block_size: int) -> Estimate:
-    """What each way takes. `block_s`: copying a block, one way. A step's fixed cost counts for neither: others run."""
+    """Estimates the time of recomputing and of swapping. `block_s`: seconds to copy a block one way. The fixed cost of
+    a step counts for neither, as other sequences run in the same steps."""
     num_lost = preempted.num_lost(lost_share, block_size)
     position = preempted.num_computed - num_lost
     recompute_s = cost.token_s * num_lost + cost.pair_s * pairs(position, num_lost)
     return Estimate(recompute_s, block_s * preempted.num_new_blocks, block_s * blocks_for(num_lost, block_size))
 
 
-def prefers_swap(preemption: Preemption, estimate: Estimate, given_up_s: float) -> bool:
-    """Whether to copy. `given_up_s`: what the copies are worth that have to be given up for it."""
-    return preemption == "swap" or (preemption == "auto" and estimate.gain_s > given_up_s)
+def prefers_swap(preemption: Preemption, estimate: Estimate, dropped_s: float) -> bool:
+    """Returns whether to swap. `dropped_s`: the time that is lost with copies which must be dropped to make room."""
+    return preemption == "swap" or (preemption == "auto" and estimate.gain_s > dropped_s)
 
 
 class RunningMean:
-    """An exponentially weighted mean that starts from a guess."""
+    """An exponentially weighted mean with an initial guess."""
 
     def __init__(self, guess: float) -> None:
         self.value = guess

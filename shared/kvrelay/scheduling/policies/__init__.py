@@ -1,1 +1,1 @@
-"""Scheduling policies: what goes into a step, how prompts are cut, and policies by name."""
+"""Scheduling policies: the contents of a step, the cutting of prompts, and policies by name."""

@@ -1,12 +1,12 @@
-"""When workers that run both phases let prompts in: together, or not yet (SGLang's prefill delayer).
+"""The prefill delayer: workers that run both phases admit prompts together, or wait (SGLang's prefill delayer).
 
-Where ranks step together, a step lasts as long as its slowest rank's: one that computes a prompt alone makes all others
-wait with their decodes as long. Where they share a machine, it takes the cores and the memory's bandwidth from them. So
-prompts wait, within bounds, until every rank has one. And where all have, they wait until the decodes have left enough
-slots for a whole batch of prompts, instead of going in one by one.
+If ranks step together, a step lasts as long as its slowest rank: a rank that computes a prompt alone makes the decodes
+of all others wait. If ranks share a machine, that prompt takes cores and memory bandwidth from them. So prompts wait,
+within bounds, until every rank has one. If all have one, they wait until enough slots are free for a whole batch of
+prompts, instead of being admitted one by one.
 
-Four integers a rank and pass decide; state is immutable and the decision a pure function. Ranks that step together hand
-it the same loads, and decide alike. Others hand it what they know of each other (`worker/delayer_group.py`).
+Four integers per rank and pass decide. State is immutable and the decision is a pure function: ranks that step together
+pass it the same loads and decide alike. Other ranks pass it the loads that they know (`worker/delayer_group.py`).
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ class DelayerState:
 
 @dataclass(frozen=True, slots=True)
 class DelayDecision:
-    """Whether prompts may be admitted in this pass, on every rank alike."""
+    """Whether prompts may be admitted in this pass. The same on every rank."""
 
     allowed: bool
     reason: DelayReason
 
 
 class GroupExchange(Protocol):
-    """How the ranks of a group hear of each other. Every rank calls `share` exactly once a pass."""
+    """Exchanges loads between the ranks of a group. Every rank calls `share` exactly once per pass."""
 
     def share(self, load: RankLoad) -> Seq[RankLoad]:
         """Tells this rank's load, and returns all that are known, its own among them."""

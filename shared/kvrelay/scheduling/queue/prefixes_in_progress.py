@@ -1,4 +1,4 @@
-"""Which blocks running prompts are about to publish, so that nobody computes the same prefix beside them."""
+"""Blocks that running prompts are about to publish, so that no other sequence computes the same prefix."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from kvrelay.protocol.sequence_key import SequenceKey
 
 
 class PrefixesInProgress:
-    """Blocks by hash, each promised by one sequence or several. A promise ends when it is kept or given up."""
+    """Promised blocks by hash; several sequences may promise the same block. A promise ends when the block is published
+    or the promise is withdrawn."""
 
     def __init__(self) -> None:
         self._num_promised: dict[BlockHash, int] = {}
@@ -32,7 +33,7 @@ class PrefixesInProgress:
             self._num_promised[block_hash] = self._num_promised.get(block_hash, 0) + 1
 
     def kept(self, key: SequenceKey, num_blocks: int) -> None:
-        """The next `num_blocks` of a sequence's promises are published."""
+        """A sequence has published the next `num_blocks` of the blocks that it promised."""
         hashes = self._promises.get(key)
         if hashes is None:
             return
@@ -43,7 +44,7 @@ class PrefixesInProgress:
             del self._promises[key], self._num_kept[key]
 
     def withdraw(self, key: SequenceKey) -> Seq[BlockHash]:
-        """A sequence goes; returns what it had promised still."""
+        """A sequence stops. Returns the blocks that it had promised and not published."""
         hashes = self._promises.pop(key, None)
         if hashes is None:
             return ()

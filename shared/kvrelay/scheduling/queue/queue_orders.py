@@ -1,15 +1,15 @@
-"""Orders of the waiting queue, as values: how early a sequence is wanted. Ties go by arrival.
+"""Orders of the waiting queue. Sequences of equal priority go by arrival.
 
 - `fcfs`: first come, first served.
 - `lpm`: longest cached prefix first (Zheng et al., SGLang, NeurIPS 2024, section 3). Offline it visits the tree of
-  prompts depth first, which no order beats for the hit rate (their theorem 3.1).
-- `dfs_weight`: depth first through the tree of the waiting prompts, the branch with most of them first (SGLang's order
-  for data-parallel workers).
-- `priority`: the smaller number first, as vLLM has it.
-- `sjf`: shortest job first: prompt tokens to compute and output tokens to draw, at most.
-- `random`: by a hash of the sequence's key; what an order is worth shows against it.
+  prompts depth first, which gives the best possible hit rate (their theorem 3.1).
+- `dfs_weight`: depth first through the tree of waiting prompts, the branch with most of them first (SGLang's order for
+  data-parallel workers).
+- `priority`: the smallest number first, as in vLLM.
+- `sjf`: shortest job first, by prompt tokens to compute plus output tokens to sample at most.
+- `random`: by a hash of the sequence's key, as a baseline for the other orders.
 
-None of them starves anybody: see `WaitingQueue`.
+No order starves a sequence: `WaitingQueue` bounds the wait.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvrelay.scheduling.scheduler_settings import QueueOrderName
 from kvrelay.scheduling.sequence import Sequence
 
 Priority = Callable[[Sequence, int], int]
-"""(sequence, its cached blocks) -> the smaller, the earlier. Must not fall when the cached blocks get fewer."""
+"""(sequence, number of its cached blocks) -> priority; the smallest first. Must not fall as cached blocks get fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def depth_first(chains: Seq[Seq[BlockHash]]) -> list[int]:
 
 
 def _shared_depth(chains: Seq[Seq[BlockHash]], group: Seq[int], depth: int) -> int:
-    """How many blocks the group has in common, given that it has `depth`: a hash stands for all before it."""
+    """Returns how many blocks the group has in common, given that it has `depth`. Equal hashes mean equal prefixes."""
     low, high = depth, min((len(chains[index]) for index in group), default=depth)
     while low < high:
         middle = (low + high + 1) // 2

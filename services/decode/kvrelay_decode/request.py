@@ -20,7 +20,7 @@ class DecodeRequest:
     sequence: Sequence
     deadline: float
     handoff: ReceiverHandoff | None = None
-    handle: Callable[[ReceiverHandoffEvent], list[ReceiverInstruction]] | None = None  # of `handoff`, perhaps recorded
+    handle: Callable[[ReceiverHandoffEvent], list[ReceiverInstruction]] | None = None  # feeds `handoff`
     prefill: PeerRef | None = None
     process: str = ""  # the prefill worker's, see `kvrelay.process_identity`
     transport: str = ""

@@ -21,7 +21,7 @@ class Reservations:
         self._incarnation = incarnation
         self._numbers = itertools.count(1)
         self._keys: dict[str, SequenceKey] = {}
-        self._last_transports: dict[PeerRef, str] = {}  # by prefill worker
+        self._last_transports: dict[PeerRef, str] = {}  # that each prefill worker used
 
     def start(self, on_transfer: Callable[[ReceiverEvent], None]) -> None:
         """Starts the transports. Needs a running event loop."""

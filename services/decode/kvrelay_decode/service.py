@@ -1,5 +1,5 @@
-"""The role of a decode worker: runs sequences that prefill hands over, computes whole prompts if the router asks for
-it, and streams tokens to the routers."""
+"""The role of a decode worker: it runs sequences that prefill computed, and computes whole prompts if the router sends
+them to it. Tokens go to the routers."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ class Granted(Body, frozen=True, kw_only=True, tag="granted"):
 
 
 class Deferred(Body, frozen=True, kw_only=True, tag="deferred"):
-    """D>P: full for now. D remembers the wish, holds no block for it, and sends Granted when there is room."""
+    """D>P: no room now. The handoff waits in D's queue without blocks, and D sends Granted when it is admitted."""
 
     reason: str
 

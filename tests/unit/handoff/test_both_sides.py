@@ -39,7 +39,7 @@ class Receiver:
     one_sided: bool
     inbox: deque[tuple[str, object]] = field(default_factory=deque)
     machine: ReceiverHandoff | None = None
-    wish_deferred: bool = False
+    is_deferred: bool = False
     alive: bool = True
     committed: int = 0
     slots_held: bool = False
@@ -143,7 +143,7 @@ class World:
         receiver.machine.handle(decode.ReservationOpened(reservation, 1, NUM_BLOCKS, receiver.one_sided))
         receiver.slots_held = True
         receiver.landed[reservation] = set()
-        receiver.wish_deferred = False
+        receiver.is_deferred = False
         message = Granted(
             reservation=reservation, first_block=1, slots=list(range(1, NUM_BLOCKS)), transport="t", endpoint={}
         )
@@ -158,7 +158,7 @@ class World:
                 self.to_prefill.append((receiver.name, "refused", None))
                 return
             receiver.machine = ReceiverHandoff()
-            receiver.wish_deferred = True
+            receiver.is_deferred = True
             if choice == "grant":
                 self.grant(receiver)
             else:
@@ -167,7 +167,7 @@ class World:
             self.to_prefill.append((receiver.name, "refused", None))
         elif machine is not None:
             if kind == "abort" and content in ("", machine.reservation):
-                receiver.wish_deferred = False
+                receiver.is_deferred = False
                 if machine.state is ReceiverState.RUNNING:
                     receiver.committed = 0
                     receiver.machine = None
@@ -293,7 +293,7 @@ class World:
             events += [("fault", write) for write in sorted(self.writes)]
         events += [("drain", reservation) for reservation in sorted(self.aborting)]
         events += [("receiver", r) for r in self.receivers.values() if r.alive and r.inbox]
-        events += [("grant", r) for r in self.receivers.values() if r.alive and r.machine and r.wish_deferred]
+        events += [("grant", r) for r in self.receivers.values() if r.alive and r.machine and r.is_deferred]
         events += [("prefill", None)] * bool(self.to_prefill)
         active = self.sender.state in (SenderState.QUEUED, SenderState.COMPUTING)
         events += [("compute", None)] * (active and not self.cancelled)

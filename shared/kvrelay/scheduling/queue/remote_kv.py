@@ -57,8 +57,8 @@ class RemoteSequences:
         self._senders = senders
         self.receiving: dict[SequenceKey, Sequence] = {}
         self._expected: dict[str, _Expected] = {}
-        self._pending: dict[str, dict[SequenceKey, Sequence]] = {}  # by sample group, those that wait in the queue
-        self._reserved: set[SequenceKey] = set()  # of these, the ones with reserved capacity
+        self._pending: dict[str, dict[SequenceKey, Sequence]] = {}  # handoffs in the queue, by sample group
+        self._reserved: set[SequenceKey] = set()  # pending handoffs that capacity is reserved for
         self._announced: list[Sequence] = []  # reserved since `take_reservations`
         self._num_receiving_slots = 0
 
@@ -140,7 +140,7 @@ class RemoteSequences:
     # -- admission ----------------------------------------------------------------------------------------------------
 
     def has_capacity(self, sequence: Sequence) -> bool:
-        """Whether capacity is reserved for this handoff."""
+        """Whether a sample of its group was admitted before and has reserved capacity for this handoff."""
         return sequence.key in self._reserved
 
     def num_to_come(self, sequence: Sequence) -> int:

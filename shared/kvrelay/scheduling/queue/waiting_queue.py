@@ -2,8 +2,8 @@
 
 Local prompts and handoffs (`remote_kv`) wait in one queue, in one order. A waiting sequence is in one of five places:
 
-1. RESERVED  capacity is reserved for it (`sample_groups`, `remote_kv`). It is admitted before all others, unless the
-             next block of its prompt is still being computed or sent.
+1. RESERVED  capacity is reserved for it (`sample_groups`, `remote_kv`). It is admitted before all others, unless a
+             block that it misses is still being computed or sent.
 2. RESUMED   it was preempted. Resumed sequences follow, the latest preempted first.
 3. LISTED    it is in a heap, by (priority, arrival).
 4. PARKED    the first block that it misses is being computed by a running sequence, or sent for another handoff. It is

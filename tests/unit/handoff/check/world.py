@@ -215,7 +215,7 @@ class World(State):
         _STEPS[name](world, *step[1:])
         for d in world.size.decodes:
             if d not in world.dead:
-                decode_side.grant_wishes(world, d)
+                decode_side.admit_pending(world, d)
         return world
 
     # -- links --------------------------------------------------------------------------------------------------------

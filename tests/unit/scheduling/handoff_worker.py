@@ -166,7 +166,10 @@ class HandoffWorker:
 
     @property
     def somebody_moves(self) -> bool:
-        return bool(self.scheduler.reserve()) or bool(self.scheduler.schedule().rows)
+        if self.scheduler.reserve():
+            return True
+        plan = self.scheduler.schedule()
+        return bool(plan.rows or plan.reservations)
 
     def check_that_the_next_handoff_does_not_fit(self) -> None:
         """Adds up the tables under fcfs, if no blocks are shared and no samples are expected."""

@@ -22,6 +22,7 @@ from kvrelay.engine.device import HostCopy, to_device, to_host
 from kvrelay.engine.pending_logprobs import PendingLogprobs
 from kvrelay.engine.sampler_state import Parameters, SamplerState
 from kvrelay.engine.truncation import Limits, sample_from_more
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey
 
@@ -33,6 +34,8 @@ class BadLogits(RowsFailed):
 
     No token was sampled or recorded. The step may be run again without these sequences.
     """
+
+    kind = FailureKind.BAD_LOGITS
 
     def __init__(self, keys: Sequence[SequenceKey]) -> None:
         super().__init__(f"the model's logits are not finite for {', '.join(map(str, keys))}", keys)

@@ -182,7 +182,7 @@ class QueuedRunner(HashRunner):
         mistaken = set()
         for row, result in zip(rows, results, strict=True):
             if result.token_ids and self._is_mistaken(row):
-                self._drawn[row.key] = 1 + result.token_ids[-1] % (VOCAB_SIZE - 1)
+                self._sampled[row.key] = 1 + result.token_ids[-1] % (VOCAB_SIZE - 1)
                 mistaken.add(row.key)
         return list(results), mistaken
 

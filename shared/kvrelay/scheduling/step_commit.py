@@ -49,9 +49,9 @@ class StepCommit:
                 end = sequence.tokens.append(token_id)
                 if token_id in sequence.stop_tokens or end >= sequence.max_length:
                     finish = FinishReason.STOP_TOKEN if token_id in sequence.stop_tokens else FinishReason.LENGTH
+                    token_ids, logprobs = token_ids[: end - start], logprobs[: end - start]
                     break
             if (num_new := end - start) > 1:
-                token_ids, logprobs = token_ids[:num_new], logprobs[:num_new]
                 num_computed = sequence.num_computed = num_computed + num_new - 1
             if num_computed - sequence.num_published * block_size >= block_size:
                 lifecycle.publish(sequence)

@@ -13,7 +13,7 @@ import redis
 
 from kvrelay.fleet.index.feed import IndexFeed
 from kvrelay.fleet.index.layout import MAX_BATCH_BLOCKS, MAX_SLOTS, NUM_BUCKETS, decode_depths, decode_slots, index_base
-from kvrelay.fleet.index.publication import Apply, Open, Publication, RangeState
+from kvrelay.fleet.index.publication import Apply, OpenSlot, Publication, RangeState
 from kvrelay.fleet.index.reader import IndexReader
 from kvrelay.fleet.index.scripts import IndexScripts
 from kvrelay.kv.hashing import BlockHash, hash_blocks, root_hash
@@ -119,7 +119,7 @@ class World:
         call = worker.publication.next_call(renew=renew)
         if call is None or loses == "question":
             return call is not None
-        if isinstance(call, Open):
+        if isinstance(call, OpenSlot):
             worker_id, incarnation = worker.worker_id, worker.incarnation
             slot = int(self.scripts.run("open", [worker_id, incarnation, call.claim, TTL_MS, MAX_SLOTS]))
             if not loses:

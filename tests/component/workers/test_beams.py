@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import Cancel
 from kvrelay.protocol.sampling import BeamSpec, Sampling
 from tests.component.workers.rig import fleet, prompt_of, run
@@ -92,7 +93,7 @@ def test_searches_that_outgrow_the_pool_together_take_turns(redis_url: str) -> N
             for got, prompt in zip(searches, prompts, strict=True):
                 check(await got.finished(), prompt, sampling)
             await f.until_clean()
-            assert f.decode[0].shell.scheduler.num_preemptions > 0
+            assert f.decode[0].context.scheduler.num_preemptions > 0
 
     run(test)
 
@@ -119,7 +120,7 @@ def test_a_cancelled_search_leaves_nothing(redis_url: str, local: bool) -> None:
                 f.router.generate(decode.me, "a", prompt, sampling)
             else:
                 f.router.prefill(f.prefill[0].me, decode.me, "a", prompt, sampling)
-            await until(lambda: len(decode.shell.scheduler.running) >= 4)
+            await until(lambda: len(decode.context.scheduler.running) >= 4)
             for worker in (f.prefill[0], decode):
                 f.router.send(worker.me, "a", Cancel(reason="the client is gone"))
             await until(lambda: not f.router.messenger.num_unacked)
@@ -138,6 +139,7 @@ def test_a_search_that_can_never_run_is_refused_with_numbers(redis_url: str) -> 
             assert "9 beams run at a time, and max_running is 8" in got.failed
             got = await f.router.generate(decode, "b", prompt_of(50), beams(8, 200)).finished()
             assert got.failed is not None
+            assert got.failure is FailureKind.TOO_LARGE
             assert "107 blocks together, the pool has 40" in got.failed
             await f.until_clean()
 
@@ -153,7 +155,7 @@ def test_a_worker_that_dies_in_the_middle_takes_no_answer_with_it(redis_url: str
             prompt = prompt_of(70)
             sampling = Sampling(max_tokens=60, beams=BeamSpec(width=4, num_returned=3), ignore_eos=True)
             first = f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt, sampling)
-            await until(lambda: len(f.decode[0].shell.scheduler.running) >= 4)
+            await until(lambda: len(f.decode[0].context.scheduler.running) >= 4)
             f.decode.pop(0).die()
             assert not first.beams
             got = f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt, sampling, attempt=2)

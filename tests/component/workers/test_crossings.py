@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvrelay.fleet.embedded import EmbeddedRedis
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import Abort, Reassign
 from kvrelay.protocol.sampling import Sampling
 from tests.component.workers.rig import fleet, prompt_of, run
@@ -32,8 +33,8 @@ def test_an_abort_that_crosses_the_commit_does_not_end_a_running_request(redis_u
             got = f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt_of(30), LONG)
             await got.until(lambda r: len(r.tokens) > 3)
             abort = Abort(reservation="", reason="the worker shut down")
-            f.prefill[0].shell.messenger.send(f.decode[0].me, abort, request="a", attempt=1)
-            await until(lambda: not f.prefill[0].shell.messenger.num_unacked)
+            f.prefill[0].context.messenger.send(f.decode[0].me, abort, request="a", attempt=1)
+            await until(lambda: not f.prefill[0].context.messenger.num_unacked)
             f.decode[0].runner.go_on()
             assert (await got.finished()).output == expected_tokens(prompt_of(30), LONG, 512)
             await f.until_clean()
@@ -50,10 +51,11 @@ def test_prompts_that_nobody_will_decode_leave_the_queue_and_the_step(redis_url:
             await until(lambda: f.prefill[0].blocks["computing"])
             f.decode.pop().die()
             await until(lambda: computing.need_decode and queued.need_decode)
-            assert f.prefill[0].shell.scheduler.has_work
+            assert f.prefill[0].context.scheduler.has_work
             for name, got in (("computing", computing), ("queued", queued)):
                 f.router.send(f.prefill[0].me, name, Reassign(decode=None))
                 assert (await got.finished()).failed == "no decode worker is left"
+                assert got.failure is FailureKind.NO_DECODE_WORKER
             f.prefill[0].runner.go_on()  # only now: they would be computed before anybody looked
             await f.until_clean()
             one = Sampling(temperature=0.0, max_tokens=1, ignore_eos=True)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import Reassign
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
@@ -68,8 +69,8 @@ def test_a_drain_does_not_wait_for_slots_that_nobody_can_prove_safe(
             decode = f.decode[0]
             await until(lambda: decode.blocks["reserved"])
             f.prefill.pop().die()
-            await until(lambda: decode.shell.role.queues()["sender_lost"])
-            assert decode.shell.role.num_open == 1
+            await until(lambda: decode.started.role.queues()["sender_lost"])
+            assert decode.started.role.num_open == 1
             f.decode.clear()
             await decode.stop()  # this process lives on, so its end is no proof; the test's own timeout would be
 
@@ -89,5 +90,6 @@ def test_a_second_signal_right_after_the_first_is_not_lost(redis_url: str) -> No
             f.decode[0].shell.on_signal()
             f.decode[0].runner.go_on()
             assert (await got.finished()).failed == "the worker shut down"
+            assert got.failure is FailureKind.DRAINING
 
     run(test)

@@ -25,6 +25,7 @@ from kvrelay_decode import receiver_handoff
 from kvrelay_decode.receiver_handoff import ReceiverHandoff, ReceiverState
 from kvrelay_prefill import sender_events as prefill
 from kvrelay_prefill.sender_handoff import ReservationState, SenderHandoff, SenderState
+from tests.thoroughness import examples
 
 NUM_BLOCKS = 5
 Write = tuple[str, str, int]
@@ -348,7 +349,7 @@ class World:
         raise AssertionError("no end in sight")
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 @given(st.integers(0, 2**32), st.booleans(), st.booleans(), st.sampled_from([0, 1, 3, 40]))
 def test_every_walk_ends_with_one_owner_or_none_and_nothing_held(
     seed: int, one_sided: bool, calm: bool, most_faults: int

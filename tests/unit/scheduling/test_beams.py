@@ -28,6 +28,7 @@ from kvrelay.worker.step_loop import worker_batch
 from tests.fakes.beam_oracle import Text, expected_beams
 from tests.fakes.hash_runner import EOS_TOKEN_ID, HashRunner, expected_tokens, next_candidates
 from tests.fakes.sequences import new_sequence
+from tests.thoroughness import examples
 from tests.unit.scheduling.bench import SCHEDULERS, SENDER
 
 pytestmark = pytest.mark.unit
@@ -195,7 +196,7 @@ policies = st.builds(
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(arrivals, policies, st.integers(10, 30), st.integers(8, 24), st.integers(1, 8), st.booleans())
 def test_groups_run_all_or_nothing_and_find_the_best_texts(
     scheduler: str,

@@ -28,9 +28,9 @@ class BoundedConnection:
         self._refusals = refusals
         self._wire = wire
         self._is_refused = False
-        self._writer: EventWriter | None = None  # of the running request
-        self._header_bytes = 0  # of the current request, as far as they were parsed
-        self._unparsed_bytes = 0  # that the parser keeps because they are no whole line yet
+        self._writer: EventWriter | None = None  # belongs to the running request
+        self._header_bytes = 0  # parsed header bytes of the current request
+        self._unparsed_bytes = 0  # bytes of an incomplete line, which the parser keeps
         self._head_timer: asyncio.TimerHandle | None = None
         self._half_closed: HalfClosedWatch | None = None
         self.reader: ReaderWatch
@@ -64,13 +64,15 @@ class BoundedConnection:
         self.reader.stop()
         if self._half_closed is not None:
             self._half_closed.stop()
+            self._half_closed = None  # it refers to this policy
         was_running = not self._wire.is_idle
         self._wire.lose_running()
         if was_running and self._writer is not None:
             self._writer.report_gone()
 
     def received(self, data: bytes) -> None:
-        """Parses the data, in slices within a head: the bytes that the parser only keeps are counted after each."""
+        # The parser keeps an incomplete line without a limit and without a callback. So data within a head is parsed in
+        # slices, and the bytes without a callback are counted after each slice.
         max_bytes = self._limits.max_header_bytes
         slice_bytes = max(1, max_bytes // 4)
         start = 0
@@ -87,7 +89,7 @@ class BoundedConnection:
             self._wire.rearm_keep_alive()
 
     def half_closed(self) -> bool:
-        """Whole requests are answered if the client is still there; then the connection ends. True: it stays open."""
+        """Complete requests are answered if the client is still there. Returns True if the connection remains open."""
         if self._wire.is_idle or self._is_refused:
             return False
         self._stop_head_timer()

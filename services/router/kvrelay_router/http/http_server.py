@@ -1,4 +1,4 @@
-"""Runs the app on a socket, inside the caller's event loop."""
+"""Serves an ASGI application on a socket inside the caller's event loop."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from kvrelay_router.http.uvicorn_internals import EmbeddedServer
 
 BACKLOG = 2048
 LEAVE_S = 5.0
-"""What connections that were handed over before a drain may take for their first requests."""
+"""Maximum time for the first requests on connections that arrived before a drain."""
 POLL_S = 0.005
 SETTLE_S = 0.02
-"""Connections that were just taken are made known to uvicorn within it, which then tells all of them of the end."""
+"""uvicorn learns of new connections within this time; then it announces the end to all of them."""
 DEFAULT_LIMITS = ConnectionLimits()
 
 
 class HttpServer:
-    """A listening server. `port` is the bound one, also when 0 was asked for."""
+    """A running server. `port` is the bound port even if the configured one is 0."""
 
     def __init__(self, config: uvicorn.Config, source: socket.socket | PassedConnections) -> None:
         self._passed = source if isinstance(source, PassedConnections) else None
@@ -36,7 +36,7 @@ class HttpServer:
         self._task = asyncio.create_task(self._server.serve(sockets=sockets), name="http-server")
 
     async def started(self) -> None:
-        """Returns when connections are taken. Raises what kept it from that."""
+        """Returns once the server accepts connections. Raises the error that stopped it."""
         while not self._server.started:
             if self._task.done():
                 self._task.result()
@@ -48,12 +48,12 @@ class HttpServer:
         await asyncio.shield(self._task)
 
     def report_ready(self) -> None:
-        """To the process that hands connections over, if one does."""
+        """Reports to the process that passes connections on, if there is one."""
         if self._passed is not None:
             self._passed.report_ready()
 
     async def leave(self) -> None:
-        """Has new connections handed to other processes, if one does that; those that have just come are served."""
+        """If connections are passed on, gets no new ones, and serves those that just arrived."""
         if self._passed is None:
             return
         with contextlib.suppress(TimeoutError):
@@ -63,7 +63,7 @@ class HttpServer:
                     await asyncio.sleep(POLL_S)
 
     async def stop(self) -> None:
-        """Takes no more connections, answers what comes on open ones up to the graceful timeout, then cuts it off."""
+        """Accepts no more connections, serves open ones until the graceful timeout, then aborts the rest."""
         self._server.stop_listening()
         if self._listener is not None:
             self._listener.close()
@@ -79,7 +79,7 @@ async def serve(
     graceful_timeout_s: float = 30.0,
     limits: ConnectionLimits = DEFAULT_LIMITS,
 ) -> HttpServer:
-    """Serves what comes from `source` until `stop`, which closes a listener."""
+    """Serves connections from `source` until `stop`, which also closes a listening socket."""
     config = uvicorn.Config(
         app,
         http=cast("type[asyncio.Protocol]", make_protocol(limits)),
@@ -100,7 +100,7 @@ async def serve(
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket whose connections do not wait to fill packets (they inherit TCP_NODELAY). Raises OSError."""
+    """Returns a listening socket whose connections inherit TCP_NODELAY. Raises OSError."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -1,4 +1,4 @@
-"""Ends connections whose clients stopped reading."""
+"""Aborts connections whose clients no longer read."""
 
 from __future__ import annotations
 

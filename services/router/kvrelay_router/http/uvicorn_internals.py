@@ -3,8 +3,11 @@
 pyproject.toml caps uvicorn's version for this reason; `tests/unit/router/http/test_uvicorn_internals.py` lists every
 member and fails if a new version of uvicorn lacks one.
 
-- `Exchange` wraps the cycle of one request: direct writes of events, the end of a client, bodies without `receive`.
-- `UvicornConnection` turns uvicorn's protocol callbacks into calls of a `ConnectionPolicy`.
+- `Exchange` wraps the cycle of one request. Its shortcuts past ASGI's `send` and `receive` save CPU time: direct writes
+  of events a third of an event; the direct report of a client's end, bodies without `receive`, and one write for head
+  and first events about a tenth of a request each.
+- `UvicornConnection` turns uvicorn's protocol callbacks into calls of a `ConnectionPolicy`. It also serves clients that
+  uvicorn does not: offers of HTTP/2, HTTP/1.0, half-closed connections.
 - `EmbeddedServer` runs inside the caller's event loop, also on connections that another process accepted.
 """
 
@@ -15,20 +18,20 @@ import contextlib
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from kvrelay_router.http.connection_passing import PassedConnections
+from kvrelay_router.http.connection_policy import ConnectionPolicy
 from kvrelay_router.http.wire_forms import plain_head
 
 CLOSING_TICKS = 100
 """Connections that are closing are checked every 10 s."""
 LAST_REQUEST_S = 0.5
-"""When the server stops, a connection without a request stays open for this time: a request that is already on its way
-is still answered."""
+"""When the server stops, an idle connection remains open for this time, for a request that is already on its way."""
 MAX_WAITING = 4
 """Maximum pipelined requests behind the running one before the connection is no longer read. While it is read, the
 client's end is noticed."""
@@ -77,9 +80,8 @@ class Exchange:
         is_over = cycle.disconnected or cycle.response_complete or cycle.transport.is_closing()
         return not (is_over or cycle.flow.write_paused)
 
-    @property
     def can_write_chunks(self) -> bool:
-        """True if the answer's head announced chunks, and the write buffer is not full."""
+        """False before the answer's head is written, and while the client reads so slowly that its buffer is full."""
         return self._cycle.chunked_encoding is True and not self._cycle.flow.write_paused
 
     def take_body(self) -> bytes | None:
@@ -92,7 +94,7 @@ class Exchange:
         return body
 
     def write_chunk(self, data: bytes) -> None:
-        """Writes a non-empty chunk of a chunked answer, unless the connection is lost."""
+        """Writes at least one byte. Drops it if the connection is lost, which `EventWriter.watch` reports."""
         cycle = self._cycle
         if not cycle.disconnected:
             cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
@@ -110,7 +112,7 @@ class Exchange:
         self._cycle.transport.write(head)
 
     def lose(self) -> None:
-        """Tells the application that its client has disconnected."""
+        """Makes the application see a disconnected client."""
         self._cycle.disconnected = True
         self._cycle.message_event.set()
 
@@ -174,50 +176,6 @@ class OneWrite:
             self._parts.clear()
 
 
-class ConnectionPolicy(Protocol):
-    """A policy for one connection. `UvicornConnection` calls it before uvicorn handles the same event."""
-
-    @property
-    def is_refused(self) -> bool:
-        """True if no further request of this connection is served."""
-        ...
-
-    @property
-    def is_fresh(self) -> bool:
-        """True if no request has arrived yet."""
-        ...
-
-    def connected(self, num_connections: int) -> None: ...
-
-    def lost(self) -> None: ...
-
-    def received(self, data: bytes) -> None: ...
-
-    def half_closed(self) -> bool:
-        """The client ended its side. Returns True to keep the connection open."""
-        ...
-
-    def write_paused(self) -> None: ...
-
-    def write_resumed(self) -> None: ...
-
-    def request_begins(self) -> None: ...
-
-    def head_grew(self, num_bytes: int) -> None: ...
-
-    def head_complete(self) -> None: ...
-
-    def body_grew(self) -> None: ...
-
-    def request_runs(self, exchange: Exchange) -> None: ...
-
-    def malformed(self, message: str) -> None: ...
-
-    def check_closing(self) -> None:
-        """Called every few seconds."""
-        ...
-
-
 class UvicornConnection(HttpToolsProtocol):
     """uvicorn's protocol of one client connection under the policy that `make_policy` returns."""
 
@@ -248,18 +206,18 @@ class UvicornConnection(HttpToolsProtocol):
         self._fed = self._left = b""
 
     def stop_counting(self) -> None:
-        """Takes this connection out of those that the server's end waits for."""
+        """Removes this connection from those that a stopping server waits for."""
         self.connections.discard(self)
 
     def lose_running(self) -> None:
-        """Tells the running request that its client is gone; those that wait behind it are dropped."""
+        """Makes the running request see a disconnected client, and drops the requests behind it."""
         self.pipeline.clear()
         if self.running is not None and not self.running.is_answered:
             self.running.lose()
 
     def take_over_unfinished(self) -> bool:
-        """True if the latest request runs without its end and without an answer. Its application is told that the
-        client is gone, so the caller may answer."""
+        """Returns True if the latest request runs, is incomplete and has no answer yet. Then its application sees a
+        disconnect, and the caller answers instead."""
         running = self.running
         if running is None or self._running_cycle is not self.cycle or running.is_begun or running.is_received:
             return False
@@ -290,9 +248,12 @@ class UvicornConnection(HttpToolsProtocol):
         self.policy.connected(len(self.connections))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        # uvicorn tells only the latest request; the running one may have others behind it.
+        # uvicorn reports the end only to the latest request, but the running one may have others behind it.
         self.policy.lost()
         super().connection_lost(exc)
+        # The policy refers to this connection. Without the cycle both are freed now, and not by the garbage collector.
+        # Nothing calls the policy later: the parser is gone, and the server no longer counts this connection.
+        del self.policy
 
     def data_received(self, data: bytes) -> None:
         self.policy.received(data)

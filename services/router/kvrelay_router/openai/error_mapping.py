@@ -8,6 +8,7 @@ import math
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay_router.dispatch.interface import NoWorkerReady, RequestFailed, TooLate
 from kvrelay_router.http.api_error import ApiError
 
@@ -36,7 +37,7 @@ def no_worker_ready(message: str, retry_after_s: float) -> ApiError:
 
 
 def too_many_requests(limit: int) -> ApiError:
-    """429 while as many requests are in progress as this router takes."""
+    """429 while the maximum number of requests is in progress."""
     return ApiError(
         f"{limit} requests are in progress, which is as many as this router takes; try again later",
         status=429,
@@ -46,8 +47,34 @@ def too_many_requests(limit: int) -> ApiError:
     )
 
 
+_FAILURES: dict[FailureKind, tuple[int, str]] = {
+    FailureKind.DEADLINE: (504, "request_timeout"),
+    FailureKind.CANCELLED: (499, "request_cancelled"),
+    FailureKind.TOO_LARGE: (400, "exceeds_worker_capacity"),
+    FailureKind.BAD_LOGITS: (502, "bad_logits"),
+    FailureKind.OUT_OF_MEMORY: (502, "out_of_memory"),
+    FailureKind.DEVICE_LOST: (502, "device_lost"),
+    FailureKind.ENGINE_ERROR: (502, "engine_error"),
+    FailureKind.DRAINING: (503, "worker_draining"),
+    FailureKind.WORKER_LOST: (502, "worker_lost"),
+    FailureKind.NO_DECODE_WORKER: (503, "no_decode_worker"),
+    FailureKind.PROTOCOL_ERROR: (502, "protocol_error"),
+    FailureKind.NO_WORKER: (503, "no_worker_ready"),
+    FailureKind.ROUTER_SHUTDOWN: (503, "router_shutdown"),
+    FailureKind.INTERNAL_ERROR: (500, "internal_error"),
+}
+"""HTTP status and error code of a request that failed after it was accepted."""
+
+
+def _request_failed(error: RequestFailed) -> ApiError:
+    status, code = _FAILURES[error.kind]
+    error_type = "invalid_request_error" if status == 400 else "server_error"
+    headers = {"retry-after": "1"} if status == 503 else {}
+    return ApiError(str(error), status=status, error_type=error_type, code=code, headers=headers)
+
+
 def as_api_error(error: BaseException) -> ApiError:
-    """What the client is told about any exception. Unexpected ones are logged, and keep their details here."""
+    """Returns the error answer for an exception. Unexpected ones are logged; the client gets no details."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, NoWorkerReady):
@@ -61,8 +88,7 @@ def as_api_error(error: BaseException) -> ApiError:
             headers={"retry-after": str(max(1, math.ceil(error.retry_after_s)))},
         )
     if isinstance(error, RequestFailed):
-        status, code = (504, "request_timeout") if error.timed_out else (502, "request_failed")
-        return ApiError(str(error), status=status, error_type="server_error", code=code)
+        return _request_failed(error)
     if isinstance(error, TimeoutError):
         return ApiError("The request timed out", status=504, error_type="server_error", code="request_timeout")
     logger.error("unexpected error while serving a request", exc_info=error)
@@ -75,12 +101,12 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 async def on_api_error(request: Request, error: Exception) -> Response:
-    """Exception handler of the app for everything that a route raises."""
+    """Exception handler of FastAPI for errors of endpoints."""
     return as_api_error(error).response()
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
-    """Exception handler of the app for unknown routes and wrong methods."""
+    """Exception handler of FastAPI for unknown routes and wrong methods."""
     status = getattr(error, "status_code", 500)
     headers = dict(getattr(error, "headers", None) or {})
     if status == 404:

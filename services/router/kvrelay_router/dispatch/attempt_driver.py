@@ -124,7 +124,7 @@ class AttemptDriver:
         served_by = running.handle.served_by
         served_by.prefill = prefill.peer_id if prefill is not None else None
         served_by.decode = decode.peer_id if decode is not None else None
-        served_by.tell_route = partial(as_json, decision)
+        served_by.describe_route = partial(as_json, decision)
         timeout_s = max(0.0, running.deadline - time.monotonic())
         self.feed(sequence, WorkersAssigned(prefill, decode, timeout_s, list(output)))
 

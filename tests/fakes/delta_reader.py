@@ -11,10 +11,12 @@ from kvrelay_router.dispatch.interface import RequestHandle, SequenceDelta
 class Waker:
     """A `DeltaSink` that is never ready."""
 
+    is_waiting = False
+
     def __init__(self) -> None:
         self.news = asyncio.Event()
 
-    def is_ready(self) -> bool:
+    def can_take(self) -> bool:
         return False
 
     def take(self, deltas: list[SequenceDelta]) -> None:

@@ -124,7 +124,7 @@ class ScriptedHandle:
     async def _deliver(self, batch: list[SequenceDelta]) -> None:
         if self._sink is None:
             return
-        if self._dispatcher.pushes and self._sink.is_ready():
+        if self._dispatcher.pushes and self._sink.is_waiting and self._sink.can_take():
             self.num_pushed += 1
             self._sink.take(batch)
             return

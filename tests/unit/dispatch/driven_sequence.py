@@ -76,7 +76,7 @@ class DrivenSequence:
 
     def _receive(self, event: Received) -> list[Done]:
         from_prefill = isinstance(event, FirstTokenReceived)
-        delta, events = receive_tokens(self.attempts, self.intake, event.worker, event.entry, from_prefill=from_prefill)
+        delta, events = receive_tokens(self.attempts, self.intake, event.worker, event.entry, from_prefill)
         done: list[Done] = [] if delta is None else [Deliver(delta)]
         for each in events:
             done += self._carried_out(self.attempts.handle(each))

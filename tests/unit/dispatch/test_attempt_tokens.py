@@ -52,7 +52,7 @@ def test_the_attempt_machine_gets_events_for_the_first_and_the_last_tokens_only(
     heard = []
     for each in received:
         from_prefill = isinstance(each, FirstTokenReceived)
-        _, events = receive_tokens(machine.attempts, machine.intake, each.worker, each.entry, from_prefill=from_prefill)
+        _, events = receive_tokens(machine.attempts, machine.intake, each.worker, each.entry, from_prefill)
         for event in events:
             machine.handle(event)
         heard.append([type(event).__name__ for event in events])

@@ -48,8 +48,12 @@ class Reader:
         self._handle.connect(self)
         self.task = asyncio.create_task(self._read())
 
-    def is_ready(self) -> bool:
-        return self.ready and self._waiter is not None
+    @property
+    def is_waiting(self) -> bool:
+        return self._waiter is not None
+
+    def can_take(self) -> bool:
+        return self.ready
 
     def take(self, deltas: list[SequenceDelta]) -> None:
         self.seen.append(("sink", deltas))

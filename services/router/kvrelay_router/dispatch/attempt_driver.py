@@ -90,14 +90,17 @@ class AttemptDriver:
     ) -> None:
         """Delivers the tokens of an entry, once the tokens before them have come."""
         try:
-            delta, events = receive_tokens(sequence.attempts, sequence.intake, worker, entry, from_prefill=from_prefill)
+            delta, events = receive_tokens(sequence.attempts, sequence.intake, worker, entry, from_prefill)
         except IllegalEvent as error:
             self._report_illegal(sequence, error)
             # The client must not wait for tokens that were dropped: the attempt ends here.
             self._fail_attempt(sequence, worker, f"{worker.peer_id} broke the protocol: {error}")
             return
         if delta is not None:
-            self._deliver(sequence, delta)
+            sequence.record.num_output_tokens += len(delta.token_ids)
+            if events or delta.cached_tokens is not None or delta.usage is not None:
+                self._record_details(sequence, delta)
+            sequence.request.handle.deliver(delta)
         for event in events:
             self.feed(sequence, event)
 
@@ -160,14 +163,16 @@ class AttemptDriver:
                 self._find_decode(sequence, instruction)
             case Ended(error=error, finish=finish):
                 if finish is not None:
-                    self._deliver(sequence, SequenceDelta(sequence.index, [], finish=finish))
+                    delta = SequenceDelta(sequence.index, [], finish=finish)
+                    self._record_details(sequence, delta)
+                    sequence.request.handle.deliver(delta)
                 self._stop_waiting(sequence)
                 sequence.request.record.attempt_ended(sequence.index, error or "")
                 self._on_ended(sequence, error)
 
-    def _deliver(self, sequence: ActiveSequence, delta: SequenceDelta) -> None:
+    def _record_details(self, sequence: ActiveSequence, delta: SequenceDelta) -> None:
+        """Records what few deltas bring beside their tokens."""
         record = sequence.record
-        record.num_output_tokens += len(delta.token_ids)
         if record.first_token_ms is None:
             record.first_token_ms = sequence.request.record.elapsed_ms()
         if delta.cached_tokens is not None:
@@ -180,7 +185,6 @@ class AttemptDriver:
         if delta.finish is not None:
             record.finish = str(delta.finish)
             record.num_output_tokens += sum(len(beam.token_ids) for beam in delta.beams)
-        sequence.request.handle.deliver(delta)
 
     def _retry(self, sequence: ActiveSequence, search: FindPlacement) -> None:
         self._stop_waiting(sequence)  # the failed attempt may still wait for a decode worker

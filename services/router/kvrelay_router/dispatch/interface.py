@@ -108,8 +108,14 @@ class ServedBy:
 class DeltaSink(Protocol):
     """Takes a request's deltas in the callback that receives them."""
 
-    def is_ready(self) -> bool:
-        """Returns whether `take` may be called now."""
+    @property
+    def is_waiting(self) -> bool:
+        """The sink's task sleeps. While it works, deltas must wait: they would overtake those that it has taken."""
+        ...
+
+    @property
+    def can_take(self) -> Callable[[], bool]:
+        """Returns whether `take` may be called, if the task sleeps."""
         ...
 
     def take(self, deltas: list[SequenceDelta]) -> None:
@@ -117,7 +123,7 @@ class DeltaSink(Protocol):
         ...
 
     def wake(self) -> None:
-        """Deltas wait in the handle because the sink is not ready, or a sequence or the request has ended."""
+        """Deltas wait in the handle because the sink cannot take them, or a sequence or the request has ended."""
         ...
 
 
@@ -142,7 +148,7 @@ class RequestHandle(Protocol):
         ...
 
     def connect(self, sink: DeltaSink) -> None:
-        """From now on the sink gets all deltas, in order, while it is ready. Other deltas wait for `take`."""
+        """From now on the sink gets all deltas, in order, while it can take them. Other deltas wait for `take`."""
         ...
 
     def disconnect(self) -> None:

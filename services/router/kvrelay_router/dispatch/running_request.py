@@ -105,11 +105,14 @@ class RunningRequest:
 
     def deliver(self, delta: SequenceDelta) -> None:
         """Queues a delta."""
+        if self._deltas:  # the sink has been told
+            self._deltas.append(delta)
+            return
         self._deltas.append(delta)
         sink = self._sink
-        if sink is None or len(self._deltas) > 1:
+        if sink is None:
             return
-        if self._sink_was_ready or sink.is_ready():
+        if self._sink_was_ready or (sink.is_waiting and sink.can_take()):
             self._sink_was_ready = True
             self._queue.add(self)
         else:
@@ -122,7 +125,7 @@ class RunningRequest:
         sink = self._sink
         if sink is None or not self._deltas:
             return
-        if sink.is_ready():
+        if sink.is_waiting and sink.can_take():
             sink.take(self.take())
         else:
             sink.wake()

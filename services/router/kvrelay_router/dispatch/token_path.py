@@ -20,16 +20,16 @@ NO_EVENTS: list[Event] = []
 
 
 def receive_tokens(
-    attempts: SequenceAttempts, intake: TokenIntake, worker: PeerRef, entry: TokenEntry, *, from_prefill: bool = False
+    attempts: SequenceAttempts, intake: TokenIntake, worker: PeerRef, entry: TokenEntry, from_prefill: bool = False
 ) -> tuple[SequenceDelta | None, list[Event]]:
     """Returns the delta to deliver, and then the events for the attempt machine: none for most entries.
 
     Raises IllegalEvent if the worker cannot have sent this; then nothing has changed.
     """
-    if not attempts.accepts_tokens(worker, entry.attempt, from_prefill=from_prefill):
+    if not attempts.accepts_tokens(worker, entry.attempt, from_prefill):
         return None, NO_EVENTS
     if intake.prompt_logprobs_due:
-        _check_prompt_logprobs(attempts, entry, from_prefill=from_prefill)
+        _check_prompt_logprobs(attempts, entry, from_prefill)
     delta = intake.handle(entry)
     if attempts.is_streaming and entry.finish is None and (delta is None or delta.finish is None):
         return delta, NO_EVENTS
@@ -62,7 +62,7 @@ def entry_of(header: Header, first: FirstToken) -> TokenEntry:
     )
 
 
-def _check_prompt_logprobs(attempts: SequenceAttempts, entry: TokenEntry, *, from_prefill: bool) -> None:
+def _check_prompt_logprobs(attempts: SequenceAttempts, entry: TokenEntry, from_prefill: bool) -> None:
     """The worker that computed the prompt sends the prompt's log-probabilities with its first token."""
     computed_prompt = from_prefill or attempts.prefill is None
     if computed_prompt and entry.index == attempts.num_resumed and not entry.prompt_logprobs:

@@ -107,20 +107,21 @@ class Generation:
         """Every choice has finished."""
         return not self._num_unfinished
 
-    @property
-    def is_waiting(self) -> bool:
-        """The task sleeps in `wait`, so nothing that it has taken is still to be written."""
-        return self._waiter is not None
-
     async def wait(self) -> None:
         """Sleeps until `take` has something to do, or the generation is over."""
         if self._has_news():
             return
         self._waiter = asyncio.get_running_loop().create_future()
+        self._set_waiting(True)
         try:
             await self._waiter
         finally:
             self._waiter = None
+            self._set_waiting(False)
+
+    def _set_waiting(self, is_waiting: bool) -> None:
+        for sink in self._sinks:
+            sink.is_waiting = is_waiting
 
     def _has_news(self) -> bool:
         handles = [sink.handle for sink in self._sinks]
@@ -135,6 +136,7 @@ class Generation:
         """Ends `wait`."""
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
+            self._set_waiting(False)
             waiter.set_result(None)
 
     def take(self) -> bytes:
@@ -195,7 +197,7 @@ class Generation:
 class PromptSink:
     """Takes the tokens of one prompt: the `DeltaSink` of its request handle."""
 
-    __slots__ = ("_add", "_can_push", "_generation", "_has_tokens", "_push", "_run", "handle")
+    __slots__ = ("_add", "_generation", "_has_tokens", "_push", "_run", "can_take", "handle", "is_waiting")
 
     def __init__(
         self,
@@ -208,12 +210,10 @@ class PromptSink:
     ) -> None:
         self.handle = handle
         self._generation, self._run = generation, run
-        self._add, self._can_push, self._push = add, can_push, push
+        self._add, self._push = add, push
+        self.can_take = can_push
+        self.is_waiting = False
         self._has_tokens = False
-
-    def is_ready(self) -> bool:
-        """False while the task writes: tokens that come now must not overtake those that it has taken."""
-        return self._generation.is_waiting and self._can_push()
 
     def take(self, deltas: list[SequenceDelta]) -> None:
         """Handles and writes tokens in the callback that receives them."""

@@ -35,9 +35,21 @@ class TokenRecords(msgspec.Struct):
 
 
 class Choice:
-    """The text of one sequence. `index` is its place in the answer. `text_offset` is the length of an echoed prompt."""
+    """The text of one sequence. `index` is its place in the answer.
 
-    def __init__(self, index: int, detokenizer: Detokenizer, stop: StopRules, *, text_offset: int = 0) -> None:
+    `text_offset` is the length of an echoed prompt. Without `keeps_token_ids`, records may lack the ids of tokens that
+    have no log-probabilities.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        detokenizer: Detokenizer,
+        stop: StopRules,
+        *,
+        text_offset: int = 0,
+        keeps_token_ids: bool = True,
+    ) -> None:
         self.index = index
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
@@ -48,19 +60,20 @@ class Choice:
         self._stop = stop
         self._matcher = StopMatcher(stop.strings, include_in_output=stop.include_in_output) if stop.strings else None
         self._num_chars = text_offset
+        self._keeps_token_ids = keeps_token_ids
         self._records = TokenRecords()
 
     def feed(self, delta: SequenceDelta) -> str:
         """Returns the text that can go out now. The delta's finish reason or a stop string finishes the choice."""
-        token_ids = delta.token_ids
-        finish = delta.finish
-        num_visible = len(token_ids) if finish is None else self._num_visible(token_ids, finish)
+        token_ids, finish = delta.token_ids, delta.finish
+        visible = token_ids if finish is None else self._visible(token_ids, finish)
         if self._matcher is None and not delta.logprobs:
             self.num_tokens += len(token_ids)
-            self._records.token_ids += token_ids
-            text = self._detokenizer.feed(token_ids if num_visible == len(token_ids) else token_ids[:num_visible])
+            if self._keeps_token_ids:
+                self._records.token_ids += token_ids
+            text = self._detokenizer.feed(visible)
         else:
-            text = self._feed_each(delta, num_visible)
+            text = self._feed_each(delta, len(visible))
         if finish is not None and self.finish_reason is None:
             text += self._finish(finish, token_ids)
         return text
@@ -75,12 +88,12 @@ class Choice:
         records, self._records = self._records, TokenRecords()
         return records
 
-    def _num_visible(self, token_ids: list[int], finish: FinishReason) -> int:
+    def _visible(self, token_ids: list[int], finish: FinishReason) -> list[int]:
         """A token that stopped the sequence has no text, unless stops belong to the output."""
         if finish is FinishReason.ABORT:
             raise RequestFailed("the request was aborted")
-        is_hidden = finish is FinishReason.STOP_TOKEN and token_ids and not self._stop.include_in_output
-        return len(token_ids) - 1 if is_hidden else len(token_ids)
+        is_hidden = finish is FinishReason.STOP_TOKEN and not self._stop.include_in_output
+        return token_ids[:-1] if is_hidden else token_ids
 
     def _feed_each(self, delta: SequenceDelta, num_visible: int) -> str:
         """Takes the tokens one by one: offsets and stop strings must not depend on the grouping of tokens."""

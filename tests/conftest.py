@@ -7,11 +7,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import hypothesis
 import psutil
 import pytest
 
 from kvrelay.fleet.embedded import EmbeddedRedis
+from tests.fakes import zmq_contexts
+from tests.thoroughness import register_profiles
+
+pytest_plugins = ["tests.time_limit"]
 
 KINDS = ("unit", "component", "e2e", "faults", "gpu")
 TESTS = Path(__file__).parent
@@ -23,15 +26,7 @@ LONGEST_TEST_S = 120.0
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: every core has a pytest of its own
 
-# A slow machine is no failure. Where CI is set, examples are the same in every run: what a change breaks is its own.
-hypothesis.settings.register_profile(
-    "kvrelay",
-    deadline=None,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
-    derandomize="CI" in os.environ,
-    print_blob=True,
-)
-hypothesis.settings.load_profile("kvrelay")
+register_profiles()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,6 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[STARTED] = time.monotonic()
+    zmq_contexts.watch()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -76,6 +72,22 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     budget_s = item.config.getoption("--time-budget-s")
     if budget_s is not None and time.monotonic() - item.config.stash[STARTED] > budget_s - LONGEST_TEST_S:
         pytest.skip("no time left")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """At the end of a file its fixtures have closed their ZMQ contexts."""
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        zmq_contexts.assert_none_since(frozenset())
+
+
+@pytest.fixture(autouse=True)
+def _closes_zmq_contexts() -> Iterator[None]:
+    """A test leaves no ZMQ context open; those of the fixtures that it shares with others were open before."""
+    before = zmq_contexts.open_contexts()
+    yield
+    zmq_contexts.assert_none_since(before)
 
 
 STARTED = pytest.StashKey[float]()

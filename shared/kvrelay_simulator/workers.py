@@ -1,14 +1,13 @@
-"""Workers without devices: the services' schedulers, pools, caches and admission; a step only takes its time.
+"""Workers without devices: the services' schedulers, pools and caches; a step only takes its time.
 
 As in the services: prefill asks decode when a prompt's first chunk is scheduled, holds the blocks until decode has
-committed, and its first token does not wait for the transfer; decode grants wishes in their order (`Wishes`), runs what
-was handed over, and computes whole prompts where the router asks for it.
+committed, and its first token does not wait for the transfer; decode queues handoffs in its scheduler, runs them once
+their KV has arrived, and computes whole prompts if the router asks for it.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -16,20 +15,17 @@ from kvrelay.engine.batch import RowResult, StepResult
 from kvrelay.fleet.worker_record import WorkerRecord
 from kvrelay.kv.cache import Cache
 from kvrelay.kv.hashing import BlockHash, root_hash
-from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.kv.table import BlockTable
 from kvrelay.protocol.messages import PROTOCOL_VERSION, PeerRef, Status
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.scheduling.base import Chunking, QueueOrderName, SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
-from kvrelay.scheduling.registry import make_scheduler
-from kvrelay.scheduling.sequence import Sequence, TokenBuffer
+from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
+from kvrelay.scheduling.scheduler_settings import Chunking, QueueOrderName, SchedulerLimits, SchedulerSettings
+from kvrelay.scheduling.sequence import RemoteKV, Sequence, TokenBuffer
 from kvrelay.simulated.profiles import Profile, StepLoad
 from kvrelay.worker.load_report import SpeedMeter, report_load
-from kvrelay_decode.handoff import ReceiverHandoff
-from kvrelay_decode.request import DecodeRequest
-from kvrelay_decode.wishes import Wishes
 from kvrelay_simulator.clock import VirtualClock
 from kvrelay_simulator.traces import Tokens
 
@@ -158,7 +154,7 @@ class SimulatedWorker:
         """The report that a router gets."""
         self.speeds.pushed(self.pushed_bytes, self.push_busy_s)
         plain, named = report_load(self.scheduler, self.speeds)
-        blocks = {owner.value: count for owner, count in self.pool.counts().items()}
+        blocks = {state.value: count for state, count in self.pool.counts().items()}
         return Status(
             query=1, draining=False, queues=self.queues(), blocks=blocks, totals={}, load=named.get(ROUTER, plain)
         )
@@ -183,7 +179,7 @@ class SimulatedWorker:
 
     def _done(self, plan: StepPlan, step_s: float) -> None:
         self._stepping = False
-        rows = [RowResult(self._draw(row.sequence) if row.sample else None) for row in plan.rows]
+        rows = [RowResult((self._draw(row.sequence),) if row.sample else ()) for row in plan.rows]
         outputs = self.scheduler.commit(plan, StepResult(plan.step, rows, step_s))
         self.speeds.stepped(plan, step_s)
         self.committed(outputs)
@@ -241,7 +237,7 @@ class SimulatedPrefill(SimulatedWorker):
             request.prefilled_s = request.first_token_s = self.clock.now_s
             if output.finish is None:
                 request.held = output.sequence.table.ids.tolist()
-                self.pool.hold(request.held, Owner.IN_FLIGHT)
+                self.pool.hold(request.held, BlockState.IN_FLIGHT)
                 self.scheduler.abort(output.sequence.key)
                 self._finish_transfer(request)
             request.on_first_token(request)
@@ -271,7 +267,7 @@ class SimulatedPrefill(SimulatedWorker):
     def _handed_over(self, request: Request) -> None:
         assert request.decode is not None
         request.decode.commit(request)
-        self.pool.release(request.held, Owner.IN_FLIGHT)
+        self.pool.release(request.held, BlockState.IN_FLIGHT)
         request.held = []
         self.wake()
 
@@ -283,50 +279,40 @@ class SimulatedDecode(SimulatedWorker):
 
     def __init__(self, name: str, profile: Profile, settings: WorkerSettings, clock: VirtualClock) -> None:
         super().__init__(name, profile, settings, clock)
-        self._open: dict[tuple[str, int, int], DecodeRequest] = {}
+        self._arriving: dict[tuple[str, int, int], Sequence] = {}  # handoffs that are not committed
         self._senders: dict[tuple[str, int, int], SimulatedPrefill] = {}
-        self._wishes = Wishes(self.scheduler, self.scheduler.blocks, self._open, lambda request, num_blocks: True)
-        self.scheduler.gate = self._wishes.gate
-        self._arrivals = itertools.count(1)
-        self._num_arriving = 0
 
     def queues(self) -> dict[str, int]:
         """Handoffs to come."""
-        return {"asked": self._num_arriving}
+        return {"asked": len(self._arriving)}
 
     def accept(self, request: Request) -> None:
         """Generate, from the router."""
         sequence = request.sequence(self.settings.block_size)
         request.computed_by = self.name
         self.requests[sequence.key] = request
-        self._open[sequence.key] = DecodeRequest(sequence, float("inf"), arrival=next(self._arrivals))
         self.scheduler.add(sequence)
         self.wake()
 
     def ask(self, request: Request, sender: SimulatedPrefill) -> None:
         """Reserve, from prefill."""
         sequence = request.sequence(self.settings.block_size)
-        wish = DecodeRequest(sequence, float("inf"), handoff=ReceiverHandoff(), arrival=next(self._arrivals))
+        sequence.remote = RemoteKV(sender.peer)
         self.requests[sequence.key] = request
-        self._open[sequence.key] = wish
+        self._arriving[sequence.key] = sequence
         self._senders[sequence.key] = sender
-        self._num_arriving += 1
-        self._wishes.add(wish)
-        self._grant()
+        self.scheduler.add(sequence)
+        self._grant(self.scheduler.reserve())
 
     def commit(self, request: Request) -> None:
         """All blocks and the first token are here."""
         key = (str(request.number), 1, 0)
-        wish = self._open[key]
-        sequence = wish.sequence
+        sequence = self._arriving.pop(key)
         sequence.num_computed = sequence.num_tokens
         sequence.tokens.append(TOKEN)
-        self._wishes.settled(wish)
-        self.scheduler.blocks.change_owner(sequence, Owner.RUNNING)
         self.scheduler.adopt(sequence)
-        self._num_arriving -= 1
         request.on_committed(request)
-        self._grant()
+        self._grant(self.scheduler.reserve())
         self.wake()
 
     def planned(self, plan: StepPlan) -> None:
@@ -334,26 +320,22 @@ class SimulatedDecode(SimulatedWorker):
         for sequence in plan.admitted:
             if not sequence.num_preemptions:
                 self.requests[sequence.key].num_cached_tokens = sequence.num_cached_tokens
+        self._grant(plan.reservations)
 
     def committed(self, outputs: list[SequenceOutput]) -> None:
         """Tokens, and what ends."""
         for output in outputs:
             request = self.requests[output.sequence.key]
-            if request.first_token_s is None and output.token_id is not None:
+            if request.first_token_s is None and output.token_ids:
                 request.first_token_s = self.clock.now_s
                 request.on_first_token(request)
             if output.finish is not None:
                 request.finished_s = self.clock.now_s
-                del self.requests[output.sequence.key], self._open[output.sequence.key]
+                del self.requests[output.sequence.key]
                 request.on_finished(request)
-        self._grant()
+        self._grant(self.scheduler.reserve())
 
-    def _grant(self) -> None:
-        while (wish := self._wishes.next(len(self._open))) is not None:
-            sequence = wish.sequence
-            if not self.scheduler.blocks.admit(sequence, Owner.RESERVED):
-                return
-            self._wishes.granted(wish)
-            num_cached = sequence.num_computed // self.settings.block_size
-            sender = self._senders.pop(sequence.key)
-            sender.granted(self.requests[sequence.key], sequence.table.num_blocks - num_cached)
+    def _grant(self, reserved: Iterable[Sequence]) -> None:
+        for sequence in reserved:
+            num_missing = sequence.table.num_blocks - sequence.num_published
+            self._senders.pop(sequence.key).granted(self.requests[sequence.key], num_missing)

@@ -1,12 +1,10 @@
-"""The decode service's role: runs what `receiving.py` took over, and whole prompts where the router asks for it, and
-streams their tokens."""
+"""The role of a decode worker: it runs sequences that prefill computed, and computes whole prompts if the router sends
+them to it. Tokens go to the routers."""
 
 from __future__ import annotations
 
-import itertools
 import logging
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.link import Delivered
 from kvrelay.protocol.messages import (
@@ -23,6 +21,7 @@ from kvrelay.protocol.messages import (
     Stop,
     TokenEntry,
 )
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.transfer.base import TransferReceiver
@@ -30,7 +29,7 @@ from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.requests import OpenRequests, deadline_of
 from kvrelay.worker.sequences import sequence_key
 from kvrelay.worker.step_loop import StepCallbacks
-from kvrelay_decode import handoff as machine
+from kvrelay_decode.receiver_handoff import ReceiverState
 from kvrelay_decode.receiving import Receiving
 from kvrelay_decode.request import DecodeRequest
 from kvrelay_decode.stream import TokenStream, entry_of
@@ -39,19 +38,16 @@ log = logging.getLogger(__name__)
 
 
 class DecodeRole:
-    """See the module's text."""
-
     name = "decode"
 
     def __init__(self, context: WorkerContext, receivers: dict[str, TransferReceiver]) -> None:
         self._context = context
         self._requests: OpenRequests[DecodeRequest] = OpenRequests(context, self.name, self._cancel)
-        self._arrivals = itertools.count(1)
         self._stream = TokenStream(context.messenger.send)
-        self._receiving = Receiving(context, receivers, self._requests, self._stream, self._arrivals)
+        self._receiving = Receiving(context, receivers, self._requests, self._stream)
         self._totals: dict[str, float] = dict.fromkeys(("local_prompts", "failed", "cancelled"), 0)
 
-    # -- the shell's side ---------------------------------------------------------------------------------------------
+    # -- called by the shell ------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         self._receiving.start()
@@ -68,21 +64,21 @@ class DecodeRole:
 
     @property
     def num_unfinished(self) -> int:
-        # What is in quarantine without anybody to prove it safe may stay so for ever. It need not be waited for: what
-        # a late write could hit is this process's memory, which goes with it.
+        # Blocks in quarantine may never be proven safe. A drain does not wait for them: a late write could only hit the
+        # memory of this process, which is about to end.
         return len(self._requests) - self._receiving.num_lost
 
     def queues(self) -> dict[str, int]:
-        queues = {state.value: 0 for state in machine.ReceiverState if state is not machine.ReceiverState.FREED}
+        queues = {state.value: 0 for state in ReceiverState if state is not ReceiverState.FREED}
         for request in self._requests.values():
-            if request.handoff is not None and request.handoff.state is not machine.ReceiverState.RUNNING:
+            if request.handoff is not None and request.handoff.state is not ReceiverState.RUNNING:
                 queues[request.handoff.state.value] += 1
         scheduler = self._context.scheduler
         return queues | {
-            "waiting": len(scheduler.waiting),
+            "waiting": len(scheduler.waiting) - scheduler.num_pending_handoffs,
             "swapped": scheduler.swap_use.num_sequences,
             "running": len(scheduler.running),
-            "queued_tokens": sum(sequence.num_tokens for sequence in scheduler.waiting),
+            "queued_tokens": sum(each.num_tokens for each in scheduler.waiting if each.remote is None),
             "cancelled_requests": len(self._requests.cancelled),
             "sender_lost": self._receiving.num_lost,
             "resent": self._receiving.num_resent,
@@ -96,7 +92,7 @@ class DecodeRole:
             "preemptions": scheduler.num_preemptions,
             "preemptions_by_recompute": scheduler.num_preemptions - use.num_preemptions,
             "preemptions_by_swap": use.num_preemptions,
-            "swap_copies_dropped": use.num_given_up,
+            "swap_copies_dropped": use.num_dropped,
             "swapped_out_blocks": use.num_blocks_out,
             "swapped_in_blocks": use.num_blocks_in,
             "swap_s": use.copy_s,
@@ -119,7 +115,7 @@ class DecodeRole:
                 self._fail(key, "the request's deadline passed on the decode worker", retriable=False)
             else:
                 self._receiving.check_overdue(request, now)
-        self._receiving.grant_wishes()
+        self._receiving.admit()
 
     def on_peer_lost(self, peer: PeerRef, reason: str, *, replaced: bool) -> None:
         for key, request in list(self._requests.items()):
@@ -149,7 +145,7 @@ class DecodeRole:
         if sequence is None:
             return
         deadline, first_index = deadline_of(body.prompt), sequence.num_output
-        self._requests.add(DecodeRequest(sequence, deadline, first_index=first_index, arrival=next(self._arrivals)))
+        self._requests.add(DecodeRequest(sequence, deadline, first_index=first_index))
         self._totals["local_prompts"] += 1
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -165,12 +161,12 @@ class DecodeRole:
             request = self._requests.get(key)
             if request is not None:
                 request.prompt_logprobs += output.prompt_logprobs
-                if output.token_id is not None or output.finish is not None:
+                if output.token_ids or output.finish is not None:
                     self._stream.put(output.sequence.router, self._entry(request, output))
                 if output.finish is not None:
                     self._requests.remove(key)
         self._stream.flush()
-        self._receiving.grant_wishes()
+        self._receiving.admit()
 
     def _entry(self, request: DecodeRequest, output: SequenceOutput) -> TokenEntry:
         if request.handoff is None and output.index == request.first_index:
@@ -196,10 +192,10 @@ class DecodeRole:
             return
         self._totals["cancelled"] += 1
         handoff = request.handoff
-        if handoff is None or handoff.state is machine.ReceiverState.RUNNING:
+        if handoff is None or handoff.state is ReceiverState.RUNNING:
             self._end(key)
         else:
-            self._receiving.give_up(request, reason)
+            self._receiving.cancel(request, reason)
 
     def _fail(self, key: SequenceKey, cause: str, *, retriable: bool) -> None:
         request = self._requests.get(key)
@@ -207,8 +203,8 @@ class DecodeRole:
             return
         self._totals["failed"] += 1
         handoff = request.handoff
-        if handoff is None or handoff.state is machine.ReceiverState.RUNNING:
-            # Before the commit the request is prefill's: it hears Released, and finds another decode worker.
+        if handoff is None or handoff.state is ReceiverState.RUNNING:
+            # Before the commit prefill owns the request: it receives Released and finds another decode worker.
             self._requests.send(request.sequence.router, key, Failed(cause=cause, retriable=retriable))
         self._cancel(key, cause)
 

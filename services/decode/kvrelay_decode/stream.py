@@ -39,15 +39,15 @@ class TokenStream:
 def entry_of(
     output: SequenceOutput, prompt_logprobs: list[TokenLogprobs] | None = None, usage: SequenceUsage | None = None
 ) -> TokenEntry:
-    """What a step gave a sequence. With `usage` it is the first that comes of a prompt that was computed here."""
+    """The message entry for the output of a step. `usage`: for the first token of a prompt that was computed here."""
     key = output.sequence.key
     return TokenEntry(
         request=key[0],
         attempt=key[1],
         sequence=key[2],
         index=output.index,
-        token_ids=[output.token_id] if output.token_id is not None else [],
-        logprobs=[output.logprobs] if output.logprobs is not None else [],
+        token_ids=[*output.token_ids],
+        logprobs=[*output.logprobs],
         prompt_logprobs=prompt_logprobs or [],
         cached_tokens=output.sequence.num_cached_tokens if usage is not None else None,
         finish=output.finish,

@@ -1,7 +1,7 @@
 """Loads a causal language model of transformers with paged attention, and runs its two halves.
 
-The backbone gives hidden states of a packed batch; the head turns chosen ones into logits. They are called apart so
-that the head can run in slices: logits of a whole chunk are vocabulary times tokens.
+The backbone computes hidden states of a packed batch. The head turns selected hidden states into logits. They are
+separate so that the head can run in slices: logits of a whole chunk take vocabulary times tokens of memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvrelay.engine.probe import check_paged_forward, observe_layers
 from kvrelay.engine.support import check_config, check_positions, resolve_max_model_len
 
 LoadFormat = Literal["auto", "dummy"]
-"""The checkpoint's weights, or random ones of the same shapes, which need no files but the config."""
+"""Where weights come from: the checkpoint, or random values of the same shapes, which need no files but the config."""
 
 _DUMMY_SEED = 0
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -36,7 +36,7 @@ _NATIVE_FLAGS = {
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """What to load: a directory or a hub name, with the config already read and checked."""
+    """The model to load: a directory or a hub name, with its config read and checked."""
 
     name: str
     config: PreTrainedConfig
@@ -44,16 +44,17 @@ class ModelSource:
     device: torch.device
     max_model_len: int
     load_format: LoadFormat = "auto"
-    stored: torch.dtype | None = None  # of keys and values in the pool; None: as they are computed
+    stored: torch.dtype | None = None  # dtype of keys and values in the pool; None: as computed
 
     @property
     def weights_salt(self) -> str:
-        """What tells weights that are not the checkpoint's apart from it, and from each other; else nothing."""
+        """Returns a salt that separates random weights from the checkpoint's and from each other; empty for the
+        checkpoint's."""
         return f"dummy {_DUMMY_SEED} {self.device.type}" if self.load_format == "dummy" else ""
 
 
 class CausalModel:
-    """A loaded model, with its KV layout and the backend that its attention was checked with."""
+    """A loaded model with its KV layout and the backend with which its attention was checked."""
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class CausalModel:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The head's logits `[tokens, vocab]` of hidden states `[tokens, hidden]`, in the model's own dtype."""
+        """Returns the head's logits `[tokens, vocab]` of hidden states `[tokens, hidden]`, in the model's dtype."""
         self._head.set(hidden[None])
         return self._model(inputs_embeds=hidden[None], use_cache=False).logits[0]  # type: ignore[no-any-return]
 
@@ -116,7 +117,7 @@ def open_source(
 
 
 def resolve_dtype(requested: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
-    """The dtype to compute in; `auto` is the checkpoint's, but float32 on CPUs that lack it.
+    """The dtype to compute in. `auto` is the checkpoint's, but float32 on CPUs without support for it.
 
     Raises:
         ValueError: an unknown name.
@@ -135,9 +136,9 @@ def resolve_dtype(requested: str, config: PreTrainedConfig, device: torch.device
 def load_model(
     source: ModelSource, block_size: int, backend: AttentionBackend | None = None, *, cascade_attention: bool = False
 ) -> CausalModel:
-    """Loads the weights, learns the KV layout from a tiny forward, and checks paged attention against the model's own.
+    """Loads the weights, finds the KV layout with a tiny forward, and checks paged attention against the model's own.
 
-    Without a `backend`, the fastest one that works is taken; see `select_backend` for `cascade_attention`.
+    Without a `backend`, the fastest one that works is used; see `select_backend` for `cascade_attention`.
 
     Raises:
         UnsupportedModel: with the reason.
@@ -159,13 +160,13 @@ def load_model(
 
 
 def make_dummy(source: ModelSource, attn_implementation: str) -> PreTrainedModel:
-    """The source's model with random weights, made on its device: the same ones on every device of that type."""
+    """The source's model with random weights, made on its device. All devices of one type get the same weights."""
     device = source.device
     generators = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(generators), torch.device(device):
         torch.manual_seed(_DUMMY_SEED)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            deepcopy(source.config),  # a model keeps it, and it says how the model attends
+            deepcopy(source.config),  # the model keeps this config, and it names the attention implementation
             dtype=source.dtype,
             attn_implementation=attn_implementation,
         )
@@ -173,7 +174,8 @@ def make_dummy(source: ModelSource, attn_implementation: str) -> PreTrainedModel
 
 
 class _BackboneOutput(BaseModelOutputWithPast):
-    """What a head may ask its backbone for: the hidden states; of all else (router logits, cross attention), None."""
+    """The backbone output that heads read: the hidden states, and None for everything else (router logits, cross
+    attention)."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -181,7 +183,7 @@ class _BackboneOutput(BaseModelOutputWithPast):
 
 
 class _GivenHiddenStates(torch.nn.Module):
-    """Stands where the backbone stood, and returns hidden states computed before."""
+    """Replaces the backbone. Returns hidden states that were computed before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,20 +191,20 @@ class _GivenHiddenStates(torch.nn.Module):
 
     @property
     def decoder(self) -> _GivenHiddenStates:
-        """Some heads (OPT's) call their backbone's decoder by this name."""
+        """Some heads (OPT's) use their backbone's decoder by this name."""
         return self
 
     def set(self, hidden: torch.Tensor) -> None:
-        """The next forward returns `hidden`, `[1, tokens, hidden]`."""
+        """Sets the `hidden` states, `[1, tokens, hidden]`, that the next forward returns."""
         self._output = _BackboneOutput(last_hidden_state=hidden)
 
     def forward(self, *_: Any, **__: Any) -> _BackboneOutput:
-        """The hidden states that were set, whatever the input."""
+        """Returns the hidden states that were set, whatever the input."""
         return self._output
 
 
 def split_head(model: PreTrainedModel) -> tuple[torch.nn.Module, _GivenHiddenStates]:
-    """Takes the backbone out of `model`, whose forward is then its head's part alone (with its caps and scales)."""
+    """Removes the backbone from `model`, whose forward then runs its head alone (with its caps and scales)."""
     prefix = model.base_model_prefix
     backbone = getattr(model, prefix, None)
     if not isinstance(backbone, torch.nn.Module):
@@ -213,7 +215,8 @@ def split_head(model: PreTrainedModel) -> tuple[torch.nn.Module, _GivenHiddenSta
 
 
 def _eos_token_ids(model: PreTrainedModel, vocab_size: int) -> tuple[int, ...]:
-    """As the generation config says, else the config. Ids that no token has (some configs say -1) end nothing."""
+    """The end tokens of the generation config, or else of the config. Ids outside the vocabulary (some configs have -1)
+    are left out."""
     generation = getattr(model, "generation_config", None)
     ids = getattr(generation, "eos_token_id", None)
     if ids is None:
@@ -225,7 +228,7 @@ def _eos_token_ids(model: PreTrainedModel, vocab_size: int) -> tuple[int, ...]:
 
 
 def _cpu_flags() -> frozenset[str]:
-    """The CPU's feature names as Linux lists them; none elsewhere, except what every Apple arm64 has."""
+    """The CPU's feature names as Linux lists them. Elsewhere none, except the features that every Apple arm64 has."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():

@@ -137,7 +137,7 @@ class Granted(Body, frozen=True, kw_only=True, tag="granted"):
 
 
 class Deferred(Body, frozen=True, kw_only=True, tag="deferred"):
-    """D>P: full for now. D remembers the wish, holds no block for it, and sends Granted when there is room."""
+    """D>P: no room now. The handoff waits in D's queue without blocks, and D sends Granted when it is admitted."""
 
     reason: str
 
@@ -254,7 +254,8 @@ class SequenceUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class TokenEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """New tokens of one sequence. `index` is the output index of the first of them.
+    """New tokens of one sequence: those that one step brought, one or several. `index` is the output index of the
+    first of them. `logprobs` has one entry for each token, or none.
 
     Of a beam search an entry without tokens comes when it was handed over, and its `beams` with `finish` at the end.
     """
@@ -362,7 +363,7 @@ class Status(Body, frozen=True, kw_only=True, tag="status"):
 
 class GroupLoad(Body, frozen=True, kw_only=True, tag="group_load"):
     """D>D, between the workers of a prefill delayer's group: what decides when prompts go in, see
-    `kvrelay.scheduling.prefill_delay`."""
+    `kvrelay.scheduling.queue.prefill_delay`."""
 
     group: str
     prefillable: int

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
+from collections.abc import Sequence as Seq
 
-from kvrelay.engine.batch import BeamCandidates, RowResult, SequenceKey, StepResult
-from kvrelay.kv.pool import Owner
+from kvrelay.engine.batch import BeamCandidates, RowResult, StepResult
+from kvrelay.kv.pool import BlockState
 from kvrelay.protocol.sampling import FinishReason
-from kvrelay.scheduling.admission import NewTokenRatio
-from kvrelay.scheduling.base import AdmissionGate, PrefillGate, SchedulerLimits, SchedulerSettings, SwapUse
-from kvrelay.scheduling.beams import BeamGroup, BeamGroups
-from kvrelay.scheduling.blocks import BlockManager
-from kvrelay.scheduling.chunks import Chunks
-from kvrelay.scheduling.cost import StepCost
-from kvrelay.scheduling.gang_room import GangRoom
-from kvrelay.scheduling.gangs import Gangs
-from kvrelay.scheduling.orders import ORDERS
+from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.scheduling.beams.beam_groups import BeamGroup, BeamGroups
+from kvrelay.scheduling.memory.block_manager import BlockManager
+from kvrelay.scheduling.memory.new_token_ratio import NewTokenRatio
+from kvrelay.scheduling.memory.swapping import Swapper, SwapUse
 from kvrelay.scheduling.plan import PlannedRow, SequenceOutput, StepPlan
-from kvrelay.scheduling.prefixes import PrefixesInProgress
-from kvrelay.scheduling.queue import WaitingQueue
+from kvrelay.scheduling.policies.chunk_sizes import Chunks
+from kvrelay.scheduling.queue.group_capacity import GroupCapacity
+from kvrelay.scheduling.queue.prefixes_in_progress import PrefixesInProgress
+from kvrelay.scheduling.queue.queue_orders import ORDERS
+from kvrelay.scheduling.queue.remote_kv import RemoteSequences
+from kvrelay.scheduling.queue.sample_groups import SampleGroups
+from kvrelay.scheduling.queue.sender_limits import SenderLimits
+from kvrelay.scheduling.queue.waiting_queue import WaitingQueue
+from kvrelay.scheduling.scheduler_protocol import PrefillGate
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState
-from kvrelay.scheduling.swapping import Swapper
+from kvrelay.scheduling.step_cost import StepCost
 
 DEFAULT_SETTINGS = SchedulerSettings()
 
@@ -36,12 +41,16 @@ class SchedulerBooks(ABC):
         self.blocks = blocks
         self.settings = settings
         self.in_progress = PrefixesInProgress()
-        self.waiting = WaitingQueue(ORDERS[settings.queue_order], blocks, self.in_progress, settings.queue_patience)
+        senders = SenderLimits(blocks.pool.num_blocks)
+        self.waiting = WaitingQueue(
+            ORDERS[settings.queue_order], blocks, self.in_progress, settings.queue_starvation_bound, senders
+        )
+        self.remote = RemoteSequences(blocks, limits, self.waiting, self.in_progress, senders)
         self.running: dict[SequenceKey, Sequence] = {}
         self.swaps = Swapper(blocks, settings)
         self.beams = BeamGroups(blocks, self.running)
-        self.gangs = Gangs()
-        self.gang_room = GangRoom(self.gangs, blocks, limits)
+        self.sample_groups = SampleGroups()
+        self.group_capacity = GroupCapacity(self.sample_groups, blocks, limits)
         self.num_preemptions = 0
         self._block_size = blocks.pool.block_size
         self.new_token_ratio = NewTokenRatio(settings.new_token_ratio)
@@ -51,7 +60,6 @@ class SchedulerBooks(ABC):
         self._uncommitted: list[StepPlan] = []  # in flight, and planned behind it
         self._zombies: set[Sequence] = set()  # ended, while a step may still write into their blocks
         self._admitted_ahead: list[Sequence] = []  # for a plan that came to nothing: the next one reports them
-        self.gate: AdmissionGate | None = None
         self.prefill_gate: PrefillGate | None = None
         self._refused: tuple[SequenceKey, int, int] | None = None  # who, with how many blocks available, and headroom
 
@@ -68,16 +76,25 @@ class SchedulerBooks(ABC):
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence. Raises ValueError for one that is known already."""
         self._enter(sequence)
-        self.waiting.add(sequence)
+        if sequence.remote is None:
+            self.sample_groups.enter(sequence)
+            self.waiting.add(sequence)
+        else:
+            self.remote.add(sequence)
 
     def adopt(self, sequence: Sequence, candidates: BeamCandidates | None = None) -> SequenceOutput | None:
-        """Takes over a sequence whose prompt's K/V is computed and whose blocks it holds as `running`.
+        """A handoff is complete: its prompt's KV is in its blocks, and its tokens end with the first new one. It runs.
 
         A beam search comes with the candidates that follow its prompt; its output is returned if they end it.
         """
         if (sequence.sampling.beams is None) != (candidates is None or not len(candidates.token_ids)):
             raise ValueError(f"sequence {sequence.key}: candidates belong to a beam search, and it to them")
-        self._enter(sequence)
+        if sequence.state is not SequenceState.WAITING_FOR_REMOTE_KV:
+            raise ValueError(f"sequence {sequence.key} is {sequence.state}: no KV of it is being received")
+        self.remote.arrived(sequence)
+        sequence.remote = None
+        self.sample_groups.enter(sequence)
+        self.blocks.change_block_state(sequence, BlockState.RUNNING)
         sequence.state = SequenceState.RUNNING
         self.running[sequence.key] = sequence
         if sequence.beams is not None and candidates is not None:
@@ -87,6 +104,16 @@ class SchedulerBooks(ABC):
         self._publish(sequence)
         self.blocks.adopt(sequence)
         return None
+
+    def quarantine(self, sequence: Sequence) -> None:
+        """A handoff was given up while its sender may still write: it keeps its blocks until `release`."""
+        self.remote.quarantine(sequence)
+
+    def release(self, sequence: Sequence, num_computed: int) -> None:
+        """A handoff ends and its sender writes nothing any more. The KV of its first `num_computed` tokens is true."""
+        sequence.num_computed = num_computed
+        self._publish(sequence)
+        self._leave(sequence)
 
     def abort(self, key: SequenceKey) -> bool:
         """Ends a sequence without output. One in a step in flight ends when that step is committed. Whether known."""
@@ -104,26 +131,36 @@ class SchedulerBooks(ABC):
         return self._sequences.get(key)
 
     @property
+    def num_pending_handoffs(self) -> int:
+        """Sequences among `waiting` whose KV comes from another worker."""
+        return self.waiting.num_remote
+
+    @property
     def num_headroom_blocks(self) -> int:
-        """Blocks that the running sequences are expected to take, beyond those they have, and those that are set aside
-        for samples and beams. O(running) unless off."""
-        claimed = self.beams.num_claimed_blocks + self.gangs.num_claimed_blocks
-        return self.new_token_ratio.headroom(self.running.values(), self.blocks) + claimed
+        """Blocks that the running sequences are expected to take, beyond those they have, and those that are set aside.
+        O(running) unless off."""
+        return self.new_token_ratio.headroom(self.running.values(), self.blocks) + self.num_reserved_blocks
+
+    @property
+    def num_reserved_blocks(self) -> int:
+        """Blocks that are set aside for samples, beams and handoffs."""
+        return self.beams.num_reserved_blocks + self.sample_groups.num_reserved_blocks + self.remote.num_reserved_blocks
 
     @property
     def num_slots(self) -> int:
-        """Running sequences, those that beam searches among them will become, and the rest of their gangs."""
-        return len(self.running) + self.beams.num_claimed_slots + self.gangs.num_claimed_slots
+        """Running sequences, those that beam searches among them will become, and the rest of their groups."""
+        reserved = self.beams.num_reserved_slots + self.sample_groups.num_reserved_slots
+        return len(self.running) + reserved + self.remote.num_slots
 
     @property
-    def gang_samples(self) -> bool:
+    def group_samples(self) -> bool:
         """Whether the samples of a request run at once."""
-        return self.settings.gang_samples
+        return self.settings.group_samples
 
     @property
-    def num_claimed_samples(self) -> int:
-        """Waiting sequences for which room is set aside: the rest of gangs that were admitted."""
-        return self.gangs.num_claimed_slots
+    def num_reserved_samples(self) -> int:
+        """Waiting sequences for which room is set aside: the rest of groups that were admitted."""
+        return self.sample_groups.num_reserved_slots
 
     @property
     def swap_use(self) -> SwapUse:
@@ -144,9 +181,8 @@ class SchedulerBooks(ABC):
         sequence.max_length = min(sequence.num_prompt + sampling.max_tokens, self.limits.max_model_len)
         self.beams.enter(sequence)
         self._sequences[sequence.key] = sequence
-        if not self.settings.gang_samples:
-            sequence.gang = ""
-        self.gangs.enter(sequence)
+        if not self.settings.group_samples:
+            sequence.sample_group = ""
 
     def _leave(self, sequence: Sequence) -> None:
         if sequence.state is SequenceState.RUNNING and sequence.beams is not None:
@@ -157,12 +193,14 @@ class SchedulerBooks(ABC):
                 self._zombies.add(sequence)
             else:
                 self.blocks.free(sequence)
+        elif sequence.remote is not None:
+            self.remote.leave(sequence)
         else:
             self.waiting.remove(sequence)
         self.swaps.drop(sequence)
         sequence.state = SequenceState.FINISHED
         del self._sequences[sequence.key]
-        self.gangs.leave(sequence)
+        self.sample_groups.leave(sequence)
         if not self.running:
             self.new_token_ratio.idle()
 
@@ -172,7 +210,7 @@ class SchedulerBooks(ABC):
 
     def _stop_running(self, sequence: Sequence) -> None:
         del self.running[sequence.key]
-        self.waiting.prefixes_changed(self.in_progress.give_up(sequence.key))
+        self.waiting.prefixes_changed(self.in_progress.withdraw(sequence.key))
 
     def _row_is_over(self, row: PlannedRow) -> bool:
         """A row's step landed, or will not run. False: its sequence has ended before, the result is nobody's."""
@@ -189,7 +227,7 @@ class SchedulerBooks(ABC):
 
     def _lose_beams(self, group: BeamGroup) -> None:
         self.beams.leave(group)
-        self.waiting.prefixes_changed(self.in_progress.give_up(group.leader.key))
+        self.waiting.prefixes_changed(self.in_progress.withdraw(group.leader.key))
 
     def _requeue_swapped(self, sequence: Sequence) -> None:
         """Its K/V did not come back from the host, and is there still."""
@@ -206,38 +244,57 @@ class SchedulerBooks(ABC):
         self.chunks.measured(plan, result.forward_s)
         self.swaps.landed(plan, result.forward_s, result.copy_s)
         self.new_token_ratio.relax()
+        return self._commit_rows(plan.rows, result.rows)
+
+    def _commit_rows(self, rows: Seq[PlannedRow], results: Seq[RowResult]) -> list[SequenceOutput]:
+        """Appends each row's new tokens, up to the first one that ends its sequence. K/V of all of them but the last is
+        computed, see `RowResult`."""
         outputs: list[SequenceOutput] = []
         groups: dict[BeamGroup, None] = {}
-        for row, given in zip(plan.rows, result.rows, strict=True):
+        computing, block_size = BlockState.COMPUTING, self._block_size
+        for row, given in zip(rows, results, strict=True):
             sequence = row.sequence
             if sequence.beams is not None:
                 self._commit_beam(row, given)
                 groups[sequence.beams] = None
                 continue
-            decodes = sequence.owner is Owner.RUNNING and sequence.state is SequenceState.RUNNING
-            output = self._commit_decode(sequence, given) if decodes else self._commit_row(row, given)
-            if output is not None:
-                outputs.append(output)
+            if not self._row_is_over(row):
+                continue
+            num_computed = sequence.num_computed = sequence.num_computed + row.num_tokens
+            if sequence.abort_requested:
+                self._leave(sequence)
+                continue
+            # Not `row.is_prefill`: the last token of a resumed prompt, alone in its step, looks like a decode.
+            prefilled = sequence.block_state is computing and num_computed == sequence.tokens.num_tokens
+            token_ids, logprobs, finish = given.token_ids, given.logprobs, None
+            start = end = sequence.tokens.num_tokens
+            for token_id in token_ids:
+                end = sequence.tokens.append(token_id)
+                if token_id in sequence.stop_tokens or end >= sequence.max_length:
+                    finish = FinishReason.STOP_TOKEN if token_id in sequence.stop_tokens else FinishReason.LENGTH
+                    token_ids, logprobs = token_ids[: end - start], logprobs[: end - start]
+                    break
+            if (num_new := end - start) > 1:
+                num_computed = sequence.num_computed = num_computed + num_new - 1
+            if num_computed - sequence.num_published * block_size >= block_size:
+                self._publish(sequence)
+            if prefilled:
+                finish = self._prefilled(sequence, finish)
+            if finish:
+                self._leave(sequence)
+            scores = given.prompt_logprobs
+            if token_ids or scores or prefilled:
+                index = start - sequence.num_prompt
+                outputs.append(SequenceOutput(sequence, index, token_ids, logprobs, scores, finish, prefilled))
         return outputs + [output for group in groups if (output := self._advance_beams(group)) is not None]
 
-    def _commit_decode(self, sequence: Sequence, given: RowResult) -> SequenceOutput | None:
-        """`_commit_row` for what most rows are: a sequence whose prompt was computed before draws a token."""
-        token_id = given.token_id
-        assert token_id is not None
-        sequence.num_planned -= 1
-        sequence.num_expected -= 1
-        sequence.num_computed += 1
-        if sequence.abort_requested:
-            self._leave(sequence)
-            return None
-        if sequence.num_computed - sequence.num_published * self._block_size >= self._block_size:
-            self._publish(sequence)
-        position = sequence.tokens.append(token_id)
-        finish = None
-        if token_id in sequence.stop_tokens or position + 1 >= sequence.max_length:
-            finish = _finish(sequence, token_id)
-            self._leave(sequence)
-        return SequenceOutput(sequence, position - sequence.num_prompt, token_id, given.logprobs, (), finish)
+    def _prefilled(self, sequence: Sequence, finish: FinishReason | None) -> FinishReason | None:
+        """Called when K/V of the whole prompt is computed. Returns why the sequence ends, or None."""
+        if finish is None and not sequence.wants_token:
+            return FinishReason.LENGTH
+        if finish is None and not sequence.prefill_only:
+            self.blocks.change_block_state(sequence, BlockState.RUNNING)
+        return finish
 
     def _commit_beam(self, row: PlannedRow, given: RowResult) -> None:
         sequence = row.sequence
@@ -253,8 +310,8 @@ class SchedulerBooks(ABC):
         if leader.abort_requested:
             self._leave(leader)
             return None
-        is_trunk = not group.is_forked
-        if is_trunk:
+        is_prefix = not group.has_beams
+        if is_prefix:
             self._publish(leader)  # beams are not: those that nobody follows leave nothing behind
         if not group.is_ready:
             return None
@@ -262,14 +319,14 @@ class SchedulerBooks(ABC):
         finish = step.results[0].finish if step.results else None
         if finish:
             self._leave(leader)
-        if not finish and not (is_trunk and step.first is not None):
+        if not finish and not (is_prefix and step.first is not None):
             return None
         return SequenceOutput(
             leader,
             0,
             finish=finish,
-            prefilled=is_trunk,
-            candidates=step.first if is_trunk else None,
+            prefilled=is_prefix,
+            candidates=step.first if is_prefix else None,
             beams=step.results,
         )
 
@@ -279,34 +336,6 @@ class SchedulerBooks(ABC):
                 raise RuntimeError(f"step {plan.step} is not the one in flight")
             del self._uncommitted[0]
             self.blocks.step_landed()
-
-    def _commit_row(self, row: PlannedRow, given: RowResult) -> SequenceOutput | None:
-        sequence = row.sequence
-        if not self._row_is_over(row):
-            return None
-        sequence.num_computed = num_computed = sequence.num_computed + row.num_tokens
-        if sequence.abort_requested:
-            self._leave(sequence)
-            return None
-        if num_computed - sequence.num_published * self._block_size >= self._block_size:
-            self._publish(sequence)
-        scores = given.prompt_logprobs
-        # Not by the row: the last token of a resumed prompt is output, and alone in its step it looks like a decode.
-        prefilled = sequence.owner is Owner.COMPUTING and sequence.num_computed == sequence.num_tokens
-        index = sequence.num_output
-        finish = None
-        if given.token_id is not None:
-            sequence.tokens.append(given.token_id)
-            finish = _finish(sequence, given.token_id)
-        elif prefilled and not sequence.wants_token:
-            finish = FinishReason.LENGTH
-        if prefilled and not finish and not sequence.prefill_only:
-            self.blocks.change_owner(sequence, Owner.RUNNING)
-        if finish:
-            self._leave(sequence)
-        if given.token_id is None and not scores and not prefilled:
-            return None
-        return SequenceOutput(sequence, index, given.token_id, given.logprobs, scores, finish, prefilled)
 
     def fail_step(self, plan: StepPlan, keys: Collection[SequenceKey] | None = None) -> list[Sequence]:
         """The step could not be computed: the sequences with these keys leave (None: all of them). Returns them.
@@ -334,13 +363,6 @@ class SchedulerBooks(ABC):
         published = self.blocks.publish(sequence)
         self.in_progress.kept(sequence.key, len(published))
         self.waiting.prefixes_changed(published)
-
-
-def _finish(sequence: Sequence, token_id: int) -> FinishReason | None:
-    """Whether a token that was drawn ends its sequence."""
-    if token_id in sequence.stop_tokens:
-        return FinishReason.STOP_TOKEN
-    return FinishReason.LENGTH if sequence.tokens.num_tokens >= sequence.max_length else None
 
 
 def accountable(row: PlannedRow) -> Sequence:

@@ -1,6 +1,8 @@
 """One sequence as a worker sees it: its tokens, how far their K/V is computed, and its block table.
 
 1. WAITING    queued; holds nothing. A preempted sequence is here again, with its output as part of what to compute.
+              A sequence with `remote` waits here until blocks are reserved for the KV that another worker sends.
+   WAITING_FOR_REMOTE_KV, QUARANTINED   only of sequences with `remote`; `remote_kv.py` explains them.
 2. RUNNING    holds blocks; `num_computed` of its tokens have K/V. Prefilling until all but the newest token have it.
 3. SWAPPED    preempted and queued; holds no block, but its K/V has a copy on the host. RUNNING again when that is to be
               copied back; WAITING when the copy is given up.
@@ -21,21 +23,23 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.kv.hashing import BlockHash, hash_blocks
-from kvrelay.kv.pool import Owner
+from kvrelay.kv.pool import BlockState
 from kvrelay.kv.table import BlockTable
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sampling import Sampling
+from kvrelay.protocol.sequence_key import SequenceKey
 
 if TYPE_CHECKING:
-    from kvrelay.scheduling.beams import BeamGroup
+    from kvrelay.scheduling.beams.beam_groups import BeamGroup
 
 
 class SequenceState(StrEnum):
     """See the module's text."""
 
     WAITING = "waiting"
+    WAITING_FOR_REMOTE_KV = "waiting_for_remote_kv"
+    QUARANTINED = "quarantined"
     RUNNING = "running"
     SWAPPED = "swapped"
     FINISHED = "finished"
@@ -52,7 +56,7 @@ class TokenBuffer:
         return self.num_tokens
 
     def append(self, token_id: int) -> int:
-        """Adds one token at the end, and returns where; amortised O(1)."""
+        """Adds one token at the end, and returns the new length; amortised O(1)."""
         position = self.num_tokens
         if position == self._capacity:
             self._capacity = max(16, 2 * position)
@@ -60,16 +64,28 @@ class TokenBuffer:
             grown[:position] = self._data
             self._data = grown
         self._data[position] = token_id
-        self.num_tokens = position + 1
-        return position
+        self.num_tokens = length = position + 1
+        return length
 
-    def fork(self) -> TokenBuffer:
+    def copy(self) -> TokenBuffer:
         """A copy that grows on its own."""
         return TokenBuffer(self._data[: self.num_tokens])
 
     def view(self, start: int, stop: int) -> NDArray[np.int32]:
         """Tokens [start, stop), not copied."""
         return self._data[start : min(stop, self.num_tokens)]
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteKV:
+    """The transfer that brings a sequence's prompt KV. `num_to_come`: samples of its request that follow later.
+
+    `is_limited`: `sender` writes one-sidedly, so what is reserved for it counts towards its limit.
+    """
+
+    sender: PeerRef
+    num_to_come: int = 0
+    is_limited: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -85,9 +101,10 @@ class Sequence:
     router: PeerRef
     trace: str = ""
     priority: int = 0
+    remote: RemoteKV | None = None  # until it is adopted
     prefill_only: bool = False  # leaves the scheduler when its first token is sampled
     state: SequenceState = SequenceState.WAITING
-    owner: Owner = Owner.COMPUTING  # what its blocks count as
+    block_state: BlockState = BlockState.COMPUTING  # of the blocks in its table
     num_computed: int = 0
     num_planned: int = 0
     num_expected: int = 0
@@ -99,7 +116,7 @@ class Sequence:
     abort_requested: bool = False  # while a step in flight computes it
     needs_commit_first: bool = False  # its next step depends on what the host makes of this one: no planning ahead
     num_preemptions: int = 0
-    gang: str = ""  # that it is preempted and resumed with; empty: none
+    sample_group: str = ""  # that it is preempted and resumed with; empty: none
     beams: BeamGroup | None = None  # of the beam search that it is a beam of
     num_borrowed: int = 0  # blocks at its table's start that its beam group holds for it
 

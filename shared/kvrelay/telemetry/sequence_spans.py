@@ -16,9 +16,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvrelay.engine.batch import SequenceKey, StepResult
+from kvrelay.engine.batch import StepResult
 from kvrelay.protocol.messages import Stage
 from kvrelay.protocol.sampling import FinishReason
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.telemetry.stages import RecentStages, stage

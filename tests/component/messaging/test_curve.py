@@ -22,6 +22,7 @@ from kvrelay.transfer.select import make_receivers, make_senders
 from kvrelay.transfer.zmq_transport import ZmqReceiver
 from tests.component.transfer.rig import Log
 from tests.component.transfer.transports import EMPTY, zmq_sender
+from tests.fakes.waiting import PATIENCE_S
 
 OURS, THEIRS = CurveKey.new(), CurveKey.new()
 FAST = LinkSettings(alive_interval_s=0.1, peer_timeout_s=1.0)
@@ -43,7 +44,7 @@ class Party:
         return any(isinstance(event, kind) for event in self.events)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             while not condition():
                 self.news.clear()
                 await self.news.wait()
@@ -91,7 +92,7 @@ def test_a_port_that_is_taken_leaves_nothing_behind() -> None:
     with zmq.Context() as context, context.socket(zmq.PULL) as holder:
         port = holder.bind_to_random_port("tcp://127.0.0.1")
         with pytest.raises(zmq.ZMQError):
-            Messenger("one", lambda event: None, port=port, curve=OURS)
+            Messenger("one", lambda event: None, port=port, curve=OURS).open()
         with pytest.raises(OSError, match="cannot listen"):
             ZmqReceiver(np.zeros((2, 64), np.uint8), port=port, curve=OURS)
 

@@ -56,7 +56,7 @@ async def test_a_workers_page_has_what_is_documented(redis_server: EmbeddedRedis
     )
     await worker.start()
     check(worker.shell._metric_samples(), role)
-    assert unknown_totals(worker.shell.reports.status()) == set()
+    assert unknown_totals(worker.started.reports.status()) == set()
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{worker.shell._pages.port}") as http:
         answer = await http.get("/metrics")
     assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"

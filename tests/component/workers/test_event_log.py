@@ -36,8 +36,8 @@ def replayed(*paths: Path) -> Replayed:
 def record(log: EventLog, world: World, request: str = "r") -> None:
     """As the dispatcher does it."""
     machine, key = world.machine, (request, 0, 0)
-    log.watch("attempts", key, machine.attempts, machine.spec)
-    log.watch("intake", key, machine.intake, 0, False, False)
+    machine.handle_event = log.record("attempts", key, machine.attempts, machine.spec)
+    machine.handle_entry = log.record("intake", key, machine.intake, 0, False, False)
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_a_disturbed_run_replays_to_the_same_instructions_and_a_changed_log_does
 
     assert main(["replay", *map(str, recorded), "--request", "r3"]) == 0
     told = capsys.readouterr().out
-    assert "sender" in told and "receiver" in told and "AskDecode" in told and "r4" not in told
+    assert "sender" in told and "receiver" in told and "SendReserve" in told and "r4" not in told
     times = [line.split(" ", 1)[0] for line in told.splitlines() if line.startswith("20")]
     assert times == sorted(times)
 
@@ -105,7 +105,7 @@ def test_a_disturbed_run_replays_to_the_same_instructions_and_a_changed_log_does
     place, text = lines[prefill[0]]
     changed[prefill[0]] = place, text.replace(b'"num_blocks":', b'"num_blocks":1')
     assert len(replay_lines(changed).differences) == 1
-    dropped = [line for line in lines if b'"event":"prefilled"' not in line[1]]
+    dropped = [line for line in lines if b'"event":"PrefillFinished"' not in line[1]]
     assert replay_lines(dropped).differences
     garbled = [*lines[:-1], (lines[-1][0], lines[-1][1][:-5])]
     assert "not a line of an event log" in replay_lines(garbled).differences[0]

@@ -49,7 +49,7 @@ def check(prompt: list[int], received: Sequence[Received], sampling: Sampling = 
 
 async def compute_together(worker: LocalWorker, runner: HashRunner, samples: Sequence[Received]) -> None:
     """The runner, which was held, goes on once the worker has all samples; to their ends."""
-    await until(lambda: worker.shell.role.num_open == len(samples))
+    await until(lambda: worker.started.role.num_open == len(samples))
     runner.go_on()
     for sample in samples:
         await sample.finished()
@@ -69,12 +69,12 @@ async def hand_over(redis_url: str, prompt: list[int], count: int, **settings: o
         await f.until_clean()
         num_received = [sample.usage.received_blocks for sample in samples if sample.usage is not None]
         # The transport tells the sender of a block's leaving when it pleases, perhaps after the commit.
-        await until(lambda: f.prefill[0].shell.role.totals()["pushed_blocks"] >= sum(num_received))
-        totals = f.prefill[0].shell.role.totals()
+        await until(lambda: f.prefill[0].started.role.totals()["pushed_blocks"] >= sum(num_received))
+        totals = f.prefill[0].started.role.totals()
         assert totals["prompt_blocks"] == totals["computed_blocks"] + totals["cached_blocks"]
         assert len(num_received) == count
         return Cost(
-            f.prefill[0].shell.steps.totals.num_prefill_tokens,
+            f.prefill[0].context.steps.totals.num_prefill_tokens,
             totals["computed_blocks"],
             totals["pushed_blocks"],
             sum(num_received),
@@ -82,8 +82,8 @@ async def hand_over(redis_url: str, prompt: list[int], count: int, **settings: o
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("overlap", [True, False])
-def test_eight_samples_compute_and_send_full_blocks_once(redis_url: str, length: int, overlap: bool) -> None:
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_eight_samples_compute_and_send_full_blocks_once(redis_url: str, length: int, overlap: str) -> None:
     async def test() -> None:
         prompt = prompt_of(length, 3)
         settings = {"token_budget": 24, "max_running": 16, "overlap": overlap}  # longer prompts take several chunks
@@ -105,7 +105,7 @@ def test_on_a_worker_that_runs_both_phases_too(redis_url: str, length: int) -> N
             await compute_together(f.decode[0], runner, samples)
             check(prompt, samples)
             await f.until_clean()
-            assert f.decode[0].shell.steps.totals.num_prefill_tokens == cost_of(length, 8).computed_tokens
+            assert f.decode[0].context.steps.totals.num_prefill_tokens == cost_of(length, 8).computed_tokens
             usages = [sample.usage for sample in samples if sample.usage is not None]
             assert sum(usage.computed_blocks for usage in usages) == cost_of(length, 8).computed_blocks
             assert all(u.computed_blocks + u.cached_blocks == u.prompt_blocks for u in usages)
@@ -129,7 +129,7 @@ def test_a_first_sample_that_ends_with_its_first_token_leaves_its_blocks_to_the_
             check(prompt, samples, sampling)
             assert len(samples[0].output) == 1
             await f.until_clean()
-            assert f.prefill[0].shell.steps.totals.num_prefill_tokens == cost_of(len(prompt), 4).computed_tokens
+            assert f.prefill[0].context.steps.totals.num_prefill_tokens == cost_of(len(prompt), 4).computed_tokens
 
     run(test)
 
@@ -146,7 +146,7 @@ def test_samples_that_go_to_several_decode_workers_are_sent_full_blocks_once_to_
             await compute_together(f.prefill[0], runner, samples)
             check(prompt, samples)
             await f.until_clean()
-            assert f.prefill[0].shell.steps.totals.num_prefill_tokens == cost_of(len(prompt), 6).computed_tokens
+            assert f.prefill[0].context.steps.totals.num_prefill_tokens == cost_of(len(prompt), 6).computed_tokens
             num_received = sum(sample.usage.received_blocks for sample in samples if sample.usage is not None)
             assert num_received == 2 * cost_of(len(prompt), 3).received_blocks
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.scheduling.registry import BUILT_IN
+from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN
 from tests.component.workers.rig import fleet, prompt_of, run
 from tests.fakes.hash_runner import HashRunner, expected_tokens
 from tests.fakes.workers import Received
@@ -24,10 +24,10 @@ POLICIES: list[Policy] = [
 ]
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", ["on", "off"])
 @pytest.mark.parametrize(("scheduler", "order", "more"), POLICIES, ids=lambda value: str(value))
 def test_handed_over_and_local_prompts_end_with_their_own_tokens(
-    redis_url: str, scheduler: str, order: str, more: dict[str, object], overlap: bool
+    redis_url: str, scheduler: str, order: str, more: dict[str, object], overlap: str
 ) -> None:
     """Two thirds are handed over, a third is decode's own; every prompt shares its beginning with some others."""
 
@@ -74,7 +74,7 @@ def test_a_decode_worker_with_a_prefill_delayer_delays_prompts_and_serves_all(re
                 await got.finished()
                 assert got.output == expected_tokens(prompt, sampling, MAX_MODEL_LEN)
             await f.until_clean()
-            totals = f.decode[0].shell.reports.status().totals
+            totals = f.decode[0].started.reports.status().totals
             assert totals["prefill_delayed_passes"] > 0
             assert totals["prefill_delay_s"] > 0
             assert totals["prefill_allowed_ran"] > 1

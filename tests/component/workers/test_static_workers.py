@@ -84,7 +84,7 @@ def test_requests_are_handed_over_also_after_a_worker_died_and_began_again() -> 
                 async with routed([one, other]) as dispatcher:
                     await until(lambda: ready(dispatcher) == names(prefill, decode))
                     await check_output(submit(dispatcher))
-                    assert decode.shell.role.totals()["received_blocks"] > 0
+                    assert decode.started.role.totals()["received_blocks"] > 0
                     prefill.runner.hold_after(0)
                     running = submit(dispatcher)
                     await until(lambda: dispatcher.figures()["requests"]["running_sequences"] == 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Self
 
 import msgspec
@@ -63,6 +64,8 @@ class DrivenSequence:
             is_beam_search=spec.sampling.beams is not None,
             prompt_logprobs_due=spec.sampling.prompt_logprobs is not None and spec.num_prompt_tokens > 1,
         )
+        self.handle_event: Callable[[Event], list[Instruction]] = self.attempts.handle
+        self.handle_entry: Callable[[TokenEntry], SequenceDelta | None] = self.intake.handle
 
     def handle(self, event: AnyEvent) -> list[Done]:
         """Raises IllegalEvent."""
@@ -72,14 +75,16 @@ class DrivenSequence:
             event = msgspec.structs.replace(event, num_output=len(self.output))
         if isinstance(event, WorkersAssigned):
             event = msgspec.structs.replace(event, output=list(self.output))
-        return self._carried_out(self.attempts.handle(event))
+        return self._carried_out(self.handle_event(event))
 
     def _receive(self, event: Received) -> list[Done]:
         from_prefill = isinstance(event, FirstTokenReceived)
-        delta, events = receive_tokens(self.attempts, self.intake, event.worker, event.entry, from_prefill)
+        delta, events = receive_tokens(
+            self.attempts, self.intake, event.worker, event.entry, from_prefill, self.handle_entry
+        )
         done: list[Done] = [] if delta is None else [Deliver(delta)]
         for each in events:
-            done += self._carried_out(self.attempts.handle(each))
+            done += self._carried_out(self.handle_event(each))
         return done
 
     def _carried_out(self, instructions: list[Instruction]) -> list[Done]:
@@ -95,6 +100,7 @@ class DrivenSequence:
         """Shares nothing that either may change."""
         made = object.__new__(type(self))
         made.attempts, made.intake = clone(self.attempts), clone(self.intake)
+        made.handle_event, made.handle_entry = made.attempts.handle, made.intake.handle
         return made
 
     @property

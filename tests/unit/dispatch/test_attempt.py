@@ -17,6 +17,7 @@ from kvrelay.protocol.messages import (
     unpack_tokens,
 )
 from kvrelay.protocol.sampling import FinishReason
+from kvrelay.state_machine import IllegalEvent
 from kvrelay_router.dispatch.attempt import AttemptState
 from kvrelay_router.dispatch.events import (
     AttemptFailed,
@@ -27,7 +28,6 @@ from kvrelay_router.dispatch.events import (
     Ended,
     FindDecode,
     FindPlacement,
-    IllegalEvent,
     PlacementFailed,
     Send,
     StopMatched,

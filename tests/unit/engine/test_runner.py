@@ -162,7 +162,7 @@ def test_rows_that_do_not_sample_get_no_token(runner_of: RunnerOf) -> None:
     sequence = start(runner, make_prompts((20,)), GREEDY, num_output=1, seed=7)[0]
     result = runner.execute(WorkerBatch(3, [sequence.row(5)]))
     assert result.step == 3 and result.forward_s > 0
-    assert result.rows[0].token_id is None and result.rows[0].prompt_logprobs == []
+    assert not result.rows[0].token_ids and not result.rows[0].prompt_logprobs
 
 
 def test_an_unknown_sequence_is_named(runner_of: RunnerOf) -> None:
@@ -184,7 +184,7 @@ def test_a_sequence_dropped_during_the_step_gets_no_token(runner_of: RunnerOf, m
 
     monkeypatch.setattr(runner._model, "logits", drop_then_compute)
     result = runner.execute(WorkerBatch(0, [goes.row(9), stays.row(9)]))
-    assert result.rows[0].token_id is None and result.rows[1].token_id is not None
+    assert not result.rows[0].token_ids and result.rows[1].token_ids
 
 
 def test_sequences_are_added_while_a_step_waits_for_the_device(
@@ -213,7 +213,7 @@ def test_a_step_that_fails_leaves_nothing_under_way(
     with failing_logits(runner, "an illegal memory access was encountered", settles=settles) as order, raised:
         runner.execute(WorkerBatch(0, [sequence.row(9)]))
     assert order == ["failed", "waited"]
-    assert runner.execute(WorkerBatch(1, [sequence.row(9)])).rows[0].token_id is not None
+    assert runner.execute(WorkerBatch(1, [sequence.row(9)])).rows[0].token_ids
 
 
 def test_nan_from_the_model_names_the_sequence(runner_of: RunnerOf) -> None:
@@ -225,7 +225,7 @@ def test_nan_from_the_model_names_the_sequence(runner_of: RunnerOf) -> None:
         runner.execute(WorkerBatch(0, [good.row(1), bad.row(1)]))
     assert caught.value.keys == {bad.key}
     runner.pool[int(bad.blocks[0])] = 0
-    assert runner.execute(WorkerBatch(0, [good.row(1)])).rows[0].token_id is not None
+    assert runner.execute(WorkerBatch(0, [good.row(1)])).rows[0].token_ids
 
 
 def test_a_step_whose_draws_are_all_dropped_meanwhile_has_copied_its_blocks_when_it_lands(
@@ -251,7 +251,7 @@ def test_a_step_whose_draws_are_all_dropped_meanwhile_has_copied_its_blocks_when
     monkeypatch.setattr(runner._model, "logits", logits_and_drop)
     monkeypatch.setattr(Moment, "wait", lambda _: events.append("wait"))
     copies = [BlockCopy(int(first.blocks[0]), int(second.blocks[0]))]
-    assert runner.execute(WorkerBatch(2, [row], copies=copies)).rows[0].token_id is None
+    assert not runner.execute(WorkerBatch(2, [row], copies=copies)).rows[0].token_ids
     assert events == ["copies", "wait"]
 
 

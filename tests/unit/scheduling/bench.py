@@ -7,23 +7,25 @@ from collections import Counter
 from kvrelay.engine.batch import RowResult, StepResult
 from kvrelay.kv.ablations import NullCache
 from kvrelay.kv.cache import Cache
-from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.kv.table import blocks_for
+from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
-from kvrelay.scheduling.batching import BatchScheduler
-from kvrelay.scheduling.blocks import BlockManager, WholeSequenceBlocks
+from kvrelay.scheduling.memory.block_manager import BlockManager, WholeSequenceBlocks
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
-from kvrelay.scheduling.registry import BUILT_IN, find_scheduler
-from kvrelay.scheduling.sarathi import SarathiScheduler
-from kvrelay.scheduling.sequence import Sequence
+from kvrelay.scheduling.policies.sarathi import SarathiScheduler
+from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN, find_scheduler
+from kvrelay.scheduling.scheduler import BatchScheduler
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
+from kvrelay.scheduling.sequence import RemoteKV, Sequence
 from tests.fakes.sequences import new_sequence
 
 BLOCK_SIZE = 4
 EOS = 0
 SCHEDULERS = list(BUILT_IN)
 ADOPTED_FIRST_TOKEN = 7
+SENDER = PeerRef("prefill-0", "1", "tcp://prefill-0")
 
 
 Sample = tuple[str, int, int]
@@ -34,7 +36,7 @@ def join(sequence: Sequence, sample: Sample) -> None:
     """Makes a sequence a sample of a request."""
     request, index, count = sample
     sequence.key = (request, 1, index)
-    sequence.gang = request if count > 1 else ""
+    sequence.sample_group = request if count > 1 else ""
 
 
 def make_sequence(
@@ -92,30 +94,45 @@ class Bench:
         priority: int = 0,
         *,
         prefill_only: bool = False,
-        gang: str = "",
+        group: str = "",
         sample: Sample | None = None,
     ) -> Sequence:
         sequence = make_sequence(prompt, max_tokens, f"r{len(self.sequences)}", priority=priority)
         sequence.prefill_only = prefill_only
-        sequence.gang = gang
+        sequence.sample_group = group
         if sample is not None:
             join(sequence, sample)
         self.sequences.append(sequence)
         self.scheduler.add(sequence)
         return sequence
 
-    def adopt(self, prompt: list[int], max_tokens: int, sample: Sample | None = None) -> Sequence | None:
-        """As a decode worker does: slots for the prompt, filled by the peer, and its first token. None: no room."""
+    def handoff(
+        self, prompt: list[int], max_tokens: int, sample: Sample | None = None, remote: RemoteKV | None = None
+    ) -> Sequence:
+        """Queues a sequence whose prompt's KV comes from another worker."""
         sequence = make_sequence(prompt, max_tokens, f"r{len(self.sequences)}")
+        sequence.remote = remote or RemoteKV(SENDER)
         if sample is not None:
             join(sequence, sample)
-        if not self.blocks.admit(sequence, Owner.RESERVED):
-            return None
         self.sequences.append(sequence)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def arrive(self, sequence: Sequence) -> None:
+        """The blocks of a handoff and its first token are here."""
         sequence.num_computed = sequence.num_tokens
         sequence.tokens.append(ADOPTED_FIRST_TOKEN)
-        self.blocks.change_owner(sequence, Owner.RUNNING)
         self.scheduler.adopt(sequence)
+
+    def adopt(self, prompt: list[int], max_tokens: int, sample: Sample | None = None) -> Sequence | None:
+        """A handoff that is complete at once. None: it is not admitted now, and leaves."""
+        sequence = self.handoff(prompt, max_tokens, sample)
+        reserved = self.scheduler.reserve()
+        if sequence not in reserved:
+            assert not reserved
+            self.scheduler.abort(sequence.key)
+            return None
+        self.arrive(sequence)
         return sequence
 
     def forward(self, plan: StepPlan, token_id: int | None = None) -> StepResult:
@@ -123,7 +140,7 @@ class Bench:
         for row in plan.rows:
             self.tokens_drawn += row.sample
             drawn = token_id if token_id is not None else 1 + self.tokens_drawn % 7
-            rows.append(RowResult(drawn if row.sample else None))
+            rows.append(RowResult((drawn,) if row.sample else ()))
         return StepResult(plan.step, rows, 0.0)
 
     def step(self) -> tuple[StepPlan, list[SequenceOutput]]:
@@ -156,12 +173,12 @@ class Bench:
         """A handoff that is granted all there is now, and writes into it at once, touches nothing of the step's."""
         if plan.swaps is None:
             return
-        granted = set(self.pool.allocate(self.pool.num_available, Owner.RESERVED))
+        granted = set(self.pool.allocate(self.pool.num_available, BlockState.RESERVED))
         assert granted.isdisjoint(plan.swaps.out.blocks)
         assert granted.isdisjoint(plan.swaps.back.blocks)
         assert not set(plan.swaps.out.slots) & set(plan.swaps.back.slots)
         self.pool.check_integrity()
-        self.pool.release(list(granted), Owner.RESERVED)
+        self.pool.release(list(granted), BlockState.RESERVED)
 
     def check_plan(self, plan: StepPlan, decoding: list[Sequence]) -> None:
         self.check_budget(plan)
@@ -189,7 +206,7 @@ class Bench:
 
     def is_a_sequences(self, block: int) -> bool:
         """Whoever else holds it."""
-        return any(self.pool.num_holds(block, owner) for owner in (Owner.COMPUTING, Owner.RUNNING))
+        return any(self.pool.num_holds(block, state) for state in (BlockState.COMPUTING, BlockState.RUNNING))
 
     def check_pool(self) -> None:
         self.pool.check_integrity()

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.protocol.sampling import FinishReason
-from kvrelay.scheduling.base import QueueOrderName, SchedulerSettings
-from kvrelay.scheduling.blocks import OnDemandBlocks
+from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.scheduling.memory.block_manager import OnDemandBlocks
+from kvrelay.scheduling.scheduler_settings import QueueOrderName, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState
+from tests.thoroughness import examples
 from tests.unit.scheduling.bench import BLOCK_SIZE, SCHEDULERS, Bench, Sample
 from tests.unit.scheduling.overlapped import OverlappedBench
 
@@ -23,7 +24,7 @@ prompts = st.lists(st.integers(1, 2), min_size=1, max_size=30)
 kinds = st.sampled_from(
     [
         *("local", "local", "local", "adopted", "prefill_only", "aborted"),
-        *("local gang", "adopted gang", "prefill_only gang", "aborted gang"),
+        *("local group", "adopted group", "prefill_only group", "aborted group"),
     ]
 )
 requests = st.lists(
@@ -32,7 +33,7 @@ requests = st.lists(
 policies = st.builds(
     SchedulerSettings,
     queue_order=st.sampled_from(get_args(QueueOrderName)),
-    queue_patience=st.integers(1, 6),
+    queue_starvation_bound=st.integers(1, 6),
     chunking=st.sampled_from(["fixed", "dynamic"]),
     retraction=st.sampled_from(["latest", "least_progress"]),
     new_token_ratio=st.sampled_from([0.0, 0.0, 0.3, 1.0]),
@@ -49,11 +50,11 @@ class History:
         self.expected: dict[SequenceKey, tuple[Sequence, int]] = {}
 
     def arrive(self, prompt: list[int], max_tokens: int, priority: int, kind: str) -> None:
-        kind, _, is_gang = kind.partition(" ")
-        name, count = f"g{len(self.bench.sequences)}", 2 + priority if is_gang else 1
+        kind, _, is_group = kind.partition(" ")
+        name, count = f"g{len(self.bench.sequences)}", 2 + priority if is_group else 1
         for index in range(count):
-            one = "local" if kind == "aborted" and index else kind  # of a gang, the first alone
-            self.arrive_one(prompt, max_tokens + index, priority, one, (name, index, count) if is_gang else None)
+            one = "local" if kind == "aborted" and index else kind  # of a group, the first alone
+            self.arrive_one(prompt, max_tokens + index, priority, one, (name, index, count) if is_group else None)
 
     def arrive_one(self, prompt: list[int], max_tokens: int, priority: int, kind: str, sample: Sample | None) -> None:
         if kind == "adopted":
@@ -103,7 +104,7 @@ def run_history(bench: Bench, wanted: list[tuple[list[int], int, int, int, str]]
 
 @pytest.mark.parametrize("kind", [Bench, OverlappedBench])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(requests, policies, st.integers(8, 40), st.integers(1, 8), st.booleans())
 def test_every_sequence_ends_with_all_its_tokens_whatever_the_policy(
     scheduler: str,
@@ -118,7 +119,7 @@ def test_every_sequence_ends_with_all_its_tokens_whatever_the_policy(
 
 
 @pytest.mark.parametrize("kind", [Bench, OverlappedBench])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(requests, policies, st.integers(8, 40), st.integers(1, 8), st.booleans())
 def test_chunks_shrink_to_the_blocks_that_there_are(
     kind: type[Bench],
@@ -137,8 +138,8 @@ def test_chunks_shrink_to_the_blocks_that_there_are(
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_nobody_is_passed_by_more_than_the_bound(scheduler: str, order: QueueOrderName) -> None:
     """One at a time, and a stream of arrivals that every order likes better than the first of them."""
-    patience, already_there = 5, 3
-    policy = SchedulerSettings(queue_order=order, queue_patience=patience)
+    starvation_bound, already_there = 5, 3
+    policy = SchedulerSettings(queue_order=order, queue_starvation_bound=starvation_bound)
     bench = Bench(64, 16, 1, scheduler=scheduler, settings=policy)
     bench.add([1] * 9, 1)
     bench.step()
@@ -153,15 +154,15 @@ def test_nobody_is_passed_by_more_than_the_bound(scheduler: str, order: QueueOrd
             bench.add([1] * 9, 1)
         admitted += bench.step()[0].admitted
     assert unloved in admitted
-    assert admitted.index(unloved) <= patience + already_there
+    assert admitted.index(unloved) <= starvation_bound + already_there
 
 
-def test_a_gang_that_lacks_one_block_does_not_come_back_to_lose_it_again() -> None:
+def test_a_group_that_lacks_one_block_does_not_come_back_to_lose_it_again() -> None:
     """Samples of 17 tokens share their first block: with their next tokens that makes 1 + 4 * 4 of 16 blocks."""
     policy = SchedulerSettings(queue_order="sjf", chunking="dynamic", preemption="swap", num_swap_slots=8)
     wanted = [
         ([1, 2, 1], 13, 0, 0, "local"),
-        ([1, 2, 1, 2, 1], 20, 2, 2, "adopted gang"),
+        ([1, 2, 1, 2, 1], 20, 2, 2, "adopted group"),
         ([2, 1, 1, 1, 2, 2], 0, 0, 0, "aborted"),
         ([2, 1, 2, 2, 2, 2, 2, 2, 2, 2], 7, 0, 1, "prefill_only"),
     ]

@@ -13,19 +13,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.engine.batch import SequenceKey, WorkerBatch
-from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.engine.batch import WorkerBatch
+from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
-from kvrelay.scheduling.batching import BatchScheduler
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
-from kvrelay.scheduling.registry import find_scheduler
+from kvrelay.scheduling.policies.scheduler_registry import find_scheduler
+from kvrelay.scheduling.scheduler import BatchScheduler
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.worker.step_loop import worker_batch
 from tests.fakes.hash_runner import HashRunner, expected_tokens, next_token
 from tests.fakes.sequences import new_sequence
+from tests.thoroughness import examples
 from tests.unit.scheduling.bench import SCHEDULERS, check_writes
 
 pytestmark = pytest.mark.unit
@@ -63,8 +65,8 @@ class World:
 
     def make(self, request: str, index: int, count: int, prompt: list[int], max_tokens: int) -> Sequence:
         sampling = Sampling(temperature=1.0, seed=len(prompt), max_tokens=max_tokens, ignore_eos=True)
-        gang = request if count > 1 else ""
-        sequence = new_sequence((request, 1, index), prompt, sampling, BLOCK, gang=gang)
+        group = request if count > 1 else ""
+        sequence = new_sequence((request, 1, index), prompt, sampling, BLOCK, sample_group=group)
         self.runner.add_sequence(sequence.key, sampling, prompt, len(prompt))
         return sequence
 
@@ -79,7 +81,7 @@ class World:
 
     def add_for_others(self, request: str, index: int, count: int, prompt: list[int], max_tokens: int) -> Sequence:
         sequence = self.make(request, index, count, prompt, max_tokens)
-        sequence.prefill_only, sequence.gang = True, ""
+        sequence.prefill_only, sequence.sample_group = True, ""
         self.scheduler.add(sequence)
         return self.begin(sequence)
 
@@ -89,7 +91,7 @@ class World:
         if self.scheduler.num_slots >= self.max_running or max_tokens < 2:
             return None
         self.begin(sequence)
-        if not self.blocks.admit(sequence, Owner.RESERVED):
+        if not self.blocks.admit(sequence, BlockState.RESERVED):
             self.close(sequence)
             self.ended.remove(sequence)
             return None
@@ -100,8 +102,8 @@ class World:
         token_id = next_token(np.array(prompt, np.int32), sequence.sampling, index)
         sequence.num_computed = len(prompt)
         sequence.tokens.append(token_id)
-        self.runner._drawn[sequence.key] = token_id
-        self.blocks.change_owner(sequence, Owner.RUNNING)
+        self.runner._sampled[sequence.key] = token_id
+        self.blocks.change_block_state(sequence, BlockState.RUNNING)
         self.scheduler.adopt(sequence)
         return sequence
 
@@ -116,7 +118,7 @@ class World:
 
     def let_go(self, sequence: Sequence) -> None:
         """Of what was computed for others: they have it."""
-        self.pool.release(self.handed.pop(sequence.key, []), Owner.IN_FLIGHT)
+        self.pool.release(self.handed.pop(sequence.key, []), BlockState.IN_FLIGHT)
         self.close(sequence)
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -160,7 +162,7 @@ class World:
             sequence = output.sequence
             if sequence.prefill_only and output.prefilled and output.finish is None:
                 blocks = sequence.table.ids.tolist()
-                self.pool.hold(blocks, Owner.IN_FLIGHT)
+                self.pool.hold(blocks, BlockState.IN_FLIGHT)
                 self.handed[sequence.key] = blocks
                 self.scheduler.abort(sequence.key)
             elif output.finish is not None:
@@ -209,12 +211,12 @@ policies = st.builds(
     retraction=st.sampled_from(["latest", "least_progress"]),
     preemption=st.sampled_from(["recompute", "swap"]),
     num_swap_slots=st.sampled_from([0, 6, 40]),
-    gang_samples=st.booleans(),
+    group_samples=st.booleans(),
 )
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(events, min_size=1, max_size=40), policies, st.integers(12, 40), st.integers(8, 24), st.integers(1, 8))
 def test_every_sample_draws_what_it_draws_alone(
     scheduler: str,

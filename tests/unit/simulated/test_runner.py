@@ -19,10 +19,10 @@ from kvrelay.engine.batch import WorkerBatch, WorkerRow
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.sampling import BeamSpec, FinishReason, Sampling, TokenLogprobs
-from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.plan import SequenceOutput
-from kvrelay.scheduling.registry import BUILT_IN as SCHEDULERS
-from kvrelay.scheduling.registry import make_scheduler
+from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN as SCHEDULERS
+from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.simulated.model_facts import ModelFacts, read_facts
 from kvrelay.simulated.profiles import MeasuredProfile
@@ -32,6 +32,7 @@ from kvrelay.worker.launch import TimedLauncher
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 from tests.fakes.sequences import new_sequence
 from tests.fakes.virtual_time import VirtualTimeLoop
+from tests.thoroughness import examples
 
 pytestmark = pytest.mark.unit
 
@@ -81,8 +82,8 @@ def serve(
         for output in outputs:
             number = output.sequence.key[2] if are_samples else int(output.sequence.key[0])
             served.scores.setdefault(number, []).extend(output.prompt_logprobs)
-            if output.token_id is not None:
-                served.output[number].append(output.token_id)
+            if output.token_ids:
+                served.output[number] += output.token_ids
                 served.at_s[number].append(asyncio.get_running_loop().time())
             if output.finish is not None:
                 served.results[number] = output
@@ -96,8 +97,8 @@ def serve(
         for number, (prompt, sampling) in enumerate(jobs):
             served.output[number], served.at_s[number] = [], []
             key = ("all", 1, number) if are_samples else (str(number), 1, 0)
-            gang = key[0] if are_samples else ""
-            loop.add(new_sequence(key, prompt, sampling, spec.block_size, gang=gang))
+            group = key[0] if are_samples else ""
+            loop.add(new_sequence(key, prompt, sampling, spec.block_size, sample_group=group))
         await loop.run(StepCallbacks(lambda plan: None, committed, failed))
 
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as virtual:
@@ -120,7 +121,7 @@ samplings = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     jobs=st.lists(st.tuples(st.lists(st.integers(3, 5), min_size=1, max_size=90), samplings), min_size=1, max_size=9),
     block_size=st.sampled_from([8, 16]),
@@ -214,7 +215,7 @@ def row_of(token_ids: list[int], blocks: np.ndarray, position: int = 0) -> Worke
 
 def draws_after(damage: str | None, num_prompt: int) -> list[int]:
     """The first tokens of many prompts, each after its last token was fed on its own, upon K/V that was damaged."""
-    drawn = []
+    drawn: list[int] = []
     for seed in range(20):
         prompt = random.Random(seed).choices(range(3, 50), k=num_prompt)
         runner, table = runner_of(), np.random.default_rng(seed).permutation(40)[: -(-num_prompt // 8)]
@@ -236,8 +237,7 @@ def draws_after(damage: str | None, num_prompt: int) -> list[int]:
             case "the tail's":
                 pool[table[-1]] = 0
         (result,) = runner.execute(WorkerBatch(2, [row_of(prompt[-1:], table, num_prompt - 1)])).rows
-        assert result.token_id is not None
-        drawn.append(result.token_id)
+        drawn += result.token_ids
     return drawn
 
 
@@ -268,11 +268,11 @@ def test_logprobs_are_those_of_a_distribution() -> None:
     prompt = list(range(3, 20))
     runner.add_sequence(KEY, sampling, prompt, len(prompt))
     (result,) = runner.execute(WorkerBatch(1, [row_of(prompt, np.arange(3))])).rows
-    assert result.logprobs is not None
-    assert result.logprobs.token_id == result.token_id == result.logprobs.top_ids[0]
-    assert len(set(result.logprobs.top_ids)) == len(result.logprobs.top_logprobs) == 4
-    assert result.logprobs.top_logprobs == sorted(result.logprobs.top_logprobs, reverse=True)
-    assert sum(map(math.exp, result.logprobs.top_logprobs)) < 1
+    (entry,) = result.logprobs
+    assert (entry.token_id,) == tuple(result.token_ids) == (entry.top_ids[0],)
+    assert len(set(entry.top_ids)) == len(entry.top_logprobs) == 4
+    assert entry.top_logprobs == sorted(entry.top_logprobs, reverse=True)
+    assert sum(map(math.exp, entry.top_logprobs)) < 1
     assert [each.token_id for each in result.prompt_logprobs] == prompt[1:]
     assert all(len(each.top_ids) == 2 and each.logprob < 0 for each in result.prompt_logprobs)
 
@@ -347,7 +347,7 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
     ("values", "words"),
     [
         ({"profile": "abacus"}, "must be one of llama3-8b-h100"),
-        ({"memory_utilization": 0.5}, "memory_utilization is measured"),
+        ({"memory_utilization": 0.5}, "memory_utilization cannot be measured"),
         ({"num_workers": 2, "port": 5000}, "port, transfer_port and http_port must be 0"),
         ({"num_workers": 2, "metrics_file": "m.jsonl"}, "metrics_file must have {worker_id} in it"),
         ({"num_workers": 2, "event_log": "e.log"}, "event_log must have {name} in it"),

@@ -17,9 +17,9 @@ from kvrelay.engine.batch import DeviceLost
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.sampling import BeamSpec, Sampling
-from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.plan import SequenceOutput
-from kvrelay.scheduling.registry import BUILT_IN, make_scheduler
+from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN, make_scheduler
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.telemetry.metrics_store import MetricsStore, StepRecord, read_metrics
 from kvrelay.telemetry.step_trace import StepEvent
@@ -29,6 +29,7 @@ from tests.fakes.hash_runner import EOS_TOKEN_ID, HashRunner, expected_tokens
 from tests.fakes.queued_runner import QueuedRunner
 from tests.fakes.sequences import new_sequence
 from tests.fakes.waiting import PATIENCE_S, until
+from tests.thoroughness import examples
 from tests.unit.worker.serving import BLOCK_SIZE, LONGEST, NUM_BLOCKS, Job, Service, check_tokens, jobs, serve
 from tests.unit.worker.test_overlap import one_scheduler
 
@@ -44,6 +45,7 @@ def serve_queued(
     blame: bool = True,
     fails_at_launch: bool = False,
     mistakes: int = 0,
+    num_lookahead: int = 0,
 ) -> Service:
     made: list[QueuedRunner] = []
 
@@ -59,13 +61,13 @@ def serve_queued(
         made.append(runner)
         return runner
 
-    service = serve(wanted, scheduler, num_slots, make, overlap=overlap)
+    service = serve(wanted, scheduler, num_slots, make, overlap=overlap, num_lookahead=num_lookahead)
     made[0].close()
     return service
 
 
 @pytest.mark.parametrize("scheduler", list(BUILT_IN))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(
     wanted=jobs,
     num_slots=st.sampled_from([0, 3, 40]),
@@ -84,7 +86,7 @@ def test_tokens_are_right_and_nothing_is_left_behind(
     assert service.loop.totals.num_steps_launched_ahead <= service.loop.totals.num_steps_ahead
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(jobs, st.sampled_from([0, 3]))
 def test_launching_ahead_changes_no_outcome(wanted: list[Job], mistakes: int) -> None:
     """As in `test_overlap_changes_no_outcome`."""
@@ -117,8 +119,7 @@ class Crowd:
 
     def committed(self, outputs: list[SequenceOutput]) -> None:
         for output in outputs:
-            if output.token_id is not None:
-                self.tokens[output.sequence.key].append(output.token_id)
+            self.tokens[output.sequence.key] += output.token_ids
             if output.beams:
                 self.beams[output.sequence.key] = [tuple(beam.token_ids) for beam in output.beams]
         self.pool.check_integrity()
@@ -161,7 +162,7 @@ requests = st.builds(
 
 
 @pytest.mark.parametrize("scheduler", ["sarathi", "vllm"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(requests, min_size=1, max_size=5))
 def test_samples_and_beams_wait_for_the_host_where_they_must(scheduler: str, wanted: list[Request]) -> None:
     """The runner takes nothing behind another step that is copied, kept or searched; and the results are the same."""
@@ -206,7 +207,7 @@ class Watched:
         await asyncio.wait_for(self.loop.run(StepCallbacks(lambda plan: None, self._committed, self._fail)), PATIENCE_S)
 
     def _committed(self, outputs: list[SequenceOutput]) -> None:
-        self.tokens += [output.token_id for output in outputs if output.token_id is not None]
+        self.tokens += [token_id for output in outputs for token_id in output.token_ids]
         if any(output.finish for output in outputs):
             self.loop.stop()
 

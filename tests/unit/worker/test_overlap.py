@@ -17,16 +17,17 @@ from kvrelay.engine.batch import StepResult, WorkerBatch
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
-from kvrelay.scheduling.batching import BatchScheduler
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
-from kvrelay.scheduling.registry import BUILT_IN, find_scheduler
+from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN, find_scheduler
+from kvrelay.scheduling.scheduler import BatchScheduler
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.telemetry.metrics_store import MetricsStore, StepRecord, read_metrics
 from kvrelay.telemetry.step_trace import Mark, StepEvent, StepEventName, StepTrace
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 from tests.fakes.hash_runner import EOS_TOKEN_ID, HashRunner
 from tests.fakes.sequences import new_sequence
 from tests.fakes.waiting import PATIENCE_S
+from tests.thoroughness import examples
 from tests.unit.worker.serving import NUM_BLOCKS, Job, Service, check_tokens, failing, jobs, serve
 
 pytestmark = pytest.mark.unit
@@ -34,7 +35,7 @@ pytestmark = pytest.mark.unit
 
 @pytest.mark.parametrize("scheduler", list(BUILT_IN))
 @pytest.mark.parametrize("overlap", [True, False])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(jobs, st.sampled_from([0, 3, 40]), st.booleans())
 def test_tokens_are_right_and_nothing_is_left_behind(
     overlap: bool, scheduler: str, wanted: list[Job], num_slots: int, blame: bool
@@ -43,7 +44,7 @@ def test_tokens_are_right_and_nothing_is_left_behind(
     check_tokens(wanted, service.served, blame=blame)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(jobs)
 def test_overlap_changes_no_outcome(wanted: list[Job]) -> None:
     """Without aborts, whose moment is another one, nothing depends on what runs beside a sequence. But whether an

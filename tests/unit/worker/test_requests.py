@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.engine.batch import SequenceKey
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.requests import OpenRequests
 
@@ -22,7 +22,7 @@ KEYS = st.sampled_from([(name, attempt, i) for name, n in SAMPLES.items() for at
 
 
 @dataclass(eq=False)
-class Open:
+class OpenRequest:
     """What `OpenRequests` asks of a request."""
 
     sequence: Any
@@ -31,11 +31,11 @@ class Open:
 @given(st.lists(st.tuples(st.sampled_from(["add", "remove", "supersede"]), KEYS), max_size=60))
 def test_samples_are_found_as_by_going_through_all_requests(actions: list[tuple[str, SequenceKey]]) -> None:
     context = cast("WorkerContext", SimpleNamespace())
-    requests: OpenRequests[Open] = OpenRequests(context, "prefill", lambda key, reason: requests.remove(key))
-    by_hand: list[Open] = []
+    requests: OpenRequests[OpenRequest] = OpenRequests(context, "prefill", lambda key, reason: requests.remove(key))
+    by_hand: list[OpenRequest] = []
     for action, key in actions:
         if action == "add" and key not in requests:
-            by_hand.append(Open(SimpleNamespace(key=key)))
+            by_hand.append(OpenRequest(SimpleNamespace(key=key)))
             requests.add(by_hand[-1])
         elif action == "remove":
             requests.remove(key)

@@ -10,13 +10,13 @@ from kvrelay_router.http.api_error import ApiError
 
 
 class KeyRing:
-    """The accepted API keys. Digests are compared, so neither content nor length of a key shows in the time."""
+    """The accepted API keys. Digests are compared, so the time reveals neither content nor length of a key."""
 
     def __init__(self, keys: tuple[str, ...]) -> None:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     def check(self, headers: Mapping[str, str]) -> str:
-        """The request's key; empty where none are set. Raises 401 unless it is one of them."""
+        """Returns the request's key, or an empty string if no keys are configured. Raises 401 for an unknown key."""
         if not self._digests:
             return ""
         scheme, _, key = headers.get("authorization", "").partition(" ")

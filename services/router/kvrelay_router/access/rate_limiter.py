@@ -1,6 +1,6 @@
-"""What one API key may have: its rate, its requests at a time, its priorities. Asked at the door, before anything else.
+"""Limits the rate, the concurrency and the priority of requests, for each API key.
 
-The limits hold for each key; where no keys are set, for all clients together.
+Without API keys the limits hold for all clients together.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvrelay_router.http.api_error import ApiError
 
 @dataclass(frozen=True, slots=True)
 class KeyRules:
-    """`least_priority`: the smallest number, which is the most urgent one, that a request may ask for."""
+    """`least_priority` is the smallest, and so most urgent, priority that a request may have."""
 
     limits: KeyLimits = field(default_factory=KeyLimits)
     least_priority: int | None = None
@@ -25,14 +25,14 @@ class KeyRules:
 
 @dataclass(frozen=True, slots=True)
 class RateLimiter:
-    """Lets requests in by their keys' rules. `shared` may be left out where no key has a limit."""
+    """Applies the rules of keys. `shared` counts requests; it may be None if no key has a limit."""
 
     rules: KeyRules = field(default_factory=KeyRules)
-    own: Mapping[str, KeyRules] = field(default_factory=dict)  # of single keys, instead of `rules`
+    own: Mapping[str, KeyRules] = field(default_factory=dict)  # replaces `rules` for single keys
     shared: SharedLimits | OwnLimits | None = None
 
     def check_priority(self, key: str, priority: int) -> None:
-        """Raises 400 for a priority beyond the key's cap."""
+        """Raises 400 for a priority below the key's `least_priority`."""
         least = self._rules(key).least_priority
         if least is not None and priority < least:
             raise ApiError(
@@ -42,18 +42,18 @@ class RateLimiter:
             )
 
     def admit(self, key: str, request_id: str, lease_s: float) -> AbstractAsyncContextManager[None]:
-        """Holds one of the key's places while the request runs. Raises 429 when it is entered."""
+        """Counts the request while the block runs. Entering it raises 429 beyond the key's limits."""
         limits = self._rules(key).limits
         if limits.are_none or self.shared is None:
             return nullcontext()
-        return _place(self.shared, key, limits, request_id, lease_s)
+        return _counted(self.shared, key, limits, request_id, lease_s)
 
     def _rules(self, key: str) -> KeyRules:
         return self.own.get(key, self.rules)
 
 
 @asynccontextmanager
-async def _place(
+async def _counted(
     shared: SharedLimits | OwnLimits, key: str, limits: KeyLimits, request_id: str, lease_s: float
 ) -> AsyncIterator[None]:
     refusal = await shared.enter(key, limits, request_id, lease_s)
@@ -62,7 +62,7 @@ async def _place(
     try:
         yield
     finally:
-        # The client may be gone, which cancels this task: its place is given back all the same.
+        # If the client is gone, this task is cancelled; the request must still be uncounted.
         await asyncio.shield(shared.leave(key, request_id))
 
 

@@ -1,4 +1,4 @@
-"""Puts the HTTP API together."""
+"""Builds the ASGI application."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvrelay_router.openai.api_service import ApiService, InProgress
 from kvrelay_router.openai.chat_endpoint import ChatEndpoint
 from kvrelay_router.openai.completions_endpoint import CompletionsEndpoint
 from kvrelay_router.openai.error_mapping import on_api_error, on_http_exception
-from kvrelay_router.openai.request_metrics import OPERATIONS, RequestMetrics
+from kvrelay_router.openai.request_metrics import OPERATION_BY_PATH, RequestMetrics
 from kvrelay_router.openai.schema.chat_request import ChatRequest
 from kvrelay_router.openai.schema.completion_request import CompletionRequest
 from kvrelay_router.openai.schema.parsing import RequestModel
@@ -38,7 +38,7 @@ SHOWN_HEADERS = (
     "x-kvrelay-decode",
     "x-kvrelay-route",
 )
-"""Of answers to web pages of other origins, beside those that browsers show anyway."""
+"""Response headers that web pages of other origins may read, in addition to the default ones."""
 
 
 def create_app(
@@ -57,7 +57,7 @@ def create_app(
     app.add_exception_handler(HTTPException, on_http_exception)
     _add_posts(app, service)
     _add_operations(app, service)
-    fast_path = FastPathRouter(app, _endpoints(app, OPERATIONS))
+    fast_path = FastPathRouter(app, _endpoints(app, OPERATION_BY_PATH))
     named = AuthMiddleware(
         fast_path,
         api_keys=settings.api_keys,
@@ -73,7 +73,7 @@ def _endpoints(app: FastAPI, paths: Iterable[str]) -> dict[str, Endpoint]:
 
 
 def _for_web_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """Browsers ask, without a key, whether a page of another origin may use the API, and what of answers it may see."""
+    """Answers the preflight requests of browsers, which carry no key."""
     return CORSMiddleware(
         app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=SHOWN_HEADERS
     )
@@ -113,6 +113,6 @@ def _add_operations(app: FastAPI, service: ApiService) -> None:
 
 
 def _body_schema(model: type[RequestModel]) -> dict[str, Any]:
-    """Bodies are read by the routes themselves, so the documentation is told their schema."""
+    """The OpenAPI entry of a body. FastAPI cannot derive it, because the endpoints read bodies themselves."""
     schema = model.model_json_schema()
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

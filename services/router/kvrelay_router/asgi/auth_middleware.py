@@ -8,14 +8,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvrelay_router.access.api_keys import KeyRing
 from kvrelay_router.access.request_names import name_request
 from kvrelay_router.openai.error_mapping import as_api_error
-from kvrelay_router.openai.request_metrics import OPERATIONS, TIMINGS, RequestMetrics
+from kvrelay_router.openai.request_metrics import OPERATION_BY_PATH, TIMINGS, RequestMetrics
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/version", "/dashboard"})
-"""Probes and a page without data, which need no key."""
+"""Probes, and the dashboard page, which holds no data. They need no key."""
 
 
 class AuthMiddleware:
-    """ASGI middleware. Puts `RequestNames` into the request's state as `names`."""
+    """ASGI middleware. Sets `names` (`RequestNames`) and `TIMINGS` in the request's state."""
 
     def __init__(self, app: ASGIApp, *, api_keys: tuple[str, ...], router_id: str, metrics: RequestMetrics) -> None:
         self._app = app
@@ -24,13 +24,12 @@ class AuthMiddleware:
         self._keys = KeyRing(api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])}
         timings = None
-        if scope["path"] in OPERATIONS:
+        if scope["path"] in OPERATION_BY_PATH:
             timings = self._metrics.begin(scope["path"], headers.get("traceparent", ""))
         names = name_request(headers, timings.context if timings is not None else None)
         state = scope.setdefault("state", {})

@@ -1,4 +1,4 @@
-"""Models, health and the fleet."""
+"""GET routes for models, health, the fleet and recent requests."""
 
 from __future__ import annotations
 
@@ -25,19 +25,17 @@ ANSWER_PREFIXES = ("chatcmpl-", "cmpl-")
 
 
 class OperationRoutes:
-    """Everything that is read, not generated."""
+    """The endpoints that generate nothing."""
 
     def __init__(self, service: ApiService) -> None:
         self._service = service
         self._version = version("kvrelay")
 
     async def models(self) -> Response:
-        """All names of the model."""
         models = [self._model(name) for name in self._service.settings.model_names]
         return json_response({"object": "list", "data": models})
 
     async def model(self, model_id: str) -> Response:
-        """One name of the model, or 404."""
         if model_id not in self._service.settings.model_names:
             raise model_not_found(model_id)
         return json_response(self._model(model_id))
@@ -55,36 +53,35 @@ class OperationRoutes:
         }
 
     async def health(self) -> Response:
-        """The process is alive."""
+        """Returns 200 while the process runs."""
         return json_response({"status": "ok"})
 
     async def ready(self) -> Response:
-        """A request could be placed now, with the number of workers that take requests; or 503."""
+        """Returns the number of workers by role, or 503 if no request could be placed now."""
         if not self._service.dispatcher.ready():
             raise no_worker_ready("No worker is ready", 1.0)
         return json_response({"status": "ready", "workers": self._service.dispatcher.ready_workers()})
 
     async def version(self) -> Response:
-        """The version of this router."""
         return json_response({"version": self._version})
 
     async def fleet(self) -> Response:
-        """All workers, with their state, queues and blocks."""
+        """Returns all workers with their state, queues and blocks."""
         return json_response(await self._service.dispatcher.fleet())
 
     async def request(self, request_id: str) -> Response:
-        """What became of a request, or 404. Takes `x-request-id` and answer ids; several prompts give a list."""
+        """Returns the record of a request by its `x-request-id` or answer id, or 404. Several prompts give a list."""
         found = self._recent(request_id) or self._recent(_bare(request_id))
         if not found:
             raise self._not_found(request_id)
         return json_response(found[0] if len(found) == 1 else {"requests": found})
 
     async def requests(self) -> Response:
-        """The latest requests, the newest first."""
+        """Returns the latest requests, newest first."""
         return json_response({"requests": self._service.dispatcher.recent_requests(MAX_LISTED)})
 
     async def timeline(self, request_id: str) -> Response:
-        """What happened to a request when, or 404. Takes the names that `request` takes."""
+        """Returns the events of a request with their times, or 404. Accepts the same ids as `request`."""
         for name in (request_id, _bare(request_id)):
             found = [await self._service.dispatcher.timeline(each) for each in self._service.aliases.resolve(name)]
             known = [timeline for timeline in found if timeline is not None]
@@ -93,7 +90,7 @@ class OperationRoutes:
         raise self._not_found(request_id)
 
     async def dashboard(self) -> Response:
-        """The fleet page. It holds no data: it asks for them, with a key where one is needed."""
+        """Returns the fleet page. The page itself holds no data: it requests them, with the key if one is required."""
         return Response(DASHBOARD.read_bytes(), media_type="text/html", headers=DASHBOARD_HEADERS)
 
     def _not_found(self, request_id: str) -> ApiError:

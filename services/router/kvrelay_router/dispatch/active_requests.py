@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvrelay.protocol.messages import TokenEntry
 from kvrelay_router.dispatch.attempt import SequenceAttempts
-from kvrelay_router.dispatch.events import AwaitLostWorkers, FindDecode, FindPlacement
+from kvrelay_router.dispatch.events import AwaitLostWorkers, Event, FindDecode, FindPlacement, Instruction
 from kvrelay_router.dispatch.intake import TokenIntake
+from kvrelay_router.dispatch.interface import SequenceDelta
 from kvrelay_router.dispatch.load import Held
 from kvrelay_router.dispatch.placement import PromptPrefixes, Work
 from kvrelay_router.dispatch.records import RequestRecord, SequenceHistory
@@ -81,6 +84,8 @@ class ActiveSequence:
     index: int
     attempts: SequenceAttempts
     intake: TokenIntake
+    handle_event: Callable[[Event], list[Instruction]]  # of `attempts`, recorded if an event log is kept
+    handle_entry: Callable[[TokenEntry], SequenceDelta | None]  # of `intake`, recorded likewise
     request: ActiveRequest
     record: SequenceHistory
     held: Held = field(default_factory=Held)

@@ -16,7 +16,6 @@ The machine sees no tokens. `TokenIntake` orders them, and `receive_tokens` repo
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import StrEnum
 
 import msgspec
@@ -33,6 +32,7 @@ from kvrelay.protocol.messages import (
     pack_tokens,
 )
 from kvrelay.protocol.sampling import FinishReason, Sampling
+from kvrelay.state_machine import IllegalEvent, Transition, TransitionTable, find_transition, transition_table
 from kvrelay_router.dispatch.assigned_workers import AssignedWorkers
 from kvrelay_router.dispatch.events import (
     AttemptFailed,
@@ -46,7 +46,6 @@ from kvrelay_router.dispatch.events import (
     FindDecode,
     FindPlacement,
     FirstTokenDelivered,
-    IllegalEvent,
     Instruction,
     PlacementFailed,
     Send,
@@ -100,10 +99,7 @@ class SequenceAttempts:
 
     def handle(self, event: Event) -> list[Instruction]:
         """Raises IllegalEvent, and changes nothing, if the event has no entry in the table or contradicts the past."""
-        transition = _TRANSITIONS.get((self.state, type(event)))
-        if transition is None:
-            raise IllegalEvent(f"{type(event).__name__} in {self.state}")
-        return transition(self, event)
+        return find_transition(TRANSITIONS, self.state, event)(self, event)
 
     # -- what the driver reads ----------------------------------------------------------------------------------------
 
@@ -371,9 +367,10 @@ def _cause_of(event: WorkerLost) -> str:
     return f"{event.worker.peer_id} is lost: {event.reason}"
 
 
-_Transition = Callable[..., list[Instruction]]
 _M = SequenceAttempts
-_WAITING: dict[type[object], _Transition] = {
+_Row = dict[type[object], Transition[Instruction]]
+
+_WAITING: _Row = {
     WorkersAssigned: _M._workers_assigned,
     PlacementFailed: _M._placement_failed,
     DecodeNeeded: _M._ignore_stale,
@@ -383,7 +380,7 @@ _WAITING: dict[type[object], _Transition] = {
     StopMatched: _M._stop_matched,
     Cancelled: _M._cancelled,
 }
-_PREFILLING: dict[type[object], _Transition] = {
+_PREFILLING: _Row = {
     DecodeChosen: _M._decode_chosen,
     FirstTokenDelivered: _M._first_token_delivered,
     DecodeStarted: _M._decode_started,
@@ -395,7 +392,7 @@ _PREFILLING: dict[type[object], _Transition] = {
     StopMatched: _M._stop_matched,
     Cancelled: _M._cancelled,
 }
-_STREAMING: dict[type[object], _Transition] = {
+_STREAMING: _Row = {
     FirstTokenDelivered: _M._first_token_delivered,
     SequenceFinished: _M._finished,
     DecodeNeeded: _M._decode_needed_late,
@@ -405,18 +402,13 @@ _STREAMING: dict[type[object], _Transition] = {
     StopMatched: _M._stop_matched,
     Cancelled: _M._cancelled,
 }
-_OVER: dict[type[object], _Transition] = dict.fromkeys(
-    (DecodeNeeded, AttemptFailed, WorkerLost, WorkerBack, StopMatched, Cancelled), _M._ignore
-)
-_TRANSITIONS: dict[tuple[AttemptState, type[object]], _Transition] = {
-    (state, event): transition
-    for state, row in {
+_OVER: _Row = dict.fromkeys((DecodeNeeded, AttemptFailed, WorkerLost, WorkerBack, StopMatched, Cancelled), _M._ignore)
+TRANSITIONS: TransitionTable[Instruction] = transition_table(
+    {
         AttemptState.WAITING: _WAITING,
         AttemptState.PREFILLING: _PREFILLING,
         AttemptState.STREAMING: _STREAMING,
         AttemptState.DONE: _OVER,
         AttemptState.FAILED: _OVER,
-    }.items()
-    for event, transition in row.items()
-}
-"""A pair that is missing here is illegal."""
+    }
+)

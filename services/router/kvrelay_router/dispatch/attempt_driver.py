@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from kvrelay.protocol.messages import AnyBody, PeerRef, TokenEntry
+from kvrelay.state_machine import IllegalEvent
 from kvrelay.telemetry.tracer import trace_fields
 from kvrelay_router.dispatch.active_requests import ActiveSequence, CacheTally, ExpectedCacheHit
 from kvrelay_router.dispatch.events import (
@@ -20,7 +21,6 @@ from kvrelay_router.dispatch.events import (
     Event,
     FindDecode,
     FindPlacement,
-    IllegalEvent,
     Instruction,
     PlacementFailed,
     Send,
@@ -77,7 +77,7 @@ class AttemptDriver:
     def feed(self, sequence: ActiveSequence, event: Event) -> None:
         """Gives an event to the attempt machine and carries out its instructions."""
         try:
-            instructions = sequence.attempts.handle(event)
+            instructions = sequence.handle_event(event)
         except IllegalEvent as error:
             self._report_illegal(sequence, error)
             return
@@ -90,7 +90,9 @@ class AttemptDriver:
     ) -> None:
         """Delivers the tokens of an entry, once the tokens before them have come."""
         try:
-            delta, events = receive_tokens(sequence.attempts, sequence.intake, worker, entry, from_prefill)
+            delta, events = receive_tokens(
+                sequence.attempts, sequence.intake, worker, entry, from_prefill, sequence.handle_entry
+            )
         except IllegalEvent as error:
             self._report_illegal(sequence, error)
             # The client must not wait for tokens that were dropped: the attempt ends here.

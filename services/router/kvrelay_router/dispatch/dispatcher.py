@@ -16,7 +16,7 @@ from typing import Any
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import LinkEvent
 from kvrelay.protocol.sampling import FinishReason
-from kvrelay.telemetry.event_log import EventLog
+from kvrelay.telemetry.event_log import EventLog, recorded
 from kvrelay.telemetry.tracer import Tracer
 from kvrelay_router.dispatch.active_requests import ActiveRequest, ActiveSequence, DispatchSettings
 from kvrelay_router.dispatch.attempt import SequenceAttempts, SequenceSpec
@@ -249,7 +249,7 @@ class RouterDispatcher:
         return {
             "requests": {
                 "running": len(self._running),
-                "active_requestss": len(self._sequences),
+                "running_sequences": len(self._sequences),
                 "sequences_waiting_for_worker": self._driver.num_waiting,
                 "retries": self._driver.num_retries,
                 "protocol_errors": self._driver.num_illegal,
@@ -319,24 +319,23 @@ class RouterDispatcher:
                 num_samples=request.num_sequences,
                 max_attempts=self.settings.max_attempts,
             )
-            attempts, intake = self._make_machines(spec, record.request_id)
-            sequence = ActiveSequence(index, attempts, intake, running, record.sequences[index])
+            sequence = self._make_sequence(spec, running)
             running.sequences[index] = self._sequences[request.request_id, index] = sequence
         self._running[handle] = running
         self._records.add(record)
         self._counts["submitted"] += 1
         return running
 
-    def _make_machines(self, spec: SequenceSpec, request_id: str) -> tuple[SequenceAttempts, TokenIntake]:
+    def _make_sequence(self, spec: SequenceSpec, running: ActiveRequest) -> ActiveSequence:
         is_beam_search = spec.sampling.beams is not None
         prompt_logprobs_due = spec.sampling.prompt_logprobs is not None and spec.num_prompt_tokens > 1
         attempts = SequenceAttempts(spec)
         intake = TokenIntake(spec.sequence, is_beam_search=is_beam_search, prompt_logprobs_due=prompt_logprobs_due)
-        if self._events is not None:
-            key = request_id, 0, spec.sequence
-            self._events.watch("attempts", key, attempts, spec)
-            self._events.watch("intake", key, intake, spec.sequence, is_beam_search, prompt_logprobs_due)
-        return attempts, intake
+        key = running.record.request_id, 0, spec.sequence
+        handle_event = recorded(self._events, "attempts", key, attempts, spec)
+        handle_entry = recorded(self._events, "intake", key, intake, spec.sequence, is_beam_search, prompt_logprobs_due)
+        history = running.record.sequences[spec.sequence]
+        return ActiveSequence(spec.sequence, attempts, intake, handle_event, handle_entry, running, history)
 
     def _sequence_ended(self, sequence: ActiveSequence, error: str | None) -> None:
         running = sequence.request

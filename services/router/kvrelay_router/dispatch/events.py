@@ -8,11 +8,6 @@ from kvrelay.protocol.messages import AnyBody, PeerRef
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay_router.dispatch.load import WorkerKey
 
-
-class IllegalEvent(Exception):
-    """The event cannot happen in this state. Nothing was changed."""
-
-
 # -- events from placement --------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from kvrelay.protocol.messages import SequenceUsage, TokenEntry
 from kvrelay.protocol.sampling import FinishReason
-from kvrelay_router.dispatch.events import IllegalEvent
+from kvrelay.state_machine import IllegalEvent
 from kvrelay_router.dispatch.interface import SequenceDelta, join_deltas
 
 

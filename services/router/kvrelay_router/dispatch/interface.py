@@ -173,7 +173,7 @@ class ModelLimits:
     """What the ready workers can take. `max_model_len` counts prompt and output tokens of a sequence.
 
     `max_running` (sequences at a time), `num_blocks` and `block_size` are those of decode workers; 0 where there is
-    none, or an older worker that knows no beam search. `gang_samples`: whether they run a request's samples at once.
+    none, or an older worker that knows no beam search. `group_samples`: whether they run a request's samples at once.
     """
 
     max_model_len: int
@@ -181,7 +181,7 @@ class ModelLimits:
     max_running: int = 0
     num_blocks: int = 0
     block_size: int = 0
-    gang_samples: bool = False
+    group_samples: bool = False
 
 
 class PreparedPrompt(Protocol):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvrelay.protocol.messages import FirstToken, Header, PeerRef, TokenEntry
 from kvrelay.protocol.sampling import FinishReason
+from kvrelay.state_machine import IllegalEvent
 from kvrelay_router.dispatch.attempt import AttemptState, SequenceAttempts
 from kvrelay_router.dispatch.events import (
     AttemptFailed,
     DecodeStarted,
     Event,
     FirstTokenDelivered,
-    IllegalEvent,
     SequenceFinished,
 )
 from kvrelay_router.dispatch.intake import TokenIntake
@@ -20,17 +22,23 @@ NO_EVENTS: list[Event] = []
 
 
 def receive_tokens(
-    attempts: SequenceAttempts, intake: TokenIntake, worker: PeerRef, entry: TokenEntry, from_prefill: bool = False
+    attempts: SequenceAttempts,
+    intake: TokenIntake,
+    worker: PeerRef,
+    entry: TokenEntry,
+    from_prefill: bool,
+    handle_entry: Callable[[TokenEntry], SequenceDelta | None],
 ) -> tuple[SequenceDelta | None, list[Event]]:
     """Returns the delta to deliver, and then the events for the attempt machine: none for most entries.
 
+    `handle_entry` is `intake.handle`, or that with a recording around it.
     Raises IllegalEvent if the worker cannot have sent this; then nothing has changed.
     """
     if not attempts.accepts_tokens(worker, entry.attempt, from_prefill):
         return None, NO_EVENTS
     if intake.prompt_logprobs_due:
         _check_prompt_logprobs(attempts, entry, from_prefill)
-    delta = intake.handle(entry)
+    delta = handle_entry(entry)
     if attempts.is_streaming and entry.finish is None and (delta is None or delta.finish is None):
         return delta, NO_EVENTS
     events: list[Event] = []

@@ -1,4 +1,4 @@
-"""Reading request bodies: bounded, and JSON only."""
+"""Reads request bodies of bounded size as JSON objects."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kvrelay_router.http.api_error import ApiError
 from kvrelay_router.http.event_writer import EVENT_WRITER, EventWriter
 
 BODY_TIMEOUT_S = 60.0
-"""How long a client may take to send its request."""
+"""Maximum time for a client to send its body."""
 
 LINGER_S = 1.0
-"""How long an oversized body is read on and dropped, so that the client gets to read the answer."""
+"""An oversized body is read and dropped for this time, so that the client can read the answer."""
 
 
 class BodyTooLarge(ApiError):
-    """413. The rest of the body is not kept, and the connection ends."""
+    """Status 413. The rest of the body is dropped, and the connection ends."""
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__(
@@ -32,7 +32,7 @@ class BodyTooLarge(ApiError):
         )
 
     def response(self) -> Response:
-        """The answer at once; then the connection lingers, or its reset would overtake the answer."""
+        """Answers at once and keeps the connection open for `LINGER_S`: a reset would overtake the answer."""
         return _LingeringResponse(orjson.dumps(self.body()), 413, self.headers, media_type="application/json")
 
 
@@ -50,7 +50,7 @@ class _LingeringResponse(Response):
 
 
 async def read_body(request: Request, limit_bytes: int) -> bytes:
-    """The whole body. Raises 413 as soon as it is known to be larger than the limit; 408; ClientDisconnect."""
+    """Returns the whole body. Raises 413 as soon as it exceeds the limit, 408 if it is late, and ClientDisconnect."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit_bytes:
         raise BodyTooLarge(limit_bytes)
@@ -64,22 +64,22 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
 
 
 async def _receive_body(request: Request, limit_bytes: int) -> bytes:
-    pieces: list[bytes] = []
+    parts: list[bytes] = []
     num_bytes, is_all = 0, False
     while not is_all:
         message = await request.receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
-        piece, is_all = message.get("body", b""), not message.get("more_body", False)
-        num_bytes += len(piece)
+        part, is_all = message.get("body", b""), not message.get("more_body", False)
+        num_bytes += len(part)
         if num_bytes > limit_bytes:
             raise BodyTooLarge(limit_bytes)
-        pieces.append(piece)
-    return b"".join(pieces)
+        parts.append(part)
+    return b"".join(parts)
 
 
 async def read_json_object(request: Request, limit_bytes: int) -> dict[str, Any]:
-    """The body as a JSON object, or 400."""
+    """Returns the body as a JSON object. Raises 400 if it is none, and the errors of `read_body`."""
     writer: EventWriter | None = request.scope["state"].get(EVENT_WRITER)
     body = writer.whole_body() if writer is not None else None
     try:

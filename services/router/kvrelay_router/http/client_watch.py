@@ -1,4 +1,4 @@
-"""Ends the work for a client that goes away."""
+"""Cancels the work for a request if its client disconnects or its time is over."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ClientGone(Exception):
 
 
 class TaskTimeout:
-    """`with TaskTimeout(timeout_s): ...`, in a task: a cheaper `async with asyncio.timeout`."""
+    """`with TaskTimeout(timeout_s): ...` in a task is a cheaper `async with asyncio.timeout`."""
 
     __slots__ = ("_is_late", "_num_cancelled", "_task", "_timeout_s", "_timer")
 
@@ -45,10 +45,10 @@ class TaskTimeout:
 
 
 class ClientWatch:
-    """`with ClientWatch(receive, writer): ...`, in a task, cancels what runs inside when the client disconnects.
+    """`with ClientWatch(receive, writer): ...` in a task cancels the block if the client disconnects.
 
-    Like `asyncio.timeout`, with the connection's end in place of a deadline; raises ClientGone on exit. The request's
-    body must have been read before. The connection tells by its `writer`; where there is none, a task asks `receive`.
+    It works like `asyncio.timeout`, and raises ClientGone on exit. The request's body must have been read before. The
+    connection reports its end to `writer`; if there is no writer, a task awaits `receive`.
     """
 
     def __init__(self, receive: Receive, writer: EventWriter | None) -> None:
@@ -83,7 +83,7 @@ class ClientWatch:
             self._writer.unwatch()
         if self._listener is not None:
             self._listener.cancel()
-            self._listener = None  # its end keeps this watch: without a cycle both go at once
+            self._listener = None  # break the reference cycle, so that both are freed at once
         if not self._gone:
             return
         still_cancelled = self._task.uncancel()

@@ -1,4 +1,4 @@
-"""What clients' connections may hold of a process, and how many of them its limit of open files allows."""
+"""Limits of client connections, and the number of connections that the limit of open files allows."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 log = logging.getLogger(__name__)
 
 OTHER_FILES = 256
-"""Descriptors that are left to everything but clients' connections."""
+"""File descriptors reserved for everything except client connections."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """Of one process."""
+    """The limits of one process."""
 
     max_connections: int = 4096
     max_header_bytes: int = 64 << 10
@@ -22,7 +22,7 @@ class ConnectionLimits:
 
 
 def allowed_connections(wanted: int) -> int:
-    """Raises this process's limit of open files where it is too low for them; how many there may be then."""
+    """Raises the limit of open files if it is too low for `wanted` connections. Returns how many it then allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted + OTHER_FILES:
         soft = wanted + OTHER_FILES if hard == resource.RLIM_INFINITY else min(hard, wanted + OTHER_FILES)

@@ -1,10 +1,10 @@
-"""One port, several processes: connections are taken by the process that owns the port, and each is handed to the
-process that has the fewest.
+"""Serves one port from several processes: the owner of the port accepts each connection and passes it to the process
+with the fewest connections.
 
-A channel is a pair of Unix sockets. Down it a connection goes as one byte with its descriptor (SCM_RIGHTS, unix(7));
-up it a process says that it takes connections, how many have ended, and that it leaves. The owner keeps both ends: what
-a process that died or left has not taken out of its channel is taken back, and handed to another one. While no process
-takes connections they wait in the listening socket's queue.
+A channel is a pair of Unix sockets. The owner sends a connection as one byte with its descriptor (SCM_RIGHTS, unix(7)).
+The process reports that it accepts connections, how many have ended, and that it leaves. The owner keeps both ends of
+the channel, so it can take back connections that a dead or leaving process has not received, and pass them to another
+one. While no process accepts connections, they wait in the listening socket's queue.
 """
 
 from __future__ import annotations
@@ -19,45 +19,44 @@ from collections.abc import Callable, Sequence
 
 log = logging.getLogger(__name__)
 
-CONNECTION, TAKES, ENDED, LEAVES = b"c", b"+", b".", b"-"
+CONNECTION, ACCEPTS, ENDED, LEAVES = b"c", b"+", b".", b"-"
 AT_ONCE = 64
-"""Connections that are taken before the event loop comes round."""
+"""Maximum connections to accept in one callback of the event loop."""
 FULL_RETRY_S = 0.02
-"""After every channel was full."""
+"""Time until the next attempt if every channel is full."""
 ACCEPT_RETRY_S = 0.5
-"""After accepting failed, for want of descriptors or memory."""
+"""Time until the next attempt if accepting failed for lack of descriptors or memory."""
 
 
-class Member:
-    """A process as the owner of the port sees it; what it says of its start is a `ReadyCheck`."""
+class ServingProcess:
+    """The owner's end of the channel to one process. Implements `ReadyCheck` with the reports of the process."""
 
-    def __init__(self, on_change: Callable[[Member], None]) -> None:
+    def __init__(self, on_change: Callable[[ServingProcess], None]) -> None:
         self._on_change = on_change
         self._ours, self._theirs = socket.socketpair()
         for end in (self._ours, self._theirs):
             end.setblocking(False)
-        self.takes = False
+        self.accepts = False
         self._was_ready = False
         self.num_open = 0
-        """Connections that were handed to it and have not ended, as far as it said."""
+        """Connections that were passed to the process, less those that it reported as ended."""
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._ours.fileno(), self._hear)
+        self._loop.add_reader(self._ours.fileno(), self._read_reports)
 
     @property
     def descriptor(self) -> int:
-        """Of the end that the process inherits, the same for all its starts."""
+        """The descriptor of the end that the process inherits. It stays the same over restarts."""
         return self._theirs.fileno()
 
     def restarted(self) -> None:
-        """See `ReadyCheck`. `died` has been called."""
         self._was_ready = False
 
     async def is_ready(self) -> bool:
-        """See `ReadyCheck`. Still so where it has left, or died, before this is asked: its start did not fail."""
+        """True from the first report on, even if the process has left or died since: its start did not fail."""
         return self._was_ready
 
-    def hand(self, connection: socket.socket) -> bool:
-        """False where the channel is full. The caller's descriptor stays open."""
+    def pass_on(self, connection: socket.socket) -> bool:
+        """Returns False if the channel is full. The caller keeps its own descriptor and closes it."""
         try:
             socket.send_fds(self._ours, [CONNECTION], [connection.fileno()])
         except OSError as error:
@@ -68,68 +67,66 @@ class Member:
         return True
 
     def take_back(self) -> list[socket.socket]:
-        """What the process has not taken out of its channel, and will not."""
+        """Returns the connections that the process has not received. Call it when the process no longer reads."""
         found = []
         while (taken := _receive(self._theirs)) is not None:
             found += taken
         return found
 
     def died(self) -> None:
-        """The process has ended, so all its connections have, but for those that it has not taken."""
-        self._hear()  # its last words are not the next start's
-        self.takes = False
+        """The process has ended, and with it all connections that it had received."""
+        self._read_reports()  # its last reports do not count for the next incarnation
+        self.accepts = False
         self._on_change(self)
         self.num_open = 0
 
     def close(self) -> None:
-        """Closes both ends."""
         self._loop.remove_reader(self._ours.fileno())
         self._ours.close()
         self._theirs.close()
 
-    def _hear(self) -> None:
+    def _read_reports(self) -> None:
         try:
-            said = self._ours.recv(65536)
+            reports = self._ours.recv(65536)
         except BlockingIOError:
             return
-        self.num_open -= said.count(ENDED)
-        if TAKES in said:
+        self.num_open -= reports.count(ENDED)
+        if ACCEPTS in reports:
             self._was_ready = True
-        if TAKES in said or LEAVES in said:
-            self.takes = said.rfind(TAKES) > said.rfind(LEAVES)
+        if ACCEPTS in reports or LEAVES in reports:
+            self.accepts = reports.rfind(ACCEPTS) > reports.rfind(LEAVES)
             self._on_change(self)
 
 
 class SharedPort:
-    """The listening socket, and those among whom its connections are shared."""
+    """The listening socket, and the processes that share its connections."""
 
     def __init__(self, listener: socket.socket, num_members: int) -> None:
         self.port: int = listener.getsockname()[1]
         self._listener = listener
         self._loop = asyncio.get_running_loop()
-        self._members = [Member(self._changed) for _ in range(num_members)]
-        self._turn = deque(self._members)  # of those that have equally many the one whose last is longest ago
-        self._waiting: deque[socket.socket] = deque()  # taken, and handed to nobody yet
+        self._members = [ServingProcess(self._changed) for _ in range(num_members)]
+        self._by_turn = deque(self._members)  # the process that waited longest for a connection comes first
+        self._waiting: deque[socket.socket] = deque()  # accepted, and not passed on yet
         self._retry: asyncio.TimerHandle | None = None
 
     @property
-    def members(self) -> Sequence[Member]:
-        """As many as were asked for."""
+    def members(self) -> Sequence[ServingProcess]:
         return self._members
 
     def stop_listening(self) -> None:
-        """Hands over all that wait, and closes the port. Idempotent."""
+        """Accepts and passes on every connection that waits, and closes the port. Idempotent."""
         if self._listener.fileno() < 0:
             return
         self._pause()
-        with contextlib.suppress(OSError):  # nothing waits any more, or nothing more can be taken
+        with contextlib.suppress(OSError):  # the queue is empty, or accepting fails
             while True:
                 self._waiting.append(self._listener.accept()[0])
         self._listener.close()
-        self._go_on()
+        self._resume()
 
     def close(self) -> None:
-        """Once the processes have ended; what none of them took is closed."""
+        """Closes the connections that no process received. Call it after all processes have ended."""
         self.stop_listening()
         self._pause()
         for connection in self._waiting:
@@ -139,21 +136,21 @@ class SharedPort:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _changed(self, member: Member) -> None:
-        if not member.takes:
+    def _changed(self, member: ServingProcess) -> None:
+        if not member.accepts:
             back = member.take_back()
             member.num_open -= len(back)
             self._waiting.extend(back)
-        self._go_on()
+        self._resume()
 
-    def _go_on(self) -> None:
-        """Hands over what waits, and listens if there is somebody to hand connections to."""
+    def _resume(self) -> None:
+        """Passes on waiting connections, and accepts further ones if a process accepts them."""
         self._pause()
-        if not any(member.takes for member in self._members):
+        if not any(member.accepts for member in self._members):
             return
         while self._waiting:
-            if not self._hand(self._waiting[0]):
-                self._retry = self._loop.call_later(FULL_RETRY_S, self._go_on)
+            if not self._pass_on(self._waiting[0]):
+                self._retry = self._loop.call_later(FULL_RETRY_S, self._resume)
                 return
             self._waiting.popleft().close()
         if self._listener.fileno() >= 0:
@@ -167,7 +164,6 @@ class SharedPort:
             self._loop.remove_reader(self._listener.fileno())
 
     def _accept(self, at_most: int) -> None:
-        """Takes connections and hands them over."""
         for _ in range(at_most):
             try:
                 connection, _ = self._listener.accept()
@@ -178,25 +174,25 @@ class SharedPort:
             except OSError as error:
                 log.warning("cannot take a connection: %s", error)
                 self._pause()
-                self._retry = self._loop.call_later(ACCEPT_RETRY_S, self._go_on)
+                self._retry = self._loop.call_later(ACCEPT_RETRY_S, self._resume)
                 return
-            if not self._hand(connection):
+            if not self._pass_on(connection):
                 self._waiting.append(connection)
-                self._go_on()
+                self._resume()
                 return
             connection.close()
 
-    def _hand(self, connection: socket.socket) -> bool:
-        for member in sorted(self._turn, key=lambda member: member.num_open):
-            if member.takes and member.hand(connection):
-                self._turn.remove(member)
-                self._turn.append(member)
+    def _pass_on(self, connection: socket.socket) -> bool:
+        for member in sorted(self._by_turn, key=lambda member: member.num_open):
+            if member.accepts and member.pass_on(connection):
+                self._by_turn.remove(member)
+                self._by_turn.append(member)
                 return True
         return False
 
 
 class PassedConnections:
-    """The other end of a channel: the connections that are handed to this process."""
+    """The end of a channel in the process that receives connections."""
 
     def __init__(self, channel: socket.socket, port: int) -> None:
         self.port = port
@@ -204,27 +200,27 @@ class PassedConnections:
         self._make_protocol: Callable[[], asyncio.Protocol] | None = None
         self._starting: set[asyncio.Task[None]] = set()
         self._num_taken = 0
-        self._num_ended = 0  # of which the owner was told
+        self._num_ended = 0  # as reported to the owner
 
     def start(self, make_protocol: Callable[[], asyncio.Protocol]) -> None:
-        """From now on each that comes gets a protocol; none comes before `say_ready`."""
+        """Gives each received connection a protocol. None arrives before `report_ready`."""
         self._make_protocol = make_protocol
         asyncio.get_running_loop().add_reader(self._channel.fileno(), self._take, AT_ONCE)
 
-    def say_ready(self) -> None:
-        """Asks for connections."""
+    def report_ready(self) -> None:
+        """Reports to the owner that this process accepts connections."""
         with contextlib.suppress(BrokenPipeError):
-            self._channel.send(TAKES)
+            self._channel.send(ACCEPTS)
 
-    def say_open(self, num_open: int) -> None:
-        """Tells the owner how many have ended, where there are `num_open` protocols."""
+    def report_open(self, num_open: int) -> None:
+        """Reports to the owner how many connections have ended if `num_open` protocols are left."""
         num_ended = self._num_taken - len(self._starting) - num_open
-        with contextlib.suppress(BlockingIOError, BrokenPipeError):  # then with the next that end
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):  # they are reported with the next ones
             if num_ended > self._num_ended:
                 self._num_ended += self._channel.send(ENDED * (num_ended - self._num_ended))
 
     async def leave(self) -> None:
-        """Takes what waits in the channel, and asks for no more. Idempotent."""
+        """Receives all connections in the channel, and reports that this process accepts no more. Idempotent."""
         if self._make_protocol is None:
             return
         while self._take(AT_ONCE):
@@ -235,13 +231,13 @@ class PassedConnections:
             await asyncio.get_running_loop().sock_sendall(self._channel, LEAVES)
 
     def stop(self) -> None:
-        """Takes no more, without a word."""
+        """Stops receiving, without a report."""
         if self._make_protocol is not None:
             asyncio.get_running_loop().remove_reader(self._channel.fileno())
             self._make_protocol = None
 
     def _take(self, at_most: int) -> bool:
-        """False where no more wait."""
+        """Returns False if no more connections wait."""
         assert self._make_protocol is not None
         loop = asyncio.get_running_loop()
         for _ in range(at_most):
@@ -270,15 +266,15 @@ async def _start(make_protocol: Callable[[], asyncio.Protocol], connection: sock
 
 
 def _receive(channel: socket.socket) -> list[socket.socket] | None:
-    """The next connection; [] where there was no descriptor left for it; None where none waits.
+    """Returns the next connection, [] if this process had no descriptor left for it, or None if none waits.
 
-    Raises EOFError where the owner has gone.
+    Raises EOFError if the owner has closed the channel.
     """
     try:
-        said, descriptors, _, _ = socket.recv_fds(channel, 1, 1)
+        reports, descriptors, _, _ = socket.recv_fds(channel, 1, 1)
     except BlockingIOError:
         return None
-    if not said:
+    if not reports:
         raise EOFError
     if not descriptors:
         log.warning("a connection was lost: no file descriptor is left for it")

@@ -1,10 +1,11 @@
-"""A client that has ended its side of a connection: it may wait for its answer, or it has gone.
+"""Finds out whether a client that ended its side of a connection still waits for its answer.
 
-Both send the same FIN, and a half-closed connection says nothing of a client's interest (RFC 9112, 6.3). What tells
-them apart is a write: the system of a client that has gone answers it with a reset, which the next write finds. So the
-client is asked, by bytes that mean nothing: an interim answer before its answer (a client has to understand one or
-more, RFC 9110, 15.2), a comment between the events of a stream. Clients of HTTP/1.0 know no interim answers, and there
-are proxies among them, whose own clients leave: they are taken for gone unless the answer begins at once.
+A client that waits and a client that is gone send the same FIN, and a half-closed connection says nothing about the
+client's interest (RFC 9112, 6.3). A write makes the difference: the system of a client that is gone answers it with a
+reset, which the next write finds. So the client is probed with bytes that mean nothing: an interim answer before its
+answer (clients must accept any number of them, RFC 9110, 15.2), or a comment between the events of a stream. Clients of
+HTTP/1.0 know no interim answers, and some are proxies whose own clients leave. They count as gone unless the answer
+begins at once.
 """
 
 from __future__ import annotations
@@ -14,23 +15,23 @@ import contextlib
 import socket
 from collections.abc import Callable
 
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+from kvrelay_router.http.uvicorn_internals import Exchange
 
 FIRST_ASK_S = 0.05
-"""Answers that come at once come without being preceded by a question. Later ones come after twice the time, ..."""
+"""Time until the first probe: fast answers need none. The interval doubles after each probe, ..."""
 MAX_ASK_S = 5.0
-"""... up to this: a connection that is passed on byte by byte may need several for the reset to come back."""
+"""... up to this: a proxy may need several probes until the reset arrives here."""
 UNASKED_S = 0.5
-"""A client of HTTP/1.0 that ended its side before its answer began has gone after so long."""
+"""A client of HTTP/1.0 counts as gone if its answer has not begun within this time."""
 SILENT_S = 30
-"""A client whose system acknowledges nothing of what it is sent, nor resets it, has gone after so long (Linux)."""
+"""A client whose system neither acknowledges nor resets counts as gone after this time (Linux)."""
 
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 COMMENT = b":\n\n"
 
 
 class HalfClosedWatch:
-    """Calls `ask` from the event loop again and again, until `stop`; with the seconds since this was made."""
+    """Calls `ask` at growing intervals until `stop`, with the seconds since the start."""
 
     def __init__(
         self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, ask: Callable[[float], None]
@@ -42,7 +43,7 @@ class HalfClosedWatch:
         self._timer = loop.call_later(FIRST_ASK_S, self._ask_again)
         sock = transport.get_extra_info("socket")
         if sock is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
-            with contextlib.suppress(OSError):  # it was reset just now, which the next write finds
+            with contextlib.suppress(OSError):  # the connection was reset; the next write finds it
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_S * 1000)
 
     def _ask_again(self) -> None:
@@ -51,23 +52,20 @@ class HalfClosedWatch:
         self._ask(self._loop.time() - self._began)
 
     def stop(self) -> None:
-        """The connection is lost."""
         self._timer.cancel()
 
 
-def ask_client(cycle: RequestResponseCycle, waited_s: float, *, carries_events: bool) -> None:
-    """Writes what a client ignores, where that is possible; ends the connection of one that cannot be asked.
+def ask_client(exchange: Exchange, waited_s: float, *, carries_events: bool) -> None:
+    """Writes bytes that a client ignores, if that is possible; closes the connection of a client that cannot be asked.
 
-    Nothing is to be written while the client reads nothing, nor behind an answer, which ends the connection.
+    Nothing is written while the client does not read, nor behind a complete answer, which ends the connection.
     """
-    if cycle.disconnected or cycle.response_complete or cycle.flow.write_paused or cycle.transport.is_closing():
+    if not exchange.can_write:
         return
-    if not cycle.response_started:
-        if cycle.scope["http_version"] != "1.0":
-            cycle.waiting_for_100_continue = False
-            cycle.transport.write(INTERIM)
+    if not exchange.is_begun:
+        if not exchange.is_http_1_0:
+            exchange.write_interim(INTERIM)
         elif waited_s >= UNASKED_S:
-            cycle.transport.abort()
+            exchange.abort()
     elif carries_events:
-        chunk = b"%x\r\n%b\r\n" % (len(COMMENT), COMMENT)
-        cycle.transport.write(chunk if cycle.chunked_encoding else COMMENT)
+        exchange.write_part(COMMENT)

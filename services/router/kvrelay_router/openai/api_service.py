@@ -1,4 +1,4 @@
-"""What all routes share: settings, dispatch, and the text side."""
+"""The collaborators of all endpoints: settings, dispatch and text service."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ MAX_ALIASES = 4096
 
 
 class RequestAliases:
-    """Which requests of dispatch belong to a name that the client knows. Remembers the latest ones."""
+    """Maps the ids that clients know to requests of dispatch. Keeps the latest `MAX_ALIASES`."""
 
     def __init__(self) -> None:
         self._names: OrderedDict[str, list[str]] = OrderedDict()
 
     def remember(self, names: RequestNames, requests: list[GenerateRequest]) -> None:
-        """A name that a client uses again stands for the latest request."""
+        """If a client uses an id again, the id refers to the latest request."""
         for name in {names.public, names.unique}:
             self._names[name] = [request.request_id for request in requests]
             self._names.move_to_end(name)
@@ -36,12 +36,12 @@ class RequestAliases:
             self._names.popitem(last=False)
 
     def resolve(self, name: str) -> list[str]:
-        """The ids in dispatch; an unknown name may be one itself."""
+        """Returns the ids in dispatch. An unknown id may be one itself."""
         return self._names.get(name, [name])
 
 
 class InProgress:
-    """Counts the generations in progress, and refuses those beyond the limit. A context manager for each."""
+    """Counts generations in progress. `with` it, a generation runs; entering raises 429 beyond the limit."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -58,8 +58,6 @@ class InProgress:
 
 @dataclass(frozen=True, slots=True)
 class ApiService:
-    """The collaborators of the routes."""
-
     settings: ApiSettings
     dispatcher: Dispatcher
     text: TextService
@@ -68,16 +66,15 @@ class ApiService:
     aliases: RequestAliases = field(default_factory=RequestAliases)
 
     def names(self, http: Request) -> RequestNames:
-        """What this HTTP request is called."""
         names: RequestNames = http.scope["state"]["names"]
         return names
 
     def answer_head(self, answer_id: str, kind: str) -> dict[str, Any]:
-        """The fields that every answer and every chunk of it begins with."""
+        """The first fields of every answer and of each of its chunks."""
         return {"id": answer_id, "object": kind, "created": int(time.time()), "model": self.settings.model_name}
 
     async def encode_chat(self, messages: list[Message], options: ChatOptions) -> list[int]:
-        """A conversation as tokens. Raises 400 for what the template does not take."""
+        """Returns a conversation as tokens. Raises 400 if the template refuses it."""
         try:
             token_ids = await self.text.encode_chat(messages, options)
         except ChatTemplateError as error:

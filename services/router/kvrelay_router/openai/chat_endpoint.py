@@ -9,7 +9,7 @@ from kvrelay_router.http.body import read_json_object
 from kvrelay_router.openai.answers.chat_format import chat_format
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.delivery import GenerationResponse
-from kvrelay_router.openai.planning import EndpointFields, Prompt, check_request, plan_generation
+from kvrelay_router.openai.planning import EndpointFields, TokenizedPrompt, check_request, plan_generation
 from kvrelay_router.openai.request_validation import RequestedOutput, check_tokenized
 from kvrelay_router.openai.schema.chat_request import ChatRequest, parse_chat
 
@@ -29,7 +29,7 @@ class ChatEndpoint:
         fields = _endpoint_fields(request)
         token_ids = await service.encode_chat(request.messages, request.options)
         check_tokenized(token_ids, service.text.tokenizer.vocab_size, limits, fields.prompt_param)
-        prompt = Prompt(request.truncated(token_ids, fields.output.prompt_room(limits)))
+        prompt = TokenizedPrompt(request.truncated(token_ids, fields.output.prompt_room(limits)))
         runs = plan_generation(service, names, request, fields, [prompt], limits)
         answer = chat_format(service, f"chatcmpl-{names.unique}", request, runs)
         return GenerationResponse(service, runs, answer, stream=request.stream)

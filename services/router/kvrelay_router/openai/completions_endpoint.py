@@ -12,7 +12,7 @@ from kvrelay_router.openai.answers.completion_format import completion_format
 from kvrelay_router.openai.answers.prompt_scores import most
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.delivery import GenerationResponse
-from kvrelay_router.openai.planning import EndpointFields, Prompt, check_request, plan_generation
+from kvrelay_router.openai.planning import EndpointFields, TokenizedPrompt, check_request, plan_generation
 from kvrelay_router.openai.request_validation import RequestedOutput, check_token_ids, check_tokenized
 from kvrelay_router.openai.schema.completion_request import (
     DEFAULT_MAX_TOKENS,
@@ -62,19 +62,21 @@ class CompletionsEndpoint:
             raise ApiError("Invalid value for 'prompt': it must not be empty", param="prompt")
         return token_ids
 
-    async def _prompt(self, item: PromptItem, token_ids: list[int], room: int, request: CompletionRequest) -> Prompt:
-        """The prompt, truncated if the request asks for it, with the text to echo."""
+    async def _prompt(
+        self, item: PromptItem, token_ids: list[int], room: int, request: CompletionRequest
+    ) -> TokenizedPrompt:
+        """Truncates the prompt to `truncate_prompt_tokens`, and adds the text to echo."""
         text = self._service.text
         kept = request.truncated(token_ids, room)
         if not request.echo:
-            return Prompt(kept)
+            return TokenizedPrompt(kept)
         if isinstance(item, str) and len(kept) == len(token_ids):
-            return Prompt(kept, await text.locate_tokens(item, add_special_tokens=request.add_special_tokens))
-        return Prompt(kept, await text.decode_prompt(kept, skip_special_tokens=request.skip_special_tokens))
+            return TokenizedPrompt(kept, await text.locate_tokens(item, add_special_tokens=request.add_special_tokens))
+        return TokenizedPrompt(kept, await text.decode_prompt(kept, skip_special_tokens=request.skip_special_tokens))
 
 
 def _endpoint_fields(request: CompletionRequest) -> EndpointFields:
-    # The choices of `best_of` are ranked by their log-probabilities, so these are computed even if nobody asked.
+    # The choices of `best_of` are ranked by their log-probabilities, so these are always computed.
     is_ranked = request.num_sequences > request.n
     return EndpointFields(
         prompt_param="prompt",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from orjson import dumps
@@ -104,6 +104,7 @@ class GenerationResponse(Response):
         written by the callback that receives their tokens.
         """
         writer = self._writer
+        push: Callable[[bytes], None]
         if writer is not None:
             writer.carries_events = True
             can_push, push = writer.is_ready, writer.write

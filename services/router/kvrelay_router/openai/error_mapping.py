@@ -36,7 +36,7 @@ def no_worker_ready(message: str, retry_after_s: float) -> ApiError:
 
 
 def too_many_requests(limit: int) -> ApiError:
-    """429 while as many requests are in progress as this router takes."""
+    """429 while the maximum number of requests is in progress."""
     return ApiError(
         f"{limit} requests are in progress, which is as many as this router takes; try again later",
         status=429,
@@ -47,7 +47,7 @@ def too_many_requests(limit: int) -> ApiError:
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """What the client is told about any exception. Unexpected ones are logged, and keep their details here."""
+    """Returns the error answer for an exception. Unexpected ones are logged; the client gets no details."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, NoWorkerReady):
@@ -75,12 +75,12 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 async def on_api_error(request: Request, error: Exception) -> Response:
-    """Exception handler of the app for everything that a route raises."""
+    """Exception handler of FastAPI for errors of endpoints."""
     return as_api_error(error).response()
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
-    """Exception handler of the app for unknown routes and wrong methods."""
+    """Exception handler of FastAPI for unknown routes and wrong methods."""
     status = getattr(error, "status_code", 500)
     headers = dict(getattr(error, "headers", None) or {})
     if status == 404:

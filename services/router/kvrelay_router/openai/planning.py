@@ -29,7 +29,7 @@ from kvrelay_router.text.service import DecodedPrompt
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class TokenizedPrompt:
     """A prompt as tokens. `echo` is its text if the answer begins with it."""
 
     token_ids: list[int]
@@ -60,7 +60,7 @@ def plan_generation(
     names: RequestNames,
     request: BeamFields,
     fields: EndpointFields,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[TokenizedPrompt],
     limits: ModelLimits,
 ) -> list[PromptRun]:
     """The runs of a request, in the order of its prompts. Raises ApiError if the model cannot run one of them."""
@@ -92,7 +92,7 @@ def _sampling(
     )
 
 
-def _choices(service: ApiService, request: BeamFields, prompt: Prompt, first_index: int) -> list[Choice]:
+def _choices(service: ApiService, request: BeamFields, prompt: TokenizedPrompt, first_index: int) -> list[Choice]:
     stop = StopRules(
         request.stop, frozenset(request.stop_token_ids), request.min_tokens, request.include_stop_str_in_output
     )

@@ -1,6 +1,6 @@
-"""What requests took, as clients see it: OpenTelemetry's metrics for generative AI, and each request's own span.
+"""Measures requests as clients see them: OpenTelemetry's metrics for generative AI, and a span for each request.
 
-Two moments are noted of a request, its first token and its end; all else is done once, when its answer is over.
+While a request runs only its first and last token are timed. Everything else is recorded once, when its answer ends.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from kvrelay.telemetry.trace_context import TraceContext, new_trace, parse_trace
 from kvrelay.telemetry.tracer import Tracer
 from kvrelay_router.openai.generation import PromptRun
 
-OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat"}
-"""Paths of what is observed, with its name in the conventions."""
+OPERATION_BY_PATH = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat"}
+"""The measured paths, with the name of their operation in OpenTelemetry's conventions."""
 
 PROVIDER = "kvrelay"
 CLIENT_GONE = "client_gone"
 
-# The buckets that the conventions advise:
+# The buckets that the conventions recommend:
 # https://github.com/open-telemetry/semantic-conventions-genai/blob/main/docs/gen-ai/gen-ai-metrics.md
 DURATION_S = tuple(0.01 * 2**power for power in range(14))
 FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
@@ -34,7 +34,7 @@ TIMINGS = "timings"
 
 @dataclass(slots=True)
 class RequestTimings:
-    """One HTTP request for a generation. Moments are monotonic seconds; None: not yet."""
+    """The times of one generation request in monotonic seconds; None until they are known."""
 
     operation: str
     began: float
@@ -47,13 +47,13 @@ class RequestTimings:
     runs: Sequence[PromptRun] = ()
 
     def got_tokens(self) -> None:
-        """The first of them came."""
+        """Times the first tokens."""
         if self.first_token is None:
             self.first_token = time.monotonic()
 
 
 class RequestMetrics:
-    """See the module's text. `tracer` is None where no traces are exported."""
+    """Records the metrics and spans of requests. `tracer` is None if no traces are exported."""
 
     def __init__(
         self,
@@ -71,17 +71,16 @@ class RequestMetrics:
         self._per_token = instruments.histogram_family("gen_ai.server.time_per_output_token", "s", PER_TOKEN_S)
 
     def begin(self, path: str, traceparent: str) -> RequestTimings:
-        """A request came."""
-        operation = OPERATIONS[path]
+        operation = OPERATION_BY_PATH[path]
         if self._tracer is not None:
             context, parent = self._tracer.begin(traceparent, operation)
-        else:  # its trace goes on through here, to whoever records it
+        else:  # pass the client's trace on to the workers
             parent = parse_traceparent(traceparent)
             context = parent or new_trace(is_sampled=False)
         return RequestTimings(operation, self._clock(), context, parent)
 
     def ended(self, timings: RequestTimings, request_id: str) -> None:
-        """Its answer is over, in one way or another."""
+        """Records the metrics and the span once the answer is complete, failed or cancelled."""
         now = self._clock()
         error = timings.error or (str(timings.status) if timings.status >= 400 else "")
         labels: Labels = (

@@ -1,4 +1,4 @@
-"""Holds a parsed request against the model and its limits, and makes of it what dispatch takes."""
+"""Checks a parsed request against the model's limits, and converts it to requests for dispatch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check_model(settings: ApiSettings, model: str) -> None:
 
 
 def known_limits(dispatcher: Dispatcher) -> ModelLimits:
-    """Raises 503 while no worker is known."""
+    """Returns the model's limits. Raises 503 while no worker is known."""
     limits = dispatcher.limits()
     if limits is None:
         raise no_worker_ready("No worker is ready", 1.0)
@@ -67,19 +67,19 @@ def check_token_ids(token_ids: list[int], limits: ModelLimits, param: str) -> No
 
 
 def check_tokenized(token_ids: list[int], tokenizer_size: int, limits: ModelLimits, param: str) -> None:
-    """Raises 400 for a text with a token that the tokenizer has beyond the model's vocabulary."""
+    """Raises 400 for tokens that the tokenizer has beyond the model's vocabulary."""
     if tokenizer_size > limits.vocab_size:
         check_token_ids(token_ids, limits, param)
 
 
 def check_vocabulary(fields: GenerationFields, limits: ModelLimits) -> None:
-    """Raises 400 for tokens that the model does not have."""
+    """Raises 400 for token ids in the fields that the model does not have."""
     check_token_ids(list(fields.logit_bias), limits, "logit_bias")
     check_token_ids(fields.stop_token_ids, limits, "stop_token_ids")
 
 
 def allowed_output(num_prompt_tokens: int, output: RequestedOutput, limits: ModelLimits, param: str) -> int:
-    """The number of tokens to generate after a prompt of this length. Raises 400 if the context cannot hold it."""
+    """Returns the maximum number of tokens to generate. Raises 400 if prompt and output exceed the context."""
     context = limits.max_model_len
     room = context - num_prompt_tokens
     if room < 0 or (room == 0 and output.asked != 0):
@@ -100,7 +100,7 @@ def allowed_output(num_prompt_tokens: int, output: RequestedOutput, limits: Mode
 
 
 def check_scores(num_prompt_tokens: int, num_top: int) -> None:
-    """A prompt's log-probabilities travel in one message, which has a limit. Raises 400."""
+    """Raises 400 if the log-probabilities of a prompt do not fit one message."""
     if num_prompt_tokens * (num_top + 1) > MAX_PROMPT_SCORES:
         raise ApiError(
             f"A prompt of {num_prompt_tokens} tokens with {num_top} log-probabilities each is too much to echo: at "
@@ -110,7 +110,8 @@ def check_scores(num_prompt_tokens: int, num_top: int) -> None:
 
 
 def check_beams(fields: BeamFields, num_prompt_tokens: int, max_tokens: int, limits: ModelLimits) -> None:
-    """All beams of a search run at a time, or none. Raises 400 where they can never, 503 while nobody runs any."""
+    """All beams of a search run at the same time. Raises 400 if no worker could hold them, 503 while no worker runs
+    beam searches."""
     beams = fields.beams
     if beams is None:
         return
@@ -135,12 +136,12 @@ def check_beams(fields: BeamFields, num_prompt_tokens: int, max_tokens: int, lim
 
 
 def check_samples(fields: BeamFields, num_prompt_tokens: int, max_tokens: int, limits: ModelLimits) -> None:
-    """The samples of a request run at a time: it must be possible that all of them draw a token. Raises 400.
+    """The samples of a request start at the same time. Raises 400 if no worker could hold all with one token each.
 
-    Those that outgrow a worker together take turns. One token each is prefill's, where they need not run at a time.
+    Samples that outgrow a worker later take turns. Single tokens are computed by prefill, one sample after another.
     """
     num_samples = 1 if fields.use_beam_search else fields.num_sequences
-    if num_samples == 1 or max_tokens <= 1 or not limits.gang_samples:
+    if num_samples == 1 or max_tokens <= 1 or not limits.group_samples:
         return
     param = "n" if fields.best_of is None else "best_of"
     if num_samples > limits.max_running:
@@ -169,7 +170,7 @@ def make_sampling(
     prompt_logprobs: int | None,
     seed: int,
 ) -> Sampling:
-    """The sampling parameters as workers take them; `defaults` where the request says nothing. Raises 400."""
+    """Returns the sampling parameters for workers, with `defaults` for fields that are not set. Raises 400."""
     if fields.min_tokens > max_tokens:
         raise ApiError(
             f"Invalid value for 'min_tokens': {fields.min_tokens} is more than the {max_tokens} tokens to generate",
@@ -202,14 +203,14 @@ def _or(value: Number | None, default: Number) -> Number:
 
 
 MAX_PROMPT_SCORES = 1 << 21
-"""About half of what fits a message of 64 MiB."""
+"""About half of the number that fits a message of 64 MiB."""
 
 LARGEST_TOP_K = 2**31 - 1
-"""More than any vocabulary has: the same as no limit, and it fits every integer on the way."""
+"""Larger than any vocabulary, so the same as no limit, and within 32 bits."""
 
 
 def make_seed(asked: int | None) -> int:
-    """The client's seed as an unsigned number of 63 bits, or a drawn one."""
+    """Returns the client's seed as an unsigned 63-bit number, or a random one."""
     return secrets.randbits(SEED_BITS) if asked is None else asked & (2**SEED_BITS - 1)
 
 
@@ -220,7 +221,7 @@ def make_requests(
     prompts: list[list[int]],
     samplings: list[Sampling],
 ) -> list[GenerateRequest]:
-    """One request a prompt; those of several prompts are numbered. Raises 400 for a bad `x-request-timeout`."""
+    """Returns one request for each prompt; several are numbered. Raises 400 for an invalid `x-request-timeout`."""
     many = len(prompts) > 1
     timeout_s = check_timeout(names.timeout, settings.request_timeout_s)
     return [
@@ -240,7 +241,7 @@ def make_requests(
 
 
 def check_timeout(value: str, longest_s: float) -> float:
-    """Seconds from the header `x-request-timeout`, at most the router's own limit. Raises 400."""
+    """Returns the seconds of the header `x-request-timeout`, at most `longest_s`. Raises 400."""
     if not value:
         return longest_s
     try:

@@ -1,4 +1,4 @@
-"""What the HTTP layer needs to know; made from the router's config."""
+"""Settings of the HTTP API, derived from the router's config."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from kvrelay_router.access.rate_limiter import KeyRules
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiSettings:
-    """Frozen settings of the HTTP layer. The first model name is the one that answers carry."""
+    """Answers carry the first of `model_names`; requests may use any."""
 
     model_names: tuple[str, ...]
     router_id: str = "router"
     api_keys: tuple[str, ...] = ()
-    allowed_origins: tuple[str, ...] = ()  # of web pages; "*": of all
+    allowed_origins: tuple[str, ...] = ()  # origins of web pages that may call the API; "*" allows all
     max_body_bytes: int = 16 * 1024 * 1024
     request_timeout_s: float = 600.0
-    max_requests: int = 1024  # in progress; beyond it new ones get 429
+    max_requests: int = 1024  # maximum requests in progress; further ones get 429
     key_rules: KeyRules = field(default_factory=KeyRules)
-    own_key_rules: Mapping[str, KeyRules] = field(default_factory=dict)  # of single keys
-    max_sequences: int = 1024  # of one HTTP request: prompts times choices
+    own_key_rules: Mapping[str, KeyRules] = field(default_factory=dict)  # replaces `key_rules` for single keys
+    max_sequences: int = 1024  # maximum prompts times choices of one HTTP request
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
     def from_config(cls, config: RouterConfig) -> ApiSettings:
-        """The HTTP layer's part of the router's config."""
         return cls(
             model_names=(config.served_model_name,),
             router_id=config.router_id,
@@ -47,12 +46,11 @@ class ApiSettings:
 
     @property
     def model_name(self) -> str:
-        """The name that answers carry."""
         return self.model_names[0]
 
 
 def _own_rules(config: RouterConfig, own: OwnKeyLimits) -> KeyRules:
-    """What a key's own entry does not name is as for the others."""
+    """The rules of a key with its own entry. Fields that the entry leaves out have the common values."""
     given = own.model_fields_set
     return KeyRules(
         KeyLimits(

@@ -18,8 +18,6 @@ from kvrelay_router.openai.schema.parsing import RequestModel, parse
 
 
 class TokenizeText(RequestModel):
-    """A plain text to tokenize."""
-
     prompt: str
     model: str | None = None
     add_special_tokens: FlagOn = True
@@ -27,14 +25,12 @@ class TokenizeText(RequestModel):
 
 
 class TokenizeChat(ChatFields):
-    """A conversation to tokenize."""
-
     model: str | None = None
     return_token_strs: Flag = False
 
 
 class DetokenizeTokens(RequestModel):
-    """Tokens to turn into text, special ones included."""
+    """The body of POST /detokenize. Special tokens are part of the text by default."""
 
     tokens: list[Annotated[int, Field(ge=0)]]
     model: str | None = None
@@ -42,7 +38,7 @@ class DetokenizeTokens(RequestModel):
 
 
 class TokenRoutes:
-    """Serves tokenizing, which needs no worker but for its limits."""
+    """The endpoints of the tokenizer. They need workers only for the model's limits."""
 
     def __init__(self, service: ApiService) -> None:
         self._service = service
@@ -54,7 +50,7 @@ class TokenRoutes:
         return content
 
     async def tokenize(self, http: Request) -> Response:
-        """The tokens of a prompt or of messages."""
+        """Tokenizes a prompt or messages."""
         service = self._service
         content = await self._read(http)
         if "messages" in content and "prompt" in content:
@@ -77,7 +73,6 @@ class TokenRoutes:
         return json_response(answer)
 
     async def detokenize(self, http: Request) -> Response:
-        """The text of tokens."""
         request = parse(DetokenizeTokens, await self._read(http))
         check_token_ids(request.tokens, known_limits(self._service.dispatcher), "tokens")
         text = await self._service.text.decode(request.tokens, skip_special_tokens=request.skip_special_tokens)

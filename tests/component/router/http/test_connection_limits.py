@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from kvrelay_router.dispatch.interface import ModelLimits
-from kvrelay_router.http import connection as connection_module
-from kvrelay_router.http import http_server as server_module
+from kvrelay_router.http import reader_watch, uvicorn_internals
 from kvrelay_router.http.connection_limits import ConnectionLimits
 from tests.component.router.http.test_streams_under_load import (
+    bounds,
     connect,
     connections,
     read_answer,
@@ -69,14 +69,13 @@ async def test_headers_that_follow_a_body_without_end_end_the_connection(make_ro
         writer.write(HEAD + b"transfer-encoding: chunked\r\n\r\n" + b"%x\r\n" % len(body) + body + b"\r\n0\r\n")
         writer.write(b"x-trailer: ")
 
-        async def write_on() -> None:
-            while True:
+        def write_on() -> bool:
+            """Whether the router has ended the connection."""
+            if not writer.is_closing():
                 writer.write(b"a" * 1000)
-                await writer.drain()
-                await asyncio.sleep(0.001)
+            return writer.is_closing()
 
-        with pytest.raises(ConnectionError):
-            await asyncio.wait_for(write_on(), PATIENCE_S)
+        await until(write_on)
         assert not router.dispatcher.handles
         writer.close()
 
@@ -137,9 +136,11 @@ async def test_a_client_that_reads_nothing_for_too_long_is_left(
 ) -> None:
     """The request's own deadline would end its work, but not the wait for room to tell the client so."""
     connection, writer = await unread_stream(router)
-    monkeypatch.setattr(connection_module, "UNREAD_S", 0.0)
+    monkeypatch.setattr(reader_watch, "UNREAD_S", 0.0)
     num_unread = connection.transport.get_write_buffer_size()
-    connection._check_reader(num_unread + 1)  # some of it was read: it has its time again, which is over at once
+    bounds(connection).reader._check(
+        num_unread + 1
+    )  # some of it was read: it has its time again, which is over at once
     assert connections(router) == [connection]
     await until(lambda: not connections(router))
     await until(lambda: router.dispatcher.handles[0].cancelled_at is not None)
@@ -150,7 +151,7 @@ async def test_a_client_that_never_reads_the_rest_holds_no_connection_that_close
     router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of an answer that fits the connection's buffer, which therefore never counts as full."""
-    monkeypatch.setattr(server_module, "CLOSING_TICKS", 1)
+    monkeypatch.setattr(uvicorn_internals, "CLOSING_TICKS", 1)
     router.dispatcher.model_limits = ModelLimits(10**6, 400)
     router.answers("otter " * 8000, per_delta=1000)
     client = socket.socket()
@@ -165,9 +166,9 @@ async def test_a_client_that_never_reads_the_rest_holds_no_connection_that_close
     await until(lambda: connection.transport.is_closing())
     assert 0 < connection.transport.get_write_buffer_size() < 64 << 10
     assert connections(router) == [connection]
-    await until(lambda: connection._unread_timer is not None)
-    connection._stop_awaiting_reader()
-    monkeypatch.setattr(connection_module, "UNREAD_S", 0.0)
+    await until(lambda: bounds(connection).reader.is_running)
+    bounds(connection).reader.stop()
+    monkeypatch.setattr(reader_watch, "UNREAD_S", 0.0)
     await until(lambda: not connections(router))
     client.close()
 

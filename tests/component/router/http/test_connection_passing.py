@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay_router.http.connection_passing import Member, PassedConnections, SharedPort
+from kvrelay_router.http.connection_passing import PassedConnections, ServingProcess, SharedPort
 from kvrelay_router.http.http_server import bind
 from tests.fakes.waiting import PATIENCE_S
+from tests.thoroughness import examples
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -46,7 +47,7 @@ class Served(asyncio.Protocol):
 class Process:
     """One of those that share a port, and its starts."""
 
-    def __init__(self, member: Member, port: int) -> None:
+    def __init__(self, member: ServingProcess, port: int) -> None:
         self.member = member
         self._port = port
         self.handed: PassedConnections | None = None
@@ -63,8 +64,8 @@ class Process:
         self.open, self.is_frozen = set(), False
         self.handed = PassedConnections(self._channel, self._port)
         self.handed.start(lambda: Served(self))
-        self.handed.say_ready()
-        await until(lambda: self.member.takes)
+        self.handed.report_ready()
+        await until(lambda: self.member.accepts)
 
     def freeze(self) -> None:
         """It takes nothing out of its channel, and does not say so."""
@@ -75,7 +76,7 @@ class Process:
     async def leave(self) -> None:
         assert self.handed is not None
         await self.handed.leave()
-        await until(lambda: not self.member.takes)
+        await until(lambda: not self.member.accepts)
         await self._end()
 
     async def kill(self) -> None:
@@ -94,7 +95,7 @@ class Process:
     async def tell(self) -> None:
         """How many connections it has."""
         assert self.handed is not None
-        self.handed.say_open(len(self.open))
+        self.handed.report_open(len(self.open))
         await until(lambda: self.member.num_open == len(self.open))
 
     def clients(self) -> list[int]:
@@ -188,7 +189,7 @@ async def test_a_process_that_ends_at_once_had_been_ready(end: Callable[[Process
     assert not await process.member.is_ready()
     await process.start()
     await end(process)
-    assert not process.member.takes
+    assert not process.member.accepts
     assert await process.member.is_ready()
     process.member.restarted()
     assert not await process.member.is_ready()
@@ -218,7 +219,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(STEPS)
 def test_every_client_is_served_once_by_a_process_that_had_the_fewest(steps: list[tuple[str, int]]) -> None:
     async def run() -> None:

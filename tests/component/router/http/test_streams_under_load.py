@@ -13,13 +13,15 @@ from hypothesis import strategies as st
 
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay_router.dispatch.interface import ModelLimits, SequenceDelta
-from kvrelay_router.http.connection import MAX_WAITING, BoundedConnection
+from kvrelay_router.http.connection import BoundedConnection
 from kvrelay_router.http.connection_limits import allowed_connections
+from kvrelay_router.http.uvicorn_internals import MAX_WAITING, UvicornConnection
 from kvrelay_router.openai.answers.choice import Choice, StopRules
 from kvrelay_router.text.service import TextService
 from tests.component.router.rig import MODEL, Router
 from tests.fakes.scripted_dispatcher import Script
 from tests.fakes.waiting import until
+from tests.thoroughness import examples
 
 END = b"0\r\n\r\n"
 
@@ -50,12 +52,18 @@ async def connect(router: Router) -> tuple[asyncio.StreamReader, asyncio.StreamW
     return await asyncio.open_connection("127.0.0.1", router.server.port)
 
 
-def connections(router: Router) -> list[BoundedConnection]:
+def connections(router: Router) -> list[UvicornConnection]:
     """The server's ends."""
-    return [each for each in router.server._server.server_state.connections if isinstance(each, BoundedConnection)]
+    return [each for each in router.server._server.server_state.connections if isinstance(each, UvicornConnection)]
 
 
-async def unread_stream(router: Router) -> tuple[BoundedConnection, asyncio.StreamWriter]:
+def bounds(connection: UvicornConnection) -> BoundedConnection:
+    """The policy of a connection."""
+    assert isinstance(connection.policy, BoundedConnection)
+    return connection.policy
+
+
+async def unread_stream(router: Router) -> tuple[UvicornConnection, asyncio.StreamWriter]:
     """An endless stream whose client reads nothing, once the server's buffer is full: both its ends."""
     endless = Script([5] * 400_000, per_delta=4)
     router.dispatcher.script = lambda asked, sequence: endless
@@ -223,7 +231,7 @@ async def test_every_event_is_whole_whatever_bytes_its_tokens_end_in(router: Rou
     writer.close()
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(content=st.text(max_size=40), data=st.data())
 def test_the_text_does_not_depend_on_how_tokens_were_cut_into_deltas(
     text: TextService, content: str, data: st.DataObject

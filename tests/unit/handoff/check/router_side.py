@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.protocol.messages import FirstToken, Generate, Prefill, Reassign, TokenEntry
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay_router.dispatch import events as router
 from tests.unit.dispatch.driven_sequence import AnyEvent, FirstTokenReceived, TokensReceived
 from tests.unit.handoff.check.state import R, State, peer

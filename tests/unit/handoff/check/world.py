@@ -12,11 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, Self
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.protocol.sampling import Sampling
-from kvrelay_decode.handoff import ReceiverState as D
-from kvrelay_decode.quarantine import Quarantine
-from kvrelay_prefill.handoff import SenderState as P
+from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.transfer.base import Landed, Pushed
+from kvrelay_decode.quarantine import Quarantine, QuarantineState
+from kvrelay_decode.receiver_events import PrefillLost
+from kvrelay_decode.receiver_handoff import ReceiverState as D
+from kvrelay_prefill.sender_events import DecodeLost
+from kvrelay_prefill.sender_handoff import SenderState as P
 from kvrelay_router.dispatch import events as router
 from kvrelay_router.dispatch.attempt import SequenceSpec
 from kvrelay_router.dispatch.load import worker_key
@@ -180,7 +183,12 @@ class World(State):
 
     def _may_ask(self, who: str, key: SequenceKey, p: str) -> bool:
         entry = self.quarantines[who]._entries.get(key)
-        return entry is not None and entry.lost and p not in self.dead and not self.links.get((who, p))
+        return (
+            entry is not None
+            and entry.state is QuarantineState.LOST
+            and p not in self.dead
+            and not self.links.get((who, p))
+        )
 
     def _disturbances(self) -> Iterator[Step]:
         if self.budget.get("cancel"):
@@ -207,7 +215,7 @@ class World(State):
         _STEPS[name](world, *step[1:])
         for d in world.size.decodes:
             if d not in world.dead:
-                decode_side.grant_wishes(world, d)
+                decode_side.admit_pending(world, d)
         return world
 
     # -- links --------------------------------------------------------------------------------------------------------
@@ -265,7 +273,7 @@ class World(State):
                 else:
                     sending = self.sending(who, key)
                     if sending.machine.decode == peer(of):
-                        prefill_side.run(self, who, key, sending.machine.decode_lost(peer(of), "silent"))
+                        prefill_side.run(self, who, key, sending.machine.handle(DecodeLost(peer(of), "silent")))
         else:
             for key, receiving in list(self.receivers[who].items()):
                 if of == R:
@@ -273,7 +281,7 @@ class World(State):
                 elif receiving.prefill == of and receiving.machine is not None:
                     changed = self.receiving(who, key)
                     assert changed.machine is not None
-                    decode_side.run(self, who, key, changed.machine.sender_lost())
+                    decode_side.run(self, who, key, changed.machine.handle(PrefillLost()))
             quarantine = decode_side.quarantine(self, who)
             quarantine.lost(peer(of), 0.0, replaced=False)
 
@@ -319,7 +327,7 @@ class World(State):
                 assert receiving.machine is not None
                 if receiving.machine.state in (D.RESERVED, D.FILLING):
                     receiving.landed |= {index}
-                decode_side.run(self, d, key, receiving.machine.landed(reservation, [index]))
+                decode_side.run(self, d, key, receiving.machine.handle(Landed(reservation, (index,))))
 
     def _vanish(self, write: Write) -> None:
         self.writes -= {write}
@@ -329,8 +337,8 @@ class World(State):
         self._tell_pushed(write[0], write[2], write[3])
 
     def _tell_pushed(self, p: str, reservation: str, index: int) -> None:
-        for key in list(self.senders[p]):
-            prefill_side.run(self, p, key, self.sending(p, key).machine.pushed(reservation, [index]))
+        for key in [key for key, sending in self.senders[p].items() if sending.machine.state is not P.QUEUED]:
+            prefill_side.run(self, p, key, self.sending(p, key).machine.handle(Pushed(reservation, (index,), 1)))
 
 
 def _frozen_all(workers: Mapping[str, Mapping[SequenceKey, Sending | Receiving]]) -> Hashable:

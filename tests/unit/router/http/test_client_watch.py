@@ -11,6 +11,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from kvrelay_router.http.client_watch import ClientGone, ClientWatch, TaskTimeout
 from kvrelay_router.http.event_writer import EventWriter
+from kvrelay_router.http.uvicorn_internals import Exchange
 
 
 class Cycle:
@@ -28,7 +29,7 @@ class Cycle:
 
 def writer_of(cycle: Cycle) -> EventWriter:
     """Of such a cycle."""
-    return EventWriter(cast("RequestResponseCycle", cycle))
+    return EventWriter(Exchange(cast("RequestResponseCycle", cycle)))
 
 
 async def never_told() -> Message:
@@ -62,8 +63,8 @@ async def test_a_client_that_goes_ends_what_runs_for_it() -> None:
     task = watching(never_told, writer, inside)
     await asyncio.sleep(0)
     assert inside == ["began"] and cycle.is_reading
-    writer.tell_gone()
-    writer.tell_gone()  # once is enough
+    writer.report_gone()
+    writer.report_gone()  # once is enough
     with pytest.raises(ClientGone):
         await task
     assert inside == ["began", "ended"] and task.cancelling() == 0
@@ -88,7 +89,7 @@ async def test_what_is_over_is_not_cancelled(disconnected: bool) -> None:
     writer = writer_of(Cycle(disconnected=disconnected))
     with ClientWatch(never_told, writer):
         pass
-    writer.tell_gone()
+    writer.report_gone()
     task = asyncio.current_task()
     assert task is not None and task.cancelling() == 0
     await asyncio.sleep(0)  # where a cancellation would come
@@ -100,7 +101,7 @@ async def test_another_cancellation_stays_one(goes: bool) -> None:
     task = watching(never_told, writer, inside)
     await asyncio.sleep(0)
     if goes:
-        writer.tell_gone()
+        writer.report_gone()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

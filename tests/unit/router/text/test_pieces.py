@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from kvrelay_router.text import pieces
-from kvrelay_router.text.pieces import PieceMemory, added_around, memory_of
-from kvrelay_router.text.spans import MAX_SEEN, SpanMemory
+from kvrelay_router.text.pieces import PieceCache, added_around, piece_cache_of
+from kvrelay_router.text.spans import MAX_SEEN, SpanCache
 from kvrelay_router.text.tokenizer import Tokenizer as RouterTokenizer
 from tests.fakes.text_model import CORPUS, SPECIAL, byte_fallback_tokenizer, byte_level_tokenizer
 
@@ -77,8 +77,8 @@ def _whole(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False)
     return ids
 
 
-def _memory(tokenizer: Tokenizer, capacity: int = pieces.MAX_PIECES) -> PieceMemory:
-    memory = memory_of(tokenizer, capacity)
+def _memory(tokenizer: Tokenizer, capacity: int = pieces.MAX_PIECES) -> PieceCache:
+    memory = piece_cache_of(tokenizer, capacity)
     assert memory is not None
     return memory
 
@@ -132,7 +132,7 @@ def test_spans_give_the_ids_of_the_whole(
 ) -> None:
     """Texts that begin alike are those that were put together of the same ones, in any order."""
     encode = _memory(SOUND[kind]).encode
-    memory = SpanMemory(encode, capacity=capacity, max_ids=max_ids, span_chars=span_chars, window_chars=window_chars)
+    memory = SpanCache(encode, capacity=capacity, max_ids=max_ids, span_chars=span_chars, window_chars=window_chars)
     joined = "".join(texts[number % len(texts)] for number in order)
     for text in [*texts, joined, *texts, joined, joined + texts[0], texts[0] + joined, joined]:
         assert memory.encode(text) == _whole(SOUND[kind], text)
@@ -147,7 +147,7 @@ def test_what_begins_as_others_did_is_encoded_from_where_it_parts() -> None:
         asked.append(text)
         return _whole(SOUND["gpt2"], text)
 
-    memory = SpanMemory(encode, span_chars=10)
+    memory = SpanCache(encode, span_chars=10)
     beginning = "the otter swims in the river"
     for _ in range(3):
         memory.encode(beginning)
@@ -159,7 +159,7 @@ def test_what_begins_as_others_did_is_encoded_from_where_it_parts() -> None:
 
 
 def test_spans_that_come_once_are_not_kept() -> None:
-    memory = SpanMemory(_memory(SOUND["gpt2"]).encode, span_chars=4)
+    memory = SpanCache(_memory(SOUND["gpt2"]).encode, span_chars=4)
     for number in range(100):
         memory.encode(f"the {number} otters have {number} fish")
     assert len(memory) <= 2  # what all of them have
@@ -171,7 +171,7 @@ def test_spans_that_come_once_are_not_kept() -> None:
 
 def test_spans_of_many_ids_make_older_ones_go() -> None:
     """What a client chooses may be a thousand ids a span: as many spans as are remembered would fill the memory."""
-    memory = SpanMemory(lambda text: [ord(char) for char in text], capacity=1000, max_ids=100, span_chars=10)
+    memory = SpanCache(lambda text: [ord(char) for char in text], capacity=1000, max_ids=100, span_chars=10)
     for first in "abcdefghijklmnopqrstuvwxyz":
         for _ in range(2):
             memory.encode(first * 20)
@@ -187,7 +187,7 @@ def _learned(text: str, window_chars: int) -> list[str]:
         asked.append(text)
         return [1]
 
-    memory = SpanMemory(encode, span_chars=5, window_chars=window_chars)
+    memory = SpanCache(encode, span_chars=5, window_chars=window_chars)
     for _ in range(2):
         memory.encode(text)
     return [span for span in asked[1:] if len(span) <= 2 * 5]
@@ -206,7 +206,7 @@ def test_a_text_is_one_span_from_a_window_without_a_cut_on() -> None:
 
 
 def test_as_many_spans_as_there_may_be_leave_room_for_others() -> None:
-    memory = SpanMemory(lambda text: [len(text)], span_chars=8)
+    memory = SpanCache(lambda text: [len(text)], span_chars=8)
     for number in range(MAX_SEEN + 1):
         memory.encode(str(number))
     memory.encode("otter")
@@ -223,7 +223,7 @@ def test_what_recurs_is_not_encoded_again() -> None:
         asked.append(text)
         return _whole(SOUND["gpt2"], text)
 
-    memory = PieceMemory(encode, dict(zip(SPECIAL, range(3), strict=True)), 1000)
+    memory = PieceCache(encode, dict(zip(SPECIAL, range(3), strict=True)), 1000)
     text = "<|im_start|>user: " + "the otter swims in the river, and the fish flee. " * 4 + "<|im_end|>"
     expected = _whole(SOUND["gpt2"], text)
     for _ in range(50):  # an eighth of it is learned at a time, as long as most of it is new
@@ -242,7 +242,7 @@ def test_what_stands_between_pieces_may_have_the_id_of_a_part_of_them() -> None:
     tokenizer = _byte_level(GPT2, AddedToken("\u00ac", normalized=False))  # which spells the last byte of a euro sign
     separator = tokenizer.token_to_id("\u00ac")
     assert separator in _whole(tokenizer, "\u20ac")
-    memory = PieceMemory(lambda text: _whole(tokenizer, text), {"\u00ac": separator}, 1000)
+    memory = PieceCache(lambda text: _whole(tokenizer, text), {"\u00ac": separator}, 1000)
     for text in ["the otter"] * 3 + ["the otter the otter the otter \u20ac otter \u20ac1"]:
         assert memory.encode(text) == _whole(tokenizer, text)
 
@@ -261,7 +261,7 @@ def test_long_texts_and_long_pieces_are_not_remembered() -> None:
 def test_threads_share_a_memory(by_spans: bool) -> None:
     """One so small that all of them make it forget all the time."""
     memory, draw = _memory(SOUND["llama3"], 6), Random(3)
-    encode = SpanMemory(memory.encode, capacity=3, span_chars=12).encode if by_spans else memory.encode
+    encode = SpanCache(memory.encode, capacity=3, span_chars=12).encode if by_spans else memory.encode
     texts = [" ".join(draw.choices(WORDS, k=12)) for _ in range(200)]
     expected = [_whole(SOUND["llama3"], text) for text in texts]
     with ThreadPoolExecutor(4) as threads:
@@ -328,7 +328,7 @@ def _prepending() -> Tokenizer:
     ],
 )
 def test_parts_that_are_not_known_to_have_none(tokenizer: Tokenizer) -> None:
-    assert memory_of(tokenizer) is None
+    assert piece_cache_of(tokenizer) is None
 
 
 DEEPSEEK = [
@@ -340,7 +340,7 @@ DEEPSEEK = [
 
 
 def test_a_step_that_is_not_known_before_one_that_is_leaves_none() -> None:
-    assert memory_of(_byte_level(pre_tokenizers.Sequence(DEEPSEEK))) is None
+    assert piece_cache_of(_byte_level(pre_tokenizers.Sequence(DEEPSEEK))) is None
 
 
 def test_what_python_takes_for_no_space_no_other_does() -> None:
@@ -370,4 +370,4 @@ def test_what_a_template_says_twice_is_not_around_it() -> None:
     tokenizer = byte_level_tokenizer()
     tokenizer.post_processor = processors.TemplateProcessing(single="$A $A", special_tokens=[])
     assert added_around(tokenizer) is None
-    assert memory_of(tokenizer) is None  # the library says it twice without special tokens, too
+    assert piece_cache_of(tokenizer) is None  # the library says it twice without special tokens, too

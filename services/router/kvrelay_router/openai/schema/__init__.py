@@ -1,1 +1,1 @@
-"""The request bodies that the API takes, and their validation."""
+"""Pydantic models of the request bodies, and their validation."""

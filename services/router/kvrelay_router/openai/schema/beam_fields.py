@@ -1,4 +1,4 @@
-"""The fields that ask for a beam search, and what goes with one."""
+"""The request fields of beam searches."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from kvrelay_router.openai.schema.parsing import wrong_type
 MAX_LENGTH_PENALTY = 5.0
 
 NO_BEAMS: dict[str, tuple[object, ...]] = {"length_penalty": (None, 1.0), "early_stopping": (None, False)}
-"""Values that ask for nothing, without a beam search."""
+"""Values that are harmless without a beam search."""
 
 UNUSED_VALUES: dict[str, float] = {"temperature": 0, "top_p": 1, "top_k": 0, "min_p": 0}
-"""Of what only matters where tokens are drawn. Nothing is drawn here: another value is a mistake."""
+"""Harmless values of the sampling fields. A beam search does not sample, so other values are mistakes."""
 
 
 def _early_stopping(value: Any, _: Any) -> Any:
-    """One message in the place of one for each type that it is not."""
+    """Replaces pydantic's messages, of which there would be one for each type of the union."""
     if value is None or value == "never" or isinstance(value, bool):
         return value
     raise wrong_type("it must be true, false or 'never'")
 
 
 class BeamFields(GenerationFields):
-    """As vLLM takes them: `n` texts are returned of `best_of` beams, by default as many."""
+    """vLLM's fields: `n` texts of `best_of` beams are returned; `best_of` defaults to `n`."""
 
     use_beam_search: Flag = False
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -37,7 +37,7 @@ class BeamFields(GenerationFields):
 
     @property
     def beams(self) -> BeamSpec | None:
-        """The search that is asked for."""
+        """The beam search to run, if any."""
         if not self.use_beam_search:
             return None
         return BeamSpec(
@@ -49,11 +49,11 @@ class BeamFields(GenerationFields):
 
     @property
     def num_sequences(self) -> int:
-        """How many texts are made for each prompt."""
+        """The number of texts to generate for each prompt."""
         return self.n if self.use_beam_search else self.best_of or self.n
 
     def check_beams(self, *, wants_logprobs: bool, max_tokens: int | None) -> None:
-        """What contradicts a beam search, or needs one that is not asked for. Raises ApiError."""
+        """Raises ApiError for fields that contradict a beam search, or that need one."""
         if self.prompt_logprobs is not None and self.stream:
             raise _wrong("prompt_logprobs", "scores of a prompt cannot be streamed")
         if self.best_of is not None and self.best_of < self.n:

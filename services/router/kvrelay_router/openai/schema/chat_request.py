@@ -18,14 +18,14 @@ from kvrelay_router.text.service import ChatOptions
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 PASSED_ON = ("name", "tool_call_id")
-"""Message fields that templates may read beside role and content."""
+"""Further message fields that templates may read."""
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""What servers call the reasoning of an answer that comes back as a message. Templates read the first two names."""
+"""Names of the field with an earlier answer's reasoning, in different servers. Templates read the first two."""
 
 
 def _messages(value: Any) -> list[Message]:
-    """Messages as templates take them: contents are strings or lists of text parts."""
+    """Returns messages in the form for templates: contents are strings or lists of text parts."""
     if not isinstance(value, list):
         raise wrong_type("it must be a list of messages")
     if not value:
@@ -55,11 +55,11 @@ def _message(value: Any, index: int) -> Message:
 
 
 def _content(message: dict[str, Any], role: str, index: int) -> str | list[dict[str, str]]:
-    """A string or text parts; an assistant's message may have tool calls, a refusal or reasoning instead."""
+    """Returns a string or text parts. An assistant's message may have tool calls, a refusal or reasoning instead."""
     content = message.get("content")
     if isinstance(content, str):
         return content
-    if content is None and role == "assistant" and (message.get("tool_calls") or _says_more(message)):
+    if content is None and role == "assistant" and (message.get("tool_calls") or _has_other_text(message)):
         refusal = message.get("refusal")
         return refusal if isinstance(refusal, str) else ""
     if not isinstance(content, list) or not content:
@@ -67,8 +67,8 @@ def _content(message: dict[str, Any], role: str, index: int) -> str | list[dict[
     return [_text_part(part, role, index) for part in content]
 
 
-def _says_more(message: dict[str, Any]) -> bool:
-    """An answer that came back without content, but with a refusal, or with the reasoning that was cut."""
+def _has_other_text(message: dict[str, Any]) -> bool:
+    """True for an earlier answer with a refusal, or with reasoning that was cut, in place of content."""
     return any(isinstance(message.get(name), str) for name in ("refusal", *REASONING))
 
 
@@ -91,7 +91,7 @@ def _as_list(calls: Any, index: int) -> list[Any]:
 
 
 def _tool_call(call: Any, index: int) -> dict[str, Any]:
-    """Clients send a call's arguments as JSON text; templates take them as an object."""
+    """Clients send the arguments of a call as JSON text, but templates need an object."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise wrong_type(f"a tool call of message {index} has no function name")
@@ -115,7 +115,7 @@ def _template_kwargs(value: Any) -> dict[str, Any]:
 
 
 class ChatFields(RequestModel):
-    """What makes a prompt of messages; /tokenize takes it too."""
+    """The fields that determine the prompt. POST /tokenize has them as well."""
 
     messages: Annotated[list[Message], BeforeValidator(_messages)]
     add_generation_prompt: bool | None = None
@@ -126,7 +126,7 @@ class ChatFields(RequestModel):
 
     @property
     def options(self) -> ChatOptions:
-        """A message that is continued gets no generation prompt, unless that is asked for, which is refused."""
+        """The generation prompt defaults to false if the final message is continued. Raises if both are true."""
         if self.continue_final_message and self.add_generation_prompt:
             raise ApiError(
                 "'continue_final_message' and 'add_generation_prompt' cannot both be true",
@@ -142,27 +142,25 @@ class ChatFields(RequestModel):
 
     @property
     def _variables(self) -> dict[str, Any]:
-        """The template's. Those that are given as such win."""
+        """The template's variables. `chat_template_kwargs` has precedence over `reasoning_effort`."""
         if self.reasoning_effort is None:
             return self.chat_template_kwargs
         return {"reasoning_effort": self.reasoning_effort, **self.chat_template_kwargs}
 
 
 class ChatRequest(ChatFields, BeamFields):
-    """A validated chat completion request."""
-
     max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Flag = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), or_default(0)] = 0
 
     @property
     def wanted_tokens(self) -> int | None:
-        """The newer name wins; None is the rest of the context."""
+        """The value of `max_completion_tokens`, else of the older `max_tokens`. None: the rest of the context."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 def parse_chat(content: dict[str, Any]) -> ChatRequest:
-    """Raises ApiError."""
+    """Validates a request body. Raises ApiError."""
     refuse_tools(content)
     refuse_unsupported(content, CHAT)
     request = parse(ChatRequest, content)

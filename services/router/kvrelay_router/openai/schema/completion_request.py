@@ -18,7 +18,7 @@ PromptItem = str | list[int]
 
 
 def _prompt_list(value: Any) -> list[PromptItem]:
-    """A text, a list of texts, token ids, or a list of lists of them: always as a list of prompts."""
+    """Returns a list of prompts from a text, a list of texts, token ids, or a list of lists of token ids."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
@@ -38,7 +38,7 @@ def _are_token_ids(items: list[Any]) -> bool:
 
 
 class CompletionRequest(BeamFields):
-    """A validated completion request. Token ids are integers, but not yet held against the vocabulary."""
+    """Token ids are validated as integers here, and checked against the vocabulary later."""
 
     prompt: Annotated[list[Any], BeforeValidator(_prompt_list)]
     echo: Flag = False
@@ -47,7 +47,7 @@ class CompletionRequest(BeamFields):
 
 
 def parse_completion(content: dict[str, Any]) -> CompletionRequest:
-    """Raises ApiError."""
+    """Validates a request body. Raises ApiError."""
     refuse_unsupported(content, COMPLETION)
     request = parse(CompletionRequest, content)
     if reason := check_stream_options(content):

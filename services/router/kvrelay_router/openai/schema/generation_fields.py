@@ -18,7 +18,7 @@ MAX_BIASED_TOKENS = 1024
 
 
 def _stop_list(value: Any) -> list[str]:
-    """A string or a list of strings; null is none."""
+    """Accepts a string, a list of strings, or null for none."""
     if value is None:
         return []
     stop = [value] if isinstance(value, str) else value
@@ -32,7 +32,7 @@ def _stop_list(value: Any) -> list[str]:
 
 
 def _bias_map(value: Any) -> dict[int, float]:
-    """JSON has only string keys: token ids are written as decimal strings."""
+    """Token ids are decimal strings, because JSON has only string keys."""
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -62,14 +62,14 @@ def _not_zero(value: Any) -> Any:
 
 
 def _side(value: Any, _: Any) -> Any:
-    """One message in the place of one for each literal that it is not."""
+    """Replaces pydantic's messages, of which there would be one for each literal."""
     if value in (None, "left", "right"):
         return value
     raise invalid("it must be 'left' or 'right'")
 
 
 def or_default(default: Any) -> BeforeValidator:
-    """Null means the default, as in OpenAI's API."""
+    """Null selects the default, as in OpenAI's API."""
     return BeforeValidator(lambda value: default if value is None else value)
 
 
@@ -82,14 +82,12 @@ Penalty = Annotated[float, Field(ge=-2, le=2), or_default(0.0)]
 
 
 class StreamOptions(RequestModel):
-    """Options of a stream."""
-
     include_usage: Flag = False
     continuous_usage_stats: Flag = False
 
 
 class GenerationFields(RequestModel):
-    """Sampling, stopping and streaming. Ranges that need the model's limits are checked on admission."""
+    """Sampling, stopping and streaming. `request_validation` checks the ranges that depend on the model."""
 
     model: str
     stream: Flag = False
@@ -97,7 +95,7 @@ class GenerationFields(RequestModel):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES), or_default(1)] = 1
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     min_tokens: Annotated[int, Field(ge=0), or_default(0)] = 0
-    # None, also for these: the model's own default.
+    # If one of these is None, the model's default applies.
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0), BeforeValidator(_off_if_minus_one)] | None = None
@@ -122,16 +120,16 @@ class GenerationFields(RequestModel):
 
     @property
     def include_usage(self) -> bool:
-        """Whether the stream ends with a chunk of usage."""
+        """True if the stream ends with a usage chunk."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def running_usage(self) -> bool:
-        """Whether the events before it say theirs, too."""
+        """True if all other chunks carry the usage so far as well."""
         return self.stream_options is not None and self.include_usage and self.stream_options.continuous_usage_stats
 
     def truncated(self, token_ids: list[int], room: int) -> list[int]:
-        """The prompt's part that is asked for; `room` is the most that fits before the output, in tokens."""
+        """Returns the prompt cut to `truncate_prompt_tokens`; `room` is the longest prompt for the value -1."""
         wanted = self.truncate_prompt_tokens
         if wanted is None:
             return token_ids
@@ -142,7 +140,7 @@ class GenerationFields(RequestModel):
 
 
 def check_stream_options(content: Mapping[str, Any]) -> str | None:
-    """Stream options without a stream are refused, as OpenAI does; the reason, or None."""
+    """Returns the reason to refuse stream options without a stream, as OpenAI does, or None."""
     if content.get("stream_options") is not None and not content.get("stream"):
         return "it is only allowed when 'stream' is true"
     return None

@@ -1,4 +1,4 @@
-"""From a JSON object to a validated request model, or to OpenAI's error."""
+"""Validates a JSON object as a request model, and converts errors to OpenAI's form."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvrelay_router.http.api_error import ApiError
 
 
 class RequestModel(BaseModel):
-    """Base of all request bodies: strict types ("1" is no integer, nor is true); unknown fields are ignored."""
+    """Base of all request bodies: types are strict ("1" and true are no integers), unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
@@ -20,7 +20,7 @@ Model = TypeVar("Model", bound=RequestModel)
 
 
 def parse(model: type[Model], content: dict[str, Any]) -> Model:
-    """The validated request. Raises ApiError that names the first bad parameter."""
+    """Returns the validated request. Raises ApiError with the name of the first invalid parameter."""
     try:
         return model.model_validate(content)
     except ValidationError as error:
@@ -31,8 +31,7 @@ def parse(model: type[Model], content: dict[str, Any]) -> Model:
 
 
 def _whole_numbers(details: list[ErrorDetails]) -> dict[str, int]:
-    """Parameters that must be integers, and are: 5.0 is how some libraries (Gson's maps) write 5, and JSON knows no
-    difference."""
+    """Returns integer parameters that were written like 5.0, as some libraries do (Gson's maps)."""
     return {
         str(detail["loc"][0]): int(detail["input"])
         for detail in details
@@ -55,7 +54,7 @@ def _as_api_error(detail: ErrorDetails) -> ApiError:
 
 
 def _param_name(location: tuple[int | str, ...]) -> str:
-    """("messages", 0, "role") as "messages[0].role"."""
+    """Converts ("messages", 0, "role") to "messages[0].role"."""
     name = ""
     for part in location:
         name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else part
@@ -63,10 +62,10 @@ def _param_name(location: tuple[int | str, ...]) -> str:
 
 
 def invalid(message: str) -> PydanticCustomError:
-    """What a validator raises: the message goes to the client as it is."""
+    """An error for validators to raise. The client gets the message unchanged."""
     return PydanticCustomError("invalid_value", "{message}", {"message": message})
 
 
 def wrong_type(message: str) -> PydanticCustomError:
-    """What a validator raises for a value of the wrong JSON type."""
+    """An error for validators to raise if a value has the wrong JSON type."""
     return PydanticCustomError("wrong_type", "{message}", {"message": message})

@@ -1,7 +1,7 @@
-"""Fields of OpenAI's and of neighbouring servers' APIs that would change the answer and are not supported.
+"""Fields of OpenAI's and other servers' APIs that are not supported and would change the answer.
 
-They are refused by name, unless their value asks for nothing. Fields that are not listed here and not known are
-ignored, as other servers do.
+A request with such a field is refused, unless its value is listed here as harmless. Other unknown fields are ignored,
+as in other servers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ NOTHING: tuple[Any, ...] = (None, False, [], {}, "")
 
 COMMON: dict[str, tuple[Any, ...]] = {
     "response_format": (None, {"type": "text"}),
-    # Constraints on the output, as vLLM, SGLang and llama.cpp name them.
+    # Constrained output, with the names of vLLM, SGLang and llama.cpp.
     "structured_outputs": NOTHING,
     "guided_json": NOTHING,
     "guided_regex": NOTHING,
@@ -27,7 +27,7 @@ COMMON: dict[str, tuple[Any, ...]] = {
     "ebnf": NOTHING,
     "grammar": NOTHING,
     "stop_regex": NOTHING,
-    # Ways to draw that are not here, and the values that switch them off.
+    # Other sampling methods, and the values that switch them off.
     "typical_p": (None, 1),
     "mirostat": (None, 0),
     "dry_multiplier": (None, 0),
@@ -36,7 +36,7 @@ COMMON: dict[str, tuple[Any, ...]] = {
     "repeat_penalty": (None, 1),
     "no_repeat_ngram_size": (None, 0),
     "n_predict": (None, -1),
-    # Those of text-generation-webui and what took them over, which front ends send along with all others.
+    # Sampling methods of text-generation-webui, which many front ends send with every request.
     "top_n_sigma": (None, -1, 0),
     "top_a": (None, 0),
     "tfs": (None, 1),
@@ -56,7 +56,7 @@ COMMON: dict[str, tuple[Any, ...]] = {
     "grammar_string": NOTHING,
     "custom_logit_processor": NOTHING,
     "thinking_token_budget": (None,),
-    # What the answer would be made of, or look like.
+    # Fields that change the model, the prompt or the form of the answer.
     "lora_path": NOTHING,
     "return_hidden_states": NOTHING,
     "return_tokens_as_token_ids": NOTHING,
@@ -89,9 +89,9 @@ CHAT: dict[str, tuple[Any, ...]] = {
 
 
 def refuse_unsupported(content: dict[str, Any], table: dict[str, tuple[Any, ...]]) -> None:
-    """Raises ApiError for the first field whose value asks for something that is not supported."""
+    """Raises ApiError for the first field with a value that is not harmless."""
     for name, value in content.items():
-        if name in table and not _asks_for_nothing(value, table[name]):
+        if name in table and not _is_harmless(value, table[name]):
             raise ApiError(
                 f"The parameter '{name}' with this value is not supported",
                 param=name,
@@ -100,7 +100,7 @@ def refuse_unsupported(content: dict[str, Any], table: dict[str, tuple[Any, ...]
 
 
 def refuse_tools(content: dict[str, Any]) -> None:
-    """Tools are only harmless while they are not to be used."""
+    """Raises ApiError for tools, unless `tool_choice` is "none"."""
     if content.get("tools") and content.get("tool_choice") != "none":
         raise ApiError(
             "Tool calls are not supported; leave 'tools' out or set 'tool_choice' to \"none\"",
@@ -109,6 +109,6 @@ def refuse_tools(content: dict[str, Any]) -> None:
         )
 
 
-def _asks_for_nothing(value: Any, harmless: tuple[Any, ...]) -> bool:
-    """Equality that tells false from 0 and true from 1."""
+def _is_harmless(value: Any, harmless: tuple[Any, ...]) -> bool:
+    """Compares with each harmless value, and distinguishes false from 0 and true from 1."""
     return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in harmless)

@@ -18,13 +18,14 @@ import contextlib
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from kvrelay_router.http.connection_passing import PassedConnections
+from kvrelay_router.http.connection_policy import ConnectionPolicy
 from kvrelay_router.http.wire_forms import plain_head
 
 CLOSING_TICKS = 100
@@ -173,50 +174,6 @@ class OneWrite:
         if self._parts:
             self._transport.write(b"".join(self._parts))
             self._parts.clear()
-
-
-class ConnectionPolicy(Protocol):
-    """A policy for one connection. `UvicornConnection` calls it before uvicorn handles the same event."""
-
-    @property
-    def is_refused(self) -> bool:
-        """True if no further request of this connection is served."""
-        ...
-
-    @property
-    def is_fresh(self) -> bool:
-        """True if no request has arrived yet."""
-        ...
-
-    def connected(self, num_connections: int) -> None: ...
-
-    def lost(self) -> None: ...
-
-    def received(self, data: bytes) -> None: ...
-
-    def half_closed(self) -> bool:
-        """The client ended its side. Returns True to keep the connection open."""
-        ...
-
-    def write_paused(self) -> None: ...
-
-    def write_resumed(self) -> None: ...
-
-    def request_begins(self) -> None: ...
-
-    def head_grew(self, num_bytes: int) -> None: ...
-
-    def head_complete(self) -> None: ...
-
-    def body_grew(self) -> None: ...
-
-    def request_runs(self, exchange: Exchange) -> None: ...
-
-    def malformed(self, message: str) -> None: ...
-
-    def check_closing(self) -> None:
-        """Called every few seconds."""
-        ...
 
 
 class UvicornConnection(HttpToolsProtocol):

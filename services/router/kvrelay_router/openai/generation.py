@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay_router.dispatch.interface import (
     Dispatcher,
@@ -160,7 +161,7 @@ class Generation:
             if sink.handle.error is not None:
                 raise sink.handle.error
         if all(sink.handle.is_over for sink in self._sinks):
-            raise RequestFailed("the request ended without a finish reason")
+            raise RequestFailed("the request ended without a finish reason", FailureKind.PROTOCOL_ERROR)
 
     def choices_finished(self, num_choices: int = 1) -> None:
         """Called by the sinks."""
@@ -258,7 +259,8 @@ class PromptSink:
         """A beam search brings all texts at once, the best first."""
         run, events = self._run, b""
         if len(delta.beams) != len(run.choices):
-            raise RequestFailed(f"the beam search found {len(delta.beams)} texts, {len(run.choices)} were asked for")
+            message = f"the beam search found {len(delta.beams)} texts, {len(run.choices)} were asked for"
+            raise RequestFailed(message, FailureKind.PROTOCOL_ERROR)
         for choice, beam in zip(run.choices, delta.beams, strict=True):
             events += self._add(run, choice, choice.feed_beam(beam))
         self._generation.choices_finished(len(run.choices))

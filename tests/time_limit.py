@@ -6,7 +6,8 @@ that case a watchdog thread, which needs no GIL, ends the process `time_limit_gr
 the stacks of all threads to stderr.
 
 pytest-xdist replaces a process that ended and reports the test that it ran as failed. But its schedulers run that test
-again, in one process after the other, up to the limit of restarts, and the rest of its file does not run. `EachTestOnce` does not.
+again, in one process after the other, up to the limit of restarts, and the rest of its file does not run.
+`EachTestOnce` does not repeat it.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 
 from kvrelay.kv.table import blocks_for
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.link import Delivered
 from kvrelay.protocol.messages import (
     Abort,
@@ -104,7 +105,7 @@ class DecodeRole:
 
     def abandon(self, reason: str) -> None:
         for key in list(self._requests):
-            self._fail(key, reason, retriable=True)
+            self._fail(key, FailureKind.DRAINING, reason, retriable=True)
 
     def on_tick(self, now: float) -> None:
         self._receiving.tick_quarantine(now)
@@ -112,7 +113,8 @@ class DecodeRole:
             if request.is_quarantined:
                 continue
             if now > request.deadline:
-                self._fail(key, "the request's deadline passed on the decode worker", retriable=False)
+                cause = "the request's deadline passed on the decode worker"
+                self._fail(key, FailureKind.DEADLINE, cause, retriable=False)
             else:
                 self._receiving.check_overdue(request, now)
         self._receiving.admit()
@@ -180,9 +182,9 @@ class DecodeRole:
         cached = blocks_for(sequence.num_cached_tokens, size)
         return SequenceUsage(prompt_blocks=total, cached_blocks=cached, computed_blocks=total - cached)
 
-    def _failed(self, sequences: list[Sequence], cause: str) -> None:
+    def _failed(self, sequences: list[Sequence], kind: FailureKind, cause: str) -> None:
         for sequence in sequences:
-            self._fail(sequence.key, cause, retriable=True)
+            self._fail(sequence.key, kind, cause, retriable=True)
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
@@ -197,7 +199,7 @@ class DecodeRole:
         else:
             self._receiving.cancel(request, reason)
 
-    def _fail(self, key: SequenceKey, cause: str, *, retriable: bool) -> None:
+    def _fail(self, key: SequenceKey, kind: FailureKind, cause: str, *, retriable: bool) -> None:
         request = self._requests.get(key)
         if request is None or request.is_quarantined:
             return
@@ -205,7 +207,7 @@ class DecodeRole:
         handoff = request.handoff
         if handoff is None or handoff.state is ReceiverState.RUNNING:
             # Before the commit prefill owns the request: it receives Released and finds another decode worker.
-            self._requests.send(request.sequence.router, key, Failed(cause=cause, retriable=retriable))
+            self._requests.send(request.sequence.router, key, Failed(failure=kind, cause=cause, retriable=retriable))
         self._cancel(key, cause)
 
     def _end(self, key: SequenceKey) -> None:

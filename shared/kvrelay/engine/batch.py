@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.transfer.pool_memory import PoolLike
@@ -175,6 +176,8 @@ class RowsFailed(Exception):
     Its copies between pool and host were made. After any other exception they count as not made.
     """
 
+    kind = FailureKind.ENGINE_ERROR
+
     def __init__(self, message: str, keys: Sequence[SequenceKey]) -> None:
         super().__init__(message)
         self.keys = frozenset(keys)
@@ -182,6 +185,18 @@ class RowsFailed(Exception):
 
 class DeviceLost(Exception):
     """The device is lost to this process. No step will land here again."""
+
+
+def failure_kind(error: Exception) -> FailureKind:
+    """The kind of failure that a step's error is for its requests."""
+    if isinstance(error, RowsFailed):
+        return error.kind
+    if isinstance(error, DeviceLost):
+        return FailureKind.DEVICE_LOST
+    # By name: torch's error is no MemoryError, and simulated workers do not import torch.
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return FailureKind.OUT_OF_MEMORY
+    return FailureKind.ENGINE_ERROR
 
 
 class ModelRunner(Protocol):

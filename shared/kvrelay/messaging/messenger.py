@@ -1,7 +1,7 @@
 """Sockets and the clock around `kvrelay.protocol.link`.
 
-`send` never blocks: ZMQ queues without bound. A peer that stays silent is reported lost, and its socket is closed together
-with the queue.
+`send` never blocks: ZMQ queues without bound. A peer that stays silent is reported lost, and its socket is closed with
+its queue.
 
 States of a messenger:
 
@@ -137,7 +137,7 @@ class Messenger:
         return self._links.settings.alive_interval_s
 
     def silent_s(self, peer: PeerRef) -> float:
-        """Seconds since the last message of this incarnation of a peer, life signs included. Infinite without a link."""
+        """Seconds since the last message or life sign of this incarnation of a peer. Infinite without a link."""
         return self._links.silent_s(peer, time.monotonic())
 
     def close(self, linger_s: float = 0.2) -> None:
@@ -197,8 +197,8 @@ class Messenger:
 
     def _flush(self) -> None:
         """Sends the queued messages, reports the events, and sends the messages that the callback queued."""
-        # Events that the callback causes wait for the next turn of the event loop. Otherwise a callback that causes a new
-        # event for each one would block the loop.
+        # Events that the callback causes wait for the next turn of the event loop. Otherwise a callback that causes a
+        # new event for each one would block the loop.
         self._flush_due = False
         self._send_out()
         events = self._links.take_events()

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sampling import BeamResult, FinishReason, Sampling, TokenLogprobs
 
 PROTOCOL_VERSION = 1
@@ -290,11 +291,12 @@ class Cancel(Body, frozen=True, kw_only=True, tag="cancel"):
 
 
 class Failed(Body, frozen=True, kw_only=True, tag="failed"):
-    """P,D>R: this attempt ended without a result. `retriable`: another worker may do better.
+    """P,D>R: this attempt ended without a result. `retriable`: another worker may succeed.
 
-    `refused`: it was not begun.
+    `cause` is a text for people. `refused`: the worker computed nothing.
     """
 
+    failure: FailureKind
     cause: str
     retriable: bool
     refused: bool = False

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import AnyBody, Cancel, Failed, Header, PeerRef, Prompt, Stop
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.sequence import Sequence
@@ -88,7 +89,8 @@ class OpenRequests(Mapping[SequenceKey, RequestT]):
         if key in self.cancelled or key in self._open:
             return None
         if self.draining:
-            self.send(router, key, Failed(cause=f"the {self._role} worker is draining", retriable=True, refused=True))
+            cause = f"the {self._role} worker is draining"
+            self.send(router, key, Failed(failure=FailureKind.DRAINING, cause=cause, retriable=True, refused=True))
             return None
         self.supersede(key)
         try:
@@ -99,7 +101,7 @@ class OpenRequests(Mapping[SequenceKey, RequestT]):
                 sequence.sample_group = ""  # it leaves with its first token, whatever the other samples do
             self._context.steps.add(sequence)
         except (ValueError, OverflowError) as error:
-            self.send(router, key, Failed(cause=str(error), retriable=False))
+            self.send(router, key, Failed(failure=FailureKind.TOO_LARGE, cause=str(error), retriable=False))
             return None
         return sequence
 

@@ -32,7 +32,9 @@ from kvrelay.engine.batch import (
     StepResult,
     WorkerBatch,
     WorkerRow,
+    failure_kind,
 )
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import PlannedRow, SequenceOutput, StepPlan
 from kvrelay.scheduling.scheduler_protocol import Scheduler
@@ -95,7 +97,7 @@ class StepCallbacks:
 
     planned: Callable[[StepPlan], None]
     committed: Callable[[list[SequenceOutput]], None]
-    failed: Callable[[list[Sequence], str], None]
+    failed: Callable[[list[Sequence], FailureKind, str], None]
 
 
 @dataclass(slots=True)
@@ -355,7 +357,7 @@ class StepLoop:
         self._note("failed", step.plan)
         for sequence in failed:
             self.forget(sequence.key)
-        callbacks.failed(failed, f"{type(error).__name__}: {error}")
+        callbacks.failed(failed, failure_kind(error), f"{type(error).__name__}: {error}")
 
     async def _cancel(self, following: _PlannedStep | None, step: _PlannedStep) -> DeviceLost | None:
         """Cancels the step that was planned behind `step`. If it was launched, waits until it has ended, before its

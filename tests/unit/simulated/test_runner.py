@@ -18,6 +18,7 @@ from kvrelay.config import WorkerConfig
 from kvrelay.engine.batch import WorkerBatch, WorkerRow
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sampling import BeamSpec, FinishReason, Sampling, TokenLogprobs
 from kvrelay.scheduling.plan import SequenceOutput
 from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN as SCHEDULERS
@@ -90,7 +91,7 @@ def serve(
                 if len(served.results) == len(jobs):
                     loop.stop()
 
-    def failed(sequences: list[Sequence], cause: str) -> None:
+    def failed(sequences: list[Sequence], kind: FailureKind, cause: str) -> None:
         raise AssertionError(cause)
 
     async def run() -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from kvrelay.engine.batch import DeviceLost
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sampling import BeamSpec, Sampling
 from kvrelay.scheduling.plan import SequenceOutput
 from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN, make_scheduler
@@ -126,7 +127,7 @@ class Crowd:
         if not self.scheduler.has_work:
             self.loop.stop()
 
-    def failed(self, sequences: list[Sequence], cause: str) -> None:
+    def failed(self, sequences: list[Sequence], kind: FailureKind, cause: str) -> None:
         raise AssertionError(cause)
 
     def serve(self) -> Crowd:
@@ -211,7 +212,7 @@ class Watched:
         if any(output.finish for output in outputs):
             self.loop.stop()
 
-    def _fail(self, failed: list[Sequence], cause: str) -> None:
+    def _fail(self, failed: list[Sequence], kind: FailureKind, cause: str) -> None:
         self.failed.append(cause)
         self.loop.stop()
 

@@ -170,7 +170,7 @@ def run_one(loop: StepLoop, max_tokens: int, *, needs_commit_first: bool = False
     async def run() -> None:
         loop.add(sequence)
         await asyncio.wait_for(
-            loop.run(StepCallbacks(lambda plan: None, committed, lambda failed, cause: None)), PATIENCE_S
+            loop.run(StepCallbacks(lambda plan: None, committed, lambda failed, kind, cause: None)), PATIENCE_S
         )
 
     asyncio.run(run())

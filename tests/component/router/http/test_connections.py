@@ -15,6 +15,7 @@ import httpx
 import openai
 import pytest
 
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay_router.dispatch.interface import ModelLimits, RequestFailed
 from kvrelay_router.http import body
 from kvrelay_router.http.http_server import bind
@@ -106,10 +107,10 @@ async def test_a_failure_before_the_first_token_has_a_status(router: Router, str
     error = answer.json()["error"]
     assert (error["type"], error["code"], error["message"]) == (
         "server_error",
-        "request_failed",
+        "worker_lost",
         "all workers are gone",
     )
-    router.answers("otter", fail_after=0, failure=RequestFailed("too slow", timed_out=True))
+    router.answers("otter", fail_after=0, failure=RequestFailed("too slow", FailureKind.DEADLINE))
     answer = await router.post("/v1/completions", prompt="x", stream=stream)
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "request_timeout")
 

@@ -4,8 +4,8 @@ Prefill: the latency is the time for the prompts ahead and for the uncached part
 speeds. Two prices are added:
 
 - Computing again a prefix that another worker has cached delays all later requests. The price is `BASE_WEIGHT - 1`
-  times the computation, and rises to `MOST_WEIGHT - 1` times as the fleet's mean queue grows. If other requests use the same
-  prefix, they profit from a second copy, so the price is divided by the square of their number: a popular prefix
+  times the computation, and rises to `MOST_WEIGHT - 1` times as the fleet's mean queue grows. If other requests use the
+  same prefix, they profit from a second copy, so the price is divided by the square of their number: a popular prefix
   spreads before a queue has formed.
 - Computed blocks evict other blocks, and later requests of the session come to this worker. The price is up to
   `BALANCE_WEIGHT` times the computation on workers that computed more than the mean lately, and negative on workers

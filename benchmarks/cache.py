@@ -27,7 +27,7 @@ from kvrelay.kv.ablations import NullCache, TableCache
 from kvrelay.kv.cache import Cache
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
-from kvrelay.scheduling.base import QueueOrderName
+from kvrelay.scheduling.scheduler_settings import QueueOrderName
 from kvrelay_simulator.results import best_possible_hit_rate
 
 CASES: list[tuple[str, Callable[[BlockPool], Cache], QueueOrderName]] = [

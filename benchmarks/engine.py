@@ -22,13 +22,13 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.sequences import greedy_sequence
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.engine.make import make_runner
 from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
-from kvrelay.scheduling.base import Chunking, SchedulerLimits, SchedulerSettings
-from kvrelay.scheduling.registry import BUILT_IN, make_scheduler
+from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN, make_scheduler
+from kvrelay.scheduling.scheduler_settings import Chunking, SchedulerLimits, SchedulerSettings
 from kvrelay.worker.step_loop import worker_batch
 
 DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"

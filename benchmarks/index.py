@@ -290,7 +290,7 @@ async def measure_churn(server: EmbeddedRedis, seconds: float = 10.0) -> dict[st
         "churn_rate": num_operations / lasted,
         "churn_age_p50_s": statistics.median(ages),
         "churn_age_max_s": max(ages),
-        "churn_out_of_step": total["out_of_step"],
+        "churn_resyncs": total["resyncs"],
         "churn_gaps": sum(publisher.publication.totals.gaps for publisher in publishers),
     }
 
@@ -349,7 +349,7 @@ def report(version: str, num_blocks: int, found: dict[str, dict[str, float]], fl
         f"all {2 * num_blocks:,} held blocks were back {fleet['heal_s']:.1f} s after the loss.",
         f"- Churn of 64 workers, {fleet['churn_rate']:,.0f} stores and evictions a second: the replica was "
         f"{1e3 * fleet['churn_age_p50_s']:.0f} ms behind in the median, {1e3 * fleet['churn_age_max_s']:.0f} ms at "
-        f"worst; {fleet['churn_gaps']:.0f} gaps, {fleet['churn_out_of_step']:.0f} reloads; equal in the end.",
+        f"worst; {fleet['churn_gaps']:.0f} gaps, {fleet['churn_resyncs']:.0f} reloads; equal in the end.",
         "",
     ]
     return "\n".join(lines)

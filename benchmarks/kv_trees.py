@@ -32,7 +32,7 @@ from pathlib import Path
 import numpy as np
 
 from kvrelay.kv.hashing import BlockHash, hash_blocks, root_hash
-from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.prefix_cache import PrefixCache
 
 BLOCK_SIZE = 16
@@ -112,16 +112,16 @@ def serve(pool: BlockPool, cache: PrefixCache, hashes: Chain, clock: Clock) -> N
     num_cached = len(blocks)
     num_new = len(hashes) - num_cached
     with clock.phase("hold", num_cached):
-        pool.hold(blocks, Owner.RUNNING)
+        pool.hold(blocks, BlockState.RUNNING)
     with clock.phase("allocate" if num_new <= pool.num_free else "evict and allocate", num_new):
-        blocks += pool.allocate(num_new, Owner.RUNNING)
+        blocks += pool.allocate(num_new, BlockState.RUNNING)
     for start in range(num_cached, len(hashes), CHUNK_BLOCKS):
         parent = hashes[start - 1] if start else None
         chunk = hashes[start : start + CHUNK_BLOCKS]
         with clock.phase("insert", len(chunk)):
             cache.extend(parent, chunk, blocks[start : start + CHUNK_BLOCKS])
     with clock.phase("release", len(hashes)):
-        pool.release(blocks, Owner.RUNNING)
+        pool.release(blocks, BlockState.RUNNING)
 
 
 def resident_bytes() -> int:

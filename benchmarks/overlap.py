@@ -26,9 +26,9 @@ from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.process import event_loop_factory
-from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.plan import SequenceOutput
-from kvrelay.scheduling.registry import DEFAULT_SCHEDULER, make_scheduler
+from kvrelay.scheduling.policies.scheduler_registry import DEFAULT_SCHEDULER, make_scheduler
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop, StepTotals
 
@@ -67,7 +67,7 @@ class Run:
             self.num_started += sum(output.prefilled for output in outputs)
             self.started = time.perf_counter()
         else:
-            self.num_drawn += sum(output.token_id is not None for output in outputs)
+            self.num_drawn += sum(len(output.token_ids) for output in outputs)
         if not self.scheduler.has_work:
             self.loop.stop()
 

@@ -43,11 +43,11 @@ from kvrelay.protocol.messages import (
     TokenEntry,
 )
 from kvrelay.protocol.sampling import FinishReason
-from kvrelay_router.api.app import create_app
-from kvrelay_router.api.connection import EVENT_WRITER
-from kvrelay_router.api.settings import ApiSettings
+from kvrelay_router.asgi.app import create_app
+from kvrelay_router.dispatch.active_requests import DispatchSettings
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
-from kvrelay_router.dispatch.running_sequence import DispatchSettings
+from kvrelay_router.http.event_writer import EVENT_WRITER
+from kvrelay_router.openai.settings import ApiSettings
 from kvrelay_router.text.service import TextService
 
 NUM_REQUESTS = 64

@@ -28,9 +28,10 @@ from benchmarks.sequences import greedy_sequence
 from kvrelay.engine.batch import RowResult, StepResult
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
-from kvrelay.scheduling.base import QueueOrderName, Scheduler, SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.plan import StepPlan
-from kvrelay.scheduling.registry import BUILT_IN, DEFAULT_SCHEDULER, make_scheduler
+from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN, DEFAULT_SCHEDULER, make_scheduler
+from kvrelay.scheduling.scheduler_protocol import Scheduler
+from kvrelay.scheduling.scheduler_settings import QueueOrderName, SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
 
 BLOCK_SIZE = 16
@@ -47,7 +48,7 @@ HEADER_ADMITTING = [f"{HEADER[0]} arrivals, median |", f"{HEADER[1]}---:|"]
 
 def forward(plan: StepPlan) -> StepResult:
     """Draws the same token for everybody."""
-    return StepResult(plan.step, [RowResult(5 if row.sample else None) for row in plan.rows], 0.01)
+    return StepResult(plan.step, [RowResult((5,) if row.sample else ()) for row in plan.rows], 0.01)
 
 
 def decoding(name: str, order: QueueOrderName, num_running: int, num_waiting: int, num_steps: int) -> Scheduler:
@@ -57,7 +58,7 @@ def decoding(name: str, order: QueueOrderName, num_running: int, num_waiting: in
     blocks_each = (PROMPT_TOKENS + max_tokens) // BLOCK_SIZE + 2
     pool = BlockPool(num_running * blocks_each + 64, BLOCK_SIZE)
     limits = SchedulerLimits(max(2048, num_running), num_running, MAX_MODEL_LEN, frozenset())
-    settings = SchedulerSettings(queue_order=order, queue_patience=1 << 20)
+    settings = SchedulerSettings(queue_order=order, queue_starvation_bound=1 << 20)
     scheduler = make_scheduler(name, limits, pool, PrefixCache(pool), settings)
     for number in range(num_running):
         length = PROMPT_TOKENS + number % BLOCK_SIZE
@@ -90,7 +91,7 @@ def admitting(name: str, num_running: int, num_steps: int) -> Iterator[tuple[flo
     blocks_each = (PROMPT_TOKENS + 64) // BLOCK_SIZE + 1
     pool = BlockPool(2 * num_running * blocks_each, BLOCK_SIZE)
     limits = SchedulerLimits(2048, num_running, MAX_MODEL_LEN, frozenset())
-    scheduler = make_scheduler(name, limits, pool, PrefixCache(pool), SchedulerSettings(queue_patience=1 << 20))
+    scheduler = make_scheduler(name, limits, pool, PrefixCache(pool), SchedulerSettings(queue_starvation_bound=1 << 20))
     number = 0
     for step in range(WARM_STEPS + num_steps):
         arrivals: list[Sequence] = []

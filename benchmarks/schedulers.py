@@ -35,9 +35,9 @@ from kvrelay.kv.cache import Cache
 from kvrelay.kv.hashing import hash_blocks, root_hash
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
-from kvrelay.scheduling.base import Chunking, QueueOrderName
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
-from kvrelay.scheduling.registry import BUILT_IN
+from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN
+from kvrelay.scheduling.scheduler_settings import Chunking, QueueOrderName
 from kvrelay.simulated.profiles import MeasuredProfile
 from kvrelay_simulator.clock import VirtualClock
 from kvrelay_simulator.traces import Tokens, read_trace
@@ -146,7 +146,7 @@ class OneWorker(SimulatedDecode):
 
     def committed(self, outputs: list[SequenceOutput]) -> None:
         for output in outputs:
-            if output.token_id is not None:
+            if output.token_ids:
                 self.measured.requests[int(output.sequence.key[0])].token_times_s.append(self.clock.now_s)
         super().committed(outputs)
 

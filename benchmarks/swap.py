@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.sequences import greedy_sequence
-from kvrelay.engine.batch import SequenceKey, SwapCopies, WorkerBatch, WorkerRow
+from kvrelay.engine.batch import SwapCopies, WorkerBatch, WorkerRow
 from kvrelay.engine.make import make_runner
 from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.kv.ablations import NullCache
@@ -34,8 +34,9 @@ from kvrelay.kv.cache import Cache
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.kv.table import blocks_for
-from kvrelay.scheduling.base import Preemption, SchedulerLimits, SchedulerSettings
-from kvrelay.scheduling.registry import make_scheduler
+from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
+from kvrelay.scheduling.scheduler_settings import Preemption, SchedulerLimits, SchedulerSettings
 from kvrelay.worker.step_loop import worker_batch
 
 DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"

@@ -42,7 +42,7 @@ from kvrelay.telemetry.metric_samples import MetricSample, MetricSamples
 from kvrelay.telemetry.otlp import open_export
 from kvrelay.telemetry.prometheus import metrics_page
 from kvrelay.telemetry.trace_context import new_trace
-from kvrelay_router.api.observer import RequestObserver
+from kvrelay_router.openai.request_metrics import RequestMetrics
 from tests.fakes.collector import Collector
 from tests.fakes.stack import Stack
 
@@ -194,12 +194,12 @@ def metrics_costs_us(num: int = 50) -> dict[str, float]:
 
 def request_cost_us(num: int = 20_000) -> float:
     """What the HTTP layer notes of a request, without its span."""
-    observer = RequestObserver("model")
+    metrics = RequestMetrics("model")
     started = time.process_time()
     for _ in range(num):
-        course = observer.begin("/v1/completions", "")
-        course.got_tokens()
-        observer.ended(course, "request")
+        timings = metrics.begin("/v1/completions", "")
+        timings.got_tokens()
+        metrics.ended(timings, "request")
     return (time.process_time() - started) / num * 1e6
 
 

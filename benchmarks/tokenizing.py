@@ -23,9 +23,9 @@ import tokenizers
 
 from benchmarks.router_load import prompt_text
 from kvrelay.config.demo import demo_model_path
-from kvrelay_router.text.pieces import memory_of
+from kvrelay_router.text.pieces import piece_cache_of
 from kvrelay_router.text.service import TextService
-from kvrelay_router.text.spans import SpanMemory
+from kvrelay_router.text.spans import SpanCache
 
 ROOT = Path(__file__).parents[1]
 WINDOW_CHARS = 2000
@@ -78,10 +78,10 @@ def main() -> None:
     for name, texts in loads.items():
         # Each with its caches:
         backend, *others = (TextService.load(arguments.model).tokenizer.backend for _ in range(3))
-        memory, below = map(memory_of, others)
+        memory, below = map(piece_cache_of, others)
         if memory is None or below is None:
             raise SystemExit("the parts of this tokenizer do not show that its texts may be cut")
-        spans = SpanMemory(below.encode)
+        spans = SpanCache(below.encode)
 
         def whole(text: str, backend: tokenizers.Tokenizer = backend) -> list[int]:
             ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids

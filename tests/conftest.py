@@ -12,6 +12,9 @@ import psutil
 import pytest
 
 from kvrelay.fleet.embedded import EmbeddedRedis
+from tests.fakes import zmq_contexts
+
+pytest_plugins = ["tests.time_limit"]
 
 KINDS = ("unit", "component", "e2e", "faults", "gpu")
 TESTS = Path(__file__).parent
@@ -40,6 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[STARTED] = time.monotonic()
+    zmq_contexts.watch()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -76,6 +80,22 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     budget_s = item.config.getoption("--time-budget-s")
     if budget_s is not None and time.monotonic() - item.config.stash[STARTED] > budget_s - LONGEST_TEST_S:
         pytest.skip("no time left")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """At the end of a file its fixtures have closed their ZMQ contexts."""
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        zmq_contexts.assert_none_since(frozenset())
+
+
+@pytest.fixture(autouse=True)
+def _closes_zmq_contexts() -> Iterator[None]:
+    """A test leaves no ZMQ context open; those of the fixtures that it shares with others were open before."""
+    before = zmq_contexts.open_contexts()
+    yield
+    zmq_contexts.assert_none_since(before)
 
 
 STARTED = pytest.StashKey[float]()

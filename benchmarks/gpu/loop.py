@@ -14,9 +14,9 @@ from benchmarks.sequences import greedy_sequence
 from kvrelay.engine.batch import ModelRunner
 from kvrelay.kv.ablations import NullCache
 from kvrelay.kv.pool import BlockPool
-from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.plan import SequenceOutput
-from kvrelay.scheduling.registry import make_scheduler
+from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence as Running
 from kvrelay.worker.launch import choose_launcher
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop

@@ -52,7 +52,7 @@ def gauge(metric: str, by: str, where: str = "", *, of: str = "sum") -> tuple[st
 
 SHARES = (("p50", "0.5"), ("p90", "0.9"), ("p99", "0.99"))
 POOL_USE = (
-    'sum by (job, instance) (kvrelay_blocks{owner!~"free|cached"}) / sum by (job, instance) (kvrelay_blocks_limit)'
+    'sum by (job, instance) (kvrelay_blocks{state!~"free|cached"}) / sum by (job, instance) (kvrelay_blocks_limit)'
 )
 FAILURES = ("{{job}} {{cause}}", f"sum by (job, cause) (rate(kvrelay_handoff_failures_total[{RATE}])) or vector(0)")
 BLOCKS_A_MESSAGE = f"sum (rate(kvrelay_push_blocks_total[{RATE}])) / sum (rate(kvrelay_push_messages_total[{RATE}]))"
@@ -129,15 +129,15 @@ DASHBOARDS: dict[str, tuple[str, Sequence[Panel]]] = {
     "cache": (
         "kvrelay: KV and cache",
         (
-            Panel("Blocks by owner, prefill", "short", [gauge("kvrelay_blocks", "owner", 'job="kvrelay-prefill"')]),
-            Panel("Blocks by owner, decode", "short", [gauge("kvrelay_blocks", "owner", 'job="kvrelay-decode"')]),
+            Panel("Blocks by state, prefill", "short", [gauge("kvrelay_blocks", "state", 'job="kvrelay-prefill"')]),
+            Panel("Blocks by state, decode", "short", [gauge("kvrelay_blocks", "state", 'job="kvrelay-decode"')]),
             Panel("Pool in use", "percentunit", [("{{job}} {{instance}}", POOL_USE)], "Neither free nor only cached."),
             Panel("How prompts' blocks came", "short", [rate("kvrelay_prompt_blocks_total", "job, source")]),
             Panel("Prefix hit rate", "percentunit", [("{{view}}", HIT_RATE)], "As predicted, and as found."),
             Panel(
                 "Quarantined",
                 "short",
-                [gauge("kvrelay_blocks", "instance", 'owner="quarantined"')],
+                [gauge("kvrelay_blocks", "instance", 'state="quarantined"')],
                 "Always 0 with ZMQ.",
             ),
             Panel("Lag of the prefix index", "s", [gauge("kvrelay_index_lag_seconds", "instance", of="max")]),

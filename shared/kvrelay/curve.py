@@ -16,6 +16,8 @@ from typing import Self
 import zmq
 from zmq.utils import z85
 
+from kvrelay.messaging.zmq_context import ZmqContext
+
 log = logging.getLogger(__name__)
 
 OVERHEAD_BYTES = 64
@@ -76,23 +78,28 @@ class CurveKey:
         socket.curve_publickey = self.public
         socket.curve_secretkey = self.secret
 
-    def open_gate(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    def open_gate(self, context: ZmqContext) -> None:
         """Admits this key alone to the context's guarded sockets, on a thread that ends with the context."""
         gate = context.socket(zmq.REP)
-        gate.linger = 0
         gate.bind(_ZAP_ADDRESS)  # here: a connection that comes before there is a gate is refused for good
-        Thread(target=self._keep_gate, args=(gate,), name="curve-gate", daemon=True).start()
+        thread = Thread(target=self._keep_gate, args=(gate,), name="curve-gate", daemon=True)
+        thread.start()
+        context.hand_over(gate)
 
     def _keep_gate(self, gate: zmq.Socket[bytes]) -> None:
-        ours = z85.decode(self.public)
         try:
             while True:
-                frames = gate.recv_multipart()
-                # version, request, domain, address, identity, mechanism, the peer's public key (32 bytes)
-                is_ours = len(frames) == _ZAP_FRAMES and frames[5] == b"CURVE" and frames[6] == ours
-                if not is_ours:
-                    log.warning("refused a connection from %r: it has another key", frames[3:4])
-                status = (b"200", b"OK") if is_ours else (b"400", b"another key")
-                gate.send_multipart([b"1.0", frames[1], *status, b"", b""])
+                self._answer(gate)
         except zmq.ContextTerminated:
-            gate.close(linger=0)
+            pass
+        finally:
+            gate.close(linger=0)  # always: the context's end waits for it
+
+    def _answer(self, gate: zmq.Socket[bytes]) -> None:
+        frames = gate.recv_multipart()
+        # version, request, domain, address, identity, mechanism, the peer's public key (32 bytes)
+        is_ours = len(frames) == _ZAP_FRAMES and frames[5] == b"CURVE" and frames[6] == z85.decode(self.public)
+        if not is_ours:
+            log.warning("refused a connection from %r: it has another key", frames[3:4])
+        status = (b"200", b"OK") if is_ours else (b"400", b"another key")
+        gate.send_multipart([b"1.0", frames[1], *status, b"", b""])

@@ -21,7 +21,7 @@ from kvrelay.config import ConfigError, WorkerConfig, load_config
 from kvrelay.engine.batch import ModelRunner, WorkerBatch, WorkerRow
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.scheduling.cost import CostSample, StepCost, fit, pairs
+from kvrelay.scheduling.step_cost import CostSample, StepCost, fit, pairs
 from kvrelay.simulated.profiles import MeasuredProfile
 from kvrelay.transfer.pool_memory import as_pool
 

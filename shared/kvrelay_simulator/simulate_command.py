@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-from kvrelay.scheduling.base import QueueOrderName
-from kvrelay.scheduling.registry import UnknownScheduler, check_scheduler_name
+from kvrelay.scheduling.policies.scheduler_registry import UnknownScheduler, check_scheduler_name
+from kvrelay.scheduling.scheduler_settings import QueueOrderName
 from kvrelay.simulated.profiles import BUILT_IN, UnknownProfile, find_profile
 from kvrelay.telemetry.plots import NoMatplotlib, check_plot
 from kvrelay_router.routing.policy import PolicyName

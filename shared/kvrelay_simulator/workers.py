@@ -16,18 +16,18 @@ from kvrelay.engine.batch import RowResult, StepResult
 from kvrelay.fleet.worker_record import WorkerRecord
 from kvrelay.kv.cache import Cache
 from kvrelay.kv.hashing import BlockHash, root_hash
-from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.kv.table import BlockTable
 from kvrelay.protocol.messages import PROTOCOL_VERSION, PeerRef, Status
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.scheduling.base import Chunking, QueueOrderName, SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
-from kvrelay.scheduling.registry import make_scheduler
+from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
+from kvrelay.scheduling.scheduler_settings import Chunking, QueueOrderName, SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence, TokenBuffer
 from kvrelay.simulated.profiles import Profile, StepLoad
 from kvrelay.worker.load_report import SpeedMeter, report_load
-from kvrelay_decode.handoff import ReceiverHandoff
+from kvrelay_decode.receiver_handoff import ReceiverHandoff
 from kvrelay_decode.request import DecodeRequest
 from kvrelay_decode.wishes import Wishes
 from kvrelay_simulator.clock import VirtualClock
@@ -158,7 +158,7 @@ class SimulatedWorker:
         """The report that a router gets."""
         self.speeds.pushed(self.pushed_bytes, self.push_busy_s)
         plain, named = report_load(self.scheduler, self.speeds)
-        blocks = {owner.value: count for owner, count in self.pool.counts().items()}
+        blocks = {state.value: count for state, count in self.pool.counts().items()}
         return Status(
             query=1, draining=False, queues=self.queues(), blocks=blocks, totals={}, load=named.get(ROUTER, plain)
         )
@@ -183,7 +183,7 @@ class SimulatedWorker:
 
     def _done(self, plan: StepPlan, step_s: float) -> None:
         self._stepping = False
-        rows = [RowResult(self._draw(row.sequence) if row.sample else None) for row in plan.rows]
+        rows = [RowResult((self._draw(row.sequence),) if row.sample else ()) for row in plan.rows]
         outputs = self.scheduler.commit(plan, StepResult(plan.step, rows, step_s))
         self.speeds.stepped(plan, step_s)
         self.committed(outputs)
@@ -241,7 +241,7 @@ class SimulatedPrefill(SimulatedWorker):
             request.prefilled_s = request.first_token_s = self.clock.now_s
             if output.finish is None:
                 request.held = output.sequence.table.ids.tolist()
-                self.pool.hold(request.held, Owner.IN_FLIGHT)
+                self.pool.hold(request.held, BlockState.IN_FLIGHT)
                 self.scheduler.abort(output.sequence.key)
                 self._finish_transfer(request)
             request.on_first_token(request)
@@ -271,7 +271,7 @@ class SimulatedPrefill(SimulatedWorker):
     def _handed_over(self, request: Request) -> None:
         assert request.decode is not None
         request.decode.commit(request)
-        self.pool.release(request.held, Owner.IN_FLIGHT)
+        self.pool.release(request.held, BlockState.IN_FLIGHT)
         request.held = []
         self.wake()
 
@@ -322,7 +322,7 @@ class SimulatedDecode(SimulatedWorker):
         sequence.num_computed = sequence.num_tokens
         sequence.tokens.append(TOKEN)
         self._wishes.settled(wish)
-        self.scheduler.blocks.change_owner(sequence, Owner.RUNNING)
+        self.scheduler.blocks.change_block_state(sequence, BlockState.RUNNING)
         self.scheduler.adopt(sequence)
         self._num_arriving -= 1
         request.on_committed(request)
@@ -339,7 +339,7 @@ class SimulatedDecode(SimulatedWorker):
         """Tokens, and what ends."""
         for output in outputs:
             request = self.requests[output.sequence.key]
-            if request.first_token_s is None and output.token_id is not None:
+            if request.first_token_s is None and output.token_ids:
                 request.first_token_s = self.clock.now_s
                 request.on_first_token(request)
             if output.finish is not None:
@@ -351,7 +351,7 @@ class SimulatedDecode(SimulatedWorker):
     def _grant(self) -> None:
         while (wish := self._wishes.next(len(self._open))) is not None:
             sequence = wish.sequence
-            if not self.scheduler.blocks.admit(sequence, Owner.RESERVED):
+            if not self.scheduler.blocks.admit(sequence, BlockState.RESERVED):
                 return
             self._wishes.granted(wish)
             num_cached = sequence.num_computed // self.settings.block_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -112,10 +113,10 @@ def test_a_stream_brings_all_texts_at_the_end(demo_stack: Stack) -> None:
     )
     events = [line.removeprefix("data: ") for line in streamed.text.split("\n\n") if line]
     assert events.pop() == "[DONE]"
-    import json
-
     choices = [json.loads(event)["choices"][0] for event in events]
-    assert [(each["text"], each["score"]) for each in choices] == [(each["text"], each["score"]) for each in whole]
+    assert [each["text"] for each in choices] == [each["text"] for each in whole]
+    # The two runs may have batched the beams differently, which changes the last bits of a sum.
+    assert [each["score"] for each in choices] == pytest.approx([each["score"] for each in whole], abs=1e-4)
 
 
 def test_several_prompts_and_a_stop_token(demo_stack: Stack) -> None:

@@ -1,7 +1,7 @@
 """A model whose next token is a hash of everything its K/V cache says came before.
 
 It writes each token id and its position into the pool where K/V would go, and reads them back through the block table
-to draw the next token. So a wrong block, a missing block, a block of another prompt, or a block overwritten too early
+to sample the next token. So a wrong block, a missing block, a block of another prompt, or a block overwritten too early
 gives other tokens than `expected_tokens`, in microseconds and without torch.
 """
 
@@ -10,13 +10,15 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+import zlib
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.engine.batch import BeamCandidates, ModelSpec, RowResult, SequenceKey, StepResult, WorkerBatch, WorkerRow
+from kvrelay.engine.batch import BeamCandidates, ModelSpec, RowResult, StepResult, WorkerBatch, WorkerRow
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.transfer.pool_memory import PoolLike
 from tests.fakes.waiting import PATIENCE_S
 
@@ -60,7 +62,8 @@ def expected_tokens(prompt: Sequence[int], sampling: Sampling, max_model_len: in
 
 
 class HashRunner:
-    """Implements `ModelRunner`. A step takes `step_s`, and waits where `hold_after` says so."""
+    """Implements `ModelRunner`. A step takes `step_s`, and waits where `hold_after` says so. A row with `num_lookahead`
+    brings as many tokens as a hash of its position says."""
 
     def __init__(
         self,
@@ -92,8 +95,7 @@ class HashRunner:
         self.pool_bytes = np.zeros((num_blocks, self.spec.block_bytes), np.uint8)
         self._entries = self.pool_bytes[:, :entries_bytes].view(np.int32).reshape(num_blocks, block_size, 2)
         self._sequences: dict[SequenceKey, Sampling] = {}
-        self._drawn: dict[SequenceKey, int] = {}
-        self.kept: dict[int, list[int]] = {}  # the tokens up to the kept position
+        self._sampled: dict[SequenceKey, int] = {}
         self.step_s = step_s
         self._num_free_steps = 0
         self._may_run = threading.Event()
@@ -121,7 +123,7 @@ class HashRunner:
 
     def drop_sequence(self, key: SequenceKey) -> None:
         self._sequences.pop(key, None)
-        self._drawn.pop(key, None)
+        self._sampled.pop(key, None)
 
     def execute(self, batch: WorkerBatch) -> StepResult:
         started = time.perf_counter()
@@ -133,8 +135,6 @@ class HashRunner:
             sources, targets = [copy.source for copy in batch.copies], [copy.target for copy in batch.copies]
             assert len({*sources, *targets}) == len(set(sources)) + len(targets), "a target is in another copy"
             self.pool_bytes[targets] = self.pool_bytes[sources]
-        for state in batch.forget:
-            self.kept.pop(state, None)
         rows = [self._run(row) for row in batch.rows]
         return StepResult(batch.step, rows, time.perf_counter() - started)
 
@@ -157,24 +157,32 @@ class HashRunner:
         size = self.spec.block_size
         end = row.position + len(row.token_ids)
         positions = np.arange(row.position, end)
-        token_ids = [*row.token_ids[:-1], self._drawn[row.key]] if row.has_placeholder else row.token_ids
+        token_ids = [*row.token_ids[:-1], self._sampled[row.key]] if row.has_placeholder else row.token_ids
         self._entries[row.block_ids[positions // size], positions % size, 0] = token_ids
         self._entries[row.block_ids[positions // size], positions % size, 1] = positions
         read = self._entries[row.block_ids[: (end + size - 1) // size]].reshape(-1, 2)[:end]
         if not np.array_equal(read[:, 1], np.arange(end)):
             raise CorruptCache(f"{row.key}: positions in the pool are {read[:, 1].tolist()}")
-        if row.keep:
-            assert row.keep not in self.kept, "two rows keep their last position under one number"
-            self.kept[row.keep] = read[:, 0].tolist()
-        if row.after and self.kept[row.after] != read[:, 0].tolist():
-            raise CorruptCache(f"{row.key}: its blocks are not those of the position that it draws from")
         if not row.sample:
-            return RowResult(None)
+            return RowResult()
         sampling = self._sequences[row.key]
         if row.beam is not None:
             assert np.array_equal(row.beam.history, read[:, 0])
-            return RowResult(None, candidates=next_candidates(read[:, 0], sampling, row.beam.num_candidates))
-        token_id = next_token(read[:, 0], sampling, row.key[2])
-        self._drawn[row.key] = token_id
-        logprobs = TokenLogprobs(token_id, -1.0, [], []) if sampling.logprobs is not None else None
-        return RowResult(token_id, logprobs)
+            return RowResult(candidates=next_candidates(read[:, 0], sampling, row.beam.num_candidates))
+        new_ids = self._continue(row, read[:, 0].tolist(), sampling)
+        self._sampled[row.key] = new_ids[-1]
+        asked = sampling.logprobs is not None
+        logprobs = tuple(TokenLogprobs(token_id, -float(token_id), [], []) for token_id in new_ids if asked)
+        return RowResult(new_ids, logprobs)
+
+    def _continue(self, row: WorkerRow, tokens: list[int], sampling: Sampling) -> tuple[int, ...]:
+        """The next tokens. Writes K/V of all of them but the last, and nonsense behind, as rejected drafts leave it."""
+        size, start = self.spec.block_size, len(tokens)
+        ahead = np.arange(start, start + row.num_lookahead)
+        self._entries[row.block_ids[ahead // size], ahead % size] = -1
+        num_new = 1 + zlib.crc32(f"{row.key} {start}".encode()) % (row.num_lookahead + 1)
+        for position in range(start, start + num_new):
+            tokens.append(next_token(np.array(tokens, np.int32), sampling, row.key[2]))
+            if position < start + num_new - 1:
+                self._entries[row.block_ids[position // size], position % size] = tokens[-1], position
+        return tuple(tokens[start:])

@@ -15,16 +15,8 @@ from queue import SimpleQueue
 
 import msgspec
 
-from kvrelay.engine.batch import (
-    DeviceLost,
-    LaunchedStep,
-    RowResult,
-    RowsFailed,
-    SequenceKey,
-    StepResult,
-    WorkerBatch,
-    WorkerRow,
-)
+from kvrelay.engine.batch import DeviceLost, LaunchedStep, RowResult, RowsFailed, StepResult, WorkerBatch, WorkerRow
+from kvrelay.protocol.sequence_key import SequenceKey
 from tests.fakes.hash_runner import VOCAB_SIZE, HashRunner
 from tests.fakes.waiting import PATIENCE_S
 
@@ -131,8 +123,8 @@ class QueuedRunner(HashRunner):
             raise
         with self._lock:  # whoever is launched from now on takes its tokens from the host
             for row, result in zip(step.rows, step.results, strict=True):
-                if result.token_id is not None:
-                    self._landed_tokens[row.key] = result.token_id
+                if result.token_ids:
+                    self._landed_tokens[row.key] = result.token_ids[-1]
             step.resampled = step.mistaken
             self._not_ended.remove(step)
         return StepResult(step.batch.step, step.results, 1e-6)
@@ -185,12 +177,12 @@ class QueuedRunner(HashRunner):
         if self.fault(batch) is not None:
             if self.blame:
                 self._swap(batch)  # copies come before the rows
-            return [RowResult(None)] * len(rows), set()
+            return [RowResult()] * len(rows), set()
         results = super().execute(replace(batch, rows=rows)).rows
         mistaken = set()
         for row, result in zip(rows, results, strict=True):
-            if result.token_id is not None and self._is_mistaken(row):
-                self._drawn[row.key] = 1 + result.token_id % (VOCAB_SIZE - 1)
+            if result.token_ids and self._is_mistaken(row):
+                self._sampled[row.key] = 1 + result.token_ids[-1] % (VOCAB_SIZE - 1)
                 mistaken.add(row.key)
         return list(results), mistaken
 

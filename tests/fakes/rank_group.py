@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from kvrelay.scheduling.prefill_delay import RankLoad
+from kvrelay.scheduling.queue.prefill_delay import RankLoad
 
 OUT_OF_STEP_S = 10.0
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.kv.hashing import root_hash
 from kvrelay.kv.table import BlockTable
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sampling import Sampling
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.sequence import Sequence, TokenBuffer
 
 

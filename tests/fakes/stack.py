@@ -19,7 +19,7 @@ import psutil
 from tests.fakes.waiting import PATIENCE_S
 
 START_TIMEOUT_S = 120.0
-IDLE_OWNERS = ("free", "cached", "total")
+IDLE_STATES = ("free", "cached", "total")
 
 
 class StackFailed(AssertionError):
@@ -56,10 +56,10 @@ class Stack:
         return [worker for worker in self.fleet()["workers"] if worker["role"] == role]
 
     def busy_blocks(self) -> dict[str, dict[str, int]]:
-        """Blocks that are neither free nor cached, by worker and owner."""
+        """Blocks that are neither free nor cached, by worker and state."""
         busy = {}
         for worker in self.fleet()["workers"]:
-            held = {owner: n for owner, n in worker["blocks"].items() if n and owner not in IDLE_OWNERS}
+            held = {state: n for state, n in worker["blocks"].items() if n and state not in IDLE_STATES}
             if held:
                 busy[worker["worker_id"]] = held
         return busy

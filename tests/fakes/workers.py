@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.engine.batch import ModelRunner
-from kvrelay.kv.pool import Owner
+from kvrelay.kv.pool import BlockState
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings
 from kvrelay.protocol.messages import (
@@ -27,13 +27,14 @@ from kvrelay.protocol.messages import (
 from kvrelay.protocol.sampling import BeamResult, FinishReason, Sampling
 from kvrelay.transfer.select import make_receivers, make_senders
 from kvrelay.worker.context import Role, WorkerContext
-from kvrelay.worker.shell import RoleFactory, WorkerShell
+from kvrelay.worker.shell import WorkerShell
+from kvrelay.worker.startup import RoleFactory, StartedWorker
 from kvrelay_decode.service import DecodeRole
 from kvrelay_prefill.service import PrefillRole
 from tests.fakes.hash_runner import HashRunner
 from tests.fakes.waiting import PATIENCE_S
 
-IDLE_OWNERS = {Owner.FREE.value, Owner.CACHED.value, "total"}
+IDLE_STATES = {BlockState.FREE.value, BlockState.CACHED.value, "total"}
 
 
 def prefill_role(context: WorkerContext, config: WorkerConfig) -> Role:
@@ -69,49 +70,58 @@ class LocalWorker:
         try:
             await self.shell.startup()
             self._task = asyncio.create_task(self.shell.main_loop())
-            await asyncio.wait_for(self.shell.membership.joined.wait(), PATIENCE_S)
+            await asyncio.wait_for(self.started.membership.joined.wait(), PATIENCE_S)
         except BaseException:
             self.die()
             raise
         return self.me
 
     @property
+    def started(self) -> StartedWorker:
+        return self.shell.started
+
+    @property
+    def context(self) -> WorkerContext:
+        return self.started.context
+
+    @property
     def me(self) -> PeerRef:
-        return self.shell.messenger.me
+        return self.context.messenger.me
 
     @property
     def blocks(self) -> dict[str, int]:
-        return {owner.value: count for owner, count in self.shell.pool.counts().items()}
+        return {state.value: count for state, count in self.context.pool.counts().items()}
 
     def is_clean(self) -> bool:
         """No request, no block that anybody holds, and nothing in the swap space."""
-        busy = {owner: count for owner, count in self.blocks.items() if owner not in IDLE_OWNERS and count}
-        if self.shell.scheduler.swap_use.num_used_slots:
+        busy = {state: count for state, count in self.blocks.items() if state not in IDLE_STATES and count}
+        if self.context.scheduler.swap_use.num_used_slots:
             return False
-        return not busy and self.shell.role.num_open == 0 and not self.shell.scheduler.has_work
+        return not busy and self.started.role.num_open == 0 and not self.context.scheduler.has_work
 
     def die(self) -> None:
         """As a crash looks to the others: silence. Also in the middle of a start or a stop; may be called twice."""
         self.runner.go_on()
-        if not hasattr(self.shell, "membership"):
+        started = self.shell._started
+        if started is None:
             return
         # Not by cancellation alone: redis swallows one that comes at the wrong moment. A dead worker would then renew
         # its lease for ever, and the event loop could not be closed.
-        self.shell.membership.stop()
+        started.membership.stop()
         if self.shell._pages._server is not None:
             self.shell._pages._server.close()
-        if self.shell._discovery is not None:
-            self.shell._discovery.stop()
+        if started.discovery is not None:
+            started.discovery.stop()
         for task in self.shell._tasks:
             task.cancel()
         if self._task is not None:
             self._task.cancel()
-        self.shell.messenger.close(0)
-        if self.shell._cache_events is not None:
-            self.shell._cache_events._publisher.abandon()
-        self.shell.role.close()
-        if self.shell._events is not None:
-            self.shell._events.close()
+        started.context.messenger.close(0)
+        if started.cache_events is not None:
+            started.cache_events._publisher.abandon()
+        started.role.close()
+        if started.context.events is not None:
+            started.context.events.close()
 
     async def stop(self) -> None:
         """As SIGTERM does."""

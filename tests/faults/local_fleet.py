@@ -19,9 +19,9 @@ from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import LinkEvent, LinkSettings
 from kvrelay.protocol.sampling import FinishReason, Sampling
 from kvrelay.telemetry.tracer import Tracer
+from kvrelay_router.dispatch.active_requests import DispatchSettings
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.interface import GenerateRequest, NoWorkerReady, RequestFailed
-from kvrelay_router.dispatch.running_sequence import DispatchSettings
 from tests.fakes.hash_runner import EOS_TOKEN_ID, VOCAB_SIZE, HashRunner, expected_tokens
 from tests.fakes.workers import LocalWorker
 
@@ -129,26 +129,27 @@ class LocalFleet:
     async def mute(self, name: str, for_s: float) -> None:
         """Nothing that it sends arrives; it hears all the others."""
         self.events.append(f"mute {name} for {for_s:.2f} s")
-        with patch.object(self.workers[name].shell.messenger, "_transmit", lambda address, frames: None):
+        with patch.object(self.workers[name].context.messenger._sockets, "send", lambda address, frames: None):
             await asyncio.sleep(for_s)
 
     async def deafen(self, name: str, for_s: float) -> None:
         """It hears nobody; what it sends arrives."""
         self.events.append(f"deafen {name} for {for_s:.2f} s")
-        with patch.object(self.workers[name].shell.messenger._links, "receive", lambda frames, now: None):
+        with patch.object(self.workers[name].context.messenger._links, "receive", lambda frames, now: None):
             await asyncio.sleep(for_s)
 
     async def lose_messages(self, name: str, for_s: float, share: float, rng: random.Random) -> None:
         """Some of what it sends is dropped on the way."""
         self.events.append(f"lose {share:.0%} of what {name} sends for {for_s:.2f} s")
-        messenger = self.workers[name].shell.messenger
-        send = messenger._transmit
+        sockets = self.workers[name].context.messenger._sockets
+        assert sockets is not None
+        send = sockets.send
 
         def sometimes(address: str, frames: list[bytes]) -> None:
             if rng.random() > share:
                 send(address, frames)
 
-        with patch.object(messenger, "_transmit", sometimes):
+        with patch.object(sockets, "send", sometimes):
             await asyncio.sleep(for_s)
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -191,8 +192,8 @@ class LocalFleet:
             assert finished[index] == (FinishReason.STOP_TOKEN if ends_by_token else FinishReason.LENGTH)
 
     def held(self) -> dict[str, tuple[dict[str, int], dict[str, int]]]:
-        """Blocks by owner and queues of the living workers."""
-        return {name: (worker.blocks, worker.shell.role.queues()) for name, worker in self.workers.items()}
+        """Blocks by state and queues of the living workers."""
+        return {name: (worker.blocks, worker.started.role.queues()) for name, worker in self.workers.items()}
 
     async def until_clean(self, timeout_s: float = 120.0) -> None:
         """The router and the living workers hold nothing of any request, and their books add up."""
@@ -205,7 +206,7 @@ class LocalFleet:
         except TimeoutError:
             raise AssertionError(f"something is still held: {self.held()}") from None
         for worker in self.workers.values():
-            worker.shell.pool.check_integrity()
+            worker.context.pool.check_integrity()
             assert worker.runner.num_sequences == 0, "a sampler's state was kept"
 
 

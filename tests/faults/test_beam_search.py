@@ -57,7 +57,7 @@ def test_a_worker_dies_in_the_middle(stack: Stack, victim: str) -> None:
         async with asyncio.timeout(120), httpx.AsyncClient(base_url=stack.base_url) as client:
             while True:
                 workers = {each["worker_id"]: each for each in (await client.get("/fleet")).json()["workers"]}
-                if any(workers[victim]["blocks"].get(owner) for owner in owners):
+                if any(workers[victim]["blocks"].get(state) for state in owners):
                     return
                 await asyncio.sleep(0.01)
 

@@ -55,7 +55,7 @@ def run_jobs(
                 await asyncio.gather(troubling, return_exceptions=True)
             assert fleet.events, "nothing was disturbed"
             await fleet.until_clean()
-            assert fleet.dispatcher._runner.num_illegal == 0, "a worker broke the protocol"
+            assert fleet.dispatcher._driver.num_illegal == 0, "a worker broke the protocol"
 
     asyncio.run(scenario())
 

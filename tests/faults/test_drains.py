@@ -38,14 +38,14 @@ async def restarted(bench: Bench, name: str, old: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("drained", "killed", "owner"),
+    ("drained", "killed", "state"),
     [
         ("prefill-0", "decode-0", "in_flight"),
         ("decode-0", "prefill-0", "reserved"),
         ("decode-0", "decode-1", "reserved"),
     ],
 )
-def test_a_worker_drains_while_another_dies(bench: Bench, drained: str, killed: str, owner: str) -> None:
+def test_a_worker_drains_while_another_dies(bench: Bench, drained: str, killed: str, state: str) -> None:
     """SIGTERM comes while handoffs are in flight."""
 
     async def scenario() -> None:
@@ -53,7 +53,7 @@ def test_a_worker_drains_while_another_dies(bench: Bench, drained: str, killed: 
 
         async def disturb() -> None:
             old = await stack.incarnations()
-            await stack.until_busy(drained, owner)
+            await stack.until_busy(drained, state)
             stack.terminate(drained)
             stack.kill(killed)
             stack.spawn(killed)

@@ -98,12 +98,12 @@ class Loaded:
             answer: dict[str, Any] = (await client.get("/fleet")).json()
             return answer
 
-    async def until_busy(self, name: str, owner: str) -> None:
+    async def until_busy(self, name: str, state: str) -> None:
         """The worker holds such blocks."""
         async with asyncio.timeout(PATIENCE_S):
             while True:
                 workers = {each["worker_id"]: each for each in (await self.fleet())["workers"]}
-                if workers[name]["blocks"].get(owner):
+                if workers[name]["blocks"].get(state):
                     return
                 await asyncio.sleep(0.01)
 

@@ -41,7 +41,7 @@ NUM_LONG_STREAMS, LONG_TOKENS = 8, 1000
 """What is open while its router drains."""
 PREFILL, DECODE = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
 ROUTERS = ("router-0", "router-1")
-IDLE_OWNERS = ("free", "cached", "total")
+IDLE_STATES = ("free", "cached", "total")
 # A drain that waits for what never comes takes longer than any test waits for it, and nobody is slow enough to be lost.
 COMMON = ("--model", str(DEMO_MODEL), "--drain-timeout-s", "900", "--peer-timeout-s", "60")
 
@@ -161,7 +161,7 @@ class Fleet:
         def is_clean(view: dict[str, Any]) -> bool:
             requests = view["requests"]
             assert not requests["failed"] and not requests["timed_out"] and not requests["refused"], requests
-            held = [n for each in view["workers"] for owner, n in each["blocks"].items() if owner not in IDLE_OWNERS]
+            held = [n for each in view["workers"] for state, n in each["blocks"].items() if state not in IDLE_STATES]
             return not requests["running"] and not any(held)
 
         for router in ROUTERS:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvrelay.engine.causal_model import CausalModel, load_model, open_source
-from kvrelay.scheduling.base import SchedulerSettings
+from kvrelay.scheduling.scheduler_settings import SchedulerSettings
 from tests.component.engine import test_parity_under_schedulers as parity
 from tests.component.engine.conftest import BLOCK_SIZE
 from tests.gpu.reference import greedy, read_model

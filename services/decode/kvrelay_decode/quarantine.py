@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.protocol.messages import PeerRef
+from kvrelay.protocol.sequence_key import SequenceKey
 
 SETTLE_TICKS = 5
 FIRST_ASK_S = 1.0

@@ -1,7 +1,7 @@
 """What a decode worker takes over from prefill: wishes, reservations, landing blocks, the commit, quarantine.
 
-The machine in `handoff.py` decides about one reservation. This module decides whether there is room for another one,
-feeds the machines events and carries out their instructions, up to the moment when the scheduler owns the sequence.
+The machine in `receiver_handoff.py` decides about one reservation. This module decides whether there is room for
+another one, feeds the machines events and carries out their instructions, until the scheduler owns the sequence.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import logging
 import time
 from collections.abc import Iterator
 
-from kvrelay.engine.batch import SequenceKey
-from kvrelay.kv.pool import Owner
+from kvrelay.kv.pool import BlockState
 from kvrelay.kv.table import blocks_for
 from kvrelay.process_identity import can_be_seen, has_ended
 from kvrelay.protocol.messages import (
@@ -30,15 +29,35 @@ from kvrelay.protocol.messages import (
     SequenceUsage,
     TokenEntry,
 )
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import StepPlan
+from kvrelay.telemetry.event_log import recorded
 from kvrelay.telemetry.handoffs import HandoffMeter, HandoffTimings
-from kvrelay.transfer.base import Landed, ReceiverEvent, TransferReceiver
+from kvrelay.transfer.base import Corrupted, ReceiverEvent, TransferReceiver
 from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.packed_candidates import unpack_candidates
 from kvrelay.worker.requests import OpenRequests, deadline_of
 from kvrelay.worker.sequences import PromptRefused, make_sequence, sequence_key
-from kvrelay_decode import handoff as machine
 from kvrelay_decode.quarantine import Quarantine
+from kvrelay_decode.receiver_events import (
+    AdoptionRefused,
+    Commit,
+    FreeBlocks,
+    HandoffAborted,
+    HandoffOverdue,
+    HandoffReceived,
+    PrefillLost,
+    QuarantineBlocks,
+    ReceiveCancelled,
+    ReceiverHandoffEvent,
+    ReceiverInstruction,
+    ReservationOpened,
+    SendReleased,
+    SendResend,
+    StopReceiving,
+    WritesDrained,
+)
+from kvrelay_decode.receiver_handoff import ReceiverHandoff, ReceiverState
 from kvrelay_decode.request import DecodeRequest
 from kvrelay_decode.reservations import Reservations
 from kvrelay_decode.stream import TokenStream, entry_of
@@ -46,7 +65,7 @@ from kvrelay_decode.wishes import Wishes
 
 log = logging.getLogger(__name__)
 
-WAITING = (machine.ReceiverState.ASKED, machine.ReceiverState.RESERVED, machine.ReceiverState.FILLING)
+WAITING = (ReceiverState.ASKED, ReceiverState.RESERVED, ReceiverState.FILLING)
 RESEND_AFTER_S = 1.0
 """Blocks that did not land this long after the handoff message, and after the last block, are asked for again; then
 after twice this time, and so on."""
@@ -107,7 +126,7 @@ class Receiving:
     def grant_wishes(self) -> None:
         """Something changed that may allow a grant."""
         while (request := self._wishes.next(len(self._quarantine))) is not None:
-            if not self._grant(request, _machine_of(request)):
+            if not self._grant(request):
                 return
 
     def planned(self, plan: StepPlan) -> None:
@@ -130,10 +149,10 @@ class Receiving:
         handoff = _machine_of(request)
         if handoff.state in WAITING:
             self._meter.failed("cancelled", request.timings)
-        if handoff.state is machine.ReceiverState.ASKED:
+        if handoff.state is ReceiverState.ASKED:
             self._refuse_wish(request, reason)
         else:
-            self._run(request, handoff.cancel(reason))
+            self._feed(request, ReceiveCancelled(reason))
 
     def peer_lost(self, peer: PeerRef, *, replaced: bool) -> None:
         """A prefill worker is silent, or gone; the last is sure only where it was `replaced`."""
@@ -142,7 +161,7 @@ class Receiving:
                 self._drop_wish(request)
                 if request.handoff.state in WAITING:
                     self._meter.failed("prefill_lost", request.timings)
-                self._run(request, request.handoff.sender_lost())
+                self._feed(request, PrefillLost())
         self._reservations.peer_lost(peer)
         self._quarantine.lost(peer, time.monotonic(), replaced=replaced)
 
@@ -151,7 +170,7 @@ class Receiving:
         due = self._quarantine.tick(now)
         for key in due.safe:
             request = self._requests[key]
-            self._run(request, _machine_of(request).drained())
+            self._feed(request, WritesDrained())
         for key in due.ask:
             request = self._requests[key]
             reservation = _machine_of(request).reservation
@@ -164,7 +183,7 @@ class Receiving:
         # Longer after each question: a crowded network must not get more to carry for it.
         if now - request.last_progress > RESEND_AFTER_S * 2**request.handoff.num_silent_rounds:
             request.last_progress = now
-            self._run(request, request.handoff.overdue())
+            self._feed(request, HandoffOverdue())
 
     # -- from prefill -------------------------------------------------------------------------------------------------
 
@@ -193,7 +212,7 @@ class Receiving:
         self._meter.asked(request.timings)
         self._wishes.add(request)
         self.grant_wishes()
-        if _machine_of(request).state is machine.ReceiverState.ASKED:
+        if _machine_of(request).state is ReceiverState.ASKED:
             self._send_prefill(request, Deferred(reason="no room for the prompt's blocks now"))
 
     def from_prefill(self, key: SequenceKey, body: Handoff | Abort | Drained) -> None:
@@ -207,12 +226,12 @@ class Receiving:
             case Handoff():
                 self._meter.complete(request.timings)
                 request.last_progress = time.monotonic()
-                self._run(request, request.handoff.handed(body))
+                self._feed(request, HandoffReceived(body))
             case Abort():  # one that crossed the commit changes nothing: the request is the router's to end from there
                 self._drop_wish(request)
                 if request.handoff.state in WAITING:
                     self._meter.failed("aborted", request.timings)
-                self._run(request, request.handoff.aborted())
+                self._feed(request, HandoffAborted())
             case Drained() if request.is_quarantined:
                 self._quarantine.drained(key)
             case Drained():
@@ -221,16 +240,14 @@ class Receiving:
     def _make_request(self, header: Header, prefill: PeerRef, body: Reserve) -> DecodeRequest:
         max_running = self._context.scheduler.limits.max_running
         sequence = make_sequence(header, body.prompt, body.router, self._context.spec, max_running)
-        sequence.arrives = True
-        if not self._context.scheduler.gang_samples:
-            sequence.gang = ""
-        handoff = machine.ReceiverHandoff()
-        if self._context.events is not None:
-            self._context.events.watch("receiver", sequence.key, handoff)
+        if not self._context.scheduler.group_samples:
+            sequence.sample_group = ""
+        handoff = ReceiverHandoff()
         return DecodeRequest(
             sequence,
             deadline_of(body.prompt),
             handoff=handoff,
+            handle=recorded(self._context.events, "receiver", sequence.key, handoff),
             prefill=prefill,
             process=body.process,
             transport=self._reservations.choose_transport(prefill, body.transports),
@@ -254,17 +271,17 @@ class Receiving:
             request.prefill, request.transport, num_wanted
         )
 
-    def _grant(self, request: DecodeRequest, handoff: machine.ReceiverHandoff) -> bool:
+    def _grant(self, request: DecodeRequest) -> bool:
         assert request.prefill is not None
         sequence = request.sequence
-        if not self._context.blocks.admit(sequence, Owner.RESERVED):
+        if not self._context.blocks.admit(sequence, BlockState.RESERVED):
             return False
         self._wishes.granted(request)
         first_block = blocks_for(sequence.num_computed, self._context.spec.block_size)
         blocks = sequence.table.ids.tolist()
         reservation = self._reservations.name(sequence.key)
         needs_quarantine = self._reservations.needs_quarantine(request.transport)
-        handoff.granted(reservation, first_block, len(blocks), needs_quarantine=needs_quarantine)
+        self._feed(request, ReservationOpened(reservation, first_block, len(blocks), needs_quarantine))
         slots = blocks[first_block:]
         granted = self._reservations.open(reservation, request.prefill, request.transport, first_block, slots)
         self._send_prefill(request, granted)
@@ -289,47 +306,46 @@ class Receiving:
         if request is None:
             return
         request.last_progress = time.monotonic()
-        if isinstance(event, Landed):
-            self._run(request, _machine_of(request).landed(event.reservation, event.blocks))
-        else:
+        if isinstance(event, Corrupted):
             self.totals["corrupted_blocks"] += len(event.blocks)
-            self._run(request, _machine_of(request).corrupted(event.reservation, event.blocks))
+        self._feed(request, event)
         self._stream.flush()
 
-    def _run(self, request: DecodeRequest, instructions: list[machine.Instruction]) -> None:
-        for instruction in instructions:
+    def _feed(self, request: DecodeRequest, event: ReceiverHandoffEvent) -> None:
+        assert request.handle is not None
+        for instruction in request.handle(event):
             self._carry_out(request, instruction)
         handoff = _machine_of(request)
-        if handoff.state is machine.ReceiverState.FREED:
+        if handoff.state is ReceiverState.FREED:
             self._requests.remove(request.sequence.key)
             self._reservations.forget(handoff.reservation)
 
-    def _carry_out(self, request: DecodeRequest, instruction: machine.Instruction) -> None:
+    def _carry_out(self, request: DecodeRequest, instruction: ReceiverInstruction) -> None:
         sequence = request.sequence
         match instruction:
-            case machine.StopReceiving(reservation):
+            case StopReceiving(reservation):
                 self._reservations.stop(reservation, request.transport)
-            case machine.Commit(handoff):
+            case Commit(handoff):
                 self._commit(request, handoff)
-            case machine.Quarantine():
+            case QuarantineBlocks():
                 assert request.prefill is not None
                 self._wishes.settled(request)
                 self.totals["quarantines"] += 1
                 self._quarantine.add(sequence.key, request.prefill, request.process)
-                self._context.blocks.change_owner(sequence, Owner.QUARANTINED)
-            case machine.FreeBlocks(num_whole):
+                self._context.blocks.change_block_state(sequence, BlockState.QUARANTINED)
+            case FreeBlocks(num_whole):
                 self._settle(request)
                 prompt_end = sequence.num_prompt + request.first_index  # what a commit appended is not computed
                 sequence.num_computed = min(num_whole * self._context.spec.block_size, prompt_end)
                 self._context.blocks.publish(sequence)
                 self._context.blocks.free(sequence)
                 self.made_room()
-            case machine.AskForMissing(reservation, blocks, number, corrupted):
+            case SendResend(reservation, blocks, number, corrupted):
                 self.totals["resends"] += 1
                 request.timings.num_resends += 1
                 resend = Resend(reservation=reservation, blocks=list(blocks), number=number, corrupted=corrupted)
                 self._send_prefill(request, resend)
-            case machine.TellReleased(reservation, reason, transport_failed):
+            case SendReleased(reservation, reason, transport_failed):
                 if transport_failed:
                     self.totals["failed_transfers"] += 1
                     self._meter.failed("transfer", request.timings)
@@ -338,21 +354,18 @@ class Receiving:
 
     def _commit(self, request: DecodeRequest, handoff: Handoff) -> None:
         sequence = request.sequence
-        tail = self._context.blocks.sharing.name_of(sequence)
         sequence.num_computed = sequence.num_tokens
         if handoff.token_id is not None:
             sequence.tokens.append(handoff.token_id)
-        self._context.blocks.change_owner(sequence, Owner.RUNNING)
+        self._context.blocks.change_block_state(sequence, BlockState.RUNNING)
         try:
             candidates = unpack_candidates(handoff.candidates) if handoff.candidates is not None else None
             output = self._context.steps.adopt(sequence, candidates)
         except (ValueError, OverflowError) as error:
             fields = self._requests.log_fields(sequence.key)
             log.warning("a handoff could not be taken over: %s", error, extra=fields)
-            self._run(request, _machine_of(request).not_adopted(str(error)))
+            self._feed(request, AdoptionRefused(str(error)))
             return
-        if tail is not None and _machine_of(request).num_received:
-            self._context.blocks.sharing.list_received(sequence, tail, handoff.num_siblings)
         self._settle(request)
         self._reservations.forget(handoff.reservation)
         self._send_prefill(request, Committed(reservation=handoff.reservation))
@@ -377,7 +390,7 @@ class Receiving:
         self._requests.send(request.prefill, request.sequence.key, body)
 
 
-def _machine_of(request: DecodeRequest) -> machine.ReceiverHandoff:
+def _machine_of(request: DecodeRequest) -> ReceiverHandoff:
     assert request.handoff is not None
     return request.handoff
 

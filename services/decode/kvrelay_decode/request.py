@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.telemetry.handoffs import HandoffTimings
-from kvrelay_decode.handoff import ReceiverHandoff, ReceiverState
+from kvrelay_decode.receiver_events import ReceiverHandoffEvent, ReceiverInstruction
+from kvrelay_decode.receiver_handoff import ReceiverHandoff, ReceiverState
 
 
 @dataclass(slots=True, eq=False)
@@ -18,6 +20,7 @@ class DecodeRequest:
     sequence: Sequence
     deadline: float
     handoff: ReceiverHandoff | None = None
+    handle: Callable[[ReceiverHandoffEvent], list[ReceiverInstruction]] | None = None  # the handoff's, may be recorded
     prefill: PeerRef | None = None
     process: str = ""  # of the prefill worker
     transport: str = ""

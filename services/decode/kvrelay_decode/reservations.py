@@ -7,8 +7,8 @@ import itertools
 import logging
 from collections.abc import Callable
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.protocol.messages import Granted, PeerRef
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.transfer.base import ReceiverEvent, TransferReceiver
 from kvrelay_decode.shares import Shares
 

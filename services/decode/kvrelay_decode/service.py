@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import logging
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.link import Delivered
 from kvrelay.protocol.messages import (
@@ -23,6 +22,7 @@ from kvrelay.protocol.messages import (
     Stop,
     TokenEntry,
 )
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.transfer.base import TransferReceiver
@@ -30,7 +30,7 @@ from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.requests import OpenRequests, deadline_of
 from kvrelay.worker.sequences import sequence_key
 from kvrelay.worker.step_loop import StepCallbacks
-from kvrelay_decode import handoff as machine
+from kvrelay_decode.receiver_handoff import ReceiverState
 from kvrelay_decode.receiving import Receiving
 from kvrelay_decode.request import DecodeRequest
 from kvrelay_decode.stream import TokenStream, entry_of
@@ -73,9 +73,9 @@ class DecodeRole:
         return len(self._requests) - self._receiving.num_lost
 
     def queues(self) -> dict[str, int]:
-        queues = {state.value: 0 for state in machine.ReceiverState if state is not machine.ReceiverState.FREED}
+        queues = {state.value: 0 for state in ReceiverState if state is not ReceiverState.FREED}
         for request in self._requests.values():
-            if request.handoff is not None and request.handoff.state is not machine.ReceiverState.RUNNING:
+            if request.handoff is not None and request.handoff.state is not ReceiverState.RUNNING:
                 queues[request.handoff.state.value] += 1
         scheduler = self._context.scheduler
         return queues | {
@@ -96,7 +96,7 @@ class DecodeRole:
             "preemptions": scheduler.num_preemptions,
             "preemptions_by_recompute": scheduler.num_preemptions - use.num_preemptions,
             "preemptions_by_swap": use.num_preemptions,
-            "swap_copies_given_up": use.num_given_up,
+            "swap_copies_dropped": use.num_dropped,
             "swapped_out_blocks": use.num_blocks_out,
             "swapped_in_blocks": use.num_blocks_in,
             "swap_s": use.copy_s,
@@ -165,7 +165,7 @@ class DecodeRole:
             request = self._requests.get(key)
             if request is not None:
                 request.prompt_logprobs += output.prompt_logprobs
-                if output.token_id is not None or output.finish is not None:
+                if output.token_ids or output.finish is not None:
                     self._stream.put(output.sequence.router, self._entry(request, output))
                 if output.finish is not None:
                     self._requests.remove(key)
@@ -196,7 +196,7 @@ class DecodeRole:
             return
         self._totals["cancelled"] += 1
         handoff = request.handoff
-        if handoff is None or handoff.state is machine.ReceiverState.RUNNING:
+        if handoff is None or handoff.state is ReceiverState.RUNNING:
             self._end(key)
         else:
             self._receiving.give_up(request, reason)
@@ -207,7 +207,7 @@ class DecodeRole:
             return
         self._totals["failed"] += 1
         handoff = request.handoff
-        if handoff is None or handoff.state is machine.ReceiverState.RUNNING:
+        if handoff is None or handoff.state is ReceiverState.RUNNING:
             # Before the commit the request is prefill's: it hears Released, and finds another decode worker.
             self._requests.send(request.sequence.router, key, Failed(cause=cause, retriable=retriable))
         self._cancel(key, cause)

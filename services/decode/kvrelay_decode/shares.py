@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.protocol.messages import PeerRef
+from kvrelay.protocol.sequence_key import SequenceKey
 
 PEER_SHARE = 0.5
 """Of the pool: what one sender's one-sided reservations may hold at a time, beside its first."""

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.kv.table import blocks_for
-from kvrelay.scheduling.base import Scheduler
-from kvrelay.scheduling.blocks import BlockManager
-from kvrelay.scheduling.prefixes import PrefixesInProgress
+from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.scheduling.memory.block_manager import BlockManager
+from kvrelay.scheduling.queue.prefixes_in_progress import PrefixesInProgress
+from kvrelay.scheduling.scheduler_protocol import Scheduler
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay_decode.claims import SampleClaims
 from kvrelay_decode.request import DecodeRequest
@@ -53,7 +53,6 @@ class Wishes:
         """It is not wished for any more, or never was: both are fine."""
         if self._waiting.pop(request.sequence.key, None) is not None:
             self._claims.given_up(request)
-            self._blocks.sharing.ended(request.sequence)
 
     def granted(self, request: DecodeRequest) -> None:
         """It has its blocks; those behind its cached prefix are on their way."""
@@ -64,14 +63,10 @@ class Wishes:
             num_cached = sequence.num_computed // self._blocks.pool.block_size
             hashes = sequence.block_hashes(sequence.num_full_blocks)
             self._arriving.promise(sequence.key, hashes[num_cached:])
-            tail = self._blocks.sharing.name_of(sequence)
-            is_sent = sequence.num_computed < sequence.num_tokens  # else it has shared it, and may have been the last
-            if tail is not None and is_sent and tail not in self._blocks.tails:
-                self._arriving.promise_tail(sequence.key, tail)
 
     def settled(self, request: DecodeRequest) -> None:
         """Its blocks are published, or given up: nobody has to wait for them any more."""
-        self._arriving.give_up(request.sequence.key)
+        self._arriving.withdraw(request.sequence.key)
 
     def next(self, num_quarantined: int = 0) -> DecodeRequest | None:
         """The wish to grant now; None if there is none, or no room for it. `num_quarantined`: requests that are over.
@@ -80,7 +75,7 @@ class Wishes:
         for them.
         """
         num_idle = num_quarantined + len(self._waiting) + len(self._scheduler.waiting)
-        num_open = len(self._requests) - num_idle + self._scheduler.num_claimed_samples
+        num_open = len(self._requests) - num_idle + self._scheduler.num_reserved_samples
         for request in self._waiting.values():
             if self._claims.has(request) and (num_cached := self._grantable(request)) is not None:
                 return request if self._has_room(request, num_cached, num_open) else None
@@ -92,7 +87,7 @@ class Wishes:
 
     def gate(self, sequence: Sequence, num_slots: int) -> str:
         """Asked by the scheduler before it admits a local prompt, which becomes `num_slots` running sequences with the
-        rest of its gang: what is being received will run, and an older handoff that waits for room goes first.
+        rest of its group: what is being received will run, and an older handoff that waits for room goes first.
         O(requests)."""
         num_receiving = sum(each.sequence.num_slots for each in self._requests.values() if each.is_received)
         num_claimed, num_claimed_blocks = self._claims.totals()

@@ -3,7 +3,7 @@ for again."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.protocol.messages import PeerRef
@@ -34,7 +34,7 @@ class Grant:
         self.num_pushed += len(ready)
         return ready
 
-    def copies(self, indices: Iterable[int], blocks: list[int]) -> tuple[BlockCopy, ...]:
+    def copies(self, indices: Iterable[int], blocks: Sequence[int]) -> tuple[BlockCopy, ...]:
         """Of these blocks of a sequence's, which are in flight from now on."""
         made = tuple(BlockCopy(index, blocks[index], self.slots[index - self.first_block]) for index in indices)
         self.in_flight.update(copy.index for copy in made)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvrelay.engine.batch import SequenceKey
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.transfer.base import Pushed, SenderEvent
 from kvrelay.worker.load_report import PushClock
 

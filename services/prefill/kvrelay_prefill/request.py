@@ -1,7 +1,8 @@
-"""What a prefill worker knows of one sequence."""
+"""One sequence on a prefill worker."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvrelay.engine.batch import BeamCandidates
@@ -9,17 +10,20 @@ from kvrelay.protocol.messages import Prompt
 from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.telemetry.handoffs import HandoffTimings
-from kvrelay_prefill.handoff import SenderHandoff
+from kvrelay_prefill.sender_events import SenderHandoffEvent, SenderInstruction
+from kvrelay_prefill.sender_handoff import SenderHandoff
 
 
 @dataclass(slots=True, eq=False)
 class PrefillRequest:
-    """One sequence on this worker. `held`: blocks that the handoff itself holds, beside the scheduler; `reservations`:
-    those whose transfers are to be reported to its machine."""
+    """`handle` is the handoff machine's, recorded if an event log is kept. `held` are the blocks that the handoff holds
+    beside the scheduler; `reservations` are those whose transfers are reported to the machine.
+    """
 
     sequence: Sequence
     prompt: Prompt
     handoff: SenderHandoff
+    handle: Callable[[SenderHandoffEvent], list[SenderInstruction]]
     deadline: float
     held: set[int] = field(default_factory=set)
     reservations: set[str] = field(default_factory=set)

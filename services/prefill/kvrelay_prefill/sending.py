@@ -1,17 +1,16 @@
-"""What a prefill worker hands over: reservations, pushes, the handoff message, and the blocks that are held for them.
+"""Hands sequences over to decode workers: reservations, pushes, the handoff message, and the blocks held for them.
 
-The machine in `handoff.py` decides about one sequence. This module feeds the machines what decode, the router and the
-transports say, and carries out their instructions, until nothing of a sequence is left here.
+The machine in `sender_handoff.py` decides about one sequence. This module turns messages of decode workers and routers
+and events of the transports into events of the machines, and carries out the instructions.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Iterable
 
-from kvrelay.engine.batch import SequenceKey
-from kvrelay.kv.pool import Owner
+from kvrelay.kv.pool import BlockState
 from kvrelay.process_identity import own_identity
 from kvrelay.protocol.link import Delivered
 from kvrelay.protocol.messages import (
@@ -32,24 +31,48 @@ from kvrelay.protocol.messages import (
     Resend,
     Reserve,
 )
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.telemetry.handoffs import HandoffMeter
 from kvrelay.transfer.base import Pushed, SenderDrained, SenderEvent, TransferFailed, TransferSender
 from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.packed_candidates import pack_candidates
 from kvrelay.worker.requests import OpenRequests
 from kvrelay.worker.sequences import sequence_key
-from kvrelay_prefill import handoff as machine
 from kvrelay_prefill.offers import TransportOffers
 from kvrelay_prefill.pushes import Pushes
 from kvrelay_prefill.request import PrefillRequest
+from kvrelay_prefill.sender_events import (
+    AbortTransfer,
+    BlocksComputed,
+    DecodeLost,
+    DecodeReassigned,
+    HandoffCommitted,
+    PrefillFinished,
+    PrefillScheduled,
+    PushBlocks,
+    ReleaseBlocks,
+    ResendRequested,
+    ReservationDeferred,
+    ReservationGranted,
+    ReservationRefused,
+    ReservationReleased,
+    SendAbort,
+    SendCancelled,
+    SendDrained,
+    SenderHandoffEvent,
+    SenderInstruction,
+    SendFailed,
+    SendHandoff,
+    SendNeedDecode,
+    SendReserve,
+)
+from kvrelay_prefill.sender_handoff import SenderHandoff, SenderState
 
 log = logging.getLogger(__name__)
 
-_NOT_HANDED = (machine.SenderState.QUEUED, machine.SenderState.COMPUTING, machine.SenderState.SENDING)
-
 
 class Sending:
-    """See the module's text. `requests` are all of the role's."""
+    """Feeds the handoff machines and carries out their instructions. `requests` are all requests of the role."""
 
     def __init__(
         self, context: WorkerContext, senders: dict[str, TransferSender], requests: OpenRequests[PrefillRequest]
@@ -68,7 +91,7 @@ class Sending:
         )
 
     def start(self) -> None:
-        """The event loop runs: transports may report."""
+        """Starts the transports. Must be called on the event loop's thread."""
         for sender in self._senders.values():
             sender.start(self._on_transfer)
 
@@ -78,7 +101,7 @@ class Sending:
             sender.close()
 
     def push_totals(self) -> dict[str, float]:
-        """What the transports count, and how long anything was under way."""
+        """The transports' counters, and the time during which any push was in flight."""
         counters = [sender.counters for sender in self._senders.values()]
         return {
             "push_messages": sum(each.num_messages for each in counters),
@@ -89,58 +112,64 @@ class Sending:
     # -- from the role ------------------------------------------------------------------------------------------------
 
     def scheduled(self, request: PrefillRequest) -> None:
-        """The first chunk is scheduled: decode is asked. A cached prefix can leave before any forward."""
-        self._run(request, request.handoff.scheduled(request.sequence.table.ids.tolist()))
+        """The first chunk is scheduled. Asks decode; a cached prefix can be pushed before any forward pass."""
+        self._feed(request, PrefillScheduled(tuple(request.sequence.table.ids.tolist())))
         self.computed(request)
 
     def computed(self, request: PrefillRequest) -> None:
-        """More of the prompt may be complete."""
-        if request.handoff.state is machine.SenderState.COMPUTING:
-            num_complete = request.sequence.num_computed // self._context.spec.block_size
-            self._run(request, request.handoff.computed(num_complete))
+        """A step has run. Pushes the blocks that it completed."""
+        if request.handoff.state is SenderState.COMPUTING:
+            self._feed(request, BlocksComputed(request.sequence.num_computed // self._context.spec.block_size))
 
     def prefilled(self, request: PrefillRequest, message: FirstToken) -> None:
-        """All of it is; unless the first token is the end, its blocks are the handoff's from here on."""
+        """The prompt is computed. Unless the first token ends the request, the handoff holds its blocks from now on."""
         key = request.sequence.key
         if message.finish is None:
             self._hold(request, request.handoff.blocks)
             self._context.scheduler.abort(key)
         self._context.steps.forget(key)
         self._meter.complete(request.timings)
-        self._run(request, request.handoff.prefilled(message))
+        self._feed(request, PrefillFinished(message))
 
     def cancel(self, request: PrefillRequest, reason: str) -> None:
-        """It is not wanted any more, wherever it is."""
+        """Ends the request in whatever state it is."""
         self._context.steps.abort(request.sequence.key)
-        self._run(request, request.handoff.cancel(reason))
+        self._feed(request, SendCancelled(reason))
 
     def fail(self, request: PrefillRequest, cause: str, *, retriable: bool) -> None:
-        """It cannot go on here. The router hears of it."""
-        if request.handoff.state is machine.SenderState.DRAINING:
-            return  # whatever led there, the router knows; nothing but the transport's word ends the wait for writes
-        self._tell_failed(request, cause, retriable=retriable)
-        self._run(request, request.handoff.cancel(cause))
+        """Ends the request here and sends Failed to the router."""
+        if request.handoff.state is SenderState.DRAINING:
+            return  # the router knows already, and only the transport can end the wait for writes in flight
+        self._send_failed(request, cause, retriable=retriable)
+        self._feed(request, SendCancelled(cause))
 
     def decode_lost(self, request: PrefillRequest, peer: PeerRef, reason: str) -> None:
-        """The decode worker that it goes to is silent, or gone."""
+        """The decode worker of this request is silent or gone."""
         self._meter.failed("decode_lost", request.timings)
-        self._run(request, request.handoff.decode_lost(peer, f"{peer.peer_id}: {reason}"))
+        self._feed(request, DecodeLost(peer, f"{peer.peer_id}: {reason}"))
 
     # -- from decode and the router -----------------------------------------------------------------------------------
 
     def on_message(self, event: Delivered) -> None:
-        """About a handoff, or about one that ended here."""
+        """A message about a handoff. The handoff may have ended here already."""
         body, request = event.body, self._requests.get(sequence_key(event.header))
         if request is None:
             self._answer_for_unknown(sequence_key(event.header), event.peer, body)
             return
         self._measure(request, event.peer, body)
-        self._run(request, self._to_machine(request.handoff, event.peer, body))
+        handoff_event = _event_of(event.peer, body)
+        if handoff_event is None:
+            log.warning("%s sent %s, which is not for a prefill worker", event.peer.peer_id, type(body).__name__)
+            return
+        self._feed(request, handoff_event)
 
     def _measure(self, request: PrefillRequest, peer: PeerRef, body: AnyBody) -> None:
-        handoff = request.handoff
-        if peer != handoff.decode:
-            return  # about a reservation that was given up before
+        if isinstance(body, Committed):
+            self.totals["handed_over"] += 1
+        if isinstance(body, Released) and body.transport_failed:
+            self._note_failure(request.handoff, TransferFailed(body.reservation, body.reason))
+        if peer != request.handoff.decode:
+            return  # about a reservation that has ended
         match body:
             case Granted():
                 self._meter.granted(request.timings, body.transport)
@@ -148,38 +177,15 @@ class Sending:
                 self._meter.failed("refused", request.timings)
             case Released():
                 self._meter.failed("transfer" if body.transport_failed else "released", request.timings)
-            case Committed() if handoff.state is machine.SenderState.HANDED:
+            case Committed() if request.handoff.state is SenderState.HANDED:
                 self._meter.committed(request.timings, request.sequence.key)
             case Resend():
                 request.timings.num_resends += 1
             case _:
                 pass
 
-    def _to_machine(self, handoff: machine.SenderHandoff, peer: PeerRef, body: AnyBody) -> list[machine.Instruction]:
-        match body:
-            case Granted():
-                return handoff.granted(peer, body)
-            case Deferred():
-                return handoff.deferred(peer)
-            case Refused():
-                return handoff.refused(peer, body.reason)
-            case Released():
-                if body.transport_failed:
-                    self._note_failure(handoff, TransferFailed(body.reservation, body.reason))
-                return handoff.released(peer, body.reservation, body.reason)
-            case Committed():
-                self.totals["handed_over"] += 1
-                return handoff.committed(body.reservation)
-            case Resend():
-                return handoff.resend(body.reservation, body.blocks, body.number, corrupted=body.corrupted)
-            case Reassign():
-                return handoff.reassigned(body.decode)
-            case _:
-                log.warning("%s sent %s, which is not for a prefill worker", peer.peer_id, type(body).__name__)
-                return []
-
     def _answer_for_unknown(self, key: SequenceKey, peer: PeerRef, body: AnyBody) -> None:
-        """About a request that ended here: the other side must not wait for it."""
+        """The request has ended here. The peer must not wait for it."""
         match body:
             case Granted():
                 abort = Abort(reservation=body.reservation, reason="the request ended on prefill")
@@ -204,18 +210,17 @@ class Sending:
         if request is None:
             return
         match event:
-            case Pushed():
-                self._run(request, request.handoff.pushed(event.reservation, event.blocks))
             case SenderDrained():
                 self._forget_reservation(request, event.reservation)
-                self._run(request, request.handoff.drained(event.reservation))
             case TransferFailed():
                 is_current = request.handoff.transport_of(event.reservation) is not None
                 self._meter.failed("transfer", request.timings if is_current else None)
                 self._note_failure(request.handoff, event)
-                self._run(request, request.handoff.transfer_failed(event.reservation, event.cause))
+            case Pushed():
+                pass
+        self._feed(request, event)
 
-    def _note_failure(self, handoff: machine.SenderHandoff, event: TransferFailed) -> None:
+    def _note_failure(self, handoff: SenderHandoff, event: TransferFailed) -> None:
         self.totals["failed_pushes"] += 1
         if handoff.decode is not None and (name := handoff.transport_of(event.reservation)) is not None:
             fields = self._requests.log_fields(self._pushes.key_of(event.reservation))
@@ -224,40 +229,40 @@ class Sending:
 
     # -- instructions -------------------------------------------------------------------------------------------------
 
-    def _run(self, request: PrefillRequest, instructions: list[machine.Instruction]) -> None:
-        for instruction in instructions:
+    def _feed(self, request: PrefillRequest, event: SenderHandoffEvent) -> None:
+        for instruction in request.handle(event):
             self._carry_out(request, instruction)
 
-    def _carry_out(self, request: PrefillRequest, instruction: machine.Instruction) -> None:
+    def _carry_out(self, request: PrefillRequest, instruction: SenderInstruction) -> None:
         key, router = request.sequence.key, request.sequence.router
         match instruction:
-            case machine.AskDecode(decode):
+            case SendReserve(decode):
                 self._meter.asked(request.timings)
                 self._requests.send(decode, key, self._reserve(request, decode))
-            case machine.AskRouter(reason, excluded, lacks):
+            case SendNeedDecode(reason, excluded, lacks):
                 self._requests.send(router, key, NeedDecode(reason=reason, excluded=list(excluded), lacks=lacks))
-            case machine.PushBlocks(reservation, transport, endpoint, copies):
+            case PushBlocks(reservation, transport, endpoint, copies):
                 self._know_reservation(request, reservation)
                 self._hold(request, [copy.source for copy in copies])
                 self._pushes.begun(reservation, len(copies), time.monotonic())
                 self._senders[transport].push(reservation, endpoint, copies)
                 self._meter.pushed(request.timings, len(copies))
-            case machine.SendHandoff(decode, reservation, num_blocks, resend):
+            case SendHandoff(decode, reservation, num_blocks, resend):
                 request.timings.is_handed = True
                 self._requests.send(decode, key, self._handoff_message(request, reservation, num_blocks, resend))
-            case machine.AbortTransfer(reservation, transport):
+            case AbortTransfer(reservation, transport):
                 self._know_reservation(request, reservation)
                 self._senders[transport].abort(reservation)
-            case machine.SendAbort(decode, reservation, reason):
+            case SendAbort(decode, reservation, reason):
                 self._requests.send(decode, key, Abort(reservation=reservation, reason=reason))
-            case machine.SendDrained(decode, reservation):
+            case SendDrained(decode, reservation):
                 self._requests.send(decode, key, Drained(reservation=reservation))
-            case machine.FailRequest(cause):
-                self._tell_failed(request, cause, retriable=True)
-            case machine.ReleaseBlocks():
+            case SendFailed(cause):
+                self._send_failed(request, cause, retriable=True)
+            case ReleaseBlocks():
                 self._release(request)
 
-    def _tell_failed(self, request: PrefillRequest, cause: str, *, retriable: bool) -> None:
+    def _send_failed(self, request: PrefillRequest, cause: str, *, retriable: bool) -> None:
         key = request.sequence.key
         self.totals["failed"] += 1
         self._requests.send(request.sequence.router, key, Failed(cause=cause, retriable=retriable))
@@ -270,28 +275,17 @@ class Sending:
             transports=self._offers.to(decode, time.monotonic()),
             num_blocks=len(request.handoff.blocks),
             process=self._process,
-            num_siblings=self._num_siblings(request, decode, (machine.SenderState.QUEUED,)),
+            num_siblings=self._num_siblings(request, decode),
         )
 
-    def _num_siblings(
-        self, request: PrefillRequest, decode: PeerRef | None, states: Collection[machine.SenderState]
-    ) -> int:
-        """Other samples of its request in these states that go to this decode worker."""
+    def _num_siblings(self, request: PrefillRequest, decode: PeerRef) -> int:
+        """The number of other queued samples of the request that go to this decode worker."""
         if request.prompt.num_samples == 1:
             return 0
         return sum(
-            each is not request and each.handoff.decode == decode and each.handoff.state in states
+            each is not request and each.handoff.decode == decode and each.handoff.state is SenderState.QUEUED
             for each in self._requests.samples_of(request.sequence.key[0])
         )
-
-    def _num_unheard(self, request: PrefillRequest) -> int:
-        """Samples of its request that have not come here yet, if they do: they are sent one by one."""
-        if request.prompt.num_samples == 1:
-            return 0
-        name = request.sequence.key[0]
-        heard = {each.sequence.key[2] for each in self._requests.samples_of(name)}
-        heard |= self._context.blocks.tails.seen_of(name)
-        return request.prompt.num_samples - len(heard)
 
     def _handoff_message(self, request: PrefillRequest, reservation: str, num_blocks: int, resend: int) -> Handoff:
         first = request.handoff.first_token
@@ -306,14 +300,13 @@ class Sending:
             logprobs=first.logprobs,
             cached_tokens=first.cached_tokens,
             resend=resend,
-            num_siblings=self._num_siblings(request, request.handoff.decode, _NOT_HANDED) + self._num_unheard(request),
             candidates=pack_candidates(candidates) if candidates is not None else None,
         )
 
-    def _hold(self, request: PrefillRequest, blocks: list[int]) -> None:
-        """The handoff's own hold on blocks that are read by the transport or kept for another decode worker."""
+    def _hold(self, request: PrefillRequest, blocks: Iterable[int]) -> None:
+        """Holds blocks that the transport reads or that are kept for another decode worker."""
         new = [block for block in blocks if block not in request.held]
-        self._context.pool.hold(new, Owner.IN_FLIGHT)
+        self._context.pool.hold(new, BlockState.IN_FLIGHT)
         request.held.update(new)
 
     def _know_reservation(self, request: PrefillRequest, reservation: str) -> None:
@@ -325,10 +318,31 @@ class Sending:
         request.reservations.discard(reservation)
 
     def _release(self, request: PrefillRequest) -> None:
-        self._context.pool.release(list(request.held), Owner.IN_FLIGHT)
+        self._context.pool.release(list(request.held), BlockState.IN_FLIGHT)
         request.held.clear()
         self._requests.remove(request.sequence.key)
         for reservation in request.reservations:
             self._pushes.forget(reservation)
         request.reservations.clear()
         self._context.steps.wake()
+
+
+def _event_of(peer: PeerRef, body: AnyBody) -> SenderHandoffEvent | None:
+    """None if the message is not one that a prefill worker gets about a handoff."""
+    match body:
+        case Granted():
+            return ReservationGranted(peer, body)
+        case Deferred():
+            return ReservationDeferred(peer)
+        case Refused():
+            return ReservationRefused(peer, body.reason)
+        case Released():
+            return ReservationReleased(peer, body.reservation, body.reason)
+        case Committed():
+            return HandoffCommitted(body.reservation)
+        case Resend():
+            return ResendRequested(body.reservation, tuple(body.blocks), body.number, body.corrupted)
+        case Reassign():
+            return DecodeReassigned(body.decode)
+        case _:
+            return None

@@ -5,20 +5,21 @@ What is handed over, and how, is `sending.py`'s.
 
 from __future__ import annotations
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.link import Delivered
 from kvrelay.protocol.messages import Cancel, FirstToken, Header, PeerRef, Prefill, Stop
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.sequence import Sequence
+from kvrelay.telemetry.event_log import recorded
 from kvrelay.telemetry.handoffs import HandoffTimings
 from kvrelay.transfer.base import TransferSender
 from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.requests import OpenRequests, deadline_of
 from kvrelay.worker.sequences import sequence_key
 from kvrelay.worker.step_loop import StepCallbacks
-from kvrelay_prefill import handoff as machine
 from kvrelay_prefill.request import PrefillRequest
+from kvrelay_prefill.sender_handoff import PushWhen, ReservationState, SenderHandoff, SenderState
 from kvrelay_prefill.sending import Sending
 
 
@@ -28,7 +29,7 @@ class PrefillRole:
     name = "prefill"
 
     def __init__(
-        self, context: WorkerContext, senders: dict[str, TransferSender], *, push_when: machine.PushWhen = "chunk"
+        self, context: WorkerContext, senders: dict[str, TransferSender], *, push_when: PushWhen = "chunk"
     ) -> None:
         self._push_when = push_when
         self._context = context
@@ -58,17 +59,17 @@ class PrefillRole:
         return len(self._requests)
 
     def queues(self) -> dict[str, int]:
-        queues = {state.value: 0 for state in machine.SenderState if state is not machine.SenderState.RELEASED}
+        queues = {state.value: 0 for state in SenderState if state is not SenderState.RELEASED}
         queues |= {"awaiting_grant": 0, "deferred": 0, "granted": 0, "awaiting_router": 0}
         waiting = {
-            machine.Reservation.ASKED: "awaiting_grant",
-            machine.Reservation.DEFERRED: "deferred",
-            machine.Reservation.GRANTED: "granted",
-            machine.Reservation.REFUSED: "awaiting_router",
+            ReservationState.ASKED: "awaiting_grant",
+            ReservationState.DEFERRED: "deferred",
+            ReservationState.GRANTED: "granted",
+            ReservationState.REFUSED: "awaiting_router",
         }
         for request in self._requests.values():
             queues[request.handoff.state.value] += 1
-            if (name := waiting.get(request.handoff.reservation)) is not None:
+            if (name := waiting.get(request.handoff.reservation_state)) is not None:
                 queues[name] += 1
         return queues | {
             "queued_tokens": sum(sequence.num_tokens for sequence in self._context.scheduler.waiting),
@@ -112,11 +113,11 @@ class PrefillRole:
         sequence = self._requests.queue(header, router, body.prompt, prefill_only=True)
         if sequence is None:
             return
-        handoff = machine.SenderHandoff(body.decode, self._push_when)
-        if self._context.events is not None:
-            self._context.events.watch("sender", sequence.key, handoff, body.decode, self._push_when)
+        handoff = SenderHandoff(body.decode, self._push_when)
+        handle = recorded(self._context.events, "sender", sequence.key, handoff, body.decode, self._push_when)
         timings = HandoffTimings(key=sequence.key, trace=sequence.trace)
-        self._requests.add(PrefillRequest(sequence, body.prompt, handoff, deadline_of(body.prompt), timings=timings))
+        request = PrefillRequest(sequence, body.prompt, handoff, handle, deadline_of(body.prompt), timings=timings)
+        self._requests.add(request)
         self._totals["requests"] += 1
         self._totals["prompt_blocks"] += blocks_for(sequence.num_tokens, self._context.spec.block_size)
 
@@ -143,8 +144,8 @@ class PrefillRole:
         sequence = request.sequence
         message = FirstToken(
             index=output.index,
-            token_id=output.token_id,
-            logprobs=output.logprobs,
+            token_id=output.token_ids[0] if output.token_ids else None,
+            logprobs=output.logprobs[0] if output.logprobs else None,
             prompt_logprobs=request.prompt_logprobs,
             cached_tokens=sequence.num_cached_tokens,
             finish=output.finish,

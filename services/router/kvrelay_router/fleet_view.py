@@ -22,7 +22,7 @@ import msgspec
 
 from kvrelay.fleet import WorkerRecord
 from kvrelay.protocol.messages import LoadReport, PeerRef, Status
-from kvrelay.scheduling.cost import StepCost
+from kvrelay.scheduling.step_cost import StepCost
 from kvrelay_router.dispatch.interface import ModelLimits
 from kvrelay_router.dispatch.load import OutstandingLoad, WorkerLoad, worker_key
 from kvrelay_router.routing.candidates import Candidate, CandidateWorkers
@@ -258,7 +258,7 @@ def _limits_of(records: list[WorkerRecord]) -> ModelLimits:
         min((record.max_running for record in decode), default=0),
         min((record.num_blocks for record in decode), default=0),
         min((record.block_size for record in decode), default=0),
-        gang_samples=bool(decode) and all(record.gang_samples for record in decode),
+        group_samples=bool(decode) and all(record.group_samples for record in decode),
     )
 
 

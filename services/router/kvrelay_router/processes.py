@@ -1,12 +1,14 @@
-"""Several processes behind one port: started, started again when they die, drained together.
+"""Runs several router processes behind one port: starts them, restarts them if they die, and drains them together.
 
-This process binds the port, takes the connections, and hands each to the process that has the fewest (`handover.py`);
-it serves nothing itself. Not one listening socket that all inherit: of many connections that come at once the process
-that wakes up first would take most. Not one for each with SO_REUSEPORT: what waits in the queue of one that dies or
-drains would wait with it, and a second router on the same port would get half of the connections unnoticed.
+This process binds the port, accepts the connections and passes each to the process with the fewest
+(`http/connection_passing.py`). It serves no request itself. There are two simpler designs, with these drawbacks:
+- One listening socket that all processes inherit: if many connections arrive at once, the process that wakes up first
+  accepts most of them.
+- One socket for each process with SO_REUSEPORT: connections in the queue of a process that dies or drains would wait
+  with it, and a second router on the same port would silently get half of the connections.
 
-Each is a router of its own towards workers, named after this one (`NAME-0`, `NAME-1`, ...): it has its own incarnation,
-inbox, load and view of the fleet, and its death is its alone. The limits of API keys hold for all, through Redis.
+Towards workers each process is a router of its own, named after this one (`NAME-0`, `NAME-1`, ...), with its own
+incarnation, inbox, load and view of the fleet. The limits of API keys hold for all processes together, through Redis.
 """
 
 from __future__ import annotations
@@ -24,34 +26,33 @@ from kvrelay.cli.display import DIED, Display
 from kvrelay.cli.supervisor import Service, ServiceSpec, ServiceStartFailed
 from kvrelay.config.router import RouterConfig
 from kvrelay.process import StartFailed
-from kvrelay_router.api.server import bind
-from kvrelay_router.handover import HandedConnections, Member, SharedPort
+from kvrelay_router.http.connection_passing import PassedConnections, ServingProcess, SharedPort
+from kvrelay_router.http.http_server import bind
 
 log = logging.getLogger(__name__)
 
 CHANNEL = "KVRELAY_INHERITED_CHANNEL"
-"""In the environment of a process: the descriptor of its end of the channel on which connections are handed to it."""
+"""The environment variable with the descriptor of a process's end of the channel for connections."""
 GRACE_S = 10.0
-"""What a process may take beyond its drain timeout."""
+"""Maximum time for a process to exit after its drain timeout."""
 
 
-def inherited_connections(port: int) -> HandedConnections | None:
-    """Those that this process is to serve; None where it binds the port itself."""
+def inherited_connections(port: int) -> PassedConnections | None:
+    """The connections that another process passes on; None if this process binds the port itself."""
     descriptor = os.environ.get(CHANNEL)
-    return None if descriptor is None else HandedConnections(socket.socket(fileno=int(descriptor)), port)
+    return None if descriptor is None else PassedConnections(socket.socket(fileno=int(descriptor)), port)
 
 
 class ProcessDisplay(Display):
-    """What happens to a process, in the log; its death goes to the port too."""
+    """Logs the states of a process, and reports its death to the shared port."""
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: ServingProcess) -> None:
         self._member = member
 
     def __exit__(self, *exc_info: object) -> None:
         return None
 
     def update(self, name: str, state: str, detail: str = "") -> None:
-        """A line."""
         log.info("%s: %s %s", name, state, detail)
         if state == DIED:
             self._member.died()
@@ -62,7 +63,7 @@ class ProcessDisplay(Display):
 
 
 class RouterProcesses:
-    """`run` them all. `argv`: the flags that this process was started with."""
+    """All processes of a router. `argv` holds the flags of this process, which they get too."""
 
     def __init__(self, config: RouterConfig, argv: Sequence[str]) -> None:
         self._config = config
@@ -72,7 +73,7 @@ class RouterProcesses:
         self._services: list[Service] = []
 
     async def run(self) -> None:
-        """Until SIGTERM or SIGINT; then each drains. A second signal ends the drains. Raises StartFailed, OSError."""
+        """Runs until SIGTERM or SIGINT, then drains. A second signal ends the drains. Raises StartFailed, OSError."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
@@ -111,7 +112,7 @@ class RouterProcesses:
             for service in self._services:
                 service.interrupt()
 
-    def _spec(self, number: int, port: int, member: Member) -> ServiceSpec:
+    def _spec(self, number: int, port: int, member: ServingProcess) -> ServiceSpec:
         name = f"{self._config.router_id}-{number}"
         argv = [*self._argv, "--processes=1", f"--router-id={name}", f"--port={port}"]
         if self._config.message_port:
@@ -130,7 +131,7 @@ class RouterProcesses:
 
 
 def run_processes(config: RouterConfig) -> None:
-    """The whole life of the process that starts the others."""
+    """Runs the process that starts the others, until all have ended."""
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_run(config))
 

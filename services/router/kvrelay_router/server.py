@@ -1,4 +1,4 @@
-"""The router process: text service, messenger, fleet, HTTP endpoint, signals. Starts, runs and drains as workers do."""
+"""The router process: text service, messenger, fleet, HTTP endpoint and signals. It has the life cycle of workers."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from kvrelay.telemetry.otlp import open_export
 from kvrelay.telemetry.pages import Page, Pages
 from kvrelay.telemetry.process_samples import process_samples
 from kvrelay.telemetry.prometheus import metrics_page
-from kvrelay_router.api.app import create_app
-from kvrelay_router.api.connection_limits import ConnectionLimits, allowed_connections
-from kvrelay_router.api.observer import RequestObserver
-from kvrelay_router.api.server import HttpServer, bind, serve
-from kvrelay_router.api.settings import ApiSettings
+from kvrelay_router.asgi.app import create_app
+from kvrelay_router.dispatch.active_requests import DispatchSettings
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
-from kvrelay_router.dispatch.running_sequence import DispatchSettings
 from kvrelay_router.fleet_watch import ListWorkers
+from kvrelay_router.http.connection_limits import ConnectionLimits, allowed_connections
+from kvrelay_router.http.http_server import HttpServer, bind, serve
+from kvrelay_router.openai.request_metrics import RequestMetrics
+from kvrelay_router.openai.settings import ApiSettings
 from kvrelay_router.prefix_index import FleetPrefixes
 from kvrelay_router.processes import inherited_connections
 from kvrelay_router.router_samples import router_samples
@@ -45,7 +45,7 @@ from kvrelay_router.text.sources import TokenizerNotFound
 log = logging.getLogger(__name__)
 
 HTTP_GRACE_S = 5.0
-"""After the drain, the last answers get so long to be written."""
+"""Maximum time to write the last answers after the drain."""
 
 
 class RouterServer:
@@ -73,13 +73,13 @@ class RouterServer:
                 raise StartFailed(str(error)) from error
             settle_garbage()
             assert self._http is not None
-            self._http.say_ready()
+            self._http.report_ready()
             await self.main_loop()
         finally:
             await self.shutdown()
 
     async def startup(self) -> None:
-        """Loads the tokenizer, joins the fleet's conversation, opens the HTTP endpoint."""
+        """Loads the tokenizer, connects to the fleet and opens the HTTP endpoint."""
         config = self.config
         started = time.monotonic()
         text = await asyncio.to_thread(TextService.load, config.model)
@@ -104,8 +104,8 @@ class RouterServer:
         self._dispatcher.start()
         limits = _limits(config)
         self._closing.push_async_callback(limits.close)
-        observer = RequestObserver(config.served_model_name, self._instruments, export.tracer)
-        app = create_app(api, self._dispatcher, text, limits, observer)
+        metrics = RequestMetrics(config.served_model_name, self._instruments, export.tracer)
+        app = create_app(api, self._dispatcher, text, limits, metrics)
         export.start(self._metric_samples)
         await self._open_pages()
         await self._meet_workers(self._dispatcher)
@@ -116,7 +116,7 @@ class RouterServer:
         grace_s = config.drain_timeout_s + HTTP_GRACE_S
         self._http = await serve(app, source, graceful_timeout_s=grace_s, limits=connections)
         self._closing.push_async_callback(self._http.stop)
-        self._closing.push_async_callback(self._dispatcher.close)  # first of all: it ends the answers, or HTTP waits
+        self._closing.push_async_callback(self._dispatcher.close)  # closed first: the HTTP server waits for the answers
         log.info("serving %s at http://%s:%d", config.served_model_name, config.reachable_host, self._http.port)
 
     def _registry(self) -> ListWorkers | None:
@@ -128,7 +128,7 @@ class RouterServer:
         return lambda: registry.list_workers(config.served_model_name)
 
     async def _meet_workers(self, dispatcher: RouterDispatcher) -> None:
-        """Before the port is open: whoever connected at once would be told that no worker is ready."""
+        """Waits for workers before the port opens: the first clients would get "no worker is ready"."""
         met = asyncio.create_task(dispatcher.watch.met(), name="meet-workers")
         stop = asyncio.create_task(self._stop.wait(), name="stop")
         await asyncio.wait([met, stop], timeout=self.config.peer_timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -163,20 +163,20 @@ class RouterServer:
         return merged(parts)
 
     async def main_loop(self) -> None:
-        """Serves until a signal comes; then running requests finish, within the time allowed for it."""
+        """Serves until a signal arrives, then drains: running requests finish within the drain timeout."""
         assert self._http is not None and self._dispatcher is not None
         stop = asyncio.create_task(self._stop.wait(), name="stop")
         http = asyncio.create_task(self._http.wait(), name="http")
         await asyncio.wait([stop, http], return_when=asyncio.FIRST_COMPLETED)
         if http.done():
             stop.cancel()
-            await http  # raises what ended it
+            await http  # raises the error that ended it
             return
         http.cancel()
         await self._drain(self._http, self._dispatcher)
 
     async def shutdown(self) -> None:
-        """Closes what was opened, the latest first. What one of them raises keeps none of the others open."""
+        """Closes everything in reverse order. An error in one does not keep the others open."""
         await self._closing.aclose()
 
     async def _drain(self, http: HttpServer, dispatcher: RouterDispatcher) -> None:
@@ -198,7 +198,7 @@ class RouterServer:
 
     def _on_signal(self) -> None:
         if self._stop.is_set():
-            log.warning("second signal: leaving without waiting for running requests")
+            log.warning("second signal: exiting without waiting for running requests")
             self._hurry.set()
         self._stop.set()
 
@@ -216,7 +216,7 @@ class RouterServer:
 
 
 def run_router(config: RouterConfig) -> None:
-    """The whole life of a router process."""
+    """Runs a router process until it has drained."""
     with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=event_loop_factory()) as runner:
         runner.run(_serve(config))
 
@@ -226,7 +226,7 @@ async def _serve(config: RouterConfig) -> None:
 
 
 def _message_address(config: RouterConfig) -> str:
-    """Under which workers reach the inbox: what it is bound to, unless that is every interface."""
+    """The address at which workers reach the inbox: the bound one, unless that is every interface."""
     host = config.message_host
     return host if host is not None and not is_wildcard(host) else config.reachable_host
 

@@ -1,4 +1,7 @@
-"""`kvrelay replay FILE...`: feeds recorded events to fresh machines, compares the answers, tells a request's tale."""
+"""`kvrelay replay FILE...` feeds recorded events to fresh state machines and compares the instructions.
+
+With `--request` it also prints the events of one request in the order of time.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,29 @@ import importlib
 import inspect
 import sys
 import typing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from kvrelay.telemetry.event_log import BORN, KINDS, Line, encode_named, encoder
+from kvrelay.telemetry.event_log import BORN, Line, encode_answer
+
+MACHINES = {
+    "sender": ("kvrelay_prefill.sender_handoff", "SenderHandoff"),
+    "receiver": ("kvrelay_decode.receiver_handoff", "ReceiverHandoff"),
+    "attempts": ("kvrelay_router.dispatch.attempt", "SequenceAttempts"),
+    "intake": ("kvrelay_router.dispatch.intake", "TokenIntake"),
+}
+"""Module and class of each kind of machine. They are imported by name, because the services import this package."""
 
 
 @dataclass
 class Replayed:
-    """What a replay found. `differences`: one text each, with file and line."""
+    """The result of a replay. `differences` are texts for people, each with file and line."""
 
     num_events: int = 0
     num_machines: int = 0
@@ -29,7 +41,7 @@ class Replayed:
 
 
 def replay_lines(lines: Iterable[tuple[str, bytes]]) -> Replayed:
-    """`lines`: each with its place. Events of a machine whose first line is not there are counted and left out."""
+    """Takes (place, line) pairs. Events of a machine whose first line is missing are counted and left out."""
     found = Replayed()
     machines: dict[tuple[str, str, int], Any] = {}
     for place, text in lines:
@@ -38,7 +50,7 @@ def replay_lines(lines: Iterable[tuple[str, bytes]]) -> Replayed:
             source = place.rpartition(":")[0].removesuffix(".1")
             name = (source, line.machine, line.number)
             if line.event == BORN:
-                machines[name] = _born(line)
+                machines[name] = _make_machine(line)
                 found.num_machines += 1
                 continue
             machine = machines.get(name)
@@ -46,7 +58,7 @@ def replay_lines(lines: Iterable[tuple[str, bytes]]) -> Replayed:
                 found.num_without_birth += 1
                 continue
             found.num_events += 1
-            given, recorded = _answer(machine, line), (bytes(line.out), line.raised)
+            given, recorded = _handle(machine, line), (bytes(line.out), line.raised)
         except (msgspec.DecodeError, KeyError, TypeError) as error:
             found.differences.append(f"{place}: not a line of an event log: {error}")
             continue
@@ -59,24 +71,24 @@ def replay_lines(lines: Iterable[tuple[str, bytes]]) -> Replayed:
     return found
 
 
-def story(lines: Iterable[tuple[str, bytes]], request: str) -> Iterator[str]:
-    """The events of one request over all its machines, in the order of time."""
+def events_of_request(lines: Iterable[tuple[str, bytes]], request: str) -> Iterator[str]:
+    """One line of text per event of the request, over all its machines, in the order of time."""
     of_it = [msgspec.json.decode(text, type=Line) for _, text in lines]
     of_it = sorted((line for line in of_it if line.key[0] == request), key=lambda line: line.at)
     for line in of_it:
         at = datetime.fromtimestamp(line.at, UTC).isoformat(timespec="milliseconds").removesuffix("+00:00")
         out = line.raised or bytes(line.out).decode().removeprefix("[]")
-        said = _shortened(bytes(line.args).decode())
-        yield f"{at} {line.machine}#{line.number} attempt {line.key[1]}: {line.event}{said}" + (
+        arguments = _shortened(bytes(line.args).decode())
+        yield f"{at} {line.machine}#{line.number} attempt {line.key[1]}: {line.event}{arguments}" + (
             f" -> {_shortened(out)}" if out else ""
         )
 
 
 def replay(arguments: Sequence[str]) -> int:
-    """The command; returns the exit status: 1 where a machine answers otherwise than recorded."""
+    """Runs the command. Returns the exit status, which is 1 if a machine answers differently than recorded."""
     parser = argparse.ArgumentParser(prog="kvrelay replay", description=__doc__)
     parser.add_argument("file", nargs="+", type=Path, help="event logs of one or more services, FILE.1 before FILE")
-    parser.add_argument("--request", help="tell the story of this request")
+    parser.add_argument("--request", help="print the events of this request")
     parsed = parser.parse_args(arguments)
     try:
         lines = [
@@ -91,7 +103,7 @@ def replay(arguments: Sequence[str]) -> int:
     for difference in found.differences:
         print(difference)
     if parsed.request is not None and not found.differences:
-        for text in story(lines, parsed.request):
+        for text in events_of_request(lines, parsed.request):
             print(text)
     if found.num_without_birth:
         print(f"left out: {found.num_without_birth} events of machines that began before the log")
@@ -104,46 +116,33 @@ def _shortened(text: str, at_most: int = 160) -> str:
 
 
 def _class_of(kind: str) -> Any:
-    where = KINDS[kind]
-    return getattr(importlib.import_module(where.module), where.name)
+    module, name = MACHINES[kind]
+    return getattr(importlib.import_module(module), name)
 
 
-def _born(line: Line) -> Any:
-    made = _class_of(line.machine)
-    return made(**_arguments(made.__init__, line))
+def _make_machine(line: Line) -> Any:
+    machine_class = _class_of(line.machine)
+    hints = typing.get_type_hints(machine_class.__init__)
+    names = list(inspect.signature(machine_class).parameters)
+    values = msgspec.json.decode(line.args, type=list[msgspec.Raw])
+    if len(values) != len(names):
+        raise TypeError(f"{line.machine} takes {len(names)} arguments, not {len(values)}")
+    pairs = zip(names, values, strict=True)
+    return machine_class(**{name: msgspec.json.decode(value, type=hints[name]) for name, value in pairs})
 
 
-def _answer(machine: Any, line: Line) -> tuple[bytes, str]:
-    if line.event not in KINDS[line.machine].events:
-        raise KeyError(line.event)
-    arguments = _event(machine, line) if line.event == "handle" else _arguments(getattr(machine, line.event), line)
+def _handle(machine: Any, line: Line) -> tuple[bytes, str]:
+    """The encoded instructions, or the error."""
+    event = msgspec.json.decode(line.args, type=_events_of(line.machine)[line.event])
     try:
-        return encoder.encode(encode_named(getattr(machine, line.event)(**arguments) or [])), ""
-    except msgspec.ValidationError:
-        raise
+        return encode_answer(machine.handle(event)), ""
     except Exception as error:
         return b"[]", type(error).__name__
 
 
-def _event(machine: Any, line: Line) -> dict[str, Any]:
-    """A router's event goes by its class's name."""
-    ((name, content),) = msgspec.json.decode(line.args)[0].items()
-    module = importlib.import_module(type(machine).__module__)
-    return {"event": msgspec.convert(content, getattr(module, name))}
-
-
-def _arguments(call: Callable[..., Any], line: Line) -> dict[str, Any]:
-    """As the method's annotations say, which are what the machine was called with."""
-    hints = typing.get_type_hints(call)
-    names = [name for name in inspect.signature(call).parameters if name != "self"]
-    values = msgspec.json.decode(line.args, type=list[msgspec.Raw])
-    if len(values) != len(names):
-        raise TypeError(f"{line.event} takes {len(names)} arguments, not {len(values)}")
-    return {
-        name: msgspec.json.decode(value, type=_concrete(hints[name])) for name, value in zip(names, values, strict=True)
-    }
-
-
-def _concrete(hint: Any) -> Any:
-    """Lists for what is annotated as any iterable."""
-    return list[typing.get_args(hint)[0]] if typing.get_origin(hint) is Iterable else hint  # type: ignore[misc]
+@cache
+def _events_of(kind: str) -> dict[str, Any]:
+    """The classes in the annotation of the only parameter of the machine's `handle`, by name."""
+    hints = typing.get_type_hints(_class_of(kind).handle)
+    (parameter,) = hints.keys() - {"return"}
+    return {event.__name__: event for event in typing.get_args(hints[parameter]) or (hints[parameter],)}

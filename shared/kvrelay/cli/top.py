@@ -108,12 +108,12 @@ def _workers(workers: Sequence[Mapping[str, Any]]) -> RenderableType:
     for worker in workers:
         blocks, totals = worker["blocks"], worker["totals"]
         queues = [f"{name} {depth}" for name, depth in worker["queues"].items() if depth and name not in OTHERS]
-        held = {owner: n for owner, n in blocks.items() if n and owner not in ("free", "cached", "total")}
+        held = {state: n for state, n in blocks.items() if n and state not in ("free", "cached", "total")}
         table.add_row(
             _named(worker),
             Text(worker["state"], style="" if worker["state"] == "ready" else "red"),
             Text(", ".join(queues) or "-"),
-            Text(", ".join(f"{owner} {n}" for owner, n in held.items()) or "-"),
+            Text(", ".join(f"{state} {n}" for state, n in held.items()) or "-"),
             str(blocks.get("cached", 0)),
             str(blocks.get("total", 0)),
             f"{totals.get('prefill_tokens', 0):,.0f}",

@@ -1,4 +1,4 @@
-"""Configuration: one frozen typed object per process, from a file, the environment and flags, in rising precedence."""
+"""Configuration: one frozen typed object per process, from a file, the environment and flags."""
 
 from kvrelay.config.common import CommonConfig
 from kvrelay.config.loader import ConfigError, load_config

@@ -1,4 +1,4 @@
-"""What every process of the system has to know: where Redis is, where to listen, how to log, which model."""
+"""Configuration fields shared by router and workers: Redis, addresses, logging, model."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ LogFormat = Literal["text", "json"]
 MASK = "**********"
 
 NO_REDIS = "none"
-"""As redis_url: this process uses no Redis."""
+"""Value of `redis_url` for a process without Redis."""
 
 
 def mask_password(url: str) -> str:
-    """The URL with its password replaced, fit for a log."""
+    """The URL with its password masked, for logs."""
     parts = urlsplit(url)
     if parts.password is None:
         return url
@@ -36,7 +36,7 @@ def mask_password(url: str) -> str:
 
 
 def with_password(url: str, password: str) -> str:
-    """The URL with this password; one that has a password already stays as it is."""
+    """The URL with this password, unchanged if it already has one."""
     parts = urlsplit(url)
     user_info, _, host = parts.netloc.rpartition("@")
     if ":" in user_info or not host:
@@ -45,7 +45,7 @@ def with_password(url: str, password: str) -> str:
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether binding to `host` means every interface, so that peers need another name for it."""
+    """Whether `host` means every interface, so peers need another address."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_unspecified
     except ValueError:
@@ -53,12 +53,12 @@ def is_wildcard(host: str) -> bool:
 
 
 def default_model() -> str:
-    """The demo model's directory; empty, which no field accepts, where it is not installed."""
+    """The demo model's directory, or "" (which validation rejects) if it is not installed."""
     return str(demo_model_path() or "")
 
 
 def default_served_name(data: dict[str, Any]) -> str:
-    """`kvrelay-demo` for the demo model, a directory's own name, a hub name as it is."""
+    """`kvrelay-demo` for the demo model, the last part of a directory, or the hub name."""
     model = str(data.get("model", ""))
     demo = demo_model_path()
     if demo is not None and Path(model).resolve() == demo:
@@ -67,70 +67,67 @@ def default_served_name(data: dict[str, Any]) -> str:
 
 
 class CommonConfig(BaseModel):
-    """Shared by router and workers. Times in seconds.
+    """Fields of router and workers. Times are in seconds.
 
-    Built directly, it takes only the values it is given; `load_config` adds the file and the environment.
+    The constructor uses only the given values; `load_config` also reads the file and the environment.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, protected_namespaces=())
 
     model: str = Field(
         default_factory=default_model,
-        description="directory or hub name of a decoder that transformers can load (default: the demo model)",
+        description="directory or Hugging Face name of a decoder model (default: the demo model)",
     )
     served_model_name: str = Field(
         default_factory=default_served_name,
         min_length=1,
         max_length=200,
-        description="the name that clients use (default: the last part of a directory, or the hub name)",
+        description="model name for clients (default: the last part of the directory, or the hub name)",
     )
     redis_url: str = Field(
         default="redis://127.0.0.1:6379/0",
-        description="registry of workers and prefix index; redis://, rediss://, unix://, "
-        "redis+sentinel://HOST:PORT,HOST:PORT/NAME or redis+cluster://HOST:PORT; none: no Redis, routers find workers "
-        "by static_workers alone",
+        description="URL of Redis, which holds the worker registry and the prefix index: redis://, rediss://, unix://, "
+        "redis+sentinel://HOST:PORT,HOST:PORT/NAME or redis+cluster://HOST:PORT; none: no Redis, routers use only "
+        "static_workers",
         json_schema_extra={"flags": ["--redis"]},
     )
     redis_password_file: Path | None = Field(
         default=None,
-        description="file with Redis' password, for a redis_url that holds none; what surrounds it in white space does "
-        "not count",
+        description="file with the Redis password, for a redis_url without one; surrounding white space is ignored",
     )
     redis_prefix: str = Field(
         default="kvrelay",
         pattern=r"^[A-Za-z0-9_.:-]{1,64}$",
-        description="start of every key in Redis; fleets with different prefixes do not see each other",
+        description="prefix of every key in Redis; separates fleets that share a Redis",
     )
     prefix_index: bool = Field(
         default=True,
-        description="workers tell Redis which prefixes they hold, and routers send requests where theirs is",
+        description="workers publish cached prefixes to Redis, and routers route requests to them",
     )
     host: str = Field(default="127.0.0.1", min_length=1, description="address to listen on")
     advertise_host: str | None = Field(
         default=None,
-        description="address under which others reach this process (default: host, or the machine's name where "
-        "host is a wildcard)",
+        description="address under which others reach this process (default: host, or the machine's name if host is a "
+        "wildcard)",
     )
     peer_timeout_s: float = Field(
-        default=5.0, ge=0.5, le=600, description="silence after which a peer counts as gone, in seconds"
+        default=5.0, ge=0.5, le=600, description="seconds of silence after which a peer counts as dead"
     )
-    peer_interval_s: float = Field(
-        default=0.5, ge=0.05, le=60, description="time between life signs to a peer, in seconds"
-    )
+    peer_interval_s: float = Field(default=0.5, ge=0.05, le=60, description="seconds between life signs to a peer")
     curve_key_file: Path | None = Field(
         default=None,
-        description="file with the fleet's key, from `kvrelay keys`: routers and workers then encrypt what they send "
-        "each other, KV blocks over zmq included, and refuse whoever has another key or none (default: no encryption)",
+        description="file with the fleet's key, from `kvrelay keys`: encrypts all traffic between routers and workers, "
+        "including KV blocks over zmq, and refuses peers without this key (default: no encryption)",
     )
-    log_level: LogLevel = Field(default="info", description="least severe level that is logged")
-    log_format: LogFormat = Field(default="text", description="text for people, json for machines")
+    log_level: LogLevel = Field(default="info", description="lowest level to log")
+    log_format: LogFormat = Field(default="text", description="text, or one JSON object per line")
     event_log: Path | None = Field(
         default=None,
-        description="file for the events and instructions of each handoff's state machines, for `kvrelay replay`; "
-        "{name} stands for the service's id; holds prompts and output as token ids (default: none)",
+        description="file for the events and instructions of the handoff state machines, for `kvrelay replay`; {name} "
+        "is replaced by the service's id; contains prompts and output as token ids (default: none)",
     )
     event_log_bytes: int = Field(
-        default=64 << 20, ge=4096, description="size at which the event log begins anew; one earlier file is kept"
+        default=64 << 20, ge=4096, description="size at which the event log is rotated; one earlier file is kept"
     )
 
     @field_validator("redis_url")
@@ -142,12 +139,12 @@ class CommonConfig(BaseModel):
     @classmethod
     def _model_is_there(cls, model: str) -> str:
         if not model:
-            raise ValueError("the demo model is not installed here, so a model has to be named")
+            raise ValueError("the demo model is not installed: name a model")
         if not model.startswith(("/", "./", "../", "~")):
             return model
         path = Path(model).expanduser()
         if not (path / "config.json").is_file():
-            raise ValueError(f"{path} is no model directory: it has no config.json")
+            raise ValueError(f"{path} is not a model directory: it has no config.json")
         return str(path)
 
     @field_validator("curve_key_file")
@@ -165,7 +162,7 @@ class CommonConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _read_redis_password(cls, values: Any) -> Any:
-        """Puts the file's password into the URL, so that the frozen object holds it."""
+        """Inserts the file's password into the URL, so the frozen object contains it."""
         if not isinstance(values, dict) or not values.get("redis_password_file"):
             return values
         path = Path(values["redis_password_file"])
@@ -189,31 +186,31 @@ class CommonConfig(BaseModel):
 
     @property
     def uses_redis(self) -> bool:
-        """Whether there is a Redis to talk to, be it away at the moment."""
+        """Whether Redis is configured, reachable or not."""
         return self.redis_url != NO_REDIS
 
     @property
     def reachable_host(self) -> str:
-        """The address to give to others."""
+        """The address to advertise to peers."""
         if self.advertise_host:
             return self.advertise_host
         return socket.gethostname() if is_wildcard(self.host) else self.host
 
     def curve_key(self) -> CurveKey | None:
-        """The fleet's key, or None where nothing is encrypted. Raises BadKeyFile."""
+        """The fleet's key, or None without encryption. Raises BadKeyFile."""
         return None if self.curve_key_file is None else CurveKey.read(self.curve_key_file)
 
     def open_event_log(self, name: str) -> EventLog | None:
-        """The log of the service with this id, or None where none is wanted. Raises OSError."""
+        """Opens the event log of the service `name`; None if not configured. Raises OSError."""
         path = self.event_log
         return None if path is None else EventLog(Path(str(path).replace("{name}", name)), self.event_log_bytes)
 
     def printable(self) -> dict[str, Any]:
-        """All values, JSON-ready, with secrets masked."""
+        """All values as JSON types, with secrets masked."""
         values = self.model_dump(mode="json")
         values["redis_url"] = mask_password(self.redis_url)
         return values
 
     def log_values(self, log: logging.Logger) -> None:
-        """Says once, at start, what this process runs with."""
+        """Logs the configuration with secrets masked."""
         log.info("configuration: %s", " ".join(f"{name}={value}" for name, value in self.printable().items()))

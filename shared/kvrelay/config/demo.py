@@ -1,4 +1,4 @@
-"""Where the model lies that is served when no other is named."""
+"""Location of the demo model, the default model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _CHECKOUT = Path(__file__).resolve().parents[3] / "models" / "demo"
 
 
 def demo_model_path() -> Path | None:
-    """The demo model's directory: packaged with the wheel, or in the checkout. None where neither is there."""
+    """The demo model's directory, in the wheel or the checkout; None if neither exists."""
     for path in (_PACKAGED, _CHECKOUT):
         if (path / "config.json").is_file():
             return path

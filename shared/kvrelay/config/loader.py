@@ -1,9 +1,9 @@
-"""One config object from a TOML file, `KVRELAY_*` and flags, in rising precedence.
+"""Builds a config object from a TOML file, `KVRELAY_*` variables and flags, in increasing precedence.
 
-Flags, their help and the error messages are generated from the fields, so that a field is described in one place.
+Flags, help and error messages are generated from the fields, so each field is described in one place.
 
-The file's top level holds for every process that has the field; the tables `[up]`, `[router]`, `[worker]`,
-`[prefill]` and `[decode]` hold for that kind of process alone and win over the top level.
+The top level of the file applies to every process that has the field. The tables `[up]`, `[router]`, `[worker]`,
+`[prefill]` and `[decode]` apply to that kind of process and override the top level.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
 
 class ConfigError(ValueError):
-    """A value that cannot be used. The message names the field, where the value came from, and what is allowed."""
+    """An invalid value. The message names the field, the source of the value, and the allowed values."""
 
 
 def load_config(
@@ -48,10 +48,10 @@ def load_config(
     environ: Mapping[str, str] | None = None,
     **fixed: Any,
 ) -> ConfigT:
-    """The process's configuration. `argv` defaults to the command line, `environ` to the environment.
+    """Loads the configuration. `argv` defaults to the command line, `environ` to the environment.
 
-    `fixed` are values that the process itself decides, such as a worker's role. `--help` and unknown flags end the
-    process, as argparse does; a bad value raises ConfigError.
+    `fixed` contains values that the process decides itself, such as a worker's role. `--help` and unknown flags exit
+    the process, as in argparse; an invalid value raises ConfigError.
     """
     parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
     add_config_flag(parser)
@@ -61,7 +61,7 @@ def load_config(
 
 
 def resolve(config_class: type[ConfigT], flags: Mapping[str, Any], environ: Mapping[str, str], **fixed: Any) -> ConfigT:
-    """`load_config` after the flags were parsed: `flags` has those that were given, and `config` for the file."""
+    """Like `load_config` for parsed flags: `flags` contains the given ones, and `config` for the file."""
     tables = [name for name, table in TABLES.items() if table is config_class]
     if "role" in fixed:
         tables = ["worker", str(fixed["role"])]
@@ -86,12 +86,12 @@ def resolve(config_class: type[ConfigT], flags: Mapping[str, Any], environ: Mapp
 
 
 def add_config_flag(parser: argparse.ArgumentParser) -> None:
-    """`--config FILE`."""
+    """Adds `--config FILE`."""
     parser.add_argument(
         "--config",
         metavar="FILE",
         default=argparse.SUPPRESS,
-        help=f"TOML file with values; {ENV_PREFIX}* and flags win over it [{ENV_PREFIX}CONFIG]",
+        help=f"TOML file; {ENV_PREFIX}* variables and flags override it [{ENV_PREFIX}CONFIG]",
     )
 
 
@@ -100,7 +100,7 @@ def add_flags(
     config_class: type[BaseModel],
     skip: frozenset[str] = frozenset(),
 ) -> None:
-    """One flag a field; a flag that is not given leaves no attribute behind."""
+    """Adds one flag per field. A flag that is not given sets no attribute."""
     for name, field in config_class.model_fields.items():
         extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
         aliases = extra.get("flags", [])
@@ -127,17 +127,16 @@ def add_flags(
 
 
 def flag_names(field_name: str) -> list[str]:
-    """The flag of a field."""
     return [f"--{field_name.replace('_', '-')}"]
 
 
 def is_list(field: FieldInfo) -> bool:
-    """Whether the field takes several values, separated by commas in flags and environment."""
+    """Whether the field is a list, separated by commas in flags and variables."""
     return isinstance(field.json_schema_extra, dict) and bool(field.json_schema_extra.get("list"))
 
 
 def allowed(field: FieldInfo) -> str:
-    """What a field takes, for people: its choices or range; empty where its type says it all."""
+    """The choices or range of a field for messages, or "" if it has neither."""
     choices = _choices(field.annotation)
     if choices:
         return ", ".join(choices)
@@ -246,7 +245,7 @@ def _explain(config_class: type[BaseModel], error: ValidationError, sources: Map
 def _explanations(config_class: type[BaseModel], error: ValidationError, sources: Mapping[str, str]) -> Iterator[str]:
     for detail in error.errors(include_url=False):
         if detail["type"] == "default_factory_not_called":
-            continue  # follows from another error
+            continue  # a consequence of another error
         message = detail["msg"].removeprefix("Value error, ")
         message = message[:1].lower() + message[1:]
         if not detail["loc"]:

@@ -1,4 +1,4 @@
-"""The configuration reference, written from the fields: `python -m kvrelay.config.reference` prints it as Markdown."""
+"""Generates the configuration reference from the fields. `python -m kvrelay.config.reference` prints it as Markdown."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from kvrelay.config.up_config import UpConfig
 from kvrelay.config.worker import WorkerConfig
 
 WIDTH = 116
-"""Columns of a line of text."""
+"""Maximum columns of a line of text."""
 
 HEAD = """\
 # Configuration
 
 <!-- Written by `.venv/bin/python scripts/docs.py` from the fields in shared/kvrelay/config/. Do not edit. -->
 
-Every process reads one frozen configuration at its start, and logs it with its secrets masked. Each value can be set
-in four places; a later one of this list wins:
+Look up every flag, variable and field. Each process reads its configuration at start and logs it with secrets masked.
+A value comes from the last of these places that sets it:
 
 1. the default,
 2. a TOML file, named by `--config FILE` or `KVRELAY_CONFIG`,
 3. an environment variable `KVRELAY_*` (an empty one counts as unset),
 4. a flag.
 
-The file's top level holds for every process that has the field. The tables `[up]`, `[router]`, `[worker]`, `[prefill]`
-and `[decode]` hold for that kind of process alone and win over the top level; `[prefill]` and `[decode]` win over
-`[worker]`. An unknown name in the file, an unknown flag and a value out of range end the process with status 2 and a
-message that names the field, where the value came from, and what is allowed. Unknown `KVRELAY_*` variables are ignored.
-A field's heading below is its name in the file.
+The top level of the file applies to every process that has the field. The tables `[up]`, `[router]`, `[worker]`,
+`[prefill]` and `[decode]` apply to that kind of process and override the top level; `[prefill]` and `[decode]`
+override `[worker]`. Unknown names in the file, unknown flags and invalid values exit the process with status 2 and a
+message that names the field, the source of the value and the allowed values. Unknown `KVRELAY_*` variables are
+ignored. Headings below are names in the file.
 
 ```toml
 # kvrelay.toml: one file for all processes of a fleet
@@ -54,25 +54,24 @@ host = "0.0.0.0"
 api_keys_file = "/etc/kvrelay/keys"
 ```
 
-Times are in seconds. Sizes are written as `512MiB` or `4GiB`, or in bytes. Switches take `true` or `false` in the file
-and the environment, and `--name` or `--no-name` as a flag. Lists are separated by commas in a variable and a
-flag, which may also be repeated, and are arrays in the file.
+Times are in seconds. Sizes are written as `512MiB`, `4GiB` or in bytes. Switches are `true` or `false` in the file
+and the environment, and `--name` or `--no-name` as flags. Lists are arrays in the file and comma-separated in
+variables and flags; such flags may be repeated.
 
-`KVRELAY_CACHE_DIR` is not a field: it names the directory where the compiled CPU kernel is kept, and the locks by which
-processes that share a GPU start one after the other (default: `kvrelay` in `XDG_CACHE_HOME`, or in `~/.cache`).
+`KVRELAY_CACHE_DIR`, not a field, names the directory of the compiled CPU kernel and of the locks that order the start
+of processes on one GPU (default: `kvrelay` in `XDG_CACHE_HOME`, or in `~/.cache`).
 """
 
-COMMON = "Router and workers alike: `kvrelay router`, `kvrelay prefill`, `kvrelay decode`."
-WORKER = "`kvrelay prefill` and `kvrelay decode`, beside the common fields."
-ROUTER = "`kvrelay router`, beside the common fields."
+COMMON = "Fields of `kvrelay router`, `kvrelay prefill` and `kvrelay decode`."
+WORKER = "Further fields of `kvrelay prefill` and `kvrelay decode`."
+ROUTER = "Further fields of `kvrelay router`."
 UP = """\
-`kvrelay up` starts all services on this machine. It takes the fields below, and passes the flags of the services on to
-them; what it decides itself (names, ports, addresses of the services, Redis) it does not take. The services read the
-same file and the same environment."""
+`kvrelay up` starts all services on this machine. It takes the fields below and passes flags of the services on to them,
+except those it decides itself (names, ports, addresses, Redis). The services read the same file and environment."""
 
 
 def render() -> str:
-    """The whole document."""
+    """The complete Markdown document."""
     common = frozenset(CommonConfig.model_fields)
     sections = [
         _section("Common fields", COMMON, CommonConfig),
@@ -99,7 +98,7 @@ def _facts(name: str, field: FieldInfo) -> Iterator[str]:
     flags = [] if _has_no_flag(field) else [*flag_names(name), *_aliases(field)]
     if field.annotation is bool:
         flags.append(f"--no-{name.replace('_', '-')}")
-    spelled = ", ".join(f"`{flag}`" for flag in flags) or "none, so that it shows in no list of processes"
+    spelled = ", ".join(f"`{flag}`" for flag in flags) or "none, since process lists show flags"
     yield f"- Flag: {spelled}"
     yield f"- Environment: `{ENV_PREFIX}{name.upper()}`"
     yield f"- Default: {_default(field)}"
@@ -124,7 +123,7 @@ def _sentence(field: FieldInfo) -> str:
 
 
 def _default(field: FieldInfo) -> str:
-    """Where the default is made at start, or is a choice of the process, the description says what it is."""
+    """If the default is computed at start, the description states it."""
     if field.default_factory is not None or field.default in (None, ()):
         return "see above" if "default:" in (field.description or "") else "not set"
     if isinstance(field.default, bool):

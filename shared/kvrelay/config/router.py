@@ -23,18 +23,18 @@ from pydantic import (
 from kvrelay.config.common import CommonConfig
 
 LEAST_PER_MINUTE = 0.001
-"""One in 17 hours. Redis keeps the time of the next request, which would not fit its numbers for ever rarer ones."""
+"""One request in 17 hours. Redis stores the time of the next request, whose precision limits the rate."""
 
 
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-fA-F:.]+\]|[^/?#@\s\[\]:]+)(:[0-9]{1,5})?")
-"""As browsers send it."""
+"""The `Origin` header as browsers send it."""
 
 MAX_ID_OF_SEVERAL = 61
-"""Of a router's name, to which its processes add a number."""
+"""Maximum length of `router_id` with several processes, which append their numbers."""
 
 
 class OwnKeyLimits(BaseModel):
-    """One [[key]] table of key_limits_file. What is left out is as for all keys."""
+    """One [[key]] table of key_limits_file. Missing fields use the limits for all keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -46,7 +46,7 @@ class OwnKeyLimits(BaseModel):
 
 
 class RouterConfig(CommonConfig):
-    """One router. Times in seconds."""
+    """Fields of one router. Times are in seconds."""
 
     router_id: str = Field(
         default_factory=lambda: f"router-{secrets.token_hex(4)}",
@@ -58,7 +58,7 @@ class RouterConfig(CommonConfig):
         default=1,
         ge=1,
         le=64,
-        description="processes that share the port, each a router of its own whose id ends in -0, -1 and so on",
+        description="router processes that share the port; their ids end in -0, -1 and so on",
         json_schema_extra={"flags": ["--workers"]},
     )
     message_host: str | None = Field(
@@ -68,104 +68,104 @@ class RouterConfig(CommonConfig):
         default=0,
         ge=0,
         le=65535,
-        description="port of the inbox for workers' messages; several processes take those after it; 0: any free one",
+        description="port for workers' messages; several processes use the following ports; 0: any free one",
     )
     metrics_port: int | None = Field(
         default=None,
         ge=0,
         le=65535,
-        description="port of the page /metrics, for Prometheus, and of /health and /ready; several processes take "
-        "those after it; 0: any free one (default: none)",
+        description="port of /metrics for Prometheus, /health and /ready; several processes use the following ports; "
+        "0: any free one (default: none)",
     )
     metrics_host: str = Field(default="127.0.0.1", min_length=1, description="address to listen on for these pages")
 
     api_keys: tuple[SecretStr, ...] = Field(
         default=(),
-        description="keys that clients may present; none: no key is asked for",
+        description="API keys of clients; none: no key is needed",
         json_schema_extra={"flags": None, "list": True},
     )
     api_keys_file: Path | None = Field(
-        default=None, description="file with one key a line; blank lines and lines that start with # do not count"
+        default=None, description="file with one API key per line; blank lines and lines that start with # are ignored"
     )
     allowed_origins: tuple[str, ...] = Field(
         default=(),
-        description="web pages that browsers let use the API: origins as in https://chat.example, or * for all; the "
-        "flag may be repeated (default: none)",
+        description="origins of web pages that may use the API, as in https://chat.example, or * for all; repeat the "
+        "flag for several (default: none)",
         json_schema_extra={"flags": ["--allowed-origin"], "list": True},
     )
     max_body_bytes: ByteSize = Field(
         default=ByteSize(8 << 20), ge=1024, le=1 << 30, description="largest request body, as in 8MiB"
     )
     max_header_bytes: ByteSize = Field(
-        default=ByteSize(64 << 10), ge=1024, le=16 << 20, description="largest head of a request, as in 64KiB"
+        default=ByteSize(64 << 10), ge=1024, le=16 << 20, description="largest request line and headers, as in 64KiB"
     )
     max_connections: int = Field(
         default=4096,
         ge=1,
         le=1 << 20,
-        description="connections of clients to a process beyond which new ones are refused with 503",
+        description="client connections per process; more are refused with 503",
     )
     request_timeout_s: float = Field(
-        default=600.0, gt=0, le=86400, description="time a request may take from its arrival, in seconds"
+        default=600.0, gt=0, le=86400, description="seconds that a request may take from its arrival"
     )
-    max_attempts: int = Field(default=3, ge=1, le=100, description="tries of workers before a request fails")
+    max_attempts: int = Field(default=3, ge=1, le=100, description="counted attempts before a request fails")
     max_queued_requests: int = Field(
-        default=1024, ge=1, le=1 << 20, description="requests in progress in a process beyond which new ones get 429"
+        default=1024, ge=1, le=1 << 20, description="requests in progress per process; more get 429"
     )
     key_requests_per_minute: float | None = Field(
         default=None,
         ge=LEAST_PER_MINUTE,
         le=1e6,
-        description="requests a minute that one API key may send, over all routers",
+        description="requests per minute of one API key over all routers",
     )
     key_burst: int = Field(
         default=10, ge=1, le=1 << 20, description="requests that a key may send at once after a pause"
     )
     key_concurrency: int | None = Field(
-        default=None, ge=1, le=1 << 20, description="requests that one API key may have in progress, over all routers"
+        default=None, ge=1, le=1 << 20, description="concurrent requests of one API key over all routers"
     )
     key_least_priority: int | None = Field(
         default=None,
         ge=-(2**31),
         lt=2**31,
-        description="smallest, which is the most urgent, priority that a request may ask for",
+        description="smallest (most urgent) priority that a request may set",
     )
     key_limits_file: Path | None = Field(
         default=None,
-        description="TOML file with limits of single keys: [[key]] tables with the key, requests_per_minute, burst, "
+        description="TOML file with limits for single keys: [[key]] tables with key, requests_per_minute, burst, "
         "concurrency, least_priority",
     )
     ttft_deadline_s: float | None = Field(
         default=None,
         gt=0,
         le=86400,
-        description="requests whose first token is expected later than this are refused at once with 429; a request's "
-        "own x-request-timeout always counts",
+        description="refuse a request with 429 if its first token is expected after this many seconds; its "
+        "x-request-timeout also applies",
     )
     routing_policy: Literal["cost", "least_loaded", "round_robin", "random", "prefix_only", "sticky"] = Field(
-        default="cost", description="how workers are chosen among those that are ready"
+        default="cost", description="routing policy among ready workers"
     )
     local_prefill_tokens: int | None = Field(
         default=None,
         ge=0,
         le=1 << 20,
-        description="prompts of at most so many tokens go to a decode worker alone, without a handoff; 0: none "
-        "(default: where routing_policy cost expects it to be faster)",
+        description="prompts of at most this many tokens go to a decode worker alone; 0: none (default: if "
+        "routing_policy cost expects that to be faster)",
     )
     static_workers: tuple[str, ...] = Field(
         default=(),
-        description="workers to use beside those that Redis names: http://HOST:PORT of the http_port of each; the flag "
-        "may be repeated",
+        description="workers to use in addition to those in Redis: http://HOST:PORT with the worker's http_port; "
+        "repeat the flag for several",
         json_schema_extra={"flags": ["--static-worker"], "list": True},
     )
     fleet_interval_s: float = Field(
         default=0.5,
         ge=0.05,
         le=60,
-        description="time between looks into the registry, and between questions to a static worker, in seconds",
+        description="seconds between reads of the registry, and between requests to a static worker",
     )
     drain_timeout_s: float = Field(
-        default=30.0, ge=0, le=3600, description="time for open requests to finish after SIGTERM, in seconds"
+        default=30.0, ge=0, le=3600, description="seconds for open requests to finish after SIGTERM"
     )
 
     @model_validator(mode="after")
@@ -188,7 +188,9 @@ class RouterConfig(CommonConfig):
     @model_validator(mode="after")
     def _workers_can_be_found(self) -> Self:
         if not self.uses_redis and not self.static_workers:
-            raise ValueError("redis_url = none needs static_workers: there is nothing else to find workers by")
+            raise ValueError(
+                "redis_url = none needs static_workers: without Redis the router has no other list of workers"
+            )
         return self
 
     @field_validator("allowed_origins")
@@ -196,14 +198,16 @@ class RouterConfig(CommonConfig):
     def _are_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
         for origin in origins:
             if origin != "*" and not ORIGIN.fullmatch(origin):
-                raise ValueError(f"{origin!r} is no origin: SCHEME://HOST or SCHEME://HOST:PORT, without a path, or *")
+                raise ValueError(
+                    f"{origin!r} is not an origin: SCHEME://HOST or SCHEME://HOST:PORT, without a path, or *"
+                )
         return tuple(dict.fromkeys(origins))
 
     @field_validator("api_keys")
     @classmethod
     def _no_empty_key(cls, keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
         if any(not key.get_secret_value().strip() for key in keys):
-            raise ValueError("an empty key would let everybody in")
+            raise ValueError("an empty API key is not allowed: it would admit every client")
         return keys
 
     @field_validator("key_limits_file")
@@ -219,19 +223,19 @@ class RouterConfig(CommonConfig):
         for number, key in enumerate(self.own_key_limits(), 1):
             if key not in known:
                 raise ValueError(
-                    f"key_limits_file: {self.key_limits_file}: [[key]] number {number} names a key that is not among "
-                    f"api_keys and api_keys_file"
+                    f"key_limits_file: {self.key_limits_file}: [[key]] number {number} has a key that is neither in "
+                    f"api_keys nor in api_keys_file"
                 )
         return self
 
     def own_key_limits(self) -> dict[str, OwnKeyLimits]:
-        """The entries of `key_limits_file`, by key."""
+        """Entries of `key_limits_file`, by API key."""
         return _read_key_limits(self.key_limits_file) if self.key_limits_file is not None else {}
 
     @model_validator(mode="before")
     @classmethod
     def _read_keys(cls, values: Any) -> Any:
-        """Adds the file's keys, so that the frozen object holds them all."""
+        """Adds the keys of `api_keys_file`, so the frozen object contains all."""
         if not isinstance(values, dict) or not values.get("api_keys_file"):
             return values
         path = Path(values["api_keys_file"])
@@ -246,7 +250,7 @@ class RouterConfig(CommonConfig):
 
 
 def static_worker_address(url: str) -> tuple[str, int]:
-    """Host and port of http://HOST:PORT. Raises ValueError."""
+    """Host and port of `http://HOST:PORT`. Raises ValueError for any other URL."""
     parts = urlsplit(url)
     try:
         port = parts.port
@@ -254,12 +258,12 @@ def static_worker_address(url: str) -> tuple[str, int]:
         raise ValueError(f"{url!r}: {error}") from None
     rest = parts.path.rstrip("/") or parts.query or parts.fragment or "@" in parts.netloc
     if parts.scheme != "http" or not parts.hostname or not port or rest:
-        raise ValueError(f"{url!r} is no worker's address: http://HOST:PORT is needed, with PORT 1 to 65535")
+        raise ValueError(f"{url!r} is not a worker's address: http://HOST:PORT is needed, with PORT 1 to 65535")
     return parts.hostname, port
 
 
 def _read_key_limits(path: Path) -> dict[str, OwnKeyLimits]:
-    """Raises ValueError that names the file and what is wrong, but no key."""
+    """Raises ValueError with the file and the fault. The message never contains a key."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Configuration of `kvrelay up`, beside what it passes on to the services."""
+"""Configuration of `kvrelay up` itself. It passes other flags on to the services."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ _DEVICE = re.compile(r"^(\d{1,4}|(GPU|MIG)-[0-9A-Za-z/-]{1,120})$")
 
 
 class UpConfig(BaseModel):
-    """How many of what to start, and where."""
+    """Numbers of services to start, their ports and their GPUs."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     prefill: int = Field(
-        default=1, ge=0, le=1024, description="prefill workers to start; with none, decode workers do both"
+        default=1, ge=0, le=1024, description="prefill workers to start; 0: decode workers also compute prompts"
     )
     decode: int = Field(default=1, ge=1, le=1024, description="decode workers to start")
     workers_per_process: int = Field(
-        default=1, ge=1, le=1024, description="workers that share a process, with backend = simulated"
+        default=1, ge=1, le=1024, description="workers per process, with backend = simulated"
     )
     router_processes: int = Field(
         default=1,
         ge=1,
         le=64,
-        description="processes of the router, which share its port",
+        description="router processes that share its port",
         json_schema_extra={"flags": ["--router-workers"]},
     )
     port: int = Field(default=8000, ge=0, le=65535, description="port of the HTTP endpoint; 0: any free one")
@@ -37,55 +37,55 @@ class UpConfig(BaseModel):
     redis_url: str | None = Field(
         default=None,
         min_length=1,
-        description="Redis to use (default: one of its own, which ends with it)",
+        description="Redis to use (default: start one, and stop it at the end)",
         json_schema_extra={"flags": ["--redis"]},
     )
     metrics_port: int | None = Field(
         default=None,
         ge=1,
         le=65000,
-        description="first port of the services' pages /metrics, for Prometheus: one for each process of the router, "
-        "then one for each worker, prefill first (default: none)",
+        description="first port of the services' /metrics pages for Prometheus: one per router process, then one per "
+        "worker, prefill first (default: none)",
     )
     devices: tuple[str, ...] = Field(
         default=(),
-        description="GPUs for the workers, as nvidia-smi numbers them or by UUID: 0,1 or GPU-...,MIG-...; divided "
-        "between prefill and decode, or shared by all where there is one (default: what device says, for every worker)",
+        description="GPUs for the workers, by nvidia-smi number or UUID: 0,1 or GPU-...,MIG-...; divided between "
+        "prefill and decode; a single one is shared (default: as device says)",
         json_schema_extra={"list": True},
     )
     prefill_devices: tuple[str, ...] = Field(
         default=(),
-        description="GPUs on which the prefill workers take turns, in place of devices; with decode_devices, which may "
-        "name the same",
+        description="GPUs of the prefill workers, used in turn, instead of devices; needs decode_devices, which may "
+        "name the same GPUs",
         json_schema_extra={"list": True},
     )
     decode_devices: tuple[str, ...] = Field(
-        default=(), description="GPUs on which the decode workers take turns", json_schema_extra={"list": True}
+        default=(), description="GPUs of the decode workers, used in turn", json_schema_extra={"list": True}
     )
     prefill_memory_utilization: float | None = Field(
         default=None,
         gt=0,
         le=1,
-        description="share of its GPU's memory for each prefill worker, with devices (default: what others leave of "
-        "memory_utilization, or of 0.9, in equal parts)",
+        description="share of a GPU's memory for each prefill worker, with devices (default: an equal part of what "
+        "remains of memory_utilization, or of 0.9)",
     )
     decode_memory_utilization: float | None = Field(
-        default=None, gt=0, le=1, description="share of its GPU's memory for each decode worker, with devices"
+        default=None, gt=0, le=1, description="share of a GPU's memory for each decode worker, with devices"
     )
-    state_dir: Path = Field(default=Path(".kvrelay"), description="directory for the services' logs")
-    verbose: bool = Field(default=False, description="show the services' logs here instead of writing them to files")
+    state_dir: Path = Field(default=Path(".kvrelay"), description="directory of the services' logs")
+    verbose: bool = Field(default=False, description="show the services' logs on the terminal instead of writing files")
 
     @field_validator("redis_url")
     @classmethod
     def _is_a_redis(cls, url: str | None) -> str | None:
         if url == NO_REDIS:
-            raise ValueError("its services find each other through Redis: leave it out for one of its own")
+            raise ValueError("kvrelay up needs Redis: leave it out to start one")
         return url
 
     @field_validator("devices", "prefill_devices", "decode_devices", mode="before")
     @classmethod
     def _as_text(cls, devices: Any) -> Any:
-        """A file may hold numbers."""
+        """TOML files may have numbers."""
         if isinstance(devices, list | tuple):
             return tuple(str(each) if type(each) is int else each for each in devices)
         return devices
@@ -94,30 +94,30 @@ class UpConfig(BaseModel):
     @classmethod
     def _names_devices(cls, devices: tuple[str, ...]) -> tuple[str, ...]:
         if not devices:
-            raise ValueError("names no GPU: give one or more, or leave it out")
+            raise ValueError("names no GPU: name at least one, or leave it out")
         for device in devices:
             if not _DEVICE.match(device):
-                raise ValueError(f"{device!r} is no GPU (allowed: a number from 0 on, GPU-UUID or MIG-UUID)")
+                raise ValueError(f"{device!r} is not a GPU (allowed: a number from 0 on, GPU-UUID or MIG-UUID)")
         if len(set(devices)) < len(devices):
-            raise ValueError("names a GPU twice: workers that share one are placed on it by turns")
+            raise ValueError("names a GPU twice: name it once, workers share it")
         return devices
 
     @property
     def places_workers(self) -> bool:
-        """Whether the workers are told which GPU is theirs."""
+        """Whether `kvrelay up` assigns GPUs to workers."""
         return bool(self.devices or self.decode_devices)
 
     @model_validator(mode="after")
     def _devices_fit_together(self) -> Self:
         if self.devices and (self.prefill_devices or self.decode_devices):
-            raise ValueError("devices stands for prefill_devices and decode_devices: give the one or the two")
+            raise ValueError("devices excludes prefill_devices and decode_devices: set either")
         if self.prefill_devices and not self.prefill:
             raise ValueError("prefill_devices without prefill workers (prefill = 0)")
         if self.prefill_devices and not self.decode_devices:
-            raise ValueError("prefill_devices needs decode_devices beside it")
+            raise ValueError("prefill_devices needs decode_devices")
         if self.decode_devices and self.prefill and not self.prefill_devices:
-            raise ValueError("decode_devices needs prefill_devices beside it, unless prefill = 0")
+            raise ValueError("decode_devices needs prefill_devices, unless prefill = 0")
         for name in ("prefill_memory_utilization", "decode_memory_utilization"):
             if getattr(self, name) is not None and not self.places_workers:
-                raise ValueError(f"{name} needs devices: it is a share of the memory of a GPU that is named")
+                raise ValueError(f"{name} needs devices: it is a share of the memory of a named GPU")
         return self

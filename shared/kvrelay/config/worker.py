@@ -1,4 +1,4 @@
-"""Configuration of a worker: prefill and decode have the same."""
+"""Configuration of prefill and decode workers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pydantic import ByteSize, Field, field_validator, model_validator
 
 from kvrelay.config.common import CommonConfig
 from kvrelay.engine.graph_sizes import default_sizes
-from kvrelay.scheduling.base import Chunking, Preemption, QueueOrderName, Retraction, SchedulerSettings
-from kvrelay.scheduling.registry import DEFAULT_SCHEDULER, WHOLE_PROMPTS, check_scheduler_name
+from kvrelay.scheduling.policies.scheduler_registry import DEFAULT_SCHEDULER, WHOLE_PROMPTS, check_scheduler_name
+from kvrelay.scheduling.scheduler_settings import Chunking, Preemption, QueueOrderName, Retraction, SchedulerSettings
 from kvrelay.simulated.profiles import BUILT_IN, find_profile
 
 Role = Literal["prefill", "decode"]
@@ -19,12 +19,12 @@ MIB = 1 << 20
 
 
 def default_worker_id(data: dict[str, Any]) -> str:
-    """Role and eight random hex digits."""
+    """The role and eight random hex digits."""
     return f"{data.get('role', 'worker')}-{secrets.token_hex(4)}"
 
 
 class WorkerConfig(CommonConfig):
-    """One worker. Sizes in tokens, blocks or bytes as named; times in seconds."""
+    """Fields of one worker. Sizes are in tokens, blocks or bytes as named; times in seconds."""
 
     role: Role = Field(description="set by the service itself", json_schema_extra={"flags": None})
     worker_id: str = Field(
@@ -36,60 +36,59 @@ class WorkerConfig(CommonConfig):
         default=1,
         ge=1,
         le=1024,
-        description="workers in this process, with backend = simulated; the ids of several end in -0, -1 and so on",
+        description="workers in this process, with backend = simulated; their ids end in -0, -1 and so on",
     )
-    port: int = Field(default=0, ge=0, le=65535, description="port of the inbox for control messages; 0: any free one")
+    port: int = Field(default=0, ge=0, le=65535, description="port for control messages; 0: any free one")
     transfer_port: int = Field(default=0, ge=0, le=65535, description="port for incoming KV blocks; 0: any free one")
     http_port: int | None = Field(
         default=None,
         ge=0,
         le=65535,
-        description="port of the pages /health and /ready, for probes, /metrics, for Prometheus, and /worker, for the "
-        "static_workers of routers; 0: any free one (default: none)",
+        description="port of /health and /ready for probes, /metrics for Prometheus, and /worker for static_workers of "
+        "routers; 0: any free one (default: none)",
     )
     http_host: str = Field(default="127.0.0.1", min_length=1, description="address to listen on for these pages")
     transfer: Literal["auto", "nixl", "zmq"] = Field(
         default="auto",
-        description="how KV blocks travel; auto: by nixl between workers that both have it, by zmq otherwise",
+        description="transport of KV blocks; auto: nixl between workers that both have it, otherwise zmq",
     )
     transfer_checksums: bool = Field(
         default=False,
-        description="send a checksum with each KV block; decode verifies it and asks again for a block that fails",
+        description="send a checksum with each KV block; decode verifies it and requests corrupted blocks again",
     )
     push_when: Literal["chunk", "prompt"] = Field(
         default="chunk",
-        description="prefill sends a prompt's KV blocks as each chunk is computed; or all after the last chunk, to "
-        "measure what sending meanwhile is worth",
+        description="when prefill sends a prompt's KV blocks: after each chunk, or after the last one (for comparison)",
     )
     nixl_transports: str = Field(
         default="",
         pattern=r"^[a-z0-9_,^:]*$",
-        description="what NIXL's UCX may use, as in UCX_TLS: tcp, or rc,cuda_ipc,cuda_copy (default: what UCX finds)",
+        description="UCX transports that NIXL may use, as in UCX_TLS: tcp, or rc,cuda_ipc,cuda_copy (default: all)",
     )
 
     backend: Literal["auto", "simulated"] = Field(
         default="auto",
-        description="what computes: auto: the model, on the device; simulated: nothing, a step takes the time that "
-        "profile says and its tokens are made up",
+        description="auto: compute the model on the device; simulated: compute nothing, steps take the time of the "
+        "profile and tokens are made up",
     )
     profile: str = Field(
         default="llama3-8b-h100",
-        description=f"of backend = simulated: {', '.join(BUILT_IN)}, or a JSON file as `kvrelay measure` writes it",
+        description=f"profile of backend = simulated: {', '.join(BUILT_IN)}, or a JSON file from `kvrelay measure`",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
-        description="type of weights, and of KV unless kv_cache_dtype says otherwise; auto: the checkpoint's, or "
-        "float32 where the CPU lacks it",
+        description="type of weights, and of KV unless kv_cache_dtype is set; auto: the checkpoint's, or float32 if "
+        "the CPU does not compute in it",
     )
     kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = Field(
         default="auto",
-        description="type of keys and values in the pool; auto: the model's, as dtype says; fp8_e4m3, fp8_e5m2: 8-bit "
-        "floats, which hold twice the tokens of bfloat16 and four times those of float32, and cost some accuracy",
+        description="type of keys and values in the pool; auto: as dtype; fp8_e4m3, fp8_e5m2: 8-bit floats, which hold "
+        "twice the tokens of bfloat16 and four times those of float32 and cost some accuracy",
     )
     load_format: Literal["auto", "dummy"] = Field(
         default="auto",
-        description="auto: the checkpoint's weights; dummy: random ones of the model's shape, made on the device, to "
-        "measure a model without its weights: config.json and tokenizer are all that must be there",
+        description="auto: the checkpoint's weights; dummy: random weights of the model's shape, for measurements; "
+        "needs only config.json and the tokenizer",
     )
     device: str = Field(
         default="auto",
@@ -98,159 +97,164 @@ class WorkerConfig(CommonConfig):
     )
     cuda_graphs: bool = Field(
         default=True,
-        description="on a decode worker's GPU, capture decoding steps at the start and replay them; off: launch every "
-        "kernel of every step",
+        description="on a decode worker's GPU, capture decoding steps in CUDA graphs at start and replay them; off: "
+        "launch every kernel of every step",
     )
     cuda_graph_sizes: tuple[int, ...] = Field(
         default=(),
-        description="numbers of sequences to capture a decoding step for, each 1 to max_running; a step is padded to "
-        "the next of them (default: 1, 2, 4, multiples of 8 up to 128, of 16 up to 256, of 32 up to 512 and so on, up "
+        description="numbers of sequences, 1 to max_running, for which decoding steps are captured; a step is padded "
+        "to the next size (default: 1, 2, 4, multiples of 8 up to 128, of 16 up to 256, of 32 up to 512 and so on, up "
         "to max_running)",
         json_schema_extra={"list": True},
     )
     cascade_attention: bool = Field(
         default=False,
-        description="on a GPU, sequences that decode behind the same prefix read its KV together, in steps where that "
-        "saves more than its kernels cost; experimental",
+        description="on a GPU, sequences with a common prefix read its KV together, in steps for which that saves "
+        "more than it costs; experimental",
     )
     threads: int | None = Field(
         default=None, ge=1, le=1024, description="CPU threads of the forward pass (default: one per core)"
     )
 
-    block_size: int = Field(default=16, ge=8, le=128, description="tokens in a block; a power of two")
+    block_size: int = Field(default=16, ge=8, le=128, description="tokens per block, a power of two")
     num_blocks: int | None = Field(
-        default=None, ge=2, description="blocks in the pool (default: as many as the KV memory holds)"
+        default=None, ge=2, description="blocks in the pool (default: as many as kv_memory_bytes holds)"
     )
     kv_memory_bytes: ByteSize | None = Field(
         default=None,
         ge=MIB,
-        description="memory of the pool when num_blocks is not given, as in 512MiB or 4GiB (default: 1GiB)",
+        description="memory of the pool if num_blocks is not set, as in 512MiB or 4GiB (default: 1GiB)",
     )
     memory_utilization: float | None = Field(
         default=None,
         gt=0,
         le=1,
-        description="share of the machine's memory, or of its GPU's, for this worker, when neither num_blocks nor "
-        "kv_memory_bytes is given: the pool gets what the weights and the largest step, which is run to measure it, "
-        "leave",
+        description="share of the machine's or GPU's memory for this worker, if neither num_blocks nor "
+        "kv_memory_bytes is set; the pool gets what remains after weights and the largest step, which is measured at "
+        "start",
     )
     max_model_len: int | None = Field(
-        default=None, ge=2, description="longest sequence in tokens, prompt and output (default: the model's own)"
+        default=None, ge=2, description="longest sequence in tokens, prompt plus output (default: the model's)"
     )
-    prefix_cache: bool = Field(default=True, description="keep the blocks of finished prompts for prompts like them")
+    prefix_cache: bool = Field(
+        default=True, description="keep the blocks of finished sequences for prompts with the same prefix"
+    )
     prefix_lookup: Literal["tree", "table"] = Field(
         default="tree",
-        description="what a prompt may share: any prefix of blocks; or whole sequences only, for comparison",
+        description="tree: prompts share any prefix of blocks; table: only complete sequences, for comparison",
     )
     index_interval_s: float = Field(
         default=0.05,
         ge=0.001,
         le=60,
-        description="time between batches of cache changes to the prefix index, in seconds",
+        description="seconds between batches of cache changes to the prefix index",
     )
 
-    token_budget: int = Field(default=512, ge=1, le=1 << 20, description="tokens that one step may hold")
+    token_budget: int = Field(default=512, ge=1, le=1 << 20, description="maximum tokens of a step")
     max_running: int = Field(
-        default=256, ge=1, le=1 << 16, description="sequences that hold blocks at a time; at most token_budget"
+        default=256,
+        ge=1,
+        le=1 << 16,
+        description="maximum sequences that hold blocks at the same time; at most token_budget",
     )
 
     scheduler: str = Field(
         default=DEFAULT_SCHEDULER,
-        description="what a step holds: sarathi, vllm, simple_chunking, orca, faster_transformer, or the name of an "
+        description="scheduling policy: sarathi, vllm, simple_chunking, orca, faster_transformer, or the name of an "
         "entry point kvrelay.schedulers",
     )
     chunking: Chunking = Field(
-        default="fixed", description="how sarathi and simple_chunking cut prompts: in tokens, or in equal time"
+        default="fixed",
+        description="how sarathi and simple_chunking cut prompts: chunks of equal length, or of equal time",
     )
     queue_order: QueueOrderName = Field(
         default="fcfs",
-        description="who is admitted first: first come, longest cached prefix, heaviest branch of prompts, smallest "
-        "priority number, shortest job, or anybody",
+        description="admission order: first come, longest cached prefix, heaviest branch of prompts, smallest priority "
+        "number, shortest job, or random",
     )
-    queue_patience: int = Field(
-        default=64, ge=1, le=1 << 20, description="admissions after which a waiting sequence is next in any order"
+    queue_starvation_bound: int = Field(
+        default=64, ge=1, le=1 << 20, description="admissions after which a waiting sequence is next in any queue_order"
     )
     retraction: Retraction = Field(
-        default="latest", description="who loses its blocks when they run out: the latest, or who has the least output"
+        default="latest",
+        description="sequence to preempt when blocks run out: the latest, or the one with the least output",
     )
     preemption: Preemption = Field(
         default="auto",
-        description="what becomes of the KV of a sequence that loses its blocks on a decode worker: computed again, or "
-        "copied to the swap space (if it has room) and back; auto: what is estimated to take less time",
+        description="how a preempted sequence on a decode worker keeps its KV: recompute, or swap (copied to the swap "
+        "space if it has room, and back); auto: whichever is estimated to be faster",
     )
     swap_space: ByteSize | None = Field(
         default=None,
         ge=0,
         le=1 << 44,
         description="host memory for the KV of preempted sequences on a decode worker, as in 512MiB or 4GiB; 0: none "
-        "(default: a quarter of the pool's memory; on a CPU pages are taken when they are first written)",
+        "(default: a quarter of the pool's memory)",
     )
     new_token_ratio: float = Field(
         default=0.0,
         ge=0,
         le=1,
-        description="share of the output still allowed to running sequences that admission leaves room for, at first; "
-        "it adapts. 0: none",
+        description="initial share of the running sequences' remaining output that admission keeps room for; it "
+        "adapts. 0: none",
     )
-    gang_samples: bool = Field(
+    group_samples: bool = Field(
         default=True,
-        description="whether the n samples of a request get, lose and regain their blocks together, as beams always do",
+        description="admit, preempt and resume the n samples of a request together, as beams always are",
     )
 
     prefill_delayer: bool = Field(
         default=False,
-        description="decode workers: prompts wait until the running sequences leave slots for a whole batch of them",
+        description="on decode workers, hold prompts back until running sequences leave room for a batch of prompts",
     )
     prefill_delayer_max_passes: int = Field(
         default=30,
         ge=1,
         le=1 << 16,
-        description="passes less one that a prompt waits for those of the group's other workers",
+        description="maximum passes, plus one, that a prompt waits for prompts of the group's other workers",
     )
     prefill_delayer_max_wait_s: float = Field(
         default=1.0,
         gt=0,
         le=60,
-        description="longest time that the delayer holds a prompt back, whatever the reason, in seconds",
+        description="maximum seconds that the delayer holds a prompt back",
     )
     prefill_delayer_group: str = Field(
         default="",
         pattern=r"^[\w.-]{0,64}$",
-        description="name of a group of decode workers that let prompts in together; they find each other in the "
-        "registry (default: this worker alone)",
+        description="name of a group of decode workers that admit prompts at the same time; they find each other in "
+        "the registry (default: this worker alone)",
     )
     prefill_delayer_silence_s: float = Field(
         default=1.0,
         ge=0.3,
         le=60,
-        description="silence after which a worker of the group is left out and holds up no prompt, in seconds",
+        description="seconds of silence after which the group ignores a worker",
     )
     prefill_delayer_low_watermark: float | None = Field(
         default=None,
         ge=0,
         le=1,
-        description="share of the KV pool in use below which a prompt does not wait for those of the group's others "
+        description="share of the KV pool in use below which a prompt does not wait for the group's other workers "
         "(default: it always waits)",
     )
     overlap: bool = Field(
         default=True,
-        description="plan the next step, on a GPU launch it, and publish the last one while a step is computed; off: "
-        "one after the other",
+        description="while a step is computed, publish the previous one and plan the next (on a GPU also launch it); "
+        "off: one after the other",
     )
 
     metrics_file: Path | None = Field(
         default=None,
-        description="file for one JSON line a step and a sequence; {worker_id} in it is replaced (default: none)",
+        description="file for one JSON line per step and sequence; {worker_id} is replaced (default: none)",
     )
 
     lease_ttl_s: float = Field(
-        default=5.0, ge=0.5, le=600, description="time after which a silent worker leaves the registry, in seconds"
+        default=5.0, ge=0.5, le=600, description="seconds after which a silent worker leaves the registry"
     )
-    lease_interval_s: float = Field(
-        default=1.0, ge=0.05, le=60, description="time between renewals of the lease, in seconds"
-    )
+    lease_interval_s: float = Field(default=1.0, ge=0.05, le=60, description="seconds between renewals of the lease")
     drain_timeout_s: float = Field(
-        default=30.0, ge=0, le=3600, description="time for running requests to finish after SIGTERM, in seconds"
+        default=30.0, ge=0, le=3600, description="seconds for running requests to finish after SIGTERM"
     )
 
     @field_validator("block_size")
@@ -280,37 +284,36 @@ class WorkerConfig(CommonConfig):
 
     @property
     def transfer_choice(self) -> Literal["auto", "nixl", "zmq"]:
-        """`transfer`; what stands for simulated K/V is small, and travels by zmq unless NIXL is asked for by name."""
+        """`transfer`, but simulated KV, which is small, uses zmq unless NIXL is requested by name."""
         return "zmq" if self.backend == "simulated" and self.transfer == "auto" else self.transfer
 
     @property
     def publishes_prefixes(self) -> bool:
-        """Whether the fleet hears what this worker's cache holds. Only the tree tells what joins and leaves it."""
+        """Whether this worker publishes its cache to the prefix index. Only the tree reports changes."""
         return self.uses_redis and self.prefix_index and self.prefix_cache and self.prefix_lookup == "tree"
 
     @property
     def scheduler_settings(self) -> SchedulerSettings:
-        """What the scheduler's policy is told."""
         return SchedulerSettings(
             queue_order=self.queue_order,
-            queue_patience=self.queue_patience,
+            queue_starvation_bound=self.queue_starvation_bound,
             chunking=self.chunking,
             retraction=self.retraction,
             new_token_ratio=self.new_token_ratio,
             preemption=self.preemption,
-            gang_samples=self.gang_samples,
+            group_samples=self.group_samples,
         )
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
-        """For how many sequences a decoding step is captured on a GPU, rising; prefill workers have no such steps."""
+        """Numbers of sequences for which CUDA graphs are captured, ascending; empty on prefill workers."""
         if not self.cuda_graphs or self.role == "prefill":
             return ()
         return tuple(sorted(set(self.cuda_graph_sizes))) or default_sizes(self.max_running)
 
     @property
     def swap_bytes(self) -> int | None:
-        """Bytes of swap space; None: a part of the pool's size. Prefill workers swap nothing."""
+        """Bytes of swap space; None: the default share of the pool. Prefill workers never swap."""
         if self.role == "prefill" or self.preemption == "recompute":
             return 0
         return self.swap_space
@@ -320,7 +323,7 @@ class WorkerConfig(CommonConfig):
         self._check_simulated()
         self._check_without_redis()
         if self.prefill_delayer and self.role == "prefill":
-            raise ValueError("prefill_delayer is for workers that run both phases: decode workers")
+            raise ValueError("prefill_delayer needs a worker that runs both phases: set it on decode workers")
         if self.prefill_delayer_group and not self.prefill_delayer:
             raise ValueError(
                 f"prefill_delayer_group = {self.prefill_delayer_group} needs prefill_delayer, which is off"
@@ -353,10 +356,10 @@ class WorkerConfig(CommonConfig):
         if self.uses_redis:
             return
         if self.http_port is None:
-            raise ValueError("redis_url = none needs http_port: by its page there routers find the worker")
+            raise ValueError("redis_url = none needs http_port: routers read the worker's record from it")
         if self.prefill_delayer_group:
             raise ValueError(
-                f"prefill_delayer_group = {self.prefill_delayer_group} needs a Redis, in which its workers find each "
+                f"prefill_delayer_group = {self.prefill_delayer_group} needs Redis for its workers to find each "
                 f"other, and redis_url is none"
             )
 
@@ -364,7 +367,7 @@ class WorkerConfig(CommonConfig):
         if self.backend != "simulated" and self.num_workers > 1:
             raise ValueError("several workers in a process (num_workers, workers_per_process) need backend = simulated")
         if self.backend == "simulated" and self.memory_utilization is not None:
-            raise ValueError("memory_utilization is measured, which backend = simulated cannot; give num_blocks")
+            raise ValueError("memory_utilization cannot be measured with backend = simulated: set num_blocks")
         if self.num_workers > 1 and (self.port or self.transfer_port or self.http_port):
             raise ValueError(
                 "port, transfer_port and http_port must be 0 (any free one) for more than one worker in a process"

@@ -15,10 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.transfer.pool_memory import PoolLike
-
-SequenceKey = tuple[str, int, int]
-"""(request id, attempt, sequence index)."""
 
 Int32Array = NDArray[np.int32]
 
@@ -43,9 +41,8 @@ class WorkerRow(msgspec.Struct, frozen=True, gc=False):
     `beam` the best candidates are found instead, and `key` is that of all beams of one request.
     With `has_placeholder`, the last of `token_ids` is a placeholder: it stands for the token sampled last for this
     key, by a step that was in flight when the batch was made.
-    With `keep`, what the model gave for the last of `token_ids` is kept under that number, until it is forgotten. With
-    `after` there are no `token_ids`: the token is drawn from what was kept under that number, by the row whose last
-    token stands at `position` - 1; K/V of that token and all before it lie in `block_ids`.
+    With `num_lookahead`, the row may bring up to 1 + num_lookahead tokens (see `RowResult`), and `block_ids` is long
+    enough for position + len(token_ids) + num_lookahead tokens. No row behind it has a placeholder.
     """
 
     key: SequenceKey
@@ -55,9 +52,8 @@ class WorkerRow(msgspec.Struct, frozen=True, gc=False):
     sample: bool
     is_prefill: bool
     has_placeholder: bool = False
+    num_lookahead: int = 0
     beam: BeamRow | None = None
-    keep: int = 0
-    after: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +81,6 @@ class WorkerBatch:
 
     A block that is copied out may be copied into, or written by a row, in the same step; a slot that is copied in is
     in no copy out of the same step. No target of a copy from block to block is a source, or another one's target.
-    `forget`: numbers of kept positions that no row draws from any more, in this step or later; unknown ones are fine.
     """
 
     step: int
@@ -93,7 +88,6 @@ class WorkerBatch:
     swap_out: SwapCopies = NO_COPIES
     swap_in: SwapCopies = NO_COPIES
     copies: Sequence[BlockCopy] = ()
-    forget: Sequence[int] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -102,11 +96,10 @@ class WorkerBatch:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it has rows, and all that these ask for is computed from tokens and blocks, and draws tokens: nothing
-        is copied, searched, kept, or drawn from what was kept."""
-        if self.swap_out.blocks or self.swap_in.blocks or self.copies or self.forget or not self.rows:
+        """Whether the batch has rows, copies nothing, and has no rows of beams."""
+        if self.swap_out.blocks or self.swap_in.blocks or self.copies or not self.rows:
             return False
-        return not any(row.keep or row.after or row.beam is not None for row in self.rows)
+        return all(row.beam is None for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +114,20 @@ class BeamCandidates:
 
 
 class RowResult(msgspec.Struct, frozen=True, gc=False):
-    """What the forward gave for one row. `token_id` is None where nothing was sampled."""
+    """What a step computed for one row.
 
-    token_id: int | None
-    logprobs: TokenLogprobs | None = None
+    `token_ids`: the sequence's next tokens, in order. Empty if the row does not sample; one token from plain sampling;
+    up to 1 + `WorkerRow.num_lookahead` if a method brings several in one step (tokens that a grammar forces, verified
+    drafts). The step has computed the K/V of all of them but the last, as it has for the row's own tokens: a row of n
+    tokens at position p that brings K tokens leaves valid K/V at positions [0, p + n + K - 1). The sequence's next row
+    starts at position p + n + K - 1, with the last of these tokens.
+    `logprobs`: one entry for each of `token_ids`, or none if the sequence does not ask for them.
+    All of `token_ids` count in the sampler's state. The scheduler drops tokens behind a stop or behind max_tokens, but
+    only of a sequence that ends there, so the two never disagree about a sequence that goes on.
+    """
+
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[TokenLogprobs] = ()
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     candidates: BeamCandidates | None = None  # of a beam's row that samples
 
@@ -203,8 +206,8 @@ class ModelRunner(Protocol):
     def execute(self, batch: WorkerBatch) -> StepResult:
         """Runs one step: copies blocks out to the host, then in from there, then from block to block; then writes K/V
         of every row's tokens into its blocks, attends, samples. There may be copies and no rows. Thread-safe against
-        `add_sequence` and `drop_sequence` from another thread. A sampled token joins the sampler's history, and is what
-        a row of the next batch with `has_placeholder` is about.
+        `add_sequence` and `drop_sequence` from another thread. All tokens of the result join the sampler's history. The
+        newest is what `has_placeholder` of a row of the next batch stands for.
 
         Raises RowsFailed where some sequences alone are to blame; the copies were made then. Raises DeviceLost where
         only a new process can go on. Whatever it raises, nothing of the step writes into its blocks any more."""

@@ -23,10 +23,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrelay.engine.batch import BeamCandidates, DeviceLost, RowResult, SequenceKey, StepResult, WorkerBatch
+from kvrelay.engine.batch import BeamCandidates, DeviceLost, RowResult, StepResult, WorkerBatch
 from kvrelay.engine.device import Moment, is_settled, to_device, use_on_this_thread
 from kvrelay.engine.pending_tokens import PendingTokens
 from kvrelay.protocol.sampling import TokenLogprobs
+from kvrelay.protocol.sequence_key import SequenceKey
+
+_RowTokens = tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]
+"""A row's new tokens, and one entry for each of them if log-probabilities are asked for."""
+
+_NO_TOKENS: _RowTokens = ((), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +144,9 @@ class StepInFlight:
         asked, self._asked, self._ask, self.took_from = self._asked, Asked(), None, None  # steps form no chain
         results = []
         for index in range(len(self.batch.rows)):
-            token_id, logprobs = tokens.get(index, (None, None))
-            scores, candidates = asked.prompt_logprobs.get(index, []), asked.candidates.get(index)
-            results.append(RowResult(token_id, logprobs, scores, candidates))
+            token_ids, logprobs = tokens.get(index, _NO_TOKENS)
+            scores, candidates = asked.prompt_logprobs.get(index, ()), asked.candidates.get(index)
+            results.append(RowResult(token_ids, logprobs, scores, candidates))
         took_s = forward_s - asked.copy_s if results else 0.0
         return StepResult(self.batch.step, results, took_s, asked.copy_s, asked.captured)
 
@@ -168,8 +174,8 @@ class StepInFlight:
         # Whoever took a token of this step, which nobody should have, is stale as well.
         self.resampled = frozenset(self.batch.rows[index].key for index in self._asked.sampled_rows)
 
-    def _land_tokens(self) -> tuple[dict[int, tuple[int, TokenLogprobs | None]], float]:
-        """Tokens by row, and the seconds that it took. It has ended, for all who read what it wrote."""
+    def _land_tokens(self) -> tuple[dict[int, _RowTokens], float]:
+        """Waits for the step, and ends it. Returns the new tokens by row, and the seconds that the step took."""
         tokens, rows = self._asked.tokens, self._asked.sampled_rows
         if tokens is None:
             self._await()
@@ -183,7 +189,10 @@ class StepInFlight:
             changed = np.flatnonzero(tokens.resampled).tolist()
             self.resampled |= {self.batch.rows[rows[index]].key for index in changed}
             ended = self._steps.end(self)
-        by_row = dict(zip(rows, zip(token_ids.tolist(), logprobs, strict=True), strict=True))
+        by_row: dict[int, _RowTokens] = {
+            row: ((token_id,), () if entry is None else (entry,))
+            for row, token_id, entry in zip(rows, token_ids.tolist(), logprobs, strict=True)
+        }
         return by_row, self._took_s(*ended)
 
     def _took_s(self, seconds: float, began_behind: bool) -> float:

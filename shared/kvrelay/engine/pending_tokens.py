@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrelay.engine.batch import RowsFailed, SequenceKey
+from kvrelay.engine.batch import RowsFailed
 from kvrelay.engine.device import HostCopy, to_device, to_host
 from kvrelay.engine.pending_logprobs import PendingLogprobs
 from kvrelay.engine.sampler_state import Parameters, SamplerState
 from kvrelay.engine.truncation import Limits, sample_from_more
 from kvrelay.protocol.sampling import TokenLogprobs
+from kvrelay.protocol.sequence_key import SequenceKey
 
 _NEWEST_WEIGHT = 0.05  # weight of the newest step in the moving average `share_resampled`
 

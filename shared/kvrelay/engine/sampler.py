@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.engine.device import to_device
 from kvrelay.engine.pending_logprobs import PendingLogprobs
 from kvrelay.engine.pending_tokens import ExactSampling, PendingTokens, SampledOnDevice, SampledRows, SampledTokens
@@ -22,6 +21,7 @@ from kvrelay.engine.randoms import uniforms
 from kvrelay.engine.sampler_state import Parameters, SamplerState
 from kvrelay.engine.truncation import Limits, sample_from_all, sample_from_few
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
+from kvrelay.protocol.sequence_key import SequenceKey
 
 Seen = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]
 """Tokens that came before, flat over all rows: the row, the token id, how often it came in the output."""

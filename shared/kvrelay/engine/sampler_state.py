@@ -13,8 +13,8 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.protocol.sampling import Sampling
+from kvrelay.protocol.sequence_key import SequenceKey
 
 _MIN_TEMPERATURE = 1e-5  # below it, float32 cannot tell a draw from the most likely token
 _PARAMETERS = np.dtype(

@@ -13,15 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvrelay.backends.backend import PackedRows, SharingBackend, allocate_pool, bits, dtype_name
-from kvrelay.engine.batch import (
-    BeamCandidates,
-    BlockCopy,
-    ModelSpec,
-    SequenceKey,
-    StepResult,
-    WorkerBatch,
-    WorkerRow,
-)
+from kvrelay.engine.batch import BeamCandidates, BlockCopy, ModelSpec, StepResult, WorkerBatch, WorkerRow
 from kvrelay.engine.beam_candidates import best_candidates
 from kvrelay.engine.causal_model import CausalModel
 from kvrelay.engine.device import Moment, describe_device, to_device, use_on_this_thread
@@ -34,6 +26,7 @@ from kvrelay.engine.packing import pack_rows
 from kvrelay.engine.pending_logprobs import token_logprobs
 from kvrelay.engine.sampler import Sampler
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.transfer.pool_memory import PoolLike
 
 _PROMPT_SLICE = 512  # prompt positions whose logits exist at a time
@@ -49,13 +42,9 @@ class _ScoredPrompt:
 
 @dataclass(frozen=True, slots=True)
 class _Forward:
-    """What the backbone gave for some rows of a step: `hidden`, `[tokens, hidden]`, good until the next one.
-
-    `indices` are those that the rows have in the step.
-    """
+    """Output of the backbone for the rows of a step: `hidden`, `[tokens, hidden]`, valid until the next forward."""
 
     rows: Sequence[WorkerRow]
-    indices: Sequence[int]
     packed: PackedRows
     hidden: torch.Tensor
 
@@ -90,7 +79,6 @@ class TransformersRunner:
         self._lock = threading.Lock()  # over sampler and scored prompts; nobody waits for the device with it
         self._sampler = Sampler(model.vocab_size, model.eos_token_ids, source.device, self._lock)
         self._scored: dict[SequenceKey, _ScoredPrompt] = {}
-        self._kept: dict[int, torch.Tensor] = {}  # hidden states of prompts' last positions, [hidden] each
         self._spec = ModelSpec(
             name=name or source.name,
             vocab_size=model.vocab_size,
@@ -205,8 +193,6 @@ class TransformersRunner:
         batch, asked.begin = step.batch, Moment(self._device)
         asked.copy_s = self._host.swap(batch.swap_out, batch.swap_in)
         self._copy_blocks(batch.copies)
-        for state in batch.forget:
-            self._kept.pop(state, None)
         if batch.rows:
             self._ask_rows(step, asked)
         asked.end = Moment(self._device)
@@ -218,52 +204,37 @@ class TransformersRunner:
             unknown = [key for key in named if key not in self._sampler]
         if unknown:
             raise KeyError(f"sequences never added, or dropped before the step: {unknown}")
-        computed = [index for index, row in enumerate(rows) if not row.after]
-        forward = self._compute(step, computed, asked) if computed else None
-        if forward is not None:
-            asked.prompt_logprobs = self._score_prompts(forward)
-        self._begin_sampling(rows, forward, asked)
-        if forward is not None:
-            asked.candidates = self._find_candidates(forward)
-            for at, row in enumerate(forward.rows):
-                if row.keep:
-                    self._kept[row.keep] = forward.hidden[int(forward.packed.query_starts[at + 1]) - 1].clone()
+        forward = self._compute(step, asked)
+        asked.prompt_logprobs = self._score_prompts(forward)
+        self._begin_sampling(forward, asked)
+        asked.candidates = self._find_candidates(forward)
 
-    def _compute(self, step: StepInFlight, computed: list[int], asked: Asked) -> _Forward:
-        """The backbone over some rows of the step."""
+    def _compute(self, step: StepInFlight, asked: Asked) -> _Forward:
+        """Runs the backbone over the rows of the step."""
         rows = step.batch.rows
-        some = rows if len(computed) == len(rows) else [rows[index] for index in computed]
-        packed = pack_rows(some)
+        packed = pack_rows(rows)
         graphs = self._graphs_for(packed)
         asked.captured = graphs is not None
-        token_ids, on_device = self._token_ids(step, some, packed)
-        return _Forward(some, computed, packed, self._hidden_states(token_ids, on_device, packed, graphs))
+        token_ids, on_device = self._token_ids(step, rows, packed)
+        return _Forward(rows, packed, self._hidden_states(token_ids, on_device, packed, graphs))
 
-    def _begin_sampling(self, rows: Sequence[WorkerRow], forward: _Forward | None, asked: Asked) -> None:
-        """Asks for a token for each row that samples and is still known: from what is computed now, or was kept."""
-        wanted, logits = [], []
-        if forward is not None:
-            places = [at for at, row in enumerate(forward.rows) if row.sample and row.beam is None]
-            if places:
-                wanted += [forward.indices[at] for at in places]
-                logits.append(self._last_logits(forward, places))
-        kept = [index for index, row in enumerate(rows) if row.after]
-        if kept:
-            wanted += kept
-            logits.append(self._model.logits(torch.stack([self._kept[rows[index].after] for index in kept])))
+    def _begin_sampling(self, forward: _Forward, asked: Asked) -> None:
+        """Asks for a token for each row that samples and is still known."""
+        rows = forward.rows
+        wanted = [at for at, row in enumerate(rows) if row.sample and row.beam is None]
         if not wanted:
             return
+        logits = self._last_logits(forward, wanted)
         with self._lock:
             known = [at for at, index in enumerate(wanted) if rows[index].key in self._sampler]
             if not known:
                 return
-            peaked = logits[0] if len(logits) == 1 else torch.cat(logits)
             if len(known) < len(wanted):
-                peaked = peaked[to_device(np.array(known, np.int64), self._device)]
+                logits = logits[to_device(np.array(known, np.int64), self._device)]
             asked.sampled_rows = [wanted[at] for at in known]
             sampled = [rows[index] for index in asked.sampled_rows]
             positions = np.array([row.position + len(row.token_ids) for row in sampled], np.int64)
-            asked.tokens = self._sampler.begin([row.key for row in sampled], positions, peaked)
+            asked.tokens = self._sampler.begin([row.key for row in sampled], positions, logits)
 
     def _hidden_states(
         self,
@@ -321,7 +292,7 @@ class TransformersRunner:
             packed = forward.packed
             positions = (packed.positions + packed.query_lens)[list(places)].astype(np.int64)
             found = best_candidates(self._sampler, keys, beams, positions, logits)
-        return dict(zip((forward.indices[at] for at in places), found, strict=True))
+        return dict(zip(places, found, strict=True))
 
     def _last_logits(self, forward: _Forward, places: list[int]) -> torch.Tensor:
         """The logits after the last token of these rows of a forward, `[rows, vocab]`."""
@@ -349,7 +320,7 @@ class TransformersRunner:
                 part = targets[at : at + _PROMPT_SLICE]
                 logits = self._model.logits(forward.hidden[start + at : start + at + len(part)])
                 entries += token_logprobs(logits, part, np.full(len(part), prompt.num_top, np.int64))
-            results[forward.indices[place]] = entries
+            results[place] = entries
         return results
 
     def _is_scored(self, row: WorkerRow) -> bool:

@@ -37,7 +37,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     vocab_size: int
     max_running: int = 0
     """Sequences that run at a time; 0 from a version that does not tell, which knows no beam search either."""
-    gang_samples: bool = False
+    group_samples: bool = False
     """Whether it runs the samples of a request at once; false from a version that does not tell."""
     slot: int = NO_SLOT
     draining: bool = False

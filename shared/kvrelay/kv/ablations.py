@@ -1,6 +1,6 @@
-"""Caches that do less than the radix tree, for measuring what each part of it is worth.
+"""Simpler caches than the radix tree, to measure the gain of each of its parts.
 
-Neither reports events: with them on, the fleet's index stays empty and routing goes by load alone.
+They report no events, so the fleet's prefix index stays empty and requests are routed by load alone.
 """
 
 from __future__ import annotations
@@ -16,45 +16,37 @@ from kvrelay.kv.pool import BlockPool
 
 
 class NullCache:
-    """No caching at all: every prompt is computed anew."""
+    """Caches nothing: every prompt is computed anew."""
 
     num_cached = 0
     num_evictable = 0
 
     def match(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """Nothing."""
         return []
 
     def peek(self, hashes: Sequence[BlockHash]) -> int:
-        """0."""
         return 0
 
     def insert(self, hashes: Sequence[BlockHash], blocks: Sequence[int]) -> list[int]:
-        """The caller's blocks; nothing is kept."""
         return list(blocks)
 
     def extend(self, parent_hash: BlockHash | None, hashes: Sequence[BlockHash], blocks: Sequence[int]) -> list[int]:
-        """The caller's blocks; nothing is kept."""
         return list(blocks)
 
     def evict(self, num_blocks: int) -> list[int]:
-        """Nothing."""
         return []
 
     def remove(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """Nothing."""
         return []
 
     def clear(self) -> list[int]:
-        """Nothing."""
         return []
 
     def drain_events(self) -> list[CacheEvent]:
-        """Nothing."""
         return []
 
     def check_integrity(self) -> None:
-        """Nothing to recount."""
+        pass  # there is nothing to recount
 
 
 @dataclass(slots=True, eq=False)
@@ -63,15 +55,15 @@ class _Entry:
 
     hashes: list[BlockHash]
     blocks: list[int]
-    num_pins: int = 0  # of its blocks, those that are held
+    num_pins: int = 0  # number of its blocks that are held
 
 
 class TableCache:
-    """Whole sequences in a flat table: what a cache is worth that shares no partial prefixes (no tree).
+    """A flat table of whole sequences, which shares no partial prefixes.
 
-    A sequence is found only where all of it is a prefix of what is asked for, as a conversation's next turn does.
+    A cached sequence is found only if all of it is a prefix of the new one, as in the next turn of a conversation.
     Two sequences with a common beginning keep a copy of it each. Evicts whole sequences, least recently used first, so
-    `evict` may free more than asked. A block belongs to one entry.
+    `evict` may free more blocks than requested. A block belongs to one entry.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -136,12 +128,12 @@ class TableCache:
 
     def evict(self, num_blocks: int) -> list[int]:
         """Frees the least recently used entries of which nothing is held, until `num_blocks` blocks are free."""
-        evicted = self.give_up(num_blocks)
+        evicted = self.evict_blocks(num_blocks)
         self._pool.uncache(evicted)
         return evicted
 
-    def give_up(self, num_blocks: int) -> list[int]:
-        """For the pool: forgets these entries; their blocks are the pool's to give away."""
+    def evict_blocks(self, num_blocks: int) -> list[int]:
+        """Called by the pool. Removes the least recently used entries without holds and returns their blocks."""
         forgotten: list[int] = []
         while self._idle and len(forgotten) < num_blocks:
             forgotten += self._forget(next(iter(self._idle.values())))
@@ -158,18 +150,18 @@ class TableCache:
         return [block for entry in list(self._entries.values()) for block in self._withdraw(entry)]
 
     def drain_events(self) -> list[CacheEvent]:
-        """Nothing: two entries may hold the same hash, and an index could not tell."""
+        """Returns no events: two entries may hold the same hash, which an index could not represent."""
         return []
 
     def pin(self, blocks: Sequence[int]) -> None:
-        """For the pool: these blocks got their first hold."""
+        """Called by the pool when these blocks get their first hold."""
         for block in blocks:
             entry = self._entry_of[block]
             self._not_idle(entry)
             entry.num_pins += 1
 
     def unpin(self, blocks: Sequence[int]) -> None:
-        """For the pool: these blocks lost their last hold. An entry counts as used when nothing of it is held."""
+        """Called by the pool when blocks lost their last hold. An entry counts as used when its last hold ends."""
         for block in blocks:
             entry = self._entry_of[block]
             entry.num_pins -= 1

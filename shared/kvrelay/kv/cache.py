@@ -1,4 +1,4 @@
-"""What a cache of prefixes is to a pool and to a scheduler, and what it tells of its changes."""
+"""The interface of prefix caches, and the events that report their changes."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ class Cache(Protocol):
 
         Returns the cached block for each hash: the caller's own, or one that was there before. Then the caller's is a
         duplicate which the cache does not know; it may go on using it, or hold the cached one and release its own.
-        Raises BlockError when a block is held by nobody, or is cached under another hash.
+        Raises BlockError if a block is not held, or is cached under another hash.
         """
         ...
 
     def extend(self, parent_hash: BlockHash | None, hashes: Sequence[BlockHash], blocks: Sequence[int]) -> list[int]:
         """Publishes the blocks that follow `parent_hash` (None: the chain starts here); costs nothing for the rest.
 
-        Returns as `insert` does. Where the parent is not cached (any more), nothing is inserted and `blocks` returned.
+        Returns as `insert` does. If the parent is not cached any more, nothing is inserted and `blocks` is returned.
         """
         ...
 
@@ -72,15 +72,15 @@ class Cache(Protocol):
         ...
 
     def remove(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """Withdraws these and everything below them, whoever holds it; returns the blocks. Holds stay. O(cached)."""
+        """Removes these blocks and all that follow them from the cache and returns them. Holds stay. O(cached)."""
         ...
 
     def clear(self) -> list[int]:
-        """Withdraws everything, as `remove` does."""
+        """Removes all blocks from the cache, as `remove` does."""
         ...
 
     def drain_events(self) -> list[CacheEvent]:
-        """What changed since the last call, in order."""
+        """Returns the changes since the last call, in order."""
         ...
 
     def check_integrity(self) -> None:

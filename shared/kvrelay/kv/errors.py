@@ -1,4 +1,4 @@
-"""What block bookkeeping raises. Whatever raises has changed nothing."""
+"""Errors of block bookkeeping. An operation that raises has changed nothing."""
 
 from __future__ import annotations
 

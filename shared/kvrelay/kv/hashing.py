@@ -31,14 +31,6 @@ def root_hash(*, model: str, adapter: str = "", cache_salt: str = "") -> BlockHa
     return digest.digest()
 
 
-def tail_hash(parent: BlockHash, token_ids: Sequence[int] | NDArray[np.int32], scope: str) -> BlockHash:
-    """Names the tokens behind the block named `parent`, however many, among those of one `scope`. Never a block's."""
-    digest = blake2b(parent, digest_size=HASH_BYTES, person=b"tail")
-    digest.update(np.asarray(token_ids, dtype=_INT32).tobytes())
-    digest.update(scope.encode("utf-8", "surrogatepass"))
-    return digest.digest()
-
-
 def hash_blocks(parent: BlockHash, token_ids: Sequence[int] | NDArray[np.int32], block_size: int) -> list[BlockHash]:
     """Hashes of the full blocks in `token_ids`, which follow the block named `parent`; a partial tail has none.
 

@@ -1,11 +1,11 @@
-"""The block pool: who holds which of a worker's blocks (Kwon et al., PagedAttention, SOSP 2023, section 4).
+"""The block pool: state and holds of each of a worker's blocks (Kwon et al., PagedAttention, SOSP 2023, section 4).
 
-A block may be held by several holders at once (prefixes are shared), and for several reasons (a running sequence's
-block may also be in flight). Its *label* is one: the strongest of its holds, else `cached`, else `free`; labels add up
-to the number of blocks. Cached and held blocks share the pool: nothing is set aside for either, and the cache yields
-when an allocation needs room (Zheng et al., SGLang, NeurIPS 2024, section 3).
+A block can have several holds at once, because sequences share prefixes, and of several kinds, because a running
+sequence's block may also be in flight. Its state is the strongest kind of its holds, else `cached`, else `free`. The
+numbers of blocks in each state add up to the number of blocks. Cached and held blocks share the pool: no part is set
+aside for either, and the cache evicts when an allocation needs room (Zheng et al., SGLang, NeurIPS 2024, section 3).
 
-Every operation checks all its blocks before it changes any; what raises has changed nothing.
+Every operation checks all its blocks before it changes any, so an operation that raises has changed nothing.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ BlockIds = Sequence[int] | NDArray[np.int32]
 """Block ids, each at most once."""
 
 
-class Owner(StrEnum):
-    """A block's label, from weakest to strongest. The last five are kinds of hold."""
+class BlockState(StrEnum):
+    """A block's state. The order is from weakest to strongest; the last five are kinds of hold."""
 
     FREE = "free"  # neither held nor cached
-    CACHED = "cached"  # in the prefix cache and held by nobody
+    CACHED = "cached"  # in the prefix cache and not held
     RUNNING = "running"  # a sequence reads it, or writes its next tokens into it
     COMPUTING = "computing"  # a prompt is being computed into it
     RESERVED = "reserved"  # granted to a handoff; the peer may write into it
@@ -37,14 +37,14 @@ class Owner(StrEnum):
     QUARANTINED = "quarantined"  # its handoff is over, but a write may still land
 
 
-_LABELS = tuple(Owner)
+_STATES = tuple(BlockState)
 _FREE, _CACHED, _FIRST_HELD = 0, 1, 2
 
-# A block's holds are one integer with a field per kind, the strongest kind highest: its bit length tells the label.
+# A block's holds are one integer with a field per kind, the strongest kind highest: its bit length tells the state.
 _FIELD_BITS = 32
 _FIELD_MASK = (1 << _FIELD_BITS) - 1
-_SHIFTS = {owner: _FIELD_BITS * index for index, owner in enumerate(_LABELS[_FIRST_HELD:])}
-_LABEL_BY_BIT_LENGTH = (
+_SHIFTS = {state: _FIELD_BITS * index for index, state in enumerate(_STATES[_FIRST_HELD:])}
+_STATE_BY_BIT_LENGTH = (
     _FREE,
     *(_FIRST_HELD + bit // _FIELD_BITS for bit in range(_FIELD_BITS * len(_SHIFTS))),
 )
@@ -61,16 +61,16 @@ class CacheHooks(Protocol):
         """Cached blocks that can be evicted, one after the other."""
         ...
 
-    def give_up(self, num_blocks: int) -> list[int]:
-        """Forgets up to `num_blocks` blocks that nobody holds (a cache that evicts in larger units may forget more)."""
+    def evict_blocks(self, num_blocks: int) -> list[int]:
+        """Removes up to `num_blocks` blocks without holds from the cache; more if the cache evicts in larger units."""
         ...
 
     def pin(self, blocks: Sequence[int]) -> None:
-        """These cached blocks have just got their first hold."""
+        """Called when cached blocks got their first hold."""
         ...
 
     def unpin(self, blocks: Sequence[int]) -> None:
-        """These cached blocks have just lost their last hold."""
+        """Called when cached blocks lost their last hold."""
         ...
 
     def check_integrity(self) -> None:
@@ -88,7 +88,7 @@ class BlockPool:
         self.block_size = block_size
         self._holds = [0] * num_blocks
         self._cached = bytearray(num_blocks)  # 1: the attached cache has it
-        self._label_counts = [num_blocks] + [0] * (len(_LABELS) - 1)
+        self._state_counts = [num_blocks] + [0] * (len(_STATES) - 1)
         self._free_runs = FreeRuns(num_blocks)
         self._cache: CacheHooks | None = None
 
@@ -113,40 +113,40 @@ class BlockPool:
         """Blocks that an allocation can have: free and evictable ones."""
         return self.num_free + self.num_evictable
 
-    def counts(self) -> dict[Owner, int]:
-        """Blocks by label. All labels are there, and they add up to `num_blocks`. O(1)."""
-        return dict(zip(_LABELS, self._label_counts, strict=True))
+    def counts(self) -> dict[BlockState, int]:
+        """Returns the number of blocks in each state. The numbers add up to `num_blocks`. O(1)."""
+        return dict(zip(_STATES, self._state_counts, strict=True))
 
-    def owner_of(self, block: int) -> Owner:
-        """The block's label."""
+    def state_of(self, block: int) -> BlockState:
+        """Returns the block's state."""
         self._check_ids((block,))
         if holds := self._holds[block]:
-            return _LABELS[_LABEL_BY_BIT_LENGTH[holds.bit_length()]]
-        return Owner.CACHED if self._cached[block] else Owner.FREE
+            return _STATES[_STATE_BY_BIT_LENGTH[holds.bit_length()]]
+        return BlockState.CACHED if self._cached[block] else BlockState.FREE
 
-    def num_holds(self, block: int, owner: Owner | None = None) -> int:
-        """How often the block is held, for any reason or as `owner`."""
+    def num_holds(self, block: int, state: BlockState | None = None) -> int:
+        """Returns the number of holds on the block: all of them, or those of kind `state`."""
         self._check_ids((block,))
         holds = self._holds[block]
-        if owner is not None:
-            return holds >> _shift(owner) & _FIELD_MASK
+        if state is not None:
+            return holds >> _shift(state) & _FIELD_MASK
         return sum(holds >> shift & _FIELD_MASK for shift in _SHIFTS.values())
 
     def is_held(self, block: int) -> bool:
-        """Whether anybody holds the block."""
+        """Returns whether the block has a hold."""
         return bool(self._holds[block])
 
     def is_shared(self, block: int) -> bool:
-        """Whether somebody besides one holder relies on the block's content: another holder, or the cache."""
+        """Returns whether the block is cached or has more than one hold, so that it must not be overwritten."""
         return bool(self._cached[block]) or self.num_holds(block) > 1
 
-    def allocate(self, num_blocks: int, owner: Owner, *, after: int | None = None) -> list[int]:
+    def allocate(self, num_blocks: int, state: BlockState, *, after: int | None = None) -> list[int]:
         """Takes free blocks, in runs of neighbours where there are any, and evicts from the cache what is missing.
 
         With `after` (a block that is not free, say a sequence's last) its free neighbours are taken first.
         Raises OutOfBlocks.
         """
-        shift = _shift(owner)
+        shift = _shift(state)
         if num_blocks < 0:
             raise ValueError(f"cannot allocate {num_blocks} blocks")
         if num_blocks > self._free_runs.num_free:
@@ -156,12 +156,12 @@ class BlockPool:
         self._hold_first(blocks, shift)
         return blocks
 
-    def allocate_each(self, after: Sequence[int], owner: Owner) -> list[int]:
+    def allocate_each(self, after: Sequence[int], state: BlockState) -> list[int]:
         """One block behind each of these (others' last ones, not free): its free neighbour where there is one.
 
         Raises OutOfBlocks. All or nothing.
         """
-        shift = _shift(owner)
+        shift = _shift(state)
         if len(after) > self._free_runs.num_free:
             taken = set(self._take_evicting(len(after), None))
             neighbours = taken.intersection(block + 1 for block in after)
@@ -184,8 +184,8 @@ class BlockPool:
         holds = self._holds
         for block in blocks:
             holds[block] = one
-        self._label_counts[_FREE] -= len(blocks)
-        self._label_counts[_LABEL_BY_BIT_LENGTH[shift + 1]] += len(blocks)
+        self._state_counts[_FREE] -= len(blocks)
+        self._state_counts[_STATE_BY_BIT_LENGTH[shift + 1]] += len(blocks)
 
     def _take_free(self, num_blocks: int, after: int | None) -> list[int]:
         free = self._free_runs
@@ -195,62 +195,59 @@ class BlockPool:
         return blocks + free.take(num_blocks - len(blocks))
 
     def _take_evicting(self, num_blocks: int, after: int | None) -> list[int]:
-        """All that is free, and what is missing from the cache. Evicted blocks go from hand to hand: in a pool that the
-        cache has filled, which every busy pool is, the free runs have no part in it."""
+        """Takes all free blocks, and evicts the rest."""
         if num_blocks > self.num_available:
             raise OutOfBlocks(num_blocks, self.num_available)
         free, cached = self._free_runs, self._cached
         assert self._cache is not None
-        evicted = self._cache.give_up(num_blocks - free.num_free)
+        # Evicted blocks bypass the free runs: in a busy pool the cache holds all blocks that are not in use, and every
+        # allocation evicts.
+        evicted = self._cache.evict_blocks(num_blocks - free.num_free)
         for block in evicted:
             cached[block] = 0
-        self._label_counts[_CACHED] -= len(evicted)
-        self._label_counts[_FREE] += len(evicted)
+        self._state_counts[_CACHED] -= len(evicted)
+        self._state_counts[_FREE] += len(evicted)
         blocks = sorted(free.take(free.num_free) + evicted)  # neighbours beside each other
         first = bisect_right(blocks, after) if after is not None else 0
         blocks = blocks[first:] + blocks[:first]
         free.give_back(blocks[num_blocks:])
         return blocks[:num_blocks]
 
-    def hold(self, blocks: BlockIds, owner: Owner) -> None:
+    def hold(self, blocks: BlockIds, state: BlockState) -> None:
         """Adds a hold to blocks that are held or cached. Raises BlockError for a free one."""
         ids = self._check_ids(blocks)
         befores = self._befores(ids)
         if 0 in befores:
             for block, before in zip(ids, befores, strict=True):
                 if not before and not self._cached[block]:
-                    raise BlockError(f"block {block} is free and cannot be held as {owner}")
-        self._change(ids, befores, 1 << _shift(owner))
+                    raise BlockError(f"block {block} is free and cannot be held as {state}")
+        self._change(ids, befores, 1 << _shift(state))
         if 0 in befores and self._cache is not None:
             self._cache.pin([block for block, before in zip(ids, befores, strict=True) if not before])
 
-    def claim(self, blocks: BlockIds, owner: Owner) -> None:
-        """Adds a hold to blocks whatever they are: free ones are allocated, by name. O(free runs) if any is free."""
-        _shift(owner)
+    def hold_or_allocate(self, blocks: BlockIds, state: BlockState) -> None:
+        """Adds a hold to blocks in any state. Free blocks are allocated. O(free runs) if any is free."""
+        _shift(state)
         ids = self._check_ids(blocks)
         free = [block for block in ids if not self._holds[block] and not self._cached[block]]
         if free:
-            one = 1 << _shift(owner)
+            one = 1 << _shift(state)
             self._free_runs.take_named(free)
             for block in free:
                 self._holds[block] = one
-            self._label_counts[_FREE] -= len(free)
-            self._label_counts[_LABEL_BY_BIT_LENGTH[one.bit_length()]] += len(free)
+            self._state_counts[_FREE] -= len(free)
+            self._state_counts[_STATE_BY_BIT_LENGTH[one.bit_length()]] += len(free)
         taken = set(free)
-        self.hold([block for block in ids if block not in taken], owner)
+        self.hold([block for block in ids if block not in taken], state)
 
-    def fork(self, blocks: BlockIds, owner: Owner) -> None:
-        """Another sequence takes over the same blocks as its prefix; `copy_on_write` parts them again."""
-        self.hold(blocks, owner)
-
-    def release(self, blocks: BlockIds, owner: Owner) -> None:
+    def release(self, blocks: BlockIds, state: BlockState) -> None:
         """Drops one hold of each block; the last one leaves it cached if the cache has it, else free.
 
-        Raises BlockError for a block that is not held as `owner`.
+        Raises BlockError for a block that is not held as `state`.
         """
         ids = self._check_ids(blocks)
-        befores = self._check_held(ids, owner)
-        one = 1 << _shift(owner)
+        befores = self._check_held(ids, state)
+        one = 1 << _shift(state)
         self._change(ids, befores, -one)
         if one not in befores:
             return
@@ -259,57 +256,57 @@ class BlockPool:
         unpinned = [block for block in let_go if cached[block]]
         if len(unpinned) < len(let_go):
             freed = [block for block in let_go if not cached[block]]
-            self._label_counts[_CACHED] -= len(freed)
-            self._label_counts[_FREE] += len(freed)
+            self._state_counts[_CACHED] -= len(freed)
+            self._state_counts[_FREE] += len(freed)
             self._free_runs.give_back(freed)
         if unpinned and self._cache is not None:
             self._cache.unpin(unpinned)
 
-    def move(self, blocks: BlockIds, from_owner: Owner, to_owner: Owner) -> None:
-        """Turns one hold of each block into another kind. Raises BlockError for a block not held as `from_owner`."""
+    def move(self, blocks: BlockIds, from_state: BlockState, to_state: BlockState) -> None:
+        """Turns one hold of each block into another kind. Raises BlockError for a block not held as `from_state`."""
         ids = self._check_ids(blocks)
-        befores = self._check_held(ids, from_owner)
-        self._change(ids, befores, (1 << _shift(to_owner)) - (1 << _shift(from_owner)))
+        befores = self._check_held(ids, from_state)
+        self._change(ids, befores, (1 << _shift(to_state)) - (1 << _shift(from_state)))
 
     def check_all_held(self, blocks: BlockIds) -> None:
-        """Raises BlockError unless each block is held by somebody."""
+        """Raises BlockError unless each block has a hold."""
         ids = self._check_ids(blocks)
         befores = self._befores(ids)
         if 0 in befores:
-            raise BlockError(f"block {ids[befores.index(0)]} is held by nobody")
+            raise BlockError(f"block {ids[befores.index(0)]} is not held")
 
     def cache(self, blocks: Sequence[int]) -> None:
-        """For caches: these held blocks are in the cache from now on."""
+        """Called by the cache when it adds held blocks."""
         for block in blocks:
             self._cached[block] = 1
 
     def uncache(self, blocks: Sequence[int]) -> None:
-        """For caches: these blocks are in the cache no longer; those held by nobody become free."""
+        """Called by the cache when it removes blocks. Those without a hold become free."""
         holds, cached = self._holds, self._cached
         for block in blocks:
             cached[block] = 0
         freed = [block for block in blocks if not holds[block]]
-        self._label_counts[_CACHED] -= len(freed)
-        self._label_counts[_FREE] += len(freed)
+        self._state_counts[_CACHED] -= len(freed)
+        self._state_counts[_FREE] += len(freed)
         self._free_runs.give_back(freed)
 
     def is_cached(self, block: int) -> bool:
-        """Whether the cache has the block, held or not."""
+        """Returns whether the block is in the cache, held or not."""
         return bool(self._cached[block])
 
     def check_integrity(self) -> None:
         """Recounts everything from the holds, the cache and the free runs. O(num_blocks). Raises IntegrityError."""
-        counts = [0] * len(_LABELS)
+        counts = [0] * len(_STATES)
         free = self._free_runs.check_integrity()
         for block, holds in enumerate(self._holds):
-            if holds < 0 or holds.bit_length() >= len(_LABEL_BY_BIT_LENGTH):
+            if holds < 0 or holds.bit_length() >= len(_STATE_BY_BIT_LENGTH):
                 raise IntegrityError(f"block {block}: impossible holds {holds:#x}")
-            label = _LABEL_BY_BIT_LENGTH[holds.bit_length()] or (_CACHED if self._cached[block] else _FREE)
-            counts[label] += 1
-            if (label == _FREE) != (block in free):
-                raise IntegrityError(f"block {block} counts as {_LABELS[label]}, the free runs say otherwise")
-        if counts != self._label_counts:
-            raise IntegrityError(f"labels recounted as {counts}, kept as {self._label_counts}")
+            state = _STATE_BY_BIT_LENGTH[holds.bit_length()] or (_CACHED if self._cached[block] else _FREE)
+            counts[state] += 1
+            if (state == _FREE) != (block in free):
+                raise IntegrityError(f"block {block} counts as {_STATES[state]}, the free runs say otherwise")
+        if counts != self._state_counts:
+            raise IntegrityError(f"states recounted as {counts}, kept as {self._state_counts}")
         if self._cache is not None:
             self._cache.check_integrity()
         elif any(self._cached):
@@ -332,30 +329,30 @@ class BlockPool:
         holds = self._holds
         return [holds[block] for block in ids]
 
-    def _check_held(self, ids: Sequence[int], owner: Owner) -> list[int]:
+    def _check_held(self, ids: Sequence[int], state: BlockState) -> list[int]:
         """Their holds, all of which have one of this kind."""
         befores = self._befores(ids)
-        shift = _shift(owner)
+        shift = _shift(state)
         for before in set(befores):  # few: blocks of one sequence are held alike
             if not before >> shift & _FIELD_MASK:
-                raise BlockError(f"block {ids[befores.index(before)]} is not held as {owner}")
+                raise BlockError(f"block {ids[befores.index(before)]} is not held as {state}")
         return befores
 
     def _change(self, ids: Sequence[int], befores: list[int], change: int) -> None:
-        """Adds to the holds of blocks, and counts labels anew. One that has no hold counts as cached, before and
-        after."""
+        """Adds `change` to the holds of blocks and updates the counts of states. A block without holds counts as cached
+        here, before and after: the callers correct the count if it is free."""
         holds = self._holds
         for block, before in zip(ids, befores, strict=True):
             holds[block] = before + change
-        counts = self._label_counts
+        counts = self._state_counts
         for before in set(befores):
             num_blocks = befores.count(before)
-            counts[_LABEL_BY_BIT_LENGTH[before.bit_length()] or _CACHED] -= num_blocks
-            counts[_LABEL_BY_BIT_LENGTH[(before + change).bit_length()] or _CACHED] += num_blocks
+            counts[_STATE_BY_BIT_LENGTH[before.bit_length()] or _CACHED] -= num_blocks
+            counts[_STATE_BY_BIT_LENGTH[(before + change).bit_length()] or _CACHED] += num_blocks
 
 
-def _shift(owner: Owner) -> int:
-    """Where the owner's field starts. Raises ValueError for `free` and `cached`, which are not holds."""
-    if owner not in _SHIFTS:
-        raise ValueError(f"{owner} is not a kind of hold")
-    return _SHIFTS[owner]
+def _shift(state: BlockState) -> int:
+    """Returns the first bit of the state's field. Raises ValueError for `free` and `cached`, which are not holds."""
+    if state not in _SHIFTS:
+        raise ValueError(f"{state} is not a kind of hold")
+    return _SHIFTS[state]

@@ -100,12 +100,12 @@ class PrefixCache:
 
     def evict(self, num_blocks: int) -> list[int]:
         """Frees the least recently used leaves, one after the other. O(their number)."""
-        evicted = self.give_up(num_blocks)
+        evicted = self.evict_blocks(num_blocks)
         self._pool.uncache(evicted)
         return evicted
 
-    def give_up(self, num_blocks: int) -> list[int]:
-        """For the pool: forgets the least recently used leaves, which are the pool's to give away. O(their number)."""
+    def evict_blocks(self, num_blocks: int) -> list[int]:
+        """Called by the pool. Removes the least recently used leaves and returns them. O(their number)."""
         newer, hash_of = self._newer, self._hash
         evicted: list[int] = []
         removed: list[BlockHash] = []
@@ -124,28 +124,28 @@ class PrefixCache:
         return evicted
 
     def remove(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """Withdraws these and everything below them, whoever holds it. O(cached). Unknown hashes are ignored."""
+        """Removes these blocks and all that follow them. Holds stay. Ignores unknown hashes. O(cached)."""
         doomed = {self._block_of[block_hash] for block_hash in hashes if block_hash in self._block_of}
         if not doomed:
             return []
         return self._withdraw(self._with_descendants(doomed))
 
     def clear(self) -> list[int]:
-        """Withdraws everything; held blocks become free when their holders let go."""
+        """Removes all blocks from the tree. Held blocks become free when they are released."""
         return self._withdraw(self._with_descendants(set(self._block_of.blocks())))
 
     def drain_events(self) -> list[CacheEvent]:
-        """What changed since the last call, in order; nothing unless events are recorded."""
+        """Returns the changes since the last call, in order. Empty unless events are recorded."""
         events, self._events = self._events, []
         return events
 
     def pin(self, blocks: Sequence[int]) -> None:
-        """For the pool: these nodes got their first hold. O(1) a node for a chain from the root on."""
+        """Called by the pool when these nodes got their first hold. O(1) a node for a chain from the root on."""
         for block in blocks:
             self._pin(block)
 
     def unpin(self, blocks: Sequence[int]) -> None:
-        """For the pool: these nodes lost their last hold. Amortised O(1) a node for a chain."""
+        """Called by the pool when these nodes lost their last hold. Amortised O(1) a node for a chain."""
         pins, parent, older, newer, end = self._pins, self._parent, self._older, self._newer, self._end
         num_unpinned = 0
         last = older[end]

@@ -38,12 +38,12 @@ class SwapSpace:
 
     @property
     def num_free(self) -> int:
-        """Slots that nobody holds."""
+        """The number of slots without a hold."""
         return self._free_runs.num_free
 
     @property
     def num_used(self) -> int:
-        """Slots that somebody holds."""
+        """The number of slots with a hold."""
         return self.num_slots - self._free_runs.num_free
 
     def num_new(self, hashes: Sequence[BlockHash | None]) -> int:
@@ -74,7 +74,7 @@ class SwapSpace:
         return StoredBlocks(tuple(slots), tuple(new))
 
     def release(self, slots: Sequence[int]) -> None:
-        """Drops one hold of each slot; the last one frees it. Raises BlockError for a slot that nobody holds."""
+        """Drops one hold of each slot; the last one frees it. Raises BlockError for a slot without a hold."""
         if len(set(slots)) != len(slots):
             raise BlockError("a slot is named twice in one operation")
         for slot in slots:

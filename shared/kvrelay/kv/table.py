@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.kv.pool import BlockPool, BlockState
 
 _MIN_CAPACITY = 8
 
@@ -25,7 +25,7 @@ def blocks_for_group(num_shared: int, longest: int, width: int, block_size: int)
 
 
 class BlockTable:
-    """A sequence's blocks in order. Holds nothing in the pool: that is its sequence's business.
+    """A sequence's blocks in order. The scheduler takes and drops the holds on them.
 
     A view taken from `ids` never changes: appending writes behind it, everything else copies. So views may sit in a
     batch that is being computed.
@@ -34,9 +34,9 @@ class BlockTable:
     def __init__(self, block_size: int, blocks: Sequence[int] | NDArray[np.int32] = ()) -> None:
         self.block_size = block_size
         self.num_blocks = 0
-        """Blocks in the table. For reading, as the next one; both are read very often."""
+        """Number of blocks. Read-only, like `capacity_tokens`; no properties, because both are read very often."""
         self.capacity_tokens = 0
-        """Tokens that the blocks have room for."""
+        """Number of tokens that the blocks can hold."""
         self._storage = np.empty(0, np.int32)
         self._view: NDArray[np.int32] | None = None
         self.append(blocks)
@@ -61,7 +61,7 @@ class BlockTable:
         needed = self.num_blocks + len(blocks)
         if needed > len(self._storage):
             self._copy_storage(max(needed, 2 * self.num_blocks, _MIN_CAPACITY))
-        if len(blocks) == 1:  # as tokens come; a slice costs ten times as much
+        if len(blocks) == 1:  # the usual case, and a slice assignment costs ten times as much
             self._storage[needed - 1] = blocks[0]
         else:
             self._storage[self.num_blocks : needed] = blocks
@@ -101,29 +101,29 @@ class BlockTable:
 
 @dataclass(frozen=True, slots=True)
 class CopyInstruction:
-    """Copy the K/V of block `source` into `target` before the sequence writes. Both are held as `owner` until then."""
+    """Copy the K/V of block `source` into `target` before the sequence writes. Both are held as `state` until then."""
 
     source: int
     target: int
-    owner: Owner
+    state: BlockState
 
 
 def copy_on_write(
-    pool: BlockPool, table: BlockTable, index: int, owner: Owner = Owner.RUNNING
+    pool: BlockPool, table: BlockTable, index: int, state: BlockState = BlockState.RUNNING
 ) -> CopyInstruction | None:
     """Makes the block at `index` the table's own, before a write into it; None when it is already.
 
-    The sequence's hold on the source lasts until `finish_copy`: otherwise the other holders could let go of it, and
+    The sequence's hold on the source lasts until `finish_copy`: otherwise the other holders could release it, and
     whoever gets it next overwrite it, before the copy is made. Raises OutOfBlocks.
     """
     source = int(table.ids[index])
     if not pool.is_shared(source):
         return None
-    (target,) = pool.allocate(1, owner)
+    (target,) = pool.allocate(1, state)
     table.replace(index, target)
-    return CopyInstruction(source, target, owner)
+    return CopyInstruction(source, target, state)
 
 
 def finish_copy(pool: BlockPool, copy: CopyInstruction) -> None:
     """The copy is made: the source is no longer needed."""
-    pool.release([copy.source], copy.owner)
+    pool.release([copy.source], copy.state)

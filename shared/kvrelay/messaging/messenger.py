@@ -1,7 +1,14 @@
-"""Sockets and the clock around `kvrelay.protocol.link`: one PULL inbox, one PUSH socket per peer address.
+"""Sockets and the clock around `kvrelay.protocol.link`.
 
 Sends never block: ZMQ queues without bound, and a peer that stays silent is reported lost, which closes its socket and
 with it the queue.
+
+States of a messenger:
+
+1. NEW      it has no socket and no address.
+2. OPEN     the inbox is bound, and peers can use the address in `me`. Messages in both directions wait for `start`.
+3. STARTED  messages travel, and events are reported.
+4. CLOSED   all sockets are closed. `send` does nothing.
 """
 
 from __future__ import annotations
@@ -11,50 +18,32 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from enum import Enum, auto
 
+import msgspec
 import zmq
 
-from kvrelay.curve import OVERHEAD_BYTES, CurveKey
-from kvrelay.protocol.codec import MAX_FRAME_BYTES
+from kvrelay.curve import CurveKey
+from kvrelay.messaging.sockets import MessengerSockets, tcp_host
 from kvrelay.protocol.link import LinkEvent, Links, LinkSettings, PeerLost
 from kvrelay.protocol.messages import AnyBody, PeerRef
 
 log = logging.getLogger(__name__)
 
-EVENTS, NOBLOCK, POLLIN, SNDMORE = int(zmq.EVENTS), int(zmq.NOBLOCK), int(zmq.POLLIN), int(zmq.SNDMORE)
-"""Plain integers: pyzmq takes them several times as fast as its enumerations."""
 TICK_S = 0.05
 MAX_MESSAGES_PER_WAKEUP = 256
-OUTBOX_LINGER_MS = 200
-"""How long the last messages to a peer that we are done with (a refusal, mostly) may take to leave."""
 
 
 def new_incarnation() -> str:
-    """A name for this start of a process: sorts by start time, and is unique."""
+    """A unique name for this start of a process. Names sort by start time."""
     return f"{time.time_ns():016x}{secrets.token_hex(4)}"
 
 
-def _tcp(host: str) -> str:
-    """An address without its port; ZMQ wants IPv6 in brackets."""
-    return f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
-
-
-def _receive(inbox: zmq.Socket[bytes]) -> list[bytes]:
-    """The frames of the next message, without a question to the socket after each. Raises zmq.Again."""
-    frame = inbox.recv(NOBLOCK, copy=False)
-    frames = [frame.bytes]
-    while frame.more:
-        frame = inbox.recv(NOBLOCK, copy=False)
-        frames.append(frame.bytes)
-    return frames
-
-
-def _send(outbox: zmq.Socket[bytes], frames: list[bytes]) -> None:
-    """The frames of a message, by the methods below those that look at flags and frames first. Raises zmq.Again."""
-    *before, last = frames
-    for frame in before:
-        zmq.backend.Socket.send(outbox, frame, SNDMORE | NOBLOCK)
-    zmq.backend.Socket.send(outbox, last, NOBLOCK)
+class _State(Enum):
+    NEW = auto()
+    OPEN = auto()
+    STARTED = auto()
+    CLOSED = auto()
 
 
 class Messenger:
@@ -72,42 +61,47 @@ class Messenger:
         settings: LinkSettings | None = None,
         curve: CurveKey | None = None,
     ) -> None:
-        self._context = zmq.Context()
+        self._host, self._port, self._advertise_host = host, port, advertise_host or host
         self._curve = curve
-        self._inbox = self._context.socket(zmq.PULL)
-        self._inbox.set_hwm(0)
-        self._inbox.linger = 0
-        self._inbox.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + OVERHEAD_BYTES)
-        self._inbox.setsockopt(zmq.IPV6, int(":" in host))
-        if curve is not None:
-            curve.open_gate(self._context)
-            curve.guard_server(self._inbox)
-        try:
-            if port:
-                self._inbox.bind(f"{_tcp(host)}:{port}")
-            else:
-                port = self._inbox.bind_to_random_port(_tcp(host))
-        except zmq.ZMQError:
-            self._inbox.close(linger=0)
-            self._context.term()
-            raise
-        self.me = PeerRef(peer_id, new_incarnation(), f"{_tcp(advertise_host or host)}:{port}")
-        self._inbox_fd = int(self._inbox.getsockopt(zmq.FD))
-        self._links = Links(self.me, fingerprint, settings)
         self._on_event = on_event
-        self._outboxes: dict[str, zmq.Socket[bytes]] = {}
+        self._links = Links(PeerRef(peer_id, new_incarnation(), address=""), fingerprint, settings)
+        self._state = _State.NEW
+        self._sockets: MessengerSockets | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tick: asyncio.TimerHandle | None = None
         self._flush_due = False
         self._drain_due = False
-        self._is_closed = False
+
+    @property
+    def me(self) -> PeerRef:
+        """How peers refer to this process. Raises RuntimeError before `open`."""
+        if not self._links.me.address:
+            raise RuntimeError("the messenger has no address before it is opened")
+        return self._links.me
+
+    def open(self) -> None:
+        """Binds the inbox, so that `me` is known before `start`. Raises zmq.ZMQError if the port is not free, and
+        RuntimeError if it was opened before."""
+        if self._state is not _State.NEW:
+            raise RuntimeError(f"the messenger cannot be opened: it is {self._state.name}")
+        self._sockets = sockets = MessengerSockets(self._host, self._port, self._curve)
+        address = f"{tcp_host(self._advertise_host)}:{sockets.port}"
+        self._links.me = msgspec.structs.replace(self._links.me, address=address)
+        self._state = _State.OPEN
 
     def start(self) -> None:
-        """Begins to receive. To be called on the event loop's thread."""
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._inbox_fd, self._drain_inbox)
+        """Begins to receive; opens the inbox first if `open` was not called. Must be called on the event loop's
+        thread."""
+        loop = asyncio.get_running_loop()
+        if self._state is _State.NEW:
+            self.open()
+        if self._state is not _State.OPEN or self._sockets is None:
+            raise RuntimeError(f"the messenger cannot be started: it is {self._state.name}")
+        loop.add_reader(self._sockets.inbox_fd, self._drain_inbox)
+        self._loop = loop
+        self._state = _State.STARTED
         self._on_tick()
-        self._drain_soon()  # the descriptor is edge-triggered: what came before counts too
+        self._drain_soon()  # the descriptor is edge-triggered, so messages that came before must be read now
 
     def send(
         self,
@@ -119,8 +113,11 @@ class Messenger:
         sequence: int = 0,
         trace: str = "",
     ) -> None:
-        """Sends reliably, or reports the peer lost. Raises MessageTooLarge. After `close` it does nothing."""
-        if self._is_closed:
+        """Sends reliably, or reports the peer lost. After `close` it does nothing. Raises MessageTooLarge, and
+        RuntimeError before `open`."""
+        if self._sockets is None:
+            if self._state is _State.NEW:
+                raise RuntimeError("the messenger cannot send before it is opened")
             return
         self._links.send(peer, body, time.monotonic(), request=request, attempt=attempt, sequence=sequence, trace=trace)
         if self._loop is None:
@@ -144,45 +141,48 @@ class Messenger:
         return self._links.silent_s(peer, time.monotonic())
 
     def close(self, linger_s: float = 0.2) -> None:
-        """Closes all sockets; what was sent gets `linger_s` to leave, for which this blocks. May be called twice."""
-        if self._is_closed:
+        """Closes all sockets. Sent messages get `linger_s` to leave, for which this blocks. May be called twice, and in
+        any state."""
+        if self._state is _State.CLOSED:
             return
-        self._send_out()
-        self._is_closed = True
-        if self._tick is not None:
-            self._tick.cancel()
-        if self._loop is not None:
-            self._loop.remove_reader(self._inbox_fd)
-        self._inbox.close(linger=0)
-        for outbox in self._outboxes.values():
-            outbox.close(linger=int(linger_s * 1000))
-        self._outboxes.clear()
-        self._context.term()
+        sockets = self._sockets
+        try:
+            self._send_out()
+            if self._tick is not None:
+                self._tick.cancel()
+            if self._loop is not None and sockets is not None and not self._loop.is_closed():
+                self._loop.remove_reader(sockets.inbox_fd)
+        finally:
+            self._state = _State.CLOSED
+            self._sockets = None
+            if sockets is not None:
+                sockets.close(linger_s)
 
     def _on_tick(self) -> None:
-        if self._is_closed:
+        if self._sockets is None:
             return
         assert self._loop is not None
         self._tick = self._loop.call_later(TICK_S, self._on_tick)
         self._links.tick(time.monotonic())
         self._flush()
-        self._forget_addresses()
+        self._close_unused()
 
     def _drain_inbox(self) -> None:
         self._drain_due = False
-        if self._is_closed:
+        sockets = self._sockets
+        if sockets is None:
             return
         now = time.monotonic()
         for _ in range(MAX_MESSAGES_PER_WAKEUP):
             try:
-                frames = _receive(self._inbox)
+                frames = sockets.receive()
             except zmq.Again:
                 break
             self._links.receive(frames, now)
-            if not int(self._inbox.getsockopt(EVENTS)) & POLLIN:
-                break  # at a quarter of what the exception costs
+            if not sockets.may_receive():
+                break
         else:
-            self._drain_soon()  # the descriptor is edge-triggered: nobody else says that there is more
+            self._drain_soon()  # the descriptor is edge-triggered: it does not report the messages that are left
         self._flush()
 
     def _drain_soon(self) -> None:
@@ -202,9 +202,9 @@ class Messenger:
         self._send_out()
         events = self._links.take_events()
         if PeerLost in map(type, events):
-            self._forget_addresses()  # before a callback sends there again, which would keep the old queue
+            self._close_unused()  # before a callback sends there again, which would keep the old queue
         for event in events:
-            if self._is_closed:
+            if self._sockets is None:
                 return
             try:
                 self._on_event(event)
@@ -215,34 +215,11 @@ class Messenger:
             self._flush_soon()
 
     def _send_out(self) -> None:
-        if not self._is_closed:
+        if self._sockets is not None:
             for address, frames in self._links.take_outgoing():
-                self._transmit(address, frames)
+                self._sockets.send(address, frames)
 
-    def _transmit(self, address: str, frames: list[bytes]) -> None:
-        outbox = self._outboxes.get(address)
-        if outbox is None:
-            outbox = self._context.socket(zmq.PUSH)
-            outbox.set_hwm(0)
-            outbox.linger = 0
-            outbox.setsockopt(zmq.IPV6, int("[" in address))
-            outbox.setsockopt(zmq.RECONNECT_IVL, 50)
-            outbox.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-            if self._curve is not None:
-                self._curve.guard_client(outbox)
-            try:
-                outbox.connect(address)
-            except zmq.ZMQError as error:
-                log.warning("cannot send to %s: %s", address, error)
-                outbox.close()
-                return
-            self._outboxes[address] = outbox
-        try:
-            _send(outbox, frames)
-        except zmq.Again:
-            log.warning("no room to send to %s; the link will repeat it", address)
-
-    def _forget_addresses(self) -> None:
-        """Closes sockets to addresses where no peer of ours is (any more), and with them what is queued there."""
-        for address in set(self._outboxes) - self._links.addresses():
-            self._outboxes.pop(address).close(linger=OUTBOX_LINGER_MS)
+    def _close_unused(self) -> None:
+        """Closes the sockets to addresses without a link."""
+        if self._sockets is not None:
+            self._sockets.keep_only(self._links.addresses())

@@ -189,9 +189,7 @@ class Handoff(Body, frozen=True, kw_only=True, tag="handoff"):
     """P>D: everything that decode needs beside the blocks. Sent after the first token was sampled.
 
     A beam search has `candidates` in place of the token.
-    Sent again, with its number in `resend`, when the pushes that a Resend asked for are complete. `num_siblings`: other
-    samples of the request that P is, or may be, about to hand over to this worker: they need not be sent the prompt's
-    last block.
+    Sent again, with its number in `resend`, when the pushes that a Resend asked for are complete.
     """
 
     reservation: str
@@ -202,7 +200,6 @@ class Handoff(Body, frozen=True, kw_only=True, tag="handoff"):
     logprobs: TokenLogprobs | None = None
     cached_tokens: int = 0
     resend: int = 0
-    num_siblings: int = 0
     candidates: PackedCandidates | None = None
 
 
@@ -257,7 +254,8 @@ class SequenceUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class TokenEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """New tokens of one sequence. `index` is the output index of the first of them.
+    """New tokens of one sequence: those that one step brought, one or several. `index` is the output index of the
+    first of them. `logprobs` has one entry for each token, or none.
 
     Of a beam search an entry without tokens comes when it was handed over, and its `beams` with `finish` at the end.
     """
@@ -365,7 +363,7 @@ class Status(Body, frozen=True, kw_only=True, tag="status"):
 
 class GroupLoad(Body, frozen=True, kw_only=True, tag="group_load"):
     """D>D, between the workers of a prefill delayer's group: what decides when prompts go in, see
-    `kvrelay.scheduling.prefill_delay`."""
+    `kvrelay.scheduling.queue.prefill_delay`."""
 
     group: str
     prefillable: int

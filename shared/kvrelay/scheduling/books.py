@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
+from collections.abc import Sequence as Seq
 
-from kvrelay.engine.batch import BeamCandidates, RowResult, SequenceKey, StepResult
-from kvrelay.kv.pool import Owner
+from kvrelay.engine.batch import BeamCandidates, RowResult, StepResult
+from kvrelay.kv.pool import BlockState
 from kvrelay.protocol.sampling import FinishReason
-from kvrelay.scheduling.admission import NewTokenRatio
-from kvrelay.scheduling.base import AdmissionGate, PrefillGate, SchedulerLimits, SchedulerSettings, SwapUse
-from kvrelay.scheduling.beams import BeamGroup, BeamGroups
-from kvrelay.scheduling.blocks import BlockManager
-from kvrelay.scheduling.chunks import Chunks
-from kvrelay.scheduling.cost import StepCost
-from kvrelay.scheduling.gang_room import GangRoom
-from kvrelay.scheduling.gangs import Gangs
-from kvrelay.scheduling.orders import ORDERS
+from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.scheduling.beams.beam_groups import BeamGroup, BeamGroups
+from kvrelay.scheduling.memory.block_manager import BlockManager
+from kvrelay.scheduling.memory.new_token_ratio import NewTokenRatio
+from kvrelay.scheduling.memory.swapping import Swapper, SwapUse
 from kvrelay.scheduling.plan import PlannedRow, SequenceOutput, StepPlan
-from kvrelay.scheduling.prefixes import PrefixesInProgress
-from kvrelay.scheduling.queue import WaitingQueue
+from kvrelay.scheduling.policies.chunk_sizes import Chunks
+from kvrelay.scheduling.queue.group_capacity import GroupCapacity
+from kvrelay.scheduling.queue.prefixes_in_progress import PrefixesInProgress
+from kvrelay.scheduling.queue.queue_orders import ORDERS
+from kvrelay.scheduling.queue.sample_groups import SampleGroups
+from kvrelay.scheduling.queue.waiting_queue import WaitingQueue
+from kvrelay.scheduling.scheduler_protocol import AdmissionGate, PrefillGate
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState
-from kvrelay.scheduling.swapping import Swapper
-from kvrelay.scheduling.tails import Tail
+from kvrelay.scheduling.step_cost import StepCost
 
 DEFAULT_SETTINGS = SchedulerSettings()
 
@@ -37,12 +39,14 @@ class SchedulerBooks(ABC):
         self.blocks = blocks
         self.settings = settings
         self.in_progress = PrefixesInProgress()
-        self.waiting = WaitingQueue(ORDERS[settings.queue_order], blocks, self.in_progress, settings.queue_patience)
+        self.waiting = WaitingQueue(
+            ORDERS[settings.queue_order], blocks, self.in_progress, settings.queue_starvation_bound
+        )
         self.running: dict[SequenceKey, Sequence] = {}
         self.swaps = Swapper(blocks, settings)
         self.beams = BeamGroups(blocks, self.running)
-        self.gangs = Gangs()
-        self.gang_room = GangRoom(self.gangs, blocks, limits)
+        self.sample_groups = SampleGroups()
+        self.group_capacity = GroupCapacity(self.sample_groups, blocks, limits)
         self.num_preemptions = 0
         self._block_size = blocks.pool.block_size
         self.new_token_ratio = NewTokenRatio(settings.new_token_ratio)
@@ -106,25 +110,25 @@ class SchedulerBooks(ABC):
 
     @property
     def num_headroom_blocks(self) -> int:
-        """Blocks that the running sequences are expected to take, beyond those they have, those that are set aside for
-        samples and beams, and those that samples take in place of a shared one. O(running) unless off."""
-        claimed = self.beams.num_claimed_blocks + self.gangs.num_claimed_blocks + self.blocks.sharing.num_forked
-        return self.new_token_ratio.headroom(self.running.values(), self.blocks) + claimed
+        """Blocks that the running sequences are expected to take, beyond those they have, and those that are set aside
+        for samples and beams. O(running) unless off."""
+        reserved = self.beams.num_reserved_blocks + self.sample_groups.num_reserved_blocks
+        return self.new_token_ratio.headroom(self.running.values(), self.blocks) + reserved
 
     @property
     def num_slots(self) -> int:
-        """Running sequences, those that beam searches among them will become, and the rest of their gangs."""
-        return len(self.running) + self.beams.num_claimed_slots + self.gangs.num_claimed_slots
+        """Running sequences, those that beam searches among them will become, and the rest of their groups."""
+        return len(self.running) + self.beams.num_reserved_slots + self.sample_groups.num_reserved_slots
 
     @property
-    def gang_samples(self) -> bool:
+    def group_samples(self) -> bool:
         """Whether the samples of a request run at once."""
-        return self.settings.gang_samples
+        return self.settings.group_samples
 
     @property
-    def num_claimed_samples(self) -> int:
-        """Waiting sequences for which room is set aside: the rest of gangs that were admitted."""
-        return self.gangs.num_claimed_slots
+    def num_reserved_samples(self) -> int:
+        """Waiting sequences for which room is set aside: the rest of groups that were admitted."""
+        return self.sample_groups.num_reserved_slots
 
     @property
     def swap_use(self) -> SwapUse:
@@ -144,12 +148,10 @@ class SchedulerBooks(ABC):
         sequence.stop_tokens = stop_tokens.union(sampling.stop_token_ids)
         sequence.max_length = min(sequence.num_prompt + sampling.max_tokens, self.limits.max_model_len)
         self.beams.enter(sequence)
-        if sequence.num_samples > 1:
-            self.blocks.tails.begin(sequence.key[0])
         self._sequences[sequence.key] = sequence
-        if not self.settings.gang_samples:
-            sequence.gang = ""
-        self.gangs.enter(sequence)
+        if not self.settings.group_samples:
+            sequence.sample_group = ""
+        self.sample_groups.enter(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         if sequence.state is SequenceState.RUNNING and sequence.beams is not None:
@@ -165,8 +167,7 @@ class SchedulerBooks(ABC):
         self.swaps.drop(sequence)
         sequence.state = SequenceState.FINISHED
         del self._sequences[sequence.key]
-        self.gangs.leave(sequence)
-        self.blocks.sharing.ended(sequence)
+        self.sample_groups.leave(sequence)
         if not self.running:
             self.new_token_ratio.idle()
 
@@ -176,7 +177,7 @@ class SchedulerBooks(ABC):
 
     def _stop_running(self, sequence: Sequence) -> None:
         del self.running[sequence.key]
-        self.waiting.prefixes_changed(self.in_progress.give_up(sequence.key))
+        self.waiting.prefixes_changed(self.in_progress.withdraw(sequence.key))
 
     def _row_is_over(self, row: PlannedRow) -> bool:
         """A row's step landed, or will not run. False: its sequence has ended before, the result is nobody's."""
@@ -193,7 +194,7 @@ class SchedulerBooks(ABC):
 
     def _lose_beams(self, group: BeamGroup) -> None:
         self.beams.leave(group)
-        self.waiting.prefixes_changed(self.in_progress.give_up(group.leader.key))
+        self.waiting.prefixes_changed(self.in_progress.withdraw(group.leader.key))
 
     def _requeue_swapped(self, sequence: Sequence) -> None:
         """Its K/V did not come back from the host, and is there still."""
@@ -210,38 +211,57 @@ class SchedulerBooks(ABC):
         self.chunks.measured(plan, result.forward_s)
         self.swaps.landed(plan, result.forward_s, result.copy_s)
         self.new_token_ratio.relax()
+        return self._commit_rows(plan.rows, result.rows)
+
+    def _commit_rows(self, rows: Seq[PlannedRow], results: Seq[RowResult]) -> list[SequenceOutput]:
+        """Appends each row's new tokens, up to the first one that ends its sequence. K/V of all of them but the last is
+        computed, see `RowResult`."""
         outputs: list[SequenceOutput] = []
         groups: dict[BeamGroup, None] = {}
-        for row, given in zip(plan.rows, result.rows, strict=True):
+        computing, block_size = BlockState.COMPUTING, self._block_size
+        for row, given in zip(rows, results, strict=True):
             sequence = row.sequence
             if sequence.beams is not None:
                 self._commit_beam(row, given)
                 groups[sequence.beams] = None
                 continue
-            decodes = sequence.owner is Owner.RUNNING and sequence.state is SequenceState.RUNNING
-            output = self._commit_decode(sequence, given) if decodes else self._commit_row(row, given)
-            if output is not None:
-                outputs.append(output)
+            if not self._row_is_over(row):
+                continue
+            num_computed = sequence.num_computed = sequence.num_computed + row.num_tokens
+            if sequence.abort_requested:
+                self._leave(sequence)
+                continue
+            # Not `row.is_prefill`: the last token of a resumed prompt, alone in its step, looks like a decode.
+            prefilled = sequence.block_state is computing and num_computed == sequence.tokens.num_tokens
+            token_ids, logprobs, finish = given.token_ids, given.logprobs, None
+            start = end = sequence.tokens.num_tokens
+            for token_id in token_ids:
+                end = sequence.tokens.append(token_id)
+                if token_id in sequence.stop_tokens or end >= sequence.max_length:
+                    finish = FinishReason.STOP_TOKEN if token_id in sequence.stop_tokens else FinishReason.LENGTH
+                    token_ids, logprobs = token_ids[: end - start], logprobs[: end - start]
+                    break
+            if (num_new := end - start) > 1:
+                num_computed = sequence.num_computed = num_computed + num_new - 1
+            if num_computed - sequence.num_published * block_size >= block_size:
+                self._publish(sequence)
+            if prefilled:
+                finish = self._prefilled(sequence, finish)
+            if finish:
+                self._leave(sequence)
+            scores = given.prompt_logprobs
+            if token_ids or scores or prefilled:
+                index = start - sequence.num_prompt
+                outputs.append(SequenceOutput(sequence, index, token_ids, logprobs, scores, finish, prefilled))
         return outputs + [output for group in groups if (output := self._advance_beams(group)) is not None]
 
-    def _commit_decode(self, sequence: Sequence, given: RowResult) -> SequenceOutput | None:
-        """`_commit_row` for what most rows are: a sequence whose prompt was computed before draws a token."""
-        token_id = given.token_id
-        assert token_id is not None
-        sequence.num_planned -= 1
-        sequence.num_expected -= 1
-        sequence.num_computed += 1
-        if sequence.abort_requested:
-            self._leave(sequence)
-            return None
-        if sequence.num_computed - sequence.num_published * self._block_size >= self._block_size:
-            self._publish(sequence)
-        position = sequence.tokens.append(token_id)
-        finish = None
-        if token_id in sequence.stop_tokens or position + 1 >= sequence.max_length:
-            finish = _finish(sequence, token_id)
-            self._leave(sequence)
-        return SequenceOutput(sequence, position - sequence.num_prompt, token_id, given.logprobs, (), finish)
+    def _prefilled(self, sequence: Sequence, finish: FinishReason | None) -> FinishReason | None:
+        """Called when K/V of the whole prompt is computed. Returns why the sequence ends, or None."""
+        if finish is None and not sequence.wants_token:
+            return FinishReason.LENGTH
+        if finish is None and not sequence.prefill_only:
+            self.blocks.change_block_state(sequence, BlockState.RUNNING)
+        return finish
 
     def _commit_beam(self, row: PlannedRow, given: RowResult) -> None:
         sequence = row.sequence
@@ -257,8 +277,8 @@ class SchedulerBooks(ABC):
         if leader.abort_requested:
             self._leave(leader)
             return None
-        is_trunk = not group.is_forked
-        if is_trunk:
+        is_prefix = not group.has_beams
+        if is_prefix:
             self._publish(leader)  # beams are not: those that nobody follows leave nothing behind
         if not group.is_ready:
             return None
@@ -266,14 +286,14 @@ class SchedulerBooks(ABC):
         finish = step.results[0].finish if step.results else None
         if finish:
             self._leave(leader)
-        if not finish and not (is_trunk and step.first is not None):
+        if not finish and not (is_prefix and step.first is not None):
             return None
         return SequenceOutput(
             leader,
             0,
             finish=finish,
-            prefilled=is_trunk,
-            candidates=step.first if is_trunk else None,
+            prefilled=is_prefix,
+            candidates=step.first if is_prefix else None,
             beams=step.results,
         )
 
@@ -284,39 +304,6 @@ class SchedulerBooks(ABC):
             del self._uncommitted[0]
             self.blocks.step_landed()
 
-    def _commit_row(self, row: PlannedRow, given: RowResult) -> SequenceOutput | None:
-        sequence = row.sequence
-        if not self._row_is_over(row):
-            return None
-        sequence.num_computed = num_computed = sequence.num_computed + row.num_tokens
-        if sequence.abort_requested:
-            self._leave(sequence)
-            return None
-        if num_computed - sequence.num_published * self._block_size >= self._block_size:
-            self._publish(sequence)
-        scores = given.prompt_logprobs if row.draws is None else row.draws.scores
-        if sequence.num_samples > 1 and row.draws is None:
-            sequence.scores += scores
-        if row.sample and sequence.num_samples > 1:
-            self._has_tail(sequence, row.offers)
-        self.blocks.sharing.drawn(sequence)
-        # Not by the row: the last token of a resumed prompt is output, and alone in its step it looks like a decode.
-        prefilled = sequence.owner is Owner.COMPUTING and sequence.num_computed == sequence.num_tokens
-        index = sequence.num_output
-        finish = None
-        if given.token_id is not None:
-            sequence.tokens.append(given.token_id)
-            finish = _finish(sequence, given.token_id)
-        elif prefilled and not sequence.wants_token:
-            finish = FinishReason.LENGTH
-        if prefilled and not finish and not sequence.prefill_only:
-            self.blocks.change_owner(sequence, Owner.RUNNING)
-        if finish:
-            self._leave(sequence)
-        if given.token_id is None and not scores and not prefilled:
-            return None
-        return SequenceOutput(sequence, index, given.token_id, given.logprobs, scores, finish, prefilled)
-
     def fail_step(self, plan: StepPlan, keys: Collection[SequenceKey] | None = None) -> list[Sequence]:
         """The step could not be computed: the sequences with these keys leave (None: all of them). Returns them.
 
@@ -326,7 +313,6 @@ class SchedulerBooks(ABC):
         if self._uncommitted:
             raise RuntimeError(f"step {self._uncommitted[0].step} is planned upon the one that failed")
         self.blocks.copies.done(plan.copies)
-        self._not_executed(plan)
         failed = []
         landed = [row for row in plan.rows if self._row_is_over(row)]
         for sequence in dict.fromkeys(accountable(row) for row in landed):
@@ -340,29 +326,10 @@ class SchedulerBooks(ABC):
                 self._requeue_swapped(sequence)
         return failed
 
-    def _not_executed(self, plan: StepPlan) -> None:
-        """No tail of the step is there, and the runner still keeps what it was to forget."""
-        self.blocks.tails.give_back_forgotten(plan.forget)
-        for row in plan.rows:
-            if row.offers is not None:
-                self.blocks.sharing.withdraw_offer(row.sequence)
-
-    def _has_tail(self, sequence: Sequence, offered: Tail | None) -> None:
-        """Its prompt is computed. What it promised ends even where others have listed the same tail meanwhile."""
-        self.blocks.sharing.list(sequence, offered)
-        self.waiting.prefixes_changed(self.in_progress.kept_tail(sequence.key))
-
     def _publish(self, sequence: Sequence) -> None:
         published = self.blocks.publish(sequence)
         self.in_progress.kept(sequence.key, len(published))
         self.waiting.prefixes_changed(published)
-
-
-def _finish(sequence: Sequence, token_id: int) -> FinishReason | None:
-    """Whether a token that was drawn ends its sequence."""
-    if token_id in sequence.stop_tokens:
-        return FinishReason.STOP_TOKEN
-    return FinishReason.LENGTH if sequence.tokens.num_tokens >= sequence.max_length else None
 
 
 def accountable(row: PlannedRow) -> Sequence:

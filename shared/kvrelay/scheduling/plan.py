@@ -13,18 +13,17 @@ from dataclasses import dataclass
 import msgspec
 
 from kvrelay.engine.batch import BeamCandidates, BlockCopy, SwapCopies
-from kvrelay.kv.pool import Owner
+from kvrelay.kv.pool import BlockState
 from kvrelay.protocol.sampling import BeamResult, FinishReason, TokenLogprobs
-from kvrelay.scheduling.cost import pairs
 from kvrelay.scheduling.sequence import Sequence, SequenceState
-from kvrelay.scheduling.tails import Tail
+from kvrelay.scheduling.step_cost import pairs
 
 
 class PlannedRow(msgspec.Struct, frozen=True, gc=False):
-    """`num_tokens` tokens of a sequence, from `position` on. `sample`: its last token's logits give a token.
+    """`num_tokens` tokens of a sequence, from `position` on. `sample`: the logits of its last token give a token, or
+    up to 1 + `num_lookahead` tokens if the runner can bring more; the block table has room for the K/V of that many.
 
     A decode that was planned ahead is for a token that the step in flight draws: it is not in the sequence yet.
-    `offers`: the tail that the row completes. `draws`: the tail that gives the logits; nothing is computed.
     """
 
     sequence: Sequence
@@ -32,21 +31,15 @@ class PlannedRow(msgspec.Struct, frozen=True, gc=False):
     num_tokens: int
     is_prefill: bool
     sample: bool
-    offers: Tail | None = None
-    draws: Tail | None = None
-
-    @property
-    def num_computed(self) -> int:
-        """Tokens that the step computes for it."""
-        return self.num_tokens if self.draws is None else 0
+    num_lookahead: int = 0
 
 
 def work_of(rows: Iterable[PlannedRow]) -> tuple[int, float]:
     """What rows compute, as a step's cost counts it: tokens, and pairs of a token and what it attends to."""
     num_tokens, num_pairs = 0, 0.0
     for row in rows:
-        num_tokens += row.num_computed
-        num_pairs += pairs(row.position, row.num_computed)
+        num_tokens += row.num_tokens
+        num_pairs += pairs(row.position, row.num_tokens)
     return num_tokens, num_pairs
 
 
@@ -60,7 +53,7 @@ class SwapCopy:
     sequence: Sequence
     slots: tuple[int, ...]
     num_tokens: int
-    owner: Owner
+    block_state: BlockState
     gain_s: float = 0.0
     is_made: bool = False
 
@@ -69,15 +62,15 @@ class SwapCopy:
 class SwapPlan:
     """What a step copies between pool and host before its forward: first out, then in.
 
-    `leaving` and `returning`: whose K/V that is. `claimed`: the pool's blocks that these copies read or write, held as
-    `in_flight` from the plan's end until the step has landed, whoever holds them besides.
+    `leaving` and `returning`: whose K/V that is. `held_blocks`: the pool's blocks that these copies read or write. They
+    are held as `in_flight` from the plan's end until the step has landed, besides any other holds.
     """
 
     out: SwapCopies
     back: SwapCopies
     leaving: Seq[SwapCopy]
     returning: Seq[SwapCopy]
-    claimed: Seq[int]
+    held_blocks: Seq[int]
 
     @property
     def num_blocks(self) -> int:
@@ -92,9 +85,8 @@ class StepPlan:
     `preempted` lost their blocks; `recomputed` lost their K/V, in this step or since the one before: those preempted
     without a copy, and those whose copy was given up. `swaps`: what is copied to the host and back, if anything; such
     a step is to be executed even where it has no rows. `copies`: blocks that the step copies after that and before it
-    computes. `forget`: kept last positions that nobody will draw from (`Tail.state`). `delayed`: a prefill gate held
-    the head back. That is decided anew in the next pass, whether or not anything happened. A beam search is preempted
-    as its leader alone.
+    computes. `delayed`: a prefill gate held the head back. That is decided anew in the next pass, whether or not
+    anything happened. A beam search is preempted as its leader alone.
     """
 
     step: int
@@ -106,7 +98,6 @@ class StepPlan:
     swaps: SwapPlan | None = None
     delayed: bool = False
     copies: Seq[BlockCopy] = ()
-    forget: Seq[int] = ()
 
     @property
     def has_work(self) -> bool:
@@ -116,7 +107,7 @@ class StepPlan:
     @property
     def num_prefill_tokens(self) -> int:
         """Tokens of prompt chunks."""
-        return sum(row.num_computed for row in self.rows if row.is_prefill)
+        return sum(row.num_tokens for row in self.rows if row.is_prefill)
 
     @property
     def num_decode_tokens(self) -> int:
@@ -156,7 +147,7 @@ class PlanDraft:
     def add_chunk(self, row: PlannedRow) -> None:
         """Adds a part of a prompt."""
         self.prompts[row.sequence] = row
-        self.budget_left -= row.num_computed
+        self.budget_left -= row.num_tokens
 
     def add_decode(self, row: PlannedRow) -> None:
         """Adds a decode."""
@@ -179,30 +170,29 @@ class PlanDraft:
         """A sequence loses its part, if it had one."""
         row = self.prompts.pop(sequence, None) or self.decodes.pop(sequence, None)
         if row is not None:
-            self.budget_left += row.num_computed
+            self.budget_left += row.num_tokens
 
-    def finish(
-        self, step: int, swaps: SwapPlan | None = None, copies: Seq[BlockCopy] = (), forget: Seq[int] = ()
-    ) -> StepPlan:
+    def finish(self, step: int, swaps: SwapPlan | None = None, copies: Seq[BlockCopy] = ()) -> StepPlan:
         """The plan."""
         return StepPlan(
             *(step, self.rows, self.admitted, self.preempted, self.held_back, self.recomputed, swaps, self.delayed),
             copies=copies,
-            forget=forget,
         )
 
 
 class SequenceOutput(msgspec.Struct, frozen=True, gc=False):
-    """What a committed step gave one sequence. `index` is the output index of `token_id`.
+    """What a committed step brought one sequence.
 
-    `prefilled`: this was the step that completed the prompt's K/V. A beam search gives no tokens: on a prefill worker
-    the prompt's `candidates`, and its `beams` when it is over.
+    `token_ids`: its new tokens, from output index `index` on; none behind the one that ends it. `logprobs`: one entry
+    for each of them if the sequence asks for log-probabilities, else none. `prefilled`: this was the step that
+    completed the prompt's K/V. A beam search brings no tokens. On a prefill worker it brings the `candidates` that
+    follow the prompt, and at its end its `beams`.
     """
 
     sequence: Sequence
     index: int
-    token_id: int | None = None
-    logprobs: TokenLogprobs | None = None
+    token_ids: Seq[int] = ()
+    logprobs: Seq[TokenLogprobs] = ()
     prompt_logprobs: Seq[TokenLogprobs] = ()
     finish: FinishReason | None = None
     prefilled: bool = False

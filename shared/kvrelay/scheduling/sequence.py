@@ -21,16 +21,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.kv.hashing import BlockHash, hash_blocks
-from kvrelay.kv.pool import Owner
+from kvrelay.kv.pool import BlockState
 from kvrelay.kv.table import BlockTable
 from kvrelay.protocol.messages import PeerRef
-from kvrelay.protocol.sampling import Sampling, TokenLogprobs
-from kvrelay.scheduling.tails import Tail
+from kvrelay.protocol.sampling import Sampling
+from kvrelay.protocol.sequence_key import SequenceKey
 
 if TYPE_CHECKING:
-    from kvrelay.scheduling.beams import BeamGroup
+    from kvrelay.scheduling.beams.beam_groups import BeamGroup
 
 
 class SequenceState(StrEnum):
@@ -53,7 +52,7 @@ class TokenBuffer:
         return self.num_tokens
 
     def append(self, token_id: int) -> int:
-        """Adds one token at the end, and returns where; amortised O(1)."""
+        """Adds one token at the end, and returns the new length; amortised O(1)."""
         position = self.num_tokens
         if position == self._capacity:
             self._capacity = max(16, 2 * position)
@@ -61,10 +60,10 @@ class TokenBuffer:
             grown[:position] = self._data
             self._data = grown
         self._data[position] = token_id
-        self.num_tokens = position + 1
-        return position
+        self.num_tokens = length = position + 1
+        return length
 
-    def fork(self) -> TokenBuffer:
+    def copy(self) -> TokenBuffer:
         """A copy that grows on its own."""
         return TokenBuffer(self._data[: self.num_tokens])
 
@@ -88,7 +87,7 @@ class Sequence:
     priority: int = 0
     prefill_only: bool = False  # leaves the scheduler when its first token is sampled
     state: SequenceState = SequenceState.WAITING
-    owner: Owner = Owner.COMPUTING  # what its blocks count as
+    block_state: BlockState = BlockState.COMPUTING  # of the blocks in its table
     num_computed: int = 0
     num_planned: int = 0
     num_expected: int = 0
@@ -100,16 +99,9 @@ class Sequence:
     abort_requested: bool = False  # while a step in flight computes it
     needs_commit_first: bool = False  # its next step depends on what the host makes of this one: no planning ahead
     num_preemptions: int = 0
-    gang: str = ""  # that it is preempted and resumed with; empty: none
+    sample_group: str = ""  # that it is preempted and resumed with; empty: none
     beams: BeamGroup | None = None  # of the beam search that it is a beam of
     num_borrowed: int = 0  # blocks at its table's start that its beam group holds for it
-    num_samples: int = 1  # of its request, which share their prompt's last block
-    arrives: bool = False  # its prompt's K/V comes from another worker
-    tail_name: BlockHash = b""  # of its prompt's last block; empty: not looked at so far
-    offers: Tail | None = None  # that the step in flight computes
-    scores: list[TokenLogprobs] = field(default_factory=list)  # of its prompt so far, to share with the tail
-    tail: Tail | None = None  # that it took, and is to draw its first token from
-    is_forked: bool = False  # its next write may hit a block that others share
 
     @property
     def num_tokens(self) -> int:
@@ -155,11 +147,6 @@ class Sequence:
         if self.beams is not None:
             return self.beams.wants_candidates
         return self.sampling.max_tokens > self.num_output
-
-    @property
-    def draws_next(self) -> bool:
-        """Its next row computes nothing: its first token is drawn from what another sample's last position gave."""
-        return self.tail is not None and not self.num_planned
 
     def block_hashes(self, num_blocks: int, start: int = 0) -> list[BlockHash]:
         """The hashes of the full blocks [start, num_blocks); each is computed once."""

@@ -1,1 +1,1 @@
-"""Devices that only take their time: a runner and a transfer without tensors, and the profiles that say how long."""
+"""Simulated devices: a runner and a transfer without tensors, timed by profiles."""

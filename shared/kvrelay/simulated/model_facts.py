@@ -1,4 +1,4 @@
-"""What a simulated device has of a model: its vocabulary, its length and its identity, read without weights."""
+"""The facts of a model that a simulated device needs, read without weights: vocabulary, length, identity."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvrelay.simulated.token_hash import Vocabulary
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """`max_model_len` is None where the configuration does not say. `identity` covers configuration and tokenizer."""
+    """`max_model_len` is None if the configuration has none. `identity` hashes configuration and tokenizer."""
 
     vocabulary: Vocabulary
     max_model_len: int | None
@@ -25,9 +25,9 @@ class ModelFacts:
 
 @lru_cache(maxsize=4)
 def read_facts(model: str) -> ModelFacts:
-    """Of a directory or a hub name, of which only small files are fetched.
+    """Reads a directory or a hub name, of which it downloads only small files.
 
-    Raises OSError where there is no such model, ValueError where its files are not a model's.
+    Raises OSError if there is no such model, ValueError if its files are invalid.
     """
     files = {name: _read(model, name) for name in ("config.json", "generation_config.json", "tokenizer.json")}
     try:
@@ -56,7 +56,7 @@ def _vocabulary(size: int, eos_ids: tuple[int, ...], tokenizer: dict[str, Any]) 
 
 
 def _read(model: str, name: str) -> bytes:
-    """Empty where the model has no such file and does without."""
+    """Reads a file; empty if an optional file is missing."""
     directory = Path(model).expanduser()
     if not directory.is_dir():
         directory = _fetched(model)

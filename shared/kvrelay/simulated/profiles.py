@@ -1,15 +1,15 @@
-"""What a step and a transfer take on a device: built-in roofline profiles, or measured coefficients from a JSON file.
+"""Times of steps and transfers on a device: built-in rooflines, or measured coefficients from a JSON file.
 
-A roofline step takes as long as the slower of two: its arithmetic, and reading weights and K/V from memory, plus a
-fixed overhead. The peaks are the vendors' data sheets' (dense, 16-bit), the models' shapes their published
-configurations; what share of a peak is reached, and the overhead, are assumptions, named below. They are there to
-compare policies and ratios; for figures about a machine, measure a profile on it.
+A roofline step takes the longer of its arithmetic and its reading of weights and KV, plus a fixed overhead. Peaks are
+from vendors' data sheets (dense, 16-bit), shapes from the models' published configurations. The share of each peak and
+the overhead are assumptions, named below. Use rooflines to compare policies and ratios; for figures of a machine,
+measure it.
 
-Sources: NVIDIA H100 SXM data sheet (989 TFLOP/s, 3.35 TB/s, 80 GB), H200 SXM (989 TFLOP/s, 4.8 TB/s, 141 GB), A100
-80GB SXM (312 TFLOP/s, 2.039 TB/s), L40S (362 TFLOP/s, 864 GB/s, 48 GB); Llama 3 8B and 70B and Qwen3 32B: the
-config.json of their releases (32, 80 and 64 layers, 8 K/V heads of 128, 32, 64 and 64 query heads; 8.03, 70.6 and 32.8
-billion parameters). Links: ConnectX-7 at 400 Gbit/s beside an H100 or H200, ConnectX-6 at 200 beside an A100, 100
-Gbit/s beside an L40S.
+Sources: NVIDIA H100 SXM data sheet (989 TFLOP/s, 3.35 TB/s, 80 GB), H200 SXM (989 TFLOP/s, 4.8 TB/s, 141 GB), A100 80GB
+SXM (312 TFLOP/s, 2.039 TB/s), L40S (362 TFLOP/s, 864 GB/s, 48 GB); Llama 3 8B and 70B and Qwen3 32B: the config.json of
+their releases (32, 80 and 64 layers, 8 KV heads of 128, 32, 64 and 64 query heads; 8.03, 70.6 and 32.8 billion
+parameters). Links: ConnectX-7 at 400 Gbit/s beside an H100 or H200, ConnectX-6 at 200 beside an A100, 100 Gbit/s beside
+an L40S.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from typing import Annotated, Protocol
 
 import msgspec
 
-from kvrelay.scheduling.cost import pairs
+from kvrelay.scheduling.step_cost import pairs
 
-REACHED_FLOPS = 0.5  # share of the peak that prefill reaches
-REACHED_BANDWIDTH = 0.8  # share of the peak that decode reads at
+REACHED_FLOPS = 0.5  # share of peak arithmetic that prefill reaches
+REACHED_BANDWIDTH = 0.8  # share of peak bandwidth that decode reaches
 REACHED_LINK = 0.8
 STEP_OVERHEAD_S = 2e-3  # scheduling, launches, sampling
-SPLIT_OVERHEAD_S = 2e-3  # of tensor parallelism, a step
-MEMORY_SHARE = 0.9  # of the device's memory, for weights and K/V
+SPLIT_OVERHEAD_S = 2e-3  # per step, for tensor parallelism
+MEMORY_SHARE = 0.9  # share of memory for weights and KV
 
 
 @dataclass(frozen=True, slots=True)
 class StepLoad:
-    """What a step holds. Pairs: of a prompt token and what it attends to. Context: K/V that its decodes read."""
+    """Contents of a step. A pair is a prompt token and a token it attends to; context is the KV that decodes read."""
 
     num_prompt_tokens: int
     num_pairs: float
@@ -42,7 +42,7 @@ class StepLoad:
 
     @classmethod
     def of(cls, rows: Iterable[tuple[int, int, bool]]) -> StepLoad:
-        """Of a step's rows: position, tokens, whether it is a part of a prompt."""
+        """Sums rows of (position, tokens, whether it is a prompt chunk)."""
         num_prompt, num_pairs, num_decodes, context = 0, 0.0, 0, 0
         for position, num_tokens, is_prefill in rows:
             if is_prefill:
@@ -55,41 +55,41 @@ class StepLoad:
 
 
 class Profile(Protocol):
-    """One worker's devices with a model."""
+    """The devices of one worker with a model."""
 
     @property
     def name(self) -> str:
-        """As `--profile` takes it."""
+        """The name for `--profile`."""
         ...
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of all layers."""
+        """Bytes of KV per token in all layers."""
         ...
 
     @property
     def kv_tokens(self) -> int:
-        """That its pool holds."""
+        """Tokens that the pool holds."""
         ...
 
     @property
     def transfer_bytes_s(self) -> float:
-        """Of its link."""
+        """Bytes per second of the link."""
         ...
 
     @property
     def num_devices(self) -> int:
-        """Of one worker."""
+        """Devices per worker (tensor parallelism)."""
         ...
 
     def step_s(self, load: StepLoad) -> float:
-        """A step's time."""
+        """Seconds of a step with this load."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Peaks of one accelerator."""
+    """Peaks of one accelerator in FLOP/s, bytes/s and bytes."""
 
     name: str
     flops: float
@@ -111,7 +111,7 @@ class Model:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of all layers."""
+        """Bytes of KV per token in all layers."""
         return 2 * 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
 
@@ -125,7 +125,7 @@ class Roofline:
 
     @property
     def name(self) -> str:
-        """As `--profile` takes it."""
+        """The name for `--profile`."""
         split = f"-tp{self.num_devices}" if self.num_devices > 1 else ""
         return f"{self.model.name}-{self.device.name}{split}"
 
@@ -135,7 +135,7 @@ class Roofline:
 
     @property
     def kv_tokens(self) -> int:
-        """What the weights leave."""
+        """Tokens that fit into the memory left by the weights."""
         free = MEMORY_SHARE * self.device.memory_bytes * self.num_devices - 2 * self.model.num_params
         return int(free // self.kv_bytes_per_token)
 
@@ -144,7 +144,7 @@ class Roofline:
         return REACHED_LINK * self.device.link_bytes_s * self.num_devices
 
     def step_s(self, load: StepLoad) -> float:
-        """The slower of arithmetic and memory."""
+        """Seconds of the slower of arithmetic and memory, plus overhead."""
         model, device = self.model, self.device
         num_tokens = load.num_prompt_tokens + load.num_decodes
         attended = load.num_pairs + load.context_tokens
@@ -158,8 +158,8 @@ class Roofline:
 
 
 class MeasuredProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Coefficients of a measured machine, as `kvrelay measure` writes them. Seconds a step, a token, a pair of a token
-    and what it attends to, and a sequence that decodes (its token, its sampling; None: as a token of a prompt)."""
+    """Coefficients that `kvrelay measure` wrote: seconds per step, per token, per pair of a token and an attended
+    token, and per decoding sequence (None: as a token of a prompt)."""
 
     name: str
     fixed_s: Annotated[float, msgspec.Meta(ge=0)]
@@ -172,14 +172,14 @@ class MeasuredProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     num_devices: Annotated[int, msgspec.Meta(ge=1)] = 1
 
     def step_s(self, load: StepLoad) -> float:
-        """Linear."""
+        """Seconds of a step, linear in the load."""
         decode_s = self.token_s if self.decode_s is None else self.decode_s
         own_s = self.token_s * load.num_prompt_tokens + decode_s * load.num_decodes
         return self.fixed_s + own_s + self.pair_s * (load.num_pairs + load.context_tokens)
 
 
 class UnknownProfile(ValueError):
-    """Neither a built-in name nor a file with a profile; the text says which there are."""
+    """Neither a built-in profile nor a valid profile file. The message lists the built-in names."""
 
 
 _H100 = Device("h100", 989e12, 3.35e12, 80e9, 50e9)
@@ -205,7 +205,7 @@ BUILT_IN: dict[str, Profile] = {
 
 
 def find_profile(name: str) -> Profile:
-    """A built-in profile by its name, or one from a JSON file. Raises UnknownProfile."""
+    """Finds a built-in profile by name, or reads a JSON file. Raises UnknownProfile."""
     if name in BUILT_IN:
         return BUILT_IN[name]
     if not Path(name).is_file():

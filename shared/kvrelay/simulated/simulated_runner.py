@@ -16,19 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.config.worker import WorkerConfig
-from kvrelay.engine.batch import (
-    BeamCandidates,
-    ModelSpec,
-    RowResult,
-    SequenceKey,
-    StepResult,
-    SwapCopies,
-    WorkerBatch,
-    WorkerRow,
-)
+from kvrelay.engine.batch import BeamCandidates, ModelSpec, RowResult, StepResult, SwapCopies, WorkerBatch, WorkerRow
 from kvrelay.engine.profile import SWAP_PART
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.simulated.model_facts import ModelFacts, read_facts
 from kvrelay.simulated.profiles import Profile, StepLoad, find_profile
 from kvrelay.simulated.token_hash import (
@@ -70,7 +62,7 @@ class _Packed:
 
     @classmethod
     def of(cls, rows: Sequence[WorkerRow], block_size: int) -> _Packed:
-        """At least one row. One that computes nothing has no tokens."""
+        """Packs at least one row; each row has at least one token."""
         lens = np.array([len(row.token_ids) for row in rows])
         firsts = np.array([row.position for row in rows])
         ends = firsts + lens
@@ -161,12 +153,11 @@ class SimulatedRunner:
         rows = batch.rows
         if not rows:
             return StepResult(batch.step, [], 0.0, copy_s)
-        load = StepLoad.of((row.position, len(row.token_ids), row.is_prefill) for row in rows if not row.after)
+        load = StepLoad.of((row.position, len(row.token_ids), row.is_prefill) for row in rows)
         packed = _Packed.of(rows, self._spec.block_size)
-        if len(packed.positions):
-            self._write(rows, packed)
+        self._write(rows, packed)
         digests = self._read(packed)
-        forward_s = self._profile.step_s(load) if len(packed.positions) else 0.0
+        forward_s = self._profile.step_s(load)
         return StepResult(batch.step, self._results(rows, packed, digests), forward_s, copy_s)
 
     # -- K/V ----------------------------------------------------------------------------------------------------------
@@ -193,7 +184,7 @@ class SimulatedRunner:
         blocks = packed.blocks[np.repeat(packed.block_starts, packed.lens) + indices]
         added = contributions(self._token_ids(rows, packed), packed.positions.astype(np.uint64))
         is_first = offsets == 0
-        is_first[packed.starts[packed.lens > 0]] = True
+        is_first[packed.starts] = True
         firsts = np.flatnonzero(is_first)
         before = self._words[blocks[firsts], offsets[firsts] - 1] & SUM_MASK
         before[offsets[firsts] == 0] = 0
@@ -224,7 +215,7 @@ class SimulatedRunner:
     # -- tokens -------------------------------------------------------------------------------------------------------
 
     def _results(self, rows: Sequence[WorkerRow], packed: _Packed, digests: Words) -> list[RowResult]:
-        results = [RowResult(None)] * len(rows)
+        results = [RowResult()] * len(rows)
         sampling = [index for index, row in enumerate(rows) if row.sample]
         if sampling:
             known = [self._known[rows[index].key] for index in sampling]
@@ -240,18 +231,19 @@ class SimulatedRunner:
         for index, row in enumerate(rows):
             if (found := self._known.get(row.key)) is not None and found.scored is not None:
                 entries = self._scored(found, row.position, len(row.token_ids))
-                results[index] = RowResult(results[index].token_id, results[index].logprobs, entries)
+                results[index] = RowResult(results[index].token_ids, results[index].logprobs, entries)
         return results
 
     def _sampled(self, row: WorkerRow, known: _Known, token_id: int, draw: int, may_end: bool) -> RowResult:
         if row.beam is not None:
-            return RowResult(None, candidates=_candidates(self._vocabulary, draw, row.beam.num_candidates, may_end))
+            return RowResult(candidates=_candidates(self._vocabulary, draw, row.beam.num_candidates, may_end))
         if token_id in known.stops and _is_early(known, row.position + len(row.token_ids)):
             token_id = self._vocabulary.without(token_id, known.stops)
         known.drawn = token_id
         if known.sampling.logprobs is None:
-            return RowResult(token_id)
-        return RowResult(token_id, _logprobs(self._vocabulary, token_id, draw, known.sampling.logprobs))
+            return RowResult((token_id,))
+        entry = _logprobs(self._vocabulary, token_id, draw, known.sampling.logprobs)
+        return RowResult((token_id,), (entry,))
 
     def _scored(self, known: _Known, position: int, num_tokens: int) -> list[TokenLogprobs]:
         """Of the prompt tokens that follow these positions. A prompt's tokens are taken for equally likely."""

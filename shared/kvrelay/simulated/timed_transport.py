@@ -1,7 +1,7 @@
-"""The transfer of a simulated device: what stands for the blocks travels by a real transport, once its time has passed.
+"""Transfers of a simulated device: small stand-ins for blocks travel by a real transport after the profile's time.
 
-A worker has one link. Pushes take it one after the other, in pieces, and a piece's blocks are read from the pool when
-its time is over: a block that is given away too early has another content by then, and is found out.
+A worker has one link, and pushes use it one after the other, in pieces. A piece's blocks are read from the pool when
+its time has passed, so a block that was reused too early has wrong contents and the stream's tokens differ.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvrelay.transfer.base import BlockCopy, Pushed, SenderEvent, TransferSender
 from kvrelay.transfer.plan import Copies
 
 PIECE_S = 5e-3
-"""About how long a piece takes the link: what an abort finds already under way."""
+"""Approximate time of a piece, and so the delay of an abort."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class _Piece:
 
 
 class PacedSender:
-    """A `TransferSender` around another one. `block_bytes`: of a block of the simulated model, `num_blocks`: of the
-    pool."""
+    """Delays another `TransferSender`. `block_bytes` is the size of a block of the simulated model, `num_blocks` that
+    of the pool."""
 
     def __init__(self, inner: TransferSender, bytes_s: float, block_bytes: int, num_blocks: int) -> None:
         self.name = inner.name
@@ -39,7 +39,7 @@ class PacedSender:
         self._num_blocks = num_blocks
         self._block_s = block_bytes / bytes_s
         self._waiting: deque[_Piece] = deque()
-        self._timer: asyncio.TimerHandle | None = None  # of the first piece
+        self._timer: asyncio.TimerHandle | None = None  # end of the first piece
         self._free_at = 0.0
 
     def start(self, on_event: Callable[[SenderEvent], None]) -> None:
@@ -48,14 +48,14 @@ class PacedSender:
         self._inner.start(self._told)
 
     def push(self, reservation: str, endpoint: dict[str, str], copies: Sequence[BlockCopy]) -> None:
-        Copies.of(copies, self._num_blocks)  # raises what the other one would, while the caller listens
+        Copies.of(copies, self._num_blocks)  # raises the inner sender's errors in the call
         step = max(1, int(PIECE_S / self._block_s))
         for first in range(0, len(copies), step):
             self._waiting.append(_Piece(reservation, endpoint, copies[first : first + step]))
         self._begin()
 
     def abort(self, reservation: str) -> None:
-        """The piece under way is dropped too: nothing of it has been read."""
+        """Also drops the piece in flight: none of it has been read."""
         if self._waiting and self._waiting[0].reservation == reservation:
             self._stop_timer()
             self._free_at = self._loop.time()
@@ -91,7 +91,7 @@ class PacedSender:
 
 
 def paced(senders: Mapping[str, TransferSender], profile: Profile, spec: ModelSpec) -> dict[str, TransferSender]:
-    """The same transports at the profile's pace."""
+    """The same transports, delayed to the profile's speed."""
     return {
         name: PacedSender(sender, profile.transfer_bytes_s, spec.block_bytes, spec.num_blocks)
         for name, sender in senders.items()

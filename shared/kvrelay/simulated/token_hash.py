@@ -1,12 +1,12 @@
-"""What simulated devices compute: K/V from which it can be told what it is of, and the token that follows from it.
+"""The computation of simulated devices: KV that encodes its tokens, and the next token as a hash of the KV.
 
-The K/V of a token is a word of 64 bits: above, the index of its block in the block table; below (`SUM_BITS`), the sum
-of the contributions of this token and those before it in its block. A contribution depends on token and position. So
-a forward reads one word a block, the last one that counts, and their sum is the digest of all tokens of the sequence;
-where a block is missing, stale, another prompt's or in another's place, it is another number, and other tokens follow.
+The KV of a token is a 64-bit word. The upper bits hold the index of its block in the block table, the lower `SUM_BITS`
+the sum of the contributions of this token and those before it in the block. A contribution depends on token and
+position. A forward reads one word per block, the last valid one, and their sum is the digest of the sequence. A block
+that is missing, stale, of another prompt or misplaced changes the digest and so the next token.
 
-The output is a function of the sequence's token ids (and of seed and sequence index, where the temperature is not 0):
-`continuation` says what a client must get, whatever the batches, handoffs and retries.
+The output depends only on the sequence's token ids, and on seed and sample index unless temperature is 0.
+`continuation` returns what a client must receive, whatever the batches, handoffs and retries.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Words = NDArray[np.uint64]
 SUM_BITS = np.uint64(44)
 SUM_MASK = np.uint64((1 << 44) - 1)
 MISPLACED = np.uint64(0x9E3779B97F5)
-"""Times how far (by exclusive or) a block is from its place: odd, so that no difference vanishes."""
+"""Factor for the XOR of a block's actual and expected index; odd, so no difference vanishes."""
 END_EVERY = 256
-"""Without `ignore_eos` one token in so many ends the text."""
+"""Without `ignore_eos`, one token in this many ends the text."""
 
 _TOKEN, _POSITION = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1B54A32D192ED03)
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -34,25 +34,25 @@ _MODULUS = 1 << 64
 
 
 def mixed(words: Words) -> Words:
-    """Each word's bits spread over all of it: the finaliser of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    """Mixes the bits of each word: the finaliser of SplitMix64 (Steele, Lea and Flood, 2014)."""
     words = (words ^ (words >> np.uint64(30))) * _FIRST
     words = (words ^ (words >> np.uint64(27))) * _SECOND
     return words ^ (words >> np.uint64(31))
 
 
 def contributions(token_ids: Words, positions: Words) -> Words:
-    """Of tokens at positions, both `[tokens]`: below `1 << SUM_BITS`."""
+    """Contributions of tokens at positions, both `[tokens]`; each is below `1 << SUM_BITS`."""
     return mixed(token_ids * _TOKEN + (positions + np.uint64(1)) * _POSITION) & SUM_MASK
 
 
 def digest(token_ids: Sequence[int]) -> int:
-    """Of a whole sequence."""
+    """The digest of a complete sequence."""
     tokens = np.asarray(token_ids, np.uint64)
     return int(contributions(tokens, np.arange(len(tokens), dtype=np.uint64)).sum() & SUM_MASK)
 
 
 def salt_of(sampling: Sampling, sequence: int) -> int:
-    """Tells continuations of one prompt apart: 0 where the draw is greedy."""
+    """Distinguishes continuations of one prompt; 0 for greedy sampling."""
     if sampling.temperature == 0:
         return 0
     return (sampling.seed * int(_TOKEN) + (sequence + 1) * int(_POSITION)) % _MODULUS | 1
@@ -60,18 +60,18 @@ def salt_of(sampling: Sampling, sequence: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Vocabulary:
-    """The ids that stand for text, int64 and ascending, and those that end one."""
+    """Regular token ids (int64, ascending) and end-of-sequence ids."""
 
     size: int
     regular: NDArray[np.int64]
     eos_ids: tuple[int, ...]
 
     def draws(self, digests: Words, salts: Words) -> Words:
-        """One random word a row, `[rows]`, from which all about the next token follows."""
+        """One random word per row, `[rows]`, which determines the next token."""
         return mixed(digests + salts * _SECOND + _FIRST)
 
     def tokens(self, draws: Words, may_end: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """The next token of each row. `may_end`: whether the row may draw the end of the text."""
+        """The next token of each row. `may_end`: whether the row may sample an end-of-sequence token."""
         token_ids: NDArray[np.int64] = self.regular[(draws >> np.uint64(8)) % np.uint64(len(self.regular))]
         if self.eos_ids:
             ends = may_end & (draws % np.uint64(END_EVERY) == 0)
@@ -79,7 +79,7 @@ class Vocabulary:
         return token_ids
 
     def likeliest(self, draw: int, count: int) -> NDArray[np.int64]:
-        """`count` different regular tokens (or all there are), the one that `tokens` gives first."""
+        """`count` different regular tokens (at most all), beginning with the one that `tokens` returns."""
         first = (draw >> 8) % len(self.regular)
         token_ids: NDArray[np.int64] = self.regular[
             (first + np.arange(min(count, len(self.regular)))) % len(self.regular)
@@ -87,7 +87,7 @@ class Vocabulary:
         return token_ids
 
     def without(self, token_id: int, banned: frozenset[int]) -> int:
-        """The regular token, or the next one that is not banned."""
+        """The token itself, or the next regular one that is not banned."""
         first = int(np.searchsorted(self.regular, token_id))
         candidates = (int(self.regular[(first + i) % len(self.regular)]) for i in range(len(self.regular)))
         return next((each for each in candidates if each not in banned), token_id)
@@ -96,10 +96,10 @@ class Vocabulary:
 def continuation(
     prompt: Sequence[int], sampling: Sampling, vocabulary: Vocabulary, max_model_len: int, sequence: int = 0
 ) -> list[int]:
-    """The output of simulated devices for a prompt, its end token included. `sequence`: of the request's samples.
+    """The output of simulated devices for a prompt, including its end token. `sequence` is the sample's index.
 
-    Temperature (0 or not), seed, max_tokens, min_tokens, stop_token_ids and ignore_eos count; what else shapes the
-    distribution does not.
+    Temperature (0 or not), seed, max_tokens, min_tokens, stop_token_ids and ignore_eos have an effect; other sampling
+    parameters have none.
     """
     total, length = np.uint64(digest(prompt)), len(prompt)
     salt = np.array([salt_of(sampling, sequence)], np.uint64)

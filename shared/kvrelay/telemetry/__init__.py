@@ -1,1 +1,1 @@
-"""What the processes tell about themselves."""
+"""Metrics, traces, logs and event logs of all processes."""

@@ -1,12 +1,12 @@
-"""Events into a handoff's state machines and instructions out of them, one JSON line each: for `kvrelay replay`.
+"""Writes every event and every answer of the state machines to a file, one JSON line each, for `kvrelay replay`.
 
-A line says when (`at`, unix seconds), which machine (`machine`, `key`; `number` tells machines of one key apart), what
-was called with which arguments, and what it answered. `born` is the first line of a machine, with what it was made of.
-Lines hold prompts and output as token ids.
+A line holds the time (`at`, unix seconds), the machine (`machine` is its kind, `key` its sequence, `number` tells
+machines of one key apart), the event's class and fields, and the instructions or the error that it led to. The first
+line of a machine has the event `born` and the constructor's arguments. Lines hold prompts and output as token ids.
 
-Where no log is kept nothing is wrapped, so it costs nothing. Where one is, a line is encoded where it happens, because
-what it tells of changes, and written by a thread of its own: a slow disk holds up no step. What that thread has not
-written yet, some milliseconds' worth, is lost with a process that is killed.
+Without a log nothing is wrapped, so it costs nothing. With one, the machine's `handle` is wrapped and nothing else, so
+recording does not change which code runs. A line is encoded at once, because what it describes changes, and written by
+a separate thread, so that a slow disk does not delay a step. If the process is killed, the last milliseconds are lost.
 """
 
 from __future__ import annotations
@@ -14,15 +14,20 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock, Thread
-from typing import Any
+from typing import Protocol, TypeVar
 
 import msgspec
 
-from kvrelay.engine.batch import SequenceKey
+from kvrelay.protocol.sequence_key import SequenceKey
+
+EventT = TypeVar("EventT")
+EventT_contra = TypeVar("EventT_contra", contravariant=True)
+AnswerT = TypeVar("AnswerT")
+AnswerT_co = TypeVar("AnswerT_co", covariant=True)
 
 log = logging.getLogger(__name__)
 
@@ -32,37 +37,16 @@ MAX_WAITING_BYTES = 64 << 20
 CLOSE_TIMEOUT_S = 5.0
 
 
-class MachineKind(msgspec.Struct, frozen=True):
-    """Where a machine's class is, and which of its methods are events."""
+class Machine(Protocol[EventT_contra, AnswerT_co]):
+    """What can be recorded: plain data in, plain data out, and nothing else changes the object."""
 
-    module: str
-    name: str
-    events: tuple[str, ...]
-
-
-KINDS = {
-    "sender": MachineKind(
-        "kvrelay_prefill.handoff",
-        "SenderHandoff",
-        (
-            "scheduled", "computed", "prefilled", "granted", "deferred", "refused", "decode_lost", "released",
-            "committed", "resend", "reassigned", "cancel", "pushed", "transfer_failed", "drained",
-        ),
-    ),
-    "receiver": MachineKind(
-        "kvrelay_decode.handoff",
-        "ReceiverHandoff",
-        (
-            "granted", "landed", "corrupted", "handed", "overdue", "aborted", "cancel", "sender_lost", "drained",
-            "not_adopted",
-        ),
-    ),
-    "attempts": MachineKind("kvrelay_router.dispatch.attempt", "SequenceAttempts", ("handle",)),
-}  # fmt: skip
+    def handle(self, event: EventT_contra, /) -> AnswerT_co:
+        """Returns a list of instructions, or one object, or None."""
+        ...
 
 
 class Line(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One line. `out`: the instructions; `raised`: the error instead of them."""
+    """One line. `event` is the event's class and `args` its fields; `out` are the instructions, `raised` the error."""
 
     at: float
     machine: str
@@ -70,21 +54,34 @@ class Line(msgspec.Struct, kw_only=True, omit_defaults=True):
     number: int
     event: str
     args: msgspec.Raw
-    out: msgspec.Raw
+    out: msgspec.Raw = msgspec.Raw(b"[]")
     raised: str = ""
 
 
-def encode_named(value: Any) -> Any:
-    """Instructions and events by the names of their classes, for a line."""
-    if isinstance(value, list):
-        return [encode_named(item) for item in value]
-    return {type(value).__name__: value}
+def encode_answer(answer: object) -> bytes:
+    """A list of JSON objects, one per instruction, each with the instruction's class as its only key."""
+    instructions = answer if isinstance(answer, list) else [] if answer is None else [answer]
+    return encoder.encode([{type(instruction).__name__: instruction} for instruction in instructions])
+
+
+def recorded(
+    log: EventLog | None,
+    kind: str,
+    key: SequenceKey,
+    machine: Machine[EventT, AnswerT],
+    *arguments: object,
+) -> Callable[[EventT], AnswerT]:
+    """The `handle` to use for a new machine: its own, or with a log one that records every call.
+
+    `arguments` are those of the machine's constructor, from which `kvrelay replay` makes it again.
+    """
+    return machine.handle if log is None else log.record(kind, key, machine, *arguments)
 
 
 class EventLog:
-    """Appends to `path`. At `max_bytes` the file becomes `path.1`, in place of an earlier one: two files at most.
+    """Appends to `path`. At `max_bytes` the file is renamed to `path.1`, which replaces an earlier one.
 
-    Where the disk is behind by `MAX_WAITING_BYTES`, the log ends: one with holes would replay to nonsense.
+    If the disk is behind by `MAX_WAITING_BYTES`, the log ends, because a log with gaps cannot be replayed.
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
@@ -99,54 +96,36 @@ class EventLog:
         self._thread.start()
 
     def close(self) -> None:
-        """Waits for what is not written yet, but not longer than a stuck disk deserves. Idempotent."""
+        """Waits up to CLOSE_TIMEOUT_S for lines that are not written yet. Idempotent."""
         self._lines.put(None)
         self._thread.join(CLOSE_TIMEOUT_S)
 
-    def watch(self, kind: str, key: SequenceKey, machine: object, *born: object) -> None:
-        """Records every event of this machine from now on. `born`: its constructor's arguments."""
+    def record(
+        self, kind: str, key: SequenceKey, machine: Machine[EventT, AnswerT], *arguments: object
+    ) -> Callable[[EventT], AnswerT]:
+        """Returns the machine's `handle`, wrapped so that each call becomes a line."""
         number = next(self._numbers)
-        self._write(kind, key, number, BORN, list(born), [], "")
-        inside = False
+        self._write(Line(at=time.time(), machine=kind, key=key, number=number, event=BORN, args=_raw(list(arguments))))
 
-        def recorded(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-            def record(*args: Any, **more: Any) -> Any:
-                nonlocal inside
-                if inside:
-                    return call(*args, **more)
-                taken = [list(value) if isinstance(value, Iterator) else value for value in args]  # it is read twice
-                said = [encode_named(taken[0])] if name == "handle" else [*taken, *more.values()]
-                before = encoder.encode(said)
-                inside, raised, out = True, "", None
-                try:
-                    out = call(*taken, **more)
-                except Exception as error:
-                    raised = type(error).__name__
-                    raise
-                finally:
-                    inside = False
-                    self._write(kind, key, number, name, msgspec.Raw(before), out or [], raised)
-                return out
+        def handle(event: EventT) -> AnswerT:
+            line = Line(
+                at=time.time(), machine=kind, key=key, number=number, event=type(event).__name__, args=_raw(event)
+            )
+            try:
+                answer = machine.handle(event)
+            except Exception as error:
+                line.raised = type(error).__name__
+                self._write(line)
+                raise
+            line.out = msgspec.Raw(encode_answer(answer))
+            self._write(line)
+            return answer
 
-            return record
+        return handle
 
-        for name in KINDS[kind].events:
-            setattr(machine, name, recorded(name, getattr(machine, name)))
-
-    def _write(self, kind: str, key: SequenceKey, number: int, event: str, args: Any, out: Any, raised: str) -> None:
-        if self._is_broken:
-            return
-        line = Line(
-            at=time.time(),
-            machine=kind,
-            key=key,
-            number=number,
-            event=event,
-            args=args if isinstance(args, msgspec.Raw) else msgspec.Raw(encoder.encode(args)),
-            out=msgspec.Raw(encoder.encode(encode_named(out))),
-            raised=raised,
-        )
-        self._put(encoder.encode(line) + b"\n")
+    def _write(self, line: Line) -> None:
+        if not self._is_broken:
+            self._put(encoder.encode(line) + b"\n")
 
     def _put(self, line: bytes) -> None:
         with self._lock:
@@ -157,12 +136,12 @@ class EventLog:
         else:
             self._lines.put(line)
 
-    def _end(self, why: object) -> None:
+    def _end(self, cause: object) -> None:
         self._is_broken = True
-        log.error("the event log ends here: %s", why)
+        log.error("the event log ends here: %s", cause)
 
     def _write_out(self) -> None:
-        """On the log's own thread: all that is there in one write."""
+        """Runs on the log's own thread. Writes all waiting lines at once."""
         is_last = False
         while not is_last:
             lines = [self._lines.get(), *(self._lines.get_nowait() for _ in range(self._lines.qsize()))]
@@ -178,8 +157,12 @@ class EventLog:
         self._writer.close()
 
 
+def _raw(value: object) -> msgspec.Raw:
+    return msgspec.Raw(encoder.encode(value))
+
+
 class _Writer:
-    """The files."""
+    """Writes the file and renames it when it is full."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self._path = path
@@ -188,14 +171,14 @@ class _Writer:
         self._size = path.stat().st_size
 
     def write(self, lines: list[bytes]) -> None:
-        """In as few calls as the files' size allows. Raises OSError."""
+        """Writes lines in as few calls as `max_bytes` allows. Raises OSError."""
         together: list[bytes] = []
         for line in lines:
             together.append(line)
             self._size += len(line)
             if self._size >= self._max_bytes:
                 self._write_all(b"".join(together))
-                self._begin_anew()
+                self._rotate()
                 together = []
         self._write_all(b"".join(together))
 
@@ -204,7 +187,7 @@ class _Writer:
         while left:
             left = left[self._file.write(left) :]
 
-    def _begin_anew(self) -> None:
+    def _rotate(self) -> None:
         self._file.close()
         self._path.replace(self._path.with_name(self._path.name + ".1"))
         self._file = self._path.open("ab", buffering=0)

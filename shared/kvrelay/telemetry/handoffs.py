@@ -1,5 +1,4 @@
-"""What a worker measures of its handoffs: how long each took, how much of that its client could feel, and how they
-failed. A few additions per handoff."""
+"""Measures the handoffs of a worker: duration, the part that compute does not hide, size, rate and failures."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from kvrelay.engine.batch import SequenceKey
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.telemetry.instruments import BYTES, GIGABYTES_PER_SECOND, SECONDS, Instruments
 from kvrelay.telemetry.metrics_store import HandoffRecord, MetricsStore
 from kvrelay.telemetry.stages import RecentStages, stage
@@ -17,37 +16,38 @@ from kvrelay.telemetry.tracer import Attributes, Tracer, sampled
 FailureCause = Literal[
     "refused", "released", "transfer", "decode_lost", "prefill_lost", "aborted", "cancelled", "reassigned"
 ]
-"""`transfer`: the transport could not, or blocks did not come, or came corrupted. The others: who ended it."""
+"""`transfer`: the transport failed, or blocks were missing or corrupted. The other causes name who ended the handoff.
+"""
 
 
 @dataclass(slots=True, eq=False)
 class HandoffTimings:
-    """Moments of one handoff on this worker, monotonic seconds; 0: not yet."""
+    """Times of one handoff on this worker in monotonic seconds; 0: has not happened."""
 
     asked_at: float = 0.0
     granted_at: float = 0.0
     complete_at: float = 0.0
-    """Prefill: the last chunk was computed. Decode: the handoff message came."""
+    """Prefill: the last chunk was computed. Decode: the `Handoff` message arrived."""
     committed_at: float = 0.0
     transport: str = ""
     num_blocks: int = 0
     num_tail_blocks: int = 0
-    """Prefill: those first given to the transport after the last chunk."""
+    """Prefill only: blocks first given to the transport after the last chunk."""
     num_resends: int = 0
     is_handed: bool = False
     key: SequenceKey = ("", 0, 0)
     trace: str = ""
-    """The context of the attempt that it belongs to."""
+    """The trace context of the attempt."""
     is_over: bool = False
-    """Committed, or failed; until the next question."""
+    """Committed or failed; reset by the next `Reserve`."""
 
 
 class HandoffMeter:
-    """For one role. Blocks are of `block_bytes` bytes.
+    """Records the handoffs of one role. A block has `block_bytes` bytes.
 
-    `duration` is from the question for slots to the commit; `exposed` is what is left of it after the last chunk: on
-    prefill from the chunk's end to the commit's arrival, on decode from the handoff message to the first step. `rate`
-    is bytes by the time from the grant to the commit, in which prefill may still have computed.
+    `duration` is the time from `Reserve` to the commit. `exposed` is the time that compute does not hide: on prefill
+    from the last chunk's end to the commit's arrival, on decode from the `Handoff` message to the first step. `rate` is
+    bytes divided by the time from grant to commit, during which prefill may still compute.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class HandoffMeter:
         self._failures = instruments.counter("kvrelay.handoff.failures", "cause")
 
     def asked(self, timings: HandoffTimings) -> None:
-        """Decode was asked for slots; what an earlier question brought does not count any more."""
-        if timings.asked_at and not timings.is_over:  # the router saw its end before this worker did
+        """`Reserve` was sent or received. Times of an earlier one are discarded."""
+        if timings.asked_at and not timings.is_over:  # the router noticed the end of the earlier handoff first
             self.failed("reassigned", timings)
         timings.asked_at = self._clock()
         timings.granted_at = timings.committed_at = 0.0
@@ -83,24 +83,24 @@ class HandoffMeter:
         timings.is_handed = timings.is_over = False
 
     def granted(self, timings: HandoffTimings, transport: str) -> None:
-        """Slots were granted."""
+        """Decode granted slots over this transport."""
         timings.granted_at = self._clock()
         timings.transport = transport
         self._wait.record(timings.granted_at - timings.asked_at)
 
     def pushed(self, timings: HandoffTimings, num_blocks: int) -> None:
-        """Prefill: blocks were given to the transport. Those that are sent again are not counted again."""
+        """Prefill: the transport accepted blocks. Repeated blocks are not counted again."""
         if timings.is_handed:
             return
         timings.num_blocks += num_blocks
         timings.num_tail_blocks += num_blocks if timings.complete_at else 0
 
     def complete(self, timings: HandoffTimings) -> None:
-        """See `HandoffTimings.complete_at`."""
+        """Sets `HandoffTimings.complete_at` once."""
         timings.complete_at = timings.complete_at or self._clock()
 
     def committed(self, timings: HandoffTimings, key: SequenceKey) -> None:
-        """Decode owns the sequence. On prefill that is the end."""
+        """Decode owns the sequence. On prefill this ends the handoff."""
         now = timings.committed_at = self._clock()
         num_bytes = timings.num_blocks * self._block_bytes
         self._duration.record(now - timings.asked_at)
@@ -112,11 +112,11 @@ class HandoffMeter:
             self._end(timings, key, now)
 
     def first_step(self, timings: HandoffTimings, key: SequenceKey) -> None:
-        """Decode: the first step with the sequence begins."""
+        """Decode: the first step with the sequence begins, which ends the handoff."""
         self._end(timings, key, self._clock())
 
     def failed(self, cause: FailureCause, timings: HandoffTimings | None) -> None:
-        """A handoff that was asked for came to nothing. Without its timings it is one that was given up before."""
+        """Counts a failed handoff. `timings` is None if the handoff was dropped before."""
         self._failures.add(cause)
         if timings is not None and not timings.is_over:
             self._over(timings, self._clock(), cause)
@@ -138,7 +138,7 @@ class HandoffMeter:
         self._recent.add(timings.key, [wait, stage(timings.key, "transfer", granted, now, detail)])
 
     def _trace(self, timings: HandoffTimings, now: float, failure: FailureCause | None = None) -> None:
-        """A span from the question to the commit, or to the failure: `kvrelay.handoff.send` or `.receive`."""
+        """Writes the span `kvrelay.handoff.send` or `.receive`, from `Reserve` to the commit or failure."""
         parent = sampled(timings.trace) if self._tracer is not None else None
         if self._tracer is None or parent is None:
             return

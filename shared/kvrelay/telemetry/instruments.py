@@ -1,8 +1,7 @@
-"""Counters and histograms of one process, to be read at any moment by whoever exports them.
+"""Counters and histograms of one process, which exporters may read at any time.
 
-Recorded per request, handoff or step, never per token or block. Names follow OpenTelemetry's manner (as in
-`kvrelay.handoff.duration`, with the unit beside it), so that an exporter has nothing to translate. Not thread-safe:
-written on the event loop's thread.
+Values are recorded per request, handoff or step, never per token or block. Names and units follow OpenTelemetry, so an
+exporter translates nothing. Not thread-safe: use them on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from kvrelay.telemetry.metric_samples import Labels, MetricSample, MetricSamples
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 BYTES = tuple(float(4**power) for power in range(6, 18))
-"""4 KiB to 16 GiB."""
+"""Bounds from 4 KiB to 16 GiB."""
 GIGABYTES_PER_SECOND = (0.001, 0.01, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
 TOKENS = tuple(float(2**power) for power in range(15))
-"""1 to 16,384."""
+"""Bounds from 1 to 16,384."""
 
 
 class Histogram:
-    """Counts of values by fixed bounds: bucket `i` holds those at most `bounds[i]`, the last one all above."""
+    """Counts values by fixed bounds: bucket `i` counts values up to `bounds[i]`, the last one all larger values."""
 
     def __init__(self, unit: str, bounds: tuple[float, ...]) -> None:
         if list(bounds) != sorted(set(bounds)):
@@ -34,17 +33,16 @@ class Histogram:
         self.total = 0.0
 
     def record(self, value: float) -> None:
-        """Takes a value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
     def report(self) -> HistogramReport:
-        """As it travels."""
+        """The message form of this histogram."""
         return HistogramReport(unit=self.unit, bounds=list(self.bounds), counts=list(self.counts), total=self.total)
 
 
 class HistogramFamily:
-    """Histograms of one name, by attributes whose values are few and known."""
+    """Histograms of one name by attributes. Use only attributes with few values."""
 
     def __init__(self, unit: str, bounds: tuple[float, ...]) -> None:
         self.unit = unit
@@ -52,7 +50,7 @@ class HistogramFamily:
         self.members: dict[Labels, Histogram] = {}
 
     def of(self, labels: Labels) -> Histogram:
-        """The one with these attributes."""
+        """The histogram of these attributes, created on first use."""
         histogram = self.members.get(labels)
         if histogram is None:
             histogram = self.members[labels] = Histogram(self.unit, self.bounds)
@@ -60,19 +58,18 @@ class HistogramFamily:
 
 
 class Counter:
-    """Sums by one attribute, whose values are few and known (causes, transports)."""
+    """Sums by one attribute with few values (causes, transports)."""
 
     def __init__(self, attribute: str) -> None:
         self.attribute = attribute
         self.sums: Tally[str] = Tally()
 
     def add(self, value: str, amount: int = 1) -> None:
-        """Adds to the sum of this value of the attribute."""
         self.sums[value] += amount
 
 
 class Instruments:
-    """All of a process, by name."""
+    """The instruments of a process by name."""
 
     def __init__(self) -> None:
         self._histograms: dict[str, Histogram] = {}
@@ -80,33 +77,31 @@ class Instruments:
         self._counters: dict[str, Counter] = {}
 
     def histogram(self, name: str, unit: str, bounds: tuple[float, ...]) -> Histogram:
-        """A new one. Raises ValueError for a name that is taken."""
+        """Creates an instrument. Raises ValueError if the name exists."""
         self._claim(name)
         self._histograms[name] = made = Histogram(unit, bounds)
         return made
 
     def histogram_family(self, name: str, unit: str, bounds: tuple[float, ...]) -> HistogramFamily:
-        """A new one. Raises ValueError for a name that is taken."""
+        """Creates an instrument. Raises ValueError if the name exists."""
         self._claim(name)
         self._families[name] = made = HistogramFamily(unit, bounds)
         return made
 
     def counter(self, name: str, attribute: str) -> Counter:
-        """A new one. Raises ValueError for a name that is taken."""
+        """Creates an instrument. Raises ValueError if the name exists."""
         self._claim(name)
         self._counters[name] = made = Counter(attribute)
         return made
 
     def histograms(self) -> Iterator[tuple[str, Histogram]]:
-        """By name."""
         return iter(sorted(self._histograms.items()))
 
     def counters(self) -> Iterator[tuple[str, Counter]]:
-        """By name."""
         return iter(sorted(self._counters.items()))
 
     def samples(self) -> MetricSamples:
-        """All of them now."""
+        """Current samples of all instruments."""
         found: MetricSamples = {name: [MetricSample((), each.report())] for name, each in self._histograms.items()}
         for name, family in self._families.items():
             found[name] = [MetricSample(labels, each.report()) for labels, each in family.members.items()]

@@ -1,4 +1,4 @@
-"""A file of lines that is only ever appended to, and holds whole lines whatever the disk does."""
+"""An append-only file of lines that contains only complete lines, even after a full disk or a crash."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 TAIL_BYTES = 1 << 20
-"""No line is longer."""
+"""Maximum bytes of a line."""
 MAX_WAITING_BYTES = 16 << 20
-"""What a disk that does not keep up is waited with; minutes of a busy worker."""
+"""Bytes kept in memory while the disk is slow: minutes of a busy worker."""
 
 
 class LineFile:
-    """Lines that cannot be written are dropped, with a warning where that begins: what they tell is not worth the
-    process, nor the memory of keeping them. One that was written in part is ended by the next write.
+    """Drops lines that cannot be written and warns when dropping begins, since the lines are not worth failing the
+    process or keeping them in memory. The next write completes a partly written line.
 
-    Raises OSError where the file cannot be opened. A last line that a crash cut off is removed.
+    Raises OSError if the file cannot be opened. An incomplete last line from a crash is removed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -27,7 +27,7 @@ class LineFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_cut_line(path)
         self._file = path.open("ab", buffering=0)
-        self._rest = b""  # of a line that is in the file in part
+        self._rest = b""  # rest of a partly written line
         self._is_failing = False
         self.num_lost_bytes = 0
 
@@ -37,7 +37,7 @@ class LineFile:
         return self._file.closed
 
     def write(self, lines: bytes | bytearray) -> None:
-        """Lines with their ends."""
+        """Writes lines, each with its newline."""
         data = self._rest + lines
         num_written = 0
         try:
@@ -57,15 +57,15 @@ class LineFile:
         self.num_lost_bytes += len(data) - keep_to
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the file. Idempotent."""
         self._file.close()
 
 
 class BackgroundLines:
-    """A `LineFile` that a thread writes: a disk that is slow, or stands still, holds up nobody who calls `write`.
+    """A `LineFile` written by a thread, so that `write` never waits for the disk.
 
-    What comes while it stands still waits, up to `max_waiting_bytes`; beyond that it is dropped, with a warning where
-    that begins. Called on one thread. Raises as `LineFile` does.
+    Up to `max_waiting_bytes` wait for a slow disk; further lines are dropped, with a warning when dropping begins. Call
+    it on one thread. Raises like `LineFile`.
     """
 
     def __init__(self, path: Path, max_waiting_bytes: int = MAX_WAITING_BYTES) -> None:
@@ -74,12 +74,12 @@ class BackgroundLines:
         self._max_waiting_bytes = max_waiting_bytes
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lines")
         self._waiting = bytearray()
-        self._written: Future[None] | None = None  # what the thread is at
+        self._written: Future[None] | None = None  # the part that the thread is writing
         self._is_late = False
         self.is_closed = False
 
     def write(self, lines: bytes | bytearray) -> None:
-        """Lines with their ends. Returns at once."""
+        """Queues lines, each with its newline. Returns at once."""
         if len(self._waiting) + len(lines) <= self._max_waiting_bytes:
             self._waiting += lines
         elif not self._is_late:
@@ -89,7 +89,7 @@ class BackgroundLines:
             self._hand_over()
 
     def close(self) -> None:
-        """Waits until all that waits is written. Idempotent."""
+        """Waits until all queued lines are written. Idempotent."""
         if not self.is_closed:
             self.is_closed = True
             self._hand_over()
@@ -102,7 +102,7 @@ class BackgroundLines:
 
 
 def _remove_cut_line(path: Path) -> None:
-    if not path.is_file():  # not there yet, or a pipe or a device
+    if not path.is_file():  # the file does not exist, or is a pipe or device
         return
     with path.open("rb") as file:
         start = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)

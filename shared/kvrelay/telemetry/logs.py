@@ -1,6 +1,5 @@
-"""Logs on standard error: text for people, or one JSON object a line for machines.
-
-What is passed as `extra` (`request_id`, `worker_id`, ...) shows in both.
+"""Logging to standard error as text, or as one JSON object per line. Both show `extra` (`request_id`, `worker_id`,
+...).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _BUILT_IN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 
 
 def setup_logging(level: str = "info", log_format: Literal["text", "json"] = "text", **fields: str) -> None:
-    """Sends all of this process's logs to standard error. `fields`, such as `worker_id`, go with every record."""
+    """Logs to standard error. Every record gets `fields`, such as `worker_id`."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(fields) if log_format == "json" else TextFormatter(fields))
     root = logging.getLogger()
@@ -33,12 +32,12 @@ _fields_of_task: ContextVar[Mapping[str, str]] = ContextVar("log_fields", defaul
 
 
 def log_with(**fields: str) -> None:
-    """From now on these go with every record of this task and of what it starts, in place of the process's."""
+    """Replaces the process's fields for all records of this task and of tasks it starts."""
     _fields_of_task.set(fields)
 
 
 def extra_fields(record: logging.LogRecord) -> dict[str, Any]:
-    """What the caller passed as `extra`."""
+    """The fields that the caller passed as `extra`."""
     return {name: value for name, value in vars(record).items() if name not in _BUILT_IN}
 
 
@@ -47,14 +46,14 @@ def _time(record: logging.LogRecord) -> str:
 
 
 class TextFormatter(logging.Formatter):
-    """`time level logger: message name=value ...`, the traceback below it."""
+    """Formats `time level logger: message name=value ...`, with the traceback below."""
 
     def __init__(self, fields: dict[str, str]) -> None:
         super().__init__()
         self._fields = fields
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, and more where there is a traceback."""
+        """Returns one line, and more for a traceback."""
         fields = {**self._fields, **_fields_of_task.get(), **extra_fields(record)}
         suffix = "".join(f" {name}={value}" for name, value in fields.items())
         line = f"{_time(record)} {record.levelname:7} {record.name}: {record.getMessage()}{suffix}"
@@ -62,14 +61,14 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """An object with time (UTC), level, logger, message, the extra fields, and the traceback as `exception`."""
+    """Formats an object with time (UTC), level, logger, message, extra fields, and the traceback as `exception`."""
 
     def __init__(self, fields: dict[str, str]) -> None:
         super().__init__()
         self._fields = fields
 
     def format(self, record: logging.LogRecord) -> str:
-        """Exactly one line."""
+        """Returns exactly one line."""
         entry: dict[str, Any] = {
             "time": _time(record),
             "level": record.levelname.lower(),

@@ -1,4 +1,4 @@
-"""What a process's metrics are at one moment: made when somebody reads them, whether a page or an exporter."""
+"""Metric samples of a process at one moment, made when a page or an exporter reads them."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from typing import NamedTuple
 from kvrelay.protocol.messages import HistogramReport
 
 Labels = tuple[tuple[str, str], ...]
-"""Attributes of a point, in the order of the metric's attributes."""
+"""Attributes and values of a sample, in the order of the metric's attributes."""
 
 
 class MetricSample(NamedTuple):
-    """One value of a metric."""
+    """One value of a metric with its labels."""
 
     labels: Labels
     value: float | HistogramReport
 
 
 MetricSamples = dict[str, list[MetricSample]]
-"""By the metric's name in the catalogue."""
+"""Samples by the metric's name in the catalogue."""
 
 
 def samples_by(attribute: str, values: Mapping[str, float]) -> list[MetricSample]:
-    """One point a value of an attribute."""
+    """One sample per value of an attribute."""
     return [MetricSample(((attribute, key),), value) for key, value in values.items()]
 
 
 def single_sample(value: float) -> list[MetricSample]:
-    """A metric without attributes."""
+    """The sample of a metric without attributes."""
     return [MetricSample((), value)]
 
 
 def merged(parts: Iterable[MetricSamples]) -> MetricSamples:
-    """Several sources' samples; a metric of several sources has the samples of all."""
+    """Merges samples of several sources; a metric keeps the samples of all of them."""
     whole: MetricSamples = {}
     for part in parts:
         for name, found in part.items():

@@ -1,8 +1,8 @@
-"""What each step and each sequence took, as JSON lines in a file that plots can read.
+"""Writes the times of steps, sequences and handoffs to a file of JSON lines (`metrics_file`).
 
-One line a step, one line a sequence when it ends, one line a handoff, and a few events a step; nothing per token. Times
-are in seconds, `at` is seconds since the epoch. Writing goes through a buffer that is handed to a thread once a second
-at most, so a step costs some microseconds, and waits for no disk.
+There is one line per step, per finished sequence and per handoff, and a few events per step; nothing per token. Times
+are in seconds, `at` is seconds since the epoch. Lines are buffered and passed to a thread at most once a second, so a
+step costs microseconds and never waits for the disk.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from pathlib import Path
 
 import msgspec
 
-from kvrelay.engine.batch import SequenceKey, StepResult
+from kvrelay.engine.batch import StepResult
 from kvrelay.protocol.sampling import FinishReason
-from kvrelay.scheduling.base import Scheduler
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
+from kvrelay.scheduling.scheduler_protocol import Scheduler
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.telemetry.line_file import BackgroundLines
 from kvrelay.telemetry.step_trace import StepEvent, StepTrace
@@ -26,10 +27,10 @@ FLUSH_INTERVAL_S = 1.0
 
 
 class StepRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
-    """One step: what was in it, what waited beside it, and where its time went.
+    """One step: its contents, the queue, and its times.
 
-    `ahead`: it was planned while the step before was in flight, with `launched_ahead` launched, too; `captured`: its
-    forward was replayed from a CUDA graph. The counts beside it are those after its commit.
+    `ahead`: planned while the previous step ran; `launched_ahead`: also launched then; `captured`: replayed from a CUDA
+    graph. Counts of sequences, slots and blocks are those after the commit.
     """
 
     at: float
@@ -41,15 +42,15 @@ class StepRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
     num_waiting: int
     num_running: int
     num_preempted: int
-    num_recomputed: int  # of them, and of those preempted before, lost their K/V in this step
+    num_recomputed: int  # sequences, preempted now or before, that lost their KV in this step
     num_swapped_out_blocks: int
     num_swapped_in_blocks: int
     num_used_swap_slots: int
     num_available_blocks: int
-    num_allocated_slots: int  # tokens that the running sequences' blocks have room for
-    num_committed_slots: int  # those whose K/V is there
+    num_allocated_slots: int  # tokens that fit the running sequences' blocks
+    num_committed_slots: int  # tokens with committed KV
     schedule_s: float
-    copy_s: float  # between pool and host, before the forward
+    copy_s: float  # copies between pool and host before the forward
     forward_s: float
     commit_s: float
     held_back: str
@@ -59,7 +60,7 @@ class StepRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
 
 
 class SequenceRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="sequence"):
-    """One sequence on this worker. `ttft_s` and `tpot_s` count from its arrival here; None where no token came."""
+    """One sequence on this worker. `ttft_s` and `tpot_s` count from its arrival here; None without a token."""
 
     at: float
     request: str
@@ -73,12 +74,12 @@ class SequenceRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="sequenc
     ttft_s: float | None
     tpot_s: float | None
     total_s: float
-    finish: FinishReason | None  # None: it left before its end (handed over, cancelled, failed)
+    finish: FinishReason | None  # None: handed over, cancelled or failed before its end
 
 
 class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="handoff"):
-    """One handoff as one side saw it, written when it was over there: on prefill `at` the commit, on decode `at` the
-    first step with the sequence. See `kvrelay.telemetry.handoffs` for the times; `num_tail_blocks` is prefill's.
+    """One handoff on one side, written when it ends there: on prefill at the commit, on decode at the first step with
+    the sequence. `kvrelay.telemetry.handoffs` defines the times. Only prefill sets `num_tail_blocks`.
     """
 
     at: float
@@ -101,7 +102,7 @@ _decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
 
 
 def read_metrics(path: Path) -> Iterator[Record]:
-    """The records of a file, in order. A last line that was cut off by a crash is left out."""
+    """Reads the records of a file in order, without an incomplete last line."""
     for line in path.read_bytes().splitlines(keepends=True):
         if line.endswith(b"\n"):
             yield _decoder.decode(line)
@@ -109,7 +110,7 @@ def read_metrics(path: Path) -> Iterator[Record]:
 
 @dataclass(slots=True)
 class _SequenceTimes:
-    """Moments of a sequence, monotonic."""
+    """Times of a sequence in monotonic seconds; None: has not happened."""
 
     sequence: Sequence
     arrived: float
@@ -131,12 +132,12 @@ class MetricsStore:
         self.trace = StepTrace(clock)
 
     def arrived(self, sequence: Sequence, *, is_running: bool) -> None:
-        """A sequence was queued, or joined those that run."""
+        """A sequence was queued or, with `is_running`, joined the running batch."""
         now = self._clock()
         self._times[sequence.key] = _SequenceTimes(sequence, now, sequence.num_output, now if is_running else None)
 
     def planned(self, plan: StepPlan) -> None:
-        """Some sequences' waiting ended."""
+        """Notes the admission of the sequences that the plan admits."""
         now = self._clock()
         for sequence in plan.admitted:
             times = self._times.get(sequence.key)
@@ -155,7 +156,7 @@ class MetricsStore:
         ahead: bool,
         launched_ahead: bool = False,
     ) -> None:
-        """A step is done."""
+        """Writes a finished step, and the sequences that ended in it."""
         now = self._clock()
         num_chunks = sum(row.is_prefill for row in plan.rows)
         slots = scheduler.blocks.slot_use(scheduler.running.values())
@@ -190,14 +191,14 @@ class MetricsStore:
         self._write_trace()
         for output in outputs:
             times = self._times.get(output.sequence.key)
-            if times is not None and times.first_token is None and output.token_id is not None:
+            if times is not None and times.first_token is None and output.token_ids:
                 times.first_token = now
             if output.finish is not None:
                 self.left(output.sequence.key, output.finish)
         self._flush_sometimes(now)
 
     def left(self, key: SequenceKey, finish: FinishReason | None = None) -> None:
-        """A sequence is over on this worker. Unknown keys are ignored."""
+        """Writes a sequence that left this worker. Unknown keys are ignored."""
         times = self._times.pop(key, None)
         if times is None:
             return
@@ -222,13 +223,13 @@ class MetricsStore:
         )
 
     def handoff(self, record: HandoffRecord) -> None:
-        """A handoff is over on this worker."""
-        if not self._file.is_closed:  # the last ones may end after the last step
+        """Writes a handoff that ended on this worker."""
+        if not self._file.is_closed:  # handoffs may end after the last step
             self._write(record)
             self._flush_sometimes(self._clock())
 
     def close(self) -> None:
-        """Writes what is left. Idempotent."""
+        """Writes buffered lines and closes the file. Idempotent."""
         if not self._file.is_closed:
             self._write_trace()
             self._flush()

@@ -1,8 +1,8 @@
-"""Export over OTLP, as the standard `OTEL_*` variables say. The SDK is imported where one of them asks for it.
+"""Exports traces and metrics over OTLP according to the standard `OTEL_*` variables. Imports the SDK only if needed.
 
-A signal (traces, metrics) is exported where `OTEL_TRACES_EXPORTER` or `OTEL_METRICS_EXPORTER` is `otlp` or `console`,
-or where it says nothing and an endpoint is set: `OTEL_EXPORTER_OTLP_ENDPOINT` or the signal's own. Everything else
-(headers, timeouts, compression, certificates, batches, samplers, resource attributes) the SDK reads by itself.
+A signal is exported if `OTEL_TRACES_EXPORTER` or `OTEL_METRICS_EXPORTER` is `otlp` or `console`, or if that variable is
+not set and an endpoint is: `OTEL_EXPORTER_OTLP_ENDPOINT` or the signal's own. The SDK itself reads the other variables
+(headers, timeouts, compression, certificates, batches, samplers, resource attributes).
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ PROTOCOLS = {"http/protobuf": "http", "grpc": "grpc"}
 SCOPE = "kvrelay"
 DEFAULT_METRIC_INTERVAL_MS = 60_000.0
 CLOSE_TIMEOUT_S = 2.0
-"""The last batch gets so long at the end: a collector that hangs does not keep a service from ending."""
+"""Time for the last batch, so that a hanging collector does not prevent the service from ending."""
 
 
 class ExportImpossible(ValueError):
-    """The environment asks for what cannot be done; the text names the variable."""
+    """The environment configures an impossible export. The message names the variable."""
 
 
 def wanted_exporter(signal: Signal, environ: Mapping[str, str]) -> Literal["otlp", "console"] | None:
-    """What the environment asks for. Raises ExportImpossible."""
+    """The exporter configured in the environment for one signal. Raises ExportImpossible."""
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return None
     name = f"OTEL_{signal.upper()}_EXPORTER"
@@ -56,7 +56,7 @@ def wanted_exporter(signal: Signal, environ: Mapping[str, str]) -> Literal["otlp
 
 
 class Export:
-    """What a process exports. `tracer` is None where no traces are."""
+    """The exports of a process. `tracer` is None if traces are not exported."""
 
     def __init__(self, spans: SpanSink | None = None, metrics: MetricsPush | None = None) -> None:
         self.tracer = Tracer(spans) if spans is not None else None
@@ -64,12 +64,12 @@ class Export:
         self._metrics = metrics
 
     def start(self, read: Callable[[], MetricSamples]) -> None:
-        """Begins to export metrics, which `read` gives. To be called on the event loop."""
+        """Starts exporting the metrics that `read` returns. Call it on the event loop."""
         if self._metrics is not None:
             self._metrics.start(read)
 
     async def close(self) -> None:
-        """Sends what is left, within `CLOSE_TIMEOUT_S`."""
+        """Sends the remaining data within `CLOSE_TIMEOUT_S`."""
         if self._metrics is not None:
             await self._metrics.close()
         if self._spans is not None:
@@ -77,7 +77,7 @@ class Export:
 
 
 def open_export(service: str, instance: str, environ: Mapping[str, str] | None = None) -> Export:
-    """As the environment says; without a word of it, an export of nothing. Raises ExportImpossible."""
+    """Opens the exports configured in the environment, possibly none. Raises ExportImpossible."""
     environ = os.environ if environ is None else environ
     traces, metrics = wanted_exporter("traces", environ), wanted_exporter("metrics", environ)
     if traces is None and metrics is None:
@@ -95,7 +95,7 @@ def open_export(service: str, instance: str, environ: Mapping[str, str] | None =
 
 
 def _resource(service: str, instance: str, environ: Mapping[str, str]) -> Any:
-    """The environment's attributes come first."""
+    """Resource attributes; those of the environment take precedence."""
     from opentelemetry.sdk.resources import Resource
 
     own = {"service.instance.id": instance, "service.version": version("kvrelay")}
@@ -105,7 +105,7 @@ def _resource(service: str, instance: str, environ: Mapping[str, str]) -> Any:
 
 
 def _exporter(signal: Signal, kind: Literal["otlp", "console"], environ: Mapping[str, str]) -> Any:
-    """The SDK's exporter. Raises ImportError, ExportImpossible."""
+    """Creates the SDK's exporter. Raises ImportError, ExportImpossible."""
     singular = {"traces": "Span", "metrics": "Metric"}[signal]
     if kind == "console":
         package = {"traces": "trace", "metrics": "metrics"}[signal]
@@ -122,7 +122,7 @@ def _exporter(signal: Signal, kind: Literal["otlp", "console"], environ: Mapping
 
 
 class SdkSpans:
-    """A `SpanSink`: spans by the SDK's processor, and its sampler."""
+    """A `SpanSink` on the SDK's span processor and sampler."""
 
     def __init__(self, processor: Any, resource: Any) -> None:
         from opentelemetry import trace
@@ -136,22 +136,21 @@ class SdkSpans:
         self._resource = resource
         self._processor = processor
         self._scope = InstrumentationScope(SCOPE, version("kvrelay"))
-        self._sampler = TracerProvider(resource=resource, shutdown_on_exit=False).sampler  # by OTEL_TRACES_SAMPLER
+        self._sampler = TracerProvider(resource=resource, shutdown_on_exit=False).sampler  # reads OTEL_TRACES_SAMPLER
         self._kinds = {kind.name.lower(): kind for kind in trace.SpanKind}
 
     @classmethod
     def batched(cls, exporter: Any, resource: Any) -> SdkSpans:
-        """With the SDK's thread that sends batches."""
+        """A sink with the SDK's batch thread."""
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
         return cls(BatchSpanProcessor(exporter), resource)
 
     def close(self) -> None:
-        """Sends what is left; blocks for that."""
+        """Sends the remaining spans; blocks."""
         self._processor.shutdown()
 
     def is_sampled(self, context: TraceContext, parent: TraceContext | None, name: str) -> bool:
-        """See `SpanSink`."""
         surroundings = None
         if parent is not None:
             span = self._api.NonRecordingSpan(self._context(parent, is_remote=True))
@@ -160,7 +159,6 @@ class SdkSpans:
         return bool(result.decision == self._recorded)
 
     def put(self, span: Span) -> None:
-        """See `SpanSink`."""
         api = self._api
         status = api.Status() if span.error is None else api.Status(api.StatusCode.ERROR, span.error)
         self._processor.on_end(
@@ -187,7 +185,7 @@ class SdkSpans:
 class MetricsPush:
     """Exports all samples of a process every `OTEL_METRIC_EXPORT_INTERVAL` milliseconds, and once at the end.
 
-    They are read on the event loop, which writes them, and sent by another thread.
+    Samples are read on the event loop, which writes the instruments, and sent by a thread.
     """
 
     def __init__(self, exporter: Any, resource: Any, environ: Mapping[str, str]) -> None:
@@ -199,12 +197,12 @@ class MetricsPush:
         self._task: asyncio.Task[None] | None = None
 
     def start(self, read: Callable[[], MetricSamples]) -> None:
-        """To be called on the event loop."""
+        """Call it on the event loop."""
         self._read = read
         self._task = asyncio.create_task(self._run(), name="metrics-push")
 
     async def close(self) -> None:
-        """Sends a last time, within `CLOSE_TIMEOUT_S`."""
+        """Sends a last export within `CLOSE_TIMEOUT_S`."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -221,7 +219,7 @@ class MetricsPush:
                 log.exception("exporting metrics failed")
 
     def _push(self) -> Callable[[], None]:
-        """Reads now; what is returned sends it."""
+        """Reads the samples now and returns a function that sends them."""
         from kvrelay.telemetry.otlp_metrics import metrics_data
 
         assert self._read is not None
@@ -245,7 +243,7 @@ def _interval_s(environ: Mapping[str, str]) -> float:
 
 
 async def _within(timeout_s: float, call: Callable[[], Any], what: str) -> None:
-    """On a thread of its own that nobody waits for longer than that, also not at the process's end."""
+    """Runs the call on a daemon thread and waits at most this long, also at process exit."""
     loop, done = asyncio.get_running_loop(), asyncio.Event()
 
     def run() -> None:
@@ -254,7 +252,7 @@ async def _within(timeout_s: float, call: Callable[[], Any], what: str) -> None:
         except Exception as error:
             log.warning("%s: %s", what, error)
         finally:
-            with contextlib.suppress(RuntimeError):  # the loop has ended without it
+            with contextlib.suppress(RuntimeError):  # the event loop has ended
                 loop.call_soon_threadsafe(done.set)
 
     Thread(target=run, name="telemetry-close", daemon=True).start()

@@ -1,6 +1,6 @@
-"""Metric samples as the SDK's data, for its exporters. Imports the SDK.
+"""Converts metric samples to the SDK's data for its exporters. Imports the SDK.
 
-Cumulative, as the samples are; histograms keep their own buckets.
+Data is cumulative, like the samples; histograms keep their buckets.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CUMULATIVE = AggregationTemporality.CUMULATIVE
 
 
 def metrics_data(samples: MetricSamples, resource: Any, started_ns: int, now_ns: int) -> Any:
-    """Raises KeyError for a metric that the catalogue does not know."""
+    """Converts samples by metric name. Raises KeyError for a metric that is not in the catalogue."""
     metrics = [_metric(name, samples[name], started_ns, now_ns) for name in sorted(samples)]
     scope = ScopeMetrics(InstrumentationScope("kvrelay"), metrics, "")
     return MetricsData([ResourceMetrics(resource, [scope], "")])
@@ -55,7 +55,7 @@ def _number(point: MetricSample, started_ns: int | None, now_ns: int) -> NumberD
 def _buckets(point: MetricSample, started_ns: int, now_ns: int) -> HistogramDataPoint:
     report = point.value
     assert isinstance(report, HistogramReport)
-    not_kept: Any = None  # the smallest and the largest value: their fields stay out of the message
+    not_kept: Any = None  # minimum and maximum are unknown, so their fields are omitted
     return HistogramDataPoint(
         dict(point.labels),
         started_ns,

@@ -1,4 +1,4 @@
-"""A few pages over HTTP from a process that serves no other HTTP: health and readiness, for probes."""
+"""A minimal HTTP server for health, readiness and metrics pages of processes without another HTTP server."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ log = logging.getLogger(__name__)
 MAX_HEAD_BYTES = 8192
 HEAD_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 64
-"""Beyond these a connection is closed at once: pages are read by a probe and a scraper or two."""
+"""Maximum open connections; more are closed at once. Only probes and scrapers read these pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """One answer."""
+    """One HTTP response."""
 
     body: bytes
     status: HTTPStatus = HTTPStatus.OK
@@ -27,7 +27,7 @@ class Page:
 
 
 class Pages:
-    """Answers GET and HEAD by path, one answer a connection. A page is made on the event loop when it is asked for."""
+    """Answers GET and HEAD by path, one response per connection. Pages are made on the event loop per request."""
 
     def __init__(self, pages: Mapping[str, Callable[[], Page]]) -> None:
         self._pages = pages
@@ -36,12 +36,12 @@ class Pages:
         self.port = 0
 
     async def start(self, host: str, port: int) -> None:
-        """Listens; with port 0 on any free one. Raises OSError."""
+        """Starts listening; port 0 means any free port. Raises OSError."""
         self._server = await asyncio.start_server(self._serve, host, port, limit=MAX_HEAD_BYTES)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
-        """Stops listening and ends what is open. Safe when it was never started."""
+        """Stops listening and closes open connections. Safe if it was never started."""
         if self._server is not None:
             self._server.close()
         for task in self._open:

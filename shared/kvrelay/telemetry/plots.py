@@ -1,4 +1,4 @@
-"""What the plots of the commands have in common. They need matplotlib (the extra `bench`), which is imported late."""
+"""Shared parts of the commands' plots. matplotlib (the extra `bench`) is imported on use."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ SUFFIXES = (".svg", ".png", ".pdf")
 
 
 class NoMatplotlib(Exception):
-    """The text says how to get it."""
+    """matplotlib is missing. The message says how to install it."""
 
 
 def check_plot(path: Path) -> None:
-    """Raises NoMatplotlib, and ValueError for a file of another kind, before a long run."""
+    """Checks before a long run. Raises NoMatplotlib, or ValueError for an unsupported file type."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -27,7 +27,7 @@ def check_plot(path: Path) -> None:
 
 
 def panels(count: int) -> tuple[Any, Any]:
-    """A figure and its axes, side by side."""
+    """Creates a figure with `count` axes side by side."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -38,7 +38,7 @@ def panels(count: int) -> tuple[Any, Any]:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Writes the file and lets go of the figure."""
+    """Writes the file and closes the figure."""
     from matplotlib import pyplot
 
     figure.savefig(path)
@@ -46,13 +46,13 @@ def save(figure: Any, path: Path) -> None:
 
 
 def shares_below(axis: Any, values_s: Sequence[float] | NDArray[np.float64], name: str) -> None:
-    """One line: which share of requests took at most so many milliseconds."""
+    """Draws one line: the share of requests that took at most x milliseconds."""
     values = np.sort(np.asarray(values_s)) * 1e3
     axis.step(values, np.arange(1, len(values) + 1) / max(1, len(values)), where="post", label=name)
 
 
 def label_shares(axis: Any, title: str) -> None:
-    """Of a panel with `shares_below`."""
+    """Labels a panel of `shares_below`."""
     axis.set_xlabel(f"{title}, ms")
     axis.set_ylabel("share of requests")
     axis.set_ylim(0, 1)

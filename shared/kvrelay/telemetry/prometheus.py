@@ -1,4 +1,4 @@
-"""Metric samples as a page that Prometheus scrapes: text format 0.0.4.
+"""Renders metric samples as a Prometheus page in text format 0.0.4.
 
 Names follow OpenTelemetry's rules for Prometheus: dots become underscores, the unit and `_total` of counters are added.
 https://opentelemetry.io/docs/specs/otel/compatibility/prometheus_and_openmetrics/
@@ -22,7 +22,7 @@ _SUFFIX = {"counter": "_total", "gauge": "", "histogram": ""}
 
 
 def prometheus_name(metric: Metric) -> str:
-    """The name on the page, without the endings of a histogram's samples."""
+    """The Prometheus name, without the suffixes of histogram samples."""
     name = metric.name.replace(".", "_")
     unit = _UNITS.get(metric.unit, "")
     if unit and not name.endswith(f"_{unit}"):
@@ -31,7 +31,7 @@ def prometheus_name(metric: Metric) -> str:
 
 
 def metrics_page(samples: MetricSamples) -> Page:
-    """The whole page. Raises KeyError for a metric that the catalogue does not know."""
+    """Renders the page. Raises KeyError for a metric that is not in the catalogue."""
     lines: list[str] = []
     for name in sorted(samples):
         metric = METRICS[name]

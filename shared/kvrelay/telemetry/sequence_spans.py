@@ -16,9 +16,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvrelay.engine.batch import SequenceKey, StepResult
+from kvrelay.engine.batch import StepResult
 from kvrelay.protocol.messages import Stage
 from kvrelay.protocol.sampling import FinishReason
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.telemetry.stages import RecentStages, stage
@@ -96,7 +97,7 @@ class SequenceSpans:
             if (timings := self._sequences.get(row.sequence.key)) is not None:
                 timings.num_chunks += 1
                 if len(timings.chunks) < MAX_CHUNKS:
-                    timings.chunks.append((now - result.forward_s, now, row.num_computed))
+                    timings.chunks.append((now - result.forward_s, now, row.num_tokens))
                 if timings.context is not None:
                     links.append(timings.context)
         for output in outputs:

@@ -1,6 +1,6 @@
-"""What lately happened to each sequence on a worker, for whoever asks about one request: see `/requests/{id}/timeline`.
+"""Stages of recent sequences on a worker, for `/requests/{id}/timeline`.
 
-Kept for the latest requests only, in memory; written once a sequence leaves, and nothing of it per token.
+They are kept in memory for the latest requests and written when a sequence leaves, never per token.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.protocol.messages import Stage
+from kvrelay.protocol.sequence_key import SequenceKey
 
 MAX_REQUESTS = 512
 MAX_STAGES = 512
-"""Of one request: samples and attempts beyond are left out."""
+"""Maximum stages of one request; stages of further samples and attempts are dropped."""
 
 
 class RecentStages:
-    """The stages of the latest requests that left this worker."""
+    """Stages of the latest `max_requests` requests that left this worker."""
 
     def __init__(self, max_requests: int = MAX_REQUESTS) -> None:
         self._max_requests = max_requests
         self._requests: OrderedDict[str, list[Stage]] = OrderedDict()
 
     def add(self, key: SequenceKey, stages: Iterable[Stage]) -> None:
-        """Forgets the request of which nothing was added for longest, where there are too many."""
+        """Adds stages; beyond `max_requests`, drops the least recently extended request."""
         known = self._requests.setdefault(key[0], [])
         known += list(stages)[: max(0, MAX_STAGES - len(known))]
         self._requests.move_to_end(key[0])
@@ -33,14 +33,14 @@ class RecentStages:
             self._requests.popitem(last=False)
 
     def of(self, request: str) -> list[Stage]:
-        """Those of one request; none where it is unknown or forgotten."""
+        """Stages of one request; empty if it is unknown or dropped."""
         return list(self._requests.get(request, ()))
 
 
 def stage(
     key: SequenceKey, name: str, start: float, end: float | None, detail: dict[str, float | str] | None = None
 ) -> Stage:
-    """Of monotonic seconds. `end` None: it goes on."""
+    """Makes a stage from monotonic seconds. `end` is None while the stage lasts."""
     to_epoch = time.time() - time.monotonic()
     return Stage(
         attempt=key[1],

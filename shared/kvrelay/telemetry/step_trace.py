@@ -1,7 +1,7 @@
-"""The order of what happens around steps: which planning and publishing lies inside which forward.
+"""Records the order of step events, to see which planning and publishing overlaps which forward.
 
-A forward's begin and end are noted by the thread that runs it, everything else by the event loop's thread. One counter
-numbers all of them, so that the order holds across threads whatever the clock's resolution.
+The thread that runs a forward notes its begin and end, the event loop's thread everything else. One counter numbers all
+events, so the order is correct across threads whatever the clock's resolution.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ StepEventName = Literal[
 
 
 class StepEvent(msgspec.Struct, frozen=True, tag_field="kind", tag="event"):
-    """One event of a step. `order` counts up over all events of this process; `at_s` is monotonic, in seconds."""
+    """One event of a step. `order` increases over all events of the process; `at_s` is in monotonic seconds."""
 
     order: int
     at_s: float
@@ -29,11 +29,11 @@ class StepEvent(msgspec.Struct, frozen=True, tag_field="kind", tag="event"):
 
 
 Mark = tuple[int, float]
-"""A place in the order, and its time."""
+"""A position in the order, and its time."""
 
 
 class StepTrace:
-    """Collects events until they are drained. `note` and `mark` may be called from any thread."""
+    """Collects events until `drain`. `note` and `mark` may be called from any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -41,15 +41,15 @@ class StepTrace:
         self._events: deque[StepEvent] = deque()
 
     def mark(self) -> Mark:
-        """A place in the order for an event whose step is known only later."""
+        """Reserves a position for an event whose step is not known yet."""
         return next(self._orders), self._clock()
 
     def note(self, event: StepEventName, step: int, mark: Mark | None = None) -> None:
-        """An event happened now, or at the mark."""
+        """Notes an event now, or at the mark."""
         order, at_s = mark or self.mark()
         self._events.append(StepEvent(order, at_s, step, event))
 
     def drain(self) -> Iterator[StepEvent]:
-        """The events so far, each once; those noted from a mark may come after others of a higher order."""
+        """Removes and yields the events so far. Events noted from a mark may follow events of a higher order."""
         while self._events:
             yield self._events.popleft()

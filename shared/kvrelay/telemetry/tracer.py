@@ -1,10 +1,9 @@
-"""Spans of what is over: written from the moments that were noted on the way, when a request ends.
+"""Writes spans when a request ends, from times that were noted before.
 
-So nothing is recorded while tokens come, and a span costs a few microseconds on the event loop's thread; a batch
-processor's thread encodes and sends it. Where nothing is exported there is no `Tracer`, and nothing is noted either.
+Nothing is recorded per token. A span costs a few microseconds on the event loop's thread; a batch processor's thread
+encodes and sends it. If nothing is exported there is no `Tracer` and nothing is noted.
 
-The router's spans are the parents of all others: a worker that dies takes its own spans along, and never the parents of
-somebody else's.
+The router's spans are the parents of all others, so a worker that dies loses only its own spans.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Attributes = Mapping[str, str | bool | int | float | tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What is over. Times are nanoseconds since the epoch; `error` None: it went well."""
+    """A finished span. Times are nanoseconds since the epoch; `error` is None on success."""
 
     name: str
     context: TraceContext
@@ -36,29 +35,29 @@ class Span:
 
 
 class SpanSink(Protocol):
-    """Where spans go: `kvrelay.telemetry.otlp.SdkSpans`, which knows the SDK."""
+    """Receives spans. `kvrelay.telemetry.otlp.SdkSpans` implements it with the SDK."""
 
     def is_sampled(self, context: TraceContext, parent: TraceContext | None, name: str) -> bool:
-        """Whether a trace that begins here, or comes in from outside, is recorded."""
+        """Whether a trace that starts here, or arrives from a client, is recorded."""
         ...
 
     def put(self, span: Span) -> None:
-        """A span is over; never blocks."""
+        """Takes a finished span; never blocks."""
         ...
 
     def close(self) -> None:
-        """Sends what is left; may block for that."""
+        """Sends the remaining spans; may block."""
         ...
 
 
 class Tracer:
-    """Times are seconds of the monotonic clock."""
+    """Makes spans from times in monotonic seconds."""
 
     def __init__(self, sink: SpanSink) -> None:
         self._sink = sink
 
     def begin(self, traceparent: str, name: str) -> tuple[TraceContext, TraceContext | None]:
-        """A span for a request from outside, and its parent there, if the request named one."""
+        """The context of a client request's span, and its parent if the request named one."""
         parent = parse_traceparent(traceparent)
         context = new_trace(is_sampled=False) if parent is None else parent.child()
         return context._replace(is_sampled=self._sink.is_sampled(context, parent, name)), parent
@@ -76,7 +75,7 @@ class Tracer:
         links: Iterable[TraceContext] = (),
         error: str | None = None,
     ) -> None:
-        """A span is over. Those of traces that are not sampled are dropped."""
+        """Records a finished span. Spans of unsampled traces are dropped."""
         if context.is_sampled:
             to_epoch = time.time() - time.monotonic()
             start_ns, end_ns = int((start + to_epoch) * 1e9), int((max(start, end) + to_epoch) * 1e9)
@@ -84,13 +83,13 @@ class Tracer:
 
 
 def sampled(traceparent: str) -> TraceContext | None:
-    """The context that a message carries, if its trace is recorded."""
+    """Parses a message's trace context; None if the trace is not recorded."""
     context = parse_traceparent(traceparent) if traceparent else None
     return context if context is not None and context.is_sampled else None
 
 
 def trace_fields(traceparent: str) -> dict[str, Any]:
-    """For the `extra` of a log line about a request: the ids under which logs and traces are found together."""
+    """The trace ids for the `extra` of a log line, which link logs and traces."""
     context = parse_traceparent(traceparent)
     if context is None:
         return {}

@@ -48,8 +48,9 @@ class ReceiverThread:
     def start(self, on_event: Callable[[ReceiverEvent], None]) -> None:
         """Must be called once, on the event loop's thread, which then gets the events."""
         port = LoopPort(on_event)
-        self._thread = Thread(target=self._run, args=(port,), name=self._thread_name, daemon=True)
-        self._thread.start()
+        thread = Thread(target=self._run, args=(port,), name=self._thread_name, daemon=True)
+        thread.start()
+        self._thread = thread
 
     def admit(self, reservation: str, first_block: int, slots: Sequence[int]) -> None:
         """From now on block `first_block + i` may land in `slots[i]`.
@@ -76,6 +77,11 @@ class ReceiverThread:
             self._serve(port.emit)
         except Exception as error:
             port.report_crash(self._thread_name, error)
+        finally:
+            self._leave_thread()
+
+    def _leave_thread(self) -> None:
+        """Runs last on the thread, whatever ended it."""
 
     def _serve(self, emit: Callable[[ReceiverEvent], None]) -> None:
         """Takes messages until closed."""

@@ -64,7 +64,12 @@ def make_receivers(
         except TransportUnavailable as error:
             _explain(choice, error)
     if choice != "nixl":
-        receivers["zmq"] = ZmqReceiver(pool, host=host, port=port, advertise_host=advertise_host, curve=curve)
+        try:
+            receivers["zmq"] = ZmqReceiver(pool, host=host, port=port, advertise_host=advertise_host, curve=curve)
+        except BaseException:
+            for receiver in receivers.values():
+                receiver.close()
+            raise
     return receivers
 
 

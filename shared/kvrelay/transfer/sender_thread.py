@@ -100,8 +100,9 @@ class SenderThread:
     def start(self, on_event: Callable[[SenderEvent], None]) -> None:
         """Must be called once, on the event loop's thread, which then gets the events."""
         port = LoopPort(on_event)
-        self._thread = Thread(target=self._run, args=(port,), name=self._thread_name, daemon=True)
-        self._thread.start()
+        thread = Thread(target=self._run, args=(port,), name=self._thread_name, daemon=True)
+        thread.start()
+        self._thread = thread
 
     def push(self, reservation: str, endpoint: Endpoint, copies: Sequence[BlockCopy]) -> None:
         """Queues a push; a `Pushed` for each piece of it, or `TransferFailed` for a receiver that cannot be reached.

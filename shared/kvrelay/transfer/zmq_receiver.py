@@ -12,6 +12,7 @@ from threading import Thread
 import zmq
 
 from kvrelay.curve import CurveKey
+from kvrelay.messaging.zmq_context import ZmqContext
 from kvrelay.transfer.base import ReceiverEvent
 from kvrelay.transfer.endpoints import Endpoint, local_address, machine_id, tcp_address
 from kvrelay.transfer.loop_port import ended_in_time
@@ -49,16 +50,15 @@ class ZmqReceiver(ReceiverThread):
         super().__init__("kv-receiver", pool)
         if advertise_host is None and host in {"*", "0.0.0.0", "::"}:
             raise ValueError(f"senders cannot connect to {host!r}: advertise_host must be given")
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.PULL)
-        if curve is not None:
-            curve.open_gate(self._context)
-            curve.guard_server(self._socket)
+        self._context = ZmqContext()
         try:
+            self._socket = self._context.socket(zmq.PULL)
+            if curve is not None:
+                curve.open_gate(self._context)
+                curve.guard_server(self._socket)
             self._endpoint = self._bind(host, port, advertise_host or host, local)
         except zmq.ZMQError as error:
-            self._socket.close(linger=0)
-            self._context.term()
+            self._context.close()
             raise OSError(error.errno, f"cannot listen on {host}:{port}: {error}") from error
 
     @property
@@ -66,14 +66,17 @@ class ZmqReceiver(ReceiverThread):
         """`address`, and with a local socket also `local` and `machine`."""
         return dict(self._endpoint)
 
+    def start(self, on_event: Callable[[ReceiverEvent], None]) -> None:
+        """Must be called once, on the event loop's thread, which then gets the events."""
+        super().start(on_event)
+        self._context.hand_over(self._socket)
+
     def close(self) -> None:
         """Stops the thread and closes the socket; nothing is written once it ended. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        if self._thread is None:
-            self._socket.close(linger=0)
-        ending = Thread(target=self._context.term, name="kv-receiver-end", daemon=True)
+        ending = Thread(target=self._context.close, name="kv-receiver-end", daemon=True)
         ending.start()  # ends the thread's wait; over once that closed the socket
         if ended_in_time(ending) and self._thread is not None:
             ended_in_time(self._thread)
@@ -99,8 +102,9 @@ class ZmqReceiver(ReceiverThread):
                     emit(event)
         except zmq.ContextTerminated:
             pass
-        finally:
-            self._socket.close(linger=0)
+
+    def _leave_thread(self) -> None:
+        self._socket.close(linger=0)  # always: the context's end waits for it
 
     def _take_frames(self, frames: list[zmq.Frame]) -> list[ReceiverEvent]:
         if len(frames) == 2:

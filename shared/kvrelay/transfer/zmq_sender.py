@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import zmq
 
 from kvrelay.curve import CurveKey
+from kvrelay.messaging.zmq_context import ZmqContext
 from kvrelay.transfer.base import SenderEvent
 from kvrelay.transfer.checksums import PoolChecksums
 from kvrelay.transfer.counters import SenderCounters
@@ -101,7 +102,7 @@ class _ZmqCourier:
             drain_timeout_s=settings.drain_timeout_s,
             idle_close_s=settings.idle_close_s,
         )
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context = ZmqContext()
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
         self._views: dict[int, weakref.ref[Bytes]] = {}
         self._given_back: deque[int] = deque()
@@ -128,14 +129,11 @@ class _ZmqCourier:
 
     def close(self) -> None:
         """Closes all sockets and waits until ZMQ let go of every frame."""
-        for socket in self._sockets.values():
-            socket.close(linger=0)
-        self._context.term()
+        self._context.close()
 
     def _socket_to(self, address: str) -> zmq.Socket[bytes]:
         if address not in self._sockets:
             socket = self._context.socket(zmq.PUSH)
-            socket.linger = 0
             socket.set_hwm(0)  # the outbox's window is the bound; ZMQ's own would count messages it has sent already
             socket.setsockopt(zmq.IPV6, "[" in address)
             socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
@@ -145,7 +143,7 @@ class _ZmqCourier:
             try:
                 socket.connect(address)
             except zmq.ZMQError as error:
-                socket.close()
+                self._context.close_socket(socket)
                 raise MalformedEndpoint(f"cannot connect to {address}: {error}") from error
             self._sockets[address] = socket
         return self._sockets[address]
@@ -213,7 +211,7 @@ class _ZmqCourier:
         for address in closing.reset + closing.idle:
             socket = self._sockets.pop(address, None)  # None: a reset closed it, and nothing was sent there since
             if socket is not None:
-                socket.close(linger=0)
+                self._context.close_socket(socket)
         self._counters.num_resets += len(closing.reset)
         for address in closing.reset:
             log.warning("closed the connection to %s: aborted frames were not taken in time", address)

@@ -15,8 +15,8 @@ import numpy as np
 from kvrelay.engine.batch import ModelRunner, WorkerBatch, WorkerRow
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.scheduling.base import Scheduler
-from kvrelay.scheduling.cost import CostSample, fit, pairs
+from kvrelay.scheduling.scheduler_protocol import Scheduler
+from kvrelay.scheduling.step_cost import CostSample, fit, pairs
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from kvrelay.kv.pool import BlockPool
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import Delivered
 from kvrelay.protocol.messages import PeerRef
-from kvrelay.scheduling.base import Scheduler
-from kvrelay.scheduling.blocks import BlockManager
+from kvrelay.scheduling.memory.block_manager import BlockManager
+from kvrelay.scheduling.scheduler_protocol import Scheduler
 from kvrelay.telemetry.event_log import EventLog
 from kvrelay.telemetry.instruments import Instruments
 from kvrelay.telemetry.metrics_store import MetricsStore

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from kvrelay.fleet.worker_record import WorkerRecord
 from kvrelay.fleet.worker_registry import Registry, RegistryError
 from kvrelay.protocol.messages import GroupLoad, PeerRef
-from kvrelay.scheduling.prefill_delay import RankLoad
+from kvrelay.scheduling.queue.prefill_delay import RankLoad
 
 log = logging.getLogger(__name__)
 

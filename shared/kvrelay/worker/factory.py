@@ -16,9 +16,10 @@ from kvrelay.kv.cache import Cache
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.messages import PROTOCOL_VERSION, GroupLoad, PeerRef
-from kvrelay.scheduling.base import Scheduler, SchedulerLimits
-from kvrelay.scheduling.prefill_delay import DelayerSettings, LocalExchange
-from kvrelay.scheduling.registry import find_scheduler
+from kvrelay.scheduling.policies.scheduler_registry import find_scheduler
+from kvrelay.scheduling.queue.prefill_delay import DelayerSettings, LocalExchange
+from kvrelay.scheduling.scheduler_protocol import Scheduler
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits
 from kvrelay.telemetry.metrics_store import MetricsStore
 from kvrelay.worker.delayer_group import DelayerGroup
 from kvrelay.worker.membership import Membership, NoMembership
@@ -78,7 +79,7 @@ def make_record(config: WorkerConfig, spec: ModelSpec, me: PeerRef) -> WorkerRec
         max_model_len=spec.max_model_len,
         vocab_size=spec.vocab_size,
         max_running=config.max_running,
-        gang_samples=config.gang_samples,
+        group_samples=config.group_samples,
         block_bytes=spec.block_bytes,
         token_budget=config.token_budget,
         device=spec.device,

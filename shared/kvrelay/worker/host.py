@@ -18,7 +18,8 @@ import zmq
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.process import StartFailed, event_loop_factory
 from kvrelay.telemetry.logs import log_with
-from kvrelay.worker.shell import RoleFactory, RunnerFactory, WorkerShell
+from kvrelay.worker.shell import WorkerShell
+from kvrelay.worker.startup import RoleFactory, RunnerFactory
 
 LINGER_S = 0.2
 """Time for the last messages to leave, of all workers together."""
@@ -47,8 +48,13 @@ async def _serve(shells: Sequence[WorkerShell]) -> None:
     try:
         for shell, context in zip(shells, contexts, strict=True):
             await asyncio.create_task(shell.startup(), context=context)
-    except (OSError, ValueError, zmq.ZMQError) as error:
-        raise StartFailed(str(error)) from error
+    except BaseException as error:
+        for shell in shells:
+            await shell.leave()
+            shell.close(LINGER_S / len(shells))
+        if isinstance(error, OSError | ValueError | zmq.ZMQError):
+            raise StartFailed(str(error)) from error
+        raise
     lives = [
         asyncio.create_task(_live(shell), context=context) for shell, context in zip(shells, contexts, strict=True)
     ]

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 import msgspec
 
 from kvrelay.protocol.messages import LoadReport, PeerRef
-from kvrelay.scheduling.base import Scheduler
-from kvrelay.scheduling.cost import CalibratedCost, pairs
 from kvrelay.scheduling.plan import StepPlan, work_of
+from kvrelay.scheduling.scheduler_protocol import Scheduler
 from kvrelay.scheduling.sequence import Sequence
+from kvrelay.scheduling.step_cost import CalibratedCost, pairs
 
 LEAST_CHUNK_TOKENS = 16
 LEAST_CHUNKED_STEPS = 2
@@ -30,7 +30,7 @@ class SpeedMeter:
     def stepped(self, plan: StepPlan, forward_s: float) -> None:
         """A step took so long."""
         self._cost.observe(*work_of(plan.rows), forward_s)
-        self._num_chunked += any(row.num_computed >= LEAST_CHUNK_TOKENS for row in plan.rows)
+        self._num_chunked += any(row.num_tokens >= LEAST_CHUNK_TOKENS for row in plan.rows)
 
     def pushed(self, total_bytes: float, total_busy_s: float) -> None:
         """Totals since the start; the rate is that of the time since the last call with news."""

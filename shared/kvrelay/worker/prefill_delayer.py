@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvrelay.scheduling.prefill_delay import (
+from kvrelay.scheduling.queue.prefill_delay import (
     DelayDecision,
     DelayerSettings,
     DelayerState,
@@ -72,14 +72,14 @@ class PrefillDelayer:
         self._largest_prefill = max(self._largest_prefill, num_admitted)
         self._decision = None
 
-    def patience_s(self) -> float:
+    def remaining_delay_s(self) -> float:
         """See `PrefillGate`."""
         if self._waiting_since is None or math.isinf(self.settings.max_wait_s):
             return math.inf
         return max(0.0, self._waiting_since + self.settings.max_wait_s - self._clock())
 
     def _is_overdue(self) -> bool:
-        return self._waiting_since is not None and self.patience_s() <= 0
+        return self._waiting_since is not None and self.remaining_delay_s() <= 0
 
     def _decide(self, load: RankLoad) -> DelayDecision:
         self._state, decision = decide(self._state, self._exchange.share(load), self.settings)

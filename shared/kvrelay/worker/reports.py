@@ -133,7 +133,7 @@ class Reports:
 
     def _blocks(self) -> dict[str, int]:
         pool = self._worker.pool
-        return {owner.value: count for owner, count in pool.counts().items()} | {"total": pool.num_blocks}
+        return {state.value: count for state, count in pool.counts().items()} | {"total": pool.num_blocks}
 
     def _swap(self) -> dict[str, int]:
         use = self._worker.scheduler.swap_use

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.protocol.messages import AnyBody, Cancel, Failed, Header, PeerRef, Prompt, Stop
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.telemetry.tracer import trace_fields
 from kvrelay.worker.cancelled_requests import CancelledRequestCache
@@ -65,8 +65,6 @@ class OpenRequests(Mapping[SequenceKey, RequestT]):
         key = request.sequence.key
         self._open[key] = request
         self._samples.setdefault(key[0], {})[key] = request
-        if request.sequence.num_samples > 1:
-            self._context.blocks.tails.begin(key[0])
 
     def remove(self, key: SequenceKey) -> None:
         """It holds nothing here any more. One that is not known is fine."""
@@ -77,8 +75,6 @@ class OpenRequests(Mapping[SequenceKey, RequestT]):
         del samples[key]
         if not samples:
             del self._samples[key[0]]
-            if request.sequence.num_samples > 1:
-                self._context.blocks.tails.end(key[0])
 
     def samples_of(self, request: str) -> Collection[RequestT]:
         """The router's request as it is open here: its samples, in any attempt, in the order in which they came."""
@@ -102,7 +98,7 @@ class OpenRequests(Mapping[SequenceKey, RequestT]):
             sequence = make_sequence(header, prompt, router, self._context.spec, max_running)
             sequence.prefill_only = prefill_only
             if prefill_only:
-                sequence.gang = ""  # it leaves with its first token, whatever becomes of the others
+                sequence.sample_group = ""  # it leaves with its first token, whatever becomes of the others
             self._context.steps.add(sequence)
         except (ValueError, OverflowError) as error:
             self.send(router, key, Failed(cause=str(error), retriable=False))

@@ -47,8 +47,7 @@ def make_sequence(
         router=router,
         trace=header.trace,
         priority=prompt.priority,
-        gang=header.request if prompt.num_samples > 1 else "",
-        num_samples=prompt.num_samples,
+        sample_group=header.request if prompt.num_samples > 1 else "",
     )
 
 

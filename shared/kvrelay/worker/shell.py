@@ -1,4 +1,4 @@
-"""The worker around a role: model, pool, sockets, registry. Prefill and decode start, run and drain alike."""
+"""The lifecycle of a worker around its role: start, serve, drain, leave. Prefill and decode workers share it."""
 
 from __future__ import annotations
 
@@ -6,75 +6,51 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
+from contextlib import ExitStack
 from http import HTTPStatus
 from typing import Any
 
 import msgspec
 
 from kvrelay.config.worker import WorkerConfig
-from kvrelay.engine.batch import ModelRunner, ModelSpec
 from kvrelay.fleet.worker_record import RECORD_PAGE, record_as_json
-from kvrelay.kv.cache import Cache
-from kvrelay.kv.pool import BlockPool
-from kvrelay.messaging.messenger import Messenger
-from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings, PeerLost
-from kvrelay.protocol.messages import (
-    Generate,
-    GroupLoad,
-    Prefill,
-    StatusQuery,
-)
-from kvrelay.telemetry.event_log import EventLog
+from kvrelay.protocol.link import Delivered, LinkEvent, PeerLost
+from kvrelay.protocol.messages import Generate, GroupLoad, Prefill, StatusQuery
 from kvrelay.telemetry.instruments import Instruments
 from kvrelay.telemetry.metric_samples import MetricSample, MetricSamples, merged
 from kvrelay.telemetry.otlp import Export, open_export
 from kvrelay.telemetry.pages import Page, Pages
 from kvrelay.telemetry.process_samples import process_samples
 from kvrelay.telemetry.prometheus import metrics_page
-from kvrelay.telemetry.sequence_spans import SequenceSpans
 from kvrelay.telemetry.stages import RecentStages
-from kvrelay.worker import factory
-from kvrelay.worker.cache_events import CacheEvents
-from kvrelay.worker.calibrate import calibrate
-from kvrelay.worker.context import Role, WorkerContext
-from kvrelay.worker.delayer_group import DelayerGroup, GroupDiscovery
-from kvrelay.worker.launch import TimedLauncher, choose_launcher
-from kvrelay.worker.reports import Reports
-from kvrelay.worker.step_loop import StepLoop
+from kvrelay.worker.startup import RoleFactory, RunnerFactory, StartedWorker, WorkerStartup
 from kvrelay.worker.worker_samples import status_samples
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
 QUIET_BEFORE_CHECK_S = 2.0
-"""The pool's books are checked after that long without a request, once per quiet time: it takes a moment."""
+"""Time without a request after which the pool is checked, once per quiet period, because the check takes a moment."""
 DRAIN_POLL_S = 0.05
 CLOSE_LINGER_S = 1.0
 """Time for the last messages of a drained worker to be acknowledged."""
 
-RoleFactory = Callable[[WorkerContext, WorkerConfig], Role]
-RunnerFactory = Callable[[WorkerConfig], ModelRunner]
-
 
 class WorkerShell:
-    """One worker: `startup`, `main_loop`, `leave`, `close`."""
+    """One worker. Call `startup`, `main_loop`, `leave` and `close` in this order; the last two also after a failure."""
 
     def __init__(self, config: WorkerConfig, make_role: RoleFactory, make_runner: RunnerFactory) -> None:
         self.config = config
         self._make_role = make_role
         self._make_runner = make_runner
+        self._started: StartedWorker | None = None
+        self._closing = ExitStack()  # used only if the start fails
         self._drain_deadline = math.inf
-        self._cache_events: CacheEvents | None = None  # with an index to tell
-        self._quiet_since = 0.0  # 0: nothing happened since the last check
+        self._quiet_since = 0.0  # 0: no request since the last check of the pool
         self._stop = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        self._events: EventLog | None = None
-        self._group: DelayerGroup | None = None  # of the prefill delayer, where it has one
-        self._discovery: GroupDiscovery | None = None
         self._instruments = Instruments()
         self._export = Export()
-        self._recent = RecentStages()
         self._pages = Pages(
             {
                 "/health": lambda: Page(b"ok\n"),
@@ -84,162 +60,120 @@ class WorkerShell:
             }
         )
 
+    @property
+    def started(self) -> StartedWorker:
+        """Raises RuntimeError before `startup` has returned."""
+        if self._started is None:
+            raise RuntimeError("the worker has not started")
+        return self._started
+
     async def startup(self) -> None:
-        """Loads the model, opens sockets, joins the fleet."""
+        """Loads the model, opens sockets and starts to receive. The worker joins the fleet in `main_loop`."""
         config = self.config
         if config.http_port is not None:
             await self._pages.start(config.http_host, config.http_port)
             log.info("health at http://%s:%d/health", config.http_host, self._pages.port)
         self._export = open_export(config.role, config.worker_id)
-        started = time.monotonic()
-        runner = await asyncio.to_thread(self._make_runner, config)
-        _log_model(runner.spec, time.monotonic() - started)
-        self._events = config.open_event_log(config.worker_id)
-        self.pool = BlockPool(runner.spec.num_blocks, runner.spec.block_size)
-        cache = factory.make_cache(config, self.pool)
-        await self._prepare_steps(runner, cache)
-        context = self._open_messenger(runner)
-        self.role = self._make_role(context, config)
-        self.reports = Reports(context, self.role, self._spans, self._more_totals)
-        self.role.start()
-        self.messenger.start()
-        self._record = record = factory.make_record(config, runner.spec, self.messenger.me)
-        self.membership = factory.make_membership(config, record, self.reports.digest)
-        if self._group is not None:
-            self._discovery = GroupDiscovery(
-                factory.open_registry(config), self._group, record, config.lease_interval_s
-            )
-        self._export.start(self._metric_samples)
-        if config.publishes_prefixes:
-            publisher = factory.open_index_publisher(config, self.messenger.me)
-            self._cache_events = CacheEvents(cache, publisher, config.index_interval_s)
-
-    async def _prepare_steps(self, runner: ModelRunner, cache: Cache) -> None:
-        """The scheduler, with what it needs to know of this machine, and the loop that drives it."""
-        config = self.config
-        self.scheduler = factory.make_scheduler(config, runner.spec, self.pool, cache)
-        if config.chunking == "dynamic":
-            await asyncio.to_thread(calibrate, self.scheduler, runner, config.token_budget)
-        self._metrics = factory.open_metrics_store(config)
-        simulated = config.backend == "simulated"
-        launcher = TimedLauncher if simulated else choose_launcher(runner, overlap=config.overlap)
-        self._spans = SequenceSpans(config.role, self._recent, self._export.tracer)
-        self.steps = StepLoop(
-            runner, self.scheduler, self._metrics, overlap=config.overlap, make_launcher=launcher, spans=self._spans
-        )
-        # The messenger is opened when the scheduler that its role needs is there.
-        self._group = factory.make_delayer_group(
-            config, lambda peer, load: self.messenger.send(peer, load), self.steps.wake
-        )
-        self.delayer = factory.make_delayer(config, self._group)
-        self.scheduler.prefill_gate = self.delayer
-
-    def _open_messenger(self, runner: ModelRunner) -> WorkerContext:
-        """The socket, and with it all that a role gets to work with."""
-        config = self.config
-        self.messenger = Messenger(
-            config.worker_id,
-            self._on_event,
-            host=config.host,
-            port=config.port,
-            advertise_host=config.reachable_host,
-            fingerprint=runner.spec.fingerprint,
-            settings=LinkSettings(alive_interval_s=config.peer_interval_s, peer_timeout_s=config.peer_timeout_s),
-            curve=config.curve_key(),
-        )
-        return WorkerContext(
-            spec=runner.spec,
-            pool=self.pool,
-            pool_memory=runner.pool_memory,
-            blocks=self.scheduler.blocks,
-            scheduler=self.scheduler,
-            steps=self.steps,
-            messenger=self.messenger,
-            events=self._events,
+        startup = WorkerStartup(
+            config=config,
+            make_role=self._make_role,
+            make_runner=self._make_runner,
+            on_event=self._on_event,
             instruments=self._instruments,
-            metrics=self._metrics,
+            recent=RecentStages(),
             tracer=self._export.tracer,
-            recent=self._recent,
+            closing=self._closing,
         )
+        started = await startup.run()
+        started.role.start()
+        started.context.messenger.start()
+        self._export.start(self._metric_samples)
+        self._started = started
 
     async def main_loop(self) -> None:
-        """Steps, ticks and renewals until a signal comes, then the drain."""
+        """Runs steps, ticks and renewals until a signal arrives, then drains. Raises the error of a failed task."""
+        started = self.started
         self._tasks = [
-            asyncio.create_task(self.steps.run(self.role.callbacks()), name="steps"),
-            asyncio.create_task(self._tick(), name="tick"),
-            asyncio.create_task(self.reports.run(), name="news"),
-            asyncio.create_task(self.membership.run(), name="membership"),
+            asyncio.create_task(started.context.steps.run(started.role.callbacks()), name="steps"),
+            asyncio.create_task(self._tick(started), name="tick"),
+            asyncio.create_task(started.reports.run(), name="news"),
+            asyncio.create_task(started.membership.run(), name="membership"),
         ]
-        if self._cache_events is not None:
-            self._tasks.append(asyncio.create_task(self._cache_events.run(), name="cache-events"))
-        if self._discovery is not None:
-            self._tasks.append(asyncio.create_task(self._discovery.run(), name="discovery"))
+        if started.cache_events is not None:
+            self._tasks.append(asyncio.create_task(started.cache_events.run(), name="cache-events"))
+        if started.discovery is not None:
+            self._tasks.append(asyncio.create_task(started.discovery.run(), name="discovery"))
         stop = asyncio.create_task(self._stop.wait(), name="stop")
         loop = asyncio.get_running_loop()
         crash: asyncio.Future[None] = loop.create_future()
-        loop.set_exception_handler(lambda loop, context: _take_exception(loop, context, crash))
+        loop.set_exception_handler(lambda loop, context: _report_crash(loop, context, crash))
         ends: list[asyncio.Future[Any]] = [*self._tasks, stop, crash]
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if stop not in done:
             stop.cancel()
             for ended in done:
-                await ended  # raises what ended it
-        await self._drain()
+                await ended  # raises the error that ended it
+        await self._drain(started)
 
     async def leave(self) -> None:
-        """Stops working, and takes itself out of registry and index. Safe after a failed start."""
+        """Stops the tasks and leaves the registry and the prefix index."""
         await self._pages.close()
-        if hasattr(self, "membership"):
-            await self._leave()
+        if self._started is not None:
+            await self._leave(self._started)
         await self._export.close()
 
-    async def _leave(self) -> None:
-        self.steps.stop()
-        self.membership.stop()
-        if self._discovery is not None:
-            self._discovery.stop()
+    async def _leave(self, started: StartedWorker) -> None:
+        started.context.steps.stop()
+        started.membership.stop()
+        if started.discovery is not None:
+            started.discovery.stop()
         for task in self._tasks:
             if task.get_name() in ("tick", "news", "cache-events"):
                 task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._cache_events is not None:
-            await self._cache_events.close()
-        await self.membership.leave()
+        if started.cache_events is not None:
+            await started.cache_events.close()
+        await started.membership.leave()
 
     def close(self, linger_s: float = 0.2) -> None:
-        """Stops transports and closes sockets, for up to `linger_s` on the event loop. Safe after a failed start."""
-        if not hasattr(self, "membership"):
+        """Stops transports and closes sockets. Blocks the event loop for up to `linger_s`."""
+        started = self._started
+        if started is None:
+            self._closing.close()
             return
-        self.role.close()
-        self.messenger.close(linger_s)
-        if self._events is not None:
-            self._events.close()
+        started.role.close()
+        started.context.messenger.close(linger_s)
+        if started.context.events is not None:
+            started.context.events.close()
 
     def _readiness(self) -> Page:
-        """Ready from the first joining on until the drain, also while Redis is away: it serves all the same."""
-        if not hasattr(self, "membership") or not self.membership.joined.is_set():
+        """Ready from the first joining until the drain: a worker that loses Redis later still serves."""
+        started = self._started
+        if started is None or not started.membership.joined.is_set():
             return Page(b"starting\n", HTTPStatus.SERVICE_UNAVAILABLE)
-        if self.reports.draining:
+        if started.reports.draining:
             return Page(b"draining\n", HTTPStatus.SERVICE_UNAVAILABLE)
         return Page(b"ready\n")
 
     def _record_page(self) -> Page:
-        """What the registry is told, for routers that ask the worker itself; without the load, which they hear."""
-        if not hasattr(self, "membership"):
+        """The registry's record of this worker, for routers that ask the worker itself. It has no load."""
+        started = self._started
+        if started is None:
             return Page(b"starting\n", HTTPStatus.SERVICE_UNAVAILABLE)
-        record = msgspec.structs.replace(self._record, draining=self.reports.draining)
+        record = msgspec.structs.replace(started.record, draining=started.reports.draining)
         return Page(record_as_json(record), content_type="application/json")
 
     def _metric_samples(self) -> MetricSamples:
-        """All metrics now; while it starts, those of the process alone."""
-        if not hasattr(self, "membership"):
+        """All metrics of the worker; during the start only those of the process."""
+        started = self._started
+        if started is None:
             return process_samples()
-        steps = self.steps.totals
+        steps = started.context.steps.totals
         return merged(
             [
                 process_samples(),
                 self._instruments.samples(),
-                status_samples(self.reports.status()),
+                status_samples(started.reports.status()),
                 {
                     "kvrelay.step.duration": [MetricSample((), steps.durations.report())],
                     "kvrelay.step.size": [MetricSample((), steps.sizes.report())],
@@ -248,95 +182,69 @@ class WorkerShell:
         )
 
     def on_signal(self) -> None:
-        """The first time it drains, the second time it leaves."""
+        """Starts the drain. The second call ends it at once."""
         if self._stop.is_set():
             log.warning("second signal: leaving without waiting for running requests")
             self._drain_deadline = time.monotonic()
         self._stop.set()
 
-    async def _drain(self) -> None:
-        """No new requests; the running ones finish, within the time allowed for it."""
-        # Not later than a second signal has said, which may have come before the first was seen here.
+    async def _drain(self, started: StartedWorker) -> None:
+        """Accepts no new requests and waits up to `drain_timeout_s` for the running ones."""
+        # A second signal may have set an earlier deadline before this task saw the first one.
         self._drain_deadline = min(self._drain_deadline, time.monotonic() + self.config.drain_timeout_s)
-        self.role.begin_drain()
-        self.reports.draining = True
-        self.reports.tell_all()  # until they know, they send requests that would be refused
-        await self.membership.announce(draining=True)
-        log.info("draining: %d requests are open", self.role.num_open)
-        while self.role.num_unfinished and time.monotonic() < self._drain_deadline:
+        role, messenger = started.role, started.context.messenger
+        role.begin_drain()
+        started.reports.draining = True
+        started.reports.tell_all()  # routers that do not know yet send requests that would be refused
+        await started.membership.announce(draining=True)
+        log.info("draining: %d requests are open", role.num_open)
+        while role.num_unfinished and time.monotonic() < self._drain_deadline:
             await asyncio.sleep(DRAIN_POLL_S)
-        if self.role.num_unfinished:
-            log.warning("%d requests did not finish in time and go back to their routers", self.role.num_unfinished)
-            self.role.abandon("the worker shut down")
-        last_words = time.monotonic() + CLOSE_LINGER_S
-        while self.messenger.num_unacked and time.monotonic() < last_words:
+        if role.num_unfinished:
+            log.warning("%d requests did not finish in time and go back to their routers", role.num_unfinished)
+            role.abandon("the worker shut down")
+        linger_until = time.monotonic() + CLOSE_LINGER_S
+        while messenger.num_unacked and time.monotonic() < linger_until:
             await asyncio.sleep(DRAIN_POLL_S)
 
-    async def _tick(self) -> None:
+    async def _tick(self, started: StartedWorker) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
-            self.role.on_tick(now)
-            if self._group is not None:
-                self._group.tick()
-            self._check_when_quiet(now)
+            started.role.on_tick(now)
+            if started.group is not None:
+                started.group.tick()
+            self._check_when_quiet(started, now)
 
-    def _check_when_quiet(self, now: float) -> None:
-        if self.role.num_open or self.scheduler.has_work:
+    def _check_when_quiet(self, started: StartedWorker, now: float) -> None:
+        if started.role.num_open or started.context.scheduler.has_work:
             self._quiet_since = now
         elif self._quiet_since and now - self._quiet_since > QUIET_BEFORE_CHECK_S:
             self._quiet_since = 0.0
-            self.pool.check_integrity()
+            started.context.pool.check_integrity()
 
     def _on_event(self, event: LinkEvent) -> None:
+        started = self.started
         if not isinstance(event, Delivered):
             log.warning("%s: %s", event.peer.peer_id, event.reason)
-            self.reports.forget(event.peer)
-            if self._group is not None:
-                self._group.lost(event.peer)
-            self.role.on_peer_lost(event.peer, event.reason, replaced=isinstance(event, PeerLost) and event.replaced)
+            started.reports.forget(event.peer)
+            if started.group is not None:
+                started.group.lost(event.peer)
+            was_replaced = isinstance(event, PeerLost) and event.replaced
+            started.role.on_peer_lost(event.peer, event.reason, replaced=was_replaced)
         elif isinstance(event.body, GroupLoad):
-            if self._group is not None:
-                self._group.heard(event.peer, event.body)
+            if started.group is not None:
+                started.group.heard(event.peer, event.body)
         elif isinstance(event.body, StatusQuery):
-            self.reports.answer(event, event.body)
+            started.reports.answer(event, event.body)
         else:
-            self.role.on_message(event)
+            started.role.on_message(event)
             if isinstance(event.body, Prefill | Generate):
-                self.reports.took_request(event.peer)
-
-    def _more_totals(self) -> dict[str, float]:
-        totals = dict(self.delayer.status()) if self.delayer is not None else {}
-        if self._group is not None:
-            totals["prefill_delayer_members"] = self._group.num_heard
-        if self._cache_events is not None:
-            totals |= self._cache_events.totals()
-        return totals
+                started.reports.took_request(event.peer)
 
 
-def _log_model(spec: ModelSpec, took_s: float) -> None:
-    log.info(
-        "model %s loaded in %.1f s%s: %s, %d blocks of %d tokens (%.0f MiB), up to %d tokens a sequence",
-        spec.name,
-        took_s,
-        f" on {spec.device}" if spec.device else "",
-        spec.dtype if spec.kv_dtype in ("", spec.dtype) else f"{spec.dtype} with KV in {spec.kv_dtype}",
-        spec.num_blocks,
-        spec.block_size,
-        spec.num_blocks * spec.block_bytes / 2**20,
-        spec.max_model_len,
-    )
-    if spec.num_swap_slots:
-        log.info(
-            "swap space: %d blocks (%.0f MiB); copying one takes %.3f ms",
-            spec.num_swap_slots,
-            spec.num_swap_slots * spec.block_bytes / 2**20,
-            1e3 * spec.swap_block_s,
-        )
-
-
-def _take_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any], crash: asyncio.Future[None]) -> None:
-    """A worker without one of its threads would look ready and serve nobody: it ends, and is started again."""
+def _report_crash(loop: asyncio.AbstractEventLoop, context: dict[str, Any], crash: asyncio.Future[None]) -> None:
+    """Ends the worker if one of its threads has died: it would look ready and serve nobody."""
     loop.default_exception_handler(context)
     if context.get("fatal") and not crash.done():
         crash.set_exception(context["exception"])

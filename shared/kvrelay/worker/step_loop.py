@@ -29,13 +29,13 @@ from kvrelay.engine.batch import (
     DeviceLost,
     ModelRunner,
     RowsFailed,
-    SequenceKey,
     StepResult,
     WorkerBatch,
     WorkerRow,
 )
-from kvrelay.scheduling.base import Scheduler
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import PlannedRow, SequenceOutput, StepPlan
+from kvrelay.scheduling.scheduler_protocol import Scheduler
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.telemetry.instruments import SECONDS, TOKENS, Histogram
 from kvrelay.telemetry.metrics_store import MetricsStore
@@ -111,15 +111,14 @@ class _PlannedStep:
 
 
 _PLACEHOLDER = np.zeros(1, np.int32)
-_NO_TOKENS = np.zeros(0, np.int32)
 
 
 def worker_batch(plan: StepPlan) -> WorkerBatch:
     """The second stage: only what a forward needs, as views of the sequences' arrays."""
     rows, swaps = [_worker_row(row) for row in plan.rows], plan.swaps
     if swaps is None:
-        return WorkerBatch(plan.step, rows, copies=plan.copies, forget=plan.forget)
-    return WorkerBatch(plan.step, rows, swaps.out, swaps.back, plan.copies, plan.forget)
+        return WorkerBatch(plan.step, rows, copies=plan.copies)
+    return WorkerBatch(plan.step, rows, swaps.out, swaps.back, plan.copies)
 
 
 def _beam_row(sequence: Sequence) -> BeamRow | None:
@@ -131,10 +130,6 @@ def _beam_row(sequence: Sequence) -> BeamRow | None:
 
 def _worker_row(row: PlannedRow) -> WorkerRow:
     sequence, position = row.sequence, row.position
-    if row.draws is not None:
-        end = position + row.num_tokens
-        after = row.draws.state
-        return WorkerRow(sequence.key, _NO_TOKENS, end, sequence.table.ids, row.sample, row.is_prefill, after=after)
     has_placeholder = position >= sequence.num_tokens  # planned ahead: the step in flight draws its token
     return WorkerRow(
         key=sequence.key if sequence.beams is None else sequence.beams.leader.key,
@@ -144,8 +139,8 @@ def _worker_row(row: PlannedRow) -> WorkerRow:
         sample=row.sample,
         is_prefill=row.is_prefill,
         has_placeholder=has_placeholder,
+        num_lookahead=row.num_lookahead,
         beam=_beam_row(sequence),
-        keep=row.offers.state if row.offers is not None else 0,
     )
 
 
@@ -252,9 +247,9 @@ class StepLoop:
     async def _wait_for_the_gate(self) -> None:
         """Prompts are held back and there is nothing else to do: until something happens, or the longest wait ends."""
         gate = self.scheduler.prefill_gate
-        patience_s = math.inf if gate is None else gate.patience_s()
+        remaining_delay_s = math.inf if gate is None else gate.remaining_delay_s()
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), None if math.isinf(patience_s) else patience_s)
+            await asyncio.wait_for(self._wake.wait(), None if math.isinf(remaining_delay_s) else remaining_delay_s)
 
     async def _run_from(self, first: _PlannedStep, callbacks: StepCallbacks) -> None:
         """Runs a step, and those behind it as long as each can be planned ahead."""

@@ -8,10 +8,10 @@ from kvrelay.config import WorkerConfig, load_config
 from kvrelay.config.worker import Role as RoleName
 from kvrelay.engine.batch import ModelRunner
 from kvrelay.process import service_main
-from kvrelay.scheduling.registry import WHOLE_PROMPTS
+from kvrelay.scheduling.policies.scheduler_registry import WHOLE_PROMPTS
 from kvrelay.simulated.simulated_runner import make_simulated_runner
 from kvrelay.worker.host import run_workers
-from kvrelay.worker.shell import RoleFactory
+from kvrelay.worker.startup import RoleFactory
 
 DEFAULT_KV_MEMORY_BYTES = 1 << 30
 

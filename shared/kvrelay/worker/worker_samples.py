@@ -1,12 +1,12 @@
-"""A worker's status as metrics, by the names of the catalogue. Made when somebody reads them."""
+"""Converts a worker's status to metric samples, by the names of the catalogue."""
 
 from __future__ import annotations
 
 from kvrelay.protocol.messages import Status
 from kvrelay.telemetry.metric_samples import MetricSamples, samples_by, single_sample
 
-NOT_DEPTHS = {"queued_tokens": "kvrelay.queue.tokens", "cancelled_requests": "kvrelay.cancelled_requests"}
-"""Of a status' queues, those that count something else than sequences in a state."""
+QUEUE_METRICS = {"queued_tokens": "kvrelay.queue.tokens", "cancelled_requests": "kvrelay.cancelled_requests"}
+"""Entries of `Status.queues` that are no number of sequences in a state, with their metrics."""
 
 TOTALS: dict[str, tuple[str, str, str]] = {
     "prefill_steps": ("kvrelay.steps", "composition", "prefill"),
@@ -33,7 +33,7 @@ TOTALS: dict[str, tuple[str, str, str]] = {
     "computed_blocks": ("kvrelay.prompt.blocks", "source", "computed"),
     "preemptions_by_recompute": ("kvrelay.preemptions", "method", "recompute"),
     "preemptions_by_swap": ("kvrelay.preemptions", "method", "swap"),
-    "swap_copies_given_up": ("kvrelay.swap.given_up", "", ""),
+    "swap_copies_dropped": ("kvrelay.swap.dropped", "", ""),
     "swapped_out_blocks": ("kvrelay.swap.blocks", "direction", "out"),
     "swapped_in_blocks": ("kvrelay.swap.blocks", "direction", "in"),
     "swap_s": ("kvrelay.swap.time", "", ""),
@@ -63,26 +63,26 @@ TOTALS: dict[str, tuple[str, str, str]] = {
 """Total of a status to metric, attribute and its value."""
 
 TOTALS_WITHOUT_METRIC = frozenset({"steps", "preemptions", "prompt_blocks", "failed_transfers"})
-"""Totals that are sums of others, or a counter with a cause."""
+"""Totals that are sums of other totals, or reported as a counter with a cause."""
 
 DELAYER_REASON = "prefill_delayer: "
-COUNTERS = ("handoff_failures.",)
-"""Beginnings of totals that are the sums of instruments."""
+INSTRUMENT_PREFIXES = ("handoff_failures.",)
+"""Prefixes of totals that instruments report."""
 
 
 def status_samples(status: Status) -> MetricSamples:
-    """All of it but the histograms and counters that are instruments: those are read from these. A total that has no
-    metric is left out, see `unknown_totals`."""
-    depths = {name: depth for name, depth in status.queues.items() if name not in NOT_DEPTHS}
-    owners = {owner: count for owner, count in status.blocks.items() if owner != "total"}
+    """Samples of queues, blocks, swap space and totals. Histograms and counters that are instruments are read from the
+    instruments instead. A total without a metric is left out, see `unknown_totals`."""
+    depths = {name: depth for name, depth in status.queues.items() if name not in QUEUE_METRICS}
+    states = {state: count for state, count in status.blocks.items() if state != "total"}
     samples: MetricSamples = {
         "kvrelay.queue.depth": samples_by("state", depths),
-        "kvrelay.blocks": samples_by("owner", owners),
+        "kvrelay.blocks": samples_by("state", states),
         "kvrelay.blocks.limit": single_sample(status.blocks["total"]),
         "kvrelay.swap.used": single_sample(status.swap["used"]),
         "kvrelay.swap.limit": single_sample(status.swap["total"]),
     }
-    for name, metric in NOT_DEPTHS.items():
+    for name, metric in QUEUE_METRICS.items():
         samples[metric] = single_sample(status.queues[name])
     for total, value in status.totals.items():
         if total.startswith(DELAYER_REASON):
@@ -97,6 +97,8 @@ def status_samples(status: Status) -> MetricSamples:
 
 
 def unknown_totals(status: Status) -> set[str]:
-    """Totals that somebody forgot to make a metric of."""
+    """Totals for which `TOTALS` lacks a metric. Anything but an empty set is a defect."""
     known = TOTALS.keys() | TOTALS_WITHOUT_METRIC
-    return {total for total in status.totals.keys() - known if not total.startswith((*COUNTERS, DELAYER_REASON))}
+    return {
+        total for total in status.totals.keys() - known if not total.startswith((*INSTRUMENT_PREFIXES, DELAYER_REASON))
+    }

@@ -127,7 +127,7 @@ def test_a_taken_port_is_found_before_anything_starts(start: Start) -> None:
         (["--token-budget=0"], "--token-budget = '0': input should be greater than or equal to 1"),
         (["--decode=0"], "--decode = '0'"),
         (["--max-attempts=x"], "--max-attempts = 'x'"),
-        (["--model=/no/such/model"], "/no/such/model is no model directory"),
+        (["--model=/no/such/model"], "/no/such/model is not a model directory"),
     ],
 )
 def test_a_bad_value_for_any_service_is_found_before_anything_starts(

@@ -12,10 +12,10 @@ from kvrelay.fleet import RegistryUnavailable, WorkerRecord
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import LinkEvent
 from kvrelay.protocol.sampling import Sampling
+from kvrelay_router.dispatch.active_requests import DispatchSettings
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.interface import GenerateRequest, SequenceDelta
 from kvrelay_router.dispatch.running_request import RunningRequest
-from kvrelay_router.dispatch.running_sequence import DispatchSettings
 from kvrelay_router.static_workers import StaticWorkers
 from tests.component.dispatch.fake_workers import FAST, FakeDecode, FakePrefill, FakeWorker
 from tests.fakes.waiting import PATIENCE_S, until

@@ -105,6 +105,7 @@ class _RefusingWorker(FakeDecode):
 
     def __init__(self, port: int) -> None:
         super().__init__("old")
+        self.messenger.open()
         self._port = port
 
     @property

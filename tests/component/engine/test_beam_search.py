@@ -19,9 +19,9 @@ from kvrelay.kv.ablations import NullCache
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.sampling import BeamResult, BeamSpec, EarlyStopping, Sampling
-from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
-from kvrelay.scheduling.batching import BatchScheduler
-from kvrelay.scheduling.registry import BUILT_IN, find_scheduler
+from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN, find_scheduler
+from kvrelay.scheduling.scheduler import BatchScheduler
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.worker.step_loop import worker_batch
 from tests.component.engine.beam_reference import reference_beams

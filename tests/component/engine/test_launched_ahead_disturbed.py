@@ -13,15 +13,15 @@ import torch
 
 from kvrelay.backends.backend import PackedRows
 from kvrelay.engine import sampler, truncation
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.engine.causal_model import CausalModel
 from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput
-from kvrelay.scheduling.registry import make_scheduler
+from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence as Running
 from kvrelay.worker.launch import AheadLauncher
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop

@@ -22,11 +22,12 @@ from kvrelay.kv.cache import Cache
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.scheduling import swapping
-from kvrelay.scheduling.base import QueueOrderName, Scheduler, SchedulerLimits, SchedulerSettings
-from kvrelay.scheduling.batching import BatchScheduler
+from kvrelay.scheduling.memory import swapping
 from kvrelay.scheduling.plan import PlanDraft, SequenceOutput, StepPlan
-from kvrelay.scheduling.registry import BUILT_IN, make_scheduler
+from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN, make_scheduler
+from kvrelay.scheduling.scheduler import BatchScheduler
+from kvrelay.scheduling.scheduler_protocol import Scheduler
+from kvrelay.scheduling.scheduler_settings import QueueOrderName, SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.worker.launch import choose_launcher
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop

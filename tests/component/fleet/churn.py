@@ -16,7 +16,7 @@ from kvrelay.fleet.embedded import RedisServer
 from kvrelay.fleet.index import IndexFeed, IndexPublisher, IndexReader
 from kvrelay.fleet.index.layout import NUM_BUCKETS, decode_slots, index_base
 from kvrelay.kv.hashing import BlockHash
-from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.prefix_cache import PrefixCache
 from tests.fakes.waiting import until
 
@@ -66,12 +66,12 @@ class Worker:
     def compute(self, chain: Chain) -> None:
         """As a prompt does: takes what is cached, makes room, computes the rest, lets go of it."""
         cached = self.cache.match(chain)
-        self.pool.hold(cached, Owner.COMPUTING)
+        self.pool.hold(cached, BlockState.COMPUTING)
         missing = len(chain) - len(cached)
         self.cache.evict(max(0, missing - self.pool.num_free))
-        blocks = [*cached, *self.pool.allocate(missing, Owner.COMPUTING)]
+        blocks = [*cached, *self.pool.allocate(missing, BlockState.COMPUTING)]
         self.cache.insert(chain, blocks)
-        self.pool.release(blocks, Owner.COMPUTING)
+        self.pool.release(blocks, BlockState.COMPUTING)
 
     def tell(self) -> None:
         self.publisher.publish(self.cache.drain_events())
@@ -188,7 +188,7 @@ class Churn:
 
     @staticmethod
     def _num_cached(worker: Worker) -> int:
-        return worker.pool.counts()[Owner.CACHED]
+        return worker.pool.counts()[BlockState.CACHED]
 
     def _num_in_redis(self) -> int:
         """Bits, retired ranges' too: nothing may be left of those."""

@@ -13,11 +13,11 @@ import redis
 
 from kvrelay.fleet.index.feed import IndexFeed
 from kvrelay.fleet.index.layout import MAX_BATCH_BLOCKS, MAX_SLOTS, NUM_BUCKETS, decode_depths, decode_slots, index_base
-from kvrelay.fleet.index.publication import Apply, Open, Publication, RangeState
+from kvrelay.fleet.index.publication import Apply, OpenSlot, Publication, RangeState
 from kvrelay.fleet.index.reader import IndexReader
 from kvrelay.fleet.index.scripts import IndexScripts
 from kvrelay.kv.hashing import BlockHash, hash_blocks, root_hash
-from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.prefix_cache import PrefixCache
 
 TTL_MS = 600_000
@@ -119,7 +119,7 @@ class World:
         call = worker.publication.next_call(renew=renew)
         if call is None or loses == "question":
             return call is not None
-        if isinstance(call, Open):
+        if isinstance(call, OpenSlot):
             worker_id, incarnation = worker.worker_id, worker.incarnation
             slot = int(self.scripts.run("open", [worker_id, incarnation, call.claim, TTL_MS, MAX_SLOTS]))
             if not loses:
@@ -221,19 +221,19 @@ class Worker:
     def compute(self, chain: Sequence[BlockHash]) -> None:
         """As a prompt does: takes what is cached, computes the rest, publishes it, lets go of it."""
         cached = self.cache.match(chain)
-        self.pool.hold(cached, Owner.COMPUTING)
-        blocks = [*cached, *self.pool.allocate(len(chain) - len(cached), Owner.COMPUTING)]
+        self.pool.hold(cached, BlockState.COMPUTING)
+        blocks = [*cached, *self.pool.allocate(len(chain) - len(cached), BlockState.COMPUTING)]
         self.cache.insert(chain, blocks)
-        self.pool.release(blocks, Owner.COMPUTING)
+        self.pool.release(blocks, BlockState.COMPUTING)
 
     def compute_twice(self, chain: Sequence[BlockHash], random_source: random.Random) -> None:
         """Two prompts compute the same blocks side by side: the later one's are duplicates, and end first or last."""
-        tables = [self.pool.allocate(len(chain), Owner.COMPUTING) for _ in range(2)]
+        tables = [self.pool.allocate(len(chain), BlockState.COMPUTING) for _ in range(2)]
         for table in tables:
             self.cache.insert(chain, table)
         random_source.shuffle(tables)
         for table in tables:
-            self.pool.release(table, Owner.COMPUTING)
+            self.pool.release(table, BlockState.COMPUTING)
 
     def held(self) -> set[BlockHash]:
         """The truth, without events."""

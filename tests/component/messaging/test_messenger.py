@@ -61,6 +61,7 @@ class Party:
         self.messenger = Messenger(
             peer_id, self._take, host=host, port=port, fingerprint=fingerprint, settings=settings
         )
+        self.messenger.open()
         self.me = self.messenger.me
 
     def _take(self, event: LinkEvent) -> None:
@@ -114,6 +115,11 @@ async def echo_process(port: int = 0) -> AsyncIterator[tuple[asyncio.subprocess.
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+def outboxes(party: Party) -> dict[str, zmq.Socket[bytes]]:
+    assert party.messenger._sockets is not None
+    return party.messenger._sockets._outboxes
 
 
 def own_fds() -> set[int]:
@@ -273,7 +279,7 @@ def test_a_killed_peer_is_reported_lost(run: Run) -> None:
             await a.until(lambda: a.texts == ["1"])
             process.kill()
             await a.until(lambda: a.lost == [echo])
-            await until(lambda: a.messenger._outboxes == {})
+            await until(lambda: outboxes(a) == {})
 
     run(test())
 
@@ -310,7 +316,7 @@ def test_a_stopped_peer_is_given_up_and_works_again_when_it_wakes(run: Run) -> N
             a.send(echo, *(["x" * 100_000] * 200))
             await a.until(lambda: a.lost == [echo])
             assert a.messenger.num_unacked == 0
-            await until(lambda: a.messenger._outboxes == {})  # what is queued for it goes with its socket
+            await until(lambda: outboxes(a) == {})  # what is queued for it goes with its socket
             process.send_signal(signal.SIGCONT)
             await asyncio.sleep(4 * FAST.alive_interval_s)
             a.send(echo, "2")
@@ -376,3 +382,47 @@ def test_a_port_in_use_is_an_error_that_leaves_nothing_behind() -> None:
             assert own_fds() <= fds
 
     asyncio.run(test())
+
+
+def test_a_messenger_has_no_socket_before_it_is_opened() -> None:
+    fds, threads = own_fds(), own_threads()
+    messenger = Messenger("a", lambda event: None)
+    assert own_fds() <= fds and own_threads() <= threads
+    with pytest.raises(RuntimeError, match="no address"):
+        _ = messenger.me
+    with pytest.raises(RuntimeError, match="cannot send"):
+        messenger.send(PeerRef("b", "1", "tcp://127.0.0.1:1"), Alive())
+    assert messenger.num_unacked == 0
+    messenger.close()
+    with pytest.raises(RuntimeError, match="CLOSED"):
+        messenger.open()
+
+
+def test_a_start_opens_the_messenger_and_is_refused_after_the_end(run: Run) -> None:
+    async def test() -> None:
+        messenger = Messenger("a", lambda event: None)
+        messenger.start()
+        address = messenger.me.address
+        with pytest.raises(RuntimeError, match="STARTED"):
+            messenger.open()
+        with pytest.raises(RuntimeError, match="STARTED"):
+            messenger.start()
+        messenger.close()
+        assert messenger.me.address == address
+        with pytest.raises(RuntimeError, match="CLOSED"):
+            messenger.start()
+
+    run(test())
+
+
+def test_a_messenger_can_be_closed_after_its_event_loop(run: Run) -> None:
+    fds = own_fds()
+    messenger = Messenger("a", lambda event: None)
+
+    async def test() -> None:
+        messenger.start()
+
+    run(test())
+    messenger.close()
+    messenger.close()
+    assert own_fds() <= fds

@@ -77,10 +77,10 @@ async def test_a_worker_is_ready_between_its_joining_and_its_drain(redis_server:
         starting = await http.get("/ready")
         assert (starting.status_code, starting.text) == (503, "starting\n")
         worker._task = asyncio.create_task(worker.shell.main_loop())
-        await asyncio.wait_for(worker.shell.membership.joined.wait(), PATIENCE_S)
+        await asyncio.wait_for(worker.started.membership.joined.wait(), PATIENCE_S)
         assert (await http.get("/ready")).text == "ready\n"
         assert await asyncio.to_thread(health, [str(http.base_url.join("/ready"))]) == 0
-        worker.shell.reports.draining = True
+        worker.started.reports.draining = True
         draining = await http.get("/ready")
         assert (draining.status_code, draining.text) == (503, "draining\n")
         assert await asyncio.to_thread(health, [str(http.base_url.join("/ready"))]) == 1

@@ -21,7 +21,7 @@ from tests.fakes.hash_runner import HashRunner
 from tests.fakes.waiting import until
 from tests.fakes.workers import LocalWorker
 
-OPERATIONS = Path(__file__).parents[3] / "docs" / "operations.md"
+METRICS_PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
 ONLY_AFTER_A_DECISION = {"kvrelay.prefill_delay.reasons"}
 
 
@@ -56,7 +56,7 @@ async def test_a_workers_page_has_what_is_documented(redis_server: EmbeddedRedis
     )
     await worker.start()
     check(worker.shell._metric_samples(), role)
-    assert unknown_totals(worker.shell.reports.status()) == set()
+    assert unknown_totals(worker.started.reports.status()) == set()
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{worker.shell._pages.port}") as http:
         answer = await http.get("/metrics")
     assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
@@ -92,5 +92,7 @@ async def test_a_routers_page_has_what_is_documented(redis_server: EmbeddedRedis
 
 def test_the_documentation_names_each_metric_once() -> None:
     """The table is generated; here it is held against the catalogue from the outside."""
-    rows = re.findall(r"^\| `([a-z_.]+)` \([^)]*\) \| `(\w+)` \|", OPERATIONS.read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `([a-z_.]+)` \([^)]*\) \| `(\w+)` \|", METRICS_PAGE.read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert sorted(rows) == sorted((name, prometheus_name(metric)) for name, metric in METRICS.items())

@@ -11,11 +11,11 @@ import openai
 
 from kvrelay.fleet.key_limits import SharedLimits
 from kvrelay.protocol.sampling import FinishReason
-from kvrelay_router.api.app import create_app
-from kvrelay_router.api.connection_limits import ConnectionLimits
-from kvrelay_router.api.observer import RequestObserver
-from kvrelay_router.api.server import DEFAULT_LIMITS, HttpServer, bind, serve
-from kvrelay_router.api.settings import ApiSettings
+from kvrelay_router.asgi.app import create_app
+from kvrelay_router.http.connection_limits import ConnectionLimits
+from kvrelay_router.http.http_server import DEFAULT_LIMITS, HttpServer, bind, serve
+from kvrelay_router.openai.request_metrics import RequestMetrics
+from kvrelay_router.openai.settings import ApiSettings
 from kvrelay_router.text.service import TextService
 from tests.fakes.scripted_dispatcher import Script, ScriptedDispatcher
 from tests.fakes.waiting import PATIENCE_S
@@ -61,13 +61,13 @@ async def running_router(
     *,
     limits: SharedLimits | None = None,
     connections: ConnectionLimits = DEFAULT_LIMITS,
-    observer: RequestObserver | None = None,
+    metrics: RequestMetrics | None = None,
     graceful_timeout_s: float = 2.0,
     **settings: Any,
 ) -> AsyncIterator[Router]:
     """A router with these settings."""
     dispatcher = ScriptedDispatcher(lambda request, sequence: Script([]))
-    app = create_app(ApiSettings(model_names=(MODEL, "alias"), **settings), dispatcher, text, limits, observer)
+    app = create_app(ApiSettings(model_names=(MODEL, "alias"), **settings), dispatcher, text, limits, metrics)
     server = await serve(app, bind("127.0.0.1", 0), graceful_timeout_s=graceful_timeout_s, limits=connections)
     router = Router(server, dispatcher, text)
     router.answers("An otter is a mammal.")

@@ -27,7 +27,7 @@ class Fleet:
         """Everything was let go of on all living workers."""
         await until(lambda: all(worker.is_clean() for worker in [*self.prefill, *self.decode]))
         for worker in [*self.prefill, *self.decode]:
-            worker.shell.pool.check_integrity()
+            worker.context.pool.check_integrity()
             assert worker.runner.num_sequences == 0
 
 

@@ -92,7 +92,7 @@ def test_searches_that_outgrow_the_pool_together_take_turns(redis_url: str) -> N
             for got, prompt in zip(searches, prompts, strict=True):
                 check(await got.finished(), prompt, sampling)
             await f.until_clean()
-            assert f.decode[0].shell.scheduler.num_preemptions > 0
+            assert f.decode[0].context.scheduler.num_preemptions > 0
 
     run(test)
 
@@ -119,7 +119,7 @@ def test_a_cancelled_search_leaves_nothing(redis_url: str, local: bool) -> None:
                 f.router.generate(decode.me, "a", prompt, sampling)
             else:
                 f.router.prefill(f.prefill[0].me, decode.me, "a", prompt, sampling)
-            await until(lambda: len(decode.shell.scheduler.running) >= 4)
+            await until(lambda: len(decode.context.scheduler.running) >= 4)
             for worker in (f.prefill[0], decode):
                 f.router.send(worker.me, "a", Cancel(reason="the client is gone"))
             await until(lambda: not f.router.messenger.num_unacked)
@@ -153,7 +153,7 @@ def test_a_worker_that_dies_in_the_middle_takes_no_answer_with_it(redis_url: str
             prompt = prompt_of(70)
             sampling = Sampling(max_tokens=60, beams=BeamSpec(width=4, num_returned=3), ignore_eos=True)
             first = f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt, sampling)
-            await until(lambda: len(f.decode[0].shell.scheduler.running) >= 4)
+            await until(lambda: len(f.decode[0].context.scheduler.running) >= 4)
             f.decode.pop(0).die()
             assert not first.beams
             got = f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt, sampling, attempt=2)

@@ -32,8 +32,8 @@ def test_an_abort_that_crosses_the_commit_does_not_end_a_running_request(redis_u
             got = f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt_of(30), LONG)
             await got.until(lambda r: len(r.tokens) > 3)
             abort = Abort(reservation="", reason="the worker shut down")
-            f.prefill[0].shell.messenger.send(f.decode[0].me, abort, request="a", attempt=1)
-            await until(lambda: not f.prefill[0].shell.messenger.num_unacked)
+            f.prefill[0].context.messenger.send(f.decode[0].me, abort, request="a", attempt=1)
+            await until(lambda: not f.prefill[0].context.messenger.num_unacked)
             f.decode[0].runner.go_on()
             assert (await got.finished()).output == expected_tokens(prompt_of(30), LONG, 512)
             await f.until_clean()
@@ -50,7 +50,7 @@ def test_prompts_that_nobody_will_decode_leave_the_queue_and_the_step(redis_url:
             await until(lambda: f.prefill[0].blocks["computing"])
             f.decode.pop().die()
             await until(lambda: computing.need_decode and queued.need_decode)
-            assert f.prefill[0].shell.scheduler.has_work
+            assert f.prefill[0].context.scheduler.has_work
             for name, got in (("computing", computing), ("queued", queued)):
                 f.router.send(f.prefill[0].me, name, Reassign(decode=None))
                 assert (await got.finished()).failed == "no decode worker is left"

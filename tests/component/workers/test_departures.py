@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.protocol.messages import Reassign
 from kvrelay.protocol.sampling import Sampling
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.transfer.zmq_receiver import ZmqReceiver
 from tests.component.workers.rig import fleet, prompt_of, run
 from tests.fakes.hash_runner import HashRunner, expected_tokens
@@ -68,8 +68,8 @@ def test_a_drain_does_not_wait_for_slots_that_nobody_can_prove_safe(
             decode = f.decode[0]
             await until(lambda: decode.blocks["reserved"])
             f.prefill.pop().die()
-            await until(lambda: decode.shell.role.queues()["sender_lost"])
-            assert decode.shell.role.num_open == 1
+            await until(lambda: decode.started.role.queues()["sender_lost"])
+            assert decode.started.role.num_open == 1
             f.decode.clear()
             await decode.stop()  # this process lives on, so its end is no proof; the test's own timeout would be
 

@@ -23,7 +23,7 @@ def test_samples_draw_what_each_draws_alone_and_leave_nothing_behind(redis_url: 
             others = [f.router.prefill(prefill, decode, f"other {i}", prompt_of(20, i), long) for i in range(2)]
             prompt = prompt_of(40, 9)
             samples = [
-                f.router.prefill(prefill, decode, "gang", prompt, sampling, sample=(index, NUM_SAMPLES))
+                f.router.prefill(prefill, decode, "group", prompt, sampling, sample=(index, NUM_SAMPLES))
                 for index in range(NUM_SAMPLES)
             ]
             for received in (*others, *samples):

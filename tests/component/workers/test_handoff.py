@@ -37,7 +37,7 @@ def test_a_prompt_of_any_length_is_computed_handed_over_and_continued(redis_url:
                 assert got.usage.received_blocks == got.usage.prompt_blocks == -(-length // 16)
                 assert got.usage.computed_blocks == 0
             await f.until_clean()
-            assert f.decode[0].shell.steps.totals.num_prefill_tokens == 0
+            assert f.decode[0].context.steps.totals.num_prefill_tokens == 0
 
     run(test)
 
@@ -48,7 +48,7 @@ def test_blocks_leave_while_later_chunks_are_computed(redis_url: str) -> None:
             f.prefill[0].runner.hold_after(9)
             got = f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt_of(320), GREEDY)
             # 10 chunks of 2 blocks, of which the last is not computed.
-            await until(lambda: f.prefill[0].shell.role.totals()["pushed_blocks"] == 18)
+            await until(lambda: f.prefill[0].started.role.totals()["pushed_blocks"] == 18)
             assert not got.tokens
             f.prefill[0].runner.go_on()
             await got.finished()
@@ -60,10 +60,10 @@ def test_a_cached_prefix_leaves_before_the_first_forward(redis_url: str) -> None
     async def test() -> None:
         async with fleet(redis_url, [HashRunner()], [HashRunner(), HashRunner()]) as f:
             await f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt_of(300), GREEDY).finished()
-            before = f.prefill[0].shell.role.totals()["pushed_blocks"]
+            before = f.prefill[0].started.role.totals()["pushed_blocks"]
             f.prefill[0].runner.hold_after(0)
             got = f.router.prefill(f.prefill[0].me, f.decode[1].me, "b", prompt_of(300), GREEDY)
-            await until(lambda: f.prefill[0].shell.role.totals()["pushed_blocks"] >= before + 18)
+            await until(lambda: f.prefill[0].started.role.totals()["pushed_blocks"] >= before + 18)
             assert not got.tokens
             f.prefill[0].runner.go_on()
             await got.finished()
@@ -78,7 +78,7 @@ def test_what_a_sender_cannot_write_by_itself_is_not_of_its_share(redis_url: str
         async with fleet(redis_url, runners[:1], runners[1:], token_budget=32, max_running=16) as f:
             got = f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt_of(320), GREEDY)
             await until(lambda: f.decode[0].blocks["reserved"])
-            role = f.decode[0].shell.role
+            role = f.decode[0].started.role
             assert isinstance(role, DecodeRole)
             assert role._receiving._reservations.num_one_sided == 0
             runners[0].go_on()
@@ -113,7 +113,7 @@ def test_sequences_of_one_prompt_compute_send_and_store_it_once(redis_url: str) 
             jobs = [f.router.prefill(f.prefill[0].me, f.decode[0].me, f"r{s.seed}", prompt, s) for s in sampling]
             for one, got in zip(sampling, jobs, strict=True):
                 assert (await got.finished()).output == expected_tokens(prompt, one, 512)
-            assert f.prefill[0].shell.steps.totals.num_prefill_tokens == 200 + 4 * 8
+            assert f.prefill[0].context.steps.totals.num_prefill_tokens == 200 + 4 * 8
             handed_over = [got.usage.received_blocks for got in jobs if got.usage is not None]
             assert sorted(handed_over) == [1] * (len(handed_over) - 1) + [13]
             await f.until_clean()
@@ -159,7 +159,7 @@ def test_a_first_token_that_ends_the_request_leaves_decode_alone(redis_url: str,
             assert len(got.output) == max_tokens
             assert got.finish is FinishReason.LENGTH
             await f.until_clean()
-            assert f.decode[0].shell.role.totals()["handoffs_committed"] == 0
+            assert f.decode[0].started.role.totals()["handoffs_committed"] == 0
 
     run(test)
 
@@ -255,13 +255,13 @@ def test_many_requests_over_pools_too_small_for_them_all_finish_with_their_own_t
                 assert got.failed is None
                 assert got.output == expected_tokens(prompt, sampling, 224)
             await f.until_clean()
-            totals.extend(worker.shell.role.totals() for worker in f.decode)
+            totals.extend(worker.started.role.totals() for worker in f.decode)
             assert sum(each["preemptions"] for each in totals) > 0
             assert (sum(each["preemptions_by_swap"] for each in totals) > 0) >= (preemption == "swap")
             for each in totals:
                 assert each["preemptions"] == each["preemptions_by_swap"] + each["preemptions_by_recompute"]
             for worker in f.decode:
-                assert worker.shell.reports.status().swap == {"total": num_swap_slots, "used": 0}
+                assert worker.started.reports.status().swap == {"total": num_swap_slots, "used": 0}
 
     run(test)
     found = [record for file in tmp_path.iterdir() for record in read_metrics(file)]
@@ -287,16 +287,16 @@ def test_prefill_keeps_the_kv_until_commit_and_serves_another_decode_worker(redi
             first, second = f.decode
             f.prefill[0].runner.hold_after(3)
             got = f.router.prefill(f.prefill[0].me, first.me, "a", prompt_of(200), GREEDY)
-            await until(lambda: f.prefill[0].shell.role.totals()["pushed_blocks"])
+            await until(lambda: f.prefill[0].started.role.totals()["pushed_blocks"])
             first.die()
             f.decode.remove(first)
             f.prefill[0].runner.go_on()
             await got.until(lambda r: bool(r.need_decode))
             assert got.need_decode[0].excluded == [first.me.peer_id]
-            await until(lambda: f.prefill[0].shell.steps.totals.num_prefill_tokens == 200)
+            await until(lambda: f.prefill[0].context.steps.totals.num_prefill_tokens == 200)
             f.router.send(f.prefill[0].me, "a", Reassign(decode=second.me))
             assert (await got.finished()).output == expected_tokens(prompt_of(200), GREEDY, 512)
-            assert f.prefill[0].shell.steps.totals.num_prefill_tokens == 200  # nothing was computed again
+            assert f.prefill[0].context.steps.totals.num_prefill_tokens == 200  # nothing was computed again
             await f.until_clean()
 
     run(test)
@@ -324,7 +324,7 @@ def test_a_router_that_dies_has_its_requests_ended(redis_url: str) -> None:
                 other.prefill(f.prefill[0].me, f.decode[0].me, f"r{number}", prompt_of(30, number), sampling)
             await until(lambda: f.decode[0].blocks["running"])
             other.close()
-            await until(lambda: not f.decode[0].shell.role.num_open)
+            await until(lambda: not f.decode[0].started.role.num_open)
             f.decode[0].runner.go_on()
             await f.until_clean()
 
@@ -360,12 +360,12 @@ def test_a_draining_worker_says_that_it_did_not_begin_what_it_refuses(redis_url:
             worker = f.prefill[0] if role == "prefill" else f.decode[0]
             running = f.router.generate(f.decode[0].me, "running", prompt_of(30), sampling)
             await running.until(lambda r: bool(r.tokens))
-            worker.shell.role.begin_drain()
+            worker.started.role.begin_drain()
             if role == "prefill":
                 refused = f.router.prefill(worker.me, f.decode[0].me, "new", prompt_of(31), sampling)
             else:
                 refused = f.router.generate(worker.me, "new", prompt_of(31), sampling)
-                worker.shell.role.abandon("the worker shut down")
+                worker.started.role.abandon("the worker shut down")
                 assert (await running.finished()).failed and not running.refused
             assert (await refused.finished()).failed and refused.refused
 

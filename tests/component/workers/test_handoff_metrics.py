@@ -28,7 +28,7 @@ def redis_url() -> Iterator[str]:
 
 
 def report(worker: LocalWorker) -> Status:
-    return worker.shell.reports.status()
+    return worker.started.reports.status()
 
 
 @pytest.mark.parametrize("push_when", ["chunk", "prompt"])
@@ -67,7 +67,7 @@ def test_both_sides_report_times_sizes_and_failures_by_cause(redis_url: str) -> 
             for number in range(4):
                 got = f.router.prefill(f.prefill[0].me, f.decode[0].me, f"r{number}", prompt_of(50, number), GREEDY)
                 await got.finished()
-            f.decode[1].shell.role.begin_drain()
+            f.decode[1].started.role.begin_drain()
             refused = f.router.prefill(f.prefill[0].me, f.decode[1].me, "refused", prompt_of(60), GREEDY)
             await refused.until(lambda r: bool(r.need_decode))
             f.router.send(f.prefill[0].me, "refused", Reassign(decode=f.decode[0].me))
@@ -79,7 +79,7 @@ def test_both_sides_report_times_sizes_and_failures_by_cause(redis_url: str) -> 
                 found = report(worker).histograms
                 for name in ("duration", "grant_wait", "exposed", "size", "rate"):
                     assert sum(found[f"kvrelay.handoff.{name}"].counts) == 5, name
-                block_bytes = worker.shell.pool.num_blocks and worker.runner.pool_bytes.shape[1]
+                block_bytes = worker.context.pool.num_blocks and worker.runner.pool_bytes.shape[1]
                 assert found["kvrelay.handoff.size"].total == 5 * 4 * block_bytes
             totals = report(f.prefill[0]).totals
             assert totals["handoff_failures.refused"] == 1

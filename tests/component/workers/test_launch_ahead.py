@@ -50,6 +50,6 @@ def test_prompts_that_share_prefixes_are_handed_over(redis_url: str, runners: li
                 assert (await got.finished()).output == expected_tokens(prompt, sampling, 512)
             await f.until_clean()
             for worker in (*f.prefill, *f.decode):
-                assert worker.shell.steps.totals.num_steps_launched_ahead > 0
+                assert worker.context.steps.totals.num_steps_launched_ahead > 0
 
     run(test)

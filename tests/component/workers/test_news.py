@@ -40,7 +40,7 @@ class ListeningRouter(StubRouter):
 def seen_by(router: ListeningRouter, worker: LocalWorker) -> Candidate:
     """The worker after the last report, for a router that has nothing there."""
     view = FleetView(OutstandingLoad())
-    view.registered([worker.shell._record], 0.0)
+    view.registered([worker.started.record], 0.0)
     view.answered(worker.me, router.statuses[-1], 0.0)
     (candidate,) = view.candidates(0.0).prefill
     return candidate

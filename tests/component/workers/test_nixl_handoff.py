@@ -100,7 +100,7 @@ def test_slots_of_a_silent_prefill_worker_stay_in_quarantine_until_its_process_h
             await until_reserved(f)
             f.prefill.pop().die()
             decode = f.decode[0]
-            await until(lambda: decode.shell.role.queues()["sender_lost"])
+            await until(lambda: decode.started.role.queues()["sender_lost"])
             await asyncio.sleep(1.5)
             assert decode.blocks["quarantined"] == 25
             process.kill()
@@ -138,7 +138,7 @@ def test_slots_of_a_silent_prefill_worker_elsewhere_are_free_when_its_successor_
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def then(decode: LocalWorker) -> None:
-        assert decode.shell.role.totals()["quarantines"] == 1
+        assert decode.started.role.totals()["quarantines"] == 1
 
     monkeypatch.setattr(sending, "own_identity", lambda: "another-machine:pid:[1]/1/1")
     run(lambda: successor_speaks(redis_url, then))
@@ -151,7 +151,7 @@ def test_slots_stay_in_quarantine_while_the_silent_prefill_worker_is_seen_to_liv
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
 
         async def then(decode: LocalWorker) -> None:
-            role = decode.shell.role
+            role = decode.started.role
             assert isinstance(role, DecodeRole)
             quarantine = role._receiving._quarantine
             num_ticks, tick = 0, quarantine.tick
@@ -185,7 +185,7 @@ def test_slots_of_a_prefill_worker_that_was_only_out_of_reach_are_free_when_it_a
             got = f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt_of(400), GREEDY)
             await until_reserved(f)
             decode = f.decode[0]
-            decode.shell.role.on_peer_lost(f.prefill[0].me, "silent", replaced=False)
+            decode.started.role.on_peer_lost(f.prefill[0].me, "silent", replaced=False)
             assert decode.blocks["quarantined"] == 25
             await got.until(lambda r: bool(r.need_decode))
             runners[0].go_on()

@@ -64,7 +64,7 @@ def test_blocks_go_from_one_device_to_another(redis_url: str, machine: Machine, 
                 ]
                 assert [(await each.finished()).output for each in started] == expected
             for worker in (*f.prefill, *f.decode):
-                assert worker.shell.steps.totals.num_steps_launched_ahead > 0
+                assert worker.context.steps.totals.num_steps_launched_ahead > 0
             await f.until_clean()
 
     run(test)

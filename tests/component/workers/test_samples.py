@@ -1,4 +1,4 @@
-"""The samples of a request over real workers: what a prompt costs does not depend on their number."""
+"""The samples of a request over real workers: the full blocks of a prompt are computed and sent once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvrelay.engine.batch import StepResult, WorkerBatch
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.messages import AnyBody, Cancel, Stop
 from kvrelay.protocol.sampling import Sampling
@@ -25,23 +24,21 @@ LENGTHS = [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 7]
 SAMPLING = Sampling(temperature=1.0, seed=5, max_tokens=6, ignore_eos=True)
 
 
-class CountingRunner(HashRunner):
-    num_copies = 0
-
-    def execute(self, batch: WorkerBatch) -> StepResult:
-        self.num_copies += len(batch.copies)
-        return super().execute(batch)
-
-
 @dataclass(frozen=True)
 class Cost:
-    """Of one prompt: tokens computed, blocks computed, sent, received; and blocks copied before a write."""
+    """Cost of the samples of one prompt: tokens computed; blocks computed, sent and received."""
 
     computed_tokens: int
     computed_blocks: float
     pushed_blocks: float
     received_blocks: int
-    num_copies: int
+
+
+def cost_of(length: int, count: int) -> Cost:
+    """Samples share all full blocks before the last token; each sample computes and sends the rest."""
+    num_shared = blocks_for(length, BLOCK) - 1
+    num_blocks = num_shared + count
+    return Cost(num_shared * BLOCK + count * (length - num_shared * BLOCK), num_blocks, num_blocks, num_blocks)
 
 
 def check(prompt: list[int], received: Sequence[Received], sampling: Sampling = SAMPLING) -> None:
@@ -52,7 +49,7 @@ def check(prompt: list[int], received: Sequence[Received], sampling: Sampling = 
 
 async def compute_together(worker: LocalWorker, runner: HashRunner, samples: Sequence[Received]) -> None:
     """The runner, which was held, goes on once the worker has all samples; to their ends."""
-    await until(lambda: worker.shell.role.num_open == len(samples))
+    await until(lambda: worker.started.role.num_open == len(samples))
     runner.go_on()
     for sample in samples:
         await sample.finished()
@@ -60,7 +57,7 @@ async def compute_together(worker: LocalWorker, runner: HashRunner, samples: Seq
 
 async def hand_over(redis_url: str, prompt: list[int], count: int, **settings: object) -> Cost:
     """All samples are on the prefill worker before the first chunk is computed."""
-    prefill, decode = CountingRunner(), CountingRunner()
+    prefill, decode = HashRunner(), HashRunner()
     async with fleet(redis_url, [prefill], [decode], **settings) as f:
         prefill.hold_after(0)
         samples = [
@@ -70,45 +67,28 @@ async def hand_over(redis_url: str, prompt: list[int], count: int, **settings: o
         await compute_together(f.prefill[0], prefill, samples)
         check(prompt, samples)
         await f.until_clean()
-        assert prefill.num_copies == 0, "prefill writes nothing behind a prompt"
-        check_nothing_kept(f)
         num_received = [sample.usage.received_blocks for sample in samples if sample.usage is not None]
         # The transport tells the sender of a block's leaving when it pleases, perhaps after the commit.
-        await until(lambda: f.prefill[0].shell.role.totals()["pushed_blocks"] >= sum(num_received))
-        totals = f.prefill[0].shell.role.totals()
+        await until(lambda: f.prefill[0].started.role.totals()["pushed_blocks"] >= sum(num_received))
+        totals = f.prefill[0].started.role.totals()
         assert totals["prompt_blocks"] == totals["computed_blocks"] + totals["cached_blocks"]
         assert len(num_received) == count
         return Cost(
-            f.prefill[0].shell.steps.totals.num_prefill_tokens,
+            f.prefill[0].context.steps.totals.num_prefill_tokens,
             totals["computed_blocks"],
             totals["pushed_blocks"],
             sum(num_received),
-            decode.num_copies,
         )
-
-
-def check_nothing_kept(f: Fleet) -> None:
-    """Neither tails nor, but for what the next step forgets, positions to draw from."""
-    for worker in [*f.prefill, *f.decode]:
-        tails = worker.shell.scheduler.blocks.tails
-        assert not tails
-        assert not tails._seen
-        assert set(worker.runner.kept) == set(tails.take_forgotten())
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("overlap", [True, False])
-def test_eight_samples_cost_what_one_does(redis_url: str, length: int, overlap: bool) -> None:
+def test_eight_samples_compute_and_send_full_blocks_once(redis_url: str, length: int, overlap: bool) -> None:
     async def test() -> None:
         prompt = prompt_of(length, 3)
         settings = {"token_budget": 24, "max_running": 16, "overlap": overlap}  # longer prompts take several chunks
-        one = await hand_over(redis_url, prompt, 1, **settings)
-        eight = await hand_over(redis_url, prompt, 8, **settings)
-        assert one == Cost(length, blocks_for(length, BLOCK), blocks_for(length, BLOCK), blocks_for(length, BLOCK), 0)
-        num_parted = 7 if length % BLOCK else 0  # the last of the eight writes in place
-        assert eight == Cost(
-            one.computed_tokens, one.computed_blocks, one.pushed_blocks, one.received_blocks, num_parted
-        )
+        for count in (1, 8):
+            assert await hand_over(redis_url, prompt, count, **settings) == cost_of(length, count)
 
     run(test)
 
@@ -116,7 +96,7 @@ def test_eight_samples_cost_what_one_does(redis_url: str, length: int, overlap: 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_on_a_worker_that_runs_both_phases_too(redis_url: str, length: int) -> None:
     async def test() -> None:
-        prompt, runner = prompt_of(length, 4), CountingRunner()
+        prompt, runner = prompt_of(length, 4), HashRunner()
         async with fleet(redis_url, [], [runner], token_budget=24, max_running=16) as f:
             runner.hold_after(0)
             samples = [
@@ -125,23 +105,21 @@ def test_on_a_worker_that_runs_both_phases_too(redis_url: str, length: int) -> N
             await compute_together(f.decode[0], runner, samples)
             check(prompt, samples)
             await f.until_clean()
-            check_nothing_kept(f)
-            assert f.decode[0].shell.steps.totals.num_prefill_tokens == length
-            assert runner.num_copies == (7 if length % BLOCK else 0)
+            assert f.decode[0].context.steps.totals.num_prefill_tokens == cost_of(length, 8).computed_tokens
             usages = [sample.usage for sample in samples if sample.usage is not None]
-            assert sum(usage.computed_blocks for usage in usages) == blocks_for(length, BLOCK)
+            assert sum(usage.computed_blocks for usage in usages) == cost_of(length, 8).computed_blocks
             assert all(u.computed_blocks + u.cached_blocks == u.prompt_blocks for u in usages)
 
     run(test)
 
 
-def test_a_first_sample_that_ends_with_its_first_token_leaves_the_tail_to_the_others(redis_url: str) -> None:
+def test_a_first_sample_that_ends_with_its_first_token_leaves_its_blocks_to_the_others(redis_url: str) -> None:
     async def test() -> None:
         prompt = prompt_of(BLOCK + 3, 5)
         first = expected_tokens(prompt, SAMPLING, 512, 0)[0]
         sampling = Sampling(temperature=1.0, seed=5, max_tokens=6, ignore_eos=True, stop_token_ids=(first,))
-        runner = CountingRunner()
-        async with fleet(redis_url, [runner], [CountingRunner()]) as f:
+        runner = HashRunner()
+        async with fleet(redis_url, [runner], [HashRunner()]) as f:
             runner.hold_after(0)
             samples = [
                 f.router.prefill(f.prefill[0].me, f.decode[0].me, "r", prompt, sampling, sample=(index, 4))
@@ -151,16 +129,15 @@ def test_a_first_sample_that_ends_with_its_first_token_leaves_the_tail_to_the_ot
             check(prompt, samples, sampling)
             assert len(samples[0].output) == 1
             await f.until_clean()
-            check_nothing_kept(f)
-            assert f.prefill[0].shell.steps.totals.num_prefill_tokens == len(prompt)
+            assert f.prefill[0].context.steps.totals.num_prefill_tokens == cost_of(len(prompt), 4).computed_tokens
 
     run(test)
 
 
-def test_samples_that_go_to_several_decode_workers_are_sent_once_to_each(redis_url: str) -> None:
+def test_samples_that_go_to_several_decode_workers_are_sent_full_blocks_once_to_each(redis_url: str) -> None:
     async def test() -> None:
-        prompt, runner = prompt_of(2 * BLOCK + 5, 6), CountingRunner()
-        async with fleet(redis_url, [runner], [CountingRunner(), CountingRunner()]) as f:
+        prompt, runner = prompt_of(2 * BLOCK + 5, 6), HashRunner()
+        async with fleet(redis_url, [runner], [HashRunner(), HashRunner()]) as f:
             runner.hold_after(0)
             samples = [
                 f.router.prefill(f.prefill[0].me, f.decode[index % 2].me, "r", prompt, SAMPLING, sample=(index, 6))
@@ -169,10 +146,9 @@ def test_samples_that_go_to_several_decode_workers_are_sent_once_to_each(redis_u
             await compute_together(f.prefill[0], runner, samples)
             check(prompt, samples)
             await f.until_clean()
-            check_nothing_kept(f)
-            assert f.prefill[0].shell.steps.totals.num_prefill_tokens == len(prompt)
+            assert f.prefill[0].context.steps.totals.num_prefill_tokens == cost_of(len(prompt), 6).computed_tokens
             num_received = sum(sample.usage.received_blocks for sample in samples if sample.usage is not None)
-            assert num_received == 2 * blocks_for(len(prompt), BLOCK)
+            assert num_received == 2 * cost_of(len(prompt), 3).received_blocks
 
     run(test)
 
@@ -184,7 +160,8 @@ def test_samples_cost_as_much_where_blocks_are_written_one_sidedly(redis_url: st
     async def test() -> None:
         for length in LENGTHS:
             cost = await hand_over(redis_url, prompt_of(length, 7), 5, max_running=16, transfer="nixl")
-            assert (cost.computed_tokens, cost.received_blocks) == (length, blocks_for(length, BLOCK))
+            expected = cost_of(length, 5)
+            assert (cost.computed_tokens, cost.received_blocks) == (expected.computed_tokens, expected.received_blocks)
 
     run(test)
 
@@ -223,10 +200,6 @@ def test_cancels_and_stops_of_any_sample_at_any_moment(
                 assert got.failed is None, got.failed
                 assert got.output == expected_tokens(prompt, sampling, num_blocks * BLOCK, index)
             await f.until_clean()
-            for worker in [*f.prefill, *f.decode]:
-                assert not worker.shell.scheduler.blocks.tails
-                assert not worker.shell.scheduler.blocks.tails._seen
-                assert not worker.shell.scheduler.blocks.sharing.num_forked
 
     run(test)
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.scheduling.registry import BUILT_IN
+from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN
 from tests.component.workers.rig import fleet, prompt_of, run
 from tests.fakes.hash_runner import HashRunner, expected_tokens
 from tests.fakes.workers import Received
@@ -74,7 +74,7 @@ def test_a_decode_worker_with_a_prefill_delayer_delays_prompts_and_serves_all(re
                 await got.finished()
                 assert got.output == expected_tokens(prompt, sampling, MAX_MODEL_LEN)
             await f.until_clean()
-            totals = f.decode[0].shell.reports.status().totals
+            totals = f.decode[0].started.reports.status().totals
             assert totals["prefill_delayed_passes"] > 0
             assert totals["prefill_delay_s"] > 0
             assert totals["prefill_allowed_ran"] > 1

@@ -13,10 +13,10 @@ from kvrelay.messaging.messenger import Messenger
 from kvrelay.ports import HeldPort
 from kvrelay.protocol.link import LinkEvent, LinkSettings
 from kvrelay.protocol.sampling import Sampling
+from kvrelay_router.dispatch.active_requests import DispatchSettings
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.interface import GenerateRequest
 from kvrelay_router.dispatch.running_request import RunningRequest
-from kvrelay_router.dispatch.running_sequence import DispatchSettings
 from kvrelay_router.static_workers import StaticWorkers
 from tests.component.workers.rig import prompt_of, run
 from tests.fakes.hash_runner import HashRunner, expected_tokens
@@ -83,7 +83,7 @@ def test_requests_are_handed_over_also_after_a_worker_died_and_began_again() -> 
                 async with routed([one, other]) as dispatcher:
                     await until(lambda: ready(dispatcher) == names(prefill, decode))
                     await check_output(submit(dispatcher))
-                    assert decode.shell.role.totals()["received_blocks"] > 0
+                    assert decode.started.role.totals()["received_blocks"] > 0
                     prefill.runner.hold_after(0)
                     running = submit(dispatcher)
                     await until(lambda: dispatcher.figures()["requests"]["running_sequences"] == 1)

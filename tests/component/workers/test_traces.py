@@ -57,7 +57,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def worker(fleet: LocalFleet, role: str, runs: bool) -> str | None:
     """One of this role that has, or has not, a sequence among those that run."""
-    found = [n for n, w in fleet.workers.items() if w.config.role == role and bool(w.shell.scheduler.running) == runs]
+    found = [n for n, w in fleet.workers.items() if w.config.role == role and bool(w.context.scheduler.running) == runs]
     return found[0] if found else None
 
 
@@ -125,7 +125,7 @@ def test_nothing_is_recorded_of_a_trace_that_nobody_samples(redis_url: str, span
             await generate(fleet, new_trace(is_sampled=False))
             await fleet.until_clean()
             for each in fleet.workers.values():
-                assert not each.shell._spans._sequences
+                assert not each.started.reports._spans._sequences
 
     run(test)
     assert spans.spans == []
@@ -161,7 +161,7 @@ def test_the_trace_goes_on_when_decode_dies_before_it_committed(redis_url: str, 
         async with local_fleet(redis_url, 1, 2, lambda: HashRunner(step_s=0.05), tracer=Tracer(spans)) as fleet:
 
             def asked_while_prefill_computes() -> str | None:
-                asked = [name for name in fleet.living("decode") if fleet.workers[name].shell.role.num_open]
+                asked = [name for name in fleet.living("decode") if fleet.workers[name].started.role.num_open]
                 assert not asked or worker(fleet, "prefill", runs=True) is not None
                 return asked[0] if asked else None
 

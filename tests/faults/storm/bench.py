@@ -78,7 +78,7 @@ class Bench:
         while asyncio.get_running_loop().time() < deadline:
             held = {}
             for name, worker in (await self.stack.workers(router)).items():
-                blocks = {owner: n for owner, n in worker["blocks"].items() if owner not in ("free", "cached", "total")}
+                blocks = {state: n for state, n in worker["blocks"].items() if state not in ("free", "cached", "total")}
                 if any(blocks.values()) or not worker["live"]:
                     held[name] = blocks
             if not held:

@@ -25,7 +25,7 @@ Role = Literal["prefill", "decode", "router"]
 ROOT = Path(__file__).parents[3]
 DEMO_MODEL = ROOT / "models" / "demo"
 HTTP_PORT, MESSAGE_PORT, TRANSFER_PORT = 20080, 20081, 20082
-IDLE_OWNERS = ("free", "cached", "total")
+IDLE_STATES = ("free", "cached", "total")
 START_TIMEOUT_S = 240.0
 PATIENCE_S = 120.0
 """For what must come; a storm leaves a slow machine little time."""
@@ -364,14 +364,14 @@ class FaultStack:
             await asyncio.sleep(0.1)
         raise AssertionError(f"{name} did not serve in {START_TIMEOUT_S:g} s")
 
-    async def until_busy(self, name: str, owner: str, router: str = "router-0") -> None:
+    async def until_busy(self, name: str, state: str, router: str = "router-0") -> None:
         """The worker holds such blocks."""
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
-            if (await self.workers(router))[name]["blocks"].get(owner):
+            if (await self.workers(router))[name]["blocks"].get(state):
                 return
             await asyncio.sleep(0.01)
-        raise AssertionError(f"{name} held no {owner} blocks in 30 s")
+        raise AssertionError(f"{name} held no {state} blocks in 30 s")
 
     async def until_clean(self, timeout_s: float = PATIENCE_S) -> None:
         """All run and are ready again, and nothing is held by anybody."""
@@ -399,7 +399,7 @@ def _is_clean(fleet: dict[str, Any]) -> bool:
     for worker in fleet["workers"]:
         blocks, queues = dict(worker["blocks"]), dict(worker["queues"])
         queues.pop("cancelled_requests", None)
-        held = [count for owner, count in blocks.items() if owner not in IDLE_OWNERS]
+        held = [count for state, count in blocks.items() if state not in IDLE_STATES]
         adds_up = blocks["free"] + blocks["cached"] == blocks["total"]
         if not worker["live"] or any(held) or any(queues.values()) or not adds_up or worker["in_flight_requests"]:
             return False

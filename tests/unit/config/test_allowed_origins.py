@@ -28,5 +28,5 @@ def test_origins(origin: str) -> None:
 
 @pytest.mark.parametrize("origin", ["chat.example", "https://", "https://chat.example/", "https://*.example/x", "null"])
 def test_what_is_no_origin(origin: str) -> None:
-    with pytest.raises(ConfigError, match="is no origin"):
+    with pytest.raises(ConfigError, match="is not an origin"):
         router([f"--allowed-origin={origin}"])

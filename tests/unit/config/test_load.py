@@ -173,7 +173,7 @@ def test_a_config_cannot_be_changed() -> None:
         ("--drain-timeout-s=-1", "0 to 3600"),
         ("--redis=localhost", "redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://"),
         ("--worker-id=a b", "pattern"),
-        ("--model=/no/such/place", "no model directory"),
+        ("--model=/no/such/place", "not a model directory"),
         ("--log-level=loud", "debug, info, warning, error"),
     ],
 )
@@ -241,7 +241,7 @@ def test_a_prefill_delayers_group_needs_the_delayer() -> None:
 
 def test_the_prefill_delayer_is_for_workers_that_run_both_phases() -> None:
     assert worker(["--prefill-delayer"]).prefill_delayer
-    with pytest.raises(ConfigError, match="prefill_delayer is for workers that run both phases"):
+    with pytest.raises(ConfigError, match="prefill_delayer needs a worker that runs both phases"):
         worker(["--prefill-delayer"], role="prefill")
 
 

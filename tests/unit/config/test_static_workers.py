@@ -80,12 +80,12 @@ def test_a_worker_without_redis_needs_its_page_and_joins_no_group() -> None:
     assert worker(["--http-port=8081"]).publishes_prefixes
     with pytest.raises(ConfigError, match="redis_url = none needs http_port"):
         worker([NO_REDIS])
-    with pytest.raises(ConfigError, match="prefill_delayer_group = g needs a Redis"):
+    with pytest.raises(ConfigError, match="prefill_delayer_group = g needs Redis"):
         worker([NO_REDIS, "--http-port=8081", "--prefill-delayer", "--prefill-delayer-group=g"])
 
 
 def test_commands_that_need_redis_say_so(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError, match="KVRELAY_REDIS_URL = 'none': its services find each other through Redis"):
+    with pytest.raises(ConfigError, match="KVRELAY_REDIS_URL = 'none': kvrelay up needs Redis"):
         resolve(UpConfig, {}, {"KVRELAY_REDIS_URL": "none"})
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVRELAY_STATIC_WORKERS", ONE)

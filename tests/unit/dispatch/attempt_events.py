@@ -10,25 +10,22 @@ from kvrelay.protocol.messages import (
     TokenEntry,
 )
 from kvrelay.protocol.sampling import FinishReason
-from kvrelay_router.dispatch.attempt import SequenceAttempts
 from kvrelay_router.dispatch.events import (
     AttemptFailed,
     DecodeNeeded,
-    Deliver,
-    FirstTokenReceived,
-    Instruction,
     Send,
-    TokensReceived,
+    WorkerLost,
     WorkersAssigned,
 )
+from tests.unit.dispatch.driven_sequence import Deliver, Done, DrivenSequence, FirstTokenReceived, TokensReceived
 from tests.unit.dispatch.world import peer, spec
 
 P, P2, D, D2, D3 = peer("p"), peer("p2"), peer("d"), peer("d2"), peer("d3")
 LENGTH = FinishReason.LENGTH
 
 
-def placed(prefill: PeerRef | None = P, decode: PeerRef | None = D, **options: Any) -> SequenceAttempts:
-    machine = SequenceAttempts(spec(**options))
+def placed(prefill: PeerRef | None = P, decode: PeerRef | None = D, **options: Any) -> DrivenSequence:
+    machine = DrivenSequence(spec(**options))
     machine.handle(WorkersAssigned(prefill, decode, 60.0))
     return machine
 
@@ -47,12 +44,16 @@ def need(*excluded: str, attempt: int = 1) -> DecodeNeeded:
 
 
 def failed(worker: PeerRef, attempt: int = 1, *, retriable: bool = True) -> AttemptFailed:
-    return AttemptFailed(worker, attempt, "broken", retriable)
+    return AttemptFailed(worker, attempt, 0, "broken", retriable)
 
 
-def delivered(instructions: list[Instruction]) -> list[int]:
+def lost(worker: PeerRef, reason: str = "silent", *, lost_by_worker: bool = False) -> WorkerLost:
+    return WorkerLost(worker, 0, reason, lost_by_worker)
+
+
+def delivered(instructions: list[Done]) -> list[int]:
     return [token for i in instructions if isinstance(i, Deliver) for token in i.delta.token_ids]
 
 
-def sent(instructions: list[Instruction]) -> list[tuple[str, type]]:
+def sent(instructions: list[Done]) -> list[tuple[str, type]]:
     return [(i.worker.peer_id, type(i.body)) for i in instructions if isinstance(i, Send)]

@@ -17,25 +17,21 @@ from kvrelay.protocol.messages import (
     unpack_tokens,
 )
 from kvrelay.protocol.sampling import FinishReason
-from kvrelay_router.dispatch.attempt import AttemptState, SequenceAttempts
+from kvrelay.state_machine import IllegalEvent
+from kvrelay_router.dispatch.attempt import AttemptState
 from kvrelay_router.dispatch.events import (
     AttemptFailed,
-    AwaitLost,
+    AwaitLostWorkers,
     Cancelled,
     DecodeChosen,
     DecodeNeeded,
-    Deliver,
     Ended,
-    Event,
     FindDecode,
     FindPlacement,
-    IllegalEvent,
-    Instruction,
     PlacementFailed,
     Send,
     StopMatched,
     WorkerBack,
-    WorkerLost,
     WorkersAssigned,
 )
 from kvrelay_router.dispatch.load import worker_key
@@ -50,10 +46,17 @@ from tests.unit.dispatch.attempt_events import (
     delivered,
     failed,
     first,
+    lost,
     need,
     placed,
     sent,
     tokens,
+)
+from tests.unit.dispatch.driven_sequence import (
+    AnyEvent,
+    Deliver,
+    Done,
+    DrivenSequence,
 )
 from tests.unit.dispatch.world import PROMPT, peer, spec
 
@@ -61,7 +64,7 @@ from tests.unit.dispatch.world import PROMPT, peer, spec
 
 
 def test_the_prompt_goes_to_prefill_alone_and_names_decode() -> None:
-    (send,) = SequenceAttempts(spec()).handle(WorkersAssigned(P, D, 42.0))
+    (send,) = DrivenSequence(spec()).handle(WorkersAssigned(P, D, 42.0))
     assert isinstance(send, Send) and isinstance(send.body, Prefill)
     assert (send.worker, send.attempt, send.body.decode) == (P, 1, D)
     assert unpack_tokens(send.body.prompt.tokens).tolist() == PROMPT
@@ -69,20 +72,20 @@ def test_the_prompt_goes_to_prefill_alone_and_names_decode() -> None:
 
 
 def test_without_prefill_decode_generates_alone() -> None:
-    (send,) = SequenceAttempts(spec()).handle(WorkersAssigned(None, D, 42.0))
+    (send,) = DrivenSequence(spec()).handle(WorkersAssigned(None, D, 42.0))
     assert isinstance(send, Send) and send.worker == D and isinstance(send.body, Generate)
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_one_token_at_most_needs_no_decode(max_tokens: int) -> None:
-    machine = SequenceAttempts(spec(max_tokens=max_tokens))
+    machine = DrivenSequence(spec(max_tokens=max_tokens))
     assert not machine.needs_decode
     (send,) = machine.handle(WorkersAssigned(P, None, 42.0))
     assert isinstance(send, Send) and isinstance(send.body, Prefill) and send.body.decode is None
 
 
 def test_nobody_to_place_on_ends_the_sequence() -> None:
-    assert SequenceAttempts(spec()).handle(PlacementFailed("nobody came")) == [Ended("nobody came")]
+    assert DrivenSequence(spec()).handle(PlacementFailed("nobody came")) == [Ended("nobody came")]
 
 
 # -- another decode worker --------------------------------------------------------------------------------------------
@@ -100,7 +103,7 @@ def test_a_refused_handoff_goes_to_another_decode_worker() -> None:
 
 def test_a_lost_decode_worker_is_replaced_before_prefill_asks() -> None:
     machine = placed()
-    assert isinstance(machine.handle(WorkerLost(D, "silent"))[-1], FindDecode)
+    assert isinstance(machine.handle(lost(D, "silent"))[-1], FindDecode)
     machine.handle(DecodeChosen(D2))
     (again,) = machine.handle(need("d"))
     assert isinstance(again, Send) and again.body == Reassign(decode=D2)
@@ -119,7 +122,7 @@ def test_exclusions_add_up() -> None:
     machine = placed()
     machine.handle(need("d"))
     machine.handle(DecodeChosen(D2))
-    find = machine.handle(WorkerLost(D2, "silent"))[-1]
+    find = machine.handle(lost(D2, "silent"))[-1]
     assert isinstance(find, FindDecode) and find.excluded == {worker_key(D), worker_key(D2)}
 
 
@@ -131,30 +134,30 @@ def test_no_decode_worker_left_ends_the_attempt_with_prefills_answer() -> None:
     assert machine.handle(need("d")) == []
     find = machine.handle(failed(P, retriable=False))[-1]
     assert isinstance(find, FindPlacement) and find.avoid == {"p", "d"}
-    assert machine._tries.num_counted == 1
+    assert machine.attempts._budget.num_counted == 1
 
 
 def test_an_attempt_whose_lost_decode_worker_came_back_too_late_for_it_is_void() -> None:
     machine = placed()
-    machine.handle(WorkerLost(D, "silent"))
-    machine.handle(DecodeChosen(None, came_back=True))
+    machine.handle(lost(D, "silent"))
+    machine.handle(DecodeChosen(None, returned=True))
     find = machine.handle(failed(P))[-1]
     assert isinstance(find, FindPlacement) and find.delay_s > 0
-    assert machine._tries.num_counted == 0
+    assert machine.attempts._budget.num_counted == 0
 
 
 def test_while_another_decode_worker_is_awaited_nothing_asks_for_one_again() -> None:
     machine = placed()
     machine.handle(need("d"))
     assert machine.handle(need("d")) == []
-    assert machine.handle(WorkerLost(D, "killed")) == []
+    assert machine.handle(lost(D, "killed")) == []
     (send,) = machine.handle(DecodeChosen(D2))
     assert isinstance(send, Send) and send.body == Reassign(decode=D2)
 
 
 def test_a_new_start_of_the_lost_decode_worker_takes_over_and_late_word_about_the_old_one_counts_for_nothing() -> None:
     machine, again = placed(), PeerRef("d", "2", "tcp://d")
-    machine.handle(WorkerLost(D, "killed"))
+    machine.handle(lost(D, "killed"))
     (send,) = machine.handle(DecodeChosen(again))
     assert isinstance(send, Send) and send.body == Reassign(decode=again)
     (repeat,) = machine.handle(DecodeNeeded(P, 1, "d is lost", frozenset({"d"}), D))
@@ -177,13 +180,13 @@ def test_prefill_that_missed_the_commit_may_let_go() -> None:
 @pytest.mark.parametrize(
     "break_it",
     [
-        lambda machine: machine.handle(WorkerLost(P, "killed")),
+        lambda machine: machine.handle(lost(P, "killed")),
         lambda machine: machine.handle(failed(P)),
         lambda machine: machine.handle(failed(D)),
     ],
 )
 def test_before_the_commit_a_failure_cancels_both_and_starts_over(
-    break_it: Callable[[SequenceAttempts], list[Instruction]],
+    break_it: Callable[[DrivenSequence], list[Done]],
 ) -> None:
     machine = placed()
     machine.handle(first(5))
@@ -199,9 +202,9 @@ def test_before_the_commit_a_failure_cancels_both_and_starts_over(
 def test_after_the_commit_prefill_does_not_matter_and_decode_does() -> None:
     machine = placed()
     machine.handle(tokens(0, 5))
-    assert machine.handle(WorkerLost(P, "killed")) == []
+    assert machine.handle(lost(P, "killed")) == []
     assert machine.handle(failed(P)) == []
-    instructions = machine.handle(WorkerLost(D, "killed"))
+    instructions = machine.handle(lost(D, "killed"))
     assert sent(instructions) == [("p", Cancel), ("d", Cancel)]
     assert isinstance(instructions[-1], FindPlacement) and instructions[-1].avoid == {"d"}
 
@@ -210,7 +213,7 @@ def test_what_an_old_attempt_held_back_is_not_mixed_with_the_new_ones() -> None:
     machine = placed()
     machine.handle(first(5))
     machine.handle(tokens(2, 77))
-    machine.handle(WorkerLost(D, "killed"))
+    machine.handle(lost(D, "killed"))
     machine.handle(WorkersAssigned(P, D2, 60.0))
     assert machine.handle(tokens(1, 88)) == []
     assert delivered(machine.handle(tokens(1, 6, attempt=2, worker=D2))) == [6]
@@ -220,7 +223,7 @@ def test_what_an_old_attempt_held_back_is_not_mixed_with_the_new_ones() -> None:
 def test_a_resumed_attempt_of_one_token_goes_to_prefill_alone() -> None:
     machine = placed(max_tokens=3)
     machine.handle(tokens(0, 5, 6))
-    machine.handle(WorkerLost(D, "killed"))
+    machine.handle(lost(D, "killed"))
     assert not machine.needs_decode
     machine.handle(WorkersAssigned(P, None, 60.0))
     instructions = machine.handle(first(7, index=2, attempt=2, finish=LENGTH))
@@ -230,7 +233,7 @@ def test_a_resumed_attempt_of_one_token_goes_to_prefill_alone() -> None:
 def test_all_tokens_known_is_the_end_even_if_the_finish_was_lost() -> None:
     machine = placed(max_tokens=2)
     machine.handle(tokens(0, 5, 6))
-    instructions = machine.handle(WorkerLost(D, "killed"))
+    instructions = machine.handle(lost(D, "killed"))
     assert sent(instructions) == [("p", Cancel), ("d", Cancel)]
     assert isinstance(instructions[-2], Deliver) and instructions[-2].delta.finish is LENGTH
     assert instructions[-1] == Ended(None)
@@ -245,16 +248,16 @@ def test_attempts_are_bounded() -> None:
     assert instructions[-1] == Ended("broken (attempt 2, the last)")
 
 
-VOID: list[Callable[[int], Event]] = [
-    lambda attempt: AttemptFailed(P, attempt, "draining", retriable=True, refused=True),
-    lambda attempt: WorkerLost(P, "it lost us", gave_us_up=True),
-    lambda attempt: WorkerLost(D, "it lost us", gave_us_up=True),
+VOID: list[Callable[[int], AnyEvent]] = [
+    lambda attempt: AttemptFailed(P, attempt, 0, "draining", retriable=True, refused=True),
+    lambda attempt: lost(P, "it lost us", lost_by_worker=True),
+    lambda attempt: lost(D, "it lost us", lost_by_worker=True),
 ]
 
 
 @pytest.mark.parametrize("event", VOID)
-def test_what_was_no_try_of_a_worker_does_not_count_as_an_attempt(event: Callable[[int], Event]) -> None:
-    prefill = None if event(1) == WorkerLost(D, "it lost us", gave_us_up=True) else P
+def test_what_was_no_try_of_a_worker_does_not_count_as_an_attempt(event: Callable[[int], AnyEvent]) -> None:
+    prefill = None if event(1) == lost(D, "it lost us", lost_by_worker=True) else P
     machine = placed(prefill=prefill, max_attempts=1)
     pauses = []
     for attempt in range(1, MAX_UNCOUNTED_ATTEMPTS + 1):
@@ -269,12 +272,12 @@ def test_what_was_no_try_of_a_worker_does_not_count_as_an_attempt(event: Callabl
 
 def test_void_attempts_leave_the_real_ones_their_number() -> None:
     machine = placed(max_attempts=2)
-    machine.handle(WorkerLost(P, "it lost us", gave_us_up=True))
+    machine.handle(lost(P, "it lost us", lost_by_worker=True))
     machine.handle(WorkersAssigned(P, D, 60.0))
     find = machine.handle(failed(P, attempt=2))[-1]
     assert isinstance(find, FindPlacement) and find.delay_s == 0
     machine.handle(WorkersAssigned(P, D, 60.0))
-    machine.handle(WorkerLost(P, "it lost us", gave_us_up=True))
+    machine.handle(lost(P, "it lost us", lost_by_worker=True))
     machine.handle(WorkersAssigned(P, D, 60.0))
     assert machine.handle(failed(P, attempt=4))[-1] == Ended("broken (attempt 4, the last)")
 
@@ -282,7 +285,7 @@ def test_void_attempts_leave_the_real_ones_their_number() -> None:
 def test_an_attempt_that_brought_enough_tokens_does_not_count() -> None:
     machine = placed(max_attempts=1, max_tokens=100)
     machine.handle(tokens(0, *range(PROVEN_TOKENS)))
-    find = machine.handle(WorkerLost(D, "silent"))[-1]
+    find = machine.handle(lost(D, "silent"))[-1]
     assert isinstance(find, FindPlacement) and find.delay_s == 0
     machine.handle(WorkersAssigned(P, D, 60.0))
     machine.handle(tokens(PROVEN_TOKENS, *range(PROVEN_TOKENS - 1), attempt=2))
@@ -291,9 +294,9 @@ def test_an_attempt_that_brought_enough_tokens_does_not_count() -> None:
 
 def test_the_last_attempt_waits_for_lost_workers_and_goes_on_when_one_is_heard_again() -> None:
     machine = placed(max_attempts=2)
-    machine.handle(WorkerLost(P, "silent"))
+    machine.handle(lost(P, "silent"))
     machine.handle(WorkersAssigned(P2, D2, 60.0))
-    assert isinstance(machine.handle(WorkerLost(P2, "silent"))[-1], AwaitLost)
+    assert isinstance(machine.handle(lost(P2, "silent"))[-1], AwaitLostWorkers)
     assert machine.state is AttemptState.WAITING
     assert machine.handle(WorkerBack(PeerRef("p", "2", "tcp://p"))) == [], "a new start proves nothing"
     (find,) = machine.handle(WorkerBack(P))
@@ -307,15 +310,15 @@ def test_the_last_attempt_waits_for_lost_workers_and_goes_on_when_one_is_heard_a
 
 def test_lost_workers_that_are_not_heard_again_end_the_request() -> None:
     machine = placed(max_attempts=1)
-    (*cancels, held_back) = machine.handle(WorkerLost(P, "killed"))
-    assert sent(cancels) == [("p", Cancel), ("d", Cancel)] and isinstance(held_back, AwaitLost)
+    (*cancels, held_back) = machine.handle(lost(P, "killed"))
+    assert sent(cancels) == [("p", Cancel), ("d", Cancel)] and isinstance(held_back, AwaitLostWorkers)
     assert machine.handle(PlacementFailed("nobody came")) == [Ended("nobody came")]
 
 
 def test_a_committed_decode_worker_that_gave_us_up_costs_no_attempt() -> None:
     machine = placed(max_attempts=1)
     machine.handle(tokens(0, 5))
-    assert isinstance(machine.handle(WorkerLost(D, "it lost us", gave_us_up=True))[-1], FindPlacement)
+    assert isinstance(machine.handle(lost(D, "it lost us", lost_by_worker=True))[-1], FindPlacement)
 
 
 def test_a_failure_that_would_repeat_itself_is_final_and_both_are_told() -> None:
@@ -334,8 +337,8 @@ def test_decode_that_gives_a_sequence_up_starts_a_new_attempt() -> None:
 
 def test_another_start_of_a_worker_is_another_worker() -> None:
     machine = placed()
-    assert machine.handle(WorkerLost(peer("d", incarnation=2), "killed")) == []
-    assert machine.handle(WorkerLost(D3, "killed")) == []
+    assert machine.handle(lost(peer("d", incarnation=2), "killed")) == []
+    assert machine.handle(lost(D3, "killed")) == []
 
 
 # -- the client -------------------------------------------------------------------------------------------------------
@@ -362,30 +365,30 @@ def test_a_client_that_leaves_while_no_worker_is_there_leaves_nothing() -> None:
 # -- illegal events ---------------------------------------------------------------------------------------------------
 
 
-def streaming() -> SequenceAttempts:
+def streaming() -> DrivenSequence:
     machine = placed()
     machine.handle(tokens(0, 5))
     return machine
 
 
-def resumed() -> SequenceAttempts:
+def resumed() -> DrivenSequence:
     machine = streaming()
-    machine.handle(WorkerLost(D, "killed"))
+    machine.handle(lost(D, "killed"))
     machine.handle(WorkersAssigned(P, D2, 60.0))
     return machine
 
 
-def reassigning() -> SequenceAttempts:
+def reassigning() -> DrivenSequence:
     machine = placed()
     machine.handle(need("d"))
     return machine
 
 
-ILLEGAL: list[tuple[Callable[[], SequenceAttempts], Event]] = [
-    (lambda: SequenceAttempts(spec()), first(5)),
-    (lambda: SequenceAttempts(spec()), DecodeChosen(D)),
-    (lambda: SequenceAttempts(spec()), WorkersAssigned(None, None, 1.0)),
-    (lambda: SequenceAttempts(spec()), WorkersAssigned(P, None, 1.0)),
+ILLEGAL: list[tuple[Callable[[], DrivenSequence], AnyEvent]] = [
+    (lambda: DrivenSequence(spec()), first(5)),
+    (lambda: DrivenSequence(spec()), DecodeChosen(D)),
+    (lambda: DrivenSequence(spec()), WorkersAssigned(None, None, 1.0)),
+    (lambda: DrivenSequence(spec()), WorkersAssigned(P, None, 1.0)),
     (placed, WorkersAssigned(P, D, 1.0)),
     (placed, PlacementFailed("late")),
     (placed, DecodeChosen(D2)),
@@ -404,20 +407,20 @@ ILLEGAL: list[tuple[Callable[[], SequenceAttempts], Event]] = [
 
 
 @pytest.mark.parametrize(("make", "event"), ILLEGAL)
-def test_an_illegal_event_raises_and_changes_nothing(make: Callable[[], SequenceAttempts], event: Event) -> None:
+def test_an_illegal_event_raises_and_changes_nothing(make: Callable[[], DrivenSequence], event: AnyEvent) -> None:
     machine = make()
-    before = copy.deepcopy(vars(machine))
+    before = copy.deepcopy(machine.values())
     with pytest.raises(IllegalEvent):
         machine.handle(event)
-    assert vars(machine) == before
+    assert machine.values() == before
 
 
 def test_after_the_end_events_from_outside_are_void_and_those_of_the_shell_illegal() -> None:
     machine = placed()
     machine.handle(StopMatched())
-    for event in (first(5), tokens(0, 5), need("d"), failed(P), WorkerLost(P, "killed"), StopMatched(), Cancelled("")):
+    for event in (first(5), tokens(0, 5), need("d"), failed(P), lost(P, "killed"), StopMatched(), Cancelled("")):
         assert machine.handle(event) == []
-    own: list[Event] = [WorkersAssigned(P, D, 1.0), PlacementFailed(""), DecodeChosen(D)]
+    own: list[AnyEvent] = [WorkersAssigned(P, D, 1.0), PlacementFailed(""), DecodeChosen(D)]
     for late in own:
         with pytest.raises(IllegalEvent):
             machine.handle(late)

@@ -50,13 +50,6 @@ def test_a_calm_world_takes_one_attempt(world: World) -> None:
     assert world.machine.attempt == 1
 
 
-def test_plain_tokens_of_a_stream_take_the_short_cut() -> None:
-    worlds = [World(seed, spec(max_tokens=12), num_prefill=1, num_decode=1, mischief=0.0) for seed in range(20)]
-    for world in worlds:
-        world.run()
-    assert sum(world.num_short_cuts for world in worlds) > 20
-
-
 @settings(max_examples=600, deadline=None)
 @given(WORLDS)
 def test_every_worker_of_an_attempt_that_failed_is_told(world: World) -> None:

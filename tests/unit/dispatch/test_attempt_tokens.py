@@ -12,21 +12,16 @@ from kvrelay.protocol.messages import (
     unpack_tokens,
 )
 from kvrelay.protocol.sampling import BeamResult, BeamSpec, FinishReason, Sampling, TokenLogprobs
-from kvrelay_router.dispatch.attempt import AttemptState, SequenceAttempts
+from kvrelay.state_machine import IllegalEvent
+from kvrelay_router.dispatch.attempt import AttemptState
 from kvrelay_router.dispatch.events import (
     Cancelled,
-    Deliver,
     Ended,
-    Event,
     FindPlacement,
-    FirstTokenReceived,
-    IllegalEvent,
     Send,
-    TokensReceived,
-    WorkerLost,
     WorkersAssigned,
 )
-from kvrelay_router.dispatch.interface import SequenceDelta
+from kvrelay_router.dispatch.token_path import receive_tokens
 from tests.unit.dispatch.attempt_events import (
     D2,
     LENGTH,
@@ -35,50 +30,47 @@ from tests.unit.dispatch.attempt_events import (
     P,
     delivered,
     first,
+    lost,
     placed,
     tokens,
 )
+from tests.unit.dispatch.driven_sequence import AnyEvent, Deliver, DrivenSequence, FirstTokenReceived, Received
 from tests.unit.dispatch.world import PROMPT, spec
 
-# -- the short cut ----------------------------------------------------------------------------------------------------
+# -- what the attempt machine hears of tokens -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "event",
-    [
-        tokens(2, 22, finish=FinishReason.LENGTH),
-        tokens(2, 22, cached_tokens=3),
-        tokens(2, 22, usage=SequenceUsage(prompt_blocks=1)),
-        tokens(2, 22, logprobs=[TokenLogprobs(22, -0.5, [], [])]),
-        tokens(2),
-        tokens(1, 21, 22),
-        tokens(3, 23),
-        tokens(2, 22, attempt=2),
-        tokens(2, 22, worker=D2),
-    ],
-)
-def test_what_is_more_than_the_next_tokens_or_not_theirs_is_for_handle(event: TokensReceived) -> None:
+def test_the_attempt_machine_gets_events_for_the_first_and_the_last_tokens_only() -> None:
     machine = placed()
-    assert machine.next_delta(D, tokens(0, 20).entry) is None  # decode has not committed, as far as is known
-    machine.handle(tokens(0, 20))
-    assert machine.next_delta(D, tokens(1, 21).entry) == SequenceDelta(0, [21])
-    assert machine.next_delta(event.worker, event.entry) is None
-    assert machine.output == [20, 21]
+    received: list[Received] = [
+        first(5),
+        tokens(0, 5),
+        tokens(1, 6),
+        tokens(2, 7, 8),
+        tokens(4, 9, finish=LENGTH),
+    ]
+    heard = []
+    for each in received:
+        from_prefill = isinstance(each, FirstTokenReceived)
+        _, events = receive_tokens(machine.attempts, machine.intake, each.worker, each.entry, from_prefill=from_prefill)
+        for event in events:
+            machine.handle(event)
+        heard.append([type(event).__name__ for event in events])
+    assert heard == [["FirstTokenDelivered"], ["DecodeStarted"], [], [], ["SequenceFinished"]]
 
 
-def test_tokens_that_others_wait_for_are_for_handle() -> None:
+def test_decode_that_is_first_starts_both() -> None:
     machine = placed()
-    machine.handle(tokens(0, 20))
-    machine.handle(tokens(2, 22))
-    assert machine.next_delta(D, tokens(1, 21).entry) is None
-    assert delivered(machine.handle(tokens(1, 21))) == [21, 22]
+    _, events = receive_tokens(machine.attempts, machine.intake, D, tokens(0, 5).entry)
+    assert [type(event).__name__ for event in events] == ["DecodeStarted", "FirstTokenDelivered"]
 
 
-def test_after_the_end_there_is_no_short_cut() -> None:
+def test_tokens_after_the_end_are_dropped() -> None:
     machine = placed()
     machine.handle(tokens(0, 20))
     machine.handle(Cancelled("the client is gone"))
-    assert machine.next_delta(D, tokens(1, 21).entry) is None
+    assert machine.handle(tokens(1, 21)) == []
+    assert machine.output == [20]
 
 
 # -- tokens -----------------------------------------------------------------------------------------------------------
@@ -148,13 +140,13 @@ def test_prompt_logprobs_stand_in_front_even_where_decode_is_faster() -> None:
     instructions = machine.handle(first(5, prompt_logprobs=scores))
     assert delivered(instructions) == [5, 6]
     assert isinstance(instructions[0], Deliver) and instructions[0].delta.prompt_logprobs == scores
-    assert isinstance(instructions[1], Deliver) and instructions[1].delta.prompt_logprobs == []
+    assert len(instructions) == 1
 
 
 def test_prompt_logprobs_that_died_with_prefill_are_computed_again() -> None:
     machine = placed(prompt_logprobs=0)
     machine.handle(tokens(0, 5))
-    assert isinstance(machine.handle(WorkerLost(P, "killed"))[-1], FindPlacement)
+    assert isinstance(machine.handle(lost(P, "killed"))[-1], FindPlacement)
     machine.handle(WorkersAssigned(P2, D, 60.0))
     scores = [TokenLogprobs(12, -1.0, [], [])]
     assert delivered(machine.handle(first(9, attempt=2, worker=P2, prompt_logprobs=scores))) == [9]
@@ -176,9 +168,9 @@ def test_cached_tokens_are_told_once_and_usage_with_the_next_delta() -> None:
 BEAMS = [BeamResult([1, 2, 3], -0.5, -1.5, LENGTH), BeamResult([4], -0.7, -0.7, FinishReason.STOP_TOKEN)]
 
 
-def searching() -> SequenceAttempts:
+def searching() -> DrivenSequence:
     sampling = Sampling(max_tokens=3, beams=BeamSpec(width=2, num_returned=2))
-    machine = SequenceAttempts(msgspec.structs.replace(spec(), sampling=sampling))
+    machine = DrivenSequence(msgspec.structs.replace(spec(), sampling=sampling))
     machine.handle(WorkersAssigned(P, D, 60.0))
     return machine
 
@@ -205,7 +197,7 @@ def test_prefill_may_end_a_beam_search() -> None:
 def test_a_beam_search_starts_again_with_the_prompt() -> None:
     machine = searching()
     machine.handle(tokens(0))
-    *_, find = machine.handle(WorkerLost(D, "silent"))
+    *_, find = machine.handle(lost(D, "silent"))
     assert isinstance(find, FindPlacement)
     (send,) = machine.handle(WorkersAssigned(P2, D2, 30.0))
     assert isinstance(send, Send) and isinstance(send.body, Prefill)
@@ -216,7 +208,7 @@ def test_a_beam_search_starts_again_with_the_prompt() -> None:
 @pytest.mark.parametrize(
     "event", [first(7), tokens(0, 7), tokens(0, finish=LENGTH), tokens(0, 7, finish=LENGTH, beams=BEAMS)]
 )
-def test_tokens_are_no_answer_to_a_beam_search(event: Event) -> None:
+def test_tokens_are_no_answer_to_a_beam_search(event: AnyEvent) -> None:
     machine = searching()
     with pytest.raises(IllegalEvent, match="beam search"):
         machine.handle(event)

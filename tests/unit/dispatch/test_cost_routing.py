@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvrelay.fleet import WorkerRecord
 from kvrelay.kv.hashing import hash_blocks, root_hash
 from kvrelay.protocol.messages import LoadReport, PeerRef, Status
-from kvrelay.scheduling.cost import StepCost
+from kvrelay.scheduling.step_cost import StepCost
 from kvrelay_router.dispatch.interface import TooLate
 from kvrelay_router.dispatch.load import Held, OutstandingLoad, worker_key
 from kvrelay_router.dispatch.placement import Placement, PromptPrefixes, work_of

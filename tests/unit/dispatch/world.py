@@ -6,7 +6,6 @@ A worker's true output is a function of the position alone, so a repeated, missi
 
 from __future__ import annotations
 
-import copy
 import random
 from collections import deque
 from dataclasses import dataclass, field
@@ -25,27 +24,30 @@ from kvrelay.protocol.messages import (
     unpack_tokens,
 )
 from kvrelay.protocol.sampling import FinishReason, Sampling
-from kvrelay_router.dispatch.attempt import AttemptState, SequenceAttempts, SequenceSpec
+from kvrelay_router.dispatch.attempt import AttemptState, SequenceSpec
 from kvrelay_router.dispatch.events import (
     AttemptFailed,
-    AwaitLost,
+    AwaitLostWorkers,
     DecodeChosen,
     DecodeNeeded,
-    Deliver,
     Ended,
-    Event,
     FindDecode,
     FindPlacement,
-    FirstTokenReceived,
-    Instruction,
     PlacementFailed,
     Send,
-    TokensReceived,
     WorkerLost,
     WorkersAssigned,
 )
 from kvrelay_router.dispatch.interface import SequenceDelta
 from kvrelay_router.dispatch.load import worker_key
+from tests.unit.dispatch.driven_sequence import (
+    AnyEvent,
+    Deliver,
+    Done,
+    DrivenSequence,
+    FirstTokenReceived,
+    TokensReceived,
+)
 
 PROMPT = [11, 12, 13]
 
@@ -89,7 +91,7 @@ class Worker:
     ref: PeerRef
     role: str
     inbox: deque[tuple[int, AnyBody]] = field(default_factory=deque)
-    outbox: deque[Event] = field(default_factory=deque)
+    outbox: deque[AnyEvent] = field(default_factory=deque)
     work: dict[int, Work] = field(default_factory=dict)
     cancelled: set[int] = field(default_factory=set)
     dead: bool = False
@@ -100,7 +102,7 @@ class World:
 
     def __init__(self, seed: int, spec: SequenceSpec, num_prefill: int, num_decode: int, mischief: float) -> None:
         self.random = random.Random(seed)
-        self.machine = SequenceAttempts(spec)
+        self.machine = DrivenSequence(spec)
         self.mischief = mischief
         self.prefills = {f"p{i}": Worker(peer(f"p{i}"), "prefill") for i in range(num_prefill)}
         self.decodes = {f"d{i}": Worker(peer(f"d{i}"), "decode") for i in range(num_decode)}
@@ -108,11 +110,10 @@ class World:
         self.deltas: list[SequenceDelta] = []
         self.ends: list[str | None] = []
         self.sent: list[Send] = []
-        self.past: list[Event] = []
+        self.past: list[AnyEvent] = []
         self.wish: FindPlacement | None = FindPlacement(1, "", frozenset())
         self.held_back = False
         self.log: list[str] = []
-        self.num_short_cuts = 0
 
     @property
     def tokens(self) -> list[int]:
@@ -145,26 +146,12 @@ class World:
 
     # -- the router's shell -------------------------------------------------------------------------------------------
 
-    def feed(self, event: Event) -> None:
+    def feed(self, event: AnyEvent) -> None:
         self.log.append(f"{event}")
-        instructions = self.checked(event) if isinstance(event, TokensReceived) else self.machine.handle(event)
-        for instruction in instructions:
+        for instruction in self.machine.handle(event):
             self.follow(instruction)
 
-    def checked(self, event: TokensReceived) -> list[Instruction]:
-        """What the machine answers. Its short cut, where it has one, gives the same and leaves the same behind."""
-        before, other = copy.deepcopy(self.machine), copy.deepcopy(self.machine)
-        delta = other.next_delta(event.worker, event.entry)
-        instructions = self.machine.handle(event)
-        if delta is None:
-            assert vars(other) == vars(before)
-        else:
-            assert instructions == [Deliver(delta)]
-            assert vars(other) == vars(self.machine)
-            self.num_short_cuts += 1
-        return instructions
-
-    def follow(self, instruction: Instruction) -> None:
+    def follow(self, instruction: Done) -> None:
         match instruction:
             case Deliver(delta=delta):
                 self.deltas.append(delta)
@@ -173,7 +160,7 @@ class World:
                 self.workers[worker.peer_id].inbox.append((attempt, body))
             case FindPlacement():
                 self.wish, self.held_back = instruction, False
-            case AwaitLost():
+            case AwaitLostWorkers():
                 self.held_back = True
             case FindDecode(excluded=excluded):
                 alive = [d.ref for d in self.decodes.values() if not d.dead and worker_key(d.ref) not in excluded]
@@ -218,7 +205,7 @@ class World:
                 worker.work.pop(attempt, None)
             case Reassign() if work is None or work.committed or body.decode is None:
                 worker.work.pop(attempt, None)
-                worker.outbox.append(AttemptFailed(worker.ref, attempt, "not held here", retriable=True))
+                worker.outbox.append(AttemptFailed(worker.ref, attempt, 0, "not held here", retriable=True))
             case Reassign(decode=decode):
                 assert work is not None
                 work.decode = decode
@@ -291,7 +278,7 @@ class World:
         victim.dead = True
         victim.outbox.clear()
         victim.work.clear()
-        self.feed(WorkerLost(victim.ref, "killed"))
+        self.feed(WorkerLost(victim.ref, 0, "killed"))
 
     def forget(self) -> None:
         """A worker that lives did not hear of the router for long: it gives up what is the router's."""
@@ -299,14 +286,13 @@ class World:
         worker.inbox.clear()
         worker.outbox.clear()
         worker.work.clear()
-        self.feed(WorkerLost(worker.ref, "it lost us", gave_us_up=True))
+        self.feed(WorkerLost(worker.ref, 0, "it lost us", lost_by_worker=True))
 
     def repeat(self) -> None:
         """An event of the past comes again: a double, or one of an attempt that is over."""
         if self.past:
             event = self.random.choice(self.past)
-            attempt = event.entry.attempt if isinstance(event, TokensReceived) else event.attempt  # type: ignore[union-attr]
-            is_stale = attempt < self.machine.attempt
+            is_stale = event.attempt < self.machine.attempt  # type: ignore[union-attr]
             is_double = isinstance(event, FirstTokenReceived | TokensReceived) and self.machine.involves(event.worker)
             if is_stale or (is_double and self.machine.state is not AttemptState.WAITING):
                 self.feed(event)
@@ -319,7 +305,9 @@ class World:
             attempt = self.random.choice(list(worker.work))
             if worker.role == "prefill" or worker.work[attempt].committed:
                 refused = worker.work.pop(attempt).first_sent is False and self.random.random() < 0.5
-                worker.outbox.append(AttemptFailed(worker.ref, attempt, "out of luck", retriable=True, refused=refused))
+                worker.outbox.append(
+                    AttemptFailed(worker.ref, attempt, 0, "out of luck", retriable=True, refused=refused)
+                )
 
     def overtake(self) -> None:
         """Two batches of one worker come in the wrong order."""

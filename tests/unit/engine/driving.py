@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from kvrelay.engine import in_flight
-from kvrelay.engine.batch import ModelRunner, RowResult, SequenceKey, WorkerBatch, WorkerRow
+from kvrelay.engine.batch import ModelRunner, RowResult, WorkerBatch, WorkerRow
 from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
+from kvrelay.protocol.sequence_key import SequenceKey
 
 
 @dataclass(eq=False)
@@ -56,9 +57,9 @@ class Driven:
         self.computed += len(row.token_ids)
         self.prompt_logprobs += result.prompt_logprobs
         if row.sample:
-            assert result.token_id is not None
-            self.tokens.append(result.token_id)
-            self.logprobs.append(result.logprobs)
+            (token_id,) = result.token_ids
+            self.tokens.append(token_id)
+            self.logprobs.append(result.logprobs[0] if result.logprobs else None)
 
 
 def scatter_blocks(runner: ModelRunner, lengths: list[int], seed: int) -> list[np.ndarray]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from kvrelay.engine.batch import LaunchedStep, LaunchingRunner, RowsFailed, SequenceKey, WorkerBatch, WorkerRow
+from kvrelay.engine.batch import LaunchedStep, LaunchingRunner, RowsFailed, WorkerBatch, WorkerRow
+from kvrelay.protocol.sequence_key import SequenceKey
 from tests.unit.engine.driving import Driven
 
 

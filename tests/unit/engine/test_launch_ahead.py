@@ -185,8 +185,6 @@ def test_what_needs_the_host_is_not_launched_behind_another_step(models: Callabl
     batch = behind(sequences, first)
     row = batch.rows[0]
     with_row = {
-        "kept": msgspec.structs.replace(row, keep=1),
-        "drawn from what was kept": msgspec.structs.replace(row, token_ids=np.zeros(0, np.int32), after=1),
         "a beam": msgspec.structs.replace(row, beam=BeamRow(2, np.zeros(4, np.int32), 3)),
         "penalised": behind([penalised], first).rows[0],
         "scored": scored.row(10),
@@ -200,7 +198,6 @@ def test_what_needs_the_host_is_not_launched_behind_another_step(models: Callabl
         "swapped out": replace(batch, swap_out=copies),
         "swapped in": replace(batch, swap_in=copies),
         "copied": replace(batch, copies=[BlockCopy(0, 1)]),
-        "forgotten": replace(batch, forget=(1,)),
         "nothing": replace(batch, rows=[]),
     }
     for name, each in refused.items():
@@ -278,14 +275,14 @@ def test_a_launch_that_fails_leaves_nothing_under_way_and_the_step_before_as_it_
     with failing_logits(runner, "out of memory", settles=settles) as order, raised:
         runner.launch(second)
     assert order == ["failed", "waited"]
-    drawn = [row.token_id for row in launched.land().rows]
+    drawn = [row.token_ids[0] for row in launched.land().rows]
     again = runner.execute(second)  # with the tokens that have landed
     for sequence, token_id, row in zip(sequences, drawn, again.rows, strict=True):
         alone = runner_over(models("qwen3"), ahead=False)
         copy = replace(sequence, blocks=np.arange(4, dtype=np.int32), num_output=2, tokens=[])
         alone.add_sequence(copy.key, GREEDY, copy.prompt, len(copy.prompt))
         run(alone, [copy])
-        assert copy.output == [token_id, row.token_id]
+        assert copy.output == [token_id, row.token_ids[0]]
 
 
 def test_a_draw_that_was_begun_by_a_step_that_fails_is_given_up(models: Callable[[str], CausalModel]) -> None:
@@ -314,11 +311,11 @@ def test_a_discarded_step_is_as_if_it_had_not_run(models: Callable[[str], Causal
     discarded = runner.launch(second)
     launched.land()
     discarded.discard()
-    got = [row.token_id for row in runner.execute(second).rows]
+    got = [row.token_ids[0] for row in runner.execute(second).rows]
     plain = runner_over(models("qwen3"), ahead=False)
     same, first = decoding(plain, SAMPLINGS["free"])
     plain.execute(first)
-    assert got == [row.token_id for row in plain.execute(behind(same, first)).rows]
+    assert got == [row.token_ids[0] for row in plain.execute(behind(same, first)).rows]
 
 
 def test_the_step_before_fails_and_the_one_behind_is_discarded(models: Callable[[str], CausalModel]) -> None:
@@ -332,7 +329,7 @@ def test_the_step_before_fails_and_the_one_behind_is_discarded(models: Callable[
         launched.land()
     assert caught.value.keys == {sequences[0].key}
     following.discard()
-    assert runner.execute(replace(first, rows=first.rows[1:])).rows[0].token_id is not None
+    assert runner.execute(replace(first, rows=first.rows[1:])).rows[0].token_ids
 
 
 def test_a_step_takes_from_its_launch_or_the_landing_before_it_to_its_landing(

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.engine import truncation
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.engine.pending_tokens import BadLogits, PendingTokens
 from kvrelay.engine.sampler import Sampler
 from kvrelay.protocol.sampling import Sampling
+from kvrelay.protocol.sequence_key import SequenceKey
 from tests.fakes.late_copies import LateCopies
 
 pytestmark = pytest.mark.unit

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.engine import truncation
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.engine.pending_tokens import BadLogits
 from kvrelay.engine.randoms import uniforms
 from kvrelay.engine.sampler import Sampler
 from kvrelay.engine.truncation import Limits, sample_from_all, sample_from_few, sample_from_more
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
+from kvrelay.protocol.sequence_key import SequenceKey
 from tests.fakes.late_copies import LateCopies
 from tests.unit.engine import sampling_oracle
 

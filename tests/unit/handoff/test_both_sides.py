@@ -18,10 +18,13 @@ from hypothesis import strategies as st
 
 from kvrelay.protocol.messages import FirstToken, Granted, Handoff, PeerRef
 from kvrelay.protocol.sampling import FinishReason
-from kvrelay.transfer.base import BlockCopy
-from kvrelay.worker.transitions import IllegalTransition
-from kvrelay_decode import handoff as decode
-from kvrelay_prefill import handoff as prefill
+from kvrelay.state_machine import IllegalEvent
+from kvrelay.transfer.base import BlockCopy, Corrupted, Landed, Pushed, SenderDrained
+from kvrelay_decode import receiver_events as decode
+from kvrelay_decode import receiver_handoff
+from kvrelay_decode.receiver_handoff import ReceiverHandoff, ReceiverState
+from kvrelay_prefill import sender_events as prefill
+from kvrelay_prefill.sender_handoff import ReservationState, SenderHandoff, SenderState
 
 NUM_BLOCKS = 5
 Write = tuple[str, str, int]
@@ -35,7 +38,7 @@ class Receiver:
     name: str
     one_sided: bool
     inbox: deque[tuple[str, object]] = field(default_factory=deque)
-    machine: decode.ReceiverHandoff | None = None
+    machine: ReceiverHandoff | None = None
     wish_deferred: bool = False
     alive: bool = True
     committed: int = 0
@@ -54,7 +57,7 @@ class World:
         self.rng = rng
         self.most_faults = most_faults
         self.receivers = {name: Receiver(name, one_sided) for name in ("d1", "d2")}
-        self.sender = prefill.SenderHandoff(self.receivers["d1"].peer)
+        self.sender = SenderHandoff(self.receivers["d1"].peer)
         self.to_prefill: deque[tuple[str, str, object]] = deque()
         self.writes: Counter[Write] = Counter()  # that may still land
         self.notices: list[tuple[str, Write]] = []  # that the receiver has not heard of
@@ -71,12 +74,12 @@ class World:
 
     # -- instructions -------------------------------------------------------------------------------------------------
 
-    def run_sender(self, instructions: list[prefill.Instruction]) -> None:
+    def run_sender(self, instructions: list[prefill.SenderInstruction]) -> None:
         for instruction in instructions:
             match instruction:
-                case prefill.AskDecode(to):
+                case prefill.SendReserve(to):
                     self.receivers[to.peer_id].inbox.append(("reserve", None))
-                case prefill.AskRouter(_, excluded):
+                case prefill.SendNeedDecode(_, excluded):
                     self.router_owes_decode = list(excluded)
                 case prefill.PushBlocks(reservation, _, _, copies):
                     assert not self.blocks_released
@@ -100,7 +103,7 @@ class World:
                 case prefill.SendDrained(to, reservation):
                     assert not any(w[1] == reservation for w in self.writes), "drained with a write in flight"
                     self.receivers[to.peer_id].inbox.append(("drained", reservation))
-                case prefill.FailRequest():
+                case prefill.SendFailed():
                     self.failed = True
                 case prefill.ReleaseBlocks():
                     assert not self.writes or not any(
@@ -109,7 +112,7 @@ class World:
                     assert not self.blocks_released
                     self.blocks_released = True
 
-    def run_receiver(self, receiver: Receiver, instructions: list[decode.Instruction]) -> None:
+    def run_receiver(self, receiver: Receiver, instructions: list[decode.ReceiverInstruction]) -> None:
         for instruction in instructions:
             match instruction:
                 case decode.Commit(message):
@@ -122,13 +125,13 @@ class World:
                         reservation = receiver.machine.reservation if receiver.machine else ""
                         assert not any(w[:2] == (receiver.name, reservation) for w in self.writes)
                     receiver.slots_held = False
-                case decode.TellReleased(reservation, _, _):
+                case decode.SendReleased(reservation, _, _):
                     self.to_prefill.append((receiver.name, "released", reservation))
-                case decode.AskForMissing():
+                case decode.SendResend():
                     self.to_prefill.append((receiver.name, "resend", instruction))
                 case _:
                     pass
-        if receiver.machine is not None and receiver.machine.state is decode.ReceiverState.FREED:
+        if receiver.machine is not None and receiver.machine.state is ReceiverState.FREED:
             receiver.machine = None
 
     # -- events -------------------------------------------------------------------------------------------------------
@@ -137,7 +140,7 @@ class World:
         assert receiver.machine is not None
         reservation = f"{receiver.name}-{next(self.numbers)}"
         self.where[reservation] = receiver.name
-        receiver.machine.granted(reservation, 1, NUM_BLOCKS, needs_quarantine=receiver.one_sided)
+        receiver.machine.handle(decode.ReservationOpened(reservation, 1, NUM_BLOCKS, receiver.one_sided))
         receiver.slots_held = True
         receiver.landed[reservation] = set()
         receiver.wish_deferred = False
@@ -154,7 +157,7 @@ class World:
             if self.cancelled or choice == "refuse":
                 self.to_prefill.append((receiver.name, "refused", None))
                 return
-            receiver.machine = decode.ReceiverHandoff()
+            receiver.machine = ReceiverHandoff()
             receiver.wish_deferred = True
             if choice == "grant":
                 self.grant(receiver)
@@ -165,16 +168,16 @@ class World:
         elif machine is not None:
             if kind == "abort" and content in ("", machine.reservation):
                 receiver.wish_deferred = False
-                if machine.state is decode.ReceiverState.RUNNING:
+                if machine.state is ReceiverState.RUNNING:
                     receiver.committed = 0
                     receiver.machine = None
                     receiver.slots_held = False
                 else:
-                    self.run_receiver(receiver, machine.aborted())
+                    self.run_receiver(receiver, machine.handle(decode.HandoffAborted()))
             elif kind == "drained" and content == machine.reservation:
-                self.run_receiver(receiver, machine.drained())
+                self.run_receiver(receiver, machine.handle(decode.WritesDrained()))
             elif kind == "handoff" and isinstance(content, Handoff):
-                self.run_receiver(receiver, machine.handed(content))
+                self.run_receiver(receiver, machine.handle(decode.HandoffReceived(content)))
 
     def deliver_to_prefill(self) -> None:
         name, kind, content = self.to_prefill.popleft()
@@ -183,18 +186,20 @@ class World:
             return
         match kind:
             case "granted" if isinstance(content, Granted):
-                self.run_sender(sender.granted(peer, content))
+                self.run_sender(sender.handle(prefill.ReservationGranted(peer, content)))
             case "deferred":
-                self.run_sender(sender.deferred(peer))
+                self.run_sender(sender.handle(prefill.ReservationDeferred(peer)))
             case "refused":
-                self.run_sender(sender.refused(peer, "refused"))
+                self.run_sender(sender.handle(prefill.ReservationRefused(peer, "refused")))
             case "released" if isinstance(content, str):
-                self.run_sender(sender.released(peer, content, "released"))
+                self.run_sender(sender.handle(prefill.ReservationReleased(peer, content, "released")))
             case "committed" if isinstance(content, str):
-                self.run_sender(sender.committed(content))
-            case "resend" if isinstance(content, decode.AskForMissing):
+                self.run_sender(sender.handle(prefill.HandoffCommitted(content)))
+            case "resend" if isinstance(content, decode.SendResend):
                 self.run_sender(
-                    sender.resend(content.reservation, content.blocks, content.number, corrupted=content.corrupted)
+                    sender.handle(
+                        prefill.ResendRequested(content.reservation, content.blocks, content.number, content.corrupted)
+                    )
                 )
 
     def take_write(self, write: Write) -> None:
@@ -219,14 +224,14 @@ class World:
         if index in receiver.landed[reservation]:
             return  # the book drops a repeated block
         if fate == "corrupted":
-            self.run_receiver(receiver, machine.corrupted(reservation, [index]))
+            self.run_receiver(receiver, machine.handle(Corrupted(reservation, (index,))))
         else:
             receiver.landed[reservation].add(index)
-            self.run_receiver(receiver, machine.landed(reservation, [index]))
+            self.run_receiver(receiver, machine.handle(Landed(reservation, (index,))))
 
     def complete(self, write: Write) -> None:
         self.completions.remove(write)
-        self.run_sender(self.sender.pushed(write[1], [write[2]]))
+        self.run_sender(self.sender.handle(Pushed(write[1], (write[2],), 1)))
 
     def drain(self, reservation: str) -> None:
         """The transport stops: what was queued vanishes, what was on the wire landed before."""
@@ -236,19 +241,20 @@ class World:
                 self.land(write)
             else:
                 self.take_write(write)
-        self.run_sender(self.sender.drained(reservation))
+        self.run_sender(self.sender.handle(SenderDrained(reservation)))
 
     def compute(self) -> None:
         if self.computed < 0:
             self.computed = 0  # block 0 is decode's already, or not pushed before it is computed
-            self.run_sender(self.sender.scheduled(list(range(100, 100 + NUM_BLOCKS))))
+            self.run_sender(self.sender.handle(prefill.PrefillScheduled(tuple(range(100, 100 + NUM_BLOCKS)))))
         elif self.computed < NUM_BLOCKS - 1:
             self.computed += 1
-            self.run_sender(self.sender.computed(self.computed))
+            self.run_sender(self.sender.handle(prefill.BlocksComputed(self.computed)))
         else:
             self.computed = NUM_BLOCKS
             finish = FinishReason.STOP_TOKEN if self.rng.random() < 0.1 else None
-            self.run_sender(self.sender.prefilled(FirstToken(index=0, token_id=1, finish=finish)))
+            first = FirstToken(index=0, token_id=1, finish=finish)
+            self.run_sender(self.sender.handle(prefill.PrefillFinished(first)))
             self.first_ended = finish is not None
 
     first_ended = False
@@ -256,26 +262,26 @@ class World:
     def cancel(self) -> None:
         """To both legs; the links deliver at once here, the interesting orders come from when it happens."""
         self.cancelled = True
-        self.run_sender(self.sender.cancel("client gone"))
+        self.run_sender(self.sender.handle(prefill.SendCancelled("client gone")))
         for receiver in self.receivers.values():
             machine = receiver.machine
             if not receiver.alive or machine is None:
                 continue
-            if machine.state is decode.ReceiverState.RUNNING:
+            if machine.state is ReceiverState.RUNNING:
                 receiver.committed, receiver.machine, receiver.slots_held = 0, None, False
             else:
-                self.run_receiver(receiver, machine.cancel("client gone"))
+                self.run_receiver(receiver, machine.handle(decode.ReceiveCancelled("client gone")))
 
     def kill(self, receiver: Receiver) -> None:
         receiver.alive = False
         receiver.inbox.clear()
         receiver.machine, receiver.committed, receiver.slots_held = None, 0, False
-        self.run_sender(self.sender.decode_lost(receiver.peer, "silent"))
+        self.run_sender(self.sender.handle(prefill.DecodeLost(receiver.peer, "silent")))
 
     def answer_router(self) -> None:
         excluded, self.router_owes_decode = self.router_owes_decode or [], None
         left = [r for r in self.receivers.values() if r.alive and r.name not in excluded]
-        self.run_sender(self.sender.reassigned(left[0].peer if left else None))
+        self.run_sender(self.sender.handle(prefill.DecodeReassigned(left[0].peer if left else None)))
 
     # -- the walk -----------------------------------------------------------------------------------------------------
 
@@ -289,7 +295,7 @@ class World:
         events += [("receiver", r) for r in self.receivers.values() if r.alive and r.inbox]
         events += [("grant", r) for r in self.receivers.values() if r.alive and r.machine and r.wish_deferred]
         events += [("prefill", None)] * bool(self.to_prefill)
-        active = self.sender.state in (prefill.SenderState.QUEUED, prefill.SenderState.COMPUTING)
+        active = self.sender.state in (SenderState.QUEUED, SenderState.COMPUTING)
         events += [("compute", None)] * (active and not self.cancelled)
         if not events or (not calm and self.rng.random() < 0.2):
             events += [("overdue", r) for r in self.receivers.values() if self.is_overdue(r)]
@@ -303,7 +309,7 @@ class World:
     @staticmethod
     def is_overdue(receiver: Receiver) -> bool:
         machine = receiver.machine
-        return receiver.alive and machine is not None and machine.state is decode.ReceiverState.FILLING
+        return receiver.alive and machine is not None and machine.state is ReceiverState.FILLING
 
     def walk(self, calm: bool) -> None:
         for _ in range(1000):
@@ -322,7 +328,7 @@ class World:
                     self.complete(write)
                 case "overdue", Receiver() as receiver:
                     assert receiver.machine is not None
-                    self.run_receiver(receiver, receiver.machine.overdue())
+                    self.run_receiver(receiver, receiver.machine.handle(decode.HandoffOverdue()))
                 case "drain", str() as reservation:
                     self.drain(reservation)
                 case "receiver", Receiver() as receiver:
@@ -349,115 +355,113 @@ def test_every_walk_ends_with_one_owner_or_none_and_nothing_held(
 ) -> None:
     world = World(random.Random(seed), one_sided, most_faults)
     world.walk(calm)
-    assert world.sender.state is prefill.SenderState.RELEASED
+    assert world.sender.state is SenderState.RELEASED
     assert world.blocks_released
     running = [r for r in world.receivers.values() if r.committed]
     for receiver in world.receivers.values():
-        assert receiver.machine is None or receiver.machine.state is decode.ReceiverState.RUNNING
+        assert receiver.machine is None or receiver.machine.state is ReceiverState.RUNNING
         assert receiver.slots_held == bool(receiver.committed)
     ended_without_decode = world.cancelled or world.first_ended or world.failed
     lost = not all(r.alive for r in world.receivers.values())
     assert len(running) == (0 if ended_without_decode else 1) or (lost and not running)
 
 
-@pytest.mark.parametrize("state", list(prefill.SenderState))
-def test_every_sender_state_but_the_last_has_an_exit(state: prefill.SenderState) -> None:
-    assert bool(prefill.TRANSITIONS[state]) == (state is not prefill.SenderState.RELEASED)
-
-
 def test_an_illegal_event_changes_nothing() -> None:
-    sender = prefill.SenderHandoff(PeerRef("d", "1", "tcp://d"))
-    with pytest.raises(IllegalTransition):
-        sender.computed(1)
-    with pytest.raises(IllegalTransition):
-        sender.prefilled(FirstToken(index=0, token_id=1))
-    assert (sender.state, sender.reservation) == (prefill.SenderState.QUEUED, prefill.Reservation.NONE)
-    receiver = decode.ReceiverHandoff()
-    receiver.granted("r", 0, 2, needs_quarantine=False)
-    with pytest.raises(IllegalTransition):
-        receiver.granted("s", 0, 2, needs_quarantine=False)
+    sender = SenderHandoff(PeerRef("d", "1", "tcp://d"))
+    with pytest.raises(IllegalEvent):
+        sender.handle(prefill.BlocksComputed(1))
+    with pytest.raises(IllegalEvent):
+        sender.handle(prefill.PrefillFinished(FirstToken(index=0, token_id=1)))
+    assert (sender.state, sender.reservation_state) == (SenderState.QUEUED, ReservationState.NONE)
+    receiver = ReceiverHandoff()
+    receiver.handle(decode.ReservationOpened("r", 0, 2, needs_quarantine=False))
+    with pytest.raises(IllegalEvent):
+        receiver.handle(decode.ReservationOpened("s", 0, 2, needs_quarantine=False))
     assert (receiver.reservation, receiver.num_missing) == ("r", 2)
 
 
 def test_blocks_that_an_earlier_grant_still_reads_outlive_the_commit_of_the_next() -> None:
     first, second = PeerRef("d1", "1", "tcp://d1"), PeerRef("d2", "1", "tcp://d2")
-    sender = prefill.SenderHandoff(first)
-    sender.scheduled([10])
-    sender.granted(first, granted("r1"))
-    sender.prefilled(FirstToken(index=0, token_id=1))
-    assert prefill.AbortTransfer("r1", "t") in sender.released(first, "r1", "full")
-    sender.reassigned(second)
-    sender.granted(second, granted("r2"))
-    assert sender.committed("r2") == []
-    assert sender.state is prefill.SenderState.DRAINING
-    assert sender.drained("r1") == [prefill.SendDrained(first, "r1"), prefill.ReleaseBlocks()]
+    sender = SenderHandoff(first)
+    sender.handle(prefill.PrefillScheduled((10,)))
+    sender.handle(prefill.ReservationGranted(first, granted("r1")))
+    sender.handle(prefill.PrefillFinished(FirstToken(index=0, token_id=1)))
+    assert prefill.AbortTransfer("r1", "t") in sender.handle(prefill.ReservationReleased(first, "r1", "full"))
+    sender.handle(prefill.DecodeReassigned(second))
+    sender.handle(prefill.ReservationGranted(second, granted("r2")))
+    assert sender.handle(prefill.HandoffCommitted("r2")) == []
+    assert sender.state is SenderState.DRAINING
+    assert sender.handle(SenderDrained("r1")) == [prefill.SendDrained(first, "r1"), prefill.ReleaseBlocks()]
 
 
 def test_decode_that_lost_us_and_asks_again_is_told_when_its_reservation_has_drained() -> None:
     first = PeerRef("d1", "1", "tcp://d1")
-    sender = prefill.SenderHandoff(first)
-    sender.scheduled([10])
-    sender.granted(first, granted("r1"))
-    sender.computed(1)
-    sender.decode_lost(first, "silent")
-    assert sender.released(first, "r1", "asks again") == []
-    assert sender.drained("r1") == [prefill.SendDrained(first, "r1")]
-    assert sender.released(first, "r1", "asks again") == [prefill.SendDrained(first, "r1")]
+    sender = SenderHandoff(first)
+    sender.handle(prefill.PrefillScheduled((10,)))
+    sender.handle(prefill.ReservationGranted(first, granted("r1")))
+    sender.handle(prefill.BlocksComputed(1))
+    sender.handle(prefill.DecodeLost(first, "silent"))
+    assert sender.handle(prefill.ReservationReleased(first, "r1", "asks again")) == []
+    assert sender.handle(SenderDrained("r1")) == [prefill.SendDrained(first, "r1")]
+    assert sender.handle(prefill.ReservationReleased(first, "r1", "asks again")) == [prefill.SendDrained(first, "r1")]
 
 
-def filling(*, one_sided: bool = False) -> decode.ReceiverHandoff:
-    receiver = decode.ReceiverHandoff()
-    receiver.granted("r", 0, 3, needs_quarantine=one_sided)
-    receiver.landed("r", [0])
-    receiver.handed(Handoff(reservation="r", index=0, token_id=1, num_tokens=1, num_blocks=3))
+def filling(*, one_sided: bool = False) -> ReceiverHandoff:
+    receiver = ReceiverHandoff()
+    receiver.handle(decode.ReservationOpened("r", 0, 3, needs_quarantine=one_sided))
+    receiver.handle(Landed("r", (0,)))
+    receiver.handle(decode.HandoffReceived(Handoff(reservation="r", index=0, token_id=1, num_tokens=1, num_blocks=3)))
     return receiver
 
 
 def test_a_block_that_comes_corrupted_is_asked_for_at_once_and_not_for_ever() -> None:
     receiver = filling()
-    for number in range(1, decode.MAX_CORRUPTIONS + 1):
-        asked = receiver.corrupted("r", [0, 2])  # 0 has landed: what comes of it does not matter any more
-        assert asked == [decode.AskForMissing("r", (2,), number, corrupted=True)]
-    cause = f"block 2 came corrupted {decode.MAX_CORRUPTIONS + 1} times"
-    assert receiver.corrupted("r", [2]) == [
+    for number in range(1, receiver_handoff.MAX_CORRUPTIONS + 1):
+        asked = receiver.handle(Corrupted("r", (0, 2)))  # 0 has landed: what comes of it does not matter any more
+        assert asked == [decode.SendResend("r", (2,), number, corrupted=True)]
+    cause = f"block 2 came corrupted {receiver_handoff.MAX_CORRUPTIONS + 1} times"
+    assert receiver.handle(Corrupted("r", (2,))) == [
         decode.StopReceiving("r"),
-        decode.TellReleased("r", cause, transport_failed=True),
+        decode.SendReleased("r", cause, transport_failed=True),
         decode.FreeBlocks(1),
     ]
 
 
 def test_blocks_that_never_come_are_given_up_and_any_that_lands_starts_the_count_again() -> None:
     receiver = filling()
-    for _ in range(decode.MAX_SILENT_ROUNDS):
-        receiver.overdue()
-    receiver.landed("r", [1])
-    for _ in range(decode.MAX_SILENT_ROUNDS):
-        assert isinstance(receiver.overdue()[0], decode.AskForMissing)
-    told = receiver.overdue()[1]
-    assert isinstance(told, decode.TellReleased)
+    for _ in range(receiver_handoff.MAX_SILENT_ROUNDS):
+        receiver.handle(decode.HandoffOverdue())
+    receiver.handle(Landed("r", (1,)))
+    for _ in range(receiver_handoff.MAX_SILENT_ROUNDS):
+        assert isinstance(receiver.handle(decode.HandoffOverdue())[0], decode.SendResend)
+    told = receiver.handle(decode.HandoffOverdue())[1]
+    assert isinstance(told, decode.SendReleased)
     assert told.transport_failed and "1 blocks did not come" in told.reason
 
 
 def test_a_corrupted_block_that_is_still_in_flight_is_pushed_again_when_it_has_left() -> None:
     first = PeerRef("d1", "1", "tcp://d1")
-    sender = prefill.SenderHandoff(first)
-    sender.scheduled([10, 11])
-    sender.granted(first, Granted(reservation="r", first_block=0, slots=[5, 6], transport="t", endpoint={}))
-    sender.computed(1)
-    assert sender.resend("r", [0, 1], 1, corrupted=True) == []  # 1 was never pushed
-    [again] = sender.pushed("r", [0])
+    sender = SenderHandoff(first)
+    sender.handle(prefill.PrefillScheduled((10, 11)))
+    message = Granted(reservation="r", first_block=0, slots=[5, 6], transport="t", endpoint={})
+    sender.handle(prefill.ReservationGranted(first, message))
+    sender.handle(prefill.BlocksComputed(1))
+    assert sender.handle(prefill.ResendRequested("r", (0, 1), 1, corrupted=True)) == []  # 1 was never pushed
+    [again] = sender.handle(Pushed("r", (0,), 1))
     assert again == prefill.PushBlocks("r", "t", {}, (BlockCopy(0, 10, 5),))
-    assert prefill.SendHandoff(first, "r", 2, resend=0) in sender.prefilled(FirstToken(index=0, token_id=1))
-    assert sender.pushed("r", [1]) == []
-    assert sender.pushed("r", [0]) == [prefill.SendHandoff(first, "r", 2, resend=1)]
+    assert prefill.SendHandoff(first, "r", 2, resend=0) in sender.handle(
+        prefill.PrefillFinished(FirstToken(index=0, token_id=1))
+    )
+    assert sender.handle(Pushed("r", (1,), 1)) == []
+    assert sender.handle(Pushed("r", (0,), 1)) == [prefill.SendHandoff(first, "r", 2, resend=1)]
 
 
 def test_where_writes_are_one_sided_the_answer_to_the_last_question_is_awaited() -> None:
     receiver = filling(one_sided=True)
-    receiver.corrupted("r", [1])
-    assert receiver.landed("r", [1, 2]) == []
+    receiver.handle(Corrupted("r", (1,)))
+    assert receiver.handle(Landed("r", (1, 2))) == []
     message = Handoff(reservation="r", index=0, token_id=1, num_tokens=1, num_blocks=3, resend=1)
-    assert decode.Commit(message) in receiver.handed(message)
+    assert decode.Commit(message) in receiver.handle(decode.HandoffReceived(message))
 
 
 def granted(reservation: str) -> Granted:
@@ -470,6 +474,6 @@ def test_a_missing_block_is_asked_for_again_and_a_late_double_awaited_where_it_c
 ) -> None:
     """A late write over a one-sided transport would land after its double, when the slot may have another owner."""
     receiver = filling(one_sided=one_sided)
-    assert receiver.overdue() == [decode.AskForMissing("r", (1, 2), 1, corrupted=False)]
-    committed = [type(each) for each in receiver.landed("r", [1, 2])]
+    assert receiver.handle(decode.HandoffOverdue()) == [decode.SendResend("r", (1, 2), 1, corrupted=False)]
+    committed = [type(each) for each in receiver.handle(Landed("r", (1, 2)))]
     assert committed == ([] if one_sided else [decode.StopReceiving, decode.Commit])

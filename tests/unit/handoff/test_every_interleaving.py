@@ -7,18 +7,25 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from kvrelay.engine.batch import SequenceKey
-from kvrelay_decode import handoff as decode
-from kvrelay_prefill import handoff as prefill
-from kvrelay_router.dispatch.attempt import SequenceAttempts
+from kvrelay.protocol.messages import PeerRef, TokenEntry
+from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.state_machine import Transition, TransitionTable
+from kvrelay.transfer.base import SenderDrained
+from kvrelay_decode import receiver_events as decode
+from kvrelay_decode.receiver_handoff import ReceiverHandoff, ReceiverState
+from kvrelay_prefill import sender_events as prefill
+from kvrelay_prefill import sender_handoff
+from kvrelay_prefill.sender_handoff import SenderHandoff
+from kvrelay_router.dispatch.intake import TokenIntake
 from tests.unit.handoff.check import prefill_side
 from tests.unit.handoff.check.search import Counterexample, Explored, explore
 from tests.unit.handoff.check.state import Size, State
@@ -109,78 +116,90 @@ def broken(target: type[Any] | ModuleType, name: str, replacement: object) -> It
         yield
 
 
-def _commit_with_the_handoff_alone(self: decode.ReceiverHandoff) -> list[decode.Instruction]:
+@contextmanager
+def broken_row(table: TransitionTable[Any], event: type[Any], replacement: Transition[Any]) -> Iterator[None]:
+    """In every state in which the event does something."""
+    with pytest.MonkeyPatch.context() as patch:
+        for (state, event_class), transition in table.items():
+            if event_class is event and "ignore" not in transition.__name__:
+                patch.setitem(table, (state, event_class), partial(replacement, transition))
+        yield
+
+
+def _commit_with_the_handoff_alone(self: ReceiverHandoff) -> list[decode.ReceiverInstruction]:
     if self._handoff is None:
         return []
-    self._move(decode.ReceiverState.RUNNING)
+    self.state = ReceiverState.RUNNING
     return [decode.StopReceiving(self.reservation), decode.Commit(self._handoff)]
 
 
-def _free_at_once(self: decode.ReceiverHandoff, tell: str | None) -> list[decode.Instruction]:
+def _free_at_once(self: ReceiverHandoff, reason: str | None) -> list[decode.ReceiverInstruction]:
     self._needs_quarantine = False
-    return _give_up(self, tell)
+    return _end(self, reason)
 
 
-def _release_without_draining(self: prefill.SenderHandoff) -> list[prefill.Instruction]:
+def _release_without_draining(self: SenderHandoff) -> list[prefill.SenderInstruction]:
     self._grant = None
     return []
 
 
 def _push_late_ones_too(
-    self: prefill.SenderHandoff, reservation: str, indices: list[int], number: int = 0, *, corrupted: bool = False
-) -> list[prefill.Instruction]:
+    transition: Any, self: SenderHandoff, event: prefill.ResendRequested
+) -> list[prefill.SenderInstruction]:
     grant = self._grant
-    if grant is None or grant.reservation != reservation:
+    if grant is None or grant.reservation != event.reservation:
         return []
-    grant.resend = grant.answered = number
-    return [*self._push_indices(grant, list(indices)), self._handoff(grant)]
+    grant.resend = grant.answered = event.number
+    return [*self._push_indices(grant, event.indices), self._handoff(grant)]
 
 
-def _drained_says_nothing(self: prefill.SenderHandoff, reservation: str) -> list[prefill.Instruction]:
-    self._draining.pop(reservation, None)
-    return self._finish_draining() if self.state is prefill.SenderState.DRAINING else []
+def _without_drained(transition: Any, self: SenderHandoff, event: SenderDrained) -> list[prefill.SenderInstruction]:
+    return [made for made in transition(self, event) if not isinstance(made, prefill.SendDrained)]
 
 
-def _refused_asks_nobody(self: prefill.SenderHandoff, peer: Any, reason: str) -> list[prefill.Instruction]:
-    return _refused(self, peer, reason)[:-1]
+def _without_need_decode(self: SenderHandoff, worker: PeerRef, reason: str) -> list[prefill.SenderInstruction]:
+    return _replace_decode(self, worker, reason)[:-1]
 
 
-def _takes_any_reservation(
-    self: decode.ReceiverHandoff, reservation: str, indices: list[int]
-) -> list[decode.Instruction]:
-    return _landed(self, self.reservation, indices)
+def _repeats_the_first_token(self: TokenIntake, entry: TokenEntry) -> None:
+    self.output.extend(entry.token_ids)
 
 
-def _repeats_the_first_token(self: SequenceAttempts, arrival: Any) -> list[Any]:
-    self.output.extend([arrival.token_id] if hasattr(arrival, "token_id") else arrival.token_ids)
-    return []
+_end = ReceiverHandoff._end
+_replace_decode = SenderHandoff._replace_decode
 
-
-_give_up = decode.ReceiverHandoff._give_up
-_landed = decode.ReceiverHandoff.landed
-_refused = prefill.SenderHandoff.refused
-
-BUGS = {
+BUGS: dict[str, tuple[Callable[[], AbstractContextManager[None]], str, str]] = {
     "decode runs without all blocks": (
-        decode.ReceiverHandoff, "_commit_if_complete", _commit_with_the_handoff_alone, "", "runs on d with blocks",
+        lambda: broken(ReceiverHandoff, "_commit_if_complete", _commit_with_the_handoff_alone),
+        "", "runs on d with blocks",
     ),
-    "no quarantine": (decode.ReceiverHandoff, "_give_up", _free_at_once, "cancel", "which is free or another's"),
+    "no quarantine": (
+        lambda: broken(ReceiverHandoff, "_end", _free_at_once), "cancel", "which is free or another's",
+    ),
     "a grant is dropped with writes in flight": (
-        prefill.SenderHandoff, "_drop_grant", _release_without_draining, "cancel", "which is free or another's",
+        lambda: broken(SenderHandoff, "_drop_grant", _release_without_draining), "cancel", "which is free or another's",
     ),
     "a late block is pushed again beside itself": (
-        prefill.SenderHandoff, "resend", _push_late_ones_too, "resend", "which a running sequence reads",
+        lambda: broken_row(sender_handoff.TRANSITIONS, prefill.ResendRequested, _push_late_ones_too),
+        "resend", "which a running sequence reads",
     ),
-    "Drained is not sent": (prefill.SenderHandoff, "drained", _drained_says_nothing, "cancel", "a good end"),
-    "a refusal is not passed on": (prefill.SenderHandoff, "refused", _refused_asks_nobody, "deadline", "a good end"),
-    "a token is delivered twice": (SequenceAttempts, "_take", _repeats_the_first_token, "", "tokens [0, 0]"),
+    "Drained is not sent": (
+        lambda: broken_row(sender_handoff.TRANSITIONS, SenderDrained, _without_drained), "cancel", "a good end",
+    ),
+    "a refusal is not passed on": (
+        lambda: broken(SenderHandoff, "_replace_decode", _without_need_decode),
+        "deadline", "a good end",
+    ),
+    "a token is delivered twice": (
+        lambda: broken(TokenIntake, "_accept", _repeats_the_first_token), "", "tokens [0, 0]",
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BUGS)
 def test_the_search_finds_a_known_bug_and_shows_the_way_to_it(name: str) -> None:
-    target, method, replacement, disturbance, trouble = BUGS[name]
-    with broken(target, method, replacement), pytest.raises(Counterexample) as found:
+    make, disturbance, trouble = BUGS[name]
+    with make(), pytest.raises(Counterexample) as found:
         search(Size(budget=((disturbance, 1),) if disturbance else ()))
     assert trouble in str(found.value)
     assert found.value.trace[0][0] in ("place", "cancel")
@@ -191,6 +210,6 @@ def _ends_nothing(state: State, who: str, key: SequenceKey) -> None:
 
 
 def test_the_search_finds_a_cancel_that_is_not_carried_out() -> None:
-    trouble = r"a good end|IllegalTransition|do not add up|free or another's"
+    trouble = r"a good end|IllegalEvent|do not add up|free or another's"
     with broken(prefill_side, "cancel", _ends_nothing), pytest.raises(Counterexample, match=trouble):
         search(Size(budget=(("cancel", 1),)))

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.protocol.messages import PeerRef
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay_decode.shares import PEER_SHARE, Shares
 
 pytestmark = pytest.mark.unit

@@ -6,12 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.engine.batch import SequenceKey
-from kvrelay.kv.pool import Owner
-from kvrelay.scheduling.base import QueueOrderName, SchedulerSettings
-from kvrelay.scheduling.orders import ORDERS
+from kvrelay.kv.pool import BlockState
+from kvrelay.kv.table import blocks_for
+from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.scheduling.queue.queue_orders import ORDERS
+from kvrelay.scheduling.scheduler_settings import QueueOrderName, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
-from kvrelay_decode.handoff import ReceiverHandoff
+from kvrelay_decode.receiver_events import ReservationOpened
+from kvrelay_decode.receiver_handoff import ReceiverHandoff
 from kvrelay_decode.request import DecodeRequest
 from kvrelay_decode.wishes import Wishes
 from tests.unit.scheduling.bench import ADOPTED_FIRST_TOKEN, Bench, make_sequence
@@ -52,21 +54,17 @@ class Waiting:
         self.wishes = Wishes(self.bench.scheduler, self.bench.blocks, self.requests, lambda request, num_blocks: True)
         self.bench.scheduler.gate = self.wishes.gate
 
-    def local(self, num_tokens: int, gang: str = "", max_tokens: int = 3) -> None:
+    def local(self, num_tokens: int, group: str = "", max_tokens: int = 3) -> None:
         self.num_arrivals += 1
-        sequence = self.bench.add([1] * num_tokens, max_tokens, gang=gang)
+        sequence = self.bench.add([1] * num_tokens, max_tokens, group=group)
         self.requests[sequence.key] = DecodeRequest(sequence, deadline=1e9, arrival=self.num_arrivals)
 
-    def wish(
-        self, num_tokens: int, gang: str = "", num_siblings: int = 0, max_tokens: int = 3, num_samples: int = 1
-    ) -> DecodeRequest:
-        """`num_samples` of the request, which share the prompt's last block."""
+    def wish(self, num_tokens: int, group: str = "", num_siblings: int = 0, max_tokens: int = 3) -> DecodeRequest:
         self.num_arrivals += 1
         sequence = make_sequence([2] * num_tokens, max_tokens, f"wish {self.num_arrivals}")
-        sequence.gang, sequence.arrives = gang, True
-        if num_samples > 1:
-            sequence.key, sequence.num_samples = (gang, 1, self.num_arrivals), num_samples
-            self.bench.blocks.tails.begin(gang)
+        sequence.sample_group = group
+        if group:
+            sequence.key = (group, 1, self.num_arrivals)
         request = DecodeRequest(
             sequence, deadline=1e9, arrival=self.num_arrivals, handoff=ReceiverHandoff(), num_siblings=num_siblings
         )
@@ -113,12 +111,12 @@ def test_where_nothing_runs_somebody_moves(
 ) -> None:
     waiting = Waiting(SchedulerSettings(queue_order=order), num_blocks=8, max_running=max_running)
     for number, (is_wish, num_tokens, num_siblings) in enumerate(arrivals):
-        gang = f"g{number}" if num_siblings else ""
+        group = f"g{number}" if num_siblings else ""
         if is_wish:
-            waiting.wish(num_tokens, gang, num_siblings)
+            waiting.wish(num_tokens, group, num_siblings)
         else:
             for _ in range(1 + num_siblings):
-                waiting.local(num_tokens, gang)
+                waiting.local(num_tokens, group)
     assert waiting.somebody_moves
 
 
@@ -128,7 +126,7 @@ class Decoding(Waiting):
     def __init__(self, num_blocks: int, max_running: int, *, cache: bool) -> None:
         super().__init__(num_blocks=num_blocks, max_running=max_running, cache=cache)
         self.receiving: list[tuple[DecodeRequest, int]] = []
-        self.received: set[SequenceKey] = set()  # those whose last block was sent
+        self.num_received: dict[SequenceKey, int] = {}  # blocks sent for each sequence
         self.round = 0
 
     def run_round(self) -> bool:
@@ -150,8 +148,6 @@ class Decoding(Waiting):
     def close(self, sequence: Sequence) -> None:
         """It is no more."""
         del self.requests[sequence.key]
-        if not any(key[0] == sequence.key[0] for key in self.requests):
-            self.bench.blocks.tails.end(sequence.key[0])
 
     def cancel(self, which: int) -> None:
         """Whatever it is doing."""
@@ -170,27 +166,24 @@ class Decoding(Waiting):
 
     def grant(self, request: DecodeRequest) -> None:
         assert request.handoff is not None
-        assert self.bench.blocks.admit(request.sequence, Owner.RESERVED), "a wish was to be granted without room"
+        assert self.bench.blocks.admit(request.sequence, BlockState.RESERVED), "a wish was to be granted without room"
         self.wishes.granted(request)
-        if request.sequence.num_computed < request.sequence.num_tokens:
-            self.received.add(request.sequence.key)
-        request.handoff.granted("r", 0, request.sequence.table.num_blocks, needs_quarantine=False)
+        first_block = blocks_for(request.sequence.num_computed, self.bench.pool.block_size)
+        self.num_received[request.sequence.key] = request.sequence.table.num_blocks - first_block
+        request.handoff.handle(ReservationOpened("r", 0, request.sequence.table.num_blocks, needs_quarantine=False))
         self.receiving.append((request, self.round + 2))
         num_running = self.bench.scheduler.num_slots + len(self.receiving)
         assert num_running <= self.bench.scheduler.limits.max_running
 
     def commit(self, request: DecodeRequest) -> None:
-        sequence, blocks = request.sequence, self.bench.blocks
-        tail = blocks.sharing.name_of(sequence)
+        sequence = request.sequence
         self.receiving = [each for each in self.receiving if each[0] is not request]
         request.handoff = None
         sequence.num_computed = sequence.num_tokens
         sequence.tokens.append(ADOPTED_FIRST_TOKEN)
-        self.bench.blocks.change_owner(sequence, Owner.RUNNING)
+        self.bench.blocks.change_block_state(sequence, BlockState.RUNNING)
         self.bench.sequences.append(sequence)
         self.bench.scheduler.adopt(sequence)
-        if tail is not None and sequence.key in self.received:
-            blocks.sharing.list_received(sequence, tail, request.num_siblings)
         self.wishes.settled(request)
 
 
@@ -200,48 +193,35 @@ def test_the_first_sample_is_granted_where_there_is_room_for_all(num_siblings: i
     worker = Decoding(num_blocks=32, max_running=4, cache=True)
     worker.local(4, max_tokens=20)
     worker.run_round()
-    wish = worker.wish(9, "gang" if num_siblings else "", num_siblings)
+    wish = worker.wish(9, "group" if num_siblings else "", num_siblings)
     assert (worker.wishes.next() is wish) is granted
 
 
 def test_nobody_else_is_granted_what_is_set_aside_for_the_rest() -> None:
     worker = Decoding(num_blocks=32, max_running=3, cache=True)
-    first = worker.wish(9, "gang", 2, max_tokens=20)
+    first = worker.wish(9, "group", 2, max_tokens=20)
     worker.run_round()
     other = worker.wish(4)
     worker.local(4)
     for _ in range(4):
         worker.run_round()
     assert worker.bench.scheduler.running.keys() == {first.sequence.key}
-    siblings = [worker.wish(9, "gang", 1 - number, max_tokens=20) for number in range(2)]
+    siblings = [worker.wish(9, "group", 1 - number, max_tokens=20) for number in range(2)]
     for _ in range(4):
         worker.run_round()
     assert {first.sequence.key, *(each.sequence.key for each in siblings)} == worker.bench.scheduler.running.keys()
     assert other.sequence.key in worker.requests
 
 
-def test_nobody_waits_for_the_last_block_of_a_sample_that_shares_another_ones() -> None:
-    """The second is the last that was expected. A third, of a later attempt perhaps, is sent the block at once."""
-    worker = Decoding(num_blocks=32, max_running=4, cache=True)
-    worker.wish(10, "gang", 1, max_tokens=20, num_samples=2)
-    for _ in range(3):
-        worker.run_round()
-    second = worker.wish(10, "gang", 0, max_tokens=20, num_samples=2)
-    worker.grant(second)
-    assert second.sequence.key not in worker.received
-    third = worker.wish(10, "gang", 0, max_tokens=20, num_samples=2)
-    assert worker.wishes.next() is third
-
-
 @pytest.mark.parametrize("refused", [False, True])
 def test_what_is_set_aside_for_samples_that_do_not_come_is_free_again(refused: bool) -> None:
     worker = Decoding(num_blocks=32, max_running=2, cache=True)
-    worker.wish(9, "gang", 1, max_tokens=6)
+    worker.wish(9, "group", 1, max_tokens=6)
     worker.run_round()
     other = worker.wish(4, max_tokens=2)
     worker.run_round()
     if refused:  # the sibling asks, and is given up before it is granted
-        sibling = worker.wish(9, "gang")
+        sibling = worker.wish(9, "group")
         del worker.requests[sibling.sequence.key]
         worker.wishes.drop(sibling)
         assert worker.wishes.next() is other
@@ -262,7 +242,7 @@ def test_what_is_set_aside_for_samples_that_do_not_come_is_free_again(refused: b
     st.booleans(),
     st.dictionaries(st.integers(0, 40), st.integers(0, 99), max_size=4),
 )
-def test_gangs_are_handed_over_and_run_and_nobody_waits_for_ever(
+def test_groups_are_handed_over_and_run_and_nobody_waits_for_ever(
     arrivals: list[tuple[bool, int, int, int, int]],
     max_running: int,
     num_silent: int,
@@ -272,16 +252,16 @@ def test_gangs_are_handed_over_and_run_and_nobody_waits_for_ever(
     """Some samples never ask: those that end with their first token, or whose client is gone. Some are cancelled."""
     worker = Decoding(num_blocks=12, max_running=max_running, cache=cache)
     for number, (is_wish, num_tokens, num_siblings, max_tokens, gap) in enumerate(arrivals):
-        gang = f"g{number}" if num_siblings else ""
+        group = f"g{number}" if num_siblings else ""
         if is_wish:
-            worker.wish(num_tokens, gang, num_siblings, max_tokens, 1 + num_siblings)
+            worker.wish(num_tokens, group, num_siblings, max_tokens)
             for _ in range(gap):
                 worker.run_round()
             for left in reversed(range(max(0, num_siblings - num_silent))):
-                worker.wish(num_tokens, gang, left, max_tokens, 1 + num_siblings)
+                worker.wish(num_tokens, group, left, max_tokens)
         else:
             for _ in range(1 + num_siblings):
-                worker.local(num_tokens, gang, max_tokens)
+                worker.local(num_tokens, group, max_tokens)
     for number in range(1500):
         if number in cancels:
             worker.cancel(cancels[number])
@@ -291,31 +271,31 @@ def test_gangs_are_handed_over_and_run_and_nobody_waits_for_ever(
     assert not worker.requests
     while worker.bench.scheduler.has_work:
         worker.bench.step()
-    assert not worker.bench.blocks.tails
     assert worker.bench.pool.num_available == 12
 
 
 @pytest.mark.parametrize("num_tokens", [3, 4, 9, 12])
-def test_samples_are_sent_their_prompt_once(num_tokens: int) -> None:
+def test_samples_are_sent_full_blocks_once(num_tokens: int) -> None:
     worker = Decoding(num_blocks=32, max_running=8, cache=True)
-    first = worker.wish(num_tokens, "gang", 4, num_samples=5)
+    num_blocks = blocks_for(num_tokens, worker.bench.pool.block_size)
+    first = worker.wish(num_tokens, "group", 4)
     worker.run_round()
-    siblings = [worker.wish(num_tokens, "gang", 3 - number, num_samples=5) for number in range(4)]
+    siblings = [worker.wish(num_tokens, "group", 3 - number) for number in range(4)]
     worker.run_round()
-    assert worker.received == {first.sequence.key}, "the others wait for what is on its way"
-    assert all(sibling in list(worker.wishes) for sibling in siblings)
+    if num_blocks > 1:
+        assert worker.num_received.keys() == {first.sequence.key}, "the others wait for what is on its way"
+        assert all(sibling in list(worker.wishes) for sibling in siblings)
     while worker.requests:
         assert worker.run_round()
-    assert worker.received == {first.sequence.key}
+    assert list(worker.num_received.values()) == [num_blocks, 1, 1, 1, 1]
 
 
 def test_where_the_first_sample_is_given_up_the_next_one_is_sent_the_prompt() -> None:
     worker = Decoding(num_blocks=32, max_running=8, cache=True)
     for number in range(3):
-        worker.wish(9, "gang", 2 - number, num_samples=3)
+        worker.wish(9, "group", 2 - number)
     worker.run_round()
     worker.cancel(0)
     while worker.requests:
         assert worker.run_round()
-    assert len(worker.received) == 2
-    assert not worker.bench.blocks.tails
+    assert list(worker.num_received.values()) == [3, 3, 1]

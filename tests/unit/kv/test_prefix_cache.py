@@ -12,7 +12,7 @@ from kvrelay.kv.block_index import BlockIndex
 from kvrelay.kv.cache import Cache, Removed, Stored
 from kvrelay.kv.errors import BlockError, IntegrityError
 from kvrelay.kv.hashing import BlockHash, hash_blocks, root_hash
-from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.prefix_cache import PrefixCache
 
 ROOT = root_hash(model="m")
@@ -27,10 +27,10 @@ def publish(pool: BlockPool, cache: Cache, text: str) -> list[int]:
     """A whole request: match, compute, publish, end. Returns its blocks."""
     hashes = chain(text)
     blocks = cache.match(hashes)
-    pool.hold(blocks, Owner.RUNNING)
-    blocks += pool.allocate(len(hashes) - len(blocks), Owner.RUNNING)
+    pool.hold(blocks, BlockState.RUNNING)
+    blocks += pool.allocate(len(hashes) - len(blocks), BlockState.RUNNING)
     assert cache.insert(hashes, blocks) == blocks
-    pool.release(blocks, Owner.RUNNING)
+    pool.release(blocks, BlockState.RUNNING)
     pool.check_integrity()
     return blocks
 
@@ -62,7 +62,7 @@ def test_the_longest_cached_prefix_is_found(pool: BlockPool, cache: PrefixCache)
 def test_branches_share_their_prefix(pool: BlockPool, cache: PrefixCache) -> None:
     first, second = publish(pool, cache, "abcd"), publish(pool, cache, "abxy")
     assert first[:2] == second[:2]
-    assert pool.counts()[Owner.CACHED] == 6
+    assert pool.counts()[BlockState.CACHED] == 6
 
 
 def test_the_least_recently_used_leaf_goes_first(pool: BlockPool, cache: PrefixCache) -> None:
@@ -87,9 +87,9 @@ def test_a_peek_is_no_use(pool: BlockPool, cache: PrefixCache) -> None:
 
 def test_the_end_of_a_request_is_a_use(pool: BlockPool, cache: PrefixCache) -> None:
     long_runner = publish(pool, cache, "ab")
-    pool.hold(long_runner, Owner.RUNNING)
+    pool.hold(long_runner, BlockState.RUNNING)
     publish(pool, cache, "xy")
-    pool.release(long_runner, Owner.RUNNING)
+    pool.release(long_runner, BlockState.RUNNING)
     cache.evict(1)
     assert cached_texts(cache, ["ab", "xy"]) == ["ab", "x"]
 
@@ -97,7 +97,7 @@ def test_the_end_of_a_request_is_a_use(pool: BlockPool, cache: PrefixCache) -> N
 def test_an_allocation_evicts_only_what_is_missing(pool: BlockPool, cache: PrefixCache) -> None:
     publish(pool, cache, "abcdefghij")
     assert (pool.num_free, pool.num_available) == (6, 16)
-    pool.allocate(8, Owner.RUNNING)
+    pool.allocate(8, BlockState.RUNNING)
     assert cached_texts(cache, ["abcdefghij"]) == ["abcdefgh"]
     assert pool.num_free == 0
 
@@ -105,22 +105,22 @@ def test_an_allocation_evicts_only_what_is_missing(pool: BlockPool, cache: Prefi
 def test_what_is_held_and_all_above_it_stays(pool: BlockPool, cache: PrefixCache) -> None:
     blocks = publish(pool, cache, "abcd")
     publish(pool, cache, "abxy")
-    pool.hold(blocks[2:3], Owner.IN_FLIGHT)  # its ancestors are held by nobody
-    assert pool.counts()[Owner.CACHED] == 5
+    pool.hold(blocks[2:3], BlockState.IN_FLIGHT)  # its ancestors are held by nobody
+    assert pool.counts()[BlockState.CACHED] == 5
     assert cache.num_evictable == 3
     assert pool.num_available == 13
     assert len(cache.evict(16)) == 3
     assert cached_texts(cache, ["abcd", "abxy"]) == ["abc", "ab"]
-    pool.release(blocks[2:3], Owner.IN_FLIGHT)
+    pool.release(blocks[2:3], BlockState.IN_FLIGHT)
     assert cache.num_evictable == 3
 
 
 def test_the_first_of_two_equal_blocks_stays_the_cached_one(pool: BlockPool, cache: PrefixCache) -> None:
-    first, second = pool.allocate(3, Owner.COMPUTING), pool.allocate(3, Owner.COMPUTING)
+    first, second = pool.allocate(3, BlockState.COMPUTING), pool.allocate(3, BlockState.COMPUTING)
     cache.insert(chain("abc"), first)
     assert cache.insert(chain("abc"), second) == first
     cache.drain_events()
-    pool.release(second, Owner.COMPUTING)
+    pool.release(second, BlockState.COMPUTING)
     assert cache.drain_events() == []  # the duplicate's end withdraws nothing
     assert pool.num_free == 13
     assert cache.match(chain("abc")) == first
@@ -128,20 +128,20 @@ def test_the_first_of_two_equal_blocks_stays_the_cached_one(pool: BlockPool, cac
 
 
 def test_a_branch_may_stand_on_a_block_that_its_holder_has_as_duplicate(pool: BlockPool, cache: PrefixCache) -> None:
-    first, second = pool.allocate(2, Owner.COMPUTING), pool.allocate(3, Owner.COMPUTING)
+    first, second = pool.allocate(2, BlockState.COMPUTING), pool.allocate(3, BlockState.COMPUTING)
     cache.insert(chain("ab"), first)
     assert cache.insert(chain("abc"), second) == [*first, second[2]]
-    pool.release(first, Owner.COMPUTING)
+    pool.release(first, BlockState.COMPUTING)
     assert cache.num_evictable == 0  # "c" is held, and "a" and "b" are above it
     pool.check_integrity()
-    pool.release(second, Owner.COMPUTING)
+    pool.release(second, BlockState.COMPUTING)
     assert cache.num_evictable == 3
     assert cache.evict(1) == [second[2]]
 
 
 def test_a_chain_can_be_published_a_block_at_a_time(pool: BlockPool, cache: PrefixCache) -> None:
     hashes = chain("abcd")
-    blocks = pool.allocate(4, Owner.RUNNING)
+    blocks = pool.allocate(4, BlockState.RUNNING)
     for index in range(4):
         parent = hashes[index - 1] if index else None
         assert cache.extend(parent, hashes[index : index + 1], blocks[index : index + 1]) == [blocks[index]]
@@ -153,7 +153,7 @@ def test_a_chain_can_be_published_a_block_at_a_time(pool: BlockPool, cache: Pref
 def test_nothing_is_published_behind_an_evicted_parent(pool: BlockPool, cache: PrefixCache) -> None:
     hashes = chain("abc")
     publish(pool, cache, "ab")
-    duplicate = pool.allocate(3, Owner.RUNNING)
+    duplicate = pool.allocate(3, BlockState.RUNNING)
     cache.evict(1)
     assert cache.extend(hashes[1], hashes[2:], duplicate[2:]) == duplicate[2:]
     assert cached_texts(cache, ["abc"]) == ["a"]
@@ -161,7 +161,7 @@ def test_nothing_is_published_behind_an_evicted_parent(pool: BlockPool, cache: P
 
 
 def test_only_held_blocks_are_published(pool: BlockPool, cache: PrefixCache) -> None:
-    (block,) = pool.allocate(1, Owner.RUNNING)
+    (block,) = pool.allocate(1, BlockState.RUNNING)
     free = block + 1
     with pytest.raises(BlockError, match="held by nobody"):
         cache.insert(chain("ab"), [block, free])
@@ -169,7 +169,7 @@ def test_only_held_blocks_are_published(pool: BlockPool, cache: PrefixCache) -> 
 
 
 def test_a_block_has_one_hash(pool: BlockPool, cache: PrefixCache) -> None:
-    blocks = pool.allocate(2, Owner.RUNNING)
+    blocks = pool.allocate(2, BlockState.RUNNING)
     cache.insert(chain("ab"), blocks)
     cache.drain_events()
     with pytest.raises(BlockError, match="under another hash"):
@@ -180,10 +180,10 @@ def test_a_block_has_one_hash(pool: BlockPool, cache: PrefixCache) -> None:
 
 
 def test_what_is_no_chain_is_refused(pool: BlockPool, cache: PrefixCache) -> None:
-    blocks = pool.allocate(3, Owner.RUNNING)
+    blocks = pool.allocate(3, BlockState.RUNNING)
     hashes = chain("abc")
     cache.insert(hashes, blocks)
-    more = pool.allocate(2, Owner.RUNNING)
+    more = pool.allocate(2, BlockState.RUNNING)
     for parent, wrong in ((None, hashes[1:2]), (hashes[0], hashes[2:]), (None, [bytes(16)] * 2)):
         with pytest.raises(ValueError, match="hashes"):
             cache.extend(parent, wrong, more[: len(wrong)])
@@ -197,7 +197,7 @@ def test_removal_takes_everything_below_and_leaves_holds(pool: BlockPool, cache:
     blocks = publish(pool, cache, "abcd")
     publish(pool, cache, "abxy")
     publish(pool, cache, "z")
-    pool.hold(blocks, Owner.RUNNING)
+    pool.hold(blocks, BlockState.RUNNING)
     cache.drain_events()
     removed = cache.remove(chain("ab")[1:])
     assert len(removed) == 5
@@ -206,21 +206,21 @@ def test_removal_takes_everything_below_and_leaves_holds(pool: BlockPool, cache:
     assert set(event.hashes) == {*chain("abcd")[1:], *chain("abxy")[2:]}
     assert cached_texts(cache, ["abcd", "abxy", "z"]) == ["a", "a", "z"]
     pool.check_integrity()
-    assert pool.counts()[Owner.RUNNING] == 4
-    pool.release(blocks, Owner.RUNNING)
-    assert pool.counts()[Owner.CACHED] == 2
+    assert pool.counts()[BlockState.RUNNING] == 4
+    pool.release(blocks, BlockState.RUNNING)
+    assert pool.counts()[BlockState.CACHED] == 2
     pool.check_integrity()
 
 
 def test_clearing_frees_what_nobody_holds(pool: BlockPool, cache: PrefixCache) -> None:
     blocks = publish(pool, cache, "abcd")
     publish(pool, cache, "xyz")
-    pool.hold(blocks, Owner.RUNNING)
+    pool.hold(blocks, BlockState.RUNNING)
     cache.clear()
     assert (cache.num_cached, cache.num_evictable, pool.num_free) == (0, 0, 12)
     pool.check_integrity()
     publish(pool, cache, "ab")
-    pool.release(blocks, Owner.RUNNING)
+    pool.release(blocks, BlockState.RUNNING)
     pool.check_integrity()
 
 
@@ -245,7 +245,7 @@ def test_a_broken_order_is_found(pool: BlockPool, cache: PrefixCache) -> None:
 
 def test_a_lost_pin_is_found(pool: BlockPool, cache: PrefixCache) -> None:
     blocks = publish(pool, cache, "ab")
-    pool.hold(blocks, Owner.RUNNING)
+    pool.hold(blocks, BlockState.RUNNING)
     cache._pins[blocks[0]] -= 1
     with pytest.raises(IntegrityError, match="1 pins kept, 2 counted"):
         pool.check_integrity()
@@ -290,14 +290,14 @@ class TestTableCache:
 
     def test_chains_can_be_published_in_pieces(self, pool: BlockPool, table: TableCache) -> None:
         hashes = chain("abcd")
-        blocks = pool.allocate(4, Owner.RUNNING)
+        blocks = pool.allocate(4, BlockState.RUNNING)
         assert table.extend(None, hashes[:2], blocks[:2]) == blocks[:2]
         assert table.extend(hashes[1], hashes[2:], blocks[2:]) == blocks[2:]
         pool.check_integrity()
         assert table.match(hashes) == blocks
         assert table.extend(hashes[1], hashes[2:], blocks[2:]) == blocks[2:]  # its parent ends no entry any more
         assert table.num_cached == 4
-        duplicate = pool.allocate(4, Owner.RUNNING)
+        duplicate = pool.allocate(4, BlockState.RUNNING)
         assert table.insert(hashes, duplicate) == blocks
         pool.check_integrity()
 
@@ -308,27 +308,27 @@ class TestTableCache:
         table.evict(1)
         assert cached_texts(table, ["abc", "de", "xyz"]) == ["abc", "", "xyz"]
         assert pool.num_free == 10
-        pool.allocate(11, Owner.RUNNING)
+        pool.allocate(11, BlockState.RUNNING)
         assert cached_texts(table, ["abc", "xyz"]) == ["abc", ""]
         pool.check_integrity()
 
     def test_a_held_block_keeps_its_sequence(self, pool: BlockPool, table: TableCache) -> None:
         blocks = publish(pool, table, "abc")
-        pool.hold(blocks[1:2], Owner.IN_FLIGHT)
+        pool.hold(blocks[1:2], BlockState.IN_FLIGHT)
         assert (table.num_evictable, pool.num_available) == (0, 13)
         assert table.evict(1) == []
         pool.check_integrity()
-        pool.release(blocks[1:2], Owner.IN_FLIGHT)
+        pool.release(blocks[1:2], BlockState.IN_FLIGHT)
         assert table.num_evictable == 3
 
     def test_removal_and_clearing_leave_holds(self, pool: BlockPool, table: TableCache) -> None:
         blocks = publish(pool, table, "abc")
         publish(pool, table, "xyz")
-        pool.hold(blocks[:1], Owner.RUNNING)
+        pool.hold(blocks[:1], BlockState.RUNNING)
         assert sorted(table.remove(chain("a"))) == sorted(blocks)
         assert pool.num_free == 12
         assert len(table.clear()) == 3
-        pool.release(blocks[:1], Owner.RUNNING)
+        pool.release(blocks[:1], BlockState.RUNNING)
         assert pool.num_free == 16
         pool.check_integrity()
 
@@ -345,24 +345,24 @@ def test_every_cache_survives_a_busy_pool(kind: str, seed: int) -> None:
         hashes = chain(text)
         blocks = cache.match(hashes[:-1])
         assert len(blocks) == cache.peek(hashes[:-1])
-        pool.hold(blocks, Owner.RUNNING)
+        pool.hold(blocks, BlockState.RUNNING)
         missing = len(hashes) - len(blocks)
         if missing <= pool.num_available:
-            blocks += pool.allocate(missing, Owner.RUNNING)
+            blocks += pool.allocate(missing, BlockState.RUNNING)
             running.append((hashes, blocks))
             cut = random_.randint(0, len(hashes))
             cache.extend(None, hashes[:cut], blocks[:cut])
         else:
-            pool.release(blocks, Owner.RUNNING)
+            pool.release(blocks, BlockState.RUNNING)
         while len(running) > random_.randint(0, 4):
             hashes, blocks = running.pop(random_.randrange(len(running)))
             cache.insert(hashes, blocks)
-            pool.release(blocks, Owner.RUNNING)
+            pool.release(blocks, BlockState.RUNNING)
         if random_.random() < 0.05:
             cache.remove([random_.choice(hashes)])
         pool.check_integrity()
     for _, blocks in running:
-        pool.release(blocks, Owner.RUNNING)
+        pool.release(blocks, BlockState.RUNNING)
     cache.clear()
     assert pool.num_free == 24
 

@@ -18,17 +18,23 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvrelay.kv.cache import Removed, Stored
 from kvrelay.kv.errors import BlockError, OutOfBlocks, OutOfSlots
 from kvrelay.kv.hashing import BlockHash, hash_blocks, root_hash
-from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.kv.swap_space import SwapSpace
 from kvrelay.kv.table import BlockTable, copy_on_write, finish_copy
-from kvrelay.scheduling.copies import BlockCopies
+from kvrelay.scheduling.memory.copy_on_write import BlockCopies
 
 BLOCK_SIZE = 2
 ROOT = root_hash(model="m")
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=13)
 PICK = st.integers(0, 2**16)
-KINDS = [Owner.RUNNING, Owner.COMPUTING, Owner.RESERVED, Owner.IN_FLIGHT, Owner.QUARANTINED]  # weakest first
+KINDS = [
+    BlockState.RUNNING,
+    BlockState.COMPUTING,
+    BlockState.RESERVED,
+    BlockState.IN_FLIGHT,
+    BlockState.QUARANTINED,
+]  # weakest first
 
 
 @dataclass
@@ -44,17 +50,17 @@ class Node:
 class Oracle:
     """The pool's holds and the cached prefixes, by definition."""
 
-    holds: Counter[tuple[int, Owner]] = field(default_factory=Counter)
+    holds: Counter[tuple[int, BlockState]] = field(default_factory=Counter)
     nodes: dict[BlockHash, Node] = field(default_factory=dict)
     now: int = 0
 
     def is_held(self, block: int) -> bool:
         return any(self.holds[block, kind] for kind in KINDS)
 
-    def label(self, block: int) -> Owner:
+    def state_of(self, block: int) -> BlockState:
         held = [kind for kind in KINDS if self.holds[block, kind]]
         cached = any(node.block == block for node in self.nodes.values())
-        return held[-1] if held else Owner.CACHED if cached else Owner.FREE
+        return held[-1] if held else BlockState.CACHED if cached else BlockState.FREE
 
     def pinned(self) -> set[BlockHash]:
         """Cached blocks that are held, and all above them."""
@@ -108,7 +114,7 @@ class Sequence:
 
     hashes: list[BlockHash]
     table: BlockTable
-    owner: Owner
+    state: BlockState
     num_published: int = 0
 
     @property
@@ -122,7 +128,7 @@ class Swapped:
     """A sequence whose blocks are on the host, and what each of them contains."""
 
     hashes: list[BlockHash]
-    owner: Owner
+    state: BlockState
     slots: tuple[int, ...]
     contents: list[object]
 
@@ -162,35 +168,35 @@ class PoolAndCache(RuleBasedStateMachine):
     def pick(self, number: int) -> Sequence:
         return self.sequences[number % len(self.sequences)]
 
-    def allocate(self, num_blocks: int, owner: Owner, after: int | None = None) -> list[int] | None:
-        num_free = sum(self.oracle.label(block) is Owner.FREE for block in range(self.pool.num_blocks))
+    def allocate(self, num_blocks: int, state: BlockState, after: int | None = None) -> list[int] | None:
+        num_free = sum(self.oracle.state_of(block) is BlockState.FREE for block in range(self.pool.num_blocks))
         available = num_free + len(self.oracle.nodes.keys() - self.oracle.pinned())
         if num_blocks > available:
             with pytest.raises(OutOfBlocks) as caught:
-                self.pool.allocate(num_blocks, owner, after=after)
+                self.pool.allocate(num_blocks, state, after=after)
             assert (caught.value.needed, caught.value.available) == (num_blocks, available)
             return None
-        blocks = self.pool.allocate(num_blocks, owner, after=after)
+        blocks = self.pool.allocate(num_blocks, state, after=after)
         self.oracle.evict(num_blocks - num_free)
         assert len(set(blocks)) == num_blocks
-        assert all(self.oracle.label(block) is Owner.FREE for block in blocks)
-        self.oracle.holds.update((block, owner) for block in blocks)
+        assert all(self.oracle.state_of(block) is BlockState.FREE for block in blocks)
+        self.oracle.holds.update((block, state) for block in blocks)
         for block in blocks:
             self.contents[block] = object()  # whoever got it may write at once
         return blocks
 
-    def hold(self, blocks: list[int], owner: Owner) -> None:
-        self.pool.hold(blocks, owner)
-        self.oracle.holds.update((block, owner) for block in blocks)
+    def hold(self, blocks: list[int], state: BlockState) -> None:
+        self.pool.hold(blocks, state)
+        self.oracle.holds.update((block, state) for block in blocks)
 
-    def release(self, blocks: list[int], owner: Owner) -> None:
+    def release(self, blocks: list[int], state: BlockState) -> None:
         pinned = self.oracle.pinned()
-        self.pool.release(blocks, owner)
-        self.oracle.holds.subtract((block, owner) for block in blocks)
+        self.pool.release(blocks, state)
+        self.oracle.holds.subtract((block, state) for block in blocks)
         self.oracle.let_go(pinned)
 
-    @rule(tokens=TOKENS, owner=st.sampled_from(KINDS), share=st.booleans())
-    def admit(self, tokens: list[int], owner: Owner, share: bool) -> None:
+    @rule(tokens=TOKENS, state=st.sampled_from(KINDS), share=st.booleans())
+    def admit(self, tokens: list[int], state: BlockState, share: bool) -> None:
         hashes = hash_blocks(ROOT, tokens, BLOCK_SIZE)
         self.parents.update(zip(hashes, [None, *hashes], strict=False))
         matched: list[int] = []
@@ -200,20 +206,20 @@ class PoolAndCache(RuleBasedStateMachine):
             matched = self.cache.match(hashes)
             assert matched == [self.oracle.nodes[block_hash].block for block_hash in expected]
             self.oracle.use(set(expected))
-        self.hold(matched, owner)
-        fresh = self.allocate(-(-len(tokens) // BLOCK_SIZE) - len(matched), owner)
+        self.hold(matched, state)
+        fresh = self.allocate(-(-len(tokens) // BLOCK_SIZE) - len(matched), state)
         if fresh is None:
-            self.release(matched, owner)
+            self.release(matched, state)
         else:
             for block, block_hash in zip(fresh, hashes[len(matched) :], strict=False):
                 self.contents[block] = block_hash
-            self.sequences.append(Sequence(hashes, BlockTable(BLOCK_SIZE, matched + fresh), owner, len(matched)))
+            self.sequences.append(Sequence(hashes, BlockTable(BLOCK_SIZE, matched + fresh), state, len(matched)))
 
     @precondition(lambda self: self.sequences)
     @rule(number=PICK, num_blocks=st.integers(1, 3))
     def grow(self, number: int, num_blocks: int) -> None:
         sequence = self.pick(number)
-        blocks = self.allocate(num_blocks, sequence.owner, after=sequence.blocks[-1])
+        blocks = self.allocate(num_blocks, sequence.state, after=sequence.blocks[-1])
         sequence.table.append(blocks or [])
 
     @precondition(lambda self: self.sequences)
@@ -227,9 +233,9 @@ class PoolAndCache(RuleBasedStateMachine):
         sequence.num_published = len(sequence.hashes)
         for index, (own, cached) in enumerate(zip(blocks, stored, strict=True)):
             if share and own != cached:
-                self.hold([cached], sequence.owner)
+                self.hold([cached], sequence.state)
                 sequence.table.replace(index, cached)
-                self.release([own], sequence.owner)
+                self.release([own], sequence.state)
                 self.oracle.now += 1
 
     @precondition(lambda self: self.sequences)
@@ -248,21 +254,21 @@ class PoolAndCache(RuleBasedStateMachine):
         sequence.num_published += len(hashes)
 
     @precondition(lambda self: self.sequences)
-    @rule(number=PICK, owner=st.sampled_from(KINDS))
-    def change_owner(self, number: int, owner: Owner) -> None:
+    @rule(number=PICK, state=st.sampled_from(KINDS))
+    def change_block_state(self, number: int, state: BlockState) -> None:
         sequence = self.pick(number)
-        self.pool.move(sequence.blocks, sequence.owner, owner)
-        self.oracle.holds.subtract((block, sequence.owner) for block in sequence.blocks)
-        self.oracle.holds.update((block, owner) for block in sequence.blocks)
-        sequence.owner = owner
+        self.pool.move(sequence.blocks, sequence.state, state)
+        self.oracle.holds.subtract((block, sequence.state) for block in sequence.blocks)
+        self.oracle.holds.update((block, state) for block in sequence.blocks)
+        sequence.state = state
 
     @precondition(lambda self: self.sequences)
     @rule(number=PICK)
     def fork(self, number: int) -> None:
         parent = self.pick(number)
-        self.hold(parent.blocks, parent.owner)
+        self.hold(parent.blocks, parent.state)
         table = BlockTable(BLOCK_SIZE, parent.blocks)
-        self.sequences.append(Sequence(list(parent.hashes), table, parent.owner, parent.num_published))
+        self.sequences.append(Sequence(list(parent.hashes), table, parent.state, parent.num_published))
 
     @precondition(lambda self: self.sequences)
     @rule(number=PICK)
@@ -273,26 +279,26 @@ class PoolAndCache(RuleBasedStateMachine):
         if shared and not self.pool.num_available:
             return
         pinned = self.oracle.pinned()
-        copy = copy_on_write(self.pool, sequence.table, sequence.table.num_blocks - 1, sequence.owner)
+        copy = copy_on_write(self.pool, sequence.table, sequence.table.num_blocks - 1, sequence.state)
         assert (copy is not None) == shared
         if copy is None:
             return  # written in place, behind what is hashed
-        if self.oracle.label(copy.target) is Owner.CACHED:
+        if self.oracle.state_of(copy.target) is BlockState.CACHED:
             assert self.oracle.evict(1) == [copy.target]
-        self.oracle.holds[copy.target, sequence.owner] += 1
+        self.oracle.holds[copy.target, sequence.state] += 1
         self.contents[copy.target] = object()
         finish_copy(self.pool, copy)
-        self.oracle.holds[source, sequence.owner] -= 1
+        self.oracle.holds[source, sequence.state] -= 1
         self.oracle.let_go(pinned)
         # From the written block on it is another prefix.
         del sequence.hashes[sequence.table.num_blocks - 1 :]
         sequence.num_published = min(sequence.num_published, len(sequence.hashes))
 
-    @precondition(lambda self: any(sequence.owner is Owner.RUNNING for sequence in self.sequences))
+    @precondition(lambda self: any(sequence.state is BlockState.RUNNING for sequence in self.sequences))
     @rule(number=PICK)
     def write_at_the_end_in_the_next_step(self, number: int) -> None:
         """As above, but the copy is made later, with those of others: the last holder needs none."""
-        running = [sequence for sequence in self.sequences if sequence.owner is Owner.RUNNING]
+        running = [sequence for sequence in self.sequences if sequence.state is BlockState.RUNNING]
         sequence = running[number % len(running)]
         source = sequence.blocks[-1]
         num_others = sum(self.oracle.holds[source, kind] for kind in KINDS) - 1
@@ -303,9 +309,9 @@ class PoolAndCache(RuleBasedStateMachine):
         pinned = self.oracle.pinned()
         self.copies.make_own(sequence.table, sequence.table.num_blocks - 1)
         target = sequence.blocks[-1]
-        if self.oracle.label(target) is Owner.CACHED:
+        if self.oracle.state_of(target) is BlockState.CACHED:
             assert self.oracle.evict(1) == [target]
-        self.oracle.holds[target, Owner.RUNNING] += 1
+        self.oracle.holds[target, BlockState.RUNNING] += 1
         self.oracle.let_go(pinned)
         self.pending[target] = source
         del sequence.hashes[sequence.table.num_blocks - 1 :]
@@ -317,9 +323,9 @@ class PoolAndCache(RuleBasedStateMachine):
         copies = self.copies.plan(list(self.pending))
         assert {copy.target: copy.source for copy in copies} == self.pending
         for source in self.pending.values():
-            assert self.pool.num_holds(source, Owner.RUNNING) > 0, "its source could be given to somebody else"
+            assert self.pool.num_holds(source, BlockState.RUNNING) > 0, "its source could be given to somebody else"
         self.copies.done(copies)
-        self.oracle.holds.subtract((source, Owner.RUNNING) for source in self.pending.values())
+        self.oracle.holds.subtract((source, BlockState.RUNNING) for source in self.pending.values())
         self.oracle.let_go(pinned)
         self.pending.clear()
 
@@ -333,15 +339,15 @@ class PoolAndCache(RuleBasedStateMachine):
         self.copies.drop(doomed)
         for block in doomed:
             if block in self.pending:
-                self.oracle.holds[self.pending.pop(block), Owner.RUNNING] -= 1
+                self.oracle.holds[self.pending.pop(block), BlockState.RUNNING] -= 1
         self.oracle.let_go(pinned)
         blocks = sequence.table.clear()
-        self.release(blocks[::-1] if backwards else blocks, sequence.owner)
+        self.release(blocks[::-1] if backwards else blocks, sequence.state)
 
     def claim(self, blocks: list[int]) -> list[int]:
         claimed = list(dict.fromkeys(blocks))
-        self.pool.claim(claimed, Owner.IN_FLIGHT)
-        self.oracle.holds.update((block, Owner.IN_FLIGHT) for block in claimed)
+        self.pool.hold_or_allocate(claimed, BlockState.IN_FLIGHT)
+        self.oracle.holds.update((block, BlockState.IN_FLIGHT) for block in claimed)
         return claimed
 
     @precondition(lambda self: self.sequences and self.step is None)
@@ -360,16 +366,16 @@ class PoolAndCache(RuleBasedStateMachine):
         blocks = sequence.blocks
         contents = [self.contents[block] for block in blocks]
         self.sequences.remove(sequence)
-        self.release(blocks, sequence.owner)
+        self.release(blocks, sequence.state)
         before = list(self.contents)
-        taken = self.allocate(num_taken, Owner.RUNNING) or []
+        taken = self.allocate(num_taken, BlockState.RUNNING) or []
         written = {block: self.contents[block] for block in taken}
         self.contents = before
         step = Step(self.claim([blocks[index] for index in stored.new]), written=written)
         step.out = [(blocks[index], stored.slots[index]) for index in stored.new]
-        step.leaving.append(Swapped(list(sequence.hashes), sequence.owner, stored.slots, contents))
+        step.leaving.append(Swapped(list(sequence.hashes), sequence.state, stored.slots, contents))
         if taken:
-            step.coming.append(Sequence([], BlockTable(BLOCK_SIZE, taken), Owner.RUNNING))
+            step.coming.append(Sequence([], BlockTable(BLOCK_SIZE, taken), BlockState.RUNNING))
         self.step = step
 
     @precondition(lambda self: self.swapped and self.step is None)
@@ -379,17 +385,17 @@ class PoolAndCache(RuleBasedStateMachine):
         swapped = self.swapped[number % len(self.swapped)]
         matched = self.cache.match(swapped.hashes)
         self.oracle.use(set(self.oracle.prefix(swapped.hashes)))
-        self.hold(matched, swapped.owner)
+        self.hold(matched, swapped.state)
         before = list(self.contents)
-        fresh = self.allocate(len(swapped.slots) - len(matched), swapped.owner)
+        fresh = self.allocate(len(swapped.slots) - len(matched), swapped.state)
         self.contents = before
         if fresh is None:
-            self.release(matched, swapped.owner)
+            self.release(matched, swapped.state)
             return
         self.swapped.remove(swapped)
         back = list(zip(fresh, swapped.slots[len(matched) :], strict=True))
         table = BlockTable(BLOCK_SIZE, matched + fresh)
-        coming = Sequence(swapped.hashes, table, swapped.owner, len(matched))
+        coming = Sequence(swapped.hashes, table, swapped.state, len(matched))
         self.step = Step(self.claim(fresh), back=back, returning=[swapped], coming=[coming])
 
     @precondition(lambda self: self.step is not None)
@@ -401,10 +407,10 @@ class PoolAndCache(RuleBasedStateMachine):
         granted: list[int] = []
         if abort:
             for sequence in step.coming:
-                self.release(sequence.table.clear(), sequence.owner)
-            granted = self.allocate(self.pool.num_available, Owner.RESERVED) or []
+                self.release(sequence.table.clear(), sequence.state)
+            granted = self.allocate(self.pool.num_available, BlockState.RESERVED) or []
             if granted:  # whose holder writes before the step is executed
-                self.sequences.append(Sequence([], BlockTable(BLOCK_SIZE, granted), Owner.RESERVED))
+                self.sequences.append(Sequence([], BlockTable(BLOCK_SIZE, granted), BlockState.RESERVED))
         theirs = [self.contents[block] for block in granted]
         for block, slot in step.out:
             self.host[slot] = self.contents[block]
@@ -420,7 +426,7 @@ class PoolAndCache(RuleBasedStateMachine):
                 assert [self.contents[block] for block in step.coming[0].blocks] == swapped.contents
             self.space.release(swapped.slots)
         self.swapped += step.leaving
-        self.release(step.claimed, Owner.IN_FLIGHT)
+        self.release(step.claimed, BlockState.IN_FLIGHT)
         self.step = None
 
     @precondition(lambda self: self.swapped)
@@ -451,25 +457,25 @@ class PoolAndCache(RuleBasedStateMachine):
         assert set(self.cache.clear()) == {node.block for node in self.oracle.nodes.values()}
         self.oracle.nodes.clear()
 
-    @rule(block=st.integers(-1, 24), owner=st.sampled_from(KINDS))
-    def illegal_operations_raise(self, block: int, owner: Owner) -> None:
+    @rule(block=st.integers(-1, 24), state=st.sampled_from(KINDS))
+    def illegal_operations_raise(self, block: int, state: BlockState) -> None:
         inside = 0 <= block < self.pool.num_blocks
-        if not inside or self.oracle.label(block) is Owner.FREE:
+        if not inside or self.oracle.state_of(block) is BlockState.FREE:
             with pytest.raises(BlockError):
-                self.pool.hold([block], owner)
+                self.pool.hold([block], state)
             with pytest.raises(BlockError):
                 self.cache.insert([bytes(16)], [block])
-        if not inside or not self.oracle.holds[block, owner]:
+        if not inside or not self.oracle.holds[block, state]:
             with pytest.raises(BlockError):
-                self.pool.release([block], owner)
+                self.pool.release([block], state)
 
     @invariant()
     def agrees_with_the_oracle(self) -> None:
         self.oracle.now += 1
         self.pool.check_integrity()
-        labels = [self.oracle.label(block) for block in range(self.pool.num_blocks)]
-        assert [self.pool.owner_of(block) for block in range(self.pool.num_blocks)] == labels
-        assert self.pool.counts() == {owner: labels.count(owner) for owner in Owner}
+        states = [self.oracle.state_of(block) for block in range(self.pool.num_blocks)]
+        assert [self.pool.state_of(block) for block in range(self.pool.num_blocks)] == states
+        assert self.pool.counts() == {state: states.count(state) for state in BlockState}
         assert self.cache.num_cached == len(self.oracle.nodes)
         assert self.cache.num_evictable == len(self.oracle.nodes.keys() - self.oracle.pinned())
         for block_hash, node in self.oracle.nodes.items():

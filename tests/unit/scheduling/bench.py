@@ -7,16 +7,16 @@ from collections import Counter
 from kvrelay.engine.batch import RowResult, StepResult
 from kvrelay.kv.ablations import NullCache
 from kvrelay.kv.cache import Cache
-from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
-from kvrelay.scheduling.batching import BatchScheduler
-from kvrelay.scheduling.blocks import BlockManager, WholeSequenceBlocks
+from kvrelay.scheduling.memory.block_manager import BlockManager, WholeSequenceBlocks
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
-from kvrelay.scheduling.registry import BUILT_IN, find_scheduler
-from kvrelay.scheduling.sarathi import SarathiScheduler
+from kvrelay.scheduling.policies.sarathi import SarathiScheduler
+from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN, find_scheduler
+from kvrelay.scheduling.scheduler import BatchScheduler
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
 from tests.fakes.sequences import new_sequence
 
@@ -31,11 +31,10 @@ Sample = tuple[str, int, int]
 
 
 def join(sequence: Sequence, sample: Sample) -> None:
-    """Makes a sequence a sample of a request; one without a gang only shares its prompt."""
+    """Makes a sequence a sample of a request."""
     request, index, count = sample
     sequence.key = (request, 1, index)
-    sequence.gang = request
-    sequence.num_samples = count
+    sequence.sample_group = request if count > 1 else ""
 
 
 def make_sequence(
@@ -45,25 +44,20 @@ def make_sequence(
 
 
 def blocks_besides(scheduler: BatchScheduler) -> set[int]:
-    """Held as a running sequence's, and in no table: tails for those who may want them, and what is to be copied."""
-    tails, copies = scheduler.blocks.tails, scheduler.blocks.copies
-    tails.check_integrity()
-    offered = {s.offers.block for s in scheduler.running.values() if s.offers is not None}
-    held = {block for block in offered | {tail.block for tail in tails._listed.values()} if block is not None}
-    return held | {c.source for c in [*copies._needed.values(), *copies._planned.values()]}
+    """Blocks held as a running sequence's that are in no table: sources of copies that are not done."""
+    copies = scheduler.blocks.copies
+    return {c.source for c in [*copies._needed.values(), *copies._planned.values()]}
 
 
 def check_writes(scheduler: BatchScheduler, plan: StepPlan) -> None:
-    """No row writes into a block that is in another table, or that others may still take."""
+    """No row writes into a block that is in another table."""
     size = scheduler.blocks.pool.block_size
     num_tables = Counter(block for s in scheduler.running.values() for block in s.table.ids.tolist())
-    listed = {tail.block for tail in scheduler.blocks.tails._listed.values()}
     for row in plan.rows:
-        if row.draws is None and row.sequence.key in scheduler.running:
+        if row.sequence.key in scheduler.running:
             last = row.position + row.num_tokens - 1
             for block in row.sequence.table.ids[row.position // size : last // size + 1].tolist():
                 assert num_tables[block] == 1, f"{row.sequence.key} writes into block {block}, which others read"
-                assert block not in listed, f"{row.sequence.key} writes into block {block}, which others may take"
 
 
 class Bench:
@@ -98,12 +92,12 @@ class Bench:
         priority: int = 0,
         *,
         prefill_only: bool = False,
-        gang: str = "",
+        group: str = "",
         sample: Sample | None = None,
     ) -> Sequence:
         sequence = make_sequence(prompt, max_tokens, f"r{len(self.sequences)}", priority=priority)
         sequence.prefill_only = prefill_only
-        sequence.gang = gang
+        sequence.sample_group = group
         if sample is not None:
             join(sequence, sample)
         self.sequences.append(sequence)
@@ -113,22 +107,15 @@ class Bench:
     def adopt(self, prompt: list[int], max_tokens: int, sample: Sample | None = None) -> Sequence | None:
         """As a decode worker does: slots for the prompt, filled by the peer, and its first token. None: no room."""
         sequence = make_sequence(prompt, max_tokens, f"r{len(self.sequences)}")
-        sequence.arrives = True
         if sample is not None:
             join(sequence, sample)
-            self.blocks.tails.begin(sequence.key[0])
-        name = self.blocks.sharing.name_of(sequence)
-        if not self.blocks.admit(sequence, Owner.RESERVED):
-            self.blocks.sharing.ended(sequence)
+        if not self.blocks.admit(sequence, BlockState.RESERVED):
             return None
         self.sequences.append(sequence)
-        is_received = sequence.num_computed < sequence.num_tokens
         sequence.num_computed = sequence.num_tokens
         sequence.tokens.append(ADOPTED_FIRST_TOKEN)
-        self.blocks.change_owner(sequence, Owner.RUNNING)
+        self.blocks.change_block_state(sequence, BlockState.RUNNING)
         self.scheduler.adopt(sequence)
-        if name is not None and is_received:
-            self.blocks.sharing.list_received(sequence, name, sequence.num_samples - 1)
         return sequence
 
     def forward(self, plan: StepPlan, token_id: int | None = None) -> StepResult:
@@ -136,7 +123,7 @@ class Bench:
         for row in plan.rows:
             self.tokens_drawn += row.sample
             drawn = token_id if token_id is not None else 1 + self.tokens_drawn % 7
-            rows.append(RowResult(drawn if row.sample else None))
+            rows.append(RowResult((drawn,) if row.sample else ()))
         return StepResult(plan.step, rows, 0.0)
 
     def step(self) -> tuple[StepPlan, list[SequenceOutput]]:
@@ -169,12 +156,12 @@ class Bench:
         """A handoff that is granted all there is now, and writes into it at once, touches nothing of the step's."""
         if plan.swaps is None:
             return
-        granted = set(self.pool.allocate(self.pool.num_available, Owner.RESERVED))
+        granted = set(self.pool.allocate(self.pool.num_available, BlockState.RESERVED))
         assert granted.isdisjoint(plan.swaps.out.blocks)
         assert granted.isdisjoint(plan.swaps.back.blocks)
         assert not set(plan.swaps.out.slots) & set(plan.swaps.back.slots)
         self.pool.check_integrity()
-        self.pool.release(list(granted), Owner.RESERVED)
+        self.pool.release(list(granted), BlockState.RESERVED)
 
     def check_plan(self, plan: StepPlan, decoding: list[Sequence]) -> None:
         self.check_budget(plan)
@@ -192,20 +179,17 @@ class Bench:
         check_writes(self.scheduler, plan)
 
     def check_budget(self, plan: StepPlan) -> None:
-        """No more tokens than the budget, but for one prompt that is not cut and longer than the rest of the step.
-
-        Whoever draws from another sample's tail beside it computes nothing.
-        """
+        """No more tokens than the budget, but for one prompt that is not cut and longer than the rest of the step."""
         over = plan.num_prefill_tokens + plan.num_decode_tokens - self.scheduler.limits.token_budget
         assert plan.num_decode_tokens <= self.scheduler.limits.max_running
         if over > 0:
             assert self.scheduler.block_manager is not BlockManager, "chunks must fit the budget"
-            assert sum(row.is_prefill and row.num_computed > 0 for row in plan.rows) == 1
+            assert sum(row.is_prefill for row in plan.rows) == 1
             assert not plan.num_decode_tokens or self.scheduler.block_manager is WholeSequenceBlocks
 
     def is_a_sequences(self, block: int) -> bool:
         """Whoever else holds it."""
-        return any(self.pool.num_holds(block, owner) for owner in (Owner.COMPUTING, Owner.RUNNING))
+        return any(self.pool.num_holds(block, state) for state in (BlockState.COMPUTING, BlockState.RUNNING))
 
     def check_pool(self) -> None:
         self.pool.check_integrity()

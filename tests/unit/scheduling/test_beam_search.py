@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvrelay.engine.batch import BeamCandidates
 from kvrelay.protocol.sampling import BeamSpec, FinishReason
-from kvrelay.scheduling.beam_search import BeamSearch
+from kvrelay.scheduling.beams.beam_search import BeamSearch
 from tests.fakes.beam_oracle import search
 
 pytestmark = pytest.mark.unit

@@ -12,17 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.kv.ablations import NullCache
 from kvrelay.kv.cache import Cache
-from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.kv.table import blocks_for_group
 from kvrelay.protocol.sampling import BeamResult, BeamSpec, Sampling
-from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
-from kvrelay.scheduling.batching import BatchScheduler
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
-from kvrelay.scheduling.registry import find_scheduler
+from kvrelay.scheduling.policies.scheduler_registry import find_scheduler
+from kvrelay.scheduling.scheduler import BatchScheduler
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.worker.step_loop import worker_batch
 from tests.fakes.beam_oracle import Text, expected_beams
@@ -90,13 +90,13 @@ class World:
         scheduler = self.scheduler
         if scheduler.num_slots + sequence.num_slots > scheduler.limits.max_running:
             return None
-        if not scheduler.blocks.admit(sequence, Owner.RESERVED, headroom=sequence.num_slots):
+        if not scheduler.blocks.admit(sequence, BlockState.RESERVED, headroom=sequence.num_slots):
             return None
         positions = np.arange(len(prompt))
         blocks = sequence.table.ids[positions // BLOCK_SIZE]
         self.runner._entries[blocks, positions % BLOCK_SIZE] = np.stack([prompt, positions], axis=1)
         sequence.num_computed = len(prompt)
-        scheduler.blocks.change_owner(sequence, Owner.RUNNING)
+        scheduler.blocks.change_block_state(sequence, BlockState.RUNNING)
         assert sampling.beams is not None
         count = max(2, 1 + len(sampling.stop_token_ids) + 1) * sampling.beams.width
         output = scheduler.adopt(sequence, next_candidates(np.array(prompt, np.int32), sampling, count))
@@ -142,7 +142,7 @@ class World:
         for sequence in plan.preempted:
             group = sequence.beams
             if group is not None:
-                assert group.leader is sequence, "a gang is preempted as its leader"
+                assert group.leader is sequence, "a group is preempted as its leader"
                 assert group.members == [sequence]
                 assert sequence not in planned
         written = {int(row.sequence.table.ids[row.position // BLOCK_SIZE]) for row in plan.rows}
@@ -157,11 +157,11 @@ class World:
         assert len(running) <= self.scheduler.num_slots <= self.scheduler.limits.max_running
         for group in {s.beams for s in [*running.values(), *self.scheduler.waiting] if s.beams is not None}:
             together = [member.key in running for member in group.members]
-            assert all(together) or not any(together), "a part of a gang runs"
+            assert all(together) or not any(together), "a part of a group runs"
             assert any(together) == (group.leader.state is SequenceState.RUNNING)
             if not any(together):
                 assert group.members == [group.leader]
-                assert not group.leader.table.num_blocks, "a gang that waits holds something"
+                assert not group.leader.table.num_blocks, "a group that waits holds something"
 
 
 def check_texts(got: list[BeamResult], expected: list[Text]) -> None:
@@ -197,7 +197,7 @@ policies = st.builds(
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @settings(max_examples=120, deadline=None)
 @given(arrivals, policies, st.integers(10, 30), st.integers(8, 24), st.integers(1, 8), st.booleans())
-def test_gangs_run_all_or_nothing_and_find_the_best_texts(
+def test_groups_run_all_or_nothing_and_find_the_best_texts(
     scheduler: str,
     wanted: list[tuple[str, list[int], Sampling, int]],
     policy: SchedulerSettings,
@@ -247,11 +247,11 @@ def test_the_prompt_is_stored_once_and_its_tail_is_copied_when_it_is_written() -
     sampling = search_of(4, 8)
     world.add([1] * 18, sampling)
     world.step()
-    assert world.pool.counts()[Owner.RUNNING] == 5, "4 full blocks and a tail for four beams"
+    assert world.pool.counts()[BlockState.RUNNING] == 5, "4 full blocks and a tail for four beams"
     plan = world.step()
     assert len(plan.copies) == 3, "the last of four writes in place"
     assert {copy.source for copy in plan.copies} == {plan.copies[0].source}
-    assert world.pool.counts()[Owner.RUNNING] <= 4 + 4
+    assert world.pool.counts()[BlockState.RUNNING] <= 4 + 4
     world.run()
 
 
@@ -264,37 +264,37 @@ def test_what_nobody_follows_is_freed_at_once() -> None:
         assert world.pool.num_blocks - world.pool.num_free == len({block for table in tables for block in table})
 
 
-def test_a_gang_is_admitted_when_there_is_room_for_all_of_it() -> None:
+def test_a_group_is_admitted_when_there_is_room_for_all_of_it() -> None:
     world = World(num_blocks=64, token_budget=32, max_running=6)
     world.add([1] * 5, Sampling(temperature=0.0, max_tokens=6, ignore_eos=True))
     world.add([2] * 5, Sampling(temperature=0.0, max_tokens=30, ignore_eos=True))
     world.step()
-    gang = world.add([1, 2] * 4, search_of(5, 4))
+    group = world.add([1, 2] * 4, search_of(5, 4))
     plan = world.step()
-    assert gang.state is SequenceState.WAITING
+    assert group.state is SequenceState.WAITING
     assert "beams" in plan.held_back
     while world.scheduler.has_work:
         world.step()
         if len(world.scheduler.running) > 2:
             assert len(world.scheduler.running) == 6
-    assert gang in world.results
+    assert group in world.results
 
 
-def test_a_preempted_gang_computes_what_its_beams_share_once() -> None:
+def test_a_preempted_group_computes_what_its_beams_share_once() -> None:
     world = World(num_blocks=64, token_budget=32, cache=False)
-    gang = world.add([1] * 16, search_of(4, 12))
+    group = world.add([1] * 16, search_of(4, 12))
     for _ in range(6):
         world.step()
     from kvrelay.scheduling.plan import PlanDraft
 
-    before = expected_beams([1] * 16, gang.sampling, MAX_MODEL_LEN)
-    world.scheduler._preempt(gang, PlanDraft(1))
+    before = expected_beams([1] * 16, group.sampling, MAX_MODEL_LEN)
+    world.scheduler._preempt(group, PlanDraft(1))
     assert len(world.scheduler.running) == 0
     assert world.pool.num_free == 64
     plan = world.step()
-    assert [row.sequence for row in plan.rows] == [gang], "the trunk alone"
+    assert [row.sequence for row in plan.rows] == [group], "the prefix alone"
     world.run()
-    check_texts(world.results[gang], before)
+    check_texts(world.results[group], before)
 
 
 def test_a_copy_waits_for_the_step_that_writes_into_its_target() -> None:

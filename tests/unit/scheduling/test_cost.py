@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.scheduling.cost import CalibratedCost, CostSample, StepCost, fit, pairs
+from kvrelay.scheduling.step_cost import CalibratedCost, CostSample, StepCost, fit, pairs
 
 pytestmark = pytest.mark.unit
 

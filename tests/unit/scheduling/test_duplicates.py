@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.kv.pool import Owner
+from kvrelay.kv.pool import BlockState
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.sequence import Sequence
 from tests.unit.scheduling.bench import BLOCK_SIZE, Bench, make_sequence
@@ -53,9 +53,9 @@ def test_the_step_in_flight_keeps_what_it_reads() -> None:
     assert bench.following is not None, "the step behind it is planned, and reads the own blocks"
     bench.land()
     assert sequence.table.ids[: len(own)].tolist() == cached_blocks(bench, sequence)[: len(own)]
-    assert [bench.pool.owner_of(block) for block in own] == [Owner.IN_FLIGHT] * len(own)
+    assert [bench.pool.state_of(block) for block in own] == [BlockState.IN_FLIGHT] * len(own)
     bench.land()
-    assert [bench.pool.owner_of(block) for block in own] == [Owner.FREE] * len(own)
+    assert [bench.pool.state_of(block) for block in own] == [BlockState.FREE] * len(own)
 
 
 @pytest.mark.parametrize("keys", [None, frozenset[tuple[str, int, int]]()])
@@ -66,9 +66,9 @@ def test_a_step_that_fails_reads_them_no_more(keys: frozenset[tuple[str, int, in
     scored(bench)
     bench.plan()
     bench.land()
-    assert bench.pool.counts()[Owner.IN_FLIGHT] == 2
+    assert bench.pool.counts()[BlockState.IN_FLIGHT] == 2
     bench.fail(keys)
-    assert bench.pool.counts()[Owner.IN_FLIGHT] == 0
+    assert bench.pool.counts()[BlockState.IN_FLIGHT] == 0
     bench.run()
     assert bench.pool.num_available == 32
 
@@ -83,5 +83,5 @@ def test_a_planned_step_that_is_cancelled_reads_them_no_more() -> None:
     assert bench.in_flight is not None
     bench.scheduler.cancel_plan(bench.in_flight)
     bench.in_flight = None
-    assert bench.pool.counts()[Owner.IN_FLIGHT] == 0
+    assert bench.pool.counts()[BlockState.IN_FLIGHT] == 0
     bench.run()

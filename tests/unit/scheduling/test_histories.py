@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.protocol.sampling import FinishReason
-from kvrelay.scheduling.base import QueueOrderName, SchedulerSettings
-from kvrelay.scheduling.blocks import OnDemandBlocks
+from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.scheduling.memory.block_manager import OnDemandBlocks
+from kvrelay.scheduling.scheduler_settings import QueueOrderName, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from tests.unit.scheduling.bench import BLOCK_SIZE, SCHEDULERS, Bench, Sample
 from tests.unit.scheduling.overlapped import OverlappedBench
@@ -23,7 +23,7 @@ prompts = st.lists(st.integers(1, 2), min_size=1, max_size=30)
 kinds = st.sampled_from(
     [
         *("local", "local", "local", "adopted", "prefill_only", "aborted"),
-        *("local gang", "adopted gang", "prefill_only gang", "aborted gang"),
+        *("local group", "adopted group", "prefill_only group", "aborted group"),
     ]
 )
 requests = st.lists(
@@ -32,7 +32,7 @@ requests = st.lists(
 policies = st.builds(
     SchedulerSettings,
     queue_order=st.sampled_from(get_args(QueueOrderName)),
-    queue_patience=st.integers(1, 6),
+    queue_starvation_bound=st.integers(1, 6),
     chunking=st.sampled_from(["fixed", "dynamic"]),
     retraction=st.sampled_from(["latest", "least_progress"]),
     new_token_ratio=st.sampled_from([0.0, 0.0, 0.3, 1.0]),
@@ -49,13 +49,11 @@ class History:
         self.expected: dict[SequenceKey, tuple[Sequence, int]] = {}
 
     def arrive(self, prompt: list[int], max_tokens: int, priority: int, kind: str) -> None:
-        kind, _, is_gang = kind.partition(" ")
-        name, count = f"g{len(self.bench.sequences)}", 2 + priority if is_gang else 1
+        kind, _, is_group = kind.partition(" ")
+        name, count = f"g{len(self.bench.sequences)}", 2 + priority if is_group else 1
         for index in range(count):
-            one = "local" if kind == "aborted" and index else kind  # of a gang, the first alone
-            self.arrive_one(prompt, max_tokens + index, priority, one, (name, index, count) if is_gang else None)
-        if kind == "adopted":
-            self.bench.blocks.tails.end(name)  # those that found no room do not come back
+            one = "local" if kind == "aborted" and index else kind  # of a group, the first alone
+            self.arrive_one(prompt, max_tokens + index, priority, one, (name, index, count) if is_group else None)
 
     def arrive_one(self, prompt: list[int], max_tokens: int, priority: int, kind: str, sample: Sample | None) -> None:
         if kind == "adopted":
@@ -87,8 +85,6 @@ class History:
             assert sequence.prefill_only or name in self.finished
         assert self.bench.pool.num_available == NUM_BLOCKS
         assert not self.bench.scheduler.in_progress
-        assert not self.bench.blocks.tails
-        assert not self.bench.blocks.sharing.num_forked
         assert self.bench.scheduler.swap_use.num_used_slots == 0
 
 
@@ -141,8 +137,8 @@ def test_chunks_shrink_to_the_blocks_that_there_are(
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_nobody_is_passed_by_more_than_the_bound(scheduler: str, order: QueueOrderName) -> None:
     """One at a time, and a stream of arrivals that every order likes better than the first of them."""
-    patience, already_there = 5, 3
-    policy = SchedulerSettings(queue_order=order, queue_patience=patience)
+    starvation_bound, already_there = 5, 3
+    policy = SchedulerSettings(queue_order=order, queue_starvation_bound=starvation_bound)
     bench = Bench(64, 16, 1, scheduler=scheduler, settings=policy)
     bench.add([1] * 9, 1)
     bench.step()
@@ -157,29 +153,16 @@ def test_nobody_is_passed_by_more_than_the_bound(scheduler: str, order: QueueOrd
             bench.add([1] * 9, 1)
         admitted += bench.step()[0].admitted
     assert unloved in admitted
-    assert admitted.index(unloved) <= patience + already_there
+    assert admitted.index(unloved) <= starvation_bound + already_there
 
 
-def test_a_gang_that_lacks_one_block_does_not_come_back_to_lose_it_again() -> None:
+def test_a_group_that_lacks_one_block_does_not_come_back_to_lose_it_again() -> None:
     """Samples of 17 tokens share their first block: with their next tokens that makes 1 + 4 * 4 of 16 blocks."""
     policy = SchedulerSettings(queue_order="sjf", chunking="dynamic", preemption="swap", num_swap_slots=8)
     wanted = [
         ([1, 2, 1], 13, 0, 0, "local"),
-        ([1, 2, 1, 2, 1], 20, 2, 2, "adopted gang"),
+        ([1, 2, 1, 2, 1], 20, 2, 2, "adopted group"),
         ([2, 1, 1, 1, 2, 2], 0, 0, 0, "aborted"),
         ([2, 1, 2, 2, 2, 2, 2, 2, 2, 2], 7, 0, 1, "prefill_only"),
     ]
     run_history(Bench(NUM_BLOCKS, 12, 4, True, "sarathi", policy, OnDemandBlocks), wanted)
-
-
-def test_a_sample_that_draws_from_a_tail_stands_beside_a_prompt_longer_than_the_step() -> None:
-    """It computes nothing, so the budget that the prompt has overrun does not hold it up."""
-    wanted = [
-        ([1], 1, 0, 0, "prefill_only gang"),
-        ([1], 0, 0, 0, "local"),
-        ([1], 0, 0, 0, "local"),
-        ([1], 0, 0, 0, "adopted"),
-        ([1] * 9, 0, 0, 0, "local"),
-    ]
-    policy = SchedulerSettings(queue_order="random", queue_patience=3)
-    run_history(Bench(NUM_BLOCKS, 8, 2, True, "faster_transformer", policy), wanted)

@@ -7,11 +7,11 @@ from typing import get_args
 
 import pytest
 
-from kvrelay.scheduling.base import Chunking, Retraction, SchedulerSettings
-from kvrelay.scheduling.blocks import OnDemandBlocks
-from kvrelay.scheduling.cost import StepCost, pairs
+from kvrelay.scheduling.memory.block_manager import OnDemandBlocks
 from kvrelay.scheduling.plan import PlanDraft, PlannedRow, StepPlan
+from kvrelay.scheduling.scheduler_settings import Chunking, Retraction, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState
+from kvrelay.scheduling.step_cost import StepCost, pairs
 from tests.unit.scheduling.bench import SCHEDULERS, Bench, make_sequence
 
 pytestmark = pytest.mark.unit

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.scheduling.cost import StepCost
-from kvrelay.scheduling.preemption import Estimate, Preempted, estimate, prefers_swap
+from kvrelay.scheduling.memory.preemption import Estimate, Preempted, estimate, prefers_swap
+from kvrelay.scheduling.step_cost import StepCost
 
 pytestmark = pytest.mark.unit
 SIZE = 16

@@ -10,7 +10,7 @@ from itertools import product
 
 import pytest
 
-from kvrelay.scheduling.prefill_delay import DelayerSettings, DelayerState, LocalExchange, RankLoad, decide
+from kvrelay.scheduling.queue.prefill_delay import DelayerSettings, DelayerState, LocalExchange, RankLoad, decide
 from kvrelay.worker.prefill_delayer import PrefillDelayer
 from tests.fakes.rank_group import RankGroup
 from tests.unit.scheduling.bench import Bench

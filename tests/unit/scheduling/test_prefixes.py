@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.scheduling.base import QueueOrderName
-from kvrelay.scheduling.orders import ORDERS
-from kvrelay.scheduling.prefixes import PrefixesInProgress
-from kvrelay.scheduling.queue import PROBES_A_STEP, WaitingQueue
+from kvrelay.scheduling.queue.prefixes_in_progress import PrefixesInProgress
+from kvrelay.scheduling.queue.queue_orders import ORDERS
+from kvrelay.scheduling.queue.waiting_queue import PROBES_A_STEP, WaitingQueue
+from kvrelay.scheduling.scheduler_settings import QueueOrderName
 from kvrelay.scheduling.sequence import Sequence
 from tests.unit.scheduling.bench import Bench, make_sequence
 
@@ -20,9 +20,9 @@ def test_a_promise_ends_when_it_is_kept_or_given_up() -> None:
     promised.promise(("x", 1, 0), [A, B, C])
     promised.kept(("x", 1, 0), 1)
     assert [A in promised, B in promised, C in promised] == [False, True, True]
-    assert promised.give_up(("x", 1, 0)) == [B, C]
+    assert promised.withdraw(("x", 1, 0)) == [B, C]
     assert not promised
-    assert promised.give_up(("x", 1, 0)) == ()
+    assert promised.withdraw(("x", 1, 0)) == ()
 
 
 def test_a_block_that_two_promised_stays_promised_until_both_are_done() -> None:
@@ -50,7 +50,7 @@ def test_a_queue_that_waits_for_one_block_is_all_there_in_the_step_in_which_it_c
     """More than a step may look at: those are looked at whose turn it is."""
     bench = Bench(64)
     promised = PrefixesInProgress()
-    queue = WaitingQueue(ORDERS[order], bench.blocks, promised, patience=1 << 20)
+    queue = WaitingQueue(ORDERS[order], bench.blocks, promised, starvation_bound=1 << 20)
     waiting = [make_sequence([1] * 9, 1, f"r{n}") for n in range(3 * PROBES_A_STEP)]
     promised.promise(("other", 1, 0), waiting[0].block_hashes(1))
     for sequence in waiting:
@@ -59,7 +59,7 @@ def test_a_queue_that_waits_for_one_block_is_all_there_in_the_step_in_which_it_c
         queue.refresh()
         assert queue.head() is None
         queue.check_integrity()
-    queue.prefixes_changed(promised.give_up(("other", 1, 0)))
+    queue.prefixes_changed(promised.withdraw(("other", 1, 0)))
     queue.refresh()
     admitted: list[Sequence] = []
     while (head := queue.head()) is not None:

@@ -11,10 +11,10 @@ from kvrelay.config.loader import ConfigError, load_config
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
-from kvrelay.scheduling import registry
-from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
-from kvrelay.scheduling.registry import UnknownScheduler, make_scheduler, scheduler_names
-from kvrelay.scheduling.sarathi import SarathiScheduler
+from kvrelay.scheduling.policies import scheduler_registry as registry
+from kvrelay.scheduling.policies.sarathi import SarathiScheduler
+from kvrelay.scheduling.policies.scheduler_registry import UnknownScheduler, make_scheduler, scheduler_names
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 
 pytestmark = pytest.mark.unit
 OWN = EntryPoint("own", f"{__name__}:OwnScheduler.build", registry.ENTRY_POINT_GROUP)
@@ -75,7 +75,16 @@ def test_an_unknown_name_is_refused_with_those_that_there_are() -> None:
 
 
 def test_the_configuration_reaches_the_policy() -> None:
-    flags = ("--queue-order", "lpm", "--queue-patience", "9", "--chunking", "dynamic", "--new-token-ratio", "0.4")
+    flags = (
+        "--queue-order",
+        "lpm",
+        "--queue-starvation-bound",
+        "9",
+        "--chunking",
+        "dynamic",
+        "--new-token-ratio",
+        "0.4",
+    )
     settings = config(*flags, "--retraction", "least_progress").scheduler_settings
     assert settings == SchedulerSettings("lpm", 9, "dynamic", "least_progress", 0.4)
     assert config().scheduler_settings == SchedulerSettings()
@@ -88,7 +97,7 @@ def test_the_configuration_reaches_the_policy() -> None:
         (("--queue-order", "lifo"), r"--queue-order = 'lifo': .*\(allowed: fcfs, lpm, dfs_weight, priority, sjf"),
         (("--chunking", "odd"), r"--chunking = 'odd': .*\(allowed: fixed, dynamic\)"),
         (("--retraction", "all"), r"--retraction = 'all': .*\(allowed: latest, least_progress\)"),
-        (("--queue-patience", "0"), r"--queue-patience = '0': .*\(allowed: 1 to"),
+        (("--queue-starvation-bound", "0"), r"--queue-starvation-bound = '0': .*\(allowed: 1 to"),
         (("--new-token-ratio", "1.5"), r"--new-token-ratio = '1.5': .*\(allowed: 0 to 1\)"),
         (("--scheduler", "orca", "--chunking", "dynamic"), "chunking = dynamic needs a scheduler that cuts prompts"),
     ],
@@ -104,7 +113,7 @@ def test_values_that_make_no_sense_are_refused_at_the_door(flags: tuple[str, ...
         {"queue_order": "lifo"},
         {"chunking": "odd"},
         {"retraction": "all"},
-        {"queue_patience": 0},
+        {"queue_starvation_bound": 0},
         {"new_token_ratio": -0.1},
     ],
 )

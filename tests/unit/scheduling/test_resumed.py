@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.kv.pool import Owner
+from kvrelay.kv.pool import BlockState
 from kvrelay.scheduling.plan import SequenceOutput
 from tests.unit.scheduling.bench import SCHEDULERS, Bench, make_sequence
 
@@ -30,7 +30,7 @@ def test_a_resumed_prompt_is_told_once_as_prefilled_wherever_its_last_chunk_begi
     (output,) = outputs
     assert output.prefilled
     assert output.index == 3
-    assert sequence.owner is (Owner.COMPUTING if prefill_only else Owner.RUNNING)
+    assert sequence.block_state is (BlockState.COMPUTING if prefill_only else BlockState.RUNNING)
     if not prefill_only:
         plan = bench.scheduler.schedule()
         (output,) = bench.scheduler.commit(plan, bench.forward(plan))

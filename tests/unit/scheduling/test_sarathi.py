@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.kv.pool import Owner
+from kvrelay.kv.pool import BlockState
 from kvrelay.protocol.sampling import FinishReason, Sampling
-from kvrelay.scheduling.base import SchedulerLimits
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from tests.unit.scheduling.bench import BLOCK_SIZE, EOS, Bench, make_sequence
 
@@ -87,7 +87,7 @@ def test_scoring_a_prompt_draws_nothing_and_reuses_nothing() -> None:
     bench.add([1] * 9, 0)
     plan, outputs = bench.step()
     assert not plan.rows[0].sample
-    assert (outputs[0].token_id, outputs[0].finish) == (None, FinishReason.LENGTH)
+    assert (outputs[0].token_ids, outputs[0].finish) == ((), FinishReason.LENGTH)
 
 
 def test_an_abort_during_a_step_takes_effect_when_it_ends() -> None:
@@ -95,7 +95,7 @@ def test_an_abort_during_a_step_takes_effect_when_it_ends() -> None:
     sequence = bench.add([1] * 6, 5)
     plan = bench.scheduler.schedule()
     assert bench.scheduler.abort(sequence.key)
-    assert bench.pool.counts()[Owner.COMPUTING] == 2  # the forward may still write there
+    assert bench.pool.counts()[BlockState.COMPUTING] == 2  # the forward may still write there
     assert bench.scheduler.commit(plan, bench.forward(plan)) == []
     assert bench.pool.num_available == 16
     assert not bench.scheduler.has_work

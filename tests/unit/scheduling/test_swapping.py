@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from kvrelay.engine.batch import RowsFailed
 from kvrelay.kv.ablations import NullCache, TableCache
 from kvrelay.kv.cache import Cache
-from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.scheduling import swapping
-from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
-from kvrelay.scheduling.batching import BatchScheduler
+from kvrelay.scheduling.memory import swapping
 from kvrelay.scheduling.plan import PlanDraft, StepPlan
-from kvrelay.scheduling.registry import find_scheduler
+from kvrelay.scheduling.policies.scheduler_registry import find_scheduler
+from kvrelay.scheduling.scheduler import BatchScheduler
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.worker.step_loop import worker_batch
 from tests.fakes.hash_runner import HashRunner, expected_tokens
@@ -90,7 +90,7 @@ class World:
         if fault == "abort":
             self.abort_somebody(plan)
         num_available = self.pool.num_available
-        granted = self.pool.allocate(self.rng.choice([0, num_available // 2, num_available]), Owner.RESERVED)
+        granted = self.pool.allocate(self.rng.choice([0, num_available // 2, num_available]), BlockState.RESERVED)
         self.runner.pool_bytes[granted] = GARBAGE  # a one-sided write, before the step's copies are made
         if fault == "not executed":
             self.ended |= {s.key[0] for s in self.scheduler.fail_step(plan)}
@@ -102,7 +102,7 @@ class World:
             assert (self.runner.pool_bytes[granted] == GARBAGE).all(), "a copy wrote into a block that was granted"
             self.note_scored(plan)
             self.scheduler.commit(plan, result)
-        self.pool.release(granted, Owner.RESERVED)
+        self.pool.release(granted, BlockState.RESERVED)
         self.check()
 
     def note_scored(self, plan: StepPlan) -> None:
@@ -126,7 +126,7 @@ class World:
         self.pool.check_integrity()
         self.scheduler.swaps.check_integrity()
         self.scheduler.waiting.check_integrity()
-        assert self.pool.counts()[Owner.IN_FLIGHT] == 0
+        assert self.pool.counts()[BlockState.IN_FLIGHT] == 0
 
     def check_end(self) -> None:
         longest = self.runner.spec.max_model_len
@@ -215,9 +215,9 @@ def test_a_row_takes_a_block_in_the_step_that_copies_it_out() -> None:
     assert (first.state, second.state) == (SequenceState.RUNNING, SequenceState.SWAPPED)
     assert plan.swaps is not None
     assert set(first.table.ids.tolist()) & set(plan.swaps.out.blocks)
-    assert bench.pool.counts()[Owner.IN_FLIGHT] == len(plan.swaps.out.blocks)
+    assert bench.pool.counts()[BlockState.IN_FLIGHT] == len(plan.swaps.out.blocks)
     bench.scheduler.commit(plan, bench.forward(plan))
-    assert bench.pool.counts()[Owner.IN_FLIGHT] == 0
+    assert bench.pool.counts()[BlockState.IN_FLIGHT] == 0
 
 
 def test_an_abort_frees_the_slots_of_a_swapped_sequence() -> None:
@@ -242,10 +242,10 @@ def test_an_abort_before_the_copy_back_is_made_gives_nobody_its_blocks() -> None
     assert [row.sequence for row in plan.rows] == [third]
     assert plan.swaps is not None and [copy.sequence for copy in plan.swaps.returning] == [second]
     assert bench.scheduler.abort(second.key)
-    granted = bench.pool.allocate(bench.pool.num_available, Owner.RESERVED)
+    granted = bench.pool.allocate(bench.pool.num_available, BlockState.RESERVED)
     assert len(granted) == 8 - len(plan.swaps.back.blocks) - third.table.num_blocks
     bench.scheduler.commit(plan, bench.forward(plan))
-    assert bench.pool.counts()[Owner.FREE] == len(plan.swaps.back.blocks)
+    assert bench.pool.counts()[BlockState.FREE] == len(plan.swaps.back.blocks)
     assert bench.scheduler.swap_use.num_used_slots == 0
 
 
@@ -322,15 +322,15 @@ def test_blocks_of_a_prompt_for_a_handoff_stay_its_own() -> None:
     assert np.array_equal(sequence.table.ids, before)
 
 
-@pytest.mark.parametrize("gang", ["", "samples"])
-def test_steps_are_planned_ahead_while_nobody_can_come_back_from_the_host(gang: str) -> None:
+@pytest.mark.parametrize("group", ["", "samples"])
+def test_steps_are_planned_ahead_while_nobody_can_come_back_from_the_host(group: str) -> None:
     """And as soon as there is room, the next step is not: so it comes back as early as without overlap."""
     settings = SchedulerSettings(preemption="swap", num_swap_slots=16)
     bench = OverlappedBench(num_blocks=8, settings=settings, cache=False, eos=-1)
     first = bench.add([1] * 8, 18)
     others = [make_sequence([number] * 4, 12, f"other{number}") for number in (2, 3)]
     for other in others:
-        other.gang = gang
+        other.sample_group = group
         bench.sequences.append(other)
         bench.scheduler.add(other)
     while not bench.scheduler.num_preemptions:

@@ -19,10 +19,10 @@ from kvrelay.engine.batch import WorkerBatch, WorkerRow
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.sampling import BeamSpec, FinishReason, Sampling, TokenLogprobs
-from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.plan import SequenceOutput
-from kvrelay.scheduling.registry import BUILT_IN as SCHEDULERS
-from kvrelay.scheduling.registry import make_scheduler
+from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN as SCHEDULERS
+from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.simulated.model_facts import ModelFacts, read_facts
 from kvrelay.simulated.profiles import MeasuredProfile
@@ -70,7 +70,6 @@ def serve(
     **policy: object,
 ) -> Served:
     """All jobs through a step loop, in virtual time; `are_samples`: of one request."""
-    num_samples = len(jobs) if are_samples else 1
     spec, served = runner.spec, Served()
     limits = SchedulerLimits(token_budget, 8, spec.max_model_len, frozenset(spec.eos_token_ids))
     pool = BlockPool(spec.num_blocks, spec.block_size)
@@ -82,8 +81,8 @@ def serve(
         for output in outputs:
             number = output.sequence.key[2] if are_samples else int(output.sequence.key[0])
             served.scores.setdefault(number, []).extend(output.prompt_logprobs)
-            if output.token_id is not None:
-                served.output[number].append(output.token_id)
+            if output.token_ids:
+                served.output[number] += output.token_ids
                 served.at_s[number].append(asyncio.get_running_loop().time())
             if output.finish is not None:
                 served.results[number] = output
@@ -96,8 +95,9 @@ def serve(
     async def run() -> None:
         for number, (prompt, sampling) in enumerate(jobs):
             served.output[number], served.at_s[number] = [], []
-            key = (str(number), 1, 0) if num_samples == 1 else ("all", 1, number)
-            loop.add(new_sequence(key, prompt, sampling, spec.block_size, num_samples=num_samples))
+            key = ("all", 1, number) if are_samples else (str(number), 1, 0)
+            group = key[0] if are_samples else ""
+            loop.add(new_sequence(key, prompt, sampling, spec.block_size, sample_group=group))
         await loop.run(StepCallbacks(lambda plan: None, committed, failed))
 
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as virtual:
@@ -139,22 +139,22 @@ def test_outputs_are_the_continuations_whatever_the_batches_preemptions_and_shar
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("num_prompt", [1, 8, 9, 40, 45])
-def test_samples_draw_from_one_prompt(num_prompt: int, overlap: bool) -> None:
+def test_samples_compute_the_full_blocks_of_their_prompt_once(num_prompt: int, overlap: bool) -> None:
     prompt, sampling = list(range(3, 3 + num_prompt)), Sampling(seed=1, max_tokens=20, ignore_eos=True)
     served = serve(runner_of(), [(prompt, sampling)] * 6, overlap=overlap, are_samples=True)
-    assert served.num_prefill_tokens == num_prompt
+    num_shared = (num_prompt - 1) // 8 * 8  # blocks of 8 tokens
+    assert served.num_prefill_tokens == num_shared + 6 * (num_prompt - num_shared)
     for number, output in served.output.items():
         assert output == continuation(prompt, sampling, VOCABULARY, 320, number)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("num_prompt", [1, 8, 9, 45])
-def test_scores_of_a_prompt_are_computed_once_and_every_sample_has_them(num_prompt: int, overlap: bool) -> None:
+def test_every_sample_has_the_scores_of_the_prompt(num_prompt: int, overlap: bool) -> None:
     prompt = list(range(3, 3 + num_prompt))
     sampling = Sampling(seed=1, max_tokens=5, prompt_logprobs=2, ignore_eos=True)
     alone = serve(runner_of(), [(prompt, sampling)], overlap=overlap)
     served = serve(runner_of(), [(prompt, sampling)] * 4, overlap=overlap, are_samples=True)
-    assert served.num_prefill_tokens == num_prompt
     assert len(alone.scores[0]) == num_prompt - 1
     assert all(served.scores[number] == alone.scores[0] for number in range(4))
     for number, output in served.output.items():
@@ -214,7 +214,7 @@ def row_of(token_ids: list[int], blocks: np.ndarray, position: int = 0) -> Worke
 
 def draws_after(damage: str | None, num_prompt: int) -> list[int]:
     """The first tokens of many prompts, each after its last token was fed on its own, upon K/V that was damaged."""
-    drawn = []
+    drawn: list[int] = []
     for seed in range(20):
         prompt = random.Random(seed).choices(range(3, 50), k=num_prompt)
         runner, table = runner_of(), np.random.default_rng(seed).permutation(40)[: -(-num_prompt // 8)]
@@ -236,8 +236,7 @@ def draws_after(damage: str | None, num_prompt: int) -> list[int]:
             case "the tail's":
                 pool[table[-1]] = 0
         (result,) = runner.execute(WorkerBatch(2, [row_of(prompt[-1:], table, num_prompt - 1)])).rows
-        assert result.token_id is not None
-        drawn.append(result.token_id)
+        drawn += result.token_ids
     return drawn
 
 
@@ -268,11 +267,11 @@ def test_logprobs_are_those_of_a_distribution() -> None:
     prompt = list(range(3, 20))
     runner.add_sequence(KEY, sampling, prompt, len(prompt))
     (result,) = runner.execute(WorkerBatch(1, [row_of(prompt, np.arange(3))])).rows
-    assert result.logprobs is not None
-    assert result.logprobs.token_id == result.token_id == result.logprobs.top_ids[0]
-    assert len(set(result.logprobs.top_ids)) == len(result.logprobs.top_logprobs) == 4
-    assert result.logprobs.top_logprobs == sorted(result.logprobs.top_logprobs, reverse=True)
-    assert sum(map(math.exp, result.logprobs.top_logprobs)) < 1
+    (entry,) = result.logprobs
+    assert (entry.token_id,) == tuple(result.token_ids) == (entry.top_ids[0],)
+    assert len(set(entry.top_ids)) == len(entry.top_logprobs) == 4
+    assert entry.top_logprobs == sorted(entry.top_logprobs, reverse=True)
+    assert sum(map(math.exp, entry.top_logprobs)) < 1
     assert [each.token_id for each in result.prompt_logprobs] == prompt[1:]
     assert all(len(each.top_ids) == 2 and each.logprob < 0 for each in result.prompt_logprobs)
 

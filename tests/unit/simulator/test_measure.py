@@ -7,7 +7,7 @@ import pytest
 
 from kvrelay.engine.batch import ModelSpec, RowResult, StepResult, WorkerBatch
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.scheduling.cost import pairs
+from kvrelay.scheduling.step_cost import pairs
 from kvrelay.simulated.profiles import StepLoad
 from kvrelay_simulator.measure_command import main, measure
 
@@ -35,7 +35,7 @@ class Engine:
             num_pairs += pairs(row.position, len(row.token_ids))
             own_s += 5e-5 * len(row.token_ids) if row.is_prefill else 3e-4
         seconds = 2e-3 + own_s + 1e-8 * num_pairs
-        return StepResult(batch.step, [RowResult(None) for _ in batch.rows], seconds)
+        return StepResult(batch.step, [RowResult() for _ in batch.rows], seconds)
 
 
 @pytest.mark.parametrize("num_blocks", [40, 4096])

@@ -87,8 +87,8 @@ def test_units_are_part_of_the_names() -> None:
 
 @given(st.dictionaries(st.text(), st.floats(allow_nan=False), min_size=1))
 def test_labels_and_values_come_back(values: dict[str, float]) -> None:
-    text = metrics_page({"kvrelay.blocks": samples_by("owner", values)}).body.decode("utf-8", "surrogatepass")
-    assert parsed(text) == {("kvrelay_blocks", (("owner", owner),)): value for owner, value in values.items()}
+    text = metrics_page({"kvrelay.blocks": samples_by("state", values)}).body.decode("utf-8", "surrogatepass")
+    assert parsed(text) == {("kvrelay_blocks", (("state", owner),)): value for owner, value in values.items()}
 
 
 @given(st.lists(st.floats(0, 100)))

@@ -11,14 +11,15 @@ from dataclasses import dataclass, field
 import msgspec
 from hypothesis import strategies as st
 
-from kvrelay.engine.batch import RowsFailed, SequenceKey, StepResult, WorkerBatch
-from kvrelay.kv.pool import BlockPool, Owner
+from kvrelay.engine.batch import RowsFailed, StepResult, WorkerBatch
+from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.sampling import FinishReason, Sampling
-from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
-from kvrelay.scheduling.batching import BatchScheduler
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
-from kvrelay.scheduling.registry import find_scheduler
+from kvrelay.scheduling.policies.scheduler_registry import find_scheduler
+from kvrelay.scheduling.scheduler import BatchScheduler
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.worker.launch import choose_launcher
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
@@ -53,7 +54,12 @@ class Job:
 
     @property
     def sampling(self) -> Sampling:
-        plain = Sampling(temperature=0.0, max_tokens=self.max_tokens, prompt_logprobs=0 if self.scored else None)
+        plain = Sampling(
+            temperature=0.0,
+            max_tokens=self.max_tokens,
+            prompt_logprobs=0 if self.scored else None,
+            logprobs=0 if len(self.prompt) % 2 else None,
+        )
         if self.stop_at is None:
             return plain
         output = expected_tokens(self.prompt, plain, LONGEST)
@@ -82,8 +88,10 @@ jobs = st.lists(
 class FailingRunner(HashRunner):
     """Blames single sequences, or nobody: then the whole step fails. A forward computes when it is `let_run`."""
 
-    def __init__(self, fail_at: dict[SequenceKey, int], num_slots: int, *, blame: bool) -> None:
-        super().__init__(NUM_BLOCKS, BLOCK_SIZE, LONGEST, num_swap_slots=num_slots)
+    def __init__(
+        self, fail_at: dict[SequenceKey, int], num_slots: int, *, blame: bool, num_blocks: int = NUM_BLOCKS
+    ) -> None:
+        super().__init__(num_blocks, BLOCK_SIZE, LONGEST, num_swap_slots=num_slots)
         self.fail_at = fail_at
         self.blame = blame
         self.let_run = threading.Semaphore(0)
@@ -108,8 +116,8 @@ MakeRunner = Callable[[dict[SequenceKey, int], int], FailingRunner | QueuedRunne
 """Given what fails where, and the number of swap slots."""
 
 
-def failing(*, blame: bool) -> MakeRunner:
-    return lambda fail_at, num_slots: FailingRunner(fail_at, num_slots, blame=blame)
+def failing(*, blame: bool, num_blocks: int = NUM_BLOCKS) -> MakeRunner:
+    return lambda fail_at, num_slots: FailingRunner(fail_at, num_slots, blame=blame, num_blocks=num_blocks)
 
 
 @dataclass
@@ -120,13 +128,22 @@ class Served:
     finish: dict[int, FinishReason] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
     aborted: set[int] = field(default_factory=set)
+    most_tokens: int = 0  # that one step brought a sequence
 
 
 class Service:
     """A role around a step loop: adds jobs as steps go by, aborts, and writes into free blocks as a peer would."""
 
     def __init__(
-        self, wanted: list[Job], scheduler: str, num_slots: int, make_runner: MakeRunner, *, overlap: bool
+        self,
+        wanted: list[Job],
+        scheduler: str,
+        num_slots: int,
+        make_runner: MakeRunner,
+        *,
+        overlap: bool,
+        num_lookahead: int = 0,
+        num_blocks: int = NUM_BLOCKS,
     ) -> None:
         self.wanted = dict(enumerate(wanted))
         self.waiting = dict(self.wanted)
@@ -134,10 +151,11 @@ class Service:
         keys = {number: (f"r{number}", 1, 0) for number in self.wanted}
         fail_at = {keys[number]: job.fail_at for number, job in self.wanted.items() if job.fail_at is not None}
         self.runner = make_runner(fail_at, num_slots)
-        self.pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
+        self.pool = BlockPool(num_blocks, BLOCK_SIZE)
         limits = SchedulerLimits(24, 6, LONGEST, frozenset({EOS_TOKEN_ID}))
-        policy = SchedulerSettings(preemption="swap", num_swap_slots=num_slots)
-        built = find_scheduler(scheduler)(limits, self.pool, PrefixCache(self.pool), policy)
+        policy = SchedulerSettings(preemption="swap", num_swap_slots=num_slots, num_lookahead=num_lookahead)
+        self.cache = PrefixCache(self.pool)
+        built = find_scheduler(scheduler)(limits, self.pool, self.cache, policy)
         assert isinstance(built, BatchScheduler)
         self.scheduler = built
         launcher = choose_launcher(self.runner, overlap=overlap)
@@ -171,9 +189,11 @@ class Service:
         for output in outputs:
             number = int(output.sequence.key[0][1:])
             assert number not in self.served.finish and number not in self.served.failed | self.served.aborted
-            assert output.index == len(self.served.output[number]) or output.token_id is None
-            if output.token_id is not None:
-                self.served.output[number].append(output.token_id)
+            assert output.index == len(self.served.output[number]) or not output.token_ids
+            self.served.output[number] += output.token_ids
+            asked = output.sequence.sampling.logprobs is not None
+            assert [entry.token_id for entry in output.logprobs] == (list(output.token_ids) if asked else [])
+            self.served.most_tokens = max(self.served.most_tokens, len(output.token_ids))
             if output.finish is not None:
                 self.served.finish[number] = output.finish
             elif self.wanted[number].prefill_only and output.prefilled:
@@ -217,13 +237,13 @@ class Service:
         """Whatever is available may be written by others at once; and what is theirs nobody else may touch."""
         self.release()
         if self.num_steps % 3:
-            self.reserved = self.pool.allocate(min(2, self.pool.num_available), Owner.RESERVED)
+            self.reserved = self.pool.allocate(min(2, self.pool.num_available), BlockState.RESERVED)
             self.runner.pool_bytes[self.reserved] = 0xAB
 
     def release(self) -> None:
         mine = self.runner.pool_bytes[self.reserved]
         assert (mine == 0xAB).all(), "a step wrote into blocks that a peer had"
-        self.pool.release(self.reserved, Owner.RESERVED)
+        self.pool.release(self.reserved, BlockState.RESERVED)
         self.reserved = []
 
     async def serve(self) -> Served:
@@ -233,11 +253,25 @@ class Service:
         return self.served
 
 
-def serve(wanted: list[Job], scheduler: str, num_slots: int, make_runner: MakeRunner, *, overlap: bool) -> Service:
+def serve(
+    wanted: list[Job],
+    scheduler: str,
+    num_slots: int,
+    make_runner: MakeRunner,
+    *,
+    overlap: bool,
+    num_lookahead: int = 0,
+    num_blocks: int = NUM_BLOCKS,
+) -> Service:
     """To the end; nothing is left behind."""
-    service = Service(wanted, scheduler, num_slots, make_runner, overlap=overlap)
+    service = Service(
+        *(wanted, scheduler, num_slots, make_runner),
+        overlap=overlap,
+        num_lookahead=num_lookahead,
+        num_blocks=num_blocks,
+    )
     asyncio.run(service.serve())
-    assert service.pool.num_available == NUM_BLOCKS, "blocks were left behind"
+    assert service.pool.num_available == num_blocks, "blocks were left behind"
     assert service.runner.num_sequences == 0, "sampler state was left behind"
     assert not service.scheduler.in_progress
     assert service.scheduler.swap_use.num_used_slots == 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvrelay.protocol.messages import GroupLoad, PeerRef
-from kvrelay.scheduling.prefill_delay import DelayerSettings, RankLoad
+from kvrelay.scheduling.queue.prefill_delay import DelayerSettings, RankLoad
 from kvrelay.worker.delayer_group import KEPT_S, DelayerGroup
 from kvrelay.worker.prefill_delayer import PrefillDelayer
 

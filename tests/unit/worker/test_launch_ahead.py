@@ -17,9 +17,9 @@ from kvrelay.engine.batch import DeviceLost
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.sampling import BeamSpec, Sampling
-from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.plan import SequenceOutput
-from kvrelay.scheduling.registry import BUILT_IN, make_scheduler
+from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN, make_scheduler
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.telemetry.metrics_store import MetricsStore, StepRecord, read_metrics
 from kvrelay.telemetry.step_trace import StepEvent
@@ -44,6 +44,7 @@ def serve_queued(
     blame: bool = True,
     fails_at_launch: bool = False,
     mistakes: int = 0,
+    num_lookahead: int = 0,
 ) -> Service:
     made: list[QueuedRunner] = []
 
@@ -59,7 +60,7 @@ def serve_queued(
         made.append(runner)
         return runner
 
-    service = serve(wanted, scheduler, num_slots, make, overlap=overlap)
+    service = serve(wanted, scheduler, num_slots, make, overlap=overlap, num_lookahead=num_lookahead)
     made[0].close()
     return service
 
@@ -112,14 +113,12 @@ class Crowd:
             for index in range(request.num_samples):
                 key = (str(number), 1, index)
                 sampling = request.sampling
-                more = {"num_samples": request.num_samples}
-                self.loop.add(new_sequence(key, request.prompt, sampling, BLOCK_SIZE, **more))
+                self.loop.add(new_sequence(key, request.prompt, sampling, BLOCK_SIZE))
                 self.tokens[key] = []
 
     def committed(self, outputs: list[SequenceOutput]) -> None:
         for output in outputs:
-            if output.token_id is not None:
-                self.tokens[output.sequence.key].append(output.token_id)
+            self.tokens[output.sequence.key] += output.token_ids
             if output.beams:
                 self.beams[output.sequence.key] = [tuple(beam.token_ids) for beam in output.beams]
         self.pool.check_integrity()
@@ -207,7 +206,7 @@ class Watched:
         await asyncio.wait_for(self.loop.run(StepCallbacks(lambda plan: None, self._committed, self._fail)), PATIENCE_S)
 
     def _committed(self, outputs: list[SequenceOutput]) -> None:
-        self.tokens += [output.token_id for output in outputs if output.token_id is not None]
+        self.tokens += [token_id for output in outputs for token_id in output.token_ids]
         if any(output.finish for output in outputs):
             self.loop.stop()
 

@@ -12,9 +12,9 @@ from kvrelay.kv.table import BlockTable
 from kvrelay.protocol.codec import decode_body, encode_body
 from kvrelay.protocol.messages import LoadReport, PeerRef, Status
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.plan import PlannedRow, StepPlan
-from kvrelay.scheduling.registry import make_scheduler
+from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence, TokenBuffer
 from kvrelay.worker.load_report import PushClock, SpeedMeter, report_load
 

@@ -17,10 +17,10 @@ from kvrelay.engine.batch import StepResult, WorkerBatch
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.sampling import Sampling
-from kvrelay.scheduling.base import SchedulerLimits, SchedulerSettings
-from kvrelay.scheduling.batching import BatchScheduler
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
-from kvrelay.scheduling.registry import BUILT_IN, find_scheduler
+from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN, find_scheduler
+from kvrelay.scheduling.scheduler import BatchScheduler
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.telemetry.metrics_store import MetricsStore, StepRecord, read_metrics
 from kvrelay.telemetry.step_trace import Mark, StepEvent, StepEventName, StepTrace
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.engine.batch import SequenceKey
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.requests import OpenRequests
 
@@ -21,21 +21,8 @@ SAMPLES = {"a": 1, "b": 2, "c": 5}
 KEYS = st.sampled_from([(name, attempt, i) for name, n in SAMPLES.items() for attempt in range(3) for i in range(n)])
 
 
-class SlowTails:
-    """Which requests' samples are here, as it is told."""
-
-    def __init__(self) -> None:
-        self.begun: set[str] = set()
-
-    def begin(self, request: str) -> None:
-        self.begun.add(request)
-
-    def end(self, request: str) -> None:
-        self.begun.remove(request)
-
-
 @dataclass(eq=False)
-class Open:
+class OpenRequest:
     """What `OpenRequests` asks of a request."""
 
     sequence: Any
@@ -43,13 +30,12 @@ class Open:
 
 @given(st.lists(st.tuples(st.sampled_from(["add", "remove", "supersede"]), KEYS), max_size=60))
 def test_samples_are_found_as_by_going_through_all_requests(actions: list[tuple[str, SequenceKey]]) -> None:
-    tails = SlowTails()
-    context = cast("WorkerContext", SimpleNamespace(blocks=SimpleNamespace(tails=tails)))
-    requests: OpenRequests[Open] = OpenRequests(context, "prefill", lambda key, reason: requests.remove(key))
-    by_hand: list[Open] = []
+    context = cast("WorkerContext", SimpleNamespace())
+    requests: OpenRequests[OpenRequest] = OpenRequests(context, "prefill", lambda key, reason: requests.remove(key))
+    by_hand: list[OpenRequest] = []
     for action, key in actions:
         if action == "add" and key not in requests:
-            by_hand.append(Open(SimpleNamespace(key=key, num_samples=SAMPLES[key[0]])))
+            by_hand.append(OpenRequest(SimpleNamespace(key=key)))
             requests.add(by_hand[-1])
         elif action == "remove":
             requests.remove(key)
@@ -65,5 +51,4 @@ def test_samples_are_found_as_by_going_through_all_requests(actions: list[tuple[
         assert list(requests.values()) == by_hand
         for name in SAMPLES:
             assert list(requests.samples_of(name)) == [each for each in by_hand if each.sequence.key[0] == name]
-        assert tails.begun == {each.sequence.key[0] for each in by_hand if each.sequence.num_samples > 1}
     assert requests._samples.keys() == {key[0] for key in requests}, "nothing stays of what has ended"

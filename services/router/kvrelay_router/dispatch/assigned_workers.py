@@ -1,4 +1,4 @@
-"""The workers that one attempt rests on: P and D, and what became of decode workers that P could not hand over to."""
+"""The prefill and decode worker of one attempt, and the decode workers that were replaced during it."""
 
 from __future__ import annotations
 
@@ -11,51 +11,51 @@ from kvrelay_router.dispatch.load import WorkerKey, worker_key
 
 @dataclass(slots=True)
 class AssignedWorkers:
-    """Of one sequence's current attempt; D's are found and left within it, while P keeps the K/V."""
+    """Decode can change during an attempt, while prefill keeps the KV. A new prefill worker means a new attempt."""
 
     prefill: PeerRef | None = None
     decode: PeerRef | None = None
-    former: list[PeerRef] = field(default_factory=list)  # decode workers that were replaced within this attempt
-    excluded: set[WorkerKey] = field(default_factory=set)  # starts of workers that cannot decode this attempt
-    decode_wanted: bool = False  # FindDecode is out
-    gave_up: bool = False  # P was told that there is no decode worker, and will answer Failed
-    came_back: bool = False  # with `gave_up`: those that P could not reach are there again
+    replaced: list[PeerRef] = field(default_factory=list)  # earlier decode workers of this attempt
+    excluded: set[WorkerKey] = field(default_factory=set)  # incarnations that cannot decode this attempt
+    awaits_decode: bool = False  # FindDecode was returned and DecodeChosen has not come yet
+    has_no_decode: bool = False  # prefill was sent Reassign(None) and will answer with Failed
+    decode_returned: bool = False  # only with `has_no_decode`: the unreachable decode workers are ready again
 
     def present(self) -> list[PeerRef]:
-        """P and D, as far as there are any."""
-        return [leg for leg in (self.prefill, self.decode) if leg is not None]
+        """Returns the prefill and the decode worker, without those that are None."""
+        return [worker for worker in (self.prefill, self.decode) if worker is not None]
 
     def is_prefill(self, worker: PeerRef) -> bool:
-        """Whether it is P, of this incarnation."""
+        """Compares id and incarnation."""
         return _same(worker, self.prefill)
 
     def is_decode(self, worker: PeerRef) -> bool:
-        """Whether it is D, of this incarnation."""
+        """Compares id and incarnation."""
         return _same(worker, self.decode)
 
-    def is_former(self, worker: PeerRef) -> bool:
-        """Whether it was D, and was replaced."""
-        return any(_same(worker, former) for former in self.former)
+    def was_decode(self, worker: PeerRef) -> bool:
+        """Returns whether this worker decoded the attempt before another one replaced it."""
+        return any(_same(worker, replaced) for replaced in self.replaced)
 
     def lacks_decode(self, event: DecodeNeeded) -> bool:
-        """Whether the worker that P says it cannot hand over to is D."""
+        """Returns whether prefill cannot hand over to the present decode worker, or only to an earlier one."""
         if self.decode is None:
             return False
         return self.decode.peer_id in event.excluded if event.lacks is None else self.is_decode(event.lacks)
 
-    def leave(self, decode: PeerRef) -> None:
-        """D cannot have the sequence: another one is wanted."""
+    def exclude_decode(self, decode: PeerRef) -> None:
+        """Marks the present decode worker as replaced. `choose_decode` must follow."""
         self.excluded.add(worker_key(decode))
-        self.former.append(decode)
-        self.decode_wanted = True
+        self.replaced.append(decode)
+        self.awaits_decode = True
 
-    def choose(self, decode: PeerRef | None, *, came_back: bool) -> None:
-        """The one that was wanted; None: there is none."""
-        self.decode_wanted = False
+    def choose_decode(self, decode: PeerRef | None, *, returned: bool) -> None:
+        """Sets the new decode worker, or None if there is none."""
+        self.awaits_decode = False
         self.decode = decode
-        self.gave_up = decode is None
-        self.came_back = came_back
+        self.has_no_decode = decode is None
+        self.decode_returned = returned
 
 
-def _same(worker: PeerRef, leg: PeerRef | None) -> bool:
-    return leg is not None and worker.peer_id == leg.peer_id and worker.incarnation == leg.incarnation
+def _same(worker: PeerRef, assigned: PeerRef | None) -> bool:
+    return assigned is not None and worker.peer_id == assigned.peer_id and worker.incarnation == assigned.incarnation

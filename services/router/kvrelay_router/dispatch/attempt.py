@@ -1,25 +1,21 @@
-"""One sequence of a request over all its attempts: events in, instructions out, no I/O, no clock.
+"""The attempts of one sequence, as a state machine: events in, instructions out, no I/O and no clock.
 
 States of the current attempt:
 
-1. WAITING     numbered, but not placed: the shell is asked for workers, and may have to wait until there are some.
-2. PREFILLING  its messages are out. P computes (or D does, alone); the first token may have come, D has not committed.
-3. STREAMING   D's own tokens came, so D has committed, or works alone: P's fate does not matter any more.
-4. DONE        all tokens came, or a stop string matched, or the client left.
-5. FAILED      no attempt is left, or the failure would only repeat itself.
+1. WAITING     The attempt has a number but no workers. The driver may have to wait until workers are ready.
+2. PREFILLING  The prompt was sent to its workers. The first token may have come, but decode has not committed.
+3. STREAMING   Decode has committed, or works alone. A failure of prefill no longer matters.
+4. DONE        All tokens came, a stop string matched, or the client left.
+5. FAILED      The retry budget is exhausted, or the failure would only repeat.
 
-An attempt that fails is cancelled on both its workers, and the next one starts at 1 with the tokens already delivered.
-`max_attempts` bounds the attempts; `RetryBudget` says which ones do not count. Among those that do not count
-are the ones that were refused before anything was computed, that a worker gave up because we were silent, or that
-lacked a decode worker until those that it had lost came back. A router that stood still hears the second from all its
-workers, one after the other.
+A failed attempt is cancelled on both workers. The next attempt starts in state 1 and computes the tokens delivered so
+far as a part of its prompt. `RetryBudget` says which attempts count.
 
-Which of the tokens that come are delivered, and when, is `TokenIntake`'s.
+The machine sees no tokens. `TokenIntake` orders them, and `receive_tokens` reports the first and the last one here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import StrEnum
 
 import msgspec
@@ -33,41 +29,38 @@ from kvrelay.protocol.messages import (
     Prompt,
     Reassign,
     Stop,
-    TokenEntry,
     pack_tokens,
 )
 from kvrelay.protocol.sampling import FinishReason, Sampling
+from kvrelay.state_machine import IllegalEvent, Transition, TransitionTable, find_transition, transition_table
 from kvrelay_router.dispatch.assigned_workers import AssignedWorkers
 from kvrelay_router.dispatch.events import (
     AttemptFailed,
-    AwaitLost,
+    AwaitLostWorkers,
     Cancelled,
     DecodeChosen,
     DecodeNeeded,
-    Deliver,
+    DecodeStarted,
     Ended,
     Event,
     FindDecode,
     FindPlacement,
-    FirstTokenReceived,
-    IllegalEvent,
+    FirstTokenDelivered,
     Instruction,
     PlacementFailed,
     Send,
+    SequenceFinished,
     StopMatched,
-    TokensReceived,
     WorkerBack,
     WorkerLost,
     WorkersAssigned,
 )
-from kvrelay_router.dispatch.intake import Arrival, TokenIntake
-from kvrelay_router.dispatch.interface import SequenceDelta
 from kvrelay_router.dispatch.load import worker_key
 from kvrelay_router.dispatch.retry_budget import RetryBudget
 
 
 class AttemptState(StrEnum):
-    """See the module's text."""
+    """The states in the order of a request that succeeds. FAILED replaces DONE if it does not."""
 
     WAITING = "waiting"
     PREFILLING = "prefilling"
@@ -77,7 +70,7 @@ class AttemptState(StrEnum):
 
 
 class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What does not change over the attempts. `prompt` is packed once for all sequences of a request."""
+    """The parameters that all attempts share. `prompt` is packed once for all sequences of a request."""
 
     sequence: int
     prompt: bytes
@@ -85,111 +78,108 @@ class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling
     cache_salt: str = ""
     priority: int = 0
-    num_samples: int = 1  # of the request
-    max_attempts: int = 3  # that were tries of workers
+    num_samples: int = 1  # sequences of the request
+    max_attempts: int = 3  # that count, see `RetryBudget`
 
 
 class SequenceAttempts:
-    """The machine. It begins WAITING for its first `WorkersAssigned`.
-
-    Feed every event to `handle`, and do what it returns, in order.
-    """
+    """Starts WAITING for `WorkersAssigned`. Carry out the instructions of each event in order."""
 
     def __init__(self, spec: SequenceSpec) -> None:
         self.spec = spec
         self.state = AttemptState.WAITING
         self.attempt = 1
-        self._tries = RetryBudget(spec.max_attempts)
-        self._held_back = ""  # why, while all tries are spent and a lost worker is awaited
-        self._legs = AssignedWorkers()
+        self.num_resumed = 0  # tokens that earlier attempts delivered
+        self.is_streaming = False  # STREAMING, and a token of this attempt was delivered
+        self._has_tokens = False  # a token of this attempt was delivered
+        self._budget = RetryBudget(spec.max_attempts)
+        self._awaits_lost = ""  # the cause to retry for, while AwaitLostWorkers is in effect
+        self._workers = AssignedWorkers()
         self._avoid: set[str] = set()  # workers on which earlier attempts failed
-        self._intake = TokenIntake(
-            spec.sequence,
-            is_beam_search=spec.sampling.beams is not None,
-            prompt_logprobs_due=spec.sampling.prompt_logprobs is not None and spec.num_prompt_tokens > 1,
-        )
-
-    # -- for the shell ------------------------------------------------------------------------------------------------
 
     def handle(self, event: Event) -> list[Instruction]:
-        """Raises IllegalEvent, and changes nothing, where the table has no entry or the event contradicts the past."""
-        transition = _TRANSITIONS.get((self.state, type(event)))
-        if transition is None:
-            raise IllegalEvent(f"{type(event).__name__} in {self.state}")
-        return transition(self, event)
+        """Raises IllegalEvent, and changes nothing, if the event has no entry in the table or contradicts the past."""
+        return find_transition(TRANSITIONS, self.state, event)(self, event)
 
-    def next_delta(self, worker: PeerRef, entry: TokenEntry) -> SequenceDelta | None:
-        """A short cut for the next tokens of a stream, and nothing else. What `handle`
-        would deliver, where it would do nothing but that; else None, and nothing done: the event is for `handle`."""
-        is_ours = self.state is AttemptState.STREAMING and entry.attempt == self.attempt
-        return self._intake.next_delta(entry) if is_ours and self._legs.is_decode(worker) else None
-
-    @property
-    def output(self) -> list[int]:
-        """Tokens delivered, over all attempts."""
-        return self._intake.output
-
-    @property
-    def num_resumed(self) -> int:
-        """Of the output, what earlier attempts delivered."""
-        return self._intake.num_resumed
+    # -- what the driver reads ----------------------------------------------------------------------------------------
 
     @property
     def prefill(self) -> PeerRef | None:
-        """P of the current attempt."""
-        return self._legs.prefill
+        """The prefill worker of the current attempt."""
+        return self._workers.prefill
 
     @property
     def decode(self) -> PeerRef | None:
-        """D of the current attempt."""
-        return self._legs.decode
+        """The decode worker of the current attempt."""
+        return self._workers.decode
 
     @property
     def is_over(self) -> bool:
-        """No event changes anything any more."""
         return self.state in (AttemptState.DONE, AttemptState.FAILED)
 
     @property
-    def computes(self) -> PeerRef | None:
-        """Who still has the prompt, or a part of it, to compute."""
-        waits = self.state is AttemptState.PREFILLING and len(self.output) == self.num_resumed
-        return (self._legs.prefill or self._legs.decode) if waits else None
+    def computes_prompt(self) -> PeerRef | None:
+        """The worker that still has the prompt, or a part of it, to compute."""
+        if self.state is not AttemptState.PREFILLING or self._has_tokens:
+            return None
+        return self._workers.prefill or self._workers.decode
 
     @property
-    def handoff_is_to_come(self) -> bool:
-        """D has not committed yet."""
-        return self.state is AttemptState.PREFILLING and self._legs.prefill is not None
+    def awaits_handoff(self) -> bool:
+        """True if decode has not committed yet."""
+        return self.state is AttemptState.PREFILLING and self._workers.prefill is not None
 
     @property
     def lacks_decode(self) -> bool:
-        """P was told that there is no decode worker for what it has: it fails the attempt, which is not its fault."""
-        return self._legs.gave_up
+        """True if prefill was told that there is no decode worker. It fails the attempt, and is not at fault."""
+        return self._workers.has_no_decode
 
-    @property
-    def needs_decode(self) -> bool:
-        """More than one token is to come, so prefill alone is not enough."""
-        return self.spec.sampling.max_tokens - len(self.output) > 1
+    def needs_decode(self, num_output: int) -> bool:
+        """Returns whether more than one token has to come after these, so that prefill alone is not enough."""
+        return self.spec.sampling.max_tokens - num_output > 1
 
     def involves(self, worker: PeerRef) -> bool:
-        """Whether the current attempt rests on this incarnation of a worker."""
-        return self._legs.is_prefill(worker) or self._legs.is_decode(worker)
+        """Returns whether this incarnation is a worker of the current attempt."""
+        return self._workers.is_prefill(worker) or self._workers.is_decode(worker)
+
+    def accepts_tokens(self, worker: PeerRef, attempt: int, *, from_prefill: bool) -> bool:
+        """Returns False for tokens of the past: of an earlier attempt, or of a decode worker that was replaced.
+
+        Raises IllegalEvent if this worker cannot have such tokens.
+        """
+        state = self.state
+        if attempt != self.attempt or (state is not AttemptState.STREAMING and state is not AttemptState.PREFILLING):
+            if self.is_over or attempt < self.attempt:
+                return False
+            raise IllegalEvent(f"tokens of attempt {attempt}, but attempt {self.attempt} is {state}")
+        workers = self._workers
+        sender = workers.prefill if from_prefill else workers.decode
+        if sender is not None and worker.peer_id == sender.peer_id and worker.incarnation == sender.incarnation:
+            return True
+        if not from_prefill and workers.was_decode(worker):
+            return False
+        role = "prefill" if from_prefill else "decode"
+        raise IllegalEvent(f"{worker.peer_id} is not the {role} worker of this attempt")
 
     # -- placement ----------------------------------------------------------------------------------------------------
 
-    def _placed(self, event: WorkersAssigned) -> list[Instruction]:
+    def _workers_assigned(self, event: WorkersAssigned) -> list[Instruction]:
         if event.prefill is None and event.decode is None:
             raise IllegalEvent("a placement names at least one worker")
-        if event.decode is None and self.needs_decode:
+        num_output = len(event.output)
+        if event.decode is None and self.needs_decode(num_output):
             raise IllegalEvent("a placement without decode can give one token only")
-        self._legs = AssignedWorkers(event.prefill, event.decode)
+        self._workers = AssignedWorkers(event.prefill, event.decode)
+        self.num_resumed = num_output
         self.state = AttemptState.PREFILLING
+        spec = self.spec
         prompt = Prompt(
-            tokens=self.spec.prompt + pack_tokens(self.output) if self.output else self.spec.prompt,
-            num_output=len(self.output),
-            sampling=self.spec.sampling,
-            cache_salt=self.spec.cache_salt,
-            priority=self.spec.priority,
-            num_samples=self.spec.num_samples,
+            tokens=spec.prompt + pack_tokens(event.output) if event.output else spec.prompt,
+            num_output=num_output,
+            sampling=spec.sampling,
+            cache_salt=spec.cache_salt,
+            priority=spec.priority,
+            num_samples=spec.num_samples,
             timeout_s=event.timeout_s,
         )
         if event.prefill is not None:
@@ -197,177 +187,168 @@ class SequenceAttempts:
         assert event.decode is not None
         return [self._send(event.decode, Generate(prompt=prompt))]
 
-    def _not_placed(self, event: PlacementFailed) -> list[Instruction]:
+    def _placement_failed(self, event: PlacementFailed) -> list[Instruction]:
         self.state = AttemptState.FAILED
         return [Ended(event.reason)]
 
     def _decode_needed(self, event: DecodeNeeded) -> list[Instruction]:
         if self._is_stale(event.attempt):
             return []
-        legs = self._legs
-        if not legs.is_prefill(event.worker):
+        workers = self._workers
+        if not workers.is_prefill(event.worker):
             raise IllegalEvent(f"{event.worker.peer_id} does not prefill this attempt")
-        if legs.gave_up or legs.decode_wanted:
+        if workers.has_no_decode or workers.awaits_decode:
             return []
-        if legs.decode is None:
+        if workers.decode is None:
             raise IllegalEvent("no decode worker was named for this attempt")
-        if not legs.lacks_decode(event):
-            return [self._send(event.worker, Reassign(decode=legs.decode))]
-        return self._leave_decode(legs.decode, event.reason)
+        if not workers.lacks_decode(event):
+            return [self._send(event.worker, Reassign(decode=workers.decode))]
+        return self._replace_decode(workers.decode, event.reason)
 
     def _decode_needed_late(self, event: DecodeNeeded) -> list[Instruction]:
-        """P does not know that D has committed: it may let go."""
-        if self._is_stale(event.attempt) or not self._legs.is_prefill(event.worker):
+        """Prefill does not know that decode has committed. Reassign(None) lets it free the KV."""
+        if self._is_stale(event.attempt) or not self._workers.is_prefill(event.worker):
             return []
-        if not self._legs.lacks_decode(event):
+        if not self._workers.lacks_decode(event):
             return []
         return [self._send(event.worker, Reassign(decode=None))]
 
-    def _leave_decode(self, decode: PeerRef, cause: str) -> list[Instruction]:
-        """P keeps the K/V; only the decode worker changes. The old one is told, in case it lives."""
-        self._legs.leave(decode)
+    def _replace_decode(self, decode: PeerRef, cause: str) -> list[Instruction]:
+        """Prefill keeps the KV, only the decode worker changes. The old one gets a Cancel in case it is alive."""
+        self._workers.exclude_decode(decode)
         return [
             self._send(decode, Cancel(reason=f"reassigned: {cause}")),
-            FindDecode(cause, frozenset(self._legs.excluded)),
+            FindDecode(cause, frozenset(self._workers.excluded)),
         ]
 
     def _decode_chosen(self, event: DecodeChosen) -> list[Instruction]:
-        legs = self._legs
-        if not legs.decode_wanted or legs.prefill is None:
+        workers = self._workers
+        if not workers.awaits_decode or workers.prefill is None:
             raise IllegalEvent("no decode worker was asked for")
-        if event.decode is not None and worker_key(event.decode) in legs.excluded:
+        if event.decode is not None and worker_key(event.decode) in workers.excluded:
             raise IllegalEvent(f"{event.decode.peer_id} is excluded")
-        legs.choose(event.decode, came_back=event.came_back)
-        return [self._send(legs.prefill, Reassign(decode=event.decode))]
+        workers.choose_decode(event.decode, returned=event.returned)
+        return [self._send(workers.prefill, Reassign(decode=event.decode))]
 
     # -- tokens -------------------------------------------------------------------------------------------------------
 
-    def _first_token(self, event: FirstTokenReceived) -> list[Instruction]:
-        if self._is_stale(event.attempt):
-            return []
-        if not self._legs.is_prefill(event.worker):
-            raise IllegalEvent(f"{event.worker.peer_id} does not prefill this attempt")
-        self._intake.check(event.body, has_prompt=True)
-        return self._take(event.body)
-
-    def _tokens(self, event: TokensReceived) -> list[Instruction]:
-        entry = event.entry
-        if self._is_stale(entry.attempt):
-            return []
-        if not self._legs.is_decode(event.worker):
-            if self._legs.is_former(event.worker):
-                return []
-            raise IllegalEvent(f"{event.worker.peer_id} does not decode this attempt")
-        self._intake.check(entry, has_prompt=self._legs.prefill is None)
-        self.state = AttemptState.STREAMING
-        if entry.usage is not None:
-            self._intake.usage = entry.usage
-        instructions = self._take(entry)
-        if entry.finish is FinishReason.ABORT and not self.is_over:
-            instructions += self._retry(f"{event.worker.peer_id} gave the sequence up", event.worker)
-        return instructions
-
-    def _take(self, arrival: Arrival) -> list[Instruction]:
-        deltas = self._intake.take(arrival)
-        instructions: list[Instruction] = [Deliver(delta) for delta in deltas]
-        if deltas and deltas[-1].finish is not None:
-            self.state = AttemptState.DONE
-            instructions.append(Ended(None))
-        return instructions
-
-    # -- ends and new beginnings --------------------------------------------------------------------------------------
-
-    def _worker_lost(self, event: WorkerLost) -> list[Instruction]:
-        legs = self._legs
-        cause = f"{event.worker.peer_id} is lost: {event.reason}"
-        if legs.is_prefill(event.worker):
-            return self._retry(cause, event.worker, is_void=event.gave_us_up, is_silent=True)
-        if legs.decode is None or legs.decode_wanted or not legs.is_decode(event.worker):
-            return []
-        if legs.prefill is None:
-            return self._retry(cause, event.worker, is_void=event.gave_us_up, is_silent=True)
-        return self._leave_decode(legs.decode, cause)
-
-    def _worker_lost_late(self, event: WorkerLost) -> list[Instruction]:
-        is_prefill = self._legs.is_prefill(event.worker)
-        if self._legs.is_decode(event.worker) or (is_prefill and self._intake.prompt_logprobs_due):
-            cause = f"{event.worker.peer_id} is lost: {event.reason}"
-            return self._retry(cause, event.worker, is_void=event.gave_us_up, is_silent=True)
+    def _first_token_delivered(self, event: FirstTokenDelivered) -> list[Instruction]:
+        self._has_tokens = True
+        self.is_streaming = self.state is AttemptState.STREAMING
         return []
 
+    def _decode_started(self, event: DecodeStarted) -> list[Instruction]:
+        self.state = AttemptState.STREAMING
+        self.is_streaming = self._has_tokens
+        return []
+
+    def _finished(self, event: SequenceFinished) -> list[Instruction]:
+        self.state = AttemptState.DONE
+        return [Ended(None)]
+
+    @property
+    def _needs_prefill_output(self) -> bool:
+        """Prompt log-probabilities come from prefill alone, and are delivered with the first token of the sequence."""
+        wants_scores = self.spec.sampling.prompt_logprobs is not None and self.spec.num_prompt_tokens > 1
+        return wants_scores and not self._has_tokens and not self.num_resumed
+
+    # -- failures and retries -----------------------------------------------------------------------------------------
+
+    def _worker_lost(self, event: WorkerLost) -> list[Instruction]:
+        workers = self._workers
+        if workers.is_prefill(event.worker):
+            return self._retry_after_loss(event)
+        if workers.decode is None or workers.awaits_decode or not workers.is_decode(event.worker):
+            return []
+        if workers.prefill is None:
+            return self._retry_after_loss(event)
+        return self._replace_decode(workers.decode, _cause_of(event))
+
+    def _worker_lost_late(self, event: WorkerLost) -> list[Instruction]:
+        is_prefill = self._workers.is_prefill(event.worker)
+        if self._workers.is_decode(event.worker) or (is_prefill and self._needs_prefill_output):
+            return self._retry_after_loss(event)
+        return []
+
+    def _retry_after_loss(self, event: WorkerLost) -> list[Instruction]:
+        counts = not event.lost_by_worker
+        return self._retry(_cause_of(event), event.worker, event.num_output, counts=counts, is_lost=True)
+
     def _attempt_failed(self, event: AttemptFailed) -> list[Instruction]:
-        if self._is_stale(event.attempt) or self._legs.is_former(event.worker):
+        workers = self._workers
+        if self._is_stale(event.attempt) or workers.was_decode(event.worker):
             return []
         if not self.involves(event.worker):
-            raise IllegalEvent(f"{event.worker.peer_id} has no part in this attempt")
-        if event.retriable or self._legs.gave_up:
-            return self._retry(event.cause, event.worker, is_void=event.refused or self._legs.came_back)
+            raise IllegalEvent(f"{event.worker.peer_id} is not a worker of this attempt")
+        if event.retriable or workers.has_no_decode:
+            counts = not (event.refused or workers.decode_returned)
+            return self._retry(event.cause, event.worker, event.num_output, counts=counts)
         return self._fail(event.cause)
 
     def _attempt_failed_late(self, event: AttemptFailed) -> list[Instruction]:
-        is_prefill = self._legs.is_prefill(event.worker)
-        if is_prefill and not self._is_stale(event.attempt) and not self._intake.prompt_logprobs_due:
+        is_prefill = self._workers.is_prefill(event.worker)
+        if is_prefill and not self._is_stale(event.attempt) and not self._needs_prefill_output:
             return []
         return self._attempt_failed(event)
 
     def _retry(
-        self, cause: str, worker: PeerRef, *, is_void: bool = False, is_silent: bool = False
+        self, cause: str, worker: PeerRef, num_output: int, *, counts: bool, is_lost: bool = False
     ) -> list[Instruction]:
-        if 0 < self.spec.sampling.max_tokens <= len(self.output):
+        if 0 < self.spec.sampling.max_tokens <= num_output:
             self.state = AttemptState.DONE
-            delta = SequenceDelta(self.spec.sequence, [], finish=FinishReason.LENGTH)
-            return [*self._tell_legs(Cancel(reason=cause)), Deliver(delta), Ended(None)]
-        silent = worker_key(worker) if is_silent else None
-        self._tries.ended(is_void=is_void, num_tokens=len(self.output) - self.num_resumed, silent=silent)
-        if self._tries.are_spent:
+            return [*self._send_to_all(Cancel(reason=cause)), Ended(None, FinishReason.LENGTH)]
+        lost_worker = worker_key(worker) if is_lost else None
+        num_tokens = num_output - self.num_resumed
+        self._budget.attempt_failed(counts=counts, num_tokens=num_tokens, lost_worker=lost_worker)
+        if self._budget.is_exhausted:
             cause = f"{cause} (attempt {self.attempt}, the last)"
-            if not self._tries.may_recover:
+            if not self._budget.may_recover:
                 return self._fail(cause)
-        instructions = self._tell_legs(Cancel(reason=cause))
-        self._avoid |= {worker.peer_id}
-        if self._legs.gave_up:  # of P and those that it could not reach, which belong together, any may be to blame
-            self._avoid |= {worker_id for worker_id, _ in self._legs.excluded}
-        self._legs = AssignedWorkers()
-        self._intake.begin_attempt()
+        instructions = self._send_to_all(Cancel(reason=cause))
+        self._avoid.add(worker.peer_id)
+        if self._workers.has_no_decode:  # the fault may be prefill's, or that of any worker it could not reach
+            self._avoid |= {worker_id for worker_id, _ in self._workers.excluded}
+        self._workers = AssignedWorkers()
+        self._has_tokens = self.is_streaming = False
+        self.num_resumed = num_output
         self.attempt += 1
         self.state = AttemptState.WAITING
-        if self._tries.are_spent:
-            self._held_back = cause
-            return [*instructions, AwaitLost(cause)]
-        delay_s = self._tries.pause_s if is_void else 0.0
+        if self._budget.is_exhausted:
+            self._awaits_lost = cause
+            return [*instructions, AwaitLostWorkers(cause)]
+        delay_s = 0.0 if counts else self._budget.pause_s
         return [*instructions, FindPlacement(self.attempt, cause, frozenset(self._avoid), delay_s)]
 
     def _worker_back(self, event: WorkerBack) -> list[Instruction]:
-        self._tries.heard_again(worker_key(event.worker))
-        if not self._held_back or self._tries.are_spent:
+        self._budget.worker_returned(worker_key(event.worker))
+        if not self._awaits_lost or self._budget.is_exhausted:
             return []
-        cause, self._held_back = self._held_back, ""
+        cause, self._awaits_lost = self._awaits_lost, ""
         return [FindPlacement(self.attempt, cause, frozenset(self._avoid))]
 
     def _fail(self, cause: str) -> list[Instruction]:
         self.state = AttemptState.FAILED
-        return [*self._tell_legs(Cancel(reason=cause)), Ended(cause)]
+        return [*self._send_to_all(Cancel(reason=cause)), Ended(cause)]
+
+    # -- the client ---------------------------------------------------------------------------------------------------
 
     def _stop_matched(self, event: StopMatched) -> list[Instruction]:
         self.state = AttemptState.DONE
-        return [*self._tell_legs(Stop()), Ended(None)]
+        return [*self._send_to_all(Stop()), Ended(None)]
 
     def _cancelled(self, event: Cancelled) -> list[Instruction]:
         self.state = AttemptState.DONE
-        return [*self._tell_legs(Cancel(reason=event.reason)), Ended(None)]
+        return [*self._send_to_all(Cancel(reason=event.reason)), Ended(None)]
+
+    # -- inside -------------------------------------------------------------------------------------------------------
 
     def _ignore(self, event: Event) -> list[Instruction]:
         return []
 
-    def _ignore_stale(
-        self, event: FirstTokenReceived | TokensReceived | DecodeNeeded | AttemptFailed
-    ) -> list[Instruction]:
-        attempt = event.entry.attempt if isinstance(event, TokensReceived) else event.attempt
-        if not self._is_stale(attempt):
-            raise IllegalEvent(f"{type(event).__name__} for attempt {attempt}, which is not placed yet")
+    def _ignore_stale(self, event: DecodeNeeded | AttemptFailed) -> list[Instruction]:
+        if not self._is_stale(event.attempt):
+            raise IllegalEvent(f"{type(event).__name__} for attempt {event.attempt}, which is not placed yet")
         return []
-
-    # -- inside -------------------------------------------------------------------------------------------------------
 
     def _is_stale(self, attempt: int) -> bool:
         if attempt > self.attempt:
@@ -377,18 +358,21 @@ class SequenceAttempts:
     def _send(self, worker: PeerRef, body: AnyBody) -> Send:
         return Send(worker, self.attempt, body)
 
-    def _tell_legs(self, body: AnyBody) -> list[Instruction]:
-        """To both, always: a worker that does not know the request yet remembers it."""
-        return [self._send(leg, body) for leg in self._legs.present()]
+    def _send_to_all(self, body: AnyBody) -> list[Instruction]:
+        """A worker that does not know the request yet remembers a Cancel or Stop, so both always get it."""
+        return [self._send(worker, body) for worker in self._workers.present()]
 
 
-_Transition = Callable[..., list[Instruction]]
+def _cause_of(event: WorkerLost) -> str:
+    return f"{event.worker.peer_id} is lost: {event.reason}"
+
+
 _M = SequenceAttempts
-_UNPLACED: dict[type[object], _Transition] = {
-    WorkersAssigned: _M._placed,
-    PlacementFailed: _M._not_placed,
-    FirstTokenReceived: _M._ignore_stale,
-    TokensReceived: _M._ignore_stale,
+_Row = dict[type[object], Transition[Instruction]]
+
+_WAITING: _Row = {
+    WorkersAssigned: _M._workers_assigned,
+    PlacementFailed: _M._placement_failed,
     DecodeNeeded: _M._ignore_stale,
     AttemptFailed: _M._ignore_stale,
     WorkerLost: _M._ignore,
@@ -396,10 +380,11 @@ _UNPLACED: dict[type[object], _Transition] = {
     StopMatched: _M._stop_matched,
     Cancelled: _M._cancelled,
 }
-_BEFORE_COMMIT: dict[type[object], _Transition] = {
+_PREFILLING: _Row = {
     DecodeChosen: _M._decode_chosen,
-    FirstTokenReceived: _M._first_token,
-    TokensReceived: _M._tokens,
+    FirstTokenDelivered: _M._first_token_delivered,
+    DecodeStarted: _M._decode_started,
+    SequenceFinished: _M._finished,
     DecodeNeeded: _M._decode_needed,
     AttemptFailed: _M._attempt_failed,
     WorkerLost: _M._worker_lost,
@@ -407,9 +392,9 @@ _BEFORE_COMMIT: dict[type[object], _Transition] = {
     StopMatched: _M._stop_matched,
     Cancelled: _M._cancelled,
 }
-_AFTER_COMMIT: dict[type[object], _Transition] = {
-    FirstTokenReceived: _M._first_token,
-    TokensReceived: _M._tokens,
+_STREAMING: _Row = {
+    FirstTokenDelivered: _M._first_token_delivered,
+    SequenceFinished: _M._finished,
     DecodeNeeded: _M._decode_needed_late,
     AttemptFailed: _M._attempt_failed_late,
     WorkerLost: _M._worker_lost_late,
@@ -417,19 +402,13 @@ _AFTER_COMMIT: dict[type[object], _Transition] = {
     StopMatched: _M._stop_matched,
     Cancelled: _M._cancelled,
 }
-_AFTER_END: dict[type[object], _Transition] = dict.fromkeys(
-    (FirstTokenReceived, TokensReceived, DecodeNeeded, AttemptFailed, WorkerLost, WorkerBack, StopMatched, Cancelled),
-    _M._ignore,
+_OVER: _Row = dict.fromkeys((DecodeNeeded, AttemptFailed, WorkerLost, WorkerBack, StopMatched, Cancelled), _M._ignore)
+TRANSITIONS: TransitionTable[Instruction] = transition_table(
+    {
+        AttemptState.WAITING: _WAITING,
+        AttemptState.PREFILLING: _PREFILLING,
+        AttemptState.STREAMING: _STREAMING,
+        AttemptState.DONE: _OVER,
+        AttemptState.FAILED: _OVER,
+    }
 )
-_TRANSITIONS: dict[tuple[AttemptState, type[object]], _Transition] = {
-    (state, event): transition
-    for state, row in {
-        AttemptState.WAITING: _UNPLACED,
-        AttemptState.PREFILLING: _BEFORE_COMMIT,
-        AttemptState.STREAMING: _AFTER_COMMIT,
-        AttemptState.DONE: _AFTER_END,
-        AttemptState.FAILED: _AFTER_END,
-    }.items()
-    for event, transition in row.items()
-}
-"""(state, event) to what happens. What is not here is illegal."""

@@ -54,7 +54,7 @@ class Breakers:
         self._workers: dict[WorkerKey, _Breaker] = {}
 
     @property
-    def are_watching(self) -> bool:
+    def has_failures(self) -> bool:
         """Whether a worker has failed lately, so that a success matters."""
         return bool(self._workers)
 

@@ -16,16 +16,14 @@ from typing import Any
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import LinkEvent
 from kvrelay.protocol.sampling import FinishReason
-from kvrelay.telemetry.event_log import EventLog
+from kvrelay.telemetry.event_log import EventLog, recorded
 from kvrelay.telemetry.tracer import Tracer
+from kvrelay_router.dispatch.active_requests import ActiveRequest, ActiveSequence, DispatchSettings
 from kvrelay_router.dispatch.attempt import SequenceAttempts, SequenceSpec
 from kvrelay_router.dispatch.attempt_driver import AttemptDriver
-from kvrelay_router.dispatch.events import (
-    Cancelled,
-    StopMatched,
-    WorkerBack,
-)
+from kvrelay_router.dispatch.events import Cancelled, StopMatched, WorkerBack
 from kvrelay_router.dispatch.inbox import Inbox
+from kvrelay_router.dispatch.intake import TokenIntake
 from kvrelay_router.dispatch.interface import (
     GenerateRequest,
     ModelLimits,
@@ -38,7 +36,6 @@ from kvrelay_router.dispatch.load import OutstandingLoad
 from kvrelay_router.dispatch.placement import Placement, PromptPrefixes
 from kvrelay_router.dispatch.records import RequestRecord, RequestRecords
 from kvrelay_router.dispatch.running_request import PushQueue, RunningRequest
-from kvrelay_router.dispatch.running_sequence import DispatchSettings, Running, RunningSequence
 from kvrelay_router.dispatch.timeline import latency_of, timeline_of
 from kvrelay_router.dispatch.tracing import AttemptTracing
 from kvrelay_router.fleet_view import FleetView, KnownWorker, WorkerState
@@ -83,16 +80,16 @@ class RouterDispatcher:
         self.view = FleetView(self.load, self._on_state)
         self.messenger = open_messenger(self._on_event)
         self._placement = self._make_placement()
-        self._runner = self._make_runner()
+        self._driver = self._make_driver()
         self.watch = self._make_watch(list_workers, static)
         self._records = RequestRecords(max(self.settings.num_recent_requests, 2 * self.settings.max_requests))
-        self._running: dict[RunningRequest, Running] = {}
-        self._sequences: dict[tuple[str, int], RunningSequence] = {}
+        self._running: dict[RunningRequest, ActiveRequest] = {}
+        self._sequences: dict[tuple[str, int], ActiveSequence] = {}
         self._counts: Counter[str] = Counter()
         self._pushes = PushQueue()
         self._inbox = Inbox(
             self._sequences,
-            self._runner,
+            self._driver,
             self._placement,
             self.view,
             self.messenger.send,
@@ -113,7 +110,7 @@ class RouterDispatcher:
             lately_s=HEARD_LATELY_SIGNS * self.messenger.alive_interval_s,
         )
 
-    def _make_runner(self) -> AttemptDriver:
+    def _make_driver(self) -> AttemptDriver:
         return AttemptDriver(
             self.messenger.send,
             self._placement,
@@ -121,7 +118,6 @@ class RouterDispatcher:
             self._sequence_ended,
             self.settings.wait_for_worker_s,
             self._tracing,
-            is_recorded=self._events is not None,
         )
 
     def _make_watch(self, list_workers: ListWorkers | None, static: StaticWorkers | None) -> FleetWatch:
@@ -129,7 +125,7 @@ class RouterDispatcher:
             self.view,
             list_workers,
             self.messenger.send,
-            self._runner.place_waiting,
+            self._driver.place_waiting,
             static=static,
             registry_interval_s=self.settings.registry_interval_s,
             status_interval_s=self.settings.status_interval_s,
@@ -215,7 +211,7 @@ class RouterDispatcher:
         running = self._begin(request, prompt)
         try:
             for sequence in list(running.sequences.values()):
-                self._runner.place(sequence, decision, "")
+                self._driver.place(sequence, decision, "")
         except Exception as error:
             self._end(running, "failed", RequestFailed(str(error)))
             raise
@@ -254,9 +250,9 @@ class RouterDispatcher:
             "requests": {
                 "running": len(self._running),
                 "running_sequences": len(self._sequences),
-                "sequences_waiting_for_worker": self._runner.num_waiting,
-                "retries": self._runner.num_retries,
-                "protocol_errors": self._runner.num_illegal,
+                "sequences_waiting_for_worker": self._driver.num_waiting,
+                "retries": self._driver.num_retries,
+                "protocol_errors": self._driver.num_illegal,
                 **{outcome: self._counts[outcome] for outcome in OUTCOMES},
             },
             "fallback": {
@@ -265,7 +261,7 @@ class RouterDispatcher:
                 "reason": fallbacks.reason,
             },
             "placements": self._placement.num_placed,
-            "cache": self._runner.cache.as_json(),
+            "cache": self._driver.cache.as_json(),
             "prefix_index": self._index.describe() if self._index is not None else {"state": "off"},
         }
 
@@ -306,12 +302,12 @@ class RouterDispatcher:
         if self._records.get(request.request_id) is not None:
             raise ValueError(f"request id {request.request_id} was used already")
 
-    def _begin(self, request: GenerateRequest, prefixes: PromptPrefixes) -> Running:
+    def _begin(self, request: GenerateRequest, prefixes: PromptPrefixes) -> ActiveRequest:
         handle = RunningRequest(request, self._stop, self._cancel, self._pushes)
         record = RequestRecord(request)
         loop = asyncio.get_running_loop()
         timer = loop.call_later(request.timeout_s, self._deadline_passed, handle)
-        running = Running(handle, record, time.monotonic() + request.timeout_s, timer, prefixes)
+        running = ActiveRequest(handle, record, time.monotonic() + request.timeout_s, timer, prefixes)
         for index in range(request.num_sequences):
             spec = SequenceSpec(
                 sequence=index,
@@ -323,18 +319,26 @@ class RouterDispatcher:
                 num_samples=request.num_sequences,
                 max_attempts=self.settings.max_attempts,
             )
-            machine = SequenceAttempts(spec)
-            if self._events is not None:
-                self._events.watch("attempts", (record.request_id, 0, index), machine, spec)
-            sequence = RunningSequence(index, machine, running, record.sequences[index])
+            sequence = self._make_sequence(spec, running)
             running.sequences[index] = self._sequences[request.request_id, index] = sequence
         self._running[handle] = running
         self._records.add(record)
         self._counts["submitted"] += 1
         return running
 
-    def _sequence_ended(self, sequence: RunningSequence, error: str | None) -> None:
-        running = sequence.running
+    def _make_sequence(self, spec: SequenceSpec, running: ActiveRequest) -> ActiveSequence:
+        is_beam_search = spec.sampling.beams is not None
+        prompt_logprobs_due = spec.sampling.prompt_logprobs is not None and spec.num_prompt_tokens > 1
+        attempts = SequenceAttempts(spec)
+        intake = TokenIntake(spec.sequence, is_beam_search=is_beam_search, prompt_logprobs_due=prompt_logprobs_due)
+        key = running.record.request_id, 0, spec.sequence
+        handle_event = recorded(self._events, "attempts", key, attempts, spec)
+        handle_entry = recorded(self._events, "intake", key, intake, spec.sequence, is_beam_search, prompt_logprobs_due)
+        history = running.record.sequences[spec.sequence]
+        return ActiveSequence(spec.sequence, attempts, intake, handle_event, handle_entry, running, history)
+
+    def _sequence_ended(self, sequence: ActiveSequence, error: str | None) -> None:
+        running = sequence.request
         del self._sequences[sequence.request_id, sequence.index]
         del running.sequences[sequence.index]
         sequence.record.finished_ms = running.record.elapsed_ms()
@@ -346,15 +350,15 @@ class RouterDispatcher:
         if not running.sequences and running.handle in self._running:
             self._forget(running)
 
-    def _end(self, running: Running, outcome: str, error: RequestFailed) -> None:
+    def _end(self, running: ActiveRequest, outcome: str, error: RequestFailed) -> None:
         """Cancels all unfinished sequences; the client, if it still listens, gets the error."""
         if running.outcome == "finished":
             running.outcome, running.record.error = outcome, str(error)
         running.handle.fail(error)
         for sequence in list(running.sequences.values()):
-            self._runner.feed(sequence, Cancelled(str(error)))
+            self._driver.feed(sequence, Cancelled(str(error)))
 
-    def _forget(self, running: Running) -> None:
+    def _forget(self, running: ActiveRequest) -> None:
         del self._running[running.handle]
         running.deadline_timer.cancel()
         running.record.state = running.outcome
@@ -366,7 +370,7 @@ class RouterDispatcher:
         found = self._sequences.get((handle.request.request_id, sequence))
         if found is not None:
             found.record.finish = FinishReason.STOP_STRING.value
-            self._runner.feed(found, StopMatched())
+            self._driver.feed(found, StopMatched())
 
     def _cancel(self, handle: RunningRequest) -> None:
         running = self._running.get(handle)
@@ -389,4 +393,4 @@ class RouterDispatcher:
         log.info("worker %s is %s: %s", worker.record.worker_id, state, reason)
         if state in (WorkerState.READY, WorkerState.DRAINING):
             for sequence in list(self._sequences.values()):
-                self._runner.feed(sequence, WorkerBack(worker.peer))
+                self._driver.feed(sequence, WorkerBack(worker.peer))

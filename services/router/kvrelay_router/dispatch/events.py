@@ -1,106 +1,115 @@
-"""What can happen to a sequence, and what the router then does: plain data between machine and shell.
-
-Structs and not dataclasses, because several are made for every token: one costs a tenth of a frozen dataclass.
-"""
+"""Events and instructions of the attempt machine: plain data between the machine and `AttemptDriver`."""
 
 from __future__ import annotations
 
 import msgspec
 
-from kvrelay.protocol.messages import AnyBody, FirstToken, PeerRef, TokenEntry
-from kvrelay_router.dispatch.interface import SequenceDelta
+from kvrelay.protocol.messages import AnyBody, PeerRef
+from kvrelay.protocol.sampling import FinishReason
 from kvrelay_router.dispatch.load import WorkerKey
 
-
-class IllegalEvent(Exception):
-    """An event that cannot happen in this state. Nothing was changed."""
-
-
-# -- events -----------------------------------------------------------------------------------------------------------
+# -- events from placement --------------------------------------------------------------------------------------------
 
 
 class WorkersAssigned(msgspec.Struct, frozen=True):
-    """The shell found workers. At least one is named; without `prefill`, `decode` computes the prompt itself."""
+    """At least one worker is set. Without `prefill`, `decode` computes the prompt itself.
+
+    `timeout_s` is the rest of the request's deadline. `output` are the tokens delivered by earlier attempts: this
+    attempt computes them again as a part of the prompt.
+    """
 
     prefill: PeerRef | None
     decode: PeerRef | None
-    timeout_s: float  # what is left of the request's deadline
+    timeout_s: float
+    output: list[int] = []
 
 
 class PlacementFailed(msgspec.Struct, frozen=True):
-    """No workers came in time."""
+    """No worker became ready in time."""
 
     reason: str
 
 
 class DecodeChosen(msgspec.Struct, frozen=True):
-    """The answer to `FindDecode`; None: there is no other.
+    """Answers `FindDecode`. `decode` is None if there is no other worker.
 
-    `came_back`, with None: those that were lost are there again, but have forgotten this attempt.
+    `returned`, only with None: the lost decode workers are ready again, but have forgotten this attempt.
     """
 
     decode: PeerRef | None
-    came_back: bool = False
+    returned: bool = False
 
 
-class FirstTokenReceived(msgspec.Struct, frozen=True):
-    """FirstToken from P."""
-
-    worker: PeerRef
-    attempt: int
-    body: FirstToken
+# -- events from the token path ---------------------------------------------------------------------------------------
 
 
-class TokensReceived(msgspec.Struct, frozen=True):
-    """One entry of a TokenBatch from D."""
+class FirstTokenDelivered(msgspec.Struct, frozen=True):
+    """The first token of this attempt went to the client, so the prompt is computed."""
 
-    worker: PeerRef
-    entry: TokenEntry
+
+class DecodeStarted(msgspec.Struct, frozen=True):
+    """The decode worker has sent something of this attempt: it has committed the handoff, or works alone."""
+
+
+class SequenceFinished(msgspec.Struct, frozen=True):
+    """The last token was delivered, with its finish reason."""
+
+
+# -- events from workers ----------------------------------------------------------------------------------------------
 
 
 class DecodeNeeded(msgspec.Struct, frozen=True):
-    """NeedDecode from P."""
+    """Prefill sent NeedDecode. `lacks` is the worker that cannot take the handoff, if prefill names it."""
 
     worker: PeerRef
     attempt: int
     reason: str
     excluded: frozenset[str]
-    lacks: PeerRef | None = None  # who cannot take it, where P tells
+    lacks: PeerRef | None = None
 
 
 class AttemptFailed(msgspec.Struct, frozen=True):
-    """Failed from P or D. `refused`: the worker took no part of it, so nothing was computed."""
+    """A worker sent Failed, gave the sequence up, or broke the protocol.
+
+    `num_output` counts the tokens delivered so far, over all attempts. `refused`: the worker computed nothing.
+    """
 
     worker: PeerRef
     attempt: int
+    num_output: int
     cause: str
     retriable: bool
     refused: bool = False
 
 
 class WorkerLost(msgspec.Struct, frozen=True):
-    """The link to this incarnation of a worker is gone, and with it all that the worker knew of us.
+    """The link to this incarnation of a worker is gone, and the worker has forgotten this router's requests.
 
-    `gave_us_up`: the worker lives, and it is we who were silent to it: stopped, or cut off.
+    `num_output` counts the tokens delivered so far, over all attempts. `lost_by_worker`: the worker is alive and ended
+    the link because it received nothing from this router, which was stopped or cut off.
     """
 
     worker: PeerRef
+    num_output: int
     reason: str
-    gave_us_up: bool = False
+    lost_by_worker: bool = False
 
 
 class WorkerBack(msgspec.Struct, frozen=True):
-    """A worker that was lost is heard again: this very start of it."""
+    """This incarnation of a lost worker has sent messages again."""
 
     worker: PeerRef
 
 
+# -- events from the client -------------------------------------------------------------------------------------------
+
+
 class StopMatched(msgspec.Struct, frozen=True):
-    """A stop string matched in the text."""
+    """The text has a stop string."""
 
 
 class Cancelled(msgspec.Struct, frozen=True):
-    """The client is gone, the deadline passed, or a sibling failed."""
+    """The client is gone, the deadline passed, or another sequence of the request failed."""
 
     reason: str
 
@@ -109,8 +118,9 @@ Event = (
     WorkersAssigned
     | PlacementFailed
     | DecodeChosen
-    | FirstTokenReceived
-    | TokensReceived
+    | FirstTokenDelivered
+    | DecodeStarted
+    | SequenceFinished
     | DecodeNeeded
     | AttemptFailed
     | WorkerLost
@@ -131,9 +141,9 @@ class Send(msgspec.Struct, frozen=True):
 
 
 class FindPlacement(msgspec.Struct, frozen=True):
-    """Choose workers for a new attempt, after `delay_s`, then tell `WorkersAssigned` or `PlacementFailed`.
+    """Choose workers for a new attempt after `delay_s`, then report `WorkersAssigned` or `PlacementFailed`.
 
-    `avoid`: only where no others are.
+    Workers in `avoid` are chosen only if there are no others.
     """
 
     attempt: int
@@ -142,35 +152,33 @@ class FindPlacement(msgspec.Struct, frozen=True):
     delay_s: float = 0.0
 
 
-class AwaitLost(msgspec.Struct, frozen=True):
-    """All tries are spent, but some were lost with workers that may only stand still.
+class AwaitLostWorkers(msgspec.Struct, frozen=True):
+    """The retry budget is exhausted, but attempts were lost with workers that may only be stopped.
 
-    Tell `WorkerBack` when one is heard again; after a while, `PlacementFailed`.
+    Report `WorkerBack` if one of them sends messages again, or `PlacementFailed` after a while.
     """
 
     cause: str
 
 
 class FindDecode(msgspec.Struct, frozen=True):
-    """Choose another decode worker that goes with the present prefill worker, then tell `DecodeChosen`.
+    """Choose another decode worker for the present prefill worker, then report `DecodeChosen`.
 
-    `excluded`: starts of workers, by id and incarnation.
+    `excluded` has ids and incarnations.
     """
 
     cause: str
     excluded: frozenset[WorkerKey]
 
 
-class Deliver(msgspec.Struct, frozen=True):
-    """New tokens for the client."""
-
-    delta: SequenceDelta
-
-
 class Ended(msgspec.Struct, frozen=True):
-    """Nothing more will come. `error` is None unless the sequence failed."""
+    """The sequence is over. `error` is set if it failed.
+
+    `finish` is set if all tokens were delivered but their finish reason was lost with the worker: deliver it.
+    """
 
     error: str | None
+    finish: FinishReason | None = None
 
 
-Instruction = Send | FindPlacement | AwaitLost | FindDecode | Deliver | Ended
+Instruction = Send | FindPlacement | AwaitLostWorkers | FindDecode | Ended

@@ -1,4 +1,4 @@
-"""What workers say, and that they are gone: to the sequences it is about, the view of the fleet, and the breakers."""
+"""Distributes what workers send, and their losses, to the sequences in progress, the fleet view and the breakers."""
 
 from __future__ import annotations
 
@@ -20,114 +20,104 @@ from kvrelay.protocol.messages import (
     TokenEntry,
 )
 from kvrelay.protocol.sampling import FinishReason
+from kvrelay_router.dispatch.active_requests import ActiveSequence
 from kvrelay_router.dispatch.attempt_driver import AttemptDriver, SendMessage
-from kvrelay_router.dispatch.events import (
-    AttemptFailed,
-    DecodeNeeded,
-    Event,
-    FirstTokenReceived,
-    WorkerLost,
-)
+from kvrelay_router.dispatch.events import AttemptFailed, DecodeNeeded, WorkerLost
 from kvrelay_router.dispatch.load import worker_key
 from kvrelay_router.dispatch.placement import Placement
 from kvrelay_router.dispatch.retry_budget import PROVEN_TOKENS
-from kvrelay_router.dispatch.running_sequence import RunningSequence
+from kvrelay_router.dispatch.token_path import entry_of
 from kvrelay_router.fleet_view import FleetView
 
 log = logging.getLogger(__name__)
 
 
 class Inbox:
-    """`sequences` is the dispatcher's own table of those in progress, by request and index: read here, never changed.
+    """`sequences` is the dispatcher's table of those in progress, by request and index. The inbox never changes it.
 
-    `on_status` and `usage_came_late` get what concerns no sequence in progress.
+    `on_status` gets the status of workers, and `on_late_usage` block counters of sequences that are already over.
     """
 
     def __init__(
         self,
-        sequences: Mapping[tuple[str, int], RunningSequence],
-        runner: AttemptDriver,
+        sequences: Mapping[tuple[str, int], ActiveSequence],
+        driver: AttemptDriver,
         placement: Placement,
         view: FleetView,
         send: SendMessage,
         on_status: Callable[[PeerRef, Status], None],
-        usage_came_late: Callable[[str, int, SequenceUsage], None],
+        on_late_usage: Callable[[str, int, SequenceUsage], None],
     ) -> None:
         self._sequences = sequences
-        self._runner = runner
+        self._driver = driver
         self._placement = placement
         self._view = view
         self._send = send
         self._on_status = on_status
-        self._usage_came_late = usage_came_late
-        self._gone: list[WorkerLost] = []
+        self._on_late_usage = on_late_usage
+        self._lost: list[tuple[PeerRef, str, bool]] = []  # worker, reason, whether the worker ended the link
 
     def take(self, event: LinkEvent) -> None:
-        """Handles an event of the messenger's to its end."""
+        """Handles one event of the messenger completely."""
         match event:
             case Delivered():
                 self._on_message(event)
             case PeerLost(peer=peer, reason=reason, by_peer=by_peer):
                 self._view.lost(peer, reason, time.monotonic())
-                self._worker_gone_soon(WorkerLost(peer, reason, by_peer))
+                self._report_lost_soon(peer, reason, by_peer)
             case PeerRefused(peer=peer, reason=reason):
                 self._view.refused(peer, reason, time.monotonic())
-                self._worker_gone_soon(WorkerLost(peer, reason))
+                self._report_lost_soon(peer, reason, False)
 
     def _on_message(self, message: Delivered) -> None:
-        peer, header, body = message.peer, message.header, message.body
+        peer, body = message.peer, message.body
         match body:
             case TokenBatch(entries=entries):
                 self._on_tokens(peer, entries)
             case FirstToken():
-                self._placement.breakers.succeeded(worker_key(peer))
-                self._tell(message, FirstTokenReceived(peer, header.attempt, body))
-            case NeedDecode(reason=reason, excluded=excluded, lacks=lacks):
-                if (header.request, header.sequence) in self._sequences:
-                    self._tell(message, DecodeNeeded(peer, header.attempt, reason, frozenset(excluded), lacks))
-                else:
-                    self._let_go(message)
-            case Failed(cause=cause, retriable=retriable, refused=refused):
-                if retriable and not refused and not self._lacks_decode(message):
-                    # Else no worker could serve it: the request is to blame, or its deadline, or the lack of workers,
-                    # or the worker drains.
-                    self._note_failure(peer, cause)
-                self._tell(message, AttemptFailed(peer, header.attempt, cause, retriable, refused))
+                self._on_first_token(message, body)
+            case NeedDecode():
+                self._on_need_decode(message, body)
+            case Failed():
+                self._on_failed(message, body)
             case Status():
                 self._on_status(peer, body)
             case _:
-                log.warning("%s sent a %s, which is not for a router", peer.peer_id, type(body).__name__)
+                log.warning("%s sent a %s, which a router does not take", peer.peer_id, type(body).__name__)
+
+    def _sequence_of(self, message: Delivered) -> ActiveSequence | None:
+        return self._sequences.get((message.header.request, message.header.sequence))
+
+    # -- tokens -------------------------------------------------------------------------------------------------------
 
     def _on_tokens(self, peer: PeerRef, entries: list[TokenEntry]) -> None:
         breakers = self._placement.breakers
-        is_watched = breakers.are_watching
+        has_failures = breakers.has_failures
         for entry in entries:
             sequence = self._sequences.get((entry.request, entry.sequence))
-            if is_watched and _is_proof(entry, sequence):
+            if has_failures and _is_success(entry, sequence):
                 breakers.succeeded(worker_key(peer))
             if sequence is not None:
-                self._runner.feed_tokens(sequence, peer, entry)
+                self._driver.receive(sequence, peer, entry)
             elif entry.usage is not None:
-                self._usage_came_late(entry.request, entry.sequence, entry.usage)
+                self._on_late_usage(entry.request, entry.sequence, entry.usage)
 
-    def _lacks_decode(self, message: Delivered) -> bool:
-        sequence = self._sequences.get((message.header.request, message.header.sequence))
-        return sequence is not None and sequence.machine.lacks_decode
+    def _on_first_token(self, message: Delivered, body: FirstToken) -> None:
+        self._placement.breakers.succeeded(worker_key(message.peer))
+        if (sequence := self._sequence_of(message)) is not None:
+            self._driver.receive(sequence, message.peer, entry_of(message.header, body), from_prefill=True)
 
-    def _note_failure(self, peer: PeerRef, cause: str) -> None:
-        if self._placement.breakers.failed(worker_key(peer), time.monotonic()):
-            log.warning("%s fails again and again and gets no requests for a while: %s", peer.peer_id, cause)
+    # -- handoffs and failures ----------------------------------------------------------------------------------------
 
-    def _tell(self, message: Delivered, event: Event) -> None:
-        sequence = self._sequences.get((message.header.request, message.header.sequence))
-        if sequence is not None:
-            self._runner.feed(sequence, event)
-
-    def _let_go(self, question: Delivered) -> None:
-        """Prefill did not hear of the commit, and decode has finished since: nobody else would tell it."""
-        header = question.header
+    def _on_need_decode(self, message: Delivered, body: NeedDecode) -> None:
+        peer, header = message.peer, message.header
+        if (sequence := self._sequence_of(message)) is not None:
+            event = DecodeNeeded(peer, header.attempt, body.reason, frozenset(body.excluded), body.lacks)
+            self._driver.feed(sequence, event)
+            return
+        # Prefill missed the commit, and decode has finished since. Only this Cancel makes prefill free the KV.
         self._send(
-            question.peer,
+            peer,
             Cancel(reason="the request is over"),
             request=header.request,
             attempt=header.attempt,
@@ -135,27 +125,50 @@ class Inbox:
             trace=header.trace,
         )
 
-    def _worker_gone_soon(self, loss: WorkerLost) -> None:
-        """Once all that were lost at the same time are known: a retry placed on one of them would fail at once."""
-        self._placement.gone(loss.worker.peer_id)
-        if not self._gone:
-            asyncio.get_running_loop().call_soon(self._tell_of_the_gone)
-        self._gone.append(loss)
+    def _on_failed(self, message: Delivered, body: Failed) -> None:
+        sequence = self._sequence_of(message)
+        lacks_decode = sequence is not None and sequence.attempts.lacks_decode
+        if body.retriable and not body.refused and not lacks_decode:
+            # In all other cases the worker is not at fault: the request is, its deadline passed, the worker drains, or
+            # there is no decode worker.
+            self._count_failure(message.peer, body.cause)
+        if sequence is not None:
+            num_output = len(sequence.intake.output)
+            attempt = message.header.attempt
+            event = AttemptFailed(message.peer, attempt, num_output, body.cause, body.retriable, body.refused)
+            self._driver.feed(sequence, event)
 
-    def _tell_of_the_gone(self) -> None:
-        gone, self._gone = self._gone, []
-        for loss in gone:
+    def _count_failure(self, peer: PeerRef, cause: str) -> None:
+        if self._placement.breakers.failed(worker_key(peer), time.monotonic()):
+            log.warning("%s failed several times in a row and gets no requests for a while: %s", peer.peer_id, cause)
+
+    # -- lost workers -------------------------------------------------------------------------------------------------
+
+    def _report_lost_soon(self, peer: PeerRef, reason: str, by_peer: bool) -> None:
+        """Waits for all losses of this turn of the event loop: a retry must not be placed on another lost worker."""
+        self._placement.gone(peer.peer_id)
+        if not self._lost:
+            asyncio.get_running_loop().call_soon(self._report_lost)
+        self._lost.append((peer, reason, by_peer))
+
+    def _report_lost(self) -> None:
+        lost, self._lost = self._lost, []
+        for peer, reason, by_peer in lost:
             for sequence in list(self._sequences.values()):
-                if sequence.machine.involves(loss.worker):
-                    self._runner.feed(sequence, loss)
+                if sequence.attempts.involves(peer):
+                    event = WorkerLost(peer, len(sequence.intake.output), reason, by_peer)
+                    self._driver.feed(sequence, event)
 
 
-def _is_proof(entry: TokenEntry, sequence: RunningSequence | None) -> bool:
-    """Whether a decode worker has done well: to the end, or for long enough. Once an attempt, so that what it began
-    before it became bad does not speak for it for as long as that runs."""
+def _is_success(entry: TokenEntry, sequence: ActiveSequence | None) -> bool:
+    """Returns whether a decode worker has proven itself: by the end of a sequence, or by `PROVEN_TOKENS` tokens.
+
+    This is true once per attempt. A long sequence that began before the worker became faulty must not keep closing its
+    breaker.
+    """
     if entry.finish is not None:
         return entry.finish is not FinishReason.ABORT
-    if sequence is None or entry.attempt != sequence.machine.attempt:
+    if sequence is None or entry.attempt != sequence.attempts.attempt:
         return False
-    proven_at = sequence.machine.num_resumed + PROVEN_TOKENS
+    proven_at = sequence.attempts.num_resumed + PROVEN_TOKENS
     return entry.index < proven_at <= entry.index + len(entry.token_ids)

@@ -74,6 +74,28 @@ class SequenceDelta(msgspec.Struct, frozen=True):
     beams: list[BeamResult] = []
 
 
+def join_deltas(deltas: list[SequenceDelta]) -> SequenceDelta:
+    """Joins at least one delta of one sequence, in order."""
+    if len(deltas) == 1:
+        return deltas[0]
+    first, last = deltas[0], deltas[-1]
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs] = []
+    cached_tokens = usage = None
+    for delta in deltas:
+        token_ids += delta.token_ids
+        logprobs += delta.logprobs
+        prompt_logprobs += delta.prompt_logprobs
+        if cached_tokens is None:
+            cached_tokens = delta.cached_tokens
+        if delta.usage is not None:
+            usage = delta.usage
+    return SequenceDelta(
+        first.sequence, token_ids, logprobs, prompt_logprobs, cached_tokens, last.finish, usage, last.beams
+    )
+
+
 @dataclass(slots=True)
 class ServedBy:
     """Which workers a request went to; None where no worker of that role took part."""
@@ -125,7 +147,7 @@ class ModelLimits:
     """What the ready workers can take. `max_model_len` counts prompt and output tokens of a sequence.
 
     `max_running` (sequences at a time), `num_blocks` and `block_size` are those of decode workers; 0 where there is
-    none, or an older worker that knows no beam search. `gang_samples`: whether they run a request's samples at once.
+    none, or an older worker that knows no beam search. `group_samples`: whether they run a request's samples at once.
     """
 
     max_model_len: int
@@ -133,7 +155,7 @@ class ModelLimits:
     max_running: int = 0
     num_blocks: int = 0
     block_size: int = 0
-    gang_samples: bool = False
+    group_samples: bool = False
 
 
 class PreparedPrompt(Protocol):

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvrelay.kv.hashing import BlockHash, hash_blocks, root_hash
 from kvrelay.protocol.messages import PeerRef, pack_tokens
-from kvrelay.scheduling.cost import pairs
+from kvrelay.scheduling.step_cost import pairs
 from kvrelay_router.dispatch.breaker import Breakers
 from kvrelay_router.dispatch.interface import TooLate
 from kvrelay_router.dispatch.load import WorkerKey, worker_key

@@ -9,8 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 
-from kvrelay.protocol.sampling import TokenLogprobs
-from kvrelay_router.dispatch.interface import DeltaSink, GenerateRequest, RequestFailed, SequenceDelta, ServedBy
+from kvrelay_router.dispatch.interface import (
+    DeltaSink,
+    GenerateRequest,
+    RequestFailed,
+    SequenceDelta,
+    ServedBy,
+    join_deltas,
+)
 
 
 class PushQueue:
@@ -152,28 +158,8 @@ class RunningRequest:
         if len(fresh) == 1:
             return fresh
         if self.request.num_sequences == 1:
-            return [_merge(fresh)]
+            return [join_deltas(fresh)]
         by_sequence: dict[int, list[SequenceDelta]] = {}
         for delta in fresh:
             by_sequence.setdefault(delta.sequence, []).append(delta)
-        return [deltas[0] if len(deltas) == 1 else _merge(deltas) for deltas in by_sequence.values()]
-
-
-def _merge(deltas: list[SequenceDelta]) -> SequenceDelta:
-    """Several deltas of one sequence as one."""
-    first, last = deltas[0], deltas[-1]
-    token_ids: list[int] = []
-    logprobs: list[TokenLogprobs] = []
-    prompt_logprobs: list[TokenLogprobs] = []
-    cached_tokens = usage = None
-    for delta in deltas:
-        token_ids += delta.token_ids
-        logprobs += delta.logprobs
-        prompt_logprobs += delta.prompt_logprobs
-        if cached_tokens is None:
-            cached_tokens = delta.cached_tokens
-        if delta.usage is not None:
-            usage = delta.usage
-    return SequenceDelta(
-        first.sequence, token_ids, logprobs, prompt_logprobs, cached_tokens, last.finish, usage, last.beams
-    )
+        return [join_deltas(deltas) for deltas in by_sequence.values()]

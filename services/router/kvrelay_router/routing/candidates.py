@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from kvrelay.protocol.messages import PeerRef
-from kvrelay.scheduling.cost import StepCost
+from kvrelay.scheduling.step_cost import StepCost
 
 Role = Literal["prefill", "decode"]
 

@@ -12,7 +12,7 @@ from statistics import median
 
 import msgspec
 
-from kvrelay.scheduling.cost import StepCost, pairs
+from kvrelay.scheduling.step_cost import StepCost, pairs
 from kvrelay_router.routing.candidates import Candidate, CandidateWorkers, Demand, ExpectedLatency
 from kvrelay_router.routing.prefix_view import WorkerId
 

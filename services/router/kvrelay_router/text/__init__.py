@@ -1,1 +1,1 @@
-"""Text in, tokens out, and back: tokenizer, chat template, incremental detokenizer, stop strings. Imports no torch."""
+"""Text to tokens and back: tokenizer, chat template, incremental detokenizer, stop strings. Imports no torch."""

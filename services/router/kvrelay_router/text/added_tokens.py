@@ -1,9 +1,9 @@
 """Tokens that a model's other files add to those of its `tokenizer.json`.
 
-The files of many models are not of one mind: a token that was added later, or is special, stands in one of them only.
-What holds is what transformers makes of them: `tokenizer_config.json` with an `added_tokens_decoder` tells all, and
-else `added_tokens.json` and `special_tokens_map.json` do. A token that none of them but `tokenizer.json` names stays as
-it is there.
+The files of many models disagree: a special token, or one that was added later, may be in one of them only. This module
+follows transformers: if `tokenizer_config.json` has an `added_tokens_decoder`, it lists all added tokens; otherwise
+`added_tokens.json` and `special_tokens_map.json` do. A token that only `tokenizer.json` names keeps the flags it has
+there.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from tokenizers import AddedToken
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 MORE_TOKENS = ("extra_special_tokens", "additional_special_tokens")
-"""Lists of special tokens without a name of their own, or objects that name them; the first that is not empty."""
+"""Fields with further special tokens: a list of them, or an object with their names. The first non-empty one counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class AddedTokens:
-    """What stands beside `tokenizer.json`. Raises ValueError where it does not describe tokens."""
+    """The contents of the files beside `tokenizer.json`. Methods raise ValueError if a file describes no tokens."""
 
     config: Mapping[str, Any]
     special_tokens_map: Mapping[str, Any] = field(default_factory=dict)
     legacy: Mapping[str, Any] = field(default_factory=dict)
-    """`added_tokens.json`: texts to ids."""
+    """The content of `added_tokens.json`: ids by text."""
 
     @property
     def _is_legacy(self) -> bool:
         return "added_tokens_decoder" not in self.config
 
     @property
-    def _said(self) -> Mapping[str, Any]:
+    def _fields(self) -> Mapping[str, Any]:
         return {**self.config, **self.special_tokens_map} if self._is_legacy else self.config
 
     def texts(self) -> dict[str, str]:
-        """Texts of the special tokens that have names, as chat templates know them: `eos_token`."""
+        """The texts of the named special tokens, by the names that chat templates use, such as `eos_token`."""
         more = self._more()
-        named = {**self._said, **(more if isinstance(more, dict) else {})}
+        named = {**self._fields, **(more if isinstance(more, dict) else {})}
         tokens = {name: _content(value) for name, value in named.items() if name.endswith("_token")}
         return {name: text for name, text in tokens.items() if text}
 
     def add_to(self, backend: tokenizers.Tokenizer) -> None:
-        """Adds what it lacks, in the order of ids; those that it has get the flags that the files give them."""
+        """Adds the tokens that the backend lacks, in the order of ids, and gives the others the files' flags."""
         present = backend.get_added_tokens_decoder()
         same = {_described(token) for token in present.values()}
         listed = self._of_legacy(present) if self._is_legacy else self._of_decoder()
@@ -73,19 +73,19 @@ class AddedTokens:
         return [tokens[token_id] for token_id in sorted(tokens)]
 
     def _special(self) -> list[AddedToken]:
-        """Those with names, first the ones that many models have, then those of lists."""
-        names = [name for name in self._said if name.endswith("_token") and name not in NAMED_TOKENS]
-        values = [self._said.get(name) for name in (*NAMED_TOKENS, *names)]
+        """Special tokens: first the names that most models have, then other names, then the unnamed ones."""
+        names = [name for name in self._fields if name.endswith("_token") and name not in NAMED_TOKENS]
+        values = [self._fields.get(name) for name in (*NAMED_TOKENS, *names)]
         more = self._more()
         values += more.values() if isinstance(more, dict) else more if isinstance(more, list) else []
         return [_token(value, special=True) for value in values if _content(value)]
 
     def _more(self) -> Any:
-        return next((self._said[name] for name in MORE_TOKENS if self._said.get(name)), None)
+        return next((self._fields[name] for name in MORE_TOKENS if self._fields.get(name)), None)
 
 
 def _content(value: Any) -> str | None:
-    """A token stands as a string, or as an object with its content."""
+    """The text of a token, which files give as a string or as an object with a `content`."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None

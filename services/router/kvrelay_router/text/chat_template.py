@@ -1,4 +1,4 @@
-"""A model's chat template: messages to prompt text, in a sandbox, as transformers renders it."""
+"""Renders messages to a prompt with the model's chat template, in jinja's sandbox, as transformers does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RESERVED_NAMES = frozenset({"messages", "tools", "documents", "add_generation_pr
 """Template variables that a request's `chat_template_kwargs` cannot set."""
 
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Marks where the final message's text ends in the rendered prompt; the prompt is cut there."""
+"""Appended to the final message's text. The rendered prompt is cut where the tag begins."""
 
 PROBE = "kvrelay role probe"
 
@@ -28,20 +28,19 @@ PROBE_CHATS: dict[str, list[str]] = {
     "assistant": ["user", "assistant", "user"],
     "tool": ["user", "assistant", "tool"],
 }
-"""A role is tried out in the shortest conversation that it would normally stand in."""
+"""The shortest usual conversation with each role. Rendering it shows whether the template drops that role."""
 
 
 class ChatTemplateError(Exception):
-    """The template refuses these messages, or cannot render them."""
+    """The template refuses these messages or fails to render them."""
 
 
 class _GenerationBlocks(Extension):
-    """Lets `{% generation %}` blocks (they mark text for training) pass as what they contain."""
+    """Renders the body of `{% generation %}` blocks, which only mark text for training."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja declares it like this
 
     def parse(self, parser: Parser) -> Node:
-        """A block that renders its body."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
@@ -62,7 +61,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without the HTML escapes of jinja's own filter."""
+    """Replaces jinja's own filter, which escapes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -81,7 +80,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class ChatTemplate:
-    """A compiled template. Rendering is pure Python: call it off the event loop."""
+    """A compiled template. Rendering is pure Python and may take long: call it off the event loop."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         try:
@@ -108,7 +107,7 @@ class ChatTemplate:
         return text if final_text is None else _cut_at_tag(text, final_text)
 
     def _prepare(self, message: Message) -> Message:
-        """A copy without empty fields; `developer` becomes `system` where the template does not know it."""
+        """A copy without empty fields; `developer` becomes `system` if the template does not mention it."""
         prepared = {key: value for key, value in message.items() if value is not None}
         if prepared["role"] == "developer" and not self._knows_developer:
             prepared["role"] = "system"
@@ -140,7 +139,7 @@ class ChatTemplate:
             raise ChatTemplateError(f"{type(error).__name__}: {error}") from error
 
     def _try_parts(self) -> bool:
-        """Whether the template itself goes through a content's parts; else they are joined by newlines for it."""
+        """True if the template iterates over the parts of a content. Otherwise they are joined by newlines for it."""
         parts = [{"type": "text", "text": PROBE}, {"type": "text", "text": PROBE}]
         try:
             text = self._render([{"role": "user", "content": parts}], {"add_generation_prompt": True})
@@ -149,7 +148,7 @@ class ChatTemplate:
         return text.count(PROBE) == 2 and str(parts) not in text and "'text'" not in text
 
     def _drops(self, role: str) -> bool:
-        """Whether messages of this role vanish silently. A template that raises says so itself, when it is used."""
+        """True if the template drops messages of this role silently. If it raises, it also raises in `render`."""
         chat = [{"role": each, "content": PROBE if each == role else "x"} for each in PROBE_CHATS[role]]
         try:
             return PROBE not in self._render(chat, {"add_generation_prompt": True})
@@ -158,7 +157,7 @@ class ChatTemplate:
 
 
 def _cut_at_tag(text: str, final_text: str) -> str:
-    """The rendered prompt up to the end of the final message's text; some templates trim that text."""
+    """The rendered prompt up to the end of the final message's text. Some templates strip that text."""
     position = text.rfind(CONTINUE_TAG.strip())
     if position < 0 or final_text.strip() not in text:
         raise ChatTemplateError("the chat template does not keep the final message's text, so it cannot be continued")

@@ -1,25 +1,27 @@
-r"""Token ids of a text by its pieces, most of which were seen before: instructions, a conversation's turns, and words.
+r"""Caches the token ids of pieces of text, most of which recur: instructions, the turns of a conversation, words.
 
-A tokenizer of byte-level BPE cuts a text by a regular expression, and its model sees one match after the other. Cut
+A byte-level BPE tokenizer splits a text by a regular expression, and its model encodes each match separately. If a text
+is cut
 
-(a) before each space between two characters that are no whitespace,
-(b) before each space that stands before a letter of ASCII,
-(c) behind a letter of ASCII before whitespace or one of `.,;:!?)"`,
+(a) before each space between two non-whitespace characters,
+(b) before each space that is followed by an ASCII letter,
+(c) after each ASCII letter that is followed by whitespace or one of `.,;:!?)"`,
 
-a text gives the ids that it gives as a whole, where:
+the ids of its pieces are the ids of the text, provided that:
 
-1. no alternative of the expression matches a space and something that is no whitespace after anything else, or what (c)
-   names after a letter; none looks ahead but `\s+(?!\S)`, to which the text's end is what a space is; that comes before
-   `\s+`, which would take a space from the word behind it; and with one for what is neither letter nor digit they leave
-   nothing behind a cut unmatched: so at each cut one match ends and the next begins, whatever is beyond,
-2. the expression sees the text, and not the characters that stand for its bytes,
-3. no added token spans a cut, however its letters are composed, none begins with a letter or digit (before one, (b)
-   would cut off what is the end of a text of its own), and none looks at its surroundings (`lstrip`, `rstrip`,
-   `single_word`),
-4. normalization leaves the characters about a cut alone, as NFC does,
-5. BPE leaves nothing to chance (`dropout`), and what comes after it adds tokens before and behind, and no more.
+1. At each cut one match ends and the next begins, whatever follows. So no alternative of the expression matches a space
+   and a non-whitespace character after anything else, or a letter and a character of (c). None looks ahead except
+   `\s+(?!\S)`, for which the end of the text is the same as a space; it must come before `\s+`, which would take the
+   space from the following word. An alternative for characters that are neither letter nor digit must exist, so that
+   nothing after a cut remains unmatched.
+2. The expression sees the text, and not the characters that represent its bytes.
+3. No added token contains a cut, in any Unicode composition of its letters; none begins with a letter or digit (before
+   such a token, (b) would change the end of the preceding text); none depends on its surroundings (`lstrip`, `rstrip`,
+   `single_word`).
+4. Normalization does not change the characters at a cut. NFC does not.
+5. BPE is deterministic (no `dropout`), and the post-processor only adds tokens before and after the text.
 
-`memory_of` holds a tokenizer against this by its parts; one of which not all is known has no memory.
+`piece_cache_of` checks a tokenizer's parts against these conditions. A tokenizer with an unknown part gets no cache.
 """
 
 from __future__ import annotations
@@ -35,23 +37,23 @@ from unicodedata import normalize
 import tokenizers
 
 MAX_CHARS = 16_384
-"""Of a text: the way of the pieces keeps the GIL, that of the tokenizer does not."""
+"""Maximum length of a text to cut into pieces: cutting holds the GIL, the tokenizer does not."""
 
 MAX_PIECES = 1 << 16
-"""Of a language's words about 20 MB; of what is chosen to fill it, 65 MB."""
+"""Maximum cached pieces: about 20 MB for the words of a language, 65 MB for texts made to fill the cache."""
 
 MAX_PIECE_CHARS, MAX_PIECE_IDS = 64, 16
-"""Of one that is remembered."""
+"""Maximum size of a cached piece, in characters and in ids."""
 
 WHOLE_SHARE, LEARNED_SHARE = 2, 8
-"""A piece of its own takes about twice what it takes within its text: where half of a text's are new, the text is
-encoded as a whole, and of the new ones as many as are an eighth of all once more, to be remembered."""
+"""A piece costs about twice as much by itself as within its text. So if more than 1/2 of a text's pieces are new, the
+text is encoded as a whole, and new pieces up to 1/8 of all are encoded once more to fill the cache."""
 
 _ENDS_WORD = r'\s.,;:!?)"'
 _CUT = rf" [A-Za-z]|(?<=\S) \S|(?<=[A-Za-z])[{_ENDS_WORD}]"
 PIECE = re.compile(rf" ?[A-Za-z]+(?=[{_ENDS_WORD}]|\Z)|.(?:[^{_ENDS_WORD}]+|(?!{_CUT}).)*", re.DOTALL)
-"""Its matches are the pieces: a word, which is the usual case, or whatever there is up to the next cut. Python's `\\s`
-has all that other engines' have."""
+"""Matches one piece: a word, which is the usual case, or everything up to the next cut. Python's `\\s` includes all
+characters that `\\s` of other engines includes."""
 
 SPACES_BUT_LAST, SPACES = r"\s+(?!\S)", r"\s+"
 SIGNS = frozenset(
@@ -72,14 +74,14 @@ ALTERNATIVES = frozenset(
         *(r"\s*[\r\n]+", r"\s*[\r\n]", SPACES_BUT_LAST, SPACES, *SIGNS),
     }
 )
-"""Those of GPT-2, Llama 3, Qwen, GPT-4o and Mistral's Tekken, and of many that took theirs over."""
+"""The alternatives in the expressions of GPT-2, Llama 3, Qwen, GPT-4o, Mistral's Tekken and their derivatives."""
 
 
-class PieceMemory:
-    """Ids of the pieces seen last. `encode`: of any text, as the tokenizer gives them. Safe in threads.
+class PieceCache:
+    """The ids of recent pieces. `encode` returns the ids of any text, as the tokenizer would. Thread-safe.
 
-    `separators`: added tokens with their ids, as `_separators` finds them. Between pieces that are encoded together
-    stands one of them that none of them has: a call for each would take several times as long.
+    New pieces are encoded in one call, joined by an added token that none of them contains, because a call for each
+    would take several times as long. `separators` are the ids of such tokens by their text (see `_separators`).
     """
 
     def __init__(self, encode: Callable[[str], list[int]], separators: Mapping[str, int], capacity: int) -> None:
@@ -93,7 +95,6 @@ class PieceMemory:
         return len(self._ids)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text."""
         if len(text) > MAX_CHARS:
             return self._encode(text)
         pieces = PIECE.findall(text)
@@ -111,7 +112,8 @@ class PieceMemory:
         return list(chain.from_iterable(found))  # type: ignore[arg-type]
 
     def _learn(self, pieces: list[str]) -> dict[str, list[int]] | None:
-        """At least one. None where no separator parts them: all are in the text, or it has one's id without it."""
+        """Encodes and caches at least one piece. Returns None if every separator occurs in the pieces, or if the ids of
+        the pieces contain the separator's."""
         joined = "".join(pieces)
         separator = next((each for each in self._separators if each not in joined), None)
         if separator is None:
@@ -130,7 +132,7 @@ class PieceMemory:
         }
         with self._changing:
             self._ids.update(short)
-            if len(self._ids) > self._capacity:  # the older half: what recurs is soon back
+            if len(self._ids) > self._capacity:  # drop the older half; pieces that recur soon return
                 for piece in list(islice(self._ids, len(self._ids) - self._capacity // 2)):
                     del self._ids[piece]
 
@@ -144,8 +146,8 @@ def _split(ids: list[int], separator: int) -> list[list[int]]:
     return [*parts, ids[start:]]
 
 
-def memory_of(backend: tokenizers.Tokenizer, capacity: int = MAX_PIECES) -> PieceMemory | None:
-    """Of this tokenizer's texts, without the special tokens that it adds; None where it may not have one."""
+def piece_cache_of(backend: tokenizers.Tokenizer, capacity: int = MAX_PIECES) -> PieceCache | None:
+    """A cache for the tokenizer's texts, without the special tokens it adds; None if it breaks a condition above."""
     added = backend.get_added_tokens_decoder()
     separators = _separators(added)
     is_sound = (
@@ -165,11 +167,11 @@ def memory_of(backend: tokenizers.Tokenizer, capacity: int = MAX_PIECES) -> Piec
         ids: list[int] = encoding.ids
         return ids
 
-    return PieceMemory(encode, separators, capacity)
+    return PieceCache(encode, separators, capacity)
 
 
 def added_around(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]] | None:
-    """The special tokens that it adds before and after each text; None where they may depend on the text."""
+    """The special tokens that the tokenizer adds before and after each text; None if they may depend on the text."""
     steps = [part for part in _members(backend.post_processor) if part["type"] != "ByteLevel"]
     match steps:
         case []:
@@ -184,7 +186,7 @@ def added_around(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]] |
 
 
 def _ids_of(item: dict[str, Any], special_tokens: dict[str, Any]) -> list[int] | None:
-    """Of a special token of a template; None for the text's place."""
+    """The ids of a template's item; None for the item that marks the text's position."""
     if "Sequence" in item:
         return None
     ids: list[int] = special_tokens[item["SpecialToken"]["id"]]["ids"]
@@ -192,7 +194,7 @@ def _ids_of(item: dict[str, Any], special_tokens: dict[str, Any]) -> list[int] |
 
 
 def _members(component: Any) -> list[dict[str, Any]]:
-    """The steps of a part of a tokenizer, as its file describes them."""
+    """The steps of a tokenizer's component, in the form of `tokenizer.json`."""
     return [] if component is None else _flattened(json.loads(component.__getstate__()))
 
 
@@ -204,7 +206,7 @@ def _flattened(part: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _is_sound_pre_tokenizer(component: Any) -> bool:
-    """One of its steps must cut where pieces are cut; the others may cut more, and spell bytes only after it."""
+    """True if the first steps split at every cut of pieces. Later steps may split further or replace bytes."""
     is_cut = False
     for part in _members(component):
         match part:
@@ -222,7 +224,7 @@ def _is_sound_pre_tokenizer(component: Any) -> bool:
 
 
 def _is_sound_pattern(pattern: str) -> bool:
-    """All of it is known, and so is what the order of its alternatives does at a cut."""
+    """True if all alternatives are known and their order satisfies condition 1."""
     alternatives = _alternatives(pattern)
     return (
         ALTERNATIVES.issuperset(alternatives)
@@ -233,7 +235,7 @@ def _is_sound_pattern(pattern: str) -> bool:
 
 
 def _alternatives(pattern: str) -> list[str]:
-    """Of the whole expression, not of the groups within it."""
+    """The top-level alternatives of an expression, without those inside groups."""
     alternatives, depth = [""], 0
     for char in pattern:
         depth += (char == "(") - (char == ")")
@@ -245,7 +247,7 @@ def _alternatives(pattern: str) -> list[str]:
 
 
 def _is_sound_token(token: tokenizers.AddedToken) -> bool:
-    """Whatever follows it, and whichever of its forms the text has."""
+    """True if the token satisfies condition 3 in every Unicode form, whatever follows it."""
     forms = token.content, normalize("NFC", token.content), normalize("NFD", token.content)
     looks_around = token.lstrip or token.rstrip or token.single_word
     return not looks_around and not any(
@@ -254,8 +256,8 @@ def _is_sound_token(token: tokenizers.AddedToken) -> bool:
 
 
 def _separators(added: Mapping[int, tokenizers.AddedToken]) -> dict[str, int]:
-    """Added tokens that are found wherever they stand: none is longer and begins alike, none that ends in one can begin
-    in what stands before it, and none is looked for in normalized text."""
+    """Added tokens that the tokenizer finds at any position: they are not matched in normalized text, no longer token
+    has them as a prefix, and no token contains their first character after its own first character."""
     contents = [token.content for token in added.values()]
     return {
         token.content: token_id

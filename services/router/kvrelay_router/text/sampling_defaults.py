@@ -1,7 +1,7 @@
-"""What a model's own `generation_config.json` says about sampling: it holds where a request says nothing.
+"""Default sampling parameters from the model's `generation_config.json`.
 
-OpenAI's defaults (temperature 1, everything else off) hold where the model says nothing either. A model that says
-`do_sample: false` is greedy by default.
+OpenAI's defaults (temperature 1, everything else off) fill in the values that the file lacks. `do_sample: false` makes
+greedy decoding the default.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """Values for requests that do not name them."""
+    """The values for parameters that a request leaves out."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -35,7 +35,7 @@ _RANGES = {
 
 
 def sampling_defaults(generation_config: Mapping[str, Any]) -> SamplingDefaults:
-    """From the file's content. A value that no request could have is left out, and said."""
+    """Reads the file's content. A value that a request could not have is ignored, with a warning."""
     values: dict[str, Any] = {}
     for name, (low, high) in _RANGES.items():
         value = generation_config.get(name)

@@ -1,4 +1,4 @@
-"""Tokenizing and templating off the event loop."""
+"""Tokenizes texts and renders chats without blocking the event loop."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ T = TypeVar("T")
 OPENAI_DEFAULTS = SamplingDefaults()
 
 SHORT_TEXT_CHARS = 4096
-"""Texts up to here take half a millisecond, less where they are known: no more than a thread's way there and back."""
+"""Shorter texts are processed on the event loop: they take at most 0.5 ms, about as long as a switch to a thread."""
 
 SHORT_CHAT_MESSAGES = 8
 
 LONG_TEXT_CHARS = 16_384
-"""Longer texts go to threads of their own, so that short ones never wait behind them."""
+"""Longer texts have their own threads, so that shorter ones never wait behind them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """How messages become a prompt."""
+    """The parameters of rendering messages to a prompt."""
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -41,14 +41,14 @@ class ChatOptions:
 
 @dataclass(frozen=True, slots=True)
 class DecodedPrompt:
-    """A prompt's text, and the offset in it at which each token starts."""
+    """A prompt's text, with the offset in characters at which each token starts."""
 
     text: str
     offsets: list[int]
 
 
 class TextService:
-    """The text side of one model. `load` once; the async methods never hold up the event loop, the others are cheap."""
+    """Tokenizer, template and defaults of one model. The async methods never block the event loop; others are cheap."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class TextService:
         source = load_source(model)
         try:
             backend = tokenizers.Tokenizer.from_str(source.tokenizer_json)
-        except Exception as error:  # the library raises no type of its own
+        except Exception as error:  # the library raises plain exceptions
             raise TokenizerNotFound(f"the tokenizer.json of {model} cannot be read: {error}") from error
         try:
             source.added_tokens.add_to(backend)
@@ -85,16 +85,15 @@ class TextService:
         return cls(tokenizer, template, defaults=source.sampling_defaults, num_threads=num_threads)
 
     def close(self) -> None:
-        """Ends the threads; whatever they still do is dropped."""
+        """Stops the threads and drops their work."""
         for pool in (self._short, self._long):
             pool.shutdown(wait=False, cancel_futures=True)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text."""
         return await self._run(len(text), lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     async def encode_chat(self, messages: list[Message], options: ChatOptions) -> list[int]:
-        """Token ids of a conversation; the template writes the special tokens. Raises ChatTemplateError."""
+        """The token ids of a conversation, with the template's special tokens. Raises ChatTemplateError."""
         template = self.template
         if template is None:
             raise ChatTemplateError("this model has no chat template; use /v1/completions")
@@ -113,21 +112,19 @@ class TextService:
         return await self._run(num_chars if short else max(num_chars, SHORT_TEXT_CHARS + 1), render_and_encode)
 
     async def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        """The text of token ids."""
         return await self._run(
             len(token_ids), lambda: self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         )
 
     async def spell(self, token_ids: list[int]) -> list[str]:
-        """Each token as the vocabulary spells it."""
+        """Each token as its vocabulary spells it."""
         return await self._run(len(token_ids), lambda: [self.tokenizer.token_string(each) for each in token_ids])
 
     async def decode_prompt(self, token_ids: list[int], *, skip_special_tokens: bool) -> DecodedPrompt:
-        """The text of a prompt with its token offsets."""
         return await self._run(len(token_ids), lambda: self._decode_prompt(token_ids, [], skip_special_tokens))
 
     async def locate_tokens(self, text: str, *, add_special_tokens: bool) -> DecodedPrompt:
-        """A text with the offsets in it of its tokens, special ones that it spells out included."""
+        """The text with the offsets of its tokens, including special tokens that the text spells out."""
 
         def locate() -> DecodedPrompt:
             token_ids, added = self.tokenizer.encode_marked(text, add_special_tokens=add_special_tokens)
@@ -136,7 +133,7 @@ class TextService:
         return await self._run(len(text), locate)
 
     def _decode_prompt(self, token_ids: list[int], silent: list[bool], skip_special_tokens: bool) -> DecodedPrompt:
-        """`silent` marks tokens without text; empty: there are none."""
+        """`silent` marks tokens without text; it is empty if there are none."""
         detokenizer = make_detokenizer(self.tokenizer, [], skip_special_tokens=skip_special_tokens)
         pieces: list[str] = []
         offsets: list[int] = []
@@ -150,11 +147,11 @@ class TextService:
         return DecodedPrompt("".join(pieces), offsets)
 
     def detokenizer(self, prompt_ids: list[int], *, skip_special_tokens: bool) -> Detokenizer:
-        """The incremental detokenizer of a sequence that follows this prompt."""
+        """Returns the incremental detokenizer for a sequence that follows this prompt."""
         return make_detokenizer(self.tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
 
     async def _run(self, num_units: int, work: Callable[[], T]) -> T:
-        """`num_units`: characters or tokens to go through."""
+        """Runs `work` here or in a thread, depending on `num_units`, its input in characters or tokens."""
         if num_units <= SHORT_TEXT_CHARS:
             return _contained(work)
         pool = self._long if num_units > LONG_TEXT_CHARS else self._short
@@ -162,8 +159,11 @@ class TextService:
 
 
 def _contained(work: Callable[[], T]) -> T:
-    """What `work` gives. The tokenizer's library panics over some texts with unusual added tokens, by an exception that
-    is no `Exception`: that is this request's failure, and nobody else's. Raises RuntimeError for it."""
+    """Runs `work`, and turns a panic of the tokenizer's library into RuntimeError.
+
+    The library panics on some texts with unusual added tokens, and its PanicException is no `Exception`. Only this
+    request must fail.
+    """
     try:
         return work()
     except BaseException as error:
@@ -173,7 +173,8 @@ def _contained(work: Callable[[], T]) -> T:
 
 
 def _num_chars(value: Any) -> int:
-    """Characters in all texts of a message: templates render tool calls and reasoning, too. Numbers count as one."""
+    """Counts the characters of all texts in a message, because templates also render tool calls and reasoning. A number
+    counts as one character."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):

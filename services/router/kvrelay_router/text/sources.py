@@ -28,7 +28,7 @@ TOKENIZER_PATTERNS = [
     "config.json",
     "generation_config.json",
 ]
-"""What is fetched of a model on the hub: everything a tokenizer may need, and no weights."""
+"""The files to download from the hub: everything that a tokenizer may need, without the weights."""
 
 CONVERT = (
     "import sys; from transformers import AutoTokenizer; "
@@ -37,12 +37,12 @@ CONVERT = (
 
 
 class TokenizerNotFound(Exception):
-    """No tokenizer could be made from what the model's directory holds."""
+    """The model's directory has no usable tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerSource:
-    """What the files of a model say about its text side."""
+    """The contents of a model's files for tokenizer, template and sampling."""
 
     tokenizer_json: str
     chat_template: str | None
@@ -72,7 +72,7 @@ def _download(model: str) -> Path:
 
 
 def _convert(folder: Path, target: Path) -> None:
-    """Lets transformers make a tokenizer.json, in a process of its own, because it imports torch."""
+    """Converts with transformers, in a separate process because it imports torch."""
     logger.info("converting the tokenizer of %s, which has no tokenizer.json", folder)
     done = subprocess.run(
         [sys.executable, "-c", CONVERT, str(folder), str(target)], capture_output=True, text=True, check=False
@@ -117,7 +117,7 @@ def _read_text(path: Path) -> str:
 
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """The default template: its own file, then the processor's form of it, then the tokenizer's config."""
+    """The default template from, in this order: its own file, the processor's JSON file, the tokenizer's config."""
     own_file = folder / "chat_template.jinja"
     if own_file.is_file():
         return _read_text(own_file)

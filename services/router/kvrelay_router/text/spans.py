@@ -1,9 +1,9 @@
-"""Token ids of texts by their spans of some 256 characters: what begins alike is looked up in a few steps.
+"""Caches the token ids of spans of about 256 characters, so that a known beginning of a text takes few lookups.
 
-Instructions, tools and the turns of a conversation come again and again as they are. A text is cut into spans from its
-beginning on, so texts that begin alike have the same ones, up to that in which they part. Cuts are where those of
-pieces are that need nothing but the two characters behind them (`pieces.py`, (b)): a space and a letter of ASCII. So
-the spans' pieces are the text's, and so are their ids.
+Instructions, tools and the turns of a conversation recur unchanged. A text is cut into spans from its beginning, so
+texts with a common beginning have the same spans up to the one in which they differ. A cut is before a space that an
+ASCII letter follows, which is cut (b) of `pieces.py`. So the pieces of the spans are the pieces of the text, and their
+ids are the ids of the text.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from itertools import chain, islice
 
 SPAN_CHARS = 256
 LONGEST_SPANS = 2
-"""Times as long are those that are remembered: a text without a space before a letter has no cut."""
+"""Maximum length of a cached span, in multiples of `SPAN_CHARS`: a text without a space before a letter has no cut."""
 WINDOW_CHARS = 1 << 16
-"""Are cut at a time: an expression keeps the GIL to its end, for some 4 ms where so long a text has no cut."""
+"""Maximum characters per regex call. `re` holds the GIL for the whole call, about 4 ms if a window has no cut."""
 MAX_SPANS, MAX_IDS = 1 << 13, 1 << 20
-"""That are remembered: about 10 MB, as ids are mostly the numbers that the memory of pieces has; 60 MB of what is
-chosen to fill them."""
+"""Maximum cached spans and ids: about 10 MB, because most ids are objects that the piece cache also holds; 60 MB for
+texts made to fill the cache."""
 MAX_SEEN = 1 << 15
 MAX_LEARNED = 32
-"""Of one text: a span that is encoded by itself costs more than within its text."""
+"""Maximum spans to learn from one text: a span costs more by itself than within its text."""
 
 
-class SpanMemory:
-    """Ids of the spans that came at least twice. `encode`: of any text, by pieces. Safe in threads."""
+class SpanCache:
+    """The ids of spans that occurred at least twice. `encode` returns the ids of any text. Thread-safe."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class SpanMemory:
         self._longest = LONGEST_SPANS * span_chars
         self._ids: dict[str, list[int]] = {}
         self._num_ids = 0
-        self._seen: set[int] = set()  # hashes of spans that came once; of two with the same one is learned early
+        self._seen: set[int] = set()  # hashes of spans that occurred once; a collision only learns a span too early
         self._changing = threading.Lock()
 
     def __len__(self) -> int:
@@ -53,11 +53,10 @@ class SpanMemory:
 
     @property
     def num_ids(self) -> int:
-        """Of all spans that are remembered; more where threads learned the same at once."""
+        """The number of cached ids; an upper bound if several threads learned the same span."""
         return self._num_ids
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text."""
         spans = self._spans_of(text)
         found = list(map(self._ids.get, spans))
         if None in found:
@@ -65,8 +64,8 @@ class SpanMemory:
         return list(chain.from_iterable(found))  # type: ignore[arg-type]
 
     def _spans_of(self, text: str) -> list[str]:
-        """Of a long text window by window, whose last span ends with the window, and is cut again in the next. What
-        follows a window without a cut is one span."""
+        """Cuts a long text window by window. The last span of a window is cut again in the next. If a window has no
+        cut, the rest of the text is one span."""
         spans: list[str] = []
         start = 0
         while len(text) - start > self._window_chars:
@@ -78,8 +77,7 @@ class SpanMemory:
         return spans + self._cut(text, start)
 
     def _complete(self, spans: list[str], found: list[list[int] | None]) -> list[list[int] | None]:
-        """Spans that come for the second time are encoded by themselves, and remembered; those in a row that are new,
-        together."""
+        """Encodes and caches each span that occurs for the second time. Adjacent new spans are encoded together."""
         if self._seen.isdisjoint(map(hash, spans)) and not any(found):
             self._saw(spans)
             return [self._encode("".join(spans))]
@@ -115,6 +113,6 @@ class SpanMemory:
             self._ids.update(learned)
             self._num_ids += sum(map(len, learned.values()))
             while len(self._ids) > self._capacity or self._num_ids > self._max_ids:
-                for span in list(islice(self._ids, (len(self._ids) + 1) // 2)):  # the older: what recurs is soon back
+                for span in list(islice(self._ids, (len(self._ids) + 1) // 2)):  # drop the older half
                     del self._ids[span]
                 self._num_ids = sum(map(len, self._ids.values()))

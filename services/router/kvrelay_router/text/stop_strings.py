@@ -1,8 +1,8 @@
-"""Finds stop strings in a text that arrives in pieces, and withholds what could still become one.
+"""Finds stop strings in a text that arrives in parts, and withholds text that may be the start of one.
 
-Each stop string has its Knuth-Morris-Pratt automaton; its state is how many of its characters the text's end matches.
-So the cost is linear in the text whatever the strings are, and the longest state is exactly what must be withheld.
-The string that is complete first wins; of two that are complete at once, the longer one.
+Each stop string has a Knuth-Morris-Pratt automaton, whose state is the number of its characters that the end of the
+text matches. So the time is linear in the text for any strings, and the largest state is the number of characters to
+withhold. The string that ends first wins; if two end at the same character, the longer one wins.
 """
 
 from __future__ import annotations
@@ -13,15 +13,13 @@ from functools import lru_cache
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """Text that may go out, and the stop string that ended it, if one did."""
+    """The text to release, and the stop string that ended it, if any."""
 
     text: str
     matched: str | None = None
 
 
 class _Automaton:
-    """One stop string's progress through the text."""
-
     __slots__ = ("failure", "matched_chars", "pattern")
 
     def __init__(self, pattern: str) -> None:
@@ -30,7 +28,7 @@ class _Automaton:
         self.failure = _failure_table(pattern)
 
     def advance(self, text: str, end: int) -> int | None:
-        """Reads text[:end]; the index after the last character of the first full match, or None."""
+        """Reads text[:end]. Returns the index after the first full match, or None."""
         pattern, failure, state = self.pattern, self.failure, self.matched_chars
         position = 0
         while position < end:
@@ -53,7 +51,7 @@ class _Automaton:
 
 @lru_cache(maxsize=1024)
 def _failure_table(pattern: str) -> tuple[int, ...]:
-    """For each prefix: the length of its longest proper prefix that is also its suffix."""
+    """Returns for each prefix the length of its longest proper prefix that is also its suffix."""
     table = [0] * len(pattern)
     state = 0
     for index in range(1, len(pattern)):
@@ -66,7 +64,7 @@ def _failure_table(pattern: str) -> tuple[int, ...]:
 
 
 class StopMatcher:
-    """The stop strings of one sequence. After a match it takes no more text."""
+    """Matches the stop strings of one sequence. Feed no text after a match."""
 
     def __init__(self, stop: list[str], *, include_in_output: bool) -> None:
         self._automata = [_Automaton(pattern) for pattern in sorted(set(stop), key=len, reverse=True)]
@@ -74,7 +72,7 @@ class StopMatcher:
         self._withheld = ""
 
     def feed(self, text: str) -> StopMatch:
-        """Text that cannot be the start of a stop string any more, and the match if there is one."""
+        """Returns the text that cannot be the start of a stop string, and the match if there is one."""
         if not text:
             return StopMatch("")
         first_end = len(text)
@@ -94,6 +92,6 @@ class StopMatcher:
         return StopMatch(seen if self._include_in_output else seen[: len(seen) - len(winner)], winner)
 
     def flush(self) -> str:
-        """What was withheld; at the end of a sequence that no stop string ended."""
+        """Returns the withheld text, for a sequence that ends without a match."""
         withheld, self._withheld = self._withheld, ""
         return withheld

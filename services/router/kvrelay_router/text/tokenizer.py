@@ -1,4 +1,4 @@
-"""A tokenizer with what serving needs of it: plain encoding, decoding, and the bytes of each token."""
+"""Encodes and decodes texts, and knows the bytes of each token."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Callable
 
 import tokenizers
 
-from kvrelay_router.text.pieces import added_around, memory_of
-from kvrelay_router.text.spans import SpanMemory
+from kvrelay_router.text.pieces import added_around, piece_cache_of
+from kvrelay_router.text.spans import SpanCache
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-"""Texts come one at a time, from threads of ours; the library's own pool would only add a hop."""
+"""Single texts come from our own threads, so the library's thread pool would only add a switch."""
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-"""How byte-fallback vocabularies spell a single byte."""
+"""The token for a single byte in byte-fallback vocabularies."""
 
 SENTENCE_SPACE = "\u2581"
 
 
 def byte_level_alphabet() -> dict[str, int]:
-    """The printable character that byte-level BPE writes for each byte (GPT-2's table), inverted."""
+    """The byte for each printable character that byte-level BPE writes (GPT-2's table)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     alphabet = {chr(byte): byte for byte in printable}
@@ -33,8 +33,10 @@ BYTE_OF_CHAR = byte_level_alphabet()
 
 
 class _TokenTable(dict[int, bytes]):
-    """The bytes of tokens, filled as they are asked for. It keeps no ids beyond the vocabulary; an entry takes about
-    150 bytes with what it refers to."""
+    """The bytes of tokens by id, filled on demand. Ids beyond the vocabulary are not kept.
+
+    An entry takes about 150 bytes with its key and value.
+    """
 
     def __init__(self, vocab_size: int, bytes_of: Callable[[int], bytes]) -> None:
         super().__init__()
@@ -48,9 +50,9 @@ class _TokenTable(dict[int, bytes]):
 
 
 class Tokenizer:
-    """Wraps a `tokenizers.Tokenizer`; safe to call from several threads.
+    """Wraps a `tokenizers.Tokenizer`. Thread-safe.
 
-    Of the library only the calls for batches release the GIL, so they are used for single texts, too.
+    Only the library's batch calls release the GIL, so they are also used for single texts.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -64,12 +66,11 @@ class Tokenizer:
         self._added = {token_id: token.content for token_id, token in added.items()}
         self.bytes_of = _TokenTable(self.vocab_size, self._bytes_of)
         self.visible_bytes_of = _TokenTable(self.vocab_size, self._visible_bytes_of)
-        pieces = memory_of(backend)
-        self._spans = SpanMemory(pieces.encode) if pieces is not None else None
+        pieces = piece_cache_of(backend)
+        self._spans = SpanCache(pieces.encode) if pieces is not None else None
         self._around = added_around(backend)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text."""
         if self._spans is not None and self._around is not None:
             before, after = self._around if add_special_tokens else ([], [])
             within = self._spans.encode(text)
@@ -79,21 +80,21 @@ class Tokenizer:
         return ids
 
     def encode_marked(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[bool]]:
-        """Token ids of a text, and which of them the tokenizer added: those stand for nothing in the text."""
+        """The token ids of a text, and a flag for each that is true if the tokenizer added it to the text."""
         (encoding,) = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)
         return encoding.ids, [bool(mark) for mark in encoding.special_tokens_mask]
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        """The text of token ids; ids beyond the vocabulary give nothing."""
+        """The text of token ids. Ids beyond the vocabulary are skipped."""
         (text,) = self.backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
         return str(text)
 
     def token_string(self, token_id: int) -> str:
-        """The token as its vocabulary spells it; empty for an id beyond the vocabulary."""
+        """The token as its vocabulary spells it, or an empty string for an id beyond the vocabulary."""
         return self.backend.id_to_token(token_id) or ""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for; empty for an id beyond the vocabulary."""
+        """The bytes of a token, or none for an id beyond the vocabulary."""
         return self.bytes_of[token_id]
 
     def _visible_bytes_of(self, token_id: int) -> bytes:

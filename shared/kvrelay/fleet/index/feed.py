@@ -51,7 +51,7 @@ class FeedTotals:
 
     loads: int = 0
     events: int = 0
-    out_of_step: int = 0
+    resyncs: int = 0
     """Times that the replica lacked a batch or differed from Redis, and was loaded again."""
 
 
@@ -136,7 +136,7 @@ class IndexFeed:
             "age_s": round(time.monotonic() - caught_up, 3) if caught_up else None,
             "loads": self.totals.loads,
             "events": self.totals.events,
-            "out_of_step": self.totals.out_of_step,
+            "resyncs": self.totals.resyncs,
         }
 
     async def _look_up(self) -> None:
@@ -167,7 +167,7 @@ class IndexFeed:
             await self._follow()
         except ReplicaOutOfStep as error:
             log.info("prefix index: the replica is loaded again: %s", error)
-            self.totals.out_of_step += 1
+            self.totals.resyncs += 1
             self._is_loaded = False
 
     async def _run(self) -> None:

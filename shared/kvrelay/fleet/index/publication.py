@@ -35,7 +35,7 @@ MAX_PENDING_BLOCKS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class Open:
+class OpenSlot:
     """Ask for a fresh slot."""
 
     claim: str
@@ -52,7 +52,7 @@ class Apply:
     event: bytes
 
 
-Call = Open | Apply
+Call = OpenSlot | Apply
 
 
 class RangeState(StrEnum):
@@ -127,7 +127,7 @@ class Publication:
         if self.state is RangeState.REFUSED:
             return None
         if self.state is RangeState.CLOSED:
-            return Open(self.claim)
+            return OpenSlot(self.claim)
         if self._in_flight is None and self.num_pending:
             self._in_flight = self._cut_batch()
         if self._in_flight is not None:

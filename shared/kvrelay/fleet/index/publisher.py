@@ -15,7 +15,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from kvrelay.fleet.connect import REDIS_AWAY, REDIS_FAILED, connect
 from kvrelay.fleet.index.layout import MAX_BATCH_BLOCKS, MAX_SLOTS, index_base
-from kvrelay.fleet.index.publication import Apply, Open, Publication, RangeState
+from kvrelay.fleet.index.publication import Apply, OpenSlot, Publication, RangeState
 from kvrelay.fleet.index.scripts import IndexScripts
 from kvrelay.kv.cache import CacheEvent
 
@@ -151,8 +151,8 @@ class IndexPublisher:
             else:
                 self._wake.wait(max(0.0, self._renewed_at + self._renew_interval_s - now))
 
-    def _do(self, call: Open | Apply, now: float) -> None:
-        if isinstance(call, Open):
+    def _do(self, call: OpenSlot | Apply, now: float) -> None:
+        if isinstance(call, OpenSlot):
             self._open(call)
             return
         arguments = [call.slot, call.claim, call.seq, self._ttl_ms, call.operations, call.event]
@@ -166,7 +166,7 @@ class IndexPublisher:
             log.info("prefix index: %s at batch %d, the range is published anew", answer.decode(), call.seq)
             self.publication.lost()
 
-    def _open(self, call: Open) -> None:
+    def _open(self, call: OpenSlot) -> None:
         arguments = [self._worker_id, self._incarnation, call.claim, self._ttl_ms, MAX_SLOTS]
         slot = int(self._scripts.run("open", arguments))
         if slot >= 0:

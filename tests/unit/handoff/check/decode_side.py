@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.protocol.messages import Handoff
 from kvrelay.protocol.sampling import FinishReason
-from kvrelay_decode import handoff as decode
-from kvrelay_decode.handoff import ReceiverState as D
+from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay_decode import receiver_events as decode
 from kvrelay_decode.quarantine import SETTLE_TICKS, Quarantine
+from kvrelay_decode.receiver_handoff import ReceiverHandoff
+from kvrelay_decode.receiver_handoff import ReceiverState as D
 from tests.unit.handoff.check.state import MAX_TOKENS, R, Receiving, State, peer
 from tests.unit.handoff.check.values import clone
 
@@ -46,7 +47,7 @@ def reserve(state: State, who: str, source: str, key: SequenceKey, num_output: i
     if key in state.receivers[who]:
         state.post(who, source, "refused", key)
         return
-    state.receivers[who][key] = Receiving(decode.ReceiverHandoff(), source, num_output)
+    state.receivers[who][key] = Receiving(ReceiverHandoff(), source, num_output)
     grant_wishes(state, who)
     made = state.receivers[who][key].machine
     if made is not None and made.state is D.ASKED:
@@ -76,7 +77,9 @@ def grant_wishes(state: State, who: str) -> None:
         state.granted += 1
         reservation, sent = f"{who}{state.granted}", () if shared else receiving.slots
         first = state.size.num_blocks - len(sent)
-        receiving.machine.granted(reservation, first, state.size.num_blocks, needs_quarantine=state.size.one_sided)
+        receiving.machine.handle(
+            decode.ReservationOpened(reservation, first, state.size.num_blocks, state.size.one_sided)
+        )
         state.post(who, receiving.prefill, "granted", key, reservation, sent)
 
 
@@ -97,15 +100,15 @@ def from_prefill(state: State, who: str, key: SequenceKey, kind: str, reservatio
                 num_blocks=state.size.num_blocks,
                 resend=resend,
             )
-            run(state, who, key, receiving.machine.handed(body))
+            run(state, who, key, receiving.machine.handle(decode.HandoffReceived(body)))
         case "abort":
-            run(state, who, key, receiving.machine.aborted())
+            run(state, who, key, receiving.machine.handle(decode.HandoffAborted()))
         case "drained" if receiving.machine.state is D.QUARANTINED:
             quarantine(state, who).drained(key)
             settle(state, who)
 
 
-def run(state: State, who: str, key: SequenceKey, instructions: list[decode.Instruction]) -> None:
+def run(state: State, who: str, key: SequenceKey, instructions: list[decode.ReceiverInstruction]) -> None:
     receiving = state.receivers[who][key]
     machine = receiving.machine
     assert machine is not None
@@ -116,13 +119,13 @@ def run(state: State, who: str, key: SequenceKey, instructions: list[decode.Inst
                 state.post(who, receiving.prefill, "committed", key, message.reservation)
                 state.post(who, R, "tokens", key, message.index, (message.token_id,), None)
                 receiving.num_output = message.index + 1
-            case decode.Quarantine():
+            case decode.QuarantineBlocks():
                 quarantine(state, who).add(key, peer(receiving.prefill), receiving.prefill)
             case decode.FreeBlocks():
                 receiving.slots = ()
-            case decode.AskForMissing(reservation, blocks, number):
+            case decode.SendResend(reservation, blocks, number):
                 state.post(who, receiving.prefill, "resend", key, reservation, blocks, number)
-            case decode.TellReleased(reservation):
+            case decode.SendReleased(reservation):
                 state.post(who, receiving.prefill, "released", key, reservation)
     if machine.state is D.FREED:
         del state.receivers[who][key]
@@ -139,7 +142,7 @@ def settle(state: State, who: str) -> None:
         for key in quarantine(state, who).tick(0.0).safe:
             receiving = state.receiving(who, key)
             assert receiving.machine is not None
-            run(state, who, key, receiving.machine.drained())
+            run(state, who, key, receiving.machine.handle(decode.WritesDrained()))
 
 
 def ended(state: State, who: str, key: SequenceKey) -> None:
@@ -153,7 +156,7 @@ def ask(state: State, who: str, key: SequenceKey) -> None:
     state.post(who, receiving.prefill, "released", key, receiving.machine.reservation)
 
 
-def is_lost(state: State, machine: decode.ReceiverHandoff) -> bool:
+def is_lost(state: State, machine: ReceiverHandoff) -> bool:
     under_way = {write[3] for write in state.writes if write[2] == machine.reservation}
     return bool(machine._missing - under_way)
 
@@ -161,7 +164,7 @@ def is_lost(state: State, machine: decode.ReceiverHandoff) -> bool:
 def resend(state: State, who: str, key: SequenceKey) -> None:
     receiving = state.receiving(who, key)
     assert receiving.machine is not None
-    run(state, who, key, receiving.machine.overdue())
+    run(state, who, key, receiving.machine.handle(decode.HandoffOverdue()))
 
 
 def local(state: State, who: str, key: SequenceKey) -> None:
@@ -189,4 +192,4 @@ def cancel(state: State, who: str, key: SequenceKey) -> None:
         del state.receivers[who][key]
         state.post(who, receiving.prefill, "refused", key)
     else:
-        run(state, who, key, receiving.machine.cancel("cancelled"))
+        run(state, who, key, receiving.machine.handle(decode.ReceiveCancelled("cancelled")))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.protocol.messages import FirstToken, Granted, PeerRef
 from kvrelay.protocol.sampling import FinishReason
-from kvrelay_prefill import handoff as prefill
+from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.transfer.base import SenderDrained, TransferFailed
+from kvrelay_prefill import sender_events as prefill
+from kvrelay_prefill.sender_handoff import SenderHandoff
 from tests.unit.handoff.check.search import Violation
 from tests.unit.handoff.check.state import MAX_TOKENS, R, Sending, State, peer
 
@@ -22,7 +24,7 @@ def take(state: State, who: str, source: str, kind: str, key: SequenceKey, *more
         for other in [k for k in state.senders[who] if k[0] == key[0] and k[1] < key[1]]:
             cancel(state, who, other)
         to, num_output = more
-        machine = prefill.SenderHandoff(peer(to) if to is not None else None)
+        machine = SenderHandoff(peer(to) if to is not None else None)
         state.senders[who][key] = Sending(machine, num_output)
     elif kind == "cancel":
         cancel(state, who, key)
@@ -37,12 +39,10 @@ def take(state: State, who: str, source: str, kind: str, key: SequenceKey, *more
             state.post(who, source, "failed", key, True)
     else:
         machine = state.sending(who, key).machine
-        run(state, who, key, to_sender(state, machine, peer(source), kind, more))
+        run(state, who, key, machine.handle(to_event(state, peer(source), kind, more)))
 
 
-def to_sender(
-    state: State, machine: prefill.SenderHandoff, source: PeerRef, kind: str, more: tuple[Any, ...]
-) -> list[prefill.Instruction]:
+def to_event(state: State, source: PeerRef, kind: str, more: tuple[Any, ...]) -> prefill.SenderHandoffEvent:
     match kind, more:
         case "granted", (reservation, slots):
             granted = Granted(
@@ -52,49 +52,50 @@ def to_sender(
                 transport="t",
                 endpoint={"d": source.peer_id},
             )
-            return machine.granted(source, granted)
+            return prefill.ReservationGranted(source, granted)
         case "deferred", _:
-            return machine.deferred(source)
+            return prefill.ReservationDeferred(source)
         case "refused", _:
-            return machine.refused(source, "refused")
+            return prefill.ReservationRefused(source, "refused")
         case "released", (reservation,):
-            return machine.released(source, reservation, "released")
+            return prefill.ReservationReleased(source, reservation, "released")
         case "committed", (reservation,):
-            return machine.committed(reservation)
+            return prefill.HandoffCommitted(reservation)
         case "resend", (reservation, blocks, number):
-            return machine.resend(reservation, blocks, number)
+            return prefill.ResendRequested(reservation, blocks, number)
         case "reassign", (to,):
-            return machine.reassigned(peer(to) if to is not None else None)
+            return prefill.DecodeReassigned(peer(to) if to is not None else None)
     raise AssertionError(kind)
 
 
 def admit(state: State, who: str, key: SequenceKey) -> None:
     sending = state.sending(who, key)
     sending.own = tuple(state.free(who)[: state.size.num_blocks])
-    run(state, who, key, sending.machine.scheduled(list(sending.own)))
+    run(state, who, key, sending.machine.handle(prefill.PrefillScheduled(sending.own)))
 
 
 def compute(state: State, who: str, key: SequenceKey) -> None:
     sending = state.sending(who, key)
     sending.num_computed += 1
     if sending.num_computed < state.size.num_blocks:
-        run(state, who, key, sending.machine.computed(sending.num_computed))
+        run(state, who, key, sending.machine.handle(prefill.BlocksComputed(sending.num_computed)))
         return
     index = sending.num_output
     finish = FinishReason.LENGTH if index + 1 >= MAX_TOKENS else None
     state.post(who, R, "first", key, index, index, finish)
-    run(state, who, key, sending.machine.prefilled(FirstToken(index=index, token_id=index, finish=finish)))
+    first = FirstToken(index=index, token_id=index, finish=finish)
+    run(state, who, key, sending.machine.handle(prefill.PrefillFinished(first)))
 
 
-def run(state: State, who: str, key: SequenceKey, instructions: list[prefill.Instruction]) -> None:
+def run(state: State, who: str, key: SequenceKey, instructions: list[prefill.SenderInstruction]) -> None:
     sending = state.senders[who][key]
     for instruction in instructions:
         match instruction:
-            case prefill.AskDecode(to):
+            case prefill.SendReserve(to):
                 state.post(who, to.peer_id, "reserve", key, sending.num_output)
                 if to.peer_id in state.dead:
                     state.unaware |= {(who, to.peer_id)}
-            case prefill.AskRouter(_, excluded, lacks):
+            case prefill.SendNeedDecode(_, excluded, lacks):
                 state.post(who, R, "need", key, excluded, lacks)
             case prefill.PushBlocks(reservation, _, endpoint, copies):
                 push(state, who, sending, reservation, endpoint["d"], [(c.index, c.source, c.slot) for c in copies])
@@ -108,7 +109,7 @@ def run(state: State, who: str, key: SequenceKey, instructions: list[prefill.Ins
                 state.post(who, to.peer_id, "abort", key, reservation)
             case prefill.SendDrained(to, reservation):
                 state.post(who, to.peer_id, "drained", key, reservation)
-            case prefill.FailRequest():
+            case prefill.SendFailed():
                 state.post(who, R, "failed", key, True)
             case prefill.ReleaseBlocks():
                 release(state, who, key)
@@ -133,16 +134,17 @@ def release(state: State, who: str, key: SequenceKey) -> None:
 def drained(state: State, who: str, key: SequenceKey, reservation: str) -> None:
     sending = state.sending(who, key)
     sending.aborting -= {reservation}
-    run(state, who, key, sending.machine.drained(reservation))
+    run(state, who, key, sending.machine.handle(SenderDrained(reservation)))
 
 
 def fail(state: State, who: str, key: SequenceKey) -> None:
     sending = state.sending(who, key)
     assert sending.machine._grant is not None
-    run(state, who, key, sending.machine.transfer_failed(sending.machine._grant.reservation, "broken"))
+    reservation = sending.machine._grant.reservation
+    run(state, who, key, sending.machine.handle(TransferFailed(reservation, "broken")))
 
 
 def cancel(state: State, who: str, key: SequenceKey) -> None:
     if key in state.senders[who]:
         sending = state.sending(who, key)
-        run(state, who, key, sending.machine.cancel("cancelled"))
+        run(state, who, key, sending.machine.handle(prefill.SendCancelled("cancelled")))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.protocol.messages import FirstToken, Generate, Prefill, Reassign, TokenEntry
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay_router.dispatch import events as router
+from tests.unit.dispatch.driven_sequence import AnyEvent, FirstTokenReceived, TokensReceived
 from tests.unit.handoff.check.state import R, State, peer
-from tests.unit.handoff.check.values import clone
 
 
-def feed(state: State, r: str, event: router.Event) -> None:
-    machine = state.attempts[r] = clone(state.attempts[r])
+def feed(state: State, r: str, event: AnyEvent) -> None:
+    machine = state.attempts[r] = state.attempts[r].copy()
     for instruction in machine.handle(event):
         match instruction:
             case router.Send(worker, attempt, body):
@@ -29,7 +29,7 @@ def feed(state: State, r: str, event: router.Event) -> None:
                         state.post(R, worker.peer_id, "cancel", key)
                 if worker.peer_id in state.dead:
                     state.unaware |= {(R, worker.peer_id)}
-            case router.FindPlacement() | router.AwaitLost() | router.FindDecode():
+            case router.FindPlacement() | router.AwaitLostWorkers() | router.FindDecode():
                 state.wishes[r] = instruction
             case router.Ended():
                 state.wishes.pop(r, None)
@@ -58,16 +58,16 @@ def take(state: State, source: str, kind: str, key: SequenceKey, *more: Any) -> 
     match kind, more:
         case "first", (index, token, finish):
             body = FirstToken(index=index, token_id=token, finish=finish)
-            feed(state, r, router.FirstTokenReceived(peer(source), attempt, body))
+            feed(state, r, FirstTokenReceived(peer(source), attempt, body))
         case "tokens", (index, tokens, finish):
             entry = TokenEntry(
                 request=r, attempt=attempt, sequence=0, index=index, token_ids=list(tokens), finish=finish
             )
-            feed(state, r, router.TokensReceived(peer(source), entry))
+            feed(state, r, TokensReceived(peer(source), entry))
         case "need", (excluded, lacks):
             feed(state, r, router.DecodeNeeded(peer(source), attempt, "needed", frozenset(excluded), lacks))
         case "failed", (retriable,):
-            feed(state, r, router.AttemptFailed(peer(source), attempt, "failed", retriable))
+            feed(state, r, router.AttemptFailed(peer(source), attempt, 0, "failed", retriable))
 
 
 def cancel(state: State, r: str) -> None:

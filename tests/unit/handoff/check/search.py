@@ -41,7 +41,7 @@ class Violation(AssertionError):
     """A promise that does not hold in a state."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Counterexample(Exception):
     """How to get from the start to the trouble."""
 

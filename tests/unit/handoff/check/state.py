@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.protocol.messages import PeerRef
-from kvrelay_decode import handoff as decode
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay_decode.quarantine import Quarantine
-from kvrelay_prefill import handoff as prefill
-from kvrelay_router.dispatch.attempt import SequenceAttempts
+from kvrelay_decode.receiver_handoff import ReceiverHandoff
+from kvrelay_prefill.sender_handoff import SenderHandoff
+from tests.unit.dispatch.driven_sequence import DrivenSequence
 from tests.unit.handoff.check.values import clone
 
 R = "r"
@@ -40,7 +40,7 @@ class Size:
 class Sending:
     """A sequence on a prefill worker. `own`: its blocks, none before it was admitted."""
 
-    machine: prefill.SenderHandoff
+    machine: SenderHandoff
     num_output: int
     own: tuple[int, ...] = ()
     num_computed: int = 0
@@ -51,7 +51,7 @@ class Sending:
 class Receiving:
     """A sequence on a decode worker. `machine` is None for a local prompt."""
 
-    machine: decode.ReceiverHandoff | None
+    machine: ReceiverHandoff | None
     prefill: str
     num_output: int
     slots: tuple[int, ...] = ()
@@ -69,7 +69,7 @@ class State:
     """All that is. It is changed only after `copy`; machines only after `sending` or `receiving`."""
 
     size: Size
-    attempts: dict[str, SequenceAttempts]
+    attempts: dict[str, DrivenSequence]
     senders: dict[str, dict[SequenceKey, Sending]]
     receivers: dict[str, dict[SequenceKey, Receiving]]
     quarantines: dict[str, Quarantine]

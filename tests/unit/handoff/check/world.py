@@ -1,6 +1,6 @@
 """Router, prefill and decode workers around the real machines, small enough to visit every state.
 
-What is real: `SequenceAttempts`, `SenderHandoff`, `ReceiverHandoff`, `Quarantine`. What is modelled: pools and queues
+What is real: `DrivenSequence`, `SenderHandoff`, `ReceiverHandoff`, `Quarantine`. What is modelled: pools and queues
 of workers, links (each direction in order and once, until one end takes the other for lost), and a transport whose
 writes land in any order, at any time until they were drained.
 
@@ -12,14 +12,18 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, Self
 
-from kvrelay.engine.batch import SequenceKey
 from kvrelay.protocol.sampling import Sampling
-from kvrelay_decode.handoff import ReceiverState as D
+from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.transfer.base import Landed, Pushed
 from kvrelay_decode.quarantine import Quarantine
-from kvrelay_prefill.handoff import SenderState as P
+from kvrelay_decode.receiver_events import PrefillLost
+from kvrelay_decode.receiver_handoff import ReceiverState as D
+from kvrelay_prefill.sender_events import DecodeLost
+from kvrelay_prefill.sender_handoff import SenderState as P
 from kvrelay_router.dispatch import events as router
-from kvrelay_router.dispatch.attempt import SequenceAttempts, SequenceSpec
+from kvrelay_router.dispatch.attempt import SequenceSpec
 from kvrelay_router.dispatch.load import worker_key
+from tests.unit.dispatch.driven_sequence import DrivenSequence
 from tests.unit.handoff.check import decode_side, prefill_side, router_side
 from tests.unit.handoff.check.search import Violation
 from tests.unit.handoff.check.state import MAX_TOKENS, R, Receiving, Sending, Size, State, Write, peer
@@ -135,7 +139,7 @@ class World(State):
             yield from (("reassign", r, d) for d in left or [None])
             return
         prefills: list[str | None] = [p for p in self.size.prefills if p not in self.lost]
-        if isinstance(wish, router.AwaitLost):
+        if isinstance(wish, router.AwaitLostWorkers):
             yield ("place", r, None, None)
             return
         if not decodes:
@@ -256,7 +260,7 @@ class World(State):
             self.post(R, of, "query")
             for r, attempts in list(self.attempts.items()):
                 if attempts.involves(peer(of)) and not attempts.is_over:
-                    router_side.feed(self, r, router.WorkerLost(peer(of), "silent"))
+                    router_side.feed(self, r, router.WorkerLost(peer(of), 0, "silent"))
         elif who in self.senders:
             for key in list(self.senders[who]):
                 if of == R:
@@ -264,7 +268,7 @@ class World(State):
                 else:
                     sending = self.sending(who, key)
                     if sending.machine.decode == peer(of):
-                        prefill_side.run(self, who, key, sending.machine.decode_lost(peer(of), "silent"))
+                        prefill_side.run(self, who, key, sending.machine.handle(DecodeLost(peer(of), "silent")))
         else:
             for key, receiving in list(self.receivers[who].items()):
                 if of == R:
@@ -272,7 +276,7 @@ class World(State):
                 elif receiving.prefill == of and receiving.machine is not None:
                     changed = self.receiving(who, key)
                     assert changed.machine is not None
-                    decode_side.run(self, who, key, changed.machine.sender_lost())
+                    decode_side.run(self, who, key, changed.machine.handle(PrefillLost()))
             quarantine = decode_side.quarantine(self, who)
             quarantine.lost(peer(of), 0.0, replaced=False)
 
@@ -318,7 +322,7 @@ class World(State):
                 assert receiving.machine is not None
                 if receiving.machine.state in (D.RESERVED, D.FILLING):
                     receiving.landed |= {index}
-                decode_side.run(self, d, key, receiving.machine.landed(reservation, [index]))
+                decode_side.run(self, d, key, receiving.machine.handle(Landed(reservation, (index,))))
 
     def _vanish(self, write: Write) -> None:
         self.writes -= {write}
@@ -328,8 +332,8 @@ class World(State):
         self._tell_pushed(write[0], write[2], write[3])
 
     def _tell_pushed(self, p: str, reservation: str, index: int) -> None:
-        for key in list(self.senders[p]):
-            prefill_side.run(self, p, key, self.sending(p, key).machine.pushed(reservation, [index]))
+        for key in [key for key, sending in self.senders[p].items() if sending.machine.state is not P.QUEUED]:
+            prefill_side.run(self, p, key, self.sending(p, key).machine.handle(Pushed(reservation, (index,), 1)))
 
 
 def _frozen_all(workers: Mapping[str, Mapping[SequenceKey, Sending | Receiving]]) -> Hashable:
@@ -378,7 +382,7 @@ def start(size: Size) -> World:
     names = [f"q{number}" for number in range(size.num_requests)]
     return World(
         size=size,
-        attempts={name: SequenceAttempts(spec) for name in names},
+        attempts={name: DrivenSequence(spec) for name in names},
         senders={p: {} for p in size.prefills},
         receivers={d: {} for d in size.decodes},
         quarantines={d: Quarantine(bool, bool) for d in size.decodes},

@@ -1,1 +1,0 @@
-"""The request bodies that the API takes, and their validation."""

@@ -1,0 +1,1 @@
+"""The ASGI application: middleware, routes, and the fast path past FastAPI for generations."""

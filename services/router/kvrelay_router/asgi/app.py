@@ -1,0 +1,118 @@
+"""Builds the ASGI application."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
+from kvrelay.fleet.key_limits import OwnLimits, SharedLimits
+from kvrelay_router.access.rate_limiter import RateLimiter
+from kvrelay_router.asgi.auth_middleware import AuthMiddleware
+from kvrelay_router.asgi.fast_path import Endpoint, FastPathRouter
+from kvrelay_router.asgi.operations import OperationRoutes
+from kvrelay_router.dispatch.interface import Dispatcher
+from kvrelay_router.http.api_error import ApiError
+from kvrelay_router.openai.api_service import ApiService, InProgress
+from kvrelay_router.openai.chat_endpoint import ChatEndpoint
+from kvrelay_router.openai.completions_endpoint import CompletionsEndpoint
+from kvrelay_router.openai.error_mapping import on_api_error, on_http_exception
+from kvrelay_router.openai.request_metrics import OPERATION_BY_PATH, RequestMetrics
+from kvrelay_router.openai.schema.chat_request import ChatRequest
+from kvrelay_router.openai.schema.completion_request import CompletionRequest
+from kvrelay_router.openai.schema.parsing import RequestModel
+from kvrelay_router.openai.settings import ApiSettings
+from kvrelay_router.openai.tokenize import DetokenizeTokens, TokenizeText, TokenRoutes
+from kvrelay_router.text.service import TextService
+
+SHOWN_HEADERS = (
+    "x-request-id",
+    "retry-after",
+    "x-kvrelay-router",
+    "x-kvrelay-prefill",
+    "x-kvrelay-decode",
+    "x-kvrelay-route",
+)
+"""Response headers that web pages of other origins may read, in addition to the default ones."""
+
+
+def create_app(
+    settings: ApiSettings,
+    dispatcher: Dispatcher,
+    text: TextService,
+    limits: SharedLimits | OwnLimits | None = None,
+    metrics: RequestMetrics | None = None,
+) -> ASGIApp:
+    """The ASGI application. The caller closes dispatcher, text service and limits."""
+    rate_limiter = RateLimiter(settings.key_rules, settings.own_key_rules, limits)
+    service = ApiService(settings, dispatcher, text, InProgress(settings.max_requests), rate_limiter)
+    app = FastAPI(title="kvrelay", redirect_slashes=False)
+    app.add_exception_handler(Exception, on_api_error)
+    app.add_exception_handler(ApiError, on_api_error)
+    app.add_exception_handler(HTTPException, on_http_exception)
+    _add_posts(app, service)
+    _add_operations(app, service)
+    fast_path = FastPathRouter(app, _endpoints(app, OPERATION_BY_PATH))
+    named = AuthMiddleware(
+        fast_path,
+        api_keys=settings.api_keys,
+        router_id=settings.router_id,
+        metrics=metrics or RequestMetrics(settings.model_name),
+    )
+    return _for_web_pages(named, settings.allowed_origins) if settings.allowed_origins else named
+
+
+def _endpoints(app: FastAPI, paths: Iterable[str]) -> dict[str, Endpoint]:
+    """The endpoints of these paths in the application's own route table, by path."""
+    return {route.path: route.endpoint for route in app.routes if isinstance(route, APIRoute) and route.path in paths}
+
+
+def _for_web_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Answers the preflight requests of browsers, which carry no key."""
+    return CORSMiddleware(
+        app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=SHOWN_HEADERS
+    )
+
+
+def _add_posts(app: FastAPI, service: ApiService) -> None:
+    tokens = TokenRoutes(service)
+    routes: list[tuple[str, Any, type[RequestModel]]] = [
+        ("/v1/completions", CompletionsEndpoint(service).serve, CompletionRequest),
+        ("/v1/chat/completions", ChatEndpoint(service).serve, ChatRequest),
+        ("/tokenize", tokens.tokenize, TokenizeText),
+        ("/detokenize", tokens.detokenize, DetokenizeTokens),
+    ]
+    for path, endpoint, model in routes:
+        app.add_api_route(path, endpoint, methods=["POST"], response_model=None, openapi_extra=_body_schema(model))
+
+
+def _add_operations(app: FastAPI, service: ApiService) -> None:
+    operations = OperationRoutes(service)
+    routes: list[tuple[str, Any]] = [
+        ("/v1/models", operations.models),
+        ("/v1/models/{model_id:path}", operations.model),
+        ("/health", operations.health),
+        ("/ping", operations.health),
+        ("/ready", operations.ready),
+        ("/version", operations.version),
+        ("/fleet", operations.fleet),
+        ("/dashboard", operations.dashboard),
+        ("/requests", operations.requests),
+        ("/requests/{request_id:path}/timeline", operations.timeline),
+        ("/requests/{request_id:path}", operations.request),
+    ]
+    for path, endpoint in routes:
+        app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
+        app.add_api_route(path, endpoint, methods=["HEAD"], response_model=None, include_in_schema=False)
+    app.add_api_route("/ping", operations.health, methods=["POST"], response_model=None)
+
+
+def _body_schema(model: type[RequestModel]) -> dict[str, Any]:
+    """The OpenAPI entry of a body. FastAPI cannot derive it, because the endpoints read bodies themselves."""
+    schema = model.model_json_schema()
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

@@ -1,0 +1,114 @@
+"""GET routes for models, health, the fleet and recent requests."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from starlette.responses import Response
+
+from kvrelay_router.http.api_error import ApiError, json_response
+from kvrelay_router.openai.api_service import ApiService
+from kvrelay_router.openai.error_mapping import model_not_found, no_worker_ready
+
+DASHBOARD = Path(__file__).parent / "dashboard.html"
+DASHBOARD_HEADERS = {
+    "cache-control": "no-cache",
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+}
+MAX_LISTED = 100
+ANSWER_PREFIXES = ("chatcmpl-", "cmpl-")
+
+
+class OperationRoutes:
+    """The endpoints that generate nothing."""
+
+    def __init__(self, service: ApiService) -> None:
+        self._service = service
+        self._version = version("kvrelay")
+
+    async def models(self) -> Response:
+        models = [self._model(name) for name in self._service.settings.model_names]
+        return json_response({"object": "list", "data": models})
+
+    async def model(self, model_id: str) -> Response:
+        if model_id not in self._service.settings.model_names:
+            raise model_not_found(model_id)
+        return json_response(self._model(model_id))
+
+    def _model(self, name: str) -> dict[str, Any]:
+        settings = self._service.settings
+        limits = self._service.dispatcher.limits()
+        return {
+            "id": name,
+            "object": "model",
+            "created": settings.created,
+            "owned_by": "kvrelay",
+            "root": settings.model_name,
+            "max_model_len": limits.max_model_len if limits else None,
+        }
+
+    async def health(self) -> Response:
+        """Returns 200 while the process runs."""
+        return json_response({"status": "ok"})
+
+    async def ready(self) -> Response:
+        """Returns the number of workers by role, or 503 if no request could be placed now."""
+        if not self._service.dispatcher.ready():
+            raise no_worker_ready("No worker is ready", 1.0)
+        return json_response({"status": "ready", "workers": self._service.dispatcher.ready_workers()})
+
+    async def version(self) -> Response:
+        return json_response({"version": self._version})
+
+    async def fleet(self) -> Response:
+        """Returns all workers with their state, queues and blocks."""
+        return json_response(await self._service.dispatcher.fleet())
+
+    async def request(self, request_id: str) -> Response:
+        """Returns the record of a request by its `x-request-id` or answer id, or 404. Several prompts give a list."""
+        found = self._recent(request_id) or self._recent(_bare(request_id))
+        if not found:
+            raise self._not_found(request_id)
+        return json_response(found[0] if len(found) == 1 else {"requests": found})
+
+    async def requests(self) -> Response:
+        """Returns the latest requests, newest first."""
+        return json_response({"requests": self._service.dispatcher.recent_requests(MAX_LISTED)})
+
+    async def timeline(self, request_id: str) -> Response:
+        """Returns the events of a request with their times, or 404. Accepts the same ids as `request`."""
+        for name in (request_id, _bare(request_id)):
+            found = [await self._service.dispatcher.timeline(each) for each in self._service.aliases.resolve(name)]
+            known = [timeline for timeline in found if timeline is not None]
+            if known:
+                return json_response({"timelines": known})
+        raise self._not_found(request_id)
+
+    async def dashboard(self) -> Response:
+        """Returns the fleet page. The page itself holds no data: it requests them, with the key if one is required."""
+        return Response(DASHBOARD.read_bytes(), media_type="text/html", headers=DASHBOARD_HEADERS)
+
+    def _not_found(self, request_id: str) -> ApiError:
+        router_id = self._service.settings.router_id
+        return ApiError(
+            f"No request '{request_id}' is known to {router_id}: the router that served it names itself in the "
+            f"answer's header x-kvrelay-router",
+            status=404,
+            code="request_not_found",
+        )
+
+    def _recent(self, name: str) -> list[dict[str, Any]]:
+        requests = map(self._service.dispatcher.recent_request, self._service.aliases.resolve(name))
+        return [request for request in requests if request is not None]
+
+
+def _bare(request_id: str) -> str:
+    for prefix in ANSWER_PREFIXES:
+        if request_id.startswith(prefix):
+            return request_id.removeprefix(prefix)
+    return request_id

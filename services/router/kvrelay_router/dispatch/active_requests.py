@@ -1,0 +1,101 @@
+"""The requests and sequences in progress: what the dispatcher keeps for each beside its state machine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvrelay.protocol.messages import TokenEntry
+from kvrelay_router.dispatch.attempt import SequenceAttempts
+from kvrelay_router.dispatch.events import AwaitLostWorkers, Event, FindDecode, FindPlacement, Instruction
+from kvrelay_router.dispatch.intake import TokenIntake
+from kvrelay_router.dispatch.interface import SequenceDelta
+from kvrelay_router.dispatch.load import Held
+from kvrelay_router.dispatch.placement import PromptPrefixes, Work
+from kvrelay_router.dispatch.records import RequestRecord, SequenceHistory
+from kvrelay_router.dispatch.running_request import RunningRequest
+from kvrelay_router.routing.policy import PolicyName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DispatchSettings:
+    """Fields ending in `_s` are in seconds."""
+
+    policy: PolicyName = "cost"
+    local_prefill_tokens: int | None = None  # longest prompt that decode computes alone; None: the policy decides
+    ttft_deadline_s: float | None = None  # requests whose first token is expected later are refused
+    max_attempts: int = 3
+    max_requests: int = 1024  # requests in progress; more are refused
+    wait_for_worker_s: float = 30.0  # how long a retry or a handoff waits if no worker is ready
+    num_recent_requests: int = 2000
+    num_last_decisions: int = 50
+    registry_interval_s: float = 0.5
+    status_interval_s: float = 1.0
+    live_timeout_s: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedCacheHit:
+    """Tokens of an attempt's prompt, and how many of them placement expected in the worker's cache."""
+
+    num_prompt: int
+    num_cached: int
+
+
+@dataclass(slots=True)
+class CacheTally:
+    """Tokens of computed prompts: how many the router expected in a cache, and how many were found there."""
+
+    num_prompt: int = 0
+    num_predicted: int = 0
+    num_found: int = 0
+
+    def add(self, expected: ExpectedCacheHit, num_found: int) -> None:
+        self.num_prompt += expected.num_prompt
+        self.num_predicted += min(expected.num_cached, expected.num_prompt)
+        self.num_found += num_found
+
+    def as_json(self) -> dict[str, int]:
+        return {
+            "prompt_tokens": self.num_prompt,
+            "predicted_tokens": self.num_predicted,
+            "found_tokens": self.num_found,
+        }
+
+
+@dataclass(slots=True, eq=False)
+class ActiveRequest:
+    """A request in progress. It is over when its last sequence is."""
+
+    handle: RunningRequest
+    record: RequestRecord
+    deadline: float  # monotonic seconds
+    deadline_timer: asyncio.TimerHandle
+    prompt: PromptPrefixes
+    sequences: dict[int, ActiveSequence] = field(default_factory=dict)  # the unfinished ones
+    outcome: str = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class ActiveSequence:
+    """A sequence in progress."""
+
+    index: int
+    attempts: SequenceAttempts
+    intake: TokenIntake
+    handle_event: Callable[[Event], list[Instruction]]  # of `attempts`, recorded if an event log is kept
+    handle_entry: Callable[[TokenEntry], SequenceDelta | None]  # of `intake`, recorded likewise
+    request: ActiveRequest
+    record: SequenceHistory
+    held: Held = field(default_factory=Held)
+    expected: ExpectedCacheHit | None = None  # None once the first token has said how much was cached
+    trace: str = ""  # the trace context of the current attempt
+    fingerprint: str = ""  # of the model on the current attempt's workers
+    work: Work = field(default_factory=Work)  # what placement expects of the current attempt
+    waiting_for: FindPlacement | AwaitLostWorkers | FindDecode | None = None  # while no worker is ready
+    waiting_timer: asyncio.TimerHandle | None = None  # also ends the pause before a retry
+
+    @property
+    def request_id(self) -> str:
+        return self.request.handle.request.request_id

@@ -1,0 +1,64 @@
+"""Writes the events of a stream straight to their connection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from kvrelay_router.http.half_closed import ask_client
+from kvrelay_router.http.uvicorn_internals import Exchange, OneWrite
+
+EVENT_WRITER = "event_writer"
+"""The key of a request's `EventWriter` in its ASGI state."""
+
+
+class EventWriter:
+    """Writes parts of an answer from any callback, without a task that awaits `send`; and reports the client's end to
+    the task that serves the request, without a second task that awaits `receive`."""
+
+    __slots__ = ("_exchange", "_on_gone", "carries_events")
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self.carries_events = False  # set by the endpoint: the answer, once begun, is a stream of events
+        self._on_gone: Callable[[], None] | None = None
+
+    def watch(self, on_gone: Callable[[], None]) -> None:
+        """Calls `on_gone` once, from the event loop, if the connection is or gets lost before `unwatch`.
+
+        The request's body must have been read: the connection is read on, which is how its end is noticed.
+        """
+        self._on_gone = on_gone
+        if self._exchange.is_lost:
+            asyncio.get_running_loop().call_soon(self.report_gone)
+        else:
+            self._exchange.read_on()
+
+    def unwatch(self) -> None:
+        self._on_gone = None
+
+    def report_gone(self) -> None:
+        """The connection is lost."""
+        on_gone, self._on_gone = self._on_gone, None
+        if on_gone is not None:
+            on_gone()
+
+    def whole_body(self) -> bytes | None:
+        """The request's body if all of it has arrived, which is the usual case; None: it must be received."""
+        return self._exchange.take_body()
+
+    def is_ready(self) -> bool:
+        """False before the answer's head is written, and while the client reads so slowly that its buffer is full."""
+        return self._exchange.can_write_chunks
+
+    def write(self, events: bytes) -> None:
+        """Writes at least one byte. Drops it if the connection is lost, which `on_gone` reports."""
+        self._exchange.write_chunk(events)
+
+    def ask(self, waited_s: float) -> None:
+        """Finds out whether a client that ended its side `waited_s` ago is still there."""
+        ask_client(self._exchange, waited_s, carries_events=self.carries_events)
+
+    def in_one_write(self) -> OneWrite:
+        """`with` this, an answer's head and the events behind it go out in one system call and one packet."""
+        return self._exchange.in_one_write()

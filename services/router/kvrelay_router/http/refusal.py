@@ -1,0 +1,40 @@
+"""Answers connections that break a bound with OpenAI's error object, and closes them."""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+
+from kvrelay_router.http.api_error import ApiError, json_response
+
+LINGER_S = 1.0
+"""A refused connection is read for this time before it is closed: a reset would overtake the answer."""
+MAX_LINGERING = 256
+"""Further refused connections are closed at once, without an answer."""
+
+
+class Refusals:
+    """The refused connections of a server that are still open."""
+
+    def __init__(self) -> None:
+        self.num_lingering = 0
+
+    def answer(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, error: ApiError) -> None:
+        """Writes the error and closes the connection after `LINGER_S`."""
+        if self.num_lingering >= MAX_LINGERING:
+            transport.close()
+            return
+        transport.write(_raw_answer(error))
+        self.num_lingering += 1
+        loop.call_later(LINGER_S, self._close, transport)
+
+    def _close(self, transport: asyncio.Transport) -> None:
+        self.num_lingering -= 1
+        transport.close()
+
+
+def _raw_answer(error: ApiError) -> bytes:
+    response = json_response(error.body(), error.status, {**error.headers, "connection": "close"})
+    head = b"".join(name + b": " + value + b"\r\n" for name, value in response.raw_headers)
+    status = HTTPStatus(error.status)
+    return b"HTTP/1.1 %d %b\r\n" % (status, status.phrase.encode()) + head + b"\r\n" + bytes(response.body)

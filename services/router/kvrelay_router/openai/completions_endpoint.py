@@ -1,0 +1,92 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvrelay_router.dispatch.interface import ModelLimits
+from kvrelay_router.http.api_error import ApiError
+from kvrelay_router.http.body import read_json_object
+from kvrelay_router.openai.answers.completion_format import CompletionFormat
+from kvrelay_router.openai.answers.prompt_scores import extended, most
+from kvrelay_router.openai.api_service import ApiService
+from kvrelay_router.openai.delivery import GenerationResponse
+from kvrelay_router.openai.planning import EndpointFields, TokenizedPrompt, check_request, plan_generation
+from kvrelay_router.openai.request_validation import RequestedOutput, check_token_ids, check_tokenized
+from kvrelay_router.openai.schema.completion_request import (
+    DEFAULT_MAX_TOKENS,
+    CompletionRequest,
+    PromptItem,
+    parse_completion,
+)
+
+
+class CompletionsEndpoint:
+    """Validates and plans text completions. The returned response runs them."""
+
+    def __init__(self, service: ApiService) -> None:
+        self._service = service
+
+    async def serve(self, http: Request) -> Response:
+        """Raises ApiError for every mistake in the request; nothing has been submitted by then."""
+        service = self._service
+        names = service.names(http)
+        request = parse_completion(await read_json_object(http, service.settings.max_body_bytes))
+        limits = check_request(service, names, request)
+        num_each = max(request.num_sequences, request.best_of or 1)
+        if len(request.prompt) * num_each > service.settings.max_sequences:
+            raise ApiError(
+                f"At most {service.settings.max_sequences} completions can be asked for at once", param="prompt"
+            )
+        fields = _endpoint_fields(request)
+        token_ids = [await self._tokenize(item, request, limits) for item in request.prompt]
+        room = fields.output.prompt_room(limits)
+        prompts = [
+            await self._prompt(item, ids, room, request) for item, ids in zip(request.prompt, token_ids, strict=True)
+        ]
+        runs = plan_generation(service, names, request, fields, prompts, limits)
+        echoed = [prompt.echo for prompt in prompts if prompt.echo is not None]
+        answer = CompletionFormat(service, f"cmpl-{names.unique}", request, runs, echoed)
+        return GenerationResponse(
+            service,
+            runs,
+            extended(answer, request, service.text.tokenizer, runs),
+            stream=request.stream,
+            include_usage=request.include_usage,
+        )
+
+    async def _tokenize(self, item: PromptItem, request: CompletionRequest, limits: ModelLimits) -> list[int]:
+        if isinstance(item, str):
+            text = self._service.text
+            token_ids = await text.encode(item, add_special_tokens=request.add_special_tokens)
+            check_tokenized(token_ids, text.tokenizer.vocab_size, limits, "prompt")
+        else:
+            token_ids = item
+            check_token_ids(token_ids, limits, "prompt")
+        if not token_ids:
+            raise ApiError("Invalid value for 'prompt': it must not be empty", param="prompt")
+        return token_ids
+
+    async def _prompt(
+        self, item: PromptItem, token_ids: list[int], room: int, request: CompletionRequest
+    ) -> TokenizedPrompt:
+        """Truncates the prompt to `truncate_prompt_tokens`, and adds the text to echo."""
+        text = self._service.text
+        kept = request.truncated(token_ids, room)
+        if not request.echo:
+            return TokenizedPrompt(kept)
+        if isinstance(item, str) and len(kept) == len(token_ids):
+            return TokenizedPrompt(kept, await text.locate_tokens(item, add_special_tokens=request.add_special_tokens))
+        return TokenizedPrompt(kept, await text.decode_prompt(kept, skip_special_tokens=request.skip_special_tokens))
+
+
+def _endpoint_fields(request: CompletionRequest) -> EndpointFields:
+    # The choices of `best_of` are ranked by their log-probabilities, so these are always computed.
+    is_ranked = request.num_sequences > request.n
+    return EndpointFields(
+        prompt_param="prompt",
+        output=RequestedOutput(asked=request.max_tokens, default=DEFAULT_MAX_TOKENS),
+        logprobs=0 if is_ranked and request.logprobs is None else request.logprobs,
+        prompt_logprobs=most(request.prompt_logprobs, request.logprobs if request.echo else None),
+    )

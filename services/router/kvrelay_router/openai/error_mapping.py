@@ -1,0 +1,92 @@
+"""The error answer for each failure of a request."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvrelay_router.dispatch.interface import NoWorkerReady, RequestFailed, TooLate
+from kvrelay_router.http.api_error import ApiError
+
+logger = logging.getLogger(__name__)
+
+
+def model_not_found(model: str) -> ApiError:
+    """404 for a model that is not served here."""
+    return ApiError(f"The model '{model}' does not exist", status=404, param="model", code="model_not_found")
+
+
+def context_length_exceeded(message: str, param: str) -> ApiError:
+    """400 for a request that the model's context cannot hold."""
+    return ApiError(message, param=param, code="context_length_exceeded")
+
+
+def no_worker_ready(message: str, retry_after_s: float) -> ApiError:
+    """503 with Retry-After, in whole seconds."""
+    return ApiError(
+        message,
+        status=503,
+        error_type="server_error",
+        code="no_worker_ready",
+        headers={"retry-after": str(max(1, math.ceil(retry_after_s)))},
+    )
+
+
+def too_many_requests(limit: int) -> ApiError:
+    """429 while the maximum number of requests is in progress."""
+    return ApiError(
+        f"{limit} requests are in progress, which is as many as this router takes; try again later",
+        status=429,
+        error_type="rate_limit_error",
+        code="rate_limit_exceeded",
+        headers={"retry-after": "1"},
+    )
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """Returns the error answer for an exception. Unexpected ones are logged; the client gets no details."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, NoWorkerReady):
+        return no_worker_ready(str(error), error.retry_after_s)
+    if isinstance(error, TooLate):
+        return ApiError(
+            str(error),
+            status=429,
+            error_type="rate_limit_error",
+            code="deadline_unreachable",
+            headers={"retry-after": str(max(1, math.ceil(error.retry_after_s)))},
+        )
+    if isinstance(error, RequestFailed):
+        status, code = (504, "request_timeout") if error.timed_out else (502, "request_failed")
+        return ApiError(str(error), status=status, error_type="server_error", code=code)
+    if isinstance(error, TimeoutError):
+        return ApiError("The request timed out", status=504, error_type="server_error", code="request_timeout")
+    logger.error("unexpected error while serving a request", exc_info=error)
+    return ApiError(
+        "The server had an error while processing the request",
+        status=500,
+        error_type="server_error",
+        code="internal_error",
+    )
+
+
+async def on_api_error(request: Request, error: Exception) -> Response:
+    """Exception handler of FastAPI for errors of endpoints."""
+    return as_api_error(error).response()
+
+
+async def on_http_exception(request: Request, error: Exception) -> Response:
+    """Exception handler of FastAPI for unknown routes and wrong methods."""
+    status = getattr(error, "status_code", 500)
+    headers = dict(getattr(error, "headers", None) or {})
+    if status == 404:
+        message, code = f"Unknown request URL: {request.method} {request.url.path}", "unknown_url"
+    elif status == 405:
+        message, code = f"Method {request.method} is not allowed for {request.url.path}", "method_not_allowed"
+    else:
+        message, code = str(getattr(error, "detail", error)), None
+    return ApiError(message, status=status, code=code, headers=headers).response()

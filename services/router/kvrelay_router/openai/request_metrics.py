@@ -1,0 +1,127 @@
+"""Measures requests as clients see them: OpenTelemetry's metrics for generative AI, and a span for each request.
+
+While a request runs only its first and last token are timed. Everything else is recorded once, when its answer ends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvrelay.telemetry.instruments import Instruments
+from kvrelay.telemetry.metric_samples import Labels
+from kvrelay.telemetry.trace_context import TraceContext, new_trace, parse_traceparent
+from kvrelay.telemetry.tracer import Tracer
+from kvrelay_router.openai.generation import PromptRun
+
+OPERATION_BY_PATH = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat"}
+"""The measured paths, with the name of their operation in OpenTelemetry's conventions."""
+
+PROVIDER = "kvrelay"
+CLIENT_GONE = "client_gone"
+
+# The buckets that the conventions recommend:
+# https://github.com/open-telemetry/semantic-conventions-genai/blob/main/docs/gen-ai/gen-ai-metrics.md
+DURATION_S = tuple(0.01 * 2**power for power in range(14))
+FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
+PER_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+
+
+TIMINGS = "timings"
+"""The key of a request's `RequestTimings` in its ASGI state; the value is None if the request is no generation."""
+
+
+@dataclass(slots=True)
+class RequestTimings:
+    """The times of one generation request in monotonic seconds; None until they are known."""
+
+    operation: str
+    began: float
+    context: TraceContext
+    parent: TraceContext | None
+    first_token: float | None = None
+    last_token: float | None = None
+    status: int = 0
+    error: str = ""
+    runs: Sequence[PromptRun] = ()
+
+    def got_tokens(self) -> None:
+        """Times the first tokens."""
+        if self.first_token is None:
+            self.first_token = time.monotonic()
+
+
+class RequestMetrics:
+    """Records the metrics and spans of requests. `tracer` is None if no traces are exported."""
+
+    def __init__(
+        self,
+        model: str,
+        instruments: Instruments | None = None,
+        tracer: Tracer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._model = model
+        self._tracer = tracer
+        self._clock = clock
+        instruments = instruments or Instruments()
+        self._durations = instruments.histogram_family("gen_ai.server.request.duration", "s", DURATION_S)
+        self._first_tokens = instruments.histogram_family("gen_ai.server.time_to_first_token", "s", FIRST_TOKEN_S)
+        self._per_token = instruments.histogram_family("gen_ai.server.time_per_output_token", "s", PER_TOKEN_S)
+
+    def begin(self, path: str, traceparent: str) -> RequestTimings:
+        operation = OPERATION_BY_PATH[path]
+        if self._tracer is not None:
+            context, parent = self._tracer.begin(traceparent, operation)
+        else:  # pass the client's trace on to the workers
+            parent = parse_traceparent(traceparent)
+            context = parent or new_trace(is_sampled=False)
+        return RequestTimings(operation, self._clock(), context, parent)
+
+    def ended(self, timings: RequestTimings, request_id: str) -> None:
+        """Records the metrics and the span once the answer is complete, failed or cancelled."""
+        now = self._clock()
+        error = timings.error or (str(timings.status) if timings.status >= 400 else "")
+        labels: Labels = (
+            ("gen_ai.operation.name", timings.operation),
+            ("gen_ai.provider.name", PROVIDER),
+            ("gen_ai.request.model", self._model),
+        )
+        self._durations.of((*labels, ("error.type", error)) if error else labels).record(now - timings.began)
+        if not error and timings.first_token is not None:
+            self._first_tokens.of(labels).record(timings.first_token - timings.began)
+            num_tokens = max((choice.num_tokens for run in timings.runs for choice in run.choices), default=0)
+            if num_tokens > 1:
+                last = timings.last_token if timings.last_token is not None else now
+                self._per_token.of(labels).record((last - timings.first_token) / (num_tokens - 1))
+        if self._tracer is not None and timings.context.is_sampled:
+            self._trace(self._tracer, timings, now, error, request_id)
+
+    def _trace(self, tracer: Tracer, timings: RequestTimings, now: float, error: str, request_id: str) -> None:
+        choices = [choice for run in timings.runs for choice in run.choices]
+        attributes: dict[str, str | int | float | tuple[str, ...]] = {
+            "gen_ai.operation.name": timings.operation,
+            "gen_ai.provider.name": PROVIDER,
+            "gen_ai.request.model": self._model,
+            "gen_ai.usage.input_tokens": sum(len(run.request.prompt_ids) for run in timings.runs),
+            "gen_ai.usage.cache_read.input_tokens": sum(run.cached_tokens for run in timings.runs),
+            "gen_ai.usage.output_tokens": sum(choice.num_tokens for choice in choices),
+            "gen_ai.response.finish_reasons": tuple(choice.finish_reason or "none" for choice in choices),
+            "http.response.status_code": timings.status,
+            "kvrelay.request_id": request_id,
+        }
+        if timings.first_token is not None:
+            attributes["gen_ai.response.time_to_first_chunk"] = timings.first_token - timings.began
+        if error:
+            attributes["error.type"] = error
+        tracer.record(
+            f"{timings.operation} {self._model}",
+            timings.context,
+            timings.parent,
+            timings.began,
+            now,
+            kind="server",
+            attributes=attributes,
+            error=error if error == CLIENT_GONE or timings.status >= 500 or timings.error else None,
+        )

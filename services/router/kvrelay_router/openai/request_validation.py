@@ -1,0 +1,257 @@
+"""Checks a parsed request against the model's limits, and converts it to requests for dispatch."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from dataclasses import replace
+from typing import TypeVar
+
+import msgspec
+
+from kvrelay.kv.table import blocks_for_group
+from kvrelay.protocol.sampling import Sampling
+from kvrelay_router.access.request_names import RequestNames
+from kvrelay_router.dispatch.interface import Dispatcher, GenerateRequest, ModelLimits
+from kvrelay_router.http.api_error import ApiError
+from kvrelay_router.openai.error_mapping import context_length_exceeded, model_not_found, no_worker_ready
+from kvrelay_router.openai.schema.beam_fields import BeamFields
+from kvrelay_router.openai.schema.generation_fields import GenerationFields
+from kvrelay_router.openai.settings import ApiSettings
+from kvrelay_router.text.sampling_defaults import SamplingDefaults
+
+Number = TypeVar("Number", int, float)
+
+SEED_BITS = 63
+
+
+class RequestedOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """How many tokens to generate. If `asked` is None: `default`, or all that the context leaves if that is None too.
+
+    `param` names the field for error messages.
+    """
+
+    asked: int | None
+    default: int | None
+    param: str = "max_tokens"
+
+    def prompt_room(self, limits: ModelLimits) -> int:
+        """The longest prompt, in tokens, that leaves room for this output; at least one token without a default."""
+        reserved = self.default or 1 if self.asked is None else self.asked
+        return limits.max_model_len - reserved
+
+
+def check_model(settings: ApiSettings, model: str) -> None:
+    """Raises 404 for a model that is not served here."""
+    if model not in settings.model_names:
+        raise model_not_found(model)
+
+
+def known_limits(dispatcher: Dispatcher) -> ModelLimits:
+    """Returns the model's limits. Raises 503 while no worker is known."""
+    limits = dispatcher.limits()
+    if limits is None:
+        raise no_worker_ready("No worker is ready", 1.0)
+    return limits
+
+
+def check_token_ids(token_ids: list[int], limits: ModelLimits, param: str) -> None:
+    """Raises 400 for ids outside the vocabulary."""
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= limits.vocab_size):
+        bad = next(each for each in token_ids if not 0 <= each < limits.vocab_size)
+        raise ApiError(
+            f"Token id {bad} is out of range; the vocabulary has {limits.vocab_size} tokens",
+            param=param,
+            code="invalid_value",
+        )
+
+
+def check_tokenized(token_ids: list[int], tokenizer_size: int, limits: ModelLimits, param: str) -> None:
+    """Raises 400 for tokens that the tokenizer has beyond the model's vocabulary."""
+    if tokenizer_size > limits.vocab_size:
+        check_token_ids(token_ids, limits, param)
+
+
+def check_vocabulary(fields: GenerationFields, limits: ModelLimits) -> None:
+    """Raises 400 for token ids in the fields that the model does not have."""
+    check_token_ids(list(fields.logit_bias), limits, "logit_bias")
+    check_token_ids(fields.stop_token_ids, limits, "stop_token_ids")
+
+
+def allowed_output(num_prompt_tokens: int, output: RequestedOutput, limits: ModelLimits, param: str) -> int:
+    """Returns the maximum number of tokens to generate. Raises 400 if prompt and output exceed the context."""
+    context = limits.max_model_len
+    room = context - num_prompt_tokens
+    if room < 0 or (room == 0 and output.asked != 0):
+        raise context_length_exceeded(
+            f"This model's maximum context length is {context} tokens, but the prompt has {num_prompt_tokens} tokens"
+            + (", which leaves no room for output" if room == 0 else ""),
+            param,
+        )
+    if output.asked is None:
+        return room if output.default is None else min(room, output.default)
+    if output.asked > room:
+        raise context_length_exceeded(
+            f"This model's maximum context length is {context} tokens, but {num_prompt_tokens + output.asked} tokens "
+            f"were asked for ({num_prompt_tokens} in the prompt, {output.asked} in '{output.param}')",
+            output.param,
+        )
+    return output.asked
+
+
+def check_scores(num_prompt_tokens: int, num_top: int) -> None:
+    """Raises 400 if the log-probabilities of a prompt do not fit one message."""
+    if num_prompt_tokens * (num_top + 1) > MAX_PROMPT_SCORES:
+        raise ApiError(
+            f"A prompt of {num_prompt_tokens} tokens with {num_top} log-probabilities each is too much to echo: at "
+            f"most {MAX_PROMPT_SCORES} in all are possible",
+            param="logprobs",
+        )
+
+
+def check_beams(fields: BeamFields, num_prompt_tokens: int, max_tokens: int, limits: ModelLimits) -> None:
+    """All beams of a search run at the same time. Raises 400 if no worker could hold them, 503 while no worker runs
+    beam searches."""
+    beams = fields.beams
+    if beams is None:
+        return
+    param = "n" if fields.best_of is None else "best_of"
+    if not limits.max_running:
+        raise no_worker_ready("No decode worker that runs beam searches is ready", 1.0)
+    most = min(limits.max_running, limits.vocab_size)
+    if beams.width > most:
+        raise ApiError(
+            f"Invalid value for '{param}': {beams.width} beams are too many, the workers run up to {most} sequences",
+            param=param,
+            code="invalid_value",
+        )
+    needed = blocks_for_group(num_prompt_tokens, num_prompt_tokens + max_tokens, beams.width, limits.block_size)
+    if needed > limits.num_blocks:
+        raise ApiError(
+            f"{beams.width} beams of up to {max_tokens} tokens after {num_prompt_tokens} of the prompt may take "
+            f"{needed} blocks of {limits.block_size} tokens; a worker has {limits.num_blocks}",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
+def check_samples(fields: BeamFields, num_prompt_tokens: int, max_tokens: int, limits: ModelLimits) -> None:
+    """The samples of a request start at the same time. Raises 400 if no worker could hold all with one token each.
+
+    Samples that outgrow a worker later take turns. Single tokens are computed by prefill, one sample after another.
+    """
+    num_samples = 1 if fields.use_beam_search else fields.num_sequences
+    if num_samples == 1 or max_tokens <= 1 or not limits.group_samples:
+        return
+    param = "n" if fields.best_of is None else "best_of"
+    if num_samples > limits.max_running:
+        raise ApiError(
+            f"Invalid value for '{param}': the {num_samples} samples of a prompt run at a time, and the workers run up "
+            f"to {limits.max_running} sequences",
+            param=param,
+            code="invalid_value",
+        )
+    needed = blocks_for_group(num_prompt_tokens, num_prompt_tokens + 1, num_samples, limits.block_size)
+    if needed > limits.num_blocks:
+        raise ApiError(
+            f"{num_samples} samples of a prompt of {num_prompt_tokens} tokens take at least {needed} blocks of "
+            f"{limits.block_size} tokens; a worker has {limits.num_blocks}",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
+def make_sampling(
+    fields: BeamFields,
+    defaults: SamplingDefaults,
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    seed: int,
+) -> Sampling:
+    """Returns the sampling parameters for workers, with `defaults` for fields that are not set. Raises 400."""
+    if fields.min_tokens > max_tokens:
+        raise ApiError(
+            f"Invalid value for 'min_tokens': {fields.min_tokens} is more than the {max_tokens} tokens to generate",
+            param="min_tokens",
+        )
+    if fields.use_beam_search:
+        defaults = replace(defaults, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+    return Sampling(
+        temperature=_or(fields.temperature, defaults.temperature),
+        top_p=_or(fields.top_p, defaults.top_p),
+        top_k=min(_or(fields.top_k, defaults.top_k), LARGEST_TOP_K),
+        min_p=_or(fields.min_p, defaults.min_p),
+        presence_penalty=fields.presence_penalty,
+        frequency_penalty=fields.frequency_penalty,
+        repetition_penalty=_or(fields.repetition_penalty, defaults.repetition_penalty),
+        logit_bias=fields.logit_bias,
+        seed=seed,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        max_tokens=max_tokens,
+        min_tokens=fields.min_tokens,
+        stop_token_ids=tuple(dict.fromkeys(fields.stop_token_ids)),
+        ignore_eos=fields.ignore_eos,
+        beams=fields.beams,
+    )
+
+
+def _or(value: Number | None, default: Number) -> Number:
+    return default if value is None else value
+
+
+MAX_PROMPT_SCORES = 1 << 21
+"""About half of the number that fits a message of 64 MiB."""
+
+LARGEST_TOP_K = 2**31 - 1
+"""Larger than any vocabulary, so the same as no limit, and within 32 bits."""
+
+
+def make_seed(asked: int | None) -> int:
+    """Returns the client's seed as an unsigned 63-bit number, or a random one."""
+    return secrets.randbits(SEED_BITS) if asked is None else asked & (2**SEED_BITS - 1)
+
+
+def make_requests(
+    names: RequestNames,
+    settings: ApiSettings,
+    fields: BeamFields,
+    prompts: list[list[int]],
+    samplings: list[Sampling],
+) -> list[GenerateRequest]:
+    """Returns one request for each prompt; several are numbered. Raises 400 for an invalid `x-request-timeout`."""
+    many = len(prompts) > 1
+    timeout_s = check_timeout(names.timeout, settings.request_timeout_s)
+    return [
+        GenerateRequest(
+            request_id=f"{names.unique}-{index}" if many else names.unique,
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            num_sequences=1 if fields.use_beam_search else fields.num_sequences,
+            cache_salt=fields.cache_salt,
+            session=names.session or fields.user,
+            priority=fields.priority,
+            timeout_s=timeout_s,
+            trace=names.trace,
+        )
+        for index, (prompt_ids, sampling) in enumerate(zip(prompts, samplings, strict=True))
+    ]
+
+
+def check_timeout(value: str, longest_s: float) -> float:
+    """Returns the seconds of the header `x-request-timeout`, at most `longest_s`. Raises 400."""
+    if not value:
+        return longest_s
+    try:
+        timeout_s = float(value)
+    except ValueError:
+        timeout_s = math.nan
+    if not 0 < timeout_s < math.inf:
+        raise ApiError(
+            f"Invalid value for the header 'x-request-timeout': {value[:32]!r} (allowed: seconds, more than 0)",
+            param="x-request-timeout",
+            code="invalid_value",
+        )
+    return min(timeout_s, longest_s)

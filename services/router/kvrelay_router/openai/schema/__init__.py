@@ -1,0 +1,1 @@
+"""Pydantic models of the request bodies, and their validation."""

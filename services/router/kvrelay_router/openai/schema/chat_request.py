@@ -1,0 +1,178 @@
+"""The body of POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import orjson
+from pydantic import BeforeValidator, Field
+
+from kvrelay_router.http.api_error import ApiError
+from kvrelay_router.openai.schema.beam_fields import BeamFields
+from kvrelay_router.openai.schema.generation_fields import MAX_LOGPROBS, Flag, check_stream_options, or_default
+from kvrelay_router.openai.schema.parsing import RequestModel, invalid, parse, wrong_type
+from kvrelay_router.openai.schema.unsupported import CHAT, refuse_tools, refuse_unsupported
+from kvrelay_router.text.chat_template import RESERVED_NAMES, Message
+from kvrelay_router.text.service import ChatOptions
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+PASSED_ON = ("name", "tool_call_id")
+"""Further message fields that templates may read."""
+
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of the field with an earlier answer's reasoning, in different servers. Templates read the first two."""
+
+
+def _messages(value: Any) -> list[Message]:
+    """Returns messages in the form for templates: contents are strings or lists of text parts."""
+    if not isinstance(value, list):
+        raise wrong_type("it must be a list of messages")
+    if not value:
+        raise invalid("it must not be empty")
+    return [_message(message, index) for index, message in enumerate(value)]
+
+
+def _message(value: Any, index: int) -> Message:
+    if not isinstance(value, dict):
+        raise wrong_type(f"message {index} must be an object")
+    role = value.get("role")
+    if role not in ROLES:
+        raise invalid(f"message {index} has the unknown role {role!r}; known are {', '.join(ROLES)}")
+    message: Message = {"role": role, "content": _content(value, role, index)}
+    for name in (*PASSED_ON, *REASONING):
+        if value.get(name) is not None:
+            if not isinstance(value[name], str):
+                raise wrong_type(f"'{name}' of message {index} must be a string")
+            message[name] = value[name]
+    reasoning = next((message.pop(name) for name in REASONING if name in message), None)
+    if reasoning is not None:
+        message |= {"reasoning_content": reasoning, "thinking": reasoning}
+        message.pop("reasoning", None)
+    if value.get("tool_calls"):
+        message["tool_calls"] = [_tool_call(call, index) for call in _as_list(value["tool_calls"], index)]
+    return message
+
+
+def _content(message: dict[str, Any], role: str, index: int) -> str | list[dict[str, str]]:
+    """Returns a string or text parts. An assistant's message may have tool calls, a refusal or reasoning instead."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None and role == "assistant" and (message.get("tool_calls") or _has_other_text(message)):
+        refusal = message.get("refusal")
+        return refusal if isinstance(refusal, str) else ""
+    if not isinstance(content, list) or not content:
+        raise wrong_type(f"the content of message {index} must be a string or a list of text parts")
+    return [_text_part(part, role, index) for part in content]
+
+
+def _has_other_text(message: dict[str, Any]) -> bool:
+    """True for an earlier answer with a refusal, or with reasoning that was cut, in place of content."""
+    return any(isinstance(message.get(name), str) for name in ("refusal", *REASONING))
+
+
+def _text_part(part: Any, role: str, index: int) -> dict[str, str]:
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+        raise wrong_type(f"the content parts of message {index} must be objects with a type")
+    if part["type"] == "refusal" and role == "assistant":
+        part = {"type": "text", "text": part.get("refusal")}
+    if part["type"] != "text":
+        raise invalid(f"message {index} has a content part of type {part['type']!r}; only 'text' is supported")
+    if not isinstance(part.get("text"), str):
+        raise wrong_type(f"a text part of message {index} has no text")
+    return {"type": "text", "text": part["text"]}
+
+
+def _as_list(calls: Any, index: int) -> list[Any]:
+    if not isinstance(calls, list):
+        raise wrong_type(f"the tool calls of message {index} must be a list")
+    return calls
+
+
+def _tool_call(call: Any, index: int) -> dict[str, Any]:
+    """Clients send the arguments of a call as JSON text, but templates need an object."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise wrong_type(f"a tool call of message {index} has no function name")
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = orjson.loads(arguments)
+        except orjson.JSONDecodeError:
+            raise invalid(f"the arguments of a tool call of message {index} are not valid JSON") from None
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _template_kwargs(value: Any) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise wrong_type("it must be an object")
+    if reserved := sorted(RESERVED_NAMES & value.keys()):
+        raise invalid(f"'{reserved[0]}' cannot be set here")
+    return value
+
+
+class ChatFields(RequestModel):
+    """The fields that determine the prompt. POST /tokenize has them as well."""
+
+    messages: Annotated[list[Message], BeforeValidator(_messages)]
+    add_generation_prompt: bool | None = None
+    continue_final_message: Flag = False
+    add_special_tokens: Flag = False
+    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_template_kwargs)] = Field(default_factory=dict)
+    reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
+
+    @property
+    def options(self) -> ChatOptions:
+        """The generation prompt defaults to false if the final message is continued. Raises if both are true."""
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ApiError(
+                "'continue_final_message' and 'add_generation_prompt' cannot both be true",
+                param="continue_final_message",
+            )
+        wanted = self.add_generation_prompt
+        return ChatOptions(
+            add_generation_prompt=not self.continue_final_message if wanted is None else wanted,
+            continue_final_message=self.continue_final_message,
+            add_special_tokens=self.add_special_tokens,
+            template_kwargs=self._variables,
+        )
+
+    @property
+    def _variables(self) -> dict[str, Any]:
+        """The template's variables. `chat_template_kwargs` has precedence over `reasoning_effort`."""
+        if self.reasoning_effort is None:
+            return self.chat_template_kwargs
+        return {"reasoning_effort": self.reasoning_effort, **self.chat_template_kwargs}
+
+
+class ChatRequest(ChatFields, BeamFields):
+    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
+    logprobs: Flag = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), or_default(0)] = 0
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """The value of `max_completion_tokens`, else of the older `max_tokens`. None: the rest of the context."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+def parse_chat(content: dict[str, Any]) -> ChatRequest:
+    """Validates a request body. Raises ApiError."""
+    refuse_tools(content)
+    refuse_unsupported(content, CHAT)
+    request = parse(ChatRequest, content)
+    if reason := check_stream_options(content):
+        raise ApiError(f"Invalid value for 'stream_options': {reason}", param="stream_options")
+    request.check_beams(wants_logprobs=request.logprobs, max_tokens=request.wanted_tokens)
+    if request.num_sequences > request.n:
+        raise ApiError(
+            "Invalid value for 'best_of': without 'use_beam_search' it is not supported here",
+            param="best_of",
+            code="unsupported_parameter",
+        )
+    if request.top_logprobs and not request.logprobs:
+        raise ApiError("Invalid value for 'top_logprobs': it needs 'logprobs' to be true", param="top_logprobs")
+    return request

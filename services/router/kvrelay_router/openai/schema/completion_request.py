@@ -1,0 +1,58 @@
+"""The body of POST /v1/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+from kvrelay_router.http.api_error import ApiError
+from kvrelay_router.openai.schema.beam_fields import BeamFields
+from kvrelay_router.openai.schema.generation_fields import MAX_LOGPROBS, Flag, FlagOn, check_stream_options
+from kvrelay_router.openai.schema.parsing import invalid, parse, wrong_type
+from kvrelay_router.openai.schema.unsupported import COMPLETION, refuse_unsupported
+
+DEFAULT_MAX_TOKENS = 16
+
+PromptItem = str | list[int]
+
+
+def _prompt_list(value: Any) -> list[PromptItem]:
+    """Returns a list of prompts from a text, a list of texts, token ids, or a list of lists of token ids."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise wrong_type("it must be a string, a list of strings, a list of token ids, or a list of such lists")
+    if not value:
+        raise invalid("it must not be empty")
+    if _are_token_ids(value):
+        return [value]
+    for item in value:
+        if not isinstance(item, str) and not (isinstance(item, list) and _are_token_ids(item)):
+            raise wrong_type("it must be a string, a list of strings, a list of token ids, or a list of such lists")
+    return value
+
+
+def _are_token_ids(items: list[Any]) -> bool:
+    return set(map(type, items)) <= {int}
+
+
+class CompletionRequest(BeamFields):
+    """Token ids are validated as integers here, and checked against the vocabulary later."""
+
+    prompt: Annotated[list[Any], BeforeValidator(_prompt_list)]
+    echo: Flag = False
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_special_tokens: FlagOn = True
+
+
+def parse_completion(content: dict[str, Any]) -> CompletionRequest:
+    """Validates a request body. Raises ApiError."""
+    refuse_unsupported(content, COMPLETION)
+    request = parse(CompletionRequest, content)
+    if reason := check_stream_options(content):
+        raise ApiError(f"Invalid value for 'stream_options': {reason}", param="stream_options")
+    request.check_beams(wants_logprobs=request.logprobs is not None, max_tokens=request.max_tokens)
+    if request.num_sequences > request.n and request.stream:
+        raise ApiError("Invalid value for 'best_of': results cannot be streamed", param="best_of")
+    return request

@@ -1,0 +1,146 @@
+"""The fields that completions and chat completions share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, WrapValidator
+
+from kvrelay_router.openai.schema.parsing import RequestModel, invalid, wrong_type
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKENS = 1024
+MAX_CHOICES = 128
+MAX_LOGPROBS = 20
+MAX_BIASED_TOKENS = 1024
+
+
+def _stop_list(value: Any) -> list[str]:
+    """Accepts a string, a list of strings, or null for none."""
+    if value is None:
+        return []
+    stop = [value] if isinstance(value, str) else value
+    if not isinstance(stop, list) or not all(isinstance(each, str) for each in stop):
+        raise wrong_type("it must be a string or a list of strings")
+    if len(stop) > MAX_STOP_STRINGS:
+        raise invalid(f"at most {MAX_STOP_STRINGS} stop strings are allowed")
+    if not all(0 < len(each) <= MAX_STOP_CHARS for each in stop):
+        raise invalid(f"a stop string must have 1 to {MAX_STOP_CHARS} characters")
+    return stop
+
+
+def _bias_map(value: Any) -> dict[int, float]:
+    """Token ids are decimal strings, because JSON has only string keys."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise wrong_type("it must map token ids to numbers")
+    if len(value) > MAX_BIASED_TOKENS:
+        raise invalid(f"at most {MAX_BIASED_TOKENS} tokens can be biased")
+    biases = {}
+    for key, bias in value.items():
+        if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10):
+            raise invalid(f"unknown token {key!r}; keys must be token ids")
+        if isinstance(bias, bool) or not isinstance(bias, int | float):
+            raise wrong_type(f"the bias of token {key} must be a number")
+        if not -100 <= bias <= 100:
+            raise invalid(f"the bias of token {key} must be between -100 and 100")
+        biases[int(key)] = float(bias)
+    return biases
+
+
+def _off_if_minus_one(value: Any) -> Any:
+    return 0 if value == -1 and not isinstance(value, bool) else value
+
+
+def _not_zero(value: Any) -> Any:
+    if value == 0 and not isinstance(value, bool):
+        raise invalid("it must be 1 or more, or -1 for what fits")
+    return value
+
+
+def _side(value: Any, _: Any) -> Any:
+    """Replaces pydantic's messages, of which there would be one for each literal."""
+    if value in (None, "left", "right"):
+        return value
+    raise invalid("it must be 'left' or 'right'")
+
+
+def or_default(default: Any) -> BeforeValidator:
+    """Null selects the default, as in OpenAI's API."""
+    return BeforeValidator(lambda value: default if value is None else value)
+
+
+Flag = Annotated[bool, or_default(False)]
+FlagOn = Annotated[bool, or_default(True)]
+Stop = Annotated[list[str], BeforeValidator(_stop_list)]
+LogitBias = Annotated[dict[int, float], BeforeValidator(_bias_map)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_STOP_TOKENS), or_default([])]
+Penalty = Annotated[float, Field(ge=-2, le=2), or_default(0.0)]
+
+
+class StreamOptions(RequestModel):
+    include_usage: Flag = False
+    continuous_usage_stats: Flag = False
+
+
+class GenerationFields(RequestModel):
+    """Sampling, stopping and streaming. `request_validation` checks the ranges that depend on the model."""
+
+    model: str
+    stream: Flag = False
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), or_default(1)] = 1
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    min_tokens: Annotated[int, Field(ge=0), or_default(0)] = 0
+    # If one of these is None, the model's default applies.
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0), BeforeValidator(_off_if_minus_one)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    logit_bias: LogitBias = Field(default_factory=dict)
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Stop = Field(default_factory=list)
+    stop_token_ids: TokenIds = Field(default_factory=list)
+    include_stop_str_in_output: Flag = False
+    ignore_eos: Flag = False
+    skip_special_tokens: FlagOn = True
+    return_token_ids: Flag = False
+    cache_salt: Annotated[str, Field(max_length=1024), or_default("")] = ""
+    user: Annotated[str, Field(max_length=1024), or_default("")] = ""
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    truncate_prompt_tokens: Annotated[int, BeforeValidator(_not_zero), Field(ge=-1)] | None = None
+    truncation_side: Annotated[Literal["left", "right"] | None, WrapValidator(_side)] = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31), or_default(0)] = 0
+
+    @property
+    def include_usage(self) -> bool:
+        """True if the stream ends with a usage chunk."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def running_usage(self) -> bool:
+        """True if all other chunks carry the usage so far as well."""
+        return self.stream_options is not None and self.include_usage and self.stream_options.continuous_usage_stats
+
+    def truncated(self, token_ids: list[int], room: int) -> list[int]:
+        """Returns the prompt cut to `truncate_prompt_tokens`; `room` is the longest prompt for the value -1."""
+        wanted = self.truncate_prompt_tokens
+        if wanted is None:
+            return token_ids
+        num_kept = max(1, room) if wanted == -1 else wanted
+        if len(token_ids) <= num_kept:
+            return token_ids
+        return token_ids[:num_kept] if self.truncation_side == "right" else token_ids[-num_kept:]
+
+
+def check_stream_options(content: Mapping[str, Any]) -> str | None:
+    """Returns the reason to refuse stream options without a stream, as OpenAI does, or None."""
+    if content.get("stream_options") is not None and not content.get("stream"):
+        return "it is only allowed when 'stream' is true"
+    return None

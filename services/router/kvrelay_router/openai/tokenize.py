@@ -1,0 +1,79 @@
+"""POST /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvrelay_router.http.api_error import ApiError, json_response
+from kvrelay_router.http.body import read_json_object
+from kvrelay_router.openai.api_service import ApiService
+from kvrelay_router.openai.request_validation import check_model, check_token_ids, known_limits
+from kvrelay_router.openai.schema.chat_request import ChatFields
+from kvrelay_router.openai.schema.generation_fields import Flag, FlagOn
+from kvrelay_router.openai.schema.parsing import RequestModel, parse
+
+
+class TokenizeText(RequestModel):
+    prompt: str
+    model: str | None = None
+    add_special_tokens: FlagOn = True
+    return_token_strs: Flag = False
+
+
+class TokenizeChat(ChatFields):
+    model: str | None = None
+    return_token_strs: Flag = False
+
+
+class DetokenizeTokens(RequestModel):
+    """The body of POST /detokenize. Special tokens are part of the text by default."""
+
+    tokens: list[Annotated[int, Field(ge=0)]]
+    model: str | None = None
+    skip_special_tokens: Flag = False
+
+
+class TokenRoutes:
+    """The endpoints of the tokenizer. They need workers only for the model's limits."""
+
+    def __init__(self, service: ApiService) -> None:
+        self._service = service
+
+    async def _read(self, http: Request) -> dict[str, Any]:
+        content = await read_json_object(http, self._service.settings.max_body_bytes)
+        if isinstance(content.get("model"), str):
+            check_model(self._service.settings, content["model"])
+        return content
+
+    async def tokenize(self, http: Request) -> Response:
+        """Tokenizes a prompt or messages."""
+        service = self._service
+        content = await self._read(http)
+        if "messages" in content and "prompt" in content:
+            raise ApiError("Give either 'prompt' or 'messages', not both", param="prompt")
+        request: TokenizeText | TokenizeChat
+        if "messages" in content:
+            request = parse(TokenizeChat, content)
+            token_ids = await service.encode_chat(request.messages, request.options)
+        else:
+            request = parse(TokenizeText, content)
+            token_ids = await service.text.encode(request.prompt, add_special_tokens=request.add_special_tokens)
+        limits = service.dispatcher.limits()
+        answer: dict[str, Any] = {
+            "count": len(token_ids),
+            "max_model_len": limits.max_model_len if limits else None,
+            "tokens": token_ids,
+        }
+        if request.return_token_strs:
+            answer["token_strs"] = await service.text.spell(token_ids)
+        return json_response(answer)
+
+    async def detokenize(self, http: Request) -> Response:
+        request = parse(DetokenizeTokens, await self._read(http))
+        check_token_ids(request.tokens, known_limits(self._service.dispatcher), "tokens")
+        text = await self._service.text.decode(request.tokens, skip_special_tokens=request.skip_special_tokens)
+        return json_response({"prompt": text})

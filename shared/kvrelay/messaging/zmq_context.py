@@ -1,0 +1,84 @@
+"""A ZMQ context that knows its sockets, so that it can be closed at any time, also by the garbage collector.
+
+pyzmq keeps a context's sockets in weak references. If a context and its sockets become garbage together, the collector
+clears these references first, `Context.__del__` then finds no socket to close, and `term` waits for ever.
+"""
+
+from __future__ import annotations
+
+import _thread
+import weakref
+from dataclasses import dataclass, field
+
+import zmq
+
+Socket = zmq.Socket[bytes]
+
+
+@dataclass(slots=True)
+class _Sockets:
+    """What has to be closed before `term` can return."""
+
+    own: set[Socket] = field(default_factory=set)
+    num_handed_over: int = 0
+
+
+class ZmqContext:
+    """Closes its sockets and itself in `close`, or when it is dropped. No socket delays a close: their linger is 0.
+
+    All methods run on one thread at a time. A socket that another thread reads from belongs to that thread after
+    `hand_over`: it must close the socket as soon as a call to it raises zmq.ContextTerminated.
+    """
+
+    def __init__(self) -> None:
+        context: zmq.Context[Socket] = zmq.Context()
+        self._context = context
+        self._sockets = _Sockets()
+        # The finalizer holds the context and its sockets, so neither can become garbage before it has run. When the
+        # process exits it does not run: the operating system closes the sockets, and nothing waits.
+        self._finalizer = weakref.finalize(self, _close_dropped, context, self._sockets)
+        self._finalizer.atexit = False
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` has ended."""
+        return not self._finalizer.alive
+
+    def socket(self, kind: int) -> Socket:
+        """A new socket. Raises zmq.ZMQError after `close`."""
+        socket = self._context.socket(kind)
+        socket.linger = 0
+        self._sockets.own.add(socket)
+        return socket
+
+    def hand_over(self, socket: Socket) -> None:
+        """The thread that reads from `socket` closes it from now on."""
+        self._sockets.own.discard(socket)
+        self._sockets.num_handed_over += 1
+
+    def close_socket(self, socket: Socket, linger_ms: int = 0) -> None:
+        """Closes one socket; what it has queued gets `linger_ms` to leave, in the background."""
+        self._sockets.own.discard(socket)
+        socket.close(linger=linger_ms)
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Closes all sockets. Blocks until what they have queued has left, for up to `linger_ms`, and until other
+        threads have closed the sockets that were handed over to them. May be called twice."""
+        if self.is_closed:
+            return
+        _close_all(self._sockets, linger_ms)
+        self._context.term()
+        self._finalizer.detach()  # last: an exception above leaves the rest to the finalizer
+
+
+def _close_all(sockets: _Sockets, linger_ms: int) -> None:
+    while sockets.own:
+        sockets.own.pop().close(linger=linger_ms)
+
+
+def _close_dropped(context: zmq.Context[Socket], sockets: _Sockets) -> None:
+    """May run inside any allocation of any thread, also of a thread that has to close a socket that was handed over to
+    it. So the wait in `term` gets a thread of its own. `threading` is avoided: the interrupted code may hold the locks
+    that `Thread.start` needs."""
+    _close_all(sockets, 0)
+    _thread.start_new_thread(context.term, ())

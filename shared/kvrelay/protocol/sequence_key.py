@@ -1,0 +1,4 @@
+"""The key of a sequence."""
+
+SequenceKey = tuple[str, int, int]
+"""(request id, attempt, sequence index)."""

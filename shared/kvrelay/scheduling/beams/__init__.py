@@ -1,0 +1,1 @@
+"""Beam search: the search itself, and the sequences of a search."""

@@ -1,0 +1,1 @@
+"""Blocks for sequences: admission, growth, copy-on-write, swapping, preemption."""

@@ -1,0 +1,294 @@
+"""Blocks for sequences: admission with the cached prefix, growth, publication, release. One pool, shared with the
+cache.
+
+Three managers differ in how many tokens a sequence gets blocks for when it is admitted; from then on all of them give
+blocks as tokens come. `slot_use` measures what each choice wastes (Kwon et al., SOSP 2023, figure 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from kvrelay.kv.ablations import NullCache
+from kvrelay.kv.cache import Cache
+from kvrelay.kv.hashing import BlockHash
+from kvrelay.kv.pool import BlockPool, BlockState
+from kvrelay.kv.table import blocks_for
+from kvrelay.scheduling.memory.copy_on_write import BlockCopies
+from kvrelay.scheduling.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class SlotUse:
+    """Token slots in the blocks of some sequences; `committed`: those whose K/V is there. A shared one counts twice."""
+
+    allocated: int
+    committed: int
+
+    @property
+    def wasted(self) -> int:
+        """Slots that nobody else can have and that hold nothing."""
+        return self.allocated - self.committed
+
+
+class BlockManager:
+    """Gives a sequence the blocks of its whole prompt at admission, and one at a time from then on."""
+
+    def __init__(self, pool: BlockPool, cache: Cache, max_model_len: int) -> None:
+        self.pool = pool
+        self.cache = cache
+        self.max_model_len = max_model_len
+        self.copies = BlockCopies(pool)
+        self._replaced: list[int] = []  # that a step in flight reads, and no table names
+        self.shares_prefixes = not isinstance(cache, NullCache)
+
+    @property
+    def num_available(self) -> int:
+        """Free and evictable blocks."""
+        return self.pool.num_available
+
+    def cached_prefix(self, sequence: Sequence) -> list[int]:
+        """Blocks of the longest cached prefix that leaves at least one token to compute (logits need one)."""
+        return self.cache.match(sequence.block_hashes(self._num_reusable(sequence)))
+
+    def num_cached_blocks(self, sequence: Sequence) -> int:
+        """How many blocks `cached_prefix` would find; does not count as a use."""
+        return self.first_missing(sequence)[0]
+
+    def first_missing(self, sequence: Sequence) -> tuple[int, BlockHash | None]:
+        """The number of cached blocks, and the hash of the next one that could be there; not a use. O(log blocks)."""
+        hashes = sequence.block_hashes(self._num_reusable(sequence))
+        num_cached = self.cache.peek(hashes)
+        return num_cached, hashes[num_cached] if num_cached < len(hashes) else None
+
+    def num_missing(self, sequence: Sequence, num_computed: int) -> int:
+        """Blocks that `readmit` takes at least; not a use. O(log blocks)."""
+        size = self.pool.block_size
+        return blocks_for(num_computed, size) - self.cache.peek(sequence.block_hashes(num_computed // size))
+
+    def num_at_admission(self, sequence: Sequence) -> int:
+        """Blocks that a sequence takes when it is admitted, and its next token. Cached ones count."""
+        num_tokens = self._num_at_admission(sequence, sequence.num_tokens)
+        num_tokens = max(num_tokens, min(sequence.num_tokens + 1, self.max_model_len))
+        return blocks_for(num_tokens, self.pool.block_size)
+
+    def num_own(self, sequence: Sequence, other: Sequence) -> int:
+        """Those of them that it will not share with the other when that one is computed."""
+        return self.num_at_admission(sequence) - self.num_in_common(sequence, other)
+
+    def num_in_common(self, sequence: Sequence, other: Sequence) -> int:
+        """Blocks of the other that a sequence shares, once they are computed. O(log blocks)."""
+        if not self.shares_prefixes:
+            return 0
+        low, high = 0, min(self._num_reusable(sequence), other.num_full_blocks)
+        mine, theirs = sequence.block_hashes(high), other.block_hashes(high)
+        while low < high:  # a hash stands for all before it
+            middle = (low + high + 1) // 2
+            if mine[middle - 1] == theirs[middle - 1]:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _num_reusable(self, sequence: Sequence) -> int:
+        if sequence.sampling.prompt_logprobs is not None:
+            return 0  # every position's logits are wanted
+        return blocks_for(sequence.num_tokens, self.pool.block_size) - 1
+
+    # -- admission ----------------------------------------------------------------------------------------------------
+
+    def admit(self, sequence: Sequence, state: BlockState, *, num_next: int | None = None, headroom: int = 0) -> bool:
+        """Gives a sequence its first blocks; what the cache holds counts as computed. All or nothing.
+
+        `num_next`: tokens that are cached or computed in the next step; the manager decides how much room it makes
+        beyond. Without, there is room for all known tokens and no more (a handoff's slots). `headroom`: blocks that
+        must be available besides.
+        """
+        num_tokens = sequence.num_tokens if num_next is None else self._num_at_admission(sequence, num_next)
+        if not self._take(sequence, state, self._num_reusable(sequence), num_tokens, headroom):
+            return False
+        sequence.num_computed = sequence.num_published * self.pool.block_size
+        return True
+
+    def readmit(
+        self, sequence: Sequence, state: BlockState, num_computed: int, num_next: int, headroom: int = 0
+    ) -> bool:
+        """As `admit`, for a sequence whose first `num_computed` tokens' K/V is elsewhere: what the cache still has of
+        it is shared (`num_published` says how many blocks), the rest is the caller's to bring. `num_next`: tokens that
+        are computed after the next step.
+        """
+        num_tokens = self._num_at_admission(sequence, num_next)
+        if not self._take(sequence, state, num_computed // self.pool.block_size, num_tokens, headroom):
+            return False
+        sequence.num_computed = num_computed
+        return True
+
+    def _take(self, sequence: Sequence, state: BlockState, num_reusable: int, num_tokens: int, headroom: int) -> bool:
+        """Blocks for `num_tokens` tokens, up to `num_reusable` of them from the cache. All or nothing."""
+        pool = self.pool
+        hashes = sequence.block_hashes(num_reusable)
+        num_cached = self.cache.peek(hashes)
+        num_missing = max(0, blocks_for(num_tokens, pool.block_size) - num_cached)
+        if num_missing + headroom > pool.num_available:
+            return False
+        shared = list(self.cache.match(hashes[:num_cached])) if num_cached else []
+        if shared:
+            pool.hold(shared, state)
+        if num_missing + headroom > pool.num_available:  # now that what it shares cannot be evicted
+            pool.release(shared, state)
+            return False
+        sequence.block_state = state
+        sequence.num_published = num_cached
+        sequence.table.append(shared + pool.allocate(num_missing, state))
+        return True
+
+    def _num_at_admission(self, sequence: Sequence, num_next: int) -> int:
+        """Tokens to make room for. `num_next`: how many are computed or in the next step."""
+        return sequence.num_tokens
+
+    def adopt(self, sequence: Sequence) -> None:
+        """A sequence with blocks for all its tokens joined: makes the room that an admission would, if there is any."""
+        self._lengthen(sequence, self._num_at_admission(sequence, sequence.num_tokens))
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Makes the table long enough for `num_tokens` tokens. All or nothing.
+
+        A beam also gets a copy of the block that its next token goes to, if other beams share that block.
+        """
+        if sequence.beams is not None:
+            return self._grow_beam(sequence, num_tokens)
+        return self._lengthen(sequence, num_tokens)
+
+    def _lengthen(self, sequence: Sequence, num_tokens: int) -> bool:
+        table = sequence.table
+        if num_tokens <= table.num_blocks * table.block_size:
+            return True
+        num_missing = blocks_for(num_tokens, table.block_size) - table.num_blocks
+        if num_missing > self.num_available:
+            return False
+        last = table.last if table.num_blocks else None
+        table.append(self.pool.allocate(num_missing, sequence.block_state, after=last))
+        return True
+
+    def grow_each(self, sequences: Seq[Sequence]) -> list[Sequence]:
+        """Gives each sequence one more block, in one operation. Returns the sequences that still need `grow`: beams,
+        which may share the block that they write, or all if there are not enough blocks for the others.
+        """
+        beams = [sequence for sequence in sequences if sequence.beams is not None]
+        if len(sequences) - len(beams) > self.pool.num_available:
+            return list(sequences)
+        by_state: dict[BlockState, list[Sequence]] = {}
+        for sequence in sequences:
+            if sequence.beams is None:
+                by_state.setdefault(sequence.block_state, []).append(sequence)
+        for state, growing in by_state.items():
+            blocks = self.pool.allocate_each([sequence.table.last for sequence in growing], state)
+            for sequence, block in zip(growing, blocks, strict=True):
+                sequence.table.append((block,))
+        return beams
+
+    def _grow_beam(self, sequence: Sequence, num_tokens: int) -> bool:
+        table = sequence.table
+        index = sequence.next_position // table.block_size
+        must_copy = index < table.num_blocks and self.copies.must_copy(int(table.ids[index]))
+        num_missing = max(0, blocks_for(num_tokens, table.block_size) - table.num_blocks)
+        if num_missing + must_copy > self.num_available:
+            return False
+        if must_copy:
+            self.copies.make_own(table, index, sequence.block_state)
+        if num_missing:
+            table.append(self.pool.allocate(num_missing, sequence.block_state, after=table.last))
+        return True
+
+    def remaining_output(self, sequence: Sequence) -> int:
+        """Tokens that a sequence may still draw here, at most."""
+        if sequence.prefill_only:
+            return 0
+        left = sequence.sampling.max_tokens - sequence.num_output
+        return max(0, min(left, self.max_model_len - sequence.num_tokens))
+
+    def publish(self, sequence: Sequence) -> list[BlockHash]:
+        """Offers the blocks whose K/V is complete to the cache; returns the hashes of the new ones.
+
+        Where the cache has some of them already, the sequence takes the cached ones for its own. Where that cannot be
+        (a transfer uses its own) nothing is published: what is published under others' blocks pins them, and a
+        sequence that computed a cached prefix anew would keep it in the pool twice.
+        """
+        num_full = sequence.num_computed // self.pool.block_size
+        start = sequence.num_published
+        if num_full <= start:
+            return []
+        hashes = sequence.block_hashes(num_full, start)
+        num_known = self.cache.peek(hashes)
+        if num_known and not self._share(sequence, num_known):
+            return []
+        parent = sequence.hashes[start - 1] if start else None
+        self.cache.extend(parent, hashes, sequence.table.ids[start:num_full].tolist())
+        sequence.num_published = num_full
+        return hashes
+
+    def _share(self, sequence: Sequence, num_known: int) -> bool:
+        """Puts cached blocks in the place of the sequence's own copies: `num_known` of them, behind those it published.
+
+        A step that is planned reads the own ones: nobody else may have them before that has landed.
+        """
+        if sequence.prefill_only:
+            return False
+        start = sequence.num_published
+        cached = self.cache.match(sequence.block_hashes(start + num_known))[start:]
+        own = sequence.table.ids[start : start + len(cached)].tolist()
+        self.pool.hold(cached, sequence.block_state)
+        for index, block in enumerate(cached, start):
+            sequence.table.replace(index, block)
+        if sequence.num_planned:
+            self.pool.move(own, sequence.block_state, BlockState.IN_FLIGHT)
+            self._replaced += own
+        else:
+            self.pool.release(own, sequence.block_state)
+        return True
+
+    def step_landed(self) -> None:
+        """The step that was planned behind the last one committed has landed, or will not run."""
+        replaced, self._replaced = self._replaced, []
+        self.pool.release(replaced, BlockState.IN_FLIGHT)
+
+    def change_block_state(self, sequence: Sequence, state: BlockState) -> None:
+        """Lets a sequence's blocks count as `state` from now on."""
+        self.pool.move(sequence.table.ids.tolist(), sequence.block_state, state)
+        sequence.block_state = state
+
+    def free(self, sequence: Sequence) -> None:
+        """Lets go of a sequence's blocks; published ones stay cached. Committed K/V is given up exactly once."""
+        blocks = sequence.table.clear()[sequence.num_borrowed :]
+        self.copies.drop(blocks)
+        self.pool.release(blocks, sequence.block_state)
+        sequence.num_borrowed = 0
+        sequence.num_computed = 0
+        sequence.num_published = 0
+
+    def slot_use(self, sequences: Iterable[Sequence]) -> SlotUse:
+        """What these sequences' blocks have room for, and what is there."""
+        allocated = committed = 0
+        for sequence in sequences:
+            allocated += sequence.table.capacity_tokens
+            committed += sequence.num_computed
+        return SlotUse(allocated, committed)
+
+
+class OnDemandBlocks(BlockManager):
+    """Blocks as tokens come: at admission for the first chunk alone (Kwon et al., SOSP 2023, section 4.3)."""
+
+    def _num_at_admission(self, sequence: Sequence, num_next: int) -> int:
+        return min(num_next, sequence.num_tokens)
+
+
+class WholeSequenceBlocks(BlockManager):
+    """Room for the longest sequence that this can become, at once (Yu et al., Orca, OSDI 2022, section 4.2)."""
+
+    def _num_at_admission(self, sequence: Sequence, num_next: int) -> int:
+        if sequence.beams is not None:
+            return sequence.num_tokens  # a prefix draws nothing; its beams take blocks as tokens come
+        # The last token drawn is never computed.
+        return max(sequence.num_tokens, sequence.num_tokens + self.remaining_output(sequence) - 1)

@@ -1,0 +1,83 @@
+"""Chunk sizes: how many tokens of a prompt the next step computes."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvrelay.scheduling.plan import PlanDraft, StepPlan, work_of
+from kvrelay.scheduling.scheduler_settings import Chunking
+from kvrelay.scheduling.step_cost import CalibratedCost, StepCost, pairs
+
+MIN_CHUNK = 16
+"""The shortest dynamic chunk, so that a prompt advances however long the decodes of its step take."""
+
+
+class Chunks(Protocol):
+    """Decides the sizes of chunks. May learn from the times of steps."""
+
+    def size(self, num_remaining: int, position: int, draft: PlanDraft) -> int:
+        """Returns how many tokens of a prompt, from `position` on, join the draft. 0: none, also of later prompts."""
+        ...
+
+    def measured(self, plan: StepPlan, forward_s: float) -> None:
+        """A step took `forward_s`."""
+        ...
+
+    def calibrate(self, cost: StepCost) -> None:
+        """Takes the cost of steps that was measured at the start."""
+        ...
+
+
+class FixedChunks:
+    """Chunks take the rest of the token budget (Agrawal et al., Sarathi-Serve, OSDI 2024, section 4.2)."""
+
+    def size(self, num_remaining: int, position: int, draft: PlanDraft) -> int:
+        return min(num_remaining, max(0, draft.budget_left))
+
+    def measured(self, plan: StepPlan, forward_s: float) -> None:
+        pass
+
+    def calibrate(self, cost: StepCost) -> None:
+        pass
+
+
+class WholePrompts:
+    """Prompts are not cut. They fit the token budget together; a prompt longer than the budget is alone in its step."""
+
+    def size(self, num_remaining: int, position: int, draft: PlanDraft) -> int:
+        return num_remaining if num_remaining <= draft.budget_left or not draft.prompts else 0
+
+    def measured(self, plan: StepPlan, forward_s: float) -> None:
+        pass
+
+    def calibrate(self, cost: StepCost) -> None:
+        pass
+
+
+class DynamicChunks:
+    """Chunks of nearly equal time: the time of a chunk of the whole token budget at the start of a prompt. Never more
+    tokens than the budget. Later chunks attend to more tokens, so they are shorter."""
+
+    def __init__(self, token_budget: int, cost: CalibratedCost | None = None) -> None:
+        self._token_budget = token_budget
+        self.cost = cost or CalibratedCost()
+
+    def size(self, num_remaining: int, position: int, draft: PlanDraft) -> int:
+        cost = self.cost.current
+        target_s = cost.step_s(self._token_budget, pairs(0, self._token_budget))
+        left_s = target_s - cost.step_s(*work_of(draft.rows))
+        least = 0 if draft.prompts else MIN_CHUNK
+        return min(num_remaining, max(0, draft.budget_left), max(least, cost.tokens_within(left_s, position)))
+
+    def measured(self, plan: StepPlan, forward_s: float) -> None:
+        """Corrects the cost model by the step."""
+        self.cost.observe(*work_of(plan.rows), forward_s)
+
+    def calibrate(self, cost: StepCost) -> None:
+        """Starts from this cost. Measured steps correct it as before."""
+        self.cost = CalibratedCost(cost)
+
+
+def make_chunks(chunking: Chunking, token_budget: int) -> Chunks:
+    """Returns the chunk sizes of the setting `chunking`."""
+    return DynamicChunks(token_budget) if chunking == "dynamic" else FixedChunks()

@@ -1,0 +1,1 @@
+"""The waiting queue: its orders, the samples of a request, prefixes in progress, prefill delay."""

@@ -1,0 +1,265 @@
+"""The waiting queue: which sequence the scheduler admits next.
+
+A waiting sequence is in one of four places:
+
+1. RESERVED  capacity is reserved for it (`sample_groups`). It is admitted before all others, unless a running sequence
+             is still computing its prompt's next block.
+2. RESUMED   it was preempted. Resumed sequences follow, the latest preempted first.
+3. LISTED    it is in a heap, by (priority, arrival).
+4. PARKED    a running sequence is computing the first block that it misses. It is listed again when that block is
+             published, or when that computation ends without it.
+
+Priorities may be outdated in one direction only. A cached prefix grows when blocks are published, and exactly the
+sequences that miss these blocks (found by hash) get a new priority. It shrinks by eviction, which is noticed when the
+sequence reaches the top of the heap. So the top is the best sequence although no step sorts or matches the whole queue:
+besides the sequences that it admits, a step looks up at most `PROBES_A_STEP` prefixes, and none if nothing changed.
+
+Starvation bound: once `starvation_bound` other sequences were admitted since a sequence joined, only sequences that
+joined before it, and preempted ones, may be admitted first. It is not parked from then on. So it is admitted after at
+most the bound plus the queue's length at its arrival. A sample group counts as one.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import count, islice
+
+from kvrelay.kv.hashing import BlockHash
+from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.scheduling.memory.block_manager import BlockManager
+from kvrelay.scheduling.queue.prefixes_in_progress import PrefixesInProgress
+from kvrelay.scheduling.queue.queue_orders import QueueOrder, depth_first
+from kvrelay.scheduling.sequence import Sequence
+
+PROBES_A_STEP = 64
+REARRANGE_STEPS = 8
+REARRANGE_WINDOW = 256
+"""Depth-first order is found anew at most every so many steps, among the oldest so many sequences."""
+
+_LAST = 1 << 62
+_GONE = -1
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    sequence: Sequence
+    arrival: int
+    joined: int  # admissions before it joined
+    priority: int = _LAST
+    version: int = _GONE  # of its one valid place in the heap; _GONE: it has none
+    missing: BlockHash | None = None  # the first block that is not cached, as far as was looked
+
+
+class WaitingQueue(Collection[Sequence]):
+    """See the module's text. `len` and iteration cover resumed, listed and parked sequences alike."""
+
+    def __init__(
+        self, order: QueueOrder, blocks: BlockManager, in_progress: PrefixesInProgress, starvation_bound: int
+    ) -> None:
+        self._order = order
+        self._blocks = blocks
+        self._in_progress = in_progress
+        self._starvation_bound = starvation_bound
+        self._reserved: dict[SequenceKey, Sequence] = {}
+        self._resumed: deque[Sequence] = deque()
+        self._entries: dict[SequenceKey, _Entry] = {}  # by arrival
+        self._heap: list[tuple[int, int, int, _Entry]] = []
+        self._numbers = count()
+        self._num_admitted = 0
+        self._waits_for: dict[BlockHash, dict[_Entry, None]] = {}
+        self._changed: dict[_Entry, None] = {}  # to be ranked anew
+        self._num_parked = 0
+        self._probes_left = PROBES_A_STEP
+        self._steps_since_arranged = REARRANGE_STEPS
+        self._unarranged = False
+
+    def __len__(self) -> int:
+        return len(self._reserved) + len(self._resumed) + len(self._entries)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self._resumed
+        yield from self._reserved.values()
+        for entry in self._entries.values():
+            yield entry.sequence
+
+    def __contains__(self, sequence: object) -> bool:
+        return isinstance(sequence, Sequence) and (
+            sequence.key in self._entries or sequence.key in self._reserved or sequence in self._resumed
+        )
+
+    # -- sequences come and go ----------------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues an arrival."""
+        entry = self._entries[sequence.key] = _Entry(sequence, next(self._numbers), self._num_admitted)
+        if self._blocks.shares_prefixes:
+            sequence.block_hashes(sequence.num_full_blocks)  # here: a forward hides it, admission is part of a step
+        if self._order.depth_first:
+            self._unarranged = True
+            self._list(entry, _LAST)
+        else:
+            self._list(entry, self._look(entry) if self._order.reads_cache else self._order.priority(sequence, 0))
+
+    def resume(self, sequence: Sequence) -> None:
+        """Queues a preempted sequence before all others."""
+        self._resumed.appendleft(sequence)
+
+    def reserve(self, sequence: Sequence) -> None:
+        """Room was set aside for a sequence that waits."""
+        self.remove(sequence)
+        self._reserved[sequence.key] = sequence
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes a sequence out."""
+        if self._reserved.pop(sequence.key, None) is not None:
+            return
+        entry = self._entries.pop(sequence.key, None)
+        if entry is None:
+            self._resumed.remove(sequence)
+            return
+        self._unlist(entry)
+        self._misses(entry, None)
+        self._changed.pop(entry, None)
+
+    def admitted(self, sequence: Sequence) -> None:
+        """Takes out a sequence that was admitted: the others have let one pass."""
+        self._num_admitted += sequence.key not in self._reserved
+        self.remove(sequence)
+
+    # -- who is next --------------------------------------------------------------------------------------------------
+
+    def head(self) -> Sequence | None:
+        """The sequence to admit next; None when there is none, or all wait for prefixes that others compute."""
+        if self._reserved and (sequence := self.reserved_head()) is not None:
+            return sequence
+        if self._resumed:
+            return self._resumed[0]
+        oldest = next(iter(self._entries.values()), None)
+        if oldest is None:
+            return None
+        if self._num_admitted - oldest.joined >= self._starvation_bound:
+            return oldest.sequence
+        while (entry := self._top()) is not None:
+            if not self._blocks.shares_prefixes:
+                return entry.sequence
+            if self._probes_left <= 0:
+                return None if self._in_progress else entry.sequence
+            if self._is_next(entry):
+                self._probes_left += 1  # only looks in vain are limited
+                return entry.sequence
+        return None
+
+    def reserved_head(self) -> Sequence | None:
+        """The first of the samples with room set aside whose prompt nobody is computing."""
+        parked: set[str] = set()
+        for sequence in self._reserved.values():
+            if sequence.sample_group not in parked:
+                if self._blocks.first_missing(sequence)[1] not in self._in_progress:
+                    return sequence
+                parked.add(sequence.sample_group)  # and with it the others, which share the prompt
+        return None
+
+    def refresh(self) -> None:
+        """A new step: looks again at those whose prefix changed, within the step's probes."""
+        self._probes_left = PROBES_A_STEP
+        self._steps_since_arranged += 1
+        if self._unarranged and self._steps_since_arranged >= REARRANGE_STEPS:
+            self._arrange()
+        while self._changed and self._probes_left > PROBES_A_STEP // 2:
+            self._prioritize_changed()
+
+    def prefixes_changed(self, hashes: Iterable[BlockHash]) -> None:
+        """These blocks were published, or their computation was given up."""
+        if not self._waits_for:
+            return
+        for block_hash in hashes:
+            entries = self._waits_for.pop(block_hash, None)
+            if entries is not None:
+                self._changed |= entries
+
+    def check_integrity(self) -> None:
+        """Every sequence is in the heap exactly once, unless it is parked for a reason. Raises AssertionError."""
+        listed = [entry for _, _, version, entry in self._heap if version == entry.version]
+        assert len(set(listed)) == len(listed)
+        parked = set(self._entries.values()) - set(listed)
+        assert len(parked) == self._num_parked
+        for entry in parked:
+            assert entry in self._changed or entry.missing in self._in_progress, "parked for nothing"
+
+    # -- priorities ---------------------------------------------------------------------------------------------------
+
+    def _top(self) -> _Entry | None:
+        """The heap's first valid entry. Parked ones whose block has come are ranked when nothing else is left."""
+        while True:
+            while self._heap:
+                _, _, version, entry = self._heap[0]
+                if version == entry.version:
+                    return entry
+                heapq.heappop(self._heap)
+            if not self._changed:
+                return None
+            self._prioritize_changed()
+
+    def _is_next(self, entry: _Entry) -> bool:
+        """Whether the heap's top belongs there; else it is parked or moved down."""
+        priority = self._look(entry)
+        if entry.missing in self._in_progress:
+            self._unlist(entry)
+            self._num_parked += 1
+            return False
+        if priority > entry.priority and self._order.reads_cache:
+            self._list(entry, priority)
+            return False
+        return True
+
+    def _prioritize_changed(self) -> None:
+        entry = next(iter(self._changed))
+        del self._changed[entry]
+        was_parked = entry.version == _GONE
+        priority = self._look(entry)
+        if was_parked:
+            self._num_parked -= 1
+        if was_parked or priority != entry.priority:
+            self._list(entry, priority)
+
+    def _look(self, entry: _Entry) -> int:
+        """The entry's priority by what is cached now."""
+        self._probes_left -= 1
+        num_cached, missing = self._blocks.first_missing(entry.sequence)
+        self._misses(entry, missing)
+        return entry.priority if self._order.depth_first else self._order.priority(entry.sequence, num_cached)
+
+    def _misses(self, entry: _Entry, missing: BlockHash | None) -> None:
+        if entry.missing is not None and (others := self._waits_for.get(entry.missing)) is not None:
+            others.pop(entry, None)
+            if not others:
+                del self._waits_for[entry.missing]
+        entry.missing = missing
+        if missing is not None:
+            self._waits_for.setdefault(missing, {})[entry] = None
+
+    def _list(self, entry: _Entry, priority: int) -> None:
+        entry.priority, entry.version = priority, next(self._numbers)
+        heapq.heappush(self._heap, (priority, entry.arrival, entry.version, entry))
+        if len(self._heap) > 64 + 2 * len(self._entries):  # mostly outdated places
+            self._heap = [place for place in self._heap if place[2] == place[3].version]
+            heapq.heapify(self._heap)
+
+    def _unlist(self, entry: _Entry) -> None:
+        if entry.version == _GONE:
+            self._num_parked -= 1
+        entry.version = _GONE
+
+    def _arrange(self) -> None:
+        self._unarranged, self._steps_since_arranged = False, 0
+        window = list(islice(self._entries.values(), REARRANGE_WINDOW))
+        chains = [entry.sequence.block_hashes(entry.sequence.num_full_blocks) for entry in window]
+        for priority, index in enumerate(depth_first(chains)):
+            entry = window[index]
+            if entry.version == _GONE:
+                entry.priority = priority
+            else:
+                self._list(entry, priority)

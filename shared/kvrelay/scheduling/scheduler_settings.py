@@ -1,0 +1,73 @@
+"""Limits and settings of a scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+QueueOrderName = Literal["fcfs", "lpm", "dfs_weight", "priority", "sjf", "random"]
+Chunking = Literal["fixed", "dynamic"]
+Retraction = Literal["latest", "least_progress"]
+Preemption = Literal["auto", "recompute", "swap"]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """`token_budget`: tokens a step may hold; `max_running`: sequences that hold blocks at a time."""
+
+    token_budget: int
+    max_running: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+
+    def __post_init__(self) -> None:
+        if self.token_budget < 1 or self.max_running < 1:
+            raise ValueError("token_budget and max_running must be at least 1")
+        if self.max_running > self.token_budget:
+            raise ValueError(
+                f"max_running ({self.max_running}) must not exceed token_budget ({self.token_budget}): each running "
+                f"decode takes one token of every step"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings:
+    """What a policy may be told.
+
+    `queue_starvation_bound`: admissions that a waiting sequence lets pass before it is next, whatever the order.
+    `new_token_ratio`: share of the tokens that running sequences may still draw for which admission leaves room, at
+    first; 0 leaves none. `retraction`: who goes when blocks run out. `preemption`: what becomes of its K/V: computed
+    again later, copied to the host and back, or what is estimated to take less time. `num_swap_slots`: blocks that fit
+    the host's swap space. `swap_block_s`: seconds that copying a block takes one way, until steps have measured it.
+    `group_samples`: whether the samples of a request are admitted, go and come back together. `num_lookahead`: tokens
+    beyond one that a step may bring each decoding sequence, if the runner can; steps are not planned ahead then, as the
+    next one begins behind all of them.
+    """
+
+    queue_order: QueueOrderName = "fcfs"
+    queue_starvation_bound: int = 64
+    chunking: Chunking = "fixed"
+    retraction: Retraction = "latest"
+    new_token_ratio: float = 0.0
+    preemption: Preemption = "auto"
+    num_swap_slots: int = 0
+    swap_block_s: float = 0.0
+    group_samples: bool = True
+    num_lookahead: int = 0
+
+    def __post_init__(self) -> None:
+        choices = {
+            "queue_order": QueueOrderName,
+            "chunking": Chunking,
+            "retraction": Retraction,
+            "preemption": Preemption,
+        }
+        for name, kind in choices.items():
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(f"{name} = {getattr(self, name)!r}: must be one of {', '.join(get_args(kind))}")
+        if self.queue_starvation_bound < 1:
+            raise ValueError(f"queue_starvation_bound = {self.queue_starvation_bound}: must be at least 1")
+        if not 0 <= self.new_token_ratio <= 1:
+            raise ValueError(f"new_token_ratio = {self.new_token_ratio}: must be 0 to 1")
+        if self.num_swap_slots < 0 or self.swap_block_s < 0 or self.num_lookahead < 0:
+            raise ValueError("num_swap_slots, swap_block_s and num_lookahead must be at least 0")

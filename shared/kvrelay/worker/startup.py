@@ -1,0 +1,170 @@
+"""Starts a worker: loads the model, builds the scheduler and the step loop, opens the sockets and makes the role."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from kvrelay.config.worker import WorkerConfig
+from kvrelay.engine.batch import ModelRunner, ModelSpec
+from kvrelay.fleet.worker_record import WorkerRecord
+from kvrelay.kv.pool import BlockPool
+from kvrelay.messaging.messenger import Messenger
+from kvrelay.protocol.link import LinkEvent, LinkSettings
+from kvrelay.scheduling.scheduler_protocol import Scheduler
+from kvrelay.telemetry.instruments import Instruments
+from kvrelay.telemetry.sequence_spans import SequenceSpans
+from kvrelay.telemetry.stages import RecentStages
+from kvrelay.telemetry.tracer import Tracer
+from kvrelay.worker import factory
+from kvrelay.worker.cache_events import CacheEvents
+from kvrelay.worker.calibrate import calibrate
+from kvrelay.worker.context import Role, WorkerContext
+from kvrelay.worker.delayer_group import DelayerGroup, GroupDiscovery
+from kvrelay.worker.launch import TimedLauncher, choose_launcher
+from kvrelay.worker.membership import Membership, NoMembership
+from kvrelay.worker.prefill_delayer import PrefillDelayer
+from kvrelay.worker.reports import Reports
+from kvrelay.worker.step_loop import StepLoop
+
+log = logging.getLogger(__name__)
+
+RoleFactory = Callable[[WorkerContext, WorkerConfig], Role]
+RunnerFactory = Callable[[WorkerConfig], ModelRunner]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartedWorker:
+    """The parts of a worker that exist once its model is loaded and its sockets are open."""
+
+    context: WorkerContext
+    role: Role
+    reports: Reports
+    record: WorkerRecord
+    membership: Membership | NoMembership
+    delayer: PrefillDelayer | None  # None: prompts are not delayed
+    group: DelayerGroup | None  # None: this worker delays prompts on its own
+    discovery: GroupDiscovery | None  # of the group's other members
+    cache_events: CacheEvents | None  # None: there is no prefix index to publish to
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStartup:
+    """What a worker is started with. Whatever `run` opens is closed by `closing` if the start fails."""
+
+    config: WorkerConfig
+    make_role: RoleFactory
+    make_runner: RunnerFactory
+    on_event: Callable[[LinkEvent], None]
+    instruments: Instruments
+    recent: RecentStages
+    tracer: Tracer | None
+    closing: ExitStack
+
+    async def run(self) -> StartedWorker:
+        """Loads the model and makes all parts. The role, the messenger and the membership are not started yet."""
+        config = self.config
+        began = time.monotonic()
+        runner = await asyncio.to_thread(self.make_runner, config)
+        _log_model(runner.spec, time.monotonic() - began)
+        pool = BlockPool(runner.spec.num_blocks, runner.spec.block_size)
+        cache = factory.make_cache(config, pool)
+        scheduler = factory.make_scheduler(config, runner.spec, pool, cache)
+        if config.chunking == "dynamic":
+            await asyncio.to_thread(calibrate, scheduler, runner, config.token_budget)
+        spans = SequenceSpans(config.role, self.recent, self.tracer)
+        context = self._make_context(runner, scheduler, spans)
+        group = factory.make_delayer_group(config, context.messenger.send, context.steps.wake)
+        delayer = scheduler.prefill_gate = factory.make_delayer(config, group)
+        role = self.make_role(context, config)
+        self.closing.callback(role.close)
+        record = factory.make_record(config, runner.spec, context.messenger.me)
+        discovery = cache_events = None
+        if group is not None:
+            discovery = GroupDiscovery(factory.open_registry(config), group, record, config.lease_interval_s)
+        if config.publishes_prefixes:
+            publisher = factory.open_index_publisher(config, context.messenger.me)
+            cache_events = CacheEvents(cache, publisher, config.index_interval_s)
+        reports = Reports(context, role, spans, lambda: _more_totals(delayer, group, cache_events))
+        return StartedWorker(
+            context=context,
+            role=role,
+            reports=reports,
+            record=record,
+            membership=factory.make_membership(config, record, reports.digest),
+            delayer=delayer,
+            group=group,
+            discovery=discovery,
+            cache_events=cache_events,
+        )
+
+    def _make_context(self, runner: ModelRunner, scheduler: Scheduler, spans: SequenceSpans) -> WorkerContext:
+        """Makes the step loop and opens the event log and the messenger's socket."""
+        config = self.config
+        metrics = factory.open_metrics_store(config)
+        is_simulated = config.backend == "simulated"
+        launcher = TimedLauncher if is_simulated else choose_launcher(runner, overlap=config.overlap)
+        steps = StepLoop(runner, scheduler, metrics, overlap=config.overlap, make_launcher=launcher, spans=spans)
+        event_log = config.open_event_log(config.worker_id)
+        if event_log is not None:
+            self.closing.callback(event_log.close)
+        messenger = Messenger(
+            config.worker_id,
+            self.on_event,
+            host=config.host,
+            port=config.port,
+            advertise_host=config.reachable_host,
+            fingerprint=runner.spec.fingerprint,
+            settings=LinkSettings(alive_interval_s=config.peer_interval_s, peer_timeout_s=config.peer_timeout_s),
+            curve=config.curve_key(),
+        )
+        self.closing.callback(messenger.close, 0)
+        messenger.open()  # the role needs the address
+        return WorkerContext(
+            spec=runner.spec,
+            pool=scheduler.blocks.pool,
+            pool_memory=runner.pool_memory,
+            blocks=scheduler.blocks,
+            scheduler=scheduler,
+            steps=steps,
+            messenger=messenger,
+            events=event_log,
+            instruments=self.instruments,
+            metrics=metrics,
+            tracer=self.tracer,
+            recent=self.recent,
+        )
+
+
+def _more_totals(
+    delayer: PrefillDelayer | None, group: DelayerGroup | None, cache_events: CacheEvents | None
+) -> dict[str, float]:
+    totals = dict(delayer.status()) if delayer is not None else {}
+    if group is not None:
+        totals["prefill_delayer_members"] = group.num_heard
+    return totals | (cache_events.totals() if cache_events is not None else {})
+
+
+def _log_model(spec: ModelSpec, took_s: float) -> None:
+    log.info(
+        "model %s loaded in %.1f s%s: %s, %d blocks of %d tokens (%.0f MiB), up to %d tokens a sequence",
+        spec.name,
+        took_s,
+        f" on {spec.device}" if spec.device else "",
+        spec.dtype if spec.kv_dtype in ("", spec.dtype) else f"{spec.dtype} with KV in {spec.kv_dtype}",
+        spec.num_blocks,
+        spec.block_size,
+        spec.num_blocks * spec.block_bytes / 2**20,
+        spec.max_model_len,
+    )
+    if spec.num_swap_slots:
+        log.info(
+            "swap space: %d blocks (%.0f MiB); copying one takes %.3f ms",
+            spec.num_swap_slots,
+            spec.num_swap_slots * spec.block_bytes / 2**20,
+            1e3 * spec.swap_block_s,
+        )

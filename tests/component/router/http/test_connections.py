@@ -1,0 +1,380 @@
+"""What happens on the wire: headers, keys, sizes, clients that go away, failures before and after the first token."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from kvrelay_router.dispatch.interface import ModelLimits, RequestFailed
+from kvrelay_router.http import body
+from kvrelay_router.http.http_server import bind
+from tests.component.router.rig import MODEL, Router
+from tests.fakes.scripted_dispatcher import Script
+from tests.fakes.waiting import PATIENCE_S, until
+
+HELLO: list[Any] = [{"role": "user", "content": "hi"}]
+COMPLETION = {"model": MODEL, "prompt": "x"}
+
+
+async def send_raw(
+    router: Router, path: str, request: dict[str, Any]
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A request on a bare socket, so that the test decides when the connection ends."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", router.server.port)
+    content = json.dumps(request).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+    )
+    writer.write(head.encode() + content)
+    await writer.drain()
+    return reader, writer
+
+
+def events(text: str) -> list[Any]:
+    """The events of a stream; [DONE] as it is."""
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize("abrupt", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("hang_after", [0, 2])
+async def test_a_client_that_goes_away_cancels_its_request(
+    router: Router, stream: bool, hang_after: int, abrupt: bool
+) -> None:
+    """Queued or generating, streaming or not, with a proper end of the connection or a reset."""
+    router.answers("An otter is a mammal.", hang_after=hang_after)
+    reader, writer = await send_raw(router, "/v1/completions", {**COMPLETION, "stream": stream})
+    await until(lambda: len(router.dispatcher.handles) == 1)
+    if stream and hang_after:
+        assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
+    handle = router.dispatcher.handles[0]
+    await asyncio.sleep(0.02)
+    assert handle.cancelled_at is None
+    if abrupt:
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    writer.close()
+    await until(lambda: handle.cancelled_at is not None)
+
+
+async def test_a_client_that_goes_away_cancels_all_its_prompts(router: Router) -> None:
+    router.answers("An otter is a mammal.", hang_after=1)
+    _, writer = await send_raw(router, "/v1/completions", {"model": MODEL, "prompt": ["x", "y", "z"], "stream": True})
+    await until(lambda: len(router.dispatcher.handles) == 3)
+    writer.close()
+    await until(lambda: all(handle.cancelled_at for handle in router.dispatcher.handles))
+
+
+async def test_a_client_that_does_not_read_holds_nobody_up(router: Router) -> None:
+    """Its answer waits in its own connection; when it goes, its request is cancelled."""
+    router.answers("otter " * 60, per_delta=1)
+    script = router.dispatcher.script
+    endless = Script([5] * 400_000, per_delta=500)
+    router.dispatcher.script = lambda request, sequence: endless if request.prompt_ids == [9] else script(request, 0)
+    router.dispatcher.model_limits = ModelLimits(10**6, 400)
+    _, writer = await send_raw(
+        router, "/v1/completions", {"model": MODEL, "prompt": [9], "stream": True, "max_tokens": 400_000}
+    )
+    await until(lambda: len(router.dispatcher.handles) == 1)
+    answer = await router.post("/v1/completions", prompt="x", max_tokens=300)
+    assert answer.json()["choices"][0]["text"] == "otter " * 60
+    assert router.dispatcher.handles[0].cancelled_at is None
+    writer.close()
+    await until(lambda: router.dispatcher.handles[0].cancelled_at is not None)
+
+
+async def test_a_finished_request_is_not_cancelled(router: Router) -> None:
+    await router.post("/v1/completions", prompt="x")
+    assert router.dispatcher.handles[0].cancelled_at is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_failure_before_the_first_token_has_a_status(router: Router, stream: bool) -> None:
+    router.answers("otter", fail_after=0)
+    answer = await router.post("/v1/completions", prompt="x", stream=stream)
+    assert answer.status_code == 502
+    error = answer.json()["error"]
+    assert (error["type"], error["code"], error["message"]) == (
+        "server_error",
+        "request_failed",
+        "all workers are gone",
+    )
+    router.answers("otter", fail_after=0, failure=RequestFailed("too slow", timed_out=True))
+    answer = await router.post("/v1/completions", prompt="x", stream=stream)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "request_timeout")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_a_failure_in_a_stream_is_an_event(router: Router, path: str) -> None:
+    router.answers("An otter is a mammal.", fail_after=2)
+    answer = await router.post(path, prompt="x", messages=HELLO, stream=True)
+    assert answer.status_code == 200
+    *chunks, error, done = events(answer.text)
+    assert chunks and all("choices" in chunk for chunk in chunks)
+    assert error["error"]["type"] == "server_error"
+    assert done == "[DONE]"
+    assert router.dispatcher.handles[0].cancelled_at is not None
+
+
+async def test_the_stock_client_raises_on_an_error_event(router: Router) -> None:
+    router.answers("An otter is a mammal.", fail_after=2)
+    stream = await router.openai.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
+    with pytest.raises(openai.APIError, match="all workers are gone"):
+        [chunk async for chunk in stream]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_end_without_a_reason_is_an_error(router: Router, stream: bool) -> None:
+    router.answers("otter", end_silently=True)
+    answer = await router.post("/v1/completions", prompt="x", stream=stream)
+    assert answer.status_code == (200 if stream else 502)
+    assert "ended without a finish reason" in answer.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_failing_prompt_cancels_the_others(router: Router, stream: bool) -> None:
+    bad, good = Script([5], fail_after=0), Script([5], hang_after=0)
+    router.dispatcher.script = lambda request, sequence: bad if request.prompt_ids == [6] else good
+    answer = await router.post("/v1/completions", prompt=[[5], [6], [7]], stream=stream)
+    assert answer.status_code == 502
+    assert all(handle.cancelled_at for handle in router.dispatcher.handles)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_no_worker_is_503_with_retry_after(router: Router, stream: bool) -> None:
+    router.dispatcher.is_ready = False
+    answer = await router.post("/v1/completions", prompt="x", stream=stream)
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"] == "3"
+    assert (await router.http.get("/ready")).status_code == 503
+    router.dispatcher.model_limits = None
+    answer = await router.post("/v1/completions", prompt="x", stream=stream)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+
+
+async def test_a_refusal_in_the_middle_takes_back_what_was_submitted(router: Router) -> None:
+    router.answers("otter", hang_after=0)
+    router.dispatcher.refuse_after = 2
+    answer = await router.post("/v1/completions", prompt=["a", "b", "c"])
+    assert answer.status_code == 503
+    assert [handle.cancelled_at is None for handle in router.dispatcher.handles] == [False, False]
+
+
+async def test_an_unexpected_error_is_a_500_in_the_same_shape(
+    router: Router, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(request: object, prepared: object) -> None:
+        raise ZeroDivisionError("a secret")
+
+    monkeypatch.setattr(router.dispatcher, "submit", fail)
+    answer = await router.post("/v1/completions", prompt="x")
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "internal_error"
+    assert "secret" not in answer.text and "a secret" in caplog.text
+    monkeypatch.setattr(router.dispatcher, "ready", fail)
+    answer = await router.http.get("/ready")
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "internal_error"
+    assert answer.headers["x-request-id"]
+
+
+async def test_too_many_requests_are_429(make_router: Callable[..., Any]) -> None:
+    async with make_router(max_requests=1) as router:
+        router.answers("otter", hang_after=0)
+        _, writer = await send_raw(router, "/v1/completions", COMPLETION)
+        await until(lambda: len(router.dispatcher.handles) == 1)
+        answer = await router.post("/v1/completions", prompt="x")
+        assert answer.status_code == 429
+        assert (answer.headers["retry-after"], answer.json()["error"]["type"]) == ("1", "rate_limit_error")
+        writer.close()
+        await until(lambda: router.dispatcher.handles[0].cancelled_at is not None)
+        router.answers("otter")
+        assert (await router.post("/v1/completions", prompt="x")).status_code == 200
+
+
+async def test_keys(make_router: Callable[..., Any]) -> None:
+    async with make_router(api_keys=("key-one", "key-two")) as router:
+        for header in (
+            {},
+            {"authorization": "Bearer wrong"},
+            {"authorization": "key-one"},
+            {"authorization": "Basic key-one"},
+        ):
+            for path in ("/v1/models", "/fleet", "/nothing", "/v1/completions"):
+                answer = await router.http.get(path, headers=header)
+                assert answer.status_code == 401, path
+                assert answer.json()["error"]["type"] == "invalid_request_error"
+        assert answer.headers["www-authenticate"] == "Bearer"
+        for key in ("key-one", "key-two"):
+            headers = {"authorization": f"Bearer {key}"}
+            assert (await router.http.get("/v1/models", headers=headers)).status_code == 200
+        for path in ("/health", "/ready", "/version"):
+            assert (await router.http.get(path)).status_code == 200
+        with pytest.raises(openai.AuthenticationError) as error:
+            await router.openai.completions.create(**COMPLETION)
+        assert error.value.code == "invalid_api_key"
+        assert router.dispatcher.requests == []
+
+
+async def test_a_body_over_the_limit_is_413_whether_declared_or_not(make_router: Callable[..., Any]) -> None:
+    async with make_router(max_body_bytes=1000) as router:
+        large = json.dumps({"model": MODEL, "prompt": "x" * 2000}).encode()
+
+        async def pieces() -> AsyncIterator[bytes]:
+            for start in range(0, len(large), 100):
+                yield large[start : start + 100]
+
+        for content in (large, pieces()):
+            answer = await router.http.post("/v1/completions", content=content)
+            assert answer.status_code == 413
+            assert answer.json()["error"]["code"] == "request_too_large"
+            assert answer.headers["connection"] == "close"
+        assert (await router.post("/v1/completions", prompt="x" * 400)).status_code == 200
+
+
+async def test_an_endless_body_is_answered_before_its_end(make_router: Callable[..., Any]) -> None:
+    async with make_router(max_body_bytes=1000) as router:
+        reader, writer = await asyncio.open_connection("127.0.0.1", router.server.port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        writer.write(b"400\r\n" + b" " * 1024 + b"\r\n")
+        assert b" 413 " in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE_S)
+        assert b"request_too_large" in await asyncio.wait_for(reader.read(), PATIENCE_S)
+        writer.close()
+
+
+async def test_a_body_that_does_not_arrive_is_408(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body, "BODY_TIMEOUT_S", 0.05)
+    reader, writer = await asyncio.open_connection("127.0.0.1", router.server.port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+    answer = await asyncio.wait_for(reader.read(), PATIENCE_S)
+    assert b" 408 " in answer and b"took too long" in answer
+    writer.close()
+
+
+async def test_a_client_that_gives_up_within_its_body_is_no_error(
+    router: Router, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, writer = await asyncio.open_connection("127.0.0.1", router.server.port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+    await writer.drain()
+    await asyncio.sleep(0.05)
+    writer.close()
+    await asyncio.sleep(0.05)
+    assert (await router.http.get("/health")).status_code == 200
+    assert "rror" not in caplog.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_headers_name_the_request_and_its_workers(router: Router, stream: bool) -> None:
+    answer = await router.http.post("/v1/completions", json={**COMPLETION, "stream": stream})
+    assert answer.headers["x-kvrelay-prefill"] == "prefill-0"
+    assert answer.headers["x-kvrelay-decode"] == "decode-0"
+    request_id = answer.headers["x-request-id"]
+    assert re.fullmatch("[0-9a-f]{32}", request_id)
+    assert router.dispatcher.requests[0].request_id == request_id
+    assert (await router.http.get(f"/requests/{request_id}")).json() == {"id": request_id}
+
+
+async def test_a_clients_own_name_is_kept_and_may_come_twice(router: Router) -> None:
+    for _ in range(2):
+        answer = await router.http.post("/v1/completions", json=COMPLETION, headers={"x-request-id": "mine/1"})
+        assert answer.headers["x-request-id"] == "mine/1"
+    first, second = [request.request_id for request in router.dispatcher.requests]
+    assert first != second and first.startswith("mine/1-")
+    assert (await router.http.get("/requests/mine/1")).json() == {"id": second}
+    assert (await router.http.get("/requests/" + answer.json()["id"])).json() == {"id": second}
+    assert (await router.http.get("/requests/unknown")).status_code == 404
+
+
+async def test_a_clients_own_name_may_look_like_an_answers(router: Router) -> None:
+    await router.http.post("/v1/completions", json=COMPLETION, headers={"x-request-id": "cmpl-7"})
+    (request,) = router.dispatcher.requests
+    assert (await router.http.get("/requests/cmpl-7")).json() == {"id": request.request_id}
+    assert (await router.http.get("/requests/7")).status_code == 404
+
+
+async def test_the_requests_of_several_prompts_are_found_together(router: Router) -> None:
+    answer = await router.http.post("/v1/completions", json={"model": MODEL, "prompt": ["a", "b"]})
+    found = (await router.http.get("/requests/" + answer.headers["x-request-id"])).json()
+    assert found == {"requests": [{"id": request.request_id} for request in router.dispatcher.requests]}
+
+
+@pytest.mark.parametrize("name", ["x" * 129, "with space", "é"])
+async def test_a_name_that_is_not_sane_is_replaced(router: Router, name: str) -> None:
+    answer = await router.http.get("/health", headers=[(b"x-request-id", name.encode())])
+    assert re.fullmatch("[0-9a-f]{32}", answer.headers["x-request-id"])
+
+
+async def test_the_fleet_page_is_open_and_its_data_are_not(make_router: Callable[..., Any]) -> None:
+    async with make_router(api_keys=("key-one",)) as router:
+        page = await router.http.get("/dashboard")
+        assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+        for path in ("/fleet", "/requests", "/requests/any", "/requests/any/timeline"):
+            assert (await router.http.get(path)).status_code == 401
+            known = await router.http.get(path, headers={"authorization": "Bearer key-one"})
+            assert known.status_code == (404 if "any" in path else 200)
+
+
+async def test_the_latest_requests_and_the_timeline_by_the_clients_name(router: Router) -> None:
+    await router.http.post("/v1/completions", json=COMPLETION, headers={"x-request-id": "mine"})
+    (request,) = router.dispatcher.requests
+    listed = (await router.http.get("/requests")).json()
+    assert listed == {"requests": [{"request_id": request.request_id}]}
+    for name in ("mine", request.request_id, f"cmpl-{request.request_id}"):
+        (timeline,) = (await router.http.get(f"/requests/{name}/timeline")).json()["timelines"]
+        assert timeline == {"id": request.request_id, "events": []}
+
+
+async def test_the_trace_is_taken_over_or_made(router: Router) -> None:
+    trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    for given in (trace, "nonsense", "00-" + "0" * 32 + "-00f067aa0ba902b7-01"):
+        await router.http.post("/v1/completions", json=COMPLETION, headers={"traceparent": given})
+    taken, *made = [request.trace for request in router.dispatcher.requests]
+    assert taken == trace
+    assert all(re.fullmatch("00-[0-9a-f]{32}-[0-9a-f]{16}-00", each) for each in made)
+    assert len(set(made)) == 2
+
+
+async def test_connections_do_not_wait_to_fill_packets(router: Router) -> None:
+    await router.http.get("/health")
+    connections = list(router.server._server.server_state.connections)
+    assert connections
+    for connection in connections:
+        sock = connection.transport.get_extra_info("socket")
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+async def test_stopping_lets_streams_finish(make_router: Callable[..., Any]) -> None:
+    async with make_router(graceful_timeout_s=PATIENCE_S) as router:
+        router.answers("An otter is a mammal.", pause_s=0.02)
+        stream = await router.openai.completions.create(model=MODEL, prompt="x", stream=True)
+        stopping = asyncio.create_task(router.server.stop())
+        assert "".join([chunk.choices[0].text async for chunk in stream]) == "An otter is a mammal."
+        await stopping
+    with pytest.raises(httpx.ConnectError):
+        await httpx.AsyncClient().get(router.url + "/health")
+
+
+async def test_stopping_ends_what_does_not_finish_with_an_error(router: Router) -> None:
+    router.answers("An otter is a mammal.", hang_after=2)
+    async with router.http.stream("POST", "/v1/completions", json={**COMPLETION, "stream": True}) as answer:
+        lines = answer.aiter_lines()
+        assert "choices" in await anext(lines)
+        await router.server.stop()
+        *_, error, done = [line for line in [line async for line in lines] if line]
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "stopping"
+    assert done == "data: [DONE]"
+    assert router.dispatcher.handles[0].cancelled_at is not None
+
+
+async def test_a_port_in_use_is_an_error(router: Router) -> None:
+    with pytest.raises(OSError, match="in use"):
+        bind("127.0.0.1", router.server.port)

@@ -1,0 +1,69 @@
+"""Whatever a body holds, the answer is right or refused, and never a failure of the server."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from kvrelay_router.openai.schema.chat_request import ChatRequest
+from kvrelay_router.openai.schema.completion_request import CompletionRequest
+from kvrelay_router.openai.schema.unsupported import CHAT, COMPLETION
+from tests.component.router.rig import MODEL, Router
+
+ODD_VALUES: list[Any] = [
+    *(None, True, False, 0, 1, -1, 2, 0.5, -0.0, 1e308, 2**31, 2**63, -(2**63), 2**64 - 1),
+    *("", "x", "🦦", "\x00", "\ufffd", "1", "null", "x" * 5000),
+    *([], [None], [[]], [0], [1, 2], ["x"], [[1], ["x"]], [{}], [-1], [399], [400], [True], [1.5]),
+    *({}, {"1": 1}, {"x": 1}, {"type": "text"}, {"type": []}, {"role": "user"}, {"include_usage": True}),
+    *([{"role": "user", "content": "x"}], [{"role": "assistant", "content": None, "tool_calls": [{}]}]),
+    [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+    [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1}'}}]}],
+    [{"role": "user", "content": [{"type": "text", "text": 1}]}],
+]
+
+BODIES: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "/v1/completions": ([*CompletionRequest.model_fields, *COMPLETION], {"prompt": "x"}),
+    "/v1/chat/completions": (
+        [*ChatRequest.model_fields, *CHAT, "tools"],
+        {"messages": [{"role": "user", "content": "x"}]},
+    ),
+    "/tokenize": ([*ChatRequest.model_fields, "prompt", "return_token_strs"], {}),
+    "/detokenize": (["tokens", "skip_special_tokens"], {"tokens": [5]}),
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_every_field_with_every_odd_value(router: Router, path: str) -> None:
+    fields, base = BODIES[path]
+    for field in dict.fromkeys(fields):
+        for value in ODD_VALUES:
+            await check(router, path, {"model": MODEL, **base, field: value})
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_several_odd_values_at_once(router: Router, path: str) -> None:
+    fields, base = BODIES[path]
+    draw = random.Random(path)
+    for _ in range(500):
+        odd = {draw.choice(fields): draw.choice(ODD_VALUES) for _ in range(draw.randint(2, 5))}
+        await check(router, path, {"model": MODEL, **base, **odd})
+
+
+async def check(router: Router, path: str, body: dict[str, Any]) -> None:
+    """A refusal says why; an answer that is taken ends as it should."""
+    answer = await router.http.post(path, json=body)
+    if answer.status_code != 200:
+        assert 400 <= answer.status_code < 500, (body, answer.text)
+        error = answer.json()["error"]
+        assert error["message"] and error["type"] == "invalid_request_error", (body, answer.text)
+        return
+    assert "error" not in answer.text, body
+    if answer.headers["content-type"].startswith("text/event-stream"):
+        assert answer.text.endswith("data: [DONE]\n\n")
+        *_, last, _ = [event for event in answer.text.split("\n\n") if "finish_reason" in event or "[DONE]" in event]
+        assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] in ("stop", "length")
+    elif path.startswith("/v1/"):
+        assert all(choice["finish_reason"] in ("stop", "length") for choice in answer.json()["choices"])

@@ -1,0 +1,148 @@
+"""The two pure classes of a sequence, driven as `AttemptDriver` drives them, with all that they return in one list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import msgspec
+
+from kvrelay.protocol.messages import FirstToken, Header, PeerRef, TokenEntry
+from kvrelay_router.dispatch.attempt import AttemptState, SequenceAttempts, SequenceSpec
+from kvrelay_router.dispatch.events import AttemptFailed, Ended, Event, Instruction, WorkerLost, WorkersAssigned
+from kvrelay_router.dispatch.intake import TokenIntake
+from kvrelay_router.dispatch.interface import SequenceDelta
+from kvrelay_router.dispatch.token_path import entry_of, receive_tokens
+from tests.unit.handoff.check.values import clone
+
+
+class FirstTokenReceived(msgspec.Struct, frozen=True):
+    """Prefill sent FirstToken."""
+
+    worker: PeerRef
+    attempt: int
+    body: FirstToken
+
+    @property
+    def entry(self) -> TokenEntry:
+        header = Header(
+            sender=self.worker.peer_id, incarnation="", reply_to="", to_incarnation="", link=1, request="r",
+            attempt=self.attempt,
+        )  # fmt: skip
+        return entry_of(header, self.body)
+
+
+class TokensReceived(msgspec.Struct, frozen=True):
+    """Decode sent this entry."""
+
+    worker: PeerRef
+    entry: TokenEntry
+
+    @property
+    def attempt(self) -> int:
+        return self.entry.attempt
+
+
+class Deliver(msgspec.Struct, frozen=True):
+    """These tokens go to the client."""
+
+    delta: SequenceDelta
+
+
+Received = FirstTokenReceived | TokensReceived
+AnyEvent = Event | Received
+Done = Instruction | Deliver
+
+
+class DrivenSequence:
+    """Events of workers get the number of tokens that were delivered so far, as the inbox does it."""
+
+    def __init__(self, spec: SequenceSpec) -> None:
+        self.attempts = SequenceAttempts(spec)
+        self.intake = TokenIntake(
+            spec.sequence,
+            is_beam_search=spec.sampling.beams is not None,
+            prompt_logprobs_due=spec.sampling.prompt_logprobs is not None and spec.num_prompt_tokens > 1,
+        )
+        self.handle_event: Callable[[Event], list[Instruction]] = self.attempts.handle
+        self.handle_entry: Callable[[TokenEntry], SequenceDelta | None] = self.intake.handle
+
+    def handle(self, event: AnyEvent) -> list[Done]:
+        """Raises IllegalEvent."""
+        if isinstance(event, Received):
+            return self._receive(event)
+        if isinstance(event, AttemptFailed | WorkerLost):
+            event = msgspec.structs.replace(event, num_output=len(self.output))
+        if isinstance(event, WorkersAssigned):
+            event = msgspec.structs.replace(event, output=list(self.output))
+        return self._carried_out(self.handle_event(event))
+
+    def _receive(self, event: Received) -> list[Done]:
+        from_prefill = isinstance(event, FirstTokenReceived)
+        delta, events = receive_tokens(
+            self.attempts,
+            self.intake,
+            event.worker,
+            event.entry,
+            from_prefill=from_prefill,
+            handle_entry=self.handle_entry,
+        )
+        done: list[Done] = [] if delta is None else [Deliver(delta)]
+        for each in events:
+            done += self._carried_out(self.handle_event(each))
+        return done
+
+    def _carried_out(self, instructions: list[Instruction]) -> list[Done]:
+        done: list[Done] = []
+        for each in instructions:
+            if isinstance(each, Ended) and each.finish is not None:
+                done.append(Deliver(SequenceDelta(self.spec.sequence, [], finish=each.finish)))
+                each = Ended(each.error)
+            done.append(each)
+        return done
+
+    def copy(self) -> Self:
+        """Shares nothing that either may change."""
+        made = object.__new__(type(self))
+        made.attempts, made.intake = clone(self.attempts), clone(self.intake)
+        made.handle_event, made.handle_entry = made.attempts.handle, made.intake.handle
+        return made
+
+    @property
+    def spec(self) -> SequenceSpec:
+        return self.attempts.spec
+
+    @property
+    def state(self) -> AttemptState:
+        return self.attempts.state
+
+    @property
+    def attempt(self) -> int:
+        return self.attempts.attempt
+
+    @property
+    def is_over(self) -> bool:
+        return self.attempts.is_over
+
+    @property
+    def output(self) -> list[int]:
+        return self.intake.output
+
+    @property
+    def needs_decode(self) -> bool:
+        return self.attempts.needs_decode(len(self.output))
+
+    @property
+    def prefill(self) -> PeerRef | None:
+        return self.attempts.prefill
+
+    @property
+    def decode(self) -> PeerRef | None:
+        return self.attempts.decode
+
+    def involves(self, worker: PeerRef) -> bool:
+        return self.attempts.involves(worker)
+
+    def values(self) -> dict[str, Any]:
+        """All that an event may change."""
+        return {**vars(self.attempts), **vars(self.intake)}

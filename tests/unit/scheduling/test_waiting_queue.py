@@ -1,0 +1,259 @@
+"""Who is admitted next: orders, shared prefixes, and what looking costs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Seq
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrelay.kv.hashing import BlockHash
+from kvrelay.scheduling.queue.queue_orders import depth_first
+from kvrelay.scheduling.queue.waiting_queue import PROBES_A_STEP
+from kvrelay.scheduling.scheduler_settings import QueueOrderName, SchedulerSettings
+from kvrelay.scheduling.sequence import Sequence
+from tests.unit.scheduling.bench import BLOCK_SIZE, SCHEDULERS, Bench
+
+pytestmark = pytest.mark.unit
+PATIENT = 10_000
+UNCUT = 4096  # a token budget that no prompt here exceeds
+
+
+def bench_with(order: QueueOrderName, **sizes: int) -> Bench:
+    values = {"num_blocks": 64, "token_budget": UNCUT, "max_running": 1} | sizes
+    return Bench(**values, settings=SchedulerSettings(queue_order=order, queue_starvation_bound=PATIENT))  # type: ignore[arg-type]
+
+
+def admissions(bench: Bench) -> list[Sequence]:
+    return [sequence for plan in bench.run() for sequence in plan.admitted]
+
+
+def prompt_of_blocks(*blocks: int) -> list[int]:
+    """A prompt whose full blocks are all reusable: one more token follows them."""
+    return [token for block in blocks for token in [block] * BLOCK_SIZE] + [1]
+
+
+def test_fcfs_is_first_come_first_served() -> None:
+    bench = bench_with("fcfs")
+    sequences = [bench.add([n] * 3, 2) for n in range(5)]
+    assert admissions(bench) == sequences
+
+
+def test_priority_admits_the_smaller_number_first_and_equals_by_arrival() -> None:
+    bench = bench_with("priority")
+    first, urgent, second, later = (bench.add([n] * 3, 2, priority) for n, priority in enumerate((0, -5, 0, 7)))
+    assert admissions(bench) == [urgent, first, second, later]
+
+
+def test_sjf_admits_the_shortest_job_first_and_counts_what_is_cached() -> None:
+    bench = bench_with("sjf")
+    bench.add(prompt_of_blocks(1, 2, 3, 4), 1)
+    bench.run()
+    long, cached, short, medium = (
+        bench.add(prompt, max_tokens)
+        for prompt, max_tokens in (([9] * 8, 9), (prompt_of_blocks(1, 2, 3, 4), 3), ([7], 2), ([8], 6))
+    )
+    assert admissions(bench) == [short, cached, medium, long]
+
+
+def test_random_order_is_the_same_for_the_same_keys() -> None:
+    runs = []
+    for _ in range(2):
+        bench = bench_with("random")
+        for n in range(20):
+            bench.add([n] * 3, 2)
+        runs.append([s.key for s in admissions(bench)])
+    assert runs[0] == runs[1] != sorted(runs[0], key=lambda key: int(key[0][1:]))
+
+
+def test_lpm_admits_the_longest_cached_prefix_first() -> None:
+    bench = bench_with("lpm")
+    bench.add(prompt_of_blocks(1, 2, 3), 1)
+    bench.run()
+    none, one, three, two = (
+        bench.add(prompt_of_blocks(*blocks), 1) for blocks in ((4, 4), (1, 9), (1, 2, 3, 5), (1, 2, 6))
+    )
+    assert admissions(bench) == [three, two, one, none]
+
+
+def test_lpm_notices_what_was_evicted_since_a_sequence_joined() -> None:
+    bench = bench_with("lpm", num_blocks=12)
+    bench.add(prompt_of_blocks(1, 2, 3), 1)
+    bench.add(prompt_of_blocks(4), 1)
+    bench.run()
+    stale, cached = bench.add(prompt_of_blocks(1, 2, 3, 9), 1), bench.add(prompt_of_blocks(4, 9), 1)
+    bench.blocks.cache.remove(stale.block_hashes(1))
+    assert admissions(bench) == [cached, stale]
+
+
+def test_lpm_notices_what_was_published_since_a_sequence_joined() -> None:
+    bench = bench_with("lpm")
+    first, other, grown = (bench.add(prompt_of_blocks(*blocks), 1) for blocks in ((5, 6, 7), (4, 4), (5, 6, 8)))
+    assert admissions(bench) == [first, grown, other]
+
+
+chains = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple), min_size=1, max_size=12)
+
+
+@settings(max_examples=150, deadline=None)
+@given(chains, st.sampled_from(["lpm", "dfs_weight"]), st.integers(0, 2**31))
+def test_offline_longest_prefix_and_depth_first_reach_the_best_possible_hit_rate(
+    wanted: list[tuple[int, ...]], order: QueueOrderName, seed: int
+) -> None:
+    """With a pool of the longest request (Zheng et al., SGLang, theorem 3.1): each block is computed once."""
+    random.Random(seed).shuffle(wanted)
+    longest = max(len(chain) for chain in wanted) + 1
+    bench = bench_with(order, num_blocks=longest)
+    for chain in wanted:
+        bench.add(prompt_of_blocks(*(block + 1 for block in chain)), 1)
+    computed = sum(plan.num_prefill_tokens for plan in bench.run())
+    distinct = {chain[: depth + 1] for chain in wanted for depth in range(len(chain))}
+    assert computed == len(distinct) * BLOCK_SIZE + len(wanted)
+
+
+def test_fcfs_does_not_reach_it() -> None:
+    bench = bench_with("fcfs", num_blocks=4)
+    for chain in ((1, 1, 1), (2, 2, 2)) * 4:
+        bench.add(prompt_of_blocks(*chain), 1)
+    assert sum(plan.num_prefill_tokens for plan in bench.run()) == 8 * (3 * BLOCK_SIZE + 1)
+
+
+@given(chains)
+def test_lpm_visits_the_tree_of_prompts_depth_first(wanted: list[tuple[int, ...]]) -> None:
+    bench = bench_with("lpm", num_blocks=256)
+    for chain in wanted:
+        bench.add(prompt_of_blocks(*(block + 1 for block in chain)), 1)
+    check_depth_first([tuple(s.tokens.view(0, s.num_tokens - 1).tolist()) for s in admissions(bench)])
+
+
+def check_depth_first(visited: Seq[tuple[int, ...]]) -> None:
+    """Once a branch at the root is left, nothing of it comes any more; and so on below."""
+    for depth in range(BLOCK_SIZE, max(map(len, visited)) + 1, BLOCK_SIZE):
+        prefixes = [chain[:depth] for chain in visited if len(chain) >= depth]
+        seen: list[tuple[int, ...]] = []
+        for prefix in prefixes:
+            if not seen or seen[-1] != prefix:
+                assert prefix not in seen, "a branch was left and entered again"
+                seen.append(prefix)
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=5), max_size=12))
+def test_depth_first_order_visits_every_branch_once_and_the_heaviest_first(wanted: list[list[int]]) -> None:
+    hashed: list[list[BlockHash]] = [[bytes(chain[: depth + 1]) for depth in range(len(chain))] for chain in wanted]
+    order = depth_first(hashed)
+    assert sorted(order) == list(range(len(wanted)))
+    for depth in range(1, 6):
+        prefixes = [hashed[index][depth - 1] for index in order if len(hashed[index]) >= depth]
+        runs = [p for n, p in enumerate(prefixes) if n == 0 or prefixes[n - 1] != p]
+        assert len(set(runs)) == len(runs)
+    roots = [chain[0] if chain else None for chain in (hashed[index] for index in order)]
+    weights = [roots.count(root) for root in roots]
+    assert weights == sorted(weights, reverse=True)
+
+
+def test_the_heaviest_branch_goes_first() -> None:
+    bench = bench_with("dfs_weight")
+    alone = bench.add(prompt_of_blocks(1, 1), 1)
+    pair = [bench.add(prompt_of_blocks(2, n), 1) for n in (3, 4)]
+    three = [bench.add(prompt_of_blocks(5, n), 1) for n in (6, 7, 8)]
+    assert admissions(bench) == [*three, *pair, alone]
+
+
+# -- the same uncached prefix -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_requests_waiting_for_the_same_prefix_compute_it_once(scheduler: str) -> None:
+    bench = Bench(128, 16, 8, scheduler=scheduler)
+    for number in range(6):
+        bench.add(prompt_of_blocks(1, 2, 3, 4, 5, 10 + number), 3)
+    computed = sum(plan.num_prefill_tokens for plan in bench.run())
+    assert computed == 5 * BLOCK_SIZE + 6 * (BLOCK_SIZE + 1)
+
+
+def test_a_parked_sequence_lets_others_pass_and_goes_on_when_the_prefix_is_published() -> None:
+    bench = Bench(128, 9, 8)
+    first, twin = (bench.add(prompt_of_blocks(1, 2, 3), 20) for _ in range(2))
+    other = bench.add([7, 8], 2)
+    plan, _ = bench.step()
+    assert plan.admitted == [first]
+    plan, _ = bench.step()
+    assert plan.admitted == [other]
+    assert plan.held_back == "its prefix is being computed"
+    plan, _ = bench.step()
+    assert plan.admitted == [twin]
+    assert twin.num_cached_tokens == 3 * BLOCK_SIZE
+    assert not bench.scheduler.in_progress  # both go on, and promise nothing any more
+
+
+def test_all_that_waited_for_a_prefix_may_be_admitted_in_one_step() -> None:
+    bench = Bench(512, 128, 100, scheduler="faster_transformer")
+    for number in range(100):
+        bench.add(prompt_of_blocks(1, 2, 10 + number), 2)
+    assert [len(plan.admitted) for plan in bench.run() if plan.admitted] == [1, 99]
+
+
+@pytest.mark.parametrize("how", ["abort", "fail"])
+def test_a_parked_sequence_computes_the_prefix_itself_when_the_other_gives_up(how: str) -> None:
+    bench = Bench(128, 8, 8)
+    first, twin = (bench.add(prompt_of_blocks(1, 2, 3), 2) for _ in range(2))
+    plan = bench.scheduler.schedule()
+    assert plan.admitted == [first]
+    if how == "fail":
+        bench.scheduler.fail_step(plan)
+    else:
+        bench.scheduler.commit(plan, bench.forward(plan))
+        bench.scheduler.abort(first.key)
+    plan, _ = bench.step()
+    assert plan.admitted == [twin]
+
+
+def test_without_a_cache_nobody_waits_for_a_prefix() -> None:
+    bench = Bench(128, UNCUT, 8, cache=False)
+    twins = [bench.add(prompt_of_blocks(1, 2, 3), 2) for _ in range(2)]
+    assert bench.step()[0].admitted == twins
+
+
+# -- what looking costs -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["fcfs", "lpm", "sjf", "dfs_weight"])
+def test_a_step_in_which_nothing_changed_looks_at_one_prefix(
+    order: QueueOrderName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(16, 64, 8, settings=SchedulerSettings(queue_order=order, queue_starvation_bound=PATIENT))
+    bench.add([1] * 40, 20)
+    bench.step()
+    for number in range(500):
+        bench.add(prompt_of_blocks(*(number % 5 + 2,) * 12), 2)
+    bench.step()
+    looks = count_looks(bench, monkeypatch)
+    for _ in range(5):
+        bench.step()
+    assert sum(looks) <= 5 * 2  # the head's: whether it is the head still, and whether it fits
+
+
+def test_a_burst_of_twins_is_looked_at_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(512, 64, 64, settings=SchedulerSettings(queue_order="lpm", queue_starvation_bound=PATIENT))
+    for _ in range(600):
+        bench.add(prompt_of_blocks(*range(20)), 2)
+    looks = count_looks(bench, monkeypatch)
+    while bench.scheduler.has_work:
+        before = sum(looks)
+        plan, _ = bench.step()
+        assert sum(looks) - before <= PROBES_A_STEP + 3 * len(plan.admitted) + 3
+        assert plan.rows
+
+
+def count_looks(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    looks: list[int] = []
+    look = bench.blocks.first_missing
+
+    def counted(sequence: Sequence) -> tuple[int, BlockHash | None]:
+        looks.append(1)
+        return look(sequence)
+
+    monkeypatch.setattr(bench.blocks, "first_missing", counted)
+    return looks

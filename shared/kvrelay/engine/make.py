@@ -49,6 +49,7 @@ def make_runner(
     load_format: LoadFormat = "auto",
     graphs: GraphSettings | None = None,
     cascade_attention: bool = False,
+    fused_layers: bool = True,
 ) -> TransformersRunner:
     """Loads `model` (a directory or a hub name) and allocates its pool: `num_blocks`, or what fits `memory_bytes`.
 
@@ -56,7 +57,7 @@ def make_runner(
     `kv_cache_dtype`: keys and values in the pool have the model's type ("auto"), or one of `KV_DTYPES`.
     `swap_bytes` is the host's swap space; None: a quarter of the pool's memory.
     Without a `backend`, the fastest one that works is taken, on a GPU with `cascade_attention` if that is wanted.
-    With `load_format` "dummy", weights are random.
+    With `load_format` "dummy", weights are random. Without `fused_layers`, a CPU runs the modules of transformers.
     With `graphs`, decoding steps are captured in CUDA graphs where model and backend allow it. Their scratch block is
     part of the memory, and one more than `num_blocks` where that is given.
 
@@ -72,7 +73,7 @@ def make_runner(
     source = open_source(model, dtype, device, max_model_len, load_format, kv_cache_dtype)
     gauge = make_gauge(source.device)
     use_on_this_thread(source.device)
-    loaded = load_model(source, block_size, backend, cascade_attention=cascade_attention)
+    loaded = load_model(source, block_size, backend, cascade_attention=cascade_attention, fused_layers=fused_layers)
     if num_blocks is None and size_pool is not None:
         num_blocks = _profiled_num_blocks(loaded, size_pool, swap_bytes, gauge, graphs)
     elif num_blocks is None:

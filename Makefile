@@ -1,7 +1,9 @@
 # `make serve` and `make test` do all the set-up themselves. `make serve ARGS="--prefill 2 --port 9000"` passes flags on.
 ARGS ?=
 
-.PHONY: serve install test test-faults check wheel clean
+PARALLEL = -n auto --dist loadfile --no-loadscope-reorder
+
+.PHONY: serve install test test-all test-faults check wheel clean
 
 serve: install
 	@exec .venv/bin/kvrelay up $(ARGS)
@@ -10,7 +12,11 @@ install:
 	@scripts/install
 
 test: install
-	@scripts/test -m "not faults and not gpu" -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
+	@scripts/test -m "not faults and not gpu and not slow" $(PARALLEL) $(ARGS)
+
+# What `make test` leaves out for time, and all examples of the tests with random ones.
+test-all: test
+	@scripts/test -m "(slow or hypothesis) and not faults and not gpu" --hypothesis-profile=thorough $(PARALLEL) $(ARGS)
 
 test-faults: install
 	@scripts/test -m "faults and not gpu" $(ARGS)

@@ -26,6 +26,7 @@ from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.process import event_loop_factory
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.scheduling.plan import SequenceOutput
 from kvrelay.scheduling.policies.scheduler_registry import DEFAULT_SCHEDULER, make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
@@ -71,7 +72,7 @@ class Run:
         if not self.scheduler.has_work:
             self.loop.stop()
 
-    def failed(self, sequences: list[Sequence], cause: str) -> None:
+    def failed(self, sequences: list[Sequence], kind: FailureKind, cause: str) -> None:
         """Nothing to measure then."""
         raise RuntimeError(cause)
 

@@ -7,12 +7,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import hypothesis
 import psutil
 import pytest
 
 from kvrelay.fleet.embedded import EmbeddedRedis
 from tests.fakes import zmq_contexts
+from tests.thoroughness import register_profiles
 
 pytest_plugins = ["tests.time_limit"]
 
@@ -26,15 +26,7 @@ LONGEST_TEST_S = 120.0
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: every core has a pytest of its own
 
-# A slow machine is no failure. Where CI is set, examples are the same in every run: what a change breaks is its own.
-hypothesis.settings.register_profile(
-    "kvrelay",
-    deadline=None,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
-    derandomize="CI" in os.environ,
-    print_blob=True,
-)
-hypothesis.settings.load_profile("kvrelay")
+register_profiles()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -14,6 +14,7 @@ from benchmarks.sequences import greedy_sequence
 from kvrelay.engine.batch import ModelRunner
 from kvrelay.kv.ablations import NullCache
 from kvrelay.kv.pool import BlockPool
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.scheduling.plan import SequenceOutput
 from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
@@ -68,7 +69,7 @@ def serve(
         if not scheduler.has_work:
             loop.stop()
 
-    def failed(sequences: list[Running], cause: str) -> None:
+    def failed(sequences: list[Running], kind: FailureKind, cause: str) -> None:
         raise AssertionError(cause)
 
     for sequence in sequences:

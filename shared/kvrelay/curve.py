@@ -1,7 +1,7 @@
-"""A fleet's key: what its processes say to each other over ZMQ is then encrypted, and nobody else is let in (CURVE).
+"""Encryption of ZMQ traffic between the processes of a fleet (CURVE), with one key for the fleet.
 
-All processes of a fleet hold the same key pair. A connection's maker proves that it holds the pair: it must know the
-public key to be understood at all, and the secret one because the gate (ZAP, RFC 27 of ZeroMQ) admits no other.
+All processes share one key pair. A client must know the public key to encrypt at all, and proves the secret key because
+the gate (ZAP, RFC 27 of ZeroMQ) admits no other client key.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvrelay.messaging.zmq_context import ZmqContext
 log = logging.getLogger(__name__)
 
 OVERHEAD_BYTES = 64
-"""What a message of ours may be longer on the wire."""
+"""Upper bound of the encryption overhead per message."""
 _Z85_KEY = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _ZAP_FRAMES = 7
@@ -29,25 +29,25 @@ _DOMAIN = b"kvrelay"
 
 
 class BadKeyFile(ValueError):
-    """No key can be read from this file; the text says why."""
+    """The file contains no valid key. The message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class CurveKey:
-    """A key pair, both in Z85. Raises BadKeyFile from `read`."""
+    """A key pair in Z85."""
 
     secret: bytes = field(repr=False)
     public: bytes
 
     @classmethod
     def new(cls) -> Self:
-        """A random one."""
+        """Generates a random key pair."""
         public, secret = zmq.curve_keypair()
         return cls(secret, public)
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """From a file that `write` wrote: the secret key on a line of its own, after lines that begin with #."""
+        """Reads the secret key from a key file, skipping lines that begin with "# ". Raises BadKeyFile."""
         try:
             lines = [line.strip() for line in path.read_text(encoding="ascii").splitlines()]
         except (OSError, UnicodeDecodeError) as error:
@@ -62,26 +62,26 @@ class CurveKey:
             raise BadKeyFile(f"{path} holds no key: {error}") from error
 
     def text(self) -> str:
-        """What a key file holds."""
-        head = "# A fleet's secret key. Whoever has it can read and forge what its processes say."
+        """Contents of a key file."""
+        head = "# A fleet's secret key. Anyone who has it can read and forge the fleet's messages."
         return f"{head}\n{self.secret.decode()}\n"
 
     def guard_server(self, socket: zmq.Socket[bytes]) -> None:
-        """A socket that binds, before it does; its context needs a `gate`."""
+        """Enables CURVE on a socket before it binds. Its context needs `open_gate`."""
         socket.curve_server = True
         socket.curve_secretkey = self.secret
         socket.zap_domain = _DOMAIN
 
     def guard_client(self, socket: zmq.Socket[bytes]) -> None:
-        """A socket that connects, before it does."""
+        """Enables CURVE on a socket before it connects."""
         socket.curve_serverkey = self.public
         socket.curve_publickey = self.public
         socket.curve_secretkey = self.secret
 
     def open_gate(self, context: ZmqContext) -> None:
-        """Admits this key alone to the context's guarded sockets, on a thread that ends with the context."""
+        """Starts a thread that admits only this key to the context's guarded sockets. It ends with the context."""
         gate = context.socket(zmq.REP)
-        gate.bind(_ZAP_ADDRESS)  # here: a connection that comes before there is a gate is refused for good
+        gate.bind(_ZAP_ADDRESS)  # bind before any connection: without a gate, connections are refused for good
         thread = Thread(target=self._keep_gate, args=(gate,), name="curve-gate", daemon=True)
         thread.start()
         context.hand_over(gate)

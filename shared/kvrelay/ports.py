@@ -1,4 +1,4 @@
-"""TCP ports that are known before anyone listens on them."""
+"""TCP ports that are reserved before a server listens on them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Self
 
 
 class HeldPort:
-    """A port for a server that starts later, or again: until `release`, the system gives it to nobody who asks for any.
+    """Reserves a port for a server that starts later: until `release`, the system does not assign it as a free port.
 
-    The socket is bound and never listens. On Linux a server that sets SO_REUSEADDR, as Redis, libzmq, asyncio and the
-    router do, still binds the port, and connections reach that server; while there is none, they are refused.
+    The socket is bound and never listens. On Linux a server with SO_REUSEADDR (Redis, libzmq, asyncio, the router) can
+    still bind the port and receives its connections; without a server they are refused.
     """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Holds any free port, or this one. Raises OSError where nobody could listen on it."""
+        """Reserves this port, or any free one for 0. Raises OSError if it cannot be bound."""
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -26,7 +26,7 @@ class HeldPort:
         self.port: int = self._socket.getsockname()[1]
 
     def release(self) -> None:
-        """Lets the system give the port away. Idempotent."""
+        """Ends the reservation. Idempotent."""
         self._socket.close()
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""How processes of ours run: never longer than their parent, on which event loop, and with which exit status."""
+"""Process life cycle: exit status, event loop, end with the parent, garbage collection."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ ConfigT = TypeVar("ConfigT", bound=CommonConfig)
 
 
 class StartFailed(Exception):
-    """A port that is taken, a model or tokenizer that is not there or cannot be served, a size that does not fit: the
-    text says all."""
+    """The service cannot start: a port is in use, a model or tokenizer is missing or unsupported, a size does not fit.
+    The message is for the user."""
 
 
 def service_main(
@@ -36,9 +36,9 @@ def service_main(
     run: Callable[[ConfigT], None],
     log_fields: Callable[[ConfigT], dict[str, str]],
 ) -> int:
-    """A service's whole life: configuration, logging, `run`. `prog` and `what` name it to its user.
+    """Runs a service: loads the configuration, sets up logging, calls `run`. `prog` and `what` name it in messages.
 
-    Returns the exit status: 2 for a wrong configuration, 1 for a service that could not start or ended by an error.
+    Returns the exit status: 2 for an invalid configuration, 1 for a failed start or an error.
     """
     try:
         config = load()
@@ -53,32 +53,32 @@ def service_main(
         log.error("the %s cannot start: %s", what, error, exc_info=log.isEnabledFor(logging.DEBUG))
         return 1
     except Exception:
-        log.exception("the %s ends", what)
+        log.exception("the %s ends because of an error", what)
         return 1
     return 0
 
 
 def die_with_parent() -> Callable[[], None]:
-    """A `preexec_fn`: the kernel kills the child as soon as the parent is gone, however it went (Linux).
+    """Returns a `preexec_fn` that makes the kernel kill the child when the parent ends (Linux).
 
-    To be made and used in the parent's main thread: the kernel watches the thread that forked.
+    Create and use it in the parent's main thread, because the kernel watches the thread that forked.
     """
     parent = os.getpid()
 
     def arm() -> None:
         if _libc is not None:
             _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if os.getppid() != parent:  # it went before the call
+            if os.getppid() != parent:  # the parent ended before the call
                 os._exit(1)
 
     return arm
 
 
 def settle_garbage() -> None:
-    """To be called when all that stays has been made: the collector looks at that no more, and at the rest less often.
+    """Exempts all present objects from garbage collection and makes collections rarer. Call it after start-up.
 
-    It would go through some hundred thousand objects of the libraries again and again, for tens of milliseconds each
-    time, and find nothing: what requests leave behind goes by its reference counts, but for a cycle here and there.
+    Otherwise the collector scans some hundred thousand library objects each time, for tens of milliseconds, and finds
+    nothing: objects of requests are freed by reference counts, except for a few cycles.
     """
     gc.collect()
     gc.freeze()
@@ -86,7 +86,7 @@ def settle_garbage() -> None:
 
 
 def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's, where it is installed; None is asyncio's own."""
+    """The factory of uvloop if it is installed, else None (asyncio's default)."""
     try:
         import uvloop
     except ImportError:

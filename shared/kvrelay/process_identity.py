@@ -1,7 +1,7 @@
-"""A name for a process by which others on its machine can tell that it has ended.
+"""Identifies a process, so that other processes on its machine can tell whether it has ended.
 
-A process id alone is reused; together with the start time it is not. The boot and the namespace of process ids say
-whether whoever asks would see the process at all: where they differ, nothing can be said.
+Process ids are reused, so the identity also contains the start time. Boot id and pid namespace tell whether the asking
+process could see it at all; if they differ, the answer is unknown.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from pathlib import Path
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACE = Path("/proc/self/ns/pid")
-_STATE, _START_TIME = 0, 19  # of the fields of /proc/PID/stat behind the name, see proc(5)
+_STATE, _START_TIME = 0, 19  # indexes of the fields of /proc/PID/stat after the name, see proc(5)
 _ENDED = frozenset("ZX")
 
 
 def identity_of(process_id: int) -> str:
-    """Machine, process id and start time; empty where the system does not tell (no Linux), or it has ended."""
+    """Machine, process id and start time; empty if unavailable (not Linux) or the process has ended."""
     fields = _stat(process_id)
     try:
         return "/".join([_machine(), str(process_id), fields[_START_TIME]]) if fields else ""
@@ -25,12 +25,12 @@ def identity_of(process_id: int) -> str:
 
 
 def own_identity() -> str:
-    """Of this process."""
+    """Identity of this process."""
     return identity_of(os.getpid())
 
 
 def has_ended(identity: str) -> bool:
-    """Whether none of that process's threads can run any more. False also where that cannot be known."""
+    """Whether all threads of that process have ended. False also if that is unknown."""
     if not can_be_seen(identity):
         return False
     _, process_id, start_time = identity.split("/")
@@ -41,7 +41,7 @@ def has_ended(identity: str) -> bool:
 
 
 def can_be_seen(identity: str) -> bool:
-    """Whether `has_ended` could tell about that process: it is, or was, where this one would see it."""
+    """Whether `has_ended` can answer: the process runs, or ran, in this machine's boot and pid namespace."""
     machine, _, rest = identity.partition("/")
     try:
         return rest.partition("/")[0].isdecimal() and machine == _machine()
@@ -61,7 +61,7 @@ def _stat(process_id: int) -> list[str]:
 
 
 def _num_threads(process_id: int) -> int:
-    """A first thread that has ended shows as a zombie while others still run."""
+    """Number of threads. A process whose first thread ended shows as a zombie while others run."""
     try:
         return len(os.listdir(f"/proc/{process_id}/task"))
     except OSError:

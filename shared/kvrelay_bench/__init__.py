@@ -1,1 +1,1 @@
-"""`kvrelay bench`: a load on any OpenAI-compatible endpoint, and what its clients would have felt."""
+"""`kvrelay bench`: sends a load to any OpenAI-compatible endpoint and measures latencies and throughput."""

@@ -1,8 +1,8 @@
-"""What comes back for one request: when each piece of text came, and how the answer ended. No I/O.
+"""Reads the answer of one request: time of each piece of text, and how the answer ended. No I/O.
 
-Servers differ in what they stream. Counted as a piece is a chunk in which any choice has text (`text`, or in its
-delta `content`, `reasoning_content`, `reasoning`, `refusal` or `tool_calls`) or `token_ids`. A first chunk that only
-names the role, a chunk with only `usage`, comments and empty pieces are none.
+Servers stream different chunks. A chunk counts as a piece if any choice has text (`text`, or in its delta `content`,
+`reasoning_content`, `reasoning`, `refusal` or `tool_calls`) or `token_ids`. A first chunk with only the role, a chunk
+with only `usage`, comments and empty chunks do not count.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ NOT_WHOLE = "the stream ended without [DONE] or a finish_reason"
 class Record:
     """One request. Times are seconds since the load began.
 
-    `intended_s`: when it should have been sent; latencies count from there. `started_s`: when the generator got to it.
-    `num_output`: tokens as the server counts them, or None. `error`: empty for an answer that came whole. `piece_ids`:
-    token ids in each piece, 0 where the server sends none.
+    `intended_s`: when it was due; latencies count from there. `started_s`: when the generator sent it. `num_output`:
+    tokens counted by the server, or None. `error`: empty for a complete answer. `piece_ids`: token ids per piece, 0 if
+    the server sends none.
     """
 
     intended_s: float
@@ -38,34 +38,34 @@ class Record:
 
     @property
     def ttft_s(self) -> float:
-        """To the first piece."""
+        """Seconds to the first piece."""
         return self.pieces_s[0] - self.intended_s
 
     @property
     def e2e_s(self) -> float:
-        """To the end of the answer."""
+        """Seconds to the end of the answer."""
         return self.ended_s - self.intended_s
 
     @property
     def num_tokens(self) -> int:
-        """Output tokens as counted by the server; pieces where it does not say."""
+        """Output tokens counted by the server, or else the number of pieces."""
         return len(self.pieces_s) if self.num_output is None else self.num_output
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds a token between the first and the last piece; None for an answer of one token or piece."""
+        """Seconds per token from the first to the last piece; None for one token or piece."""
         if self.num_tokens < 2 or len(self.pieces_s) < 2:
             return None
         return (self.pieces_s[-1] - self.pieces_s[0]) / (self.num_tokens - 1)
 
     @property
     def gaps_s(self) -> list[float]:
-        """Between pieces; a piece may be several tokens."""
+        """Seconds between pieces. A piece may have several tokens."""
         return [after - before for before, after in zip(self.pieces_s, self.pieces_s[1:], strict=False)]
 
 
 class AnswerReader:
-    """Takes an answer's body as it comes and fills in `record`. `status` is HTTP's."""
+    """Parses the body of an answer and fills in `record`. `status` is the HTTP status."""
 
     def __init__(self, record: Record, status: int, content_type: str) -> None:
         self._record = record
@@ -76,7 +76,7 @@ class AnswerReader:
         self._finished_s: float | None = None
 
     def feed(self, data: bytes, at_s: float) -> None:
-        """Bytes of the body that came at `at_s`."""
+        """Takes bytes of the body received at `at_s`."""
         if not self._is_stream:
             self._rest += data
             return
@@ -87,7 +87,7 @@ class AnswerReader:
                 self._take(line[5:].strip(), at_s)
 
     def end(self, at_s: float) -> None:
-        """The body is over."""
+        """Ends the body."""
         record = self._record
         record.ended_s = at_s
         if not self._is_stream:
@@ -103,7 +103,7 @@ class AnswerReader:
             self._end_without_text()
 
     def _end_without_text(self) -> None:
-        """Fine where the server counted tokens: some have no text of their own, as half a character."""
+        """Valid if the server counted tokens: some tokens have no text, such as half a character."""
         if self._finished_s is not None and self._record.num_output:
             self._record.pieces_s.append(self._finished_s)
         else:
@@ -145,7 +145,7 @@ class AnswerReader:
             self._record.num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
 
     def _end_of_whole(self, at_s: float) -> None:
-        """An error, or an answer of a server that does not stream: one piece, when it is there."""
+        """Handles an error, or an unstreamed answer, which counts as one piece."""
         record = self._record
         try:
             answer = orjson.loads(self._rest)

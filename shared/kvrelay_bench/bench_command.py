@@ -1,4 +1,4 @@
-"""`kvrelay bench`: the command line, and the order of a run."""
+"""`kvrelay bench`: the command and the order of its measurements."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ FORMAT_VERSION = 1
 
 
 class CannotRun(Exception):
-    """The endpoint does not answer, or no request succeeded; the text says all."""
+    """The endpoint does not answer, or no request succeeded. The message is for the user."""
 
 
 @dataclass(slots=True)
 class Measured:
-    """One load on one endpoint, in one round."""
+    """Figures of one load on one endpoint in one round."""
 
     point: str
     endpoint: str
@@ -44,7 +44,7 @@ class Measured:
     outcome: LoadOutcome = field(repr=False)
 
     def as_json(self, *, with_requests: bool) -> dict[str, Any]:
-        """JSON-ready."""
+        """The figures as JSON types."""
         content: dict[str, Any] = {"load": self.point, "endpoint": self.endpoint, "round": self.round}
         content["figures"] = self.figures.as_json()
         if with_requests:
@@ -53,7 +53,7 @@ class Measured:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0; 1 where a load had no request that succeeded; 2 for wrong flags."""
+    """Returns the exit status: 0; 1 if no request of a load succeeded; 2 for invalid flags."""
     try:
         plan = read_flags(argv, os.environ)
         with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Bench:
-    """One run: warms up, then one load after the other, on each endpoint in turn."""
+    """Runs a plan: warm-up, then each load on each endpoint in turn."""
 
     def __init__(self, plan: BenchPlan) -> None:
         self._plan = plan
@@ -79,7 +79,7 @@ class Bench:
         self._models: dict[str, str] = {}
 
     async def run(self) -> list[Measured]:
-        """Raises CannotRun."""
+        """Runs all rounds. Raises CannotRun."""
         try:
             for name, client in self._clients.items():
                 self._models[name] = self._plan.model or await _first_model(client)
@@ -94,7 +94,7 @@ class Bench:
                 await client.close()
 
     def _order(self, number: int) -> list[str]:
-        """Who goes first changes from round to round."""
+        """The order of endpoints, which alternates between rounds."""
         names = list(self._clients)
         return names if number % 2 == 0 else names[::-1]
 
@@ -105,7 +105,7 @@ class Bench:
         outcome = await self._run(name, client, point, f"{name}: warm-up")
         errors = [record.error for record in outcome.records if record.error]
         if len(errors) == len(outcome.records):
-            raise CannotRun(f"{client.endpoint.url}: no request of the warm-up succeeded; the first: {errors[0]}")
+            raise CannotRun(f"{client.endpoint.url}: no warm-up request succeeded; first error: {errors[0]}")
 
     async def _measure(self, name: str, point: LoadPoint, number: int) -> Measured:
         title = f"{name}: {point.name}" + (f", round {number + 1}" if self._plan.rounds > 1 else "")
@@ -119,26 +119,26 @@ class Bench:
 
     def _body(self, name: str, client: Client, ask: Ask) -> bytes:
         wire = self._plan.wire
-        # Two endpoints may have one server behind them: what one asked must not be in a cache for the other.
+        # Both URLs may lead to one server, so the second endpoint must get other prompts than the first.
         salt = list(self._clients).index(name)
         path = "chat/completions" if wire.api == "chat" else "completions"
         return client.request("POST", client.endpoint.path(path), wire.body(self._models[name], ask, salt))
 
 
 async def _first_model(client: Client) -> str:
-    """The name that the endpoint gives its (first) model. Raises CannotRun."""
+    """The first model name of /v1/models. Raises CannotRun."""
     try:
         answer = orjson.loads(await client.get("models", MODELS_TIMEOUT_S))
         return str(answer["data"][0]["id"])
     except (OSError, TimeoutError, ConnectionLost) as error:
         raise CannotRun(f"{client.endpoint.url} does not answer: {error}") from error
     except (orjson.JSONDecodeError, LookupError, TypeError) as error:
-        raise CannotRun(f"{client.endpoint.url} names no model at /v1/models: give --model (or a key)") from error
+        raise CannotRun(f"{client.endpoint.url} lists no model at /v1/models: give --model, or a key") from error
 
 
 @contextmanager
 def _progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error, where that is a terminal."""
+    """Shows a progress bar if standard error is a terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda _: None

@@ -1,4 +1,4 @@
-"""The flags of `kvrelay bench`, checked, as a plan of the run."""
+"""Parses and checks the flags of `kvrelay bench`."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from kvrelay_simulator.traces import TracedRequest, read_trace, scaled
 
 UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0}
 WARM_UP_SEED = 1 << 40
-"""Apart from all that are measured, so that no prompt of theirs is cached before."""
+"""Differs from all measured seeds, so the warm-up caches none of their prompts."""
 
 
 class BenchFlagError(Exception):
-    """The text names the flag and what is allowed."""
+    """An invalid flag. The message names it and the allowed values."""
 
 
 @dataclass(frozen=True, slots=True)
 class BenchPlan:
-    """A run. `printable`: the flags as they were given, for the results; no key among them."""
+    """The checked flags. `printable` contains the given flags, without keys, for the results."""
 
     endpoints: Mapping[str, Endpoint]
     model: str
@@ -45,12 +45,12 @@ class BenchPlan:
     printable: Mapping[str, Any]
 
     def points(self, round_number: int) -> list[LoadPoint]:
-        """The loads of a round. Each round has prompts of its own."""
+        """The loads of a round, with prompts that no other round has."""
         return self.make_points(round_number)
 
 
 def read_flags(argv: Sequence[str] | None, environ: Mapping[str, str]) -> BenchPlan:
-    """Raises BenchFlagError, BadTrace; ends the process as argparse does."""
+    """Parses the flags. Raises BenchFlagError, BadTrace; exits the process like argparse."""
     given = _parser().parse_args(argv)
     urls: list[str] = given.compare or ([given.url] if given.url else [])
     if not urls or (given.compare and given.url):
@@ -58,7 +58,7 @@ def read_flags(argv: Sequence[str] | None, environ: Mapping[str, str]) -> BenchP
     if given.trace is not None and (given.rate or given.concurrency):
         raise BenchFlagError("--trace has its own arrivals: give --speed, not --rate or --concurrency")
     if given.rate and given.concurrency:
-        raise BenchFlagError("--rate and --concurrency are two kinds of load: give one")
+        raise BenchFlagError("--rate and --concurrency exclude each other: give one")
     if given.api == "chat" and given.prompt_as == "ids":
         raise BenchFlagError("--prompt-as ids needs --api completions: chat takes text")
     if given.plot is not None:
@@ -97,7 +97,7 @@ def read_flags(argv: Sequence[str] | None, environ: Mapping[str, str]) -> BenchP
 def _points(
     given: argparse.Namespace, shape: Shape, trace: Sequence[TracedRequest] | None, seed: int
 ) -> list[LoadPoint]:
-    """Each with prompts of its own: what one load left in a prefix cache must not serve the next."""
+    """Loads with different prompts, so a prefix cached by one load does not serve the next."""
     if trace is not None:
         return [LoadPoint(f"{given.trace.name} x{given.speed:g}", traced(trace, given.scale, seed << 8))]
     num_requests = given.requests or 100
@@ -115,43 +115,69 @@ def _points(
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvrelay bench",
-        description="Sends a load to any OpenAI-compatible endpoint and says what its clients would have felt.",
+        description="Sends a load to any OpenAI-compatible endpoint and reports latencies, throughput and goodput.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("url", nargs="?", help="base URL, as in http://127.0.0.1:8000 or .../v1")
-    add("--compare", nargs=2, metavar=("A", "B"), help="two URLs, measured in turns in one run")
+    add("--compare", nargs=2, metavar=("A", "B"), help="two URLs to compare, measured in turn")
     add("--rounds", type=_whole(1, 1000), metavar="N", help="repetitions (default: 1; 3 with --compare)")
     add("--model", default="", help="(default: the first one that /v1/models names)")
     add("--api", choices=("completions", "chat"), default="completions", help="(default: completions)")
     add("--api-key-file", type=Path, metavar="FILE", help="(default: KVRELAY_API_KEY or OPENAI_API_KEY, if set)")
     load = parser.add_argument_group("load").add_argument
-    load("--rate", type=_list(_number(1e-6, 1e6)), metavar="R[,R...]", help="requests a second (default: 1)")
-    load("--arrivals", choices=("poisson", "fixed"), default="poisson", help="how they are spaced (default: poisson)")
-    load("--concurrency", type=_list(_whole(1, 1 << 20)), metavar="N[,N...]", help="requests at a time, instead")
-    load("--trace", type=Path, metavar="FILE", help="Mooncake's JSON lines or Azure's CSV, instead")
-    load("--speed", type=_number(1e-6, 1e6), default=1.0, metavar="X", help="how much faster than the trace")
-    load("--scale", type=_number(1e-6, 1e3), default=1.0, metavar="X", help="factor on the trace's lengths")
-    load("--requests", type=_whole(1, 1 << 24), metavar="N", help="of each load (default: 100; all of a trace)")
-    load("--warm-up", type=_whole(0, 1 << 20), default=8, metavar="N", help="requests before, not counted (default: 8)")
-    load("--timeout", type=_number(1e-3, 86400), default=600.0, metavar="SECONDS", help="of a request (default: 600)")
-    load("--seed", type=_whole(0, 1 << 31), default=1, metavar="N", help="of prompts and arrivals (default: 1)")
+    load("--rate", type=_list(_number(1e-6, 1e6)), metavar="R[,R...]", help="requests per second (default: 1)")
+    load("--arrivals", choices=("poisson", "fixed"), default="poisson", help="spacing of arrivals (default: poisson)")
+    load(
+        "--concurrency",
+        type=_list(_whole(1, 1 << 20)),
+        metavar="N[,N...]",
+        help="concurrent requests, instead of a rate",
+    )
+    load("--trace", type=Path, metavar="FILE", help="Mooncake's JSON lines or Azure's CSV, instead of a rate")
+    load("--speed", type=_number(1e-6, 1e6), default=1.0, metavar="X", help="speed-up of the trace (default: 1)")
+    load(
+        "--scale", type=_number(1e-6, 1e3), default=1.0, metavar="X", help="factor for the trace's lengths (default: 1)"
+    )
+    load("--requests", type=_whole(1, 1 << 24), metavar="N", help="requests per load (default: 100; all of a trace)")
+    load(
+        "--warm-up",
+        type=_whole(0, 1 << 20),
+        default=8,
+        metavar="N",
+        help="requests before the measurement (default: 8)",
+    )
+    load(
+        "--timeout",
+        type=_number(1e-3, 86400),
+        default=600.0,
+        metavar="SECONDS",
+        help="timeout of a request (default: 600)",
+    )
+    load("--seed", type=_whole(0, 1 << 31), default=1, metavar="N", help="seed of prompts and arrivals (default: 1)")
     what = parser.add_argument_group("requests").add_argument
-    what("--prompt-tokens", type=_whole(1, 1 << 24), default=200, metavar="N", help="median (default: 200)")
-    what("--output-tokens", type=_whole(1, 1 << 24), default=50, metavar="N", help="median (default: 50)")
+    what(
+        "--prompt-tokens", type=_whole(1, 1 << 24), default=200, metavar="N", help="median prompt length (default: 200)"
+    )
+    what("--output-tokens", type=_whole(1, 1 << 24), default=50, metavar="N", help="median output length (default: 50)")
     what("--spread", type=_number(0, 5), default=0.0, metavar="S", help="log-normal spread of both (default: 0)")
-    what("--prefix-tokens", type=_whole(0, 1 << 24), default=0, metavar="N", help="shared beginning, on top")
-    what("--prefixes", type=_whole(1, 1 << 20), default=1, metavar="N", help="how many of them (default: 1)")
+    what("--prefix-tokens", type=_whole(0, 1 << 24), default=0, metavar="N", help="additional shared prefix")
+    what("--prefixes", type=_whole(1, 1 << 20), default=1, metavar="N", help="number of shared prefixes (default: 1)")
     what("--prompt-as", choices=("ids", "text"), help="token ids or words (default: ids; text with --api chat)")
-    what("--token-ids", type=_range, default=(5, 2000), metavar="LOW:HIGH", help="drawn from (default: 5:2000)")
-    what("--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help="(default: on)")
+    what("--token-ids", type=_range, default=(5, 2000), metavar="LOW:HIGH", help="range of token ids (default: 5:2000)")
+    what(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="generate to the full length (default: on)",
+    )
     what("--usage", action=argparse.BooleanOptionalAction, default=True, help="ask for token counts (default: on)")
-    what("--extra-body", type=_object, metavar="JSON", help="more fields of each request")
+    what("--extra-body", type=_object, metavar="JSON", help="further fields of each request")
     result = parser.add_argument_group("results").add_argument
     result("--slo", type=_bound, action="append", metavar="NAME=TIME", help="ttft, tpot or e2e, as in ttft=500ms")
-    result("--json", type=Path, metavar="FILE", help="write all figures")
-    result("--save-requests", action="store_true", help="and every request's times into it")
-    result("--plot", type=Path, metavar="FILE", help="draw them (.svg, .png, .pdf)")
+    result("--json", type=Path, metavar="FILE", help="write all figures to this file")
+    result("--save-requests", action="store_true", help="also write the times of every request to it")
+    result("--plot", type=Path, metavar="FILE", help="draw the figures (.svg, .png, .pdf)")
     return parser
 
 

@@ -1,7 +1,7 @@
-"""HTTP/1.1 to one server: connections that are kept and used again, and answers handed on as they come.
+"""HTTP/1.1 client for one server, with kept connections and answers passed on as they arrive.
 
-It does little for each byte that comes, because on one machine it shares the cores with what it measures: httptools
-parses in C, bodies were made before the load began, and nothing is awaited between a packet and its time stamp.
+It works little per byte, because it may share the cores with the measured server: httptools parses in C, request bodies
+are made before the load begins, and nothing is awaited between a packet and its time stamp.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from kvrelay_bench.answer_reader import AnswerReader, Record
 
 
 class BadUrl(ValueError):
-    """No endpoint can be reached by this URL; the text says why."""
+    """The URL is invalid. The message has the reason."""
 
 
 class ConnectionLost(Exception):
-    """The server closed before the answer was whole. `was_silent`: nothing of the answer had come."""
+    """The server closed before the answer was complete. `was_silent`: it had sent nothing of it."""
 
     def __init__(self, *, was_silent: bool) -> None:
         super().__init__("the connection was closed" + (" without an answer" if was_silent else " in the answer"))
@@ -39,13 +39,13 @@ class Endpoint:
     api_key: str = ""
 
     def path(self, name: str) -> str:
-        """Of `completions`, `chat/completions` or `models`."""
+        """The path of `completions`, `chat/completions` or `models`."""
         base = urlsplit(self.url).path.rstrip("/")
         return f"{base if base.endswith('/v1') else f'{base}/v1'}/{name}"
 
 
 class Client:
-    """Connections to one endpoint. `clock` gives the seconds since the load began. Raises BadUrl."""
+    """Connections to one endpoint. The constructor raises BadUrl."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         parts = urlsplit(endpoint.url)
@@ -69,7 +69,7 @@ class Client:
         return time.perf_counter() - self.started
 
     def request(self, method: str, path: str, body: bytes = b"") -> bytes:
-        """A request as it goes over the wire."""
+        """Encodes a request for the wire."""
         head = f"{method} {path} HTTP/1.1\r\nhost: {self._netloc}\r\naccept: */*\r\n"
         if self.endpoint.api_key:
             head += f"authorization: Bearer {self.endpoint.api_key}\r\n"
@@ -78,7 +78,7 @@ class Client:
         return f"{head}\r\n".encode() + body
 
     async def send(self, request: bytes, record: Record, timeout_s: float) -> None:
-        """Sends, and fills in `record`; whatever goes wrong stands in its `error`."""
+        """Sends a request and fills in `record`; failures are recorded in its `error`."""
         record.started_s = self.clock()
         try:
             async with asyncio.timeout(timeout_s):
@@ -89,11 +89,11 @@ class Client:
             record.error = record.error or str(error)
         except OSError as error:
             record.error = f"cannot connect: {error}"
-        if record.ended_s != record.ended_s:  # NaN: the answer did not end
+        if record.ended_s != record.ended_s:  # NaN: the answer has no end
             record.ended_s = self.clock()
 
     async def get(self, name: str, timeout_s: float) -> bytes:
-        """The body of an answer, whatever its status. Raises OSError, TimeoutError, ConnectionLost."""
+        """Fetches a body, whatever the status. Raises OSError, TimeoutError, ConnectionLost."""
         async with asyncio.timeout(timeout_s):
             connection = await self._connect()
             return await connection.fetch(self.request("GET", self.endpoint.path(name)))
@@ -112,7 +112,7 @@ class Client:
                     return await self._use(connection, request, record)
                 except ConnectionLost as error:
                     if not error.was_silent:
-                        raise  # else it was closed for idleness while the request was under way
+                        raise  # otherwise the server closed an idle connection while the request was in flight
         return await self._use(await self._connect(), request, record)
 
     async def _use(self, connection: _Connection, request: bytes, record: Record) -> None:
@@ -147,12 +147,12 @@ class Client:
         return addresses[-1]
 
     def forget(self, connection: _Connection) -> None:
-        """It is closed."""
+        """Removes a closed connection."""
         self._open.discard(connection)
 
 
 class _Connection(asyncio.Protocol):
-    """One exchange at a time."""
+    """One connection with one exchange at a time."""
 
     def __init__(self, client: Client) -> None:
         self.is_open = True
@@ -166,15 +166,15 @@ class _Connection(asyncio.Protocol):
         self._whole: asyncio.Future[None] | None = None
         self._at_s = 0.0
 
-    # -- for the client -----------------------------------------------------------------------------------------------
+    # -- called by Client ---------------------------------------------------------------------------------------------
 
     async def exchange(self, request: bytes, record: Record) -> None:
-        """Sends a request; returns when its answer is whole. Raises ConnectionLost."""
+        """Sends a request and returns at the end of its answer. Raises ConnectionLost."""
         self._record = record
         await self._start(request)
 
     async def fetch(self, request: bytes) -> bytes:
-        """The same, for a body that is wanted as a whole."""
+        """Like `exchange`, but returns the complete body."""
         self._record = None
         self._body = []
         await self._start(request)
@@ -182,7 +182,6 @@ class _Connection(asyncio.Protocol):
         return b"".join(self._body)
 
     def close(self) -> None:
-        """At once."""
         self.is_open = False
         if self._transport is not None:
             self._transport.abort()
@@ -196,14 +195,13 @@ class _Connection(asyncio.Protocol):
         self._transport.write(request)
         await self._whole
 
-    # -- of asyncio ---------------------------------------------------------------------------------------------------
+    # -- asyncio -----------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Ready to send."""
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but its class
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's class does not derive from it
 
     def data_received(self, data: bytes) -> None:
-        """Times what came before anything is done with it."""
+        """Takes the time before any processing."""
         self._at_s = self._client.clock()
         if self._parser is None:
             return
@@ -213,7 +211,7 @@ class _Connection(asyncio.Protocol):
             self._fail(OSError(f"the server does not speak HTTP: {error}"))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """An answer whose end is the connection's is whole, any other is not."""
+        """An answer that ends with the connection is complete, any other is not."""
         self.is_open = False
         self._client.forget(self)
         self._at_s = self._client.clock()
@@ -222,10 +220,9 @@ class _Connection(asyncio.Protocol):
         else:
             self._fail(ConnectionLost(was_silent=self._reader is None))
 
-    # -- of httptools -------------------------------------------------------------------------------------------------
+    # -- httptools ---------------------------------------------------------------------------------------------------
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One header."""
         lowered = name.lower()
         if lowered == b"content-type":
             self._content_type = value.decode("latin-1").lower()
@@ -233,21 +230,18 @@ class _Connection(asyncio.Protocol):
             self._content_type += " framed"
 
     def on_headers_complete(self) -> None:
-        """The status is known."""
         assert self._parser is not None
         if self._parser.get_status_code() >= 200:
             record = self._record or Record(0.0)
             self._reader = AnswerReader(record, self._parser.get_status_code(), self._content_type)
 
     def on_body(self, data: bytes) -> None:
-        """Some of the body."""
         if self._record is None:
             self._body.append(data)
         elif self._reader is not None:
             self._reader.feed(data, self._at_s)
 
     def on_message_complete(self) -> None:
-        """The answer is whole."""
         if self._whole is None or self._whole.done() or self._reader is None or self._parser is None:
             return
         self._reader.end(self._at_s)

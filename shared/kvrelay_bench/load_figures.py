@@ -1,4 +1,4 @@
-"""LoadFigures of a load. Times in seconds, from the time a request should have been sent."""
+"""Figures of a load. Times are in seconds from the moment a request was due."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kvrelay_bench.load_generator import LoadOutcome
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 LATE_SHARE = 0.05
-"""A generator whose lag is above this share of the median time to first token is told of."""
+"""Lag above this share of the median TTFT is reported as a doubt."""
 BUSY_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Of a set of times. NaN where there is none."""
+    """Mean and quantiles of a set of times; NaN if it is empty."""
 
     mean: float
     p50: float
@@ -31,7 +31,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
-        """Linear interpolation between the two nearest, as numpy does it."""
+        """Quantiles interpolate linearly, like numpy."""
         found = np.fromiter(values, dtype=np.float64)
         if not found.size:
             found = np.full(1, np.nan)
@@ -41,14 +41,14 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class BenchSlo:
-    """Bounds that a good request keeps, in seconds; None: none."""
+    """Bounds of a good request in seconds; None: no bound."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
     e2e_s: float | None = None
 
     def is_met(self, record: Record) -> bool:
-        """An answer of one token has no time between tokens to miss."""
+        """Whether a request is good. An answer of one token meets any bound of TPOT."""
         if record.error:
             return False
         measured = (record.ttft_s, record.tpot_s or 0.0, record.e2e_s)
@@ -59,16 +59,16 @@ class BenchSlo:
 
     @property
     def is_set(self) -> bool:
-        """Whether there is any bound."""
+        """Whether at least one bound is set."""
         return any(bound is not None for bound in (self.ttft_s, self.tpot_s, self.e2e_s))
 
 
 @dataclass(frozen=True, slots=True)
 class LoadFigures:
-    """Of one load on one endpoint. Latencies are of the requests that succeeded; rates count those too, over the
-    seconds from the first intended request to the last end. `goodput`: requests a second that keep the SLO.
+    """Figures of one load on one endpoint. Latencies and rates cover successful requests; rates are over the seconds
+    from the first due request to the last end. `goodput`: requests per second that meet the SLO.
 
-    `tokens_counted`: share of them whose tokens the server counted; of the others pieces are counted.
+    `tokens_counted`: share of answers whose tokens the server counted; for others, pieces are counted.
     """
 
     num_requests: int
@@ -91,13 +91,13 @@ class LoadFigures:
     errors: dict[str, int]
 
     def as_json(self) -> dict[str, Any]:
-        """JSON-ready: NaN as None."""
+        """The figures as JSON types, with NaN as None."""
         return {name: _plain(value) for name, value in asdict(self).items()}
 
-    # In max() the number stands first: NaN, where nothing succeeded, then loses.
+    # max(number, NaN) returns the number if it comes first. NaN means that no request succeeded.
     @property
     def doubts(self) -> list[str]:
-        """Why these figures may be the generator's more than the server's."""
+        """Reasons why the generator may have distorted the figures."""
         found = []
         if self.cpu_share > BUSY_SHARE:
             found.append(f"the generator used {self.cpu_share:.0%} of a core: send less, or from several machines")
@@ -111,7 +111,7 @@ class LoadFigures:
 
 
 def figures(outcome: LoadOutcome, slo: BenchSlo) -> LoadFigures:
-    """Of a load that has ended."""
+    """Computes the figures of a finished load."""
     records = outcome.records
     good = [record for record in records if not record.error]
     seconds = max(record.ended_s for record in records) - min(record.intended_s for record in records)
@@ -142,7 +142,7 @@ def figures(outcome: LoadOutcome, slo: BenchSlo) -> LoadFigures:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Of B's figure to A's, one for each round in which both were measured: the median, and the least and the most."""
+    """Ratio of B's figure to A's over the rounds with both: median, least and most."""
 
     median: float
     least: float
@@ -150,7 +150,7 @@ class Ratio:
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[float, float]]) -> Ratio:
-        """NaN where A's figure is 0, or one is missing."""
+        """The ratio is NaN if A's figure is 0 or one is missing."""
         ratios = np.array([b / a if a else float("nan") for a, b in pairs])
         return cls(float(np.median(ratios)), float(ratios.min()), float(ratios.max()))
 

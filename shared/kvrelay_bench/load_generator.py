@@ -1,7 +1,7 @@
-"""Sends requests when they are due, and watches itself: a generator that is late would flatter the server.
+"""Sends requests when they are due and measures its own delay, which would make the server look better.
 
-Open loops (a rate, a trace) send at the intended time whatever is still running; closed loops (a concurrency) send the
-next request when one has ended, which hides queueing: a slow server is asked less.
+Open loops (a rate, a trace) send at the due time whatever is still running. Closed loops (a concurrency) send the next
+request when one has ended, which hides queueing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SendOne = Callable[[int], Coroutine[Any, Any, None]]
 
 @dataclass(frozen=True, slots=True)
 class LoadPoint:
-    """One load to run. `concurrency` None: open loop, by the arrivals."""
+    """One load. `concurrency` is None for an open loop, which follows the arrivals."""
 
     name: str
     asks: Sequence[Ask]
@@ -32,8 +32,8 @@ class LoadPoint:
 
 @dataclass(slots=True)
 class LoadOutcome:
-    """Of one load on one endpoint. `cpu_share`: of one core, taken by the generator. `stalls_s`: by how much its event
-    loop was late, over the run; time stamps may be late by as much."""
+    """Result of one load on one endpoint. `cpu_share`: share of one core used by the generator. `stalls_s`: delays of
+    its event loop; time stamps may be late by as much."""
 
     records: list[Record]
     cpu_share: float
@@ -43,9 +43,9 @@ class LoadOutcome:
 async def run_load(
     client: Client, point: LoadPoint, bodies: Sequence[bytes], timeout_s: float, on_end: Callable[[int], None]
 ) -> LoadOutcome:
-    """Runs a load to its end. `bodies`: HTTP requests as they go over the wire, one for each of the point's.
+    """Runs a load to its end. `bodies` are the encoded HTTP requests of the load's asks.
 
-    `on_end` is told how many have ended.
+    Calls `on_end` with the number of ended requests.
     """
     records = [Record(ask.arrival_s) for ask in point.asks]
     num_ended = 0
@@ -72,7 +72,7 @@ async def run_load(
 async def _open_loop(client: Client, records: Sequence[Record], one: _SendOne) -> None:
     async with asyncio.TaskGroup() as tasks:
         for number, record in enumerate(records):
-            while (wait_s := record.intended_s - client.clock()) > 0:  # a timer may come early by its resolution
+            while (wait_s := record.intended_s - client.clock()) > 0:  # a timer may fire early by its resolution
                 await asyncio.sleep(wait_s)
             tasks.create_task(one(number))
 
@@ -81,7 +81,7 @@ async def _closed_loop(client: Client, records: Sequence[Record], one: _SendOne,
     numbers = iter(range(len(records)))
 
     async def worker() -> None:
-        for number in numbers:  # shared: each takes the next
+        for number in numbers:  # shared by all workers
             records[number].intended_s = client.clock()
             await one(number)
 
@@ -91,7 +91,7 @@ async def _closed_loop(client: Client, records: Sequence[Record], one: _SendOne,
 
 
 async def _watch() -> list[float]:
-    """By how much a timer comes late, again and again, until it is cancelled."""
+    """Measures the delay of a timer repeatedly until cancelled."""
     late_s: list[float] = []
     try:
         while True:

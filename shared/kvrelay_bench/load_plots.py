@@ -1,4 +1,4 @@
-"""Pictures of a run; needs matplotlib (the extra `bench`)."""
+"""Plots of a run. Needs matplotlib (the extra `bench`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvrelay_bench.load_figures import LoadFigures
 
 @dataclass(frozen=True, slots=True)
 class PlottedLoad:
-    """One load on one endpoint, in one round."""
+    """Figures and requests of one load on one endpoint in one round."""
 
     endpoint: str
     load: str
@@ -24,7 +24,7 @@ class PlottedLoad:
 
 
 def draw(results: Sequence[PlottedLoad], path: Path) -> None:
-    """Shares of requests below each latency, over all rounds; with several loads also throughput against latency."""
+    """Draws the share of requests below each latency, and for several loads throughput against latency."""
     loads = list(dict.fromkeys(each.load for each in results))
     endpoints = list(dict.fromkeys(each.endpoint for each in results))
     num_panels = 4 if len(loads) > 1 else 3
@@ -51,7 +51,7 @@ def _latencies(axes: Any, rounds: Sequence[PlottedLoad], name: str) -> None:
 
 
 def _throughput(axis: Any, results: Sequence[PlottedLoad], loads: Sequence[str], prefix: str) -> None:
-    """A point a load: medians over its rounds."""
+    """One point per load: medians over its rounds."""
     of_loads = [[each.figures for each in results if each.load == load] for load in loads]
     rates = [median(each.requests_s for each in rounds) for rounds in of_loads]
     for quantile, marker in (("p50", "o"), ("p99", "s")):

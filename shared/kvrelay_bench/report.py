@@ -1,4 +1,4 @@
-"""Tables for people."""
+"""Text tables of figures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def value_of(figures: LoadFigures, path: str) -> float:
 
 
 def load_table(results: Sequence[tuple[str, LoadFigures]], slo: BenchSlo) -> Table:
-    """One line a load. Milliseconds."""
+    """A table with one line per load, in milliseconds."""
     table = Table(box=box.SIMPLE_HEAD, title="Latencies in ms, from the time a request should have been sent")
     table.add_column("load")
     for name in ("sent", "failed", "req/s", "tok/s", *(["goodput", "good"] if slo.is_set else [])):
@@ -61,7 +61,7 @@ def load_table(results: Sequence[tuple[str, LoadFigures]], slo: BenchSlo) -> Tab
 
 
 def comparison_table(name: str, a: Sequence[LoadFigures], b: Sequence[LoadFigures]) -> Table:
-    """Medians over the rounds, and B over A round by round."""
+    """A table of medians over the rounds, and the ratio of B to A per round."""
     table = Table(box=box.SIMPLE_HEAD, title=f"{name}: {len(a)} rounds, in turns; times in ms")
     table.add_column("figure")
     for column in ("A", "B", "B / A", "least", "most"):
@@ -76,7 +76,7 @@ def comparison_table(name: str, a: Sequence[LoadFigures], b: Sequence[LoadFigure
 
 
 def remarks(results: Sequence[tuple[str, LoadFigures]]) -> list[str]:
-    """What failed, and what speaks against the figures."""
+    """Notes on failed requests and on doubts about the figures."""
     lines = []
     for name, found in results:
         lines += [f"{name}: {count} failed: {error}" for error, count in list(found.errors.items())[:MAX_ERRORS]]

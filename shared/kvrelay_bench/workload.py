@@ -1,7 +1,7 @@
-"""What is asked: prompts with known sharing, when they arrive, and the bodies that go over the wire.
+"""Workloads: prompts with known sharing, their arrivals, and encoded request bodies.
 
-A prompt is a list of numbers that stand for tokens; `ids` sends them as token ids, `text` as one short word each (about
-one token of usual tokenizers; the server's `usage` says how many it was).
+A prompt is a list of numbers. `ids` sends them as token ids, `text` as one short word each, which is about one token;
+the server's `usage` has the exact number.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WORDS = [f"{a}{b}{c}" for a in _ONSETS for b in _VOWELS for c in ("", "n", "t", 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request: when it arrives (seconds since the load began), and what it asks."""
+    """One request: arrival in seconds since the load began, prompt and output length."""
 
     arrival_s: float
     prompt: NDArray[np.int64]
@@ -36,9 +36,9 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Synthetic prompts. Lengths are log-normal around these medians; `spread` 0: all alike.
+    """Shape of synthetic prompts. Lengths are log-normal around the medians; `spread` 0 makes them equal.
 
-    Prompts begin with one of `num_prefixes` shared prefixes of `num_prefix_tokens`, which come on top.
+    Each prompt begins with one of `num_prefixes` shared prefixes of `num_prefix_tokens` additional tokens.
     """
 
     num_prompt: int = 200
@@ -50,7 +50,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """How a request is written. `token_ids`: the range that prompts are drawn from, for `ids`."""
+    """Encoding of requests. `token_ids`: range of token ids for `ids`."""
 
     api: Api = "completions"
     prompt_as: PromptForm = "ids"
@@ -60,7 +60,7 @@ class Wire:
     extra: dict[str, Any] | None = None
 
     def body(self, model: str, ask: Ask, salt: int = 0) -> bytes:
-        """JSON. Another salt gives other tokens, with the same lengths and the same sharing."""
+        """The JSON body. A different salt gives different tokens with equal lengths and sharing."""
         low, high = self.token_ids
         numbers = ask.prompt + salt
         if self.prompt_as == "ids":
@@ -80,7 +80,7 @@ class Wire:
 
 
 def arrival_times(num_requests: int, rate: float, arrivals: Arrivals, seed: int) -> NDArray[np.float64]:
-    """Of an open load of `rate` requests a second; the first one arrives at 0."""
+    """Arrivals of an open loop with `rate` requests per second; the first is at 0."""
     if arrivals == "fixed":
         return np.arange(num_requests) / rate
     gaps = np.random.default_rng((seed, 1)).exponential(1 / rate, num_requests)
@@ -89,7 +89,7 @@ def arrival_times(num_requests: int, rate: float, arrivals: Arrivals, seed: int)
 
 
 def synthetic(shape: Shape, arrivals_s: Sequence[float] | NDArray[np.float64], seed: int) -> list[Ask]:
-    """One request for each arrival. The same seed gives the same prompts."""
+    """One request per arrival. Equal seeds give equal prompts."""
     rng = np.random.default_rng((seed, 2))
     prefixes = rng.integers(0, 1 << 30, (shape.num_prefixes, shape.num_prefix_tokens))
     asks = []
@@ -101,9 +101,9 @@ def synthetic(shape: Shape, arrivals_s: Sequence[float] | NDArray[np.float64], s
 
 
 def traced(requests: Sequence[TracedRequest], scale: float, seed: int) -> list[Ask]:
-    """A trace's requests with all lengths times `scale`; pieces that are equal in the trace are equal here.
+    """The requests of a trace with lengths times `scale`, and with its sharing of prompt pieces.
 
-    Another seed gives other tokens with the same sharing.
+    A different seed gives different tokens with the same sharing.
     """
     piece = max(1, round(HASH_TOKENS * scale))
     made: dict[int, NDArray[np.int64]] = {}

@@ -1,1 +1,1 @@
-"""A fleet on simulated devices: the real schedulers, caches, routing and decode admission on a clock of its own."""
+"""A fleet of simulated devices in virtual time, with the real schedulers, caches, routing and admission."""

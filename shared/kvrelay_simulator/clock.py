@@ -1,4 +1,4 @@
-"""Virtual time: events in the order of their times, equal ones in the order in which they were made."""
+"""Virtual time. Events run in order of time, events of equal time in order of creation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class VirtualClock:
-    """Seconds since the start of the simulation."""
+    """A clock in seconds since the start of the simulation."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -16,19 +16,18 @@ class VirtualClock:
         self._numbers = itertools.count()
 
     def now(self) -> float:
-        """The present."""
         return self.now_s
 
     def at(self, time_s: float, event: Callable[[], None]) -> None:
-        """Lets something happen then, or now if that has passed."""
+        """Schedules a call at this time, or now if it has passed."""
         heapq.heappush(self._events, (max(time_s, self.now_s), next(self._numbers), event))
 
     def after(self, delay_s: float, event: Callable[[], None]) -> None:
-        """Lets something happen in a while."""
+        """Schedules a call after a delay."""
         self.at(self.now_s + delay_s, event)
 
     def step(self) -> bool:
-        """Lets the next event happen; False where there is none."""
+        """Runs the next event; False if there is none."""
         if not self._events:
             return False
         self.now_s, _, event = heapq.heappop(self._events)

@@ -1,4 +1,4 @@
-"""A fleet in virtual time: the router's own view, placement and load counting before simulated workers."""
+"""A fleet in virtual time: the router's real view, placement and load counting with simulated workers."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ STATUS_INTERVAL_S = 1.0
 
 
 class CannotServe(ValueError):
-    """A request that no worker of this fleet can hold."""
+    """A request does not fit any worker of this fleet."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetSettings:
-    """What is simulated. Without decode workers every request ends at its first token."""
+    """Settings of a run. Without decode workers every request ends at its first token."""
 
     profile: Profile
     num_prefill: int
@@ -46,24 +46,24 @@ class FleetSettings:
 
     @property
     def num_devices(self) -> int:
-        """Of all workers."""
+        """Devices of all workers."""
         return (self.num_prefill + self.num_decode) * self.profile.num_devices
 
 
 class CacheView:
-    """A prefix index that is always right: it looks into the caches. See `PrefixView`."""
+    """A `PrefixView` that is always right, because it reads the caches."""
 
     def __init__(self, workers: Sequence[SimulatedWorker]) -> None:
         self._workers = workers
 
     def match(self, hashes: Sequence[BlockHash]) -> Mapping[str, int]:
-        """Blocks by worker."""
+        """Number of cached leading blocks by worker."""
         found = {worker.name: worker.cache.peek(hashes) for worker in self._workers}
         return {name: num_blocks for name, num_blocks in found.items() if num_blocks}
 
 
 class SimulatedFleet:
-    """One run. `run` may be called once."""
+    """One run. Call `run` once."""
 
     def __init__(self, settings: FleetSettings) -> None:
         self.settings = settings
@@ -88,7 +88,7 @@ class SimulatedFleet:
     def run(
         self, trace: Sequence[TracedRequest], progress: Callable[[float], None] = lambda share: None
     ) -> list[Request]:
-        """Until the last token. `progress` gets the share of requests that have ended."""
+        """Runs to the last token. Calls `progress` with the share of finished requests."""
         self.view.registered([worker.record() for worker in self.workers.values()], 0.0)
         for worker in self.workers.values():
             self._report(worker, again=False)
@@ -105,11 +105,11 @@ class SimulatedFleet:
                 told = num_ended * 100 // len(trace)
                 progress(num_ended / len(trace))
         if self._num_open:
-            raise AssertionError(f"{self._num_open} requests wait and nothing happens")
+            raise AssertionError(f"{self._num_open} requests wait, but no event is scheduled")
         return requests
 
     def check_integrity(self) -> None:
-        """After a run: nothing is left anywhere. Raises."""
+        """Raises AssertionError if blocks or sequences are left after a run."""
         assert self.load.is_empty
         for worker in self.workers.values():
             worker.pool.check_integrity()

@@ -1,10 +1,9 @@
-"""`kvrelay measure FILE`: a profile of this machine with a model, for `kvrelay simulate --profile FILE`.
+"""`kvrelay measure FILE`: measures a profile of this machine and model for `kvrelay simulate --profile FILE`.
 
-Steps of several shapes run on the real engine: prompt chunks at several positions, and batches of decodes with several
-contexts; every row draws a token. Each shape runs `REPEATS` times after one that does not count. The coefficients are
-fitted to the prompts' steps (`scheduling.cost.fit`), and what a decode takes to what is left of theirs. The transfer
-rate is that of copying blocks one by one within this process: what a transport between processes reaches at most;
-between machines, put your network's rate into the file.
+Steps of several shapes run on the real engine: prompt chunks at several positions and decodes with several contexts;
+every row samples a token. Each shape runs `REPEATS` times after a warm-up. Coefficients are fitted to the prompt steps
+(`scheduling.cost.fit`), and the cost per decoding sequence to the rest. The transfer rate is that of copying blocks one
+by one within this process, an upper bound for transports; for several machines write the network's rate into the file.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from kvrelay.simulated.profiles import MeasuredProfile
 from kvrelay.transfer.pool_memory import as_pool
 
 Shape = Sequence[tuple[int, int]]
-"""Rows of (position, tokens)."""
+"""A step as rows of (position, tokens)."""
 PROMPTS: list[Shape] = [[(position, chunk)] for position in (0, 512, 2048) for chunk in (16, 64, 256, 512)]
 DECODES: list[Shape] = [[(context, 1)] * count for context in (64, 512) for count in (1, 4, 16, 64)]
 GREEDY = Sampling(max_tokens=2, temperature=0.0)
@@ -46,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"kvrelay measure: {error}", file=sys.stderr)
         return 2
-    from kvrelay.worker.worker_main import load_runner  # loads torch
+    from kvrelay.worker.worker_main import load_runner  # imports torch
 
     profile = measure(load_runner(config), config.served_model_name)
     path.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
@@ -55,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(runner: ModelRunner, name: str) -> MeasuredProfile:
-    """Runs the steps. Shapes that the pool or the model's context cannot hold are left out."""
+    """Runs the steps. Shapes that exceed the pool or the model's context are skipped."""
     prompts, decodes = ([_run(runner, batch) for batch in _batches(runner, each)] for each in (PROMPTS, DECODES))
     found = fit([sample for samples in prompts for sample in samples])
     spec = runner.spec
@@ -83,7 +82,7 @@ def _run(runner: ModelRunner, batch: WorkerBatch) -> list[CostSample]:
 
 
 def _decode_s(cost: StepCost, samples: Sequence[CostSample]) -> float | None:
-    """Least squares of what a sequence adds to a step of decodes, by relative errors as in `fit`."""
+    """Fits the seconds that a decoding sequence adds to a step, by least squares of relative errors."""
     if not samples:
         return None
     left = sum(s.num_tokens * (s.seconds - cost.fixed_s - cost.pair_s * s.num_pairs) / s.seconds**2 for s in samples)
@@ -98,7 +97,7 @@ def _batches(runner: ModelRunner, shapes: Sequence[Shape]) -> Iterator[WorkerBat
 
 
 def _batch(runner: ModelRunner, shape: Shape) -> WorkerBatch | None:
-    """None where it does not fit."""
+    """The batch of a shape, or None if it does not fit."""
     spec = runner.spec
     rows, next_block = [], 0
     for number, (position, num_tokens) in enumerate(shape):
@@ -123,7 +122,7 @@ def _copy_rate(runner: ModelRunner) -> float:
     pool = as_pool(runner.pool_memory)
     chosen = np.random.default_rng(0).permutation(pool.num_blocks)[:COPIED_BLOCKS]
     target = pool.buffer(len(chosen))
-    for _ in range(2):  # the first one touches the memory
+    for _ in range(2):  # the first copy touches the memory
         started = time.perf_counter()
         pool.gather(chosen, target)
     return float(target.nbytes / max(time.perf_counter() - started, 1e-9))

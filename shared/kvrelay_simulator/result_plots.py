@@ -1,4 +1,4 @@
-"""Pictures of simulated runs; needs matplotlib (the extra `bench`)."""
+"""Plots of simulated runs. Needs matplotlib (the extra `bench`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvrelay_simulator.results import RunFigures, RunResult, RunSlo
 
 
 def draw_runs(runs: Sequence[RunResult], slo: RunSlo, path: Path) -> None:
-    """Latencies of all requests against the SLO; goodput, hit rates and utilisation of each run."""
+    """Draws latencies with the SLO, goodput, hit rates and utilisation of each run."""
     figure, axes = panels(4)
     for run in runs:
         shares_below(axes[0], run.times.ttft_s, run.name)
@@ -33,7 +33,7 @@ def draw_runs(runs: Sequence[RunResult], slo: RunSlo, path: Path) -> None:
 
 
 def draw_sweep(runs: Sequence[RunResult], slo: RunSlo, path: Path) -> None:
-    """Goodput, latencies and utilisation by the number of prefill workers."""
+    """Draws goodput, latencies and utilisation over the number of prefill workers."""
     figure, axes = panels(3)
     counts = [run.num_prefill for run in runs]
     _line(axes[0], counts, runs, "goodput", lambda f: f.goodput)
@@ -62,7 +62,7 @@ def _line(
 
 
 def _bars(axis: Any, runs: Sequence[RunResult], title: str, values: dict[str, Callable[[RunFigures], float]]) -> None:
-    """A group of bars a run."""
+    """Draws one group of bars per run."""
     height = 0.8 / len(values)
     for number, (name, value) in enumerate(values.items()):
         places = [place + number * height for place in range(len(runs))]

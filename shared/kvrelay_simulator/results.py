@@ -1,4 +1,4 @@
-"""What a run gives: times, goodput, hit rate against the best possible, utilisation."""
+"""Figures of a run: times, goodput, hit rate and its best possible value, utilisation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvrelay_simulator.workers import FINGERPRINT, Request
 
 @dataclass(frozen=True, slots=True)
 class RunSlo:
-    """What a good request keeps: seconds to the first token, and in the mean between two tokens."""
+    """Bounds of a good request: seconds to the first token and mean seconds per output token."""
 
     ttft_s: float = 2.0
     tpot_s: float = 0.05
@@ -26,14 +26,14 @@ class RunSlo:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Times:
-    """Seconds of each request: to its first token, and a token after it (of those that have several)."""
+    """TTFT of each request, and TPOT of requests with several tokens, in seconds."""
 
     ttft_s: NDArray[np.float64]
     tpot_s: NDArray[np.float64]
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> Times:
-        """Of requests that have ended."""
+        """Times of finished requests."""
         return cls(
             np.array([_since_arrival(request) for request in requests]),
             np.array([_tpot(request) for request in requests if request.num_output > 1]),
@@ -42,7 +42,7 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class RunFigures:
-    """Of one run. Rates are of virtual seconds from the first arrival to the last token."""
+    """Figures of one run. Rates are per virtual second from first arrival to last token."""
 
     num_requests: int
     seconds: float
@@ -52,7 +52,7 @@ class RunFigures:
     tpot_p50_s: float
     tpot_p90_s: float
     tpot_p99_s: float
-    goodput: float  # requests a second that keep the SLO
+    goodput: float  # requests per second that meet the SLO
     good_share: float
     prompt_tokens_s: float
     output_tokens_s: float
@@ -64,17 +64,17 @@ class RunFigures:
 
     @property
     def hit_share(self) -> float:
-        """Of the best possible."""
+        """Hit rate divided by the best possible one."""
         return self.hit_rate / self.best_hit_rate if self.best_hit_rate else 1.0
 
     def as_json(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """The figures as JSON types."""
         return asdict(self) | {"hit_share": self.hit_share}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunResult:
-    """One run, by the name that tables give it."""
+    """One run with its name in tables."""
 
     name: str
     num_prefill: int
@@ -83,7 +83,7 @@ class RunResult:
 
 
 def figures(fleet: SimulatedFleet, requests: Sequence[Request], slo: RunSlo, best_hit_rate: float) -> RunFigures:
-    """Of a run that has ended."""
+    """Computes the figures of a finished run."""
     times = Times.of(requests)
     ttft, spoken = times.ttft_s, times.tpot_s if len(times.tpot_s) else np.zeros(1)
     seconds = max(request.finished_s or 0.0 for request in requests) - requests[0].arrival_s
@@ -111,9 +111,9 @@ def figures(fleet: SimulatedFleet, requests: Sequence[Request], slo: RunSlo, bes
 
 
 def best_possible_hit_rate(prompts: Iterable[Tokens], block_size: int, num_blocks: int | None = None) -> float:
-    """Of one cache with `num_blocks` (None: without end) for the whole fleet, least recently used blocks out first,
-    chains from their end; each prompt is there from its arrival on. At least one token of each is computed, and
-    outputs are not counted, so a conversation's next turn may do better."""
+    """Hit rate of one LRU cache of `num_blocks` blocks (None: unlimited) for the fleet, which evicts chains from their
+    end and has each prompt from its arrival. At least one token of each prompt is computed. Outputs are not cached, so
+    the next turn of a conversation may do better."""
     cache: OrderedDict[BlockHash, None] = OrderedDict()
     root = root_hash(model=FINGERPRINT)
     num_hits = num_tokens = 0

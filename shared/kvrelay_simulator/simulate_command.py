@@ -1,4 +1,4 @@
-"""`kvrelay simulate`: a trace through a simulated fleet, in virtual time."""
+"""`kvrelay simulate`: replays a trace on a simulated fleet in virtual time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvrelay_simulator.workers import WorkerSettings
 
 
 class SimulatorFlagError(ValueError):
-    """Flags that do not go together; the text names them."""
+    """Flags that exclude each other. The message names them."""
 
 
 COLUMNS: list[tuple[str, Callable[[RunFigures], str]]] = [
@@ -39,13 +39,13 @@ COLUMNS: list[tuple[str, Callable[[RunFigures], str]]] = [
     ("D busy", lambda f: f"{f.decode_utilisation:.0%}"),
 ]
 NOTE = (
-    "TTFT in seconds, TPOT in milliseconds, goodput in requests a second that keep TTFT <= {ttft:g} s and "
+    "TTFT in seconds, TPOT in milliseconds, goodput in requests per second with TTFT <= {ttft:g} s and "
     "TPOT <= {tpot:g} s."
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns the exit status."""
+    """Runs the command and returns the exit status."""
     arguments = _parser().parse_args(argv)
     slo = RunSlo(arguments.slo_ttft, arguments.slo_tpot)
     try:
@@ -100,7 +100,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def table(results: Sequence[RunResult]) -> str:
-    """One line a run."""
+    """A table with one line per run."""
     rows = [["", *(name for name, _ in COLUMNS)]]
     rows += [[each.name, *(show(each.figures) for _, show in COLUMNS)] for each in results]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -139,7 +139,7 @@ def _run(name: str, settings: FleetSettings, trace: Sequence[TracedRequest], slo
 
 
 def _progress(name: str) -> Callable[[float], None]:
-    """On a terminal a line that is written over; else one line a tenth."""
+    """Shows progress: on a terminal in one line, else one line per tenth."""
     if sys.stderr.isatty():
 
         def rewrite(share: float) -> None:
@@ -147,12 +147,12 @@ def _progress(name: str) -> Callable[[float], None]:
             print(f"\r{name}: {share:4.0%}", end=end, file=sys.stderr, flush=True)
 
         return rewrite
-    told = [0]
+    reported = [0]
 
     def write(share: float) -> None:
-        if int(share * 10) > told[0]:
-            told[0] = int(share * 10)
-            print(f"{name}: {told[0]}0%", file=sys.stderr, flush=True)
+        if int(share * 10) > reported[0]:
+            reported[0] = int(share * 10)
+            print(f"{name}: {reported[0]}0%", file=sys.stderr, flush=True)
 
     return write
 
@@ -182,33 +182,46 @@ def _settings(arguments: argparse.Namespace, trace: Sequence[TracedRequest]) -> 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvrelay simulate",
-        description="Replays a trace through a fleet of simulated devices, in virtual time: the real schedulers, "
-        "caches, routing and decode admission, with a cost model in place of the forward and the transfer.",
+        description="Replays a trace on simulated devices in virtual time, with the real schedulers, caches, routing "
+        "and admission, and a cost model instead of forward and transfer.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("--trace", type=Path, required=True, help="Mooncake JSON lines, or Azure CSV")
-    add("--requests", type=_count(1), help="only so many requests of it")
-    add("--rate", type=_positive, default=1.0, help="arrivals so many times as fast (default: 1)")
+    add("--requests", type=_count(1), help="only the first N requests")
+    add("--rate", type=_positive, default=1.0, help="speed-up of arrivals (default: 1)")
     add("--prefill", type=_count(0), default=2, help="prefill workers (default: 2)")
     add("--decode", type=_count(0), default=2, help="decode workers; 0: requests end at the first token (default: 2)")
     add("--profile", default="llama3-8b-h100", help=f"{', '.join(BUILT_IN)}, or a JSON file (default: llama3-8b-h100)")
     add("--policy", action="append", choices=get_args(PolicyName), help="routing policy; repeat to compare")
-    add("--colocated", action="store_true", help="also the same number of devices without prefill workers")
-    add("--sweep", action="store_true", help="all ratios of prefill to decode of the same total; names the best")
-    add("--slo-ttft", type=_positive, default=2.0, metavar="SECONDS", help="of a good request (default: 2)")
-    add("--slo-tpot", type=_positive, default=0.05, metavar="SECONDS", help="of a good request (default: 0.05)")
-    add("--json", type=Path, metavar="FILE", help="also write the figures here")
-    add("--plot", type=Path, metavar="FILE", help="also draw them (.svg, .png, .pdf); needs matplotlib")
-    add("--scheduler", default="sarathi", help="of the workers (default: sarathi)")
-    add("--queue-order", choices=get_args(QueueOrderName), default="fcfs", help="of the workers (default: fcfs)")
-    add("--block-size", type=_count(1), default=64, help="tokens of a block (default: 64)")
-    add("--prefill-token-budget", type=_count(1), default=2048, help="tokens of a prefill step (default: 2048)")
-    add("--decode-token-budget", type=_count(1), default=512, help="tokens of a decode step (default: 512)")
-    add("--max-running", type=_count(1), default=256, help="sequences a worker runs (default: 256)")
-    add("--kv-tokens", type=_count(1), help="tokens a pool holds (default: the profile's)")
-    add("--local-prefill-tokens", type=_count(0), help="prompts up to this go to decode alone (default: by cost)")
-    add("--no-index", action="store_true", help="routing knows only what it sent where, and no prefix index")
+    add("--colocated", action="store_true", help="also run all devices as decode workers")
+    add("--sweep", action="store_true", help="run all ratios of prefill to decode with the same total; name the best")
+    add("--slo-ttft", type=_positive, default=2.0, metavar="SECONDS", help="TTFT bound of a good request (default: 2)")
+    add(
+        "--slo-tpot",
+        type=_positive,
+        default=0.05,
+        metavar="SECONDS",
+        help="TPOT bound of a good request (default: 0.05)",
+    )
+    add("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+    add("--plot", type=Path, metavar="FILE", help="also draw the figures (.svg, .png, .pdf); needs matplotlib")
+    add("--scheduler", default="sarathi", help="scheduler of the workers (default: sarathi)")
+    add(
+        "--queue-order",
+        choices=get_args(QueueOrderName),
+        default="fcfs",
+        help="queue order of the workers (default: fcfs)",
+    )
+    add("--block-size", type=_count(1), default=64, help="tokens per block (default: 64)")
+    add("--prefill-token-budget", type=_count(1), default=2048, help="maximum tokens of a prefill step (default: 2048)")
+    add("--decode-token-budget", type=_count(1), default=512, help="maximum tokens of a decode step (default: 512)")
+    add("--max-running", type=_count(1), default=256, help="maximum running sequences per worker (default: 256)")
+    add("--kv-tokens", type=_count(1), help="tokens per pool (default: the profile's)")
+    add(
+        "--local-prefill-tokens", type=_count(0), help="prompts up to this length go to decode alone (default: by cost)"
+    )
+    add("--no-index", action="store_true", help="no prefix index; routing knows only what it sent where")
     return parser
 
 

@@ -1,7 +1,7 @@
-"""Traces of requests: Mooncake's JSON lines, Azure's CSV, and small synthetic ones that stress one thing each.
+"""Request traces: Mooncake's JSON lines, Azure's CSV, and small synthetic traces.
 
-Mooncake: `timestamp` (ms), `input_length`, `output_length`, `hash_ids` (one for each 512 tokens; equal ids are equal
-tokens after equal beginnings). Azure: TIMESTAMP, ContextTokens, GeneratedTokens; its prompts share nothing.
+Mooncake: `timestamp` (ms), `input_length`, `output_length`, `hash_ids` (one per 512 tokens; equal ids after
+equal prefixes mean equal tokens). Azure: TIMESTAMP, ContextTokens, GeneratedTokens; its prompts share nothing.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Tokens = NDArray[np.int32]
 
 
 class BadTrace(ValueError):
-    """A file that is no trace; the text names it, the line and what is wrong."""
+    """An invalid trace. The message names file, line and fault."""
 
 
 @dataclass(frozen=True, slots=True)
 class TracedRequest:
-    """One request. `hash_ids` name its prompt in pieces of 512 tokens; the last piece may be cut."""
+    """One request. `hash_ids` name pieces of 512 prompt tokens; the last piece may be shorter."""
 
     arrival_s: float
     num_prompt_tokens: int
@@ -40,7 +40,7 @@ class TracedRequest:
     session: str = ""
 
     def tokens(self) -> Tokens:
-        """Token ids that are equal where the hash ids are."""
+        """Token ids; equal hash ids give equal tokens."""
         starts = np.repeat(np.asarray(self.hash_ids, dtype=np.int32) * HASH_TOKENS, HASH_TOKENS)
         within = np.tile(np.arange(HASH_TOKENS, dtype=np.int32), len(self.hash_ids))
         tokens: Tokens = (starts + within)[: self.num_prompt_tokens].astype(np.int32)
@@ -48,7 +48,7 @@ class TracedRequest:
 
 
 def read_trace(path: Path, num_requests: int | None = None) -> list[TracedRequest]:
-    """The (first) requests of a file, by arrival, which starts at 0. Raises BadTrace."""
+    """Reads the first `num_requests` requests (None: all), sorted by arrival from 0. Raises BadTrace."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -57,14 +57,14 @@ def read_trace(path: Path, num_requests: int | None = None) -> list[TracedReques
     read = _read_csv if lines and lines[0].startswith("TIMESTAMP") else _read_jsonl
     requests = list(itertools.islice(read(path, lines), num_requests))
     if not requests:
-        raise BadTrace(f"--trace {path}: holds no request")
+        raise BadTrace(f"--trace {path}: contains no request")
     requests.sort(key=lambda request: request.arrival_s)
     first_s = requests[0].arrival_s
     return [replace(request, arrival_s=request.arrival_s - first_s) for request in requests]
 
 
 def scaled(requests: Iterable[TracedRequest], rate: float) -> list[TracedRequest]:
-    """The same requests, arriving `rate` times as fast."""
+    """The same requests with arrivals `rate` times as fast."""
     return [replace(request, arrival_s=request.arrival_s / rate) for request in requests]
 
 
@@ -101,7 +101,7 @@ def _read_csv(path: Path, lines: Sequence[str]) -> Iterable[TracedRequest]:
 
 def _object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise TypeError("it is no JSON object")
+        raise TypeError("it is not a JSON object")
     return value
 
 
@@ -110,13 +110,13 @@ def _reason(error: Exception) -> str:
 
 
 def _moment(text: str) -> float:
-    """Seconds. Times without a zone are taken for UTC: local time jumps with summer."""
+    """Parses a time to seconds. Without a zone it is UTC, since local time jumps in summer."""
     at = datetime.fromisoformat(text)
     return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
 
 
 def _fresh_ids(path: Path, ids: range) -> Iterator[int]:
-    """Ids whose tokens are numbers of 32 bits, each once."""
+    """Yields unique ids whose tokens fit 32 bits."""
     yield from ids
     raise BadTrace(f"--trace {path}: more than {len(ids):,} pieces of {HASH_TOKENS} tokens; take fewer requests")
 
@@ -124,7 +124,7 @@ def _fresh_ids(path: Path, ids: range) -> Iterator[int]:
 def one_hot_prefix(
     num_requests: int, rate: float, *, prefix: int = 16, tail: int = 1, seed: int = 1
 ) -> list[TracedRequest]:
-    """All prompts begin with the same `prefix` pieces, and end with `tail` of their own; Poisson arrivals."""
+    """All prompts have a common prefix of `prefix` pieces and `tail` own pieces; Poisson arrivals."""
     arrivals = np.cumsum(np.random.default_rng(seed).exponential(1 / rate, num_requests))
     requests = []
     for number, arrival_s in enumerate(arrivals):
@@ -134,7 +134,7 @@ def one_hot_prefix(
 
 
 def cold_starts(num_requests: int, rate: float, *, pieces: int = 16, seed: int = 1) -> list[TracedRequest]:
-    """No prompt shares anything with another."""
+    """Prompts that share nothing."""
     rng = np.random.default_rng(seed)
     arrivals = np.cumsum(rng.exponential(1 / rate, num_requests))
     fresh = itertools.count()
@@ -148,7 +148,7 @@ def cold_starts(num_requests: int, rate: float, *, pieces: int = 16, seed: int =
 def agent_sessions(
     num_sessions: int, rate: float, *, num_turns: int = 12, think_s: float = 4.0, seed: int = 1
 ) -> list[TracedRequest]:
-    """Agents: sessions start at `rate` a second with one of 4 system prompts, and each turn adds to the prompt."""
+    """Agent sessions: `rate` starts per second with one of 4 system prompts; each turn extends the prompt."""
     rng = np.random.default_rng(seed)
     fresh = itertools.count(64)
     starts = np.cumsum(rng.exponential(1 / rate, num_sessions))

@@ -1,14 +1,13 @@
-"""Workers without devices: the services' schedulers, pools, caches and admission; a step only takes its time.
+"""Workers without devices: the services' schedulers, pools and caches; a step only takes its time.
 
 As in the services: prefill asks decode when a prompt's first chunk is scheduled, holds the blocks until decode has
-committed, and its first token does not wait for the transfer; decode grants wishes in their order (`Wishes`), runs what
-was handed over, and computes whole prompts where the router asks for it.
+committed, and its first token does not wait for the transfer; decode queues handoffs in its scheduler, runs them once
+their KV has arrived, and computes whole prompts if the router asks for it.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -24,12 +23,9 @@ from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.policies.scheduler_registry import make_scheduler
 from kvrelay.scheduling.scheduler_settings import Chunking, QueueOrderName, SchedulerLimits, SchedulerSettings
-from kvrelay.scheduling.sequence import Sequence, TokenBuffer
+from kvrelay.scheduling.sequence import RemoteKV, Sequence, TokenBuffer
 from kvrelay.simulated.profiles import Profile, StepLoad
 from kvrelay.worker.load_report import SpeedMeter, report_load
-from kvrelay_decode.receiver_handoff import ReceiverHandoff
-from kvrelay_decode.request import DecodeRequest
-from kvrelay_decode.wishes import Wishes
 from kvrelay_simulator.clock import VirtualClock
 from kvrelay_simulator.traces import Tokens
 
@@ -283,50 +279,40 @@ class SimulatedDecode(SimulatedWorker):
 
     def __init__(self, name: str, profile: Profile, settings: WorkerSettings, clock: VirtualClock) -> None:
         super().__init__(name, profile, settings, clock)
-        self._open: dict[tuple[str, int, int], DecodeRequest] = {}
+        self._arriving: dict[tuple[str, int, int], Sequence] = {}  # handoffs that are not committed
         self._senders: dict[tuple[str, int, int], SimulatedPrefill] = {}
-        self._wishes = Wishes(self.scheduler, self.scheduler.blocks, self._open, lambda request, num_blocks: True)
-        self.scheduler.gate = self._wishes.gate
-        self._arrivals = itertools.count(1)
-        self._num_arriving = 0
 
     def queues(self) -> dict[str, int]:
         """Handoffs to come."""
-        return {"asked": self._num_arriving}
+        return {"asked": len(self._arriving)}
 
     def accept(self, request: Request) -> None:
         """Generate, from the router."""
         sequence = request.sequence(self.settings.block_size)
         request.computed_by = self.name
         self.requests[sequence.key] = request
-        self._open[sequence.key] = DecodeRequest(sequence, float("inf"), arrival=next(self._arrivals))
         self.scheduler.add(sequence)
         self.wake()
 
     def ask(self, request: Request, sender: SimulatedPrefill) -> None:
         """Reserve, from prefill."""
         sequence = request.sequence(self.settings.block_size)
-        wish = DecodeRequest(sequence, float("inf"), handoff=ReceiverHandoff(), arrival=next(self._arrivals))
+        sequence.remote = RemoteKV(sender.peer)
         self.requests[sequence.key] = request
-        self._open[sequence.key] = wish
+        self._arriving[sequence.key] = sequence
         self._senders[sequence.key] = sender
-        self._num_arriving += 1
-        self._wishes.add(wish)
-        self._grant()
+        self.scheduler.add(sequence)
+        self._grant(self.scheduler.reserve())
 
     def commit(self, request: Request) -> None:
         """All blocks and the first token are here."""
         key = (str(request.number), 1, 0)
-        wish = self._open[key]
-        sequence = wish.sequence
+        sequence = self._arriving.pop(key)
         sequence.num_computed = sequence.num_tokens
         sequence.tokens.append(TOKEN)
-        self._wishes.settled(wish)
-        self.scheduler.blocks.change_block_state(sequence, BlockState.RUNNING)
         self.scheduler.adopt(sequence)
-        self._num_arriving -= 1
         request.on_committed(request)
-        self._grant()
+        self._grant(self.scheduler.reserve())
         self.wake()
 
     def planned(self, plan: StepPlan) -> None:
@@ -334,6 +320,7 @@ class SimulatedDecode(SimulatedWorker):
         for sequence in plan.admitted:
             if not sequence.num_preemptions:
                 self.requests[sequence.key].num_cached_tokens = sequence.num_cached_tokens
+        self._grant(plan.reservations)
 
     def committed(self, outputs: list[SequenceOutput]) -> None:
         """Tokens, and what ends."""
@@ -344,16 +331,11 @@ class SimulatedDecode(SimulatedWorker):
                 request.on_first_token(request)
             if output.finish is not None:
                 request.finished_s = self.clock.now_s
-                del self.requests[output.sequence.key], self._open[output.sequence.key]
+                del self.requests[output.sequence.key]
                 request.on_finished(request)
-        self._grant()
+        self._grant(self.scheduler.reserve())
 
-    def _grant(self) -> None:
-        while (wish := self._wishes.next(len(self._open))) is not None:
-            sequence = wish.sequence
-            if not self.scheduler.blocks.admit(sequence, BlockState.RESERVED):
-                return
-            self._wishes.granted(wish)
-            num_cached = sequence.num_computed // self.settings.block_size
-            sender = self._senders.pop(sequence.key)
-            sender.granted(self.requests[sequence.key], sequence.table.num_blocks - num_cached)
+    def _grant(self, reserved: Iterable[Sequence]) -> None:
+        for sequence in reserved:
+            num_missing = sequence.table.num_blocks - sequence.num_published
+            self._senders.pop(sequence.key).granted(self.requests[sequence.key], num_missing)

@@ -19,6 +19,7 @@ from kvrelay.ports import HeldPort
 from tests.component.transfer.transports import NO_NIXL
 from tests.e2e import reference
 from tests.e2e.conftest import DEMO_MODEL
+from tests.fakes.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.e2e]
 FAULTS = '{"seed": 5, "shares": {"drop": 0.08, "corrupt": 0.08, "delay": 0.1, "reorder": 0.1, "stall": 0.02}}'
@@ -58,7 +59,7 @@ def router(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[httpx.Cli
         for role in ("prefill", "decode"):
             start(role, "tests.fakes.faulty_worker", role, "--transfer", request.param, *WORKER)
         start("router", "kvrelay_router", "--model", str(DEMO_MODEL), "--port", str(port))
-        client = stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60))
+        client = stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=2 * PATIENCE_S))
         until_ready(client)
         yield client
 

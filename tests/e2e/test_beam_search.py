@@ -15,13 +15,14 @@ from tests.e2e import reference
 from tests.e2e.conftest import DEMO_MODEL
 from tests.e2e.test_parity import prompt_of, vocab_size
 from tests.fakes.stack import Stack
+from tests.fakes.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.e2e
 
 
 def post(stack: Stack, path: str, **body: Any) -> dict[str, Any]:
     body = {"model": stack.model, "use_beam_search": True, "return_token_ids": True, **body}
-    answer = httpx.post(stack.base_url + path, json=body, timeout=120)
+    answer = httpx.post(stack.base_url + path, json=body, timeout=2 * PATIENCE_S)
     assert answer.status_code == 200, answer.text
     content: dict[str, Any] = answer.json()
     return content
@@ -109,7 +110,7 @@ def test_a_stream_brings_all_texts_at_the_end(demo_stack: Stack) -> None:
     streamed = httpx.post(
         demo_stack.base_url + "/v1/completions",
         json={"model": demo_stack.model, "use_beam_search": True, "stream": True, **body},
-        timeout=120,
+        timeout=2 * PATIENCE_S,
     )
     events = [line.removeprefix("data: ") for line in streamed.text.split("\n\n") if line]
     assert events.pop() == "[DONE]"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.fakes.stack import Stack
+from tests.fakes.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.timeout(400)
 def bench(*flags: str, out: Path) -> dict[str, Any]:
     """The command's results."""
     command = [sys.executable, "-m", "kvrelay", "bench", *flags, "--json", str(out), "--save-requests"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     content: dict[str, Any] = json.loads(out.read_text())
     return content

@@ -14,6 +14,7 @@ import pytest
 
 from scripts.screenshots import find_chromium
 from tests.fakes.stack import Stack
+from tests.fakes.waiting import PATIENCE_S
 
 DEMO_MODEL = Path(__file__).parents[2] / "models" / "demo"
 CHROMIUM = find_chromium() or ""
@@ -123,5 +124,5 @@ def browse(url: str, profile: Path) -> str:
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
     command += [f"--virtual-time-budget={LOOKS_MS}", "--dump-dom", url]
     return subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True, timeout=110
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True, timeout=2 * PATIENCE_S
     ).stdout.decode()

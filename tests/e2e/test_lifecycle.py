@@ -102,7 +102,7 @@ def test_a_hundred_requests_that_finish_leave_or_are_refused_leave_nothing(stack
 
     async def run() -> list[str]:
         limits = httpx.Limits(max_connections=100)
-        async with httpx.AsyncClient(base_url=stack.base_url, timeout=120, limits=limits) as client:
+        async with httpx.AsyncClient(base_url=stack.base_url, timeout=2 * PATIENCE_S, limits=limits) as client:
 
             async def one(number: int) -> str:
                 await asyncio.sleep(rng.random() * 4)
@@ -195,7 +195,7 @@ class Stream(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        with httpx.stream("POST", self._url, json=self._body, timeout=120) as answer:
+        with httpx.stream("POST", self._url, json=self._body, timeout=2 * PATIENCE_S) as answer:
             for line in answer.iter_lines():
                 self._take(line)
 
@@ -272,7 +272,7 @@ def test_a_small_pool_serves_more_than_it_holds_and_refuses_what_it_never_can(tm
         alone = [stack.complete(*job, ignore_eos=True)["token_ids"] for job in jobs[:3]]
 
         async def run() -> list[list[int]]:
-            async with httpx.AsyncClient(base_url=stack.base_url, timeout=300) as client:
+            async with httpx.AsyncClient(base_url=stack.base_url, timeout=2 * PATIENCE_S) as client:
 
                 async def one(prompt: list[int], max_tokens: int) -> list[int]:
                     body = body_of(stack, prompt=prompt, max_tokens=max_tokens)

@@ -15,6 +15,7 @@ import torch
 from tests.e2e import reference
 from tests.e2e.conftest import DEMO_MODEL
 from tests.fakes.stack import Stack
+from tests.fakes.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.e2e
 
@@ -107,7 +108,7 @@ def test_many_at_once_with_staggered_arrivals_and_early_stops(small: tuple[Path,
     jobs = [(prompt_of(rng.randint(1, 180), vocab_size(model), n), rng.randint(1, 40)) for n in range(64)]
 
     async def run() -> list[dict[str, Any]]:
-        async with httpx.AsyncClient(base_url=stack.base_url, timeout=120) as client:
+        async with httpx.AsyncClient(base_url=stack.base_url, timeout=2 * PATIENCE_S) as client:
 
             async def one(number: int, prompt: list[int], max_tokens: int) -> dict[str, Any]:
                 await asyncio.sleep(number * 0.01)

@@ -25,6 +25,7 @@ import pytest
 import yaml
 
 from kvrelay.fleet.embedded import EmbeddedRedis
+from tests.fakes.waiting import PATIENCE_S
 from tests.unit.deploy.test_observability import OBSERVABILITY, dashboards, rules
 
 PROMETHEUS = os.environ.get("KVRELAY_PROMETHEUS") or shutil.which("prometheus")
@@ -53,7 +54,7 @@ def running(command: list[str], log: Path, environ: dict[str, str]) -> Iterator[
         yield process.pid
     finally:
         process.terminate()
-        process.wait(60)
+        process.wait(PATIENCE_S)
 
 
 def said(log: Path, pattern: re.Pattern[str]) -> str:
@@ -111,7 +112,7 @@ def prometheus(directory: Path, pages: dict[str, str]) -> Iterator[str]:
 def load(url: str) -> None:
     """Handoffs, shared prefixes, a request that fails."""
     prompts = [list(range(5, 60)) + [60 + number] * 8 for number in range(4)]
-    with httpx.Client(base_url=url, timeout=60) as http:
+    with httpx.Client(base_url=url, timeout=2 * PATIENCE_S) as http:
         model = http.get("/v1/models").json()["data"][0]["id"]
         for prompt in prompts:
             http.post("/v1/completions", json={"model": model, "prompt": prompt, "max_tokens": 6}).raise_for_status()

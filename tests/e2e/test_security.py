@@ -18,6 +18,7 @@ import pytest
 from kvrelay.cli.keys import keys
 from kvrelay.fleet.embedded import EmbeddedRedis
 from tests.fakes.stack import Stack
+from tests.fakes.waiting import PATIENCE_S
 
 DEADLINE_S = 240.0
 pytestmark = pytest.mark.timeout(600)  # models are loaded three times over
@@ -57,7 +58,7 @@ def decode_worker(model: Path, redis_url: str, worker_id: str, key: Path) -> Ite
         yield
     finally:
         process.terminate()
-        process.wait(60)
+        process.wait(PATIENCE_S)
 
 
 def until_state(stack: Stack, worker_id: str, state: str) -> None:

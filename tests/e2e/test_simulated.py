@@ -20,6 +20,7 @@ from kvrelay.simulated.model_facts import read_facts
 from kvrelay.simulated.token_hash import continuation
 from tests.e2e.conftest import DEMO_MODEL
 from tests.fakes.stack import Stack
+from tests.fakes.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.e2e
 
@@ -95,7 +96,7 @@ def test_sixteen_workers_in_two_processes_give_every_stream_its_tokens(start: Ca
     ]
 
     async def run() -> list[list[int]]:
-        async with httpx.AsyncClient(base_url=stack.base_url, timeout=100) as client:
+        async with httpx.AsyncClient(base_url=stack.base_url, timeout=2 * PATIENCE_S) as client:
             return await asyncio.gather(*(streamed(client, body) for body in bodies))
 
     assert asyncio.run(run()) == [expected(body["prompt"], body) for body in bodies]
@@ -136,7 +137,7 @@ def test_a_process_of_many_workers_that_is_killed_costs_no_stream_a_token(
     ]
 
     async def run() -> list[list[int]]:
-        async with httpx.AsyncClient(base_url=stack.base_url, timeout=170, limits=httpx.Limits()) as client:
+        async with httpx.AsyncClient(base_url=stack.base_url, timeout=2 * PATIENCE_S, limits=httpx.Limits()) as client:
             begun = [asyncio.Event() for _ in bodies]
             streams = [
                 asyncio.create_task(streamed(client, body, each)) for body, each in zip(bodies, begun, strict=True)

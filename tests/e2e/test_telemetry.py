@@ -23,6 +23,7 @@ pytest.importorskip("opentelemetry.proto", reason="the extra otel is not install
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra otel is not installed here")
 
 from tests.fakes.collector import Collected, Collector
+from tests.fakes.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.timeout(240)
 DEMO_MODEL = Path(__file__).parents[2] / "models" / "demo"
@@ -121,7 +122,7 @@ def test_the_trace_goes_on_when_prefill_is_killed(stack: Stack, collector: Colle
     while not any(worker["in_flight_requests"] for worker in router.get("/fleet").json()["workers"]):
         assert time.monotonic() < deadline
     prefill.kill()
-    asking.join(120)
+    asking.join(PATIENCE_S)
     assert answers[0].status_code == 200, answers[0].text
     found = wait_for_spans(collector, trace_id, f"text_completion {stack.model}", "kvrelay.attempt", "kvrelay.decode")
     found.check_parents(trace_id, SPAN_ID)

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sampling import BeamResult, FinishReason, TokenLogprobs
 from kvrelay_router.dispatch.interface import (
     DeltaSink,
@@ -79,7 +80,7 @@ class ScriptedHandle:
                 if script.pause_s:
                     await asyncio.sleep(script.pause_s)
                 if script.fail_after == number:
-                    raise script.failure or RequestFailed("all workers are gone")
+                    raise script.failure or RequestFailed("all workers are gone", FailureKind.WORKER_LOST)
                 if script.hang_after == number:
                     await (script.resume or asyncio.Event()).wait()
             if batch := [plan[number] for plan in plans if number < len(plan)]:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 """What has not come by then does not come. Tests wait for events, never for time; this only ends a wait in vain."""
 POLL_S = 0.005
 

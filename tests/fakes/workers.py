@@ -10,6 +10,7 @@ from kvrelay.config.worker import WorkerConfig
 from kvrelay.engine.batch import ModelRunner
 from kvrelay.kv.pool import BlockState
 from kvrelay.messaging.messenger import Messenger
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings
 from kvrelay.protocol.messages import (
     AnyBody,
@@ -145,6 +146,7 @@ class Received:
     first_from_prefill: bool = False  # before or after decode's word of it: nothing orders the two
     finish: FinishReason | None = None
     failed: str | None = None
+    failure: FailureKind | None = None
     refused: bool = False  # with `failed`: it was not begun
     usage: SequenceUsage | None = None
     beams: list[BeamResult] = field(default_factory=list)
@@ -248,7 +250,7 @@ class StubRouter:
                 received.beams = body.beams or received.beams
                 received.cached_tokens = body.cached_tokens
             case Failed():
-                received.failed, received.refused = body.cause, body.refused
+                received.failed, received.failure, received.refused = body.cause, body.failure, body.refused
             case NeedDecode():
                 received.need_decode.append(body)
         received.changed.set()

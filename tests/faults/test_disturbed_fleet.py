@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from kvrelay.fleet.embedded import EmbeddedRedis
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sampling import Sampling
 from kvrelay_router.dispatch.interface import GenerateRequest, RequestFailed
 from tests.fakes.hash_runner import HashRunner, expected_tokens
@@ -152,7 +153,7 @@ def test_a_request_that_nobody_can_finish_ends_at_its_deadline(redis_url: str) -
 
             with pytest.raises(RequestFailed) as failed:
                 await read()
-            assert failed.value.timed_out
+            assert failed.value.kind is FailureKind.DEADLINE
             assert 2.4 < asyncio.get_running_loop().time() - began < 10
             assert tokens == expected_tokens([1, 2, 3], sampling, 224)[: len(tokens)]
             await fleet.until_clean()

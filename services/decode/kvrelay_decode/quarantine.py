@@ -1,23 +1,24 @@
-"""Slots that a sender may still write into although their reservation is given up. Pure: time and proofs are passed in.
+"""Blocks whose reservation has ended but which the sender may still write into. Time and proofs are passed in.
 
 States of an entry:
 
-1. AWAITED  the sender is alive and owes its Drained.
-2. LOST     the sender fell silent, or forgot us. Silence is no proof of death: a stopped process wakes up in the middle
-            of a copy. It is told Released again and again, less and less often, so that one that wakes up answers; and
-            its process is looked for, where it ran on this machine.
-3. PROVEN   it drained, its process has ended, or a newer start of it took its place where its process cannot be seen
-            from here (a worker's id belongs to one process at a time). Where it can be seen, only its end counts: it
-            may have been stopped, and a second one started under its name. What sockets still held of it gets
-            `SETTLE_TICKS` to come in. Then the slots are free.
+1. AWAITED  the sender is alive and will send Drained.
+2. LOST     the sender is silent, or has lost its state. Silence does not prove that it has ended: a stopped process
+            resumes in the middle of a copy. Released is sent again, less and less often, so that a sender that resumes
+            answers. If the sender runs on this machine, its process is also watched.
+3. PROVEN   the sender has sent Drained, or its process has ended, or a newer incarnation replaced it and its process
+            cannot be seen from here (a worker id belongs to one process at a time). If the process can be seen, only
+            its end counts: it may be stopped while a second process uses its id. After `SETTLE_TICKS`, time for data
+            that sockets still hold to arrive, the blocks are free.
 
-Without a proof they stay here as long as this process lives. How many that can be is bounded, see `shares.py`.
+Without a proof the blocks stay in quarantine as long as this process runs. `SenderLimits` bounds how many these can be.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sequence_key import SequenceKey
@@ -27,27 +28,33 @@ FIRST_ASK_S = 1.0
 ASK_AT_MOST_EVERY_S = 60.0
 
 
+class QuarantineState(StrEnum):
+    AWAITED = "awaited"
+    LOST = "lost"
+    PROVEN = "proven"
+
+
 @dataclass(slots=True, eq=False)
 class _Entry:
     peer: PeerRef
     process: str
-    lost: bool = False
-    ticks_left: int | None = None  # set once proven
+    state: QuarantineState = QuarantineState.AWAITED
+    ticks_left: int = 0  # once PROVEN
     ask_at: float = 0.0
     ask_again_s: float = FIRST_ASK_S
 
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """What a tick brought: slots that are safe, and senders to be told Released again."""
+    """The result of a tick: `safe` sequences, whose blocks may be freed, and those whose sender to `ask` again."""
 
     safe: tuple[SequenceKey, ...]
     ask: tuple[SequenceKey, ...]
 
 
 class Quarantine:
-    """See the module's text. `has_ended` says of a process's identity whether it provably is no more, `can_be_seen`
-    whether that could be known."""
+    """`has_ended` tells of a process identity whether that process has provably ended. `can_be_seen` tells whether its
+    end would be known."""
 
     def __init__(self, has_ended: Callable[[str], bool], can_be_seen: Callable[[str], bool]) -> None:
         self._has_ended = has_ended
@@ -59,45 +66,42 @@ class Quarantine:
 
     @property
     def num_lost(self) -> int:
-        """Reservations whose sender fell silent, without a proof so far."""
-        return sum(entry.lost and entry.ticks_left is None for entry in self._entries.values())
+        """Reservations whose sender is silent and not proven to have stopped."""
+        return sum(entry.state is QuarantineState.LOST for entry in self._entries.values())
 
     def add(self, key: SequenceKey, peer: PeerRef, process: str) -> None:
-        """A reservation was given up."""
+        """A reservation ended while `peer` may still write. `process`: the identity of the sender's process."""
         self._entries[key] = _Entry(peer, process)
 
     def drained(self, key: SequenceKey) -> None:
-        """Its sender says that no write is or will be in flight."""
+        """The sender says that no write is in flight and none will follow."""
         self._prove(self._entries[key])
 
     def lost(self, peer: PeerRef, now: float, *, replaced: bool) -> None:
-        """The link to this sender is gone; `replaced`: a newer start of it is there."""
+        """The link to a sender is lost. `replaced`: a newer incarnation of the sender has connected."""
         for entry in self._entries.values():
             if entry.peer != peer:
                 continue
             if replaced and not self._can_be_seen(entry.process):
                 self._prove(entry)
-            elif not entry.lost:
-                entry.lost = True
+            elif entry.state is QuarantineState.AWAITED:
+                entry.state = QuarantineState.LOST
                 entry.ask_at = now + entry.ask_again_s
 
     def tick(self, now: float) -> Due:
-        """To be called several times a second. What is `safe` is forgotten."""
-        ended = {
-            process
-            for process in {entry.process for entry in self._entries.values() if entry.lost}
-            if self._has_ended(process)
-        }
+        """Call this several times a second. Forgets the sequences that it returns as `safe`."""
+        lost = {entry.process for entry in self._entries.values() if entry.state is QuarantineState.LOST}
+        ended = {process for process in lost if self._has_ended(process)}
         safe, ask = [], []
         for key, entry in list(self._entries.items()):
-            if entry.lost and entry.process in ended:
+            if entry.state is QuarantineState.LOST and entry.process in ended:
                 self._prove(entry)
-            if entry.ticks_left is not None:
+            if entry.state is QuarantineState.PROVEN:
                 entry.ticks_left -= 1
                 if entry.ticks_left <= 0:
                     del self._entries[key]
                     safe.append(key)
-            elif entry.lost and now >= entry.ask_at:
+            elif entry.state is QuarantineState.LOST and now >= entry.ask_at:
                 entry.ask_again_s = min(2 * entry.ask_again_s, ASK_AT_MOST_EVERY_S)
                 entry.ask_at = now + entry.ask_again_s
                 ask.append(key)
@@ -105,5 +109,6 @@ class Quarantine:
 
     @staticmethod
     def _prove(entry: _Entry) -> None:
-        if entry.ticks_left is None:
+        if entry.state is not QuarantineState.PROVEN:
+            entry.state = QuarantineState.PROVEN
             entry.ticks_left = SETTLE_TICKS

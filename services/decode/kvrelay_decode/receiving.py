@@ -1,17 +1,14 @@
-"""What a decode worker takes over from prefill: wishes, reservations, landing blocks, the commit, quarantine.
+"""Handoffs on a decode worker, from prefill's Reserve to the commit: transfers, resends and quarantine.
 
-The machine in `receiver_handoff.py` decides about one reservation. This module decides whether there is room for
-another one, feeds the machines events and carries out their instructions, until the scheduler owns the sequence.
+The scheduler decides when a handoff is admitted: each waits in its queue. The machine in `receiver_handoff.py` decides
+about one reservation. This module passes messages and transfers to both and carries out what they return.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
 
-from kvrelay.kv.pool import BlockState
-from kvrelay.kv.table import blocks_for
 from kvrelay.process_identity import can_be_seen, has_ended
 from kvrelay.protocol.messages import (
     Abort,
@@ -31,13 +28,14 @@ from kvrelay.protocol.messages import (
 )
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import StepPlan
+from kvrelay.scheduling.sequence import RemoteKV
 from kvrelay.telemetry.event_log import recorded
 from kvrelay.telemetry.handoffs import HandoffMeter, HandoffTimings
 from kvrelay.transfer.base import Corrupted, ReceiverEvent, TransferReceiver
 from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.packed_candidates import unpack_candidates
 from kvrelay.worker.requests import OpenRequests, deadline_of
-from kvrelay.worker.sequences import PromptRefused, make_sequence, sequence_key
+from kvrelay.worker.sequences import make_sequence, sequence_key
 from kvrelay_decode.quarantine import Quarantine
 from kvrelay_decode.receiver_events import (
     AdoptionRefused,
@@ -61,18 +59,17 @@ from kvrelay_decode.receiver_handoff import ReceiverHandoff, ReceiverState
 from kvrelay_decode.request import DecodeRequest
 from kvrelay_decode.reservations import Reservations
 from kvrelay_decode.stream import TokenStream, entry_of
-from kvrelay_decode.wishes import Wishes
 
 log = logging.getLogger(__name__)
 
-WAITING = (ReceiverState.ASKED, ReceiverState.RESERVED, ReceiverState.FILLING)
+NOT_COMMITTED = (ReceiverState.ASKED, ReceiverState.RESERVED, ReceiverState.FILLING)
 RESEND_AFTER_S = 1.0
-"""Blocks that did not land this long after the handoff message, and after the last block, are asked for again; then
-after twice this time, and so on."""
+"""Missing blocks are requested again this long after the handoff message or the last block, then after twice this time,
+and so on."""
 
 
 class Receiving:
-    """See the module's text. `requests` are all of the role's; `arrivals` numbers those that begin here."""
+    """`requests` are all requests of the role, local prompts included."""
 
     def __init__(
         self,
@@ -80,26 +77,23 @@ class Receiving:
         receivers: dict[str, TransferReceiver],
         requests: OpenRequests[DecodeRequest],
         stream: TokenStream,
-        arrivals: Iterator[int],
     ) -> None:
         self.totals: dict[str, float] = dict.fromkeys(
             ("handoffs_committed", "resends", "corrupted_blocks", "failed_transfers", "quarantines"), 0
         )
         self._context = context
-        self._reservations = Reservations(receivers, context.pool.num_blocks, context.messenger.me.incarnation)
+        self._scheduler = context.scheduler
+        self._reservations = Reservations(receivers, context.messenger.me.incarnation)
         self._requests = requests
         self._stream = stream
-        self._arrivals = arrivals
-        self._wishes = Wishes(context.scheduler, context.blocks, requests, self._is_within_share)
         self._quarantine = Quarantine(has_ended, can_be_seen)
         self._meter = HandoffMeter(
             "decode", context.spec.block_bytes, context.instruments, context.metrics, context.tracer, context.recent
         )
         self._not_stepped: dict[SequenceKey, HandoffTimings] = {}  # committed, and in no step so far
-        context.scheduler.gate = self._wishes.gate
 
     def start(self) -> None:
-        """The event loop runs: blocks may land."""
+        """Starts the transports. Needs a running event loop."""
         self._reservations.start(self._on_transfer)
 
     def close(self) -> None:
@@ -108,29 +102,32 @@ class Receiving:
 
     @property
     def num_lost(self) -> int:
-        """Reservations in quarantine whose sender fell silent, without a proof so far that it cannot write."""
+        """Reservations in quarantine whose sender is silent and not proven to have stopped writing."""
         return self._quarantine.num_lost
 
     @property
     def num_resent(self) -> int:
-        """Reservations that wait for blocks that they asked for again."""
+        """Reservations whose missing blocks were requested again."""
         return sum(request.handoff is not None and request.handoff.awaits_resend for request in self._requests.values())
 
     # -- from the role ------------------------------------------------------------------------------------------------
 
     def begin_drain(self) -> None:
-        """Nothing is granted any more."""
-        for request in list(self._wishes):
-            self._refuse_wish(request, "the decode worker is draining")
+        """Refuses every handoff that waits for its reservation."""
+        for request in list(self._requests.values()):
+            if request.handoff is not None and request.handoff.state is ReceiverState.ASKED:
+                self._refuse(request, "the decode worker is draining")
 
-    def grant_wishes(self) -> None:
-        """Something changed that may allow a grant."""
-        while (request := self._wishes.next(len(self._quarantine))) is not None:
-            if not self._grant(request):
-                return
+    def admit(self) -> None:
+        """Begins the transfers of the handoffs that the scheduler admits now. To be called after every change that may
+        allow an admission; the scheduler also admits handoffs with each plan."""
+        for sequence in self._scheduler.reserve():
+            self._begin_transfer(self._requests[sequence.key])
 
     def planned(self, plan: StepPlan) -> None:
-        """A step begins: for some it is the first since their commit."""
+        """A step was planned: handoffs were admitted with it, and others are in their first step."""
+        for sequence in plan.reservations:
+            self._begin_transfer(self._requests[sequence.key])
         if self._not_stepped:
             for key in [key for key in self._not_stepped if key not in self._requests]:
                 del self._not_stepped[key]
@@ -140,33 +137,33 @@ class Receiving:
                     self._meter.first_step(timings, row.sequence.key)
 
     def made_room(self) -> None:
-        """Blocks are free: for the scheduler, and for those that wait here."""
+        """Blocks were freed."""
         self._context.steps.wake()
-        self.grant_wishes()
+        self.admit()
 
-    def give_up(self, request: DecodeRequest, reason: str) -> None:
-        """Ends what is not committed yet. Prefill hears of it."""
+    def cancel(self, request: DecodeRequest, reason: str) -> None:
+        """Ends a handoff that is not committed, and tells prefill."""
         handoff = _machine_of(request)
-        if handoff.state in WAITING:
+        if handoff.state in NOT_COMMITTED:
             self._meter.failed("cancelled", request.timings)
         if handoff.state is ReceiverState.ASKED:
-            self._refuse_wish(request, reason)
+            self._refuse(request, reason)
         else:
             self._feed(request, ReceiveCancelled(reason))
 
     def peer_lost(self, peer: PeerRef, *, replaced: bool) -> None:
-        """A prefill worker is silent, or gone; the last is sure only where it was `replaced`."""
+        """A prefill worker is silent or gone. Only if it was `replaced` is it certain that it is gone."""
         for request in list(self._requests.values()):
             if request.prefill == peer and request.handoff is not None:
-                self._drop_wish(request)
-                if request.handoff.state in WAITING:
+                if request.handoff.state in NOT_COMMITTED:
                     self._meter.failed("prefill_lost", request.timings)
+                self._leave_queue(request)
                 self._feed(request, PrefillLost())
         self._reservations.peer_lost(peer)
         self._quarantine.lost(peer, time.monotonic(), replaced=replaced)
 
     def tick_quarantine(self, now: float) -> None:
-        """Frees what is proven safe, and asks silent senders again."""
+        """Frees blocks that are proven safe, and sends Released again to silent senders."""
         due = self._quarantine.tick(now)
         for key in due.safe:
             request = self._requests[key]
@@ -177,10 +174,10 @@ class Receiving:
             self._send_prefill(request, Released(reservation=reservation, reason="its sender was silent"))
 
     def check_overdue(self, request: DecodeRequest, now: float) -> None:
-        """Asks for blocks that were lost on the way."""
+        """Requests blocks again that were lost on the way."""
         if request.handoff is None:
             return
-        # Longer after each question: a crowded network must not get more to carry for it.
+        # The time doubles with each request: resends must not add to the load of a crowded network.
         if now - request.last_progress > RESEND_AFTER_S * 2**request.handoff.num_silent_rounds:
             request.last_progress = now
             self._feed(request, HandoffOverdue())
@@ -188,7 +185,7 @@ class Receiving:
     # -- from prefill -------------------------------------------------------------------------------------------------
 
     def reserve(self, header: Header, prefill: PeerRef, body: Reserve) -> None:
-        """A handoff is asked for: granted, deferred, or refused."""
+        """Queues a handoff and answers prefill: granted, deferred or refused."""
         key = sequence_key(header)
         refusal = self._why_not(key, body)
         if refusal:
@@ -197,7 +194,7 @@ class Receiving:
         self._requests.supersede(key)
         known = self._requests.get(key)
         if known is not None and known.prefill == prefill:
-            return  # a wish that was asked again; it is granted when its turn comes
+            return  # Reserve was repeated: the handoff waits in the queue already
         if known is not None:
             self._requests.cancel(key, "another prefill worker took over")
         if key in self._requests:
@@ -205,18 +202,18 @@ class Receiving:
             return
         try:
             request = self._make_request(header, prefill, body)
-        except PromptRefused as error:
+            self._scheduler.add(request.sequence)
+        except ValueError as error:
             self._requests.send(prefill, key, Refused(reason=str(error)))
             return
         self._requests.add(request)
         self._meter.asked(request.timings)
-        self._wishes.add(request)
-        self.grant_wishes()
+        self.admit()
         if _machine_of(request).state is ReceiverState.ASKED:
             self._send_prefill(request, Deferred(reason="no room for the prompt's blocks now"))
 
     def from_prefill(self, key: SequenceKey, body: Handoff | Abort | Drained) -> None:
-        """About a reservation, or about a wish."""
+        """A message about a handoff, admitted or not."""
         request = self._requests.get(key)
         if request is None or request.handoff is None:
             return
@@ -227,21 +224,22 @@ class Receiving:
                 self._meter.complete(request.timings)
                 request.last_progress = time.monotonic()
                 self._feed(request, HandoffReceived(body))
-            case Abort():  # one that crossed the commit changes nothing: the request is the router's to end from there
-                self._drop_wish(request)
-                if request.handoff.state in WAITING:
+            case Abort():  # after the commit it changes nothing: from then on only the router ends the request
+                if request.handoff.state in NOT_COMMITTED:
                     self._meter.failed("aborted", request.timings)
+                self._leave_queue(request)
                 self._feed(request, HandoffAborted())
             case Drained() if request.is_quarantined:
                 self._quarantine.drained(key)
             case Drained():
-                pass  # nobody waits for it
+                pass
 
     def _make_request(self, header: Header, prefill: PeerRef, body: Reserve) -> DecodeRequest:
         max_running = self._context.scheduler.limits.max_running
         sequence = make_sequence(header, body.prompt, body.router, self._context.spec, max_running)
-        if not self._context.scheduler.group_samples:
-            sequence.sample_group = ""
+        transport = self._reservations.choose_transport(prefill, body.transports)
+        is_limited = self._reservations.needs_quarantine(transport)
+        sequence.remote = RemoteKV(prefill, num_to_come=body.num_siblings, is_limited=is_limited)
         handoff = ReceiverHandoff()
         return DecodeRequest(
             sequence,
@@ -250,10 +248,8 @@ class Receiving:
             handle=recorded(self._context.events, "receiver", sequence.key, handoff),
             prefill=prefill,
             process=body.process,
-            transport=self._reservations.choose_transport(prefill, body.transports),
+            transport=transport,
             first_index=sequence.num_output,
-            num_siblings=body.num_siblings,
-            arrival=next(self._arrivals),
             timings=HandoffTimings(key=sequence.key, trace=sequence.trace),
         )
 
@@ -264,40 +260,34 @@ class Receiving:
             return "the request was cancelled"
         return self._reservations.why_none_in_common(body.transports)
 
-    # -- room ---------------------------------------------------------------------------------------------------------
+    # -- the queue ----------------------------------------------------------------------------------------------------
 
-    def _is_within_share(self, request: DecodeRequest, num_wanted: int) -> bool:
-        return request.prefill is None or self._reservations.is_within_share(
-            request.prefill, request.transport, num_wanted
-        )
-
-    def _grant(self, request: DecodeRequest) -> bool:
+    def _begin_transfer(self, request: DecodeRequest) -> None:
+        """Tells prefill where the missing blocks go. The scheduler has reserved them."""
         assert request.prefill is not None
         sequence = request.sequence
-        if not self._context.blocks.admit(sequence, BlockState.RESERVED):
-            return False
-        self._wishes.granted(request)
-        first_block = blocks_for(sequence.num_computed, self._context.spec.block_size)
+        first_block = sequence.num_published  # those before it were found in the prefix cache
         blocks = sequence.table.ids.tolist()
         reservation = self._reservations.name(sequence.key)
         needs_quarantine = self._reservations.needs_quarantine(request.transport)
         self._feed(request, ReservationOpened(reservation, first_block, len(blocks), needs_quarantine))
         slots = blocks[first_block:]
-        granted = self._reservations.open(reservation, request.prefill, request.transport, first_block, slots)
+        granted = self._reservations.open(reservation, request.transport, first_block, slots)
         self._send_prefill(request, granted)
         self._meter.granted(request.timings, request.transport)
         request.timings.num_blocks = len(slots)
-        self._context.steps.wake()  # local prompts may have been held back for it
-        return True
+        self._context.steps.wake()  # a local prompt may be next in the queue
 
-    def _refuse_wish(self, request: DecodeRequest, reason: str) -> None:
+    def _refuse(self, request: DecodeRequest, reason: str) -> None:
+        self._leave_queue(request)
         self._requests.remove(request.sequence.key)
-        self._drop_wish(request)
         self._send_prefill(request, Refused(reason=reason))
 
-    def _drop_wish(self, request: DecodeRequest) -> None:
-        self._wishes.drop(request)
-        self._context.steps.wake()  # local prompts may have been held back for it
+    def _leave_queue(self, request: DecodeRequest) -> None:
+        """Takes a handoff that is not admitted out of the scheduler's queue."""
+        if _machine_of(request).state is ReceiverState.ASKED:
+            self._scheduler.abort(request.sequence.key)
+            self._context.steps.wake()  # another sequence may be next now
 
     # -- instructions -------------------------------------------------------------------------------------------------
 
@@ -329,16 +319,13 @@ class Receiving:
                 self._commit(request, handoff)
             case QuarantineBlocks():
                 assert request.prefill is not None
-                self._wishes.settled(request)
                 self.totals["quarantines"] += 1
                 self._quarantine.add(sequence.key, request.prefill, request.process)
-                self._context.blocks.change_block_state(sequence, BlockState.QUARANTINED)
+                self._scheduler.quarantine(sequence)
             case FreeBlocks(num_whole):
-                self._settle(request)
-                prompt_end = sequence.num_prompt + request.first_index  # what a commit appended is not computed
-                sequence.num_computed = min(num_whole * self._context.spec.block_size, prompt_end)
-                self._context.blocks.publish(sequence)
-                self._context.blocks.free(sequence)
+                # A commit that failed has appended the first token, whose KV is not here.
+                prompt_end = sequence.num_prompt + request.first_index
+                self._scheduler.release(sequence, min(num_whole * self._context.spec.block_size, prompt_end))
                 self.made_room()
             case SendResend(reservation, blocks, number, corrupted):
                 self.totals["resends"] += 1
@@ -357,16 +344,14 @@ class Receiving:
         sequence.num_computed = sequence.num_tokens
         if handoff.token_id is not None:
             sequence.tokens.append(handoff.token_id)
-        self._context.blocks.change_block_state(sequence, BlockState.RUNNING)
         try:
             candidates = unpack_candidates(handoff.candidates) if handoff.candidates is not None else None
             output = self._context.steps.adopt(sequence, candidates)
         except (ValueError, OverflowError) as error:
             fields = self._requests.log_fields(sequence.key)
-            log.warning("a handoff could not be taken over: %s", error, extra=fields)
+            log.warning("this worker cannot run a sequence that was handed over: %s", error, extra=fields)
             self._feed(request, AdoptionRefused(str(error)))
             return
-        self._settle(request)
         self._reservations.forget(handoff.reservation)
         self._send_prefill(request, Committed(reservation=handoff.reservation))
         self._meter.committed(request.timings, sequence.key)
@@ -376,12 +361,7 @@ class Receiving:
         if output is not None:  # a beam search that ends with the prompt, which prefill saw differently
             self._stream.put(sequence.router, entry_of(output))
             self._requests.remove(sequence.key)
-        self.grant_wishes()  # those that waited for this prefix
-
-    def _settle(self, request: DecodeRequest) -> None:
-        """Nothing is written for it any more, and nobody has to wait for its blocks."""
-        self._wishes.settled(request)
-        self._reservations.settled(request.sequence.key)
+        self.admit()  # others may have waited for this prefix
 
     def _send_prefill(
         self, request: DecodeRequest, body: Granted | Deferred | Refused | Committed | Resend | Released
@@ -396,7 +376,7 @@ def _machine_of(request: DecodeRequest) -> ReceiverHandoff:
 
 
 def _first_entry(request: DecodeRequest, handoff: Handoff) -> TokenEntry:
-    """The first token again, for a router that did not hear it from prefill, and what the prompt's blocks cost."""
+    """The first token, in case prefill's message with it was lost, and where the prompt's blocks came from."""
     received, cached = _machine_of(request).num_received, _machine_of(request).first_block
     key = request.sequence.key
     return TokenEntry(

@@ -15,28 +15,21 @@ from kvrelay_decode.receiver_handoff import ReceiverHandoff, ReceiverState
 
 @dataclass(slots=True, eq=False)
 class DecodeRequest:
-    """One sequence on this worker: a wish, a reservation, or running. `handoff` is None for a local prompt."""
+    """`handoff` and the fields of its sender are for a sequence that prefill hands over, not for a local prompt."""
 
     sequence: Sequence
     deadline: float
     handoff: ReceiverHandoff | None = None
-    handle: Callable[[ReceiverHandoffEvent], list[ReceiverInstruction]] | None = None  # the handoff's, may be recorded
+    handle: Callable[[ReceiverHandoffEvent], list[ReceiverInstruction]] | None = None  # feeds `handoff`
     prefill: PeerRef | None = None
-    process: str = ""  # of the prefill worker
+    process: str = ""  # the prefill worker's, see `kvrelay.process_identity`
     transport: str = ""
     last_progress: float = 0.0
-    first_index: int = 0  # of the first token that this attempt sends
-    num_siblings: int = 0  # samples of the request that its sender is to hand over besides
-    arrival: int = 0  # counts up; who came first is served first
+    first_index: int = 0  # output index of the first token of this attempt
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     timings: HandoffTimings = field(default_factory=HandoffTimings)
 
     @property
     def is_quarantined(self) -> bool:
-        """Given up, and its slots may still be written."""
+        """Whether the handoff has ended, but its sender may still write into its blocks."""
         return self.handoff is not None and self.handoff.state is ReceiverState.QUARANTINED
-
-    @property
-    def is_received(self) -> bool:
-        """On its way here: it will be committed, or end."""
-        return self.handoff is not None and self.handoff.state in (ReceiverState.RESERVED, ReceiverState.FILLING)

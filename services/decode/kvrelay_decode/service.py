@@ -1,12 +1,12 @@
-"""The decode service's role: runs what `receiving.py` took over, and whole prompts where the router asks for it, and
-streams their tokens."""
+"""The role of a decode worker: it runs sequences that prefill computed, and computes whole prompts if the router sends
+them to it. Tokens go to the routers."""
 
 from __future__ import annotations
 
-import itertools
 import logging
 
 from kvrelay.kv.table import blocks_for
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.link import Delivered
 from kvrelay.protocol.messages import (
     Abort,
@@ -39,19 +39,16 @@ log = logging.getLogger(__name__)
 
 
 class DecodeRole:
-    """See the module's text."""
-
     name = "decode"
 
     def __init__(self, context: WorkerContext, receivers: dict[str, TransferReceiver]) -> None:
         self._context = context
         self._requests: OpenRequests[DecodeRequest] = OpenRequests(context, self.name, self._cancel)
-        self._arrivals = itertools.count(1)
         self._stream = TokenStream(context.messenger.send)
-        self._receiving = Receiving(context, receivers, self._requests, self._stream, self._arrivals)
+        self._receiving = Receiving(context, receivers, self._requests, self._stream)
         self._totals: dict[str, float] = dict.fromkeys(("local_prompts", "failed", "cancelled"), 0)
 
-    # -- the shell's side ---------------------------------------------------------------------------------------------
+    # -- called by the shell ------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         self._receiving.start()
@@ -68,8 +65,8 @@ class DecodeRole:
 
     @property
     def num_unfinished(self) -> int:
-        # What is in quarantine without anybody to prove it safe may stay so for ever. It need not be waited for: what
-        # a late write could hit is this process's memory, which goes with it.
+        # Blocks in quarantine may never be proven safe. A drain does not wait for them: a late write could only hit the
+        # memory of this process, which is about to end.
         return len(self._requests) - self._receiving.num_lost
 
     def queues(self) -> dict[str, int]:
@@ -79,10 +76,10 @@ class DecodeRole:
                 queues[request.handoff.state.value] += 1
         scheduler = self._context.scheduler
         return queues | {
-            "waiting": len(scheduler.waiting),
+            "waiting": len(scheduler.waiting) - scheduler.num_pending_handoffs,
             "swapped": scheduler.swap_use.num_sequences,
             "running": len(scheduler.running),
-            "queued_tokens": sum(sequence.num_tokens for sequence in scheduler.waiting),
+            "queued_tokens": sum(each.num_tokens for each in scheduler.waiting if each.remote is None),
             "cancelled_requests": len(self._requests.cancelled),
             "sender_lost": self._receiving.num_lost,
             "resent": self._receiving.num_resent,
@@ -108,7 +105,7 @@ class DecodeRole:
 
     def abandon(self, reason: str) -> None:
         for key in list(self._requests):
-            self._fail(key, reason, retriable=True)
+            self._fail(key, FailureKind.DRAINING, reason, retriable=True)
 
     def on_tick(self, now: float) -> None:
         self._receiving.tick_quarantine(now)
@@ -116,10 +113,11 @@ class DecodeRole:
             if request.is_quarantined:
                 continue
             if now > request.deadline:
-                self._fail(key, "the request's deadline passed on the decode worker", retriable=False)
+                cause = "the request's deadline passed on the decode worker"
+                self._fail(key, FailureKind.DEADLINE, cause, retriable=False)
             else:
                 self._receiving.check_overdue(request, now)
-        self._receiving.grant_wishes()
+        self._receiving.admit()
 
     def on_peer_lost(self, peer: PeerRef, reason: str, *, replaced: bool) -> None:
         for key, request in list(self._requests.items()):
@@ -149,7 +147,7 @@ class DecodeRole:
         if sequence is None:
             return
         deadline, first_index = deadline_of(body.prompt), sequence.num_output
-        self._requests.add(DecodeRequest(sequence, deadline, first_index=first_index, arrival=next(self._arrivals)))
+        self._requests.add(DecodeRequest(sequence, deadline, first_index=first_index))
         self._totals["local_prompts"] += 1
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -170,7 +168,7 @@ class DecodeRole:
                 if output.finish is not None:
                     self._requests.remove(key)
         self._stream.flush()
-        self._receiving.grant_wishes()
+        self._receiving.admit()
 
     def _entry(self, request: DecodeRequest, output: SequenceOutput) -> TokenEntry:
         if request.handoff is None and output.index == request.first_index:
@@ -184,9 +182,9 @@ class DecodeRole:
         cached = blocks_for(sequence.num_cached_tokens, size)
         return SequenceUsage(prompt_blocks=total, cached_blocks=cached, computed_blocks=total - cached)
 
-    def _failed(self, sequences: list[Sequence], cause: str) -> None:
+    def _failed(self, sequences: list[Sequence], kind: FailureKind, cause: str) -> None:
         for sequence in sequences:
-            self._fail(sequence.key, cause, retriable=True)
+            self._fail(sequence.key, kind, cause, retriable=True)
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
@@ -199,17 +197,17 @@ class DecodeRole:
         if handoff is None or handoff.state is ReceiverState.RUNNING:
             self._end(key)
         else:
-            self._receiving.give_up(request, reason)
+            self._receiving.cancel(request, reason)
 
-    def _fail(self, key: SequenceKey, cause: str, *, retriable: bool) -> None:
+    def _fail(self, key: SequenceKey, kind: FailureKind, cause: str, *, retriable: bool) -> None:
         request = self._requests.get(key)
         if request is None or request.is_quarantined:
             return
         self._totals["failed"] += 1
         handoff = request.handoff
         if handoff is None or handoff.state is ReceiverState.RUNNING:
-            # Before the commit the request is prefill's: it hears Released, and finds another decode worker.
-            self._requests.send(request.sequence.router, key, Failed(cause=cause, retriable=retriable))
+            # Before the commit prefill owns the request: it receives Released and finds another decode worker.
+            self._requests.send(request.sequence.router, key, Failed(failure=kind, cause=cause, retriable=retriable))
         self._cancel(key, cause)
 
     def _end(self, key: SequenceKey) -> None:

@@ -39,7 +39,7 @@ class TokenStream:
 def entry_of(
     output: SequenceOutput, prompt_logprobs: list[TokenLogprobs] | None = None, usage: SequenceUsage | None = None
 ) -> TokenEntry:
-    """What a step gave a sequence. With `usage` it is the first that comes of a prompt that was computed here."""
+    """The message entry for the output of a step. `usage`: for the first token of a prompt that was computed here."""
     key = output.sequence.key
     return TokenEntry(
         request=key[0],

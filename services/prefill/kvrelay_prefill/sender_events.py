@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import FirstToken, Granted, PeerRef
 from kvrelay.transfer.base import BlockCopy, Pushed, SenderDrained, TransferFailed
 
@@ -178,6 +179,7 @@ class ReleaseBlocks(msgspec.Struct, frozen=True):
 class SendFailed(msgspec.Struct, frozen=True):
     """Tell the router that this attempt has failed here."""
 
+    kind: FailureKind
     cause: str
 
 

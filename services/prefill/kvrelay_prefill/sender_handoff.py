@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import Literal
 
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import FirstToken, PeerRef
 from kvrelay.state_machine import Transition, TransitionTable, find_transition, transition_table
 from kvrelay.transfer.base import Pushed, SenderDrained, TransferFailed
@@ -225,7 +226,7 @@ class SenderHandoff:
         return []
 
     def _reassigned_late(self, event: DecodeReassigned) -> list[SenderInstruction]:
-        return [SendFailed("the request is no longer held here")]
+        return [SendFailed(FailureKind.WORKER_LOST, "the request is no longer held here")]
 
     def _cancelled(self, event: SendCancelled) -> list[SenderInstruction]:
         return self._end(event.reason)
@@ -319,7 +320,7 @@ class SenderHandoff:
 
     def _fail_without_decode(self) -> list[SenderInstruction]:
         reason = "no decode worker is left"
-        return [SendFailed(reason), *self._end(reason)]
+        return [SendFailed(FailureKind.NO_DECODE_WORKER, reason), *self._end(reason)]
 
     def _end(self, reason: str) -> list[SenderInstruction]:
         instructions: list[SenderInstruction] = []

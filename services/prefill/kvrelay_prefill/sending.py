@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 from kvrelay.kv.pool import BlockState
 from kvrelay.process_identity import own_identity
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.link import Delivered
 from kvrelay.protocol.messages import (
     Abort,
@@ -136,11 +137,11 @@ class Sending:
         self._context.steps.abort(request.sequence.key)
         self._feed(request, SendCancelled(reason))
 
-    def fail(self, request: PrefillRequest, cause: str, *, retriable: bool) -> None:
+    def fail(self, request: PrefillRequest, kind: FailureKind, cause: str, *, retriable: bool) -> None:
         """Ends the request here and sends Failed to the router."""
         if request.handoff.state is SenderState.DRAINING:
             return  # the router knows already, and only the transport can end the wait for writes in flight
-        self._send_failed(request, cause, retriable=retriable)
+        self._send_failed(request, kind, cause, retriable=retriable)
         self._feed(request, SendCancelled(cause))
 
     def decode_lost(self, request: PrefillRequest, peer: PeerRef, reason: str) -> None:
@@ -194,7 +195,8 @@ class Sending:
             case Released():
                 self._requests.send(peer, key, Drained(reservation=body.reservation))
             case Reassign():
-                self._requests.send(peer, key, Failed(cause="the request is no longer held here", retriable=True))
+                cause = "the request is no longer held here"
+                self._requests.send(peer, key, Failed(failure=FailureKind.WORKER_LOST, cause=cause, retriable=True))
             case _:
                 pass
 
@@ -257,15 +259,15 @@ class Sending:
                 self._requests.send(decode, key, Abort(reservation=reservation, reason=reason))
             case SendDrained(decode, reservation):
                 self._requests.send(decode, key, Drained(reservation=reservation))
-            case SendFailed(cause):
-                self._send_failed(request, cause, retriable=True)
+            case SendFailed(kind, cause):
+                self._send_failed(request, kind, cause, retriable=True)
             case ReleaseBlocks():
                 self._release(request)
 
-    def _send_failed(self, request: PrefillRequest, cause: str, *, retriable: bool) -> None:
+    def _send_failed(self, request: PrefillRequest, kind: FailureKind, cause: str, *, retriable: bool) -> None:
         key = request.sequence.key
         self.totals["failed"] += 1
-        self._requests.send(request.sequence.router, key, Failed(cause=cause, retriable=retriable))
+        self._requests.send(request.sequence.router, key, Failed(failure=kind, cause=cause, retriable=retriable))
         self._context.steps.abort(key)  # it may still be queued, or in the middle of its prompt
 
     def _reserve(self, request: PrefillRequest, decode: PeerRef) -> Reserve:

@@ -6,6 +6,7 @@ What is handed over, and how, is `sending.py`'s.
 from __future__ import annotations
 
 from kvrelay.kv.table import blocks_for
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.link import Delivered
 from kvrelay.protocol.messages import Cancel, FirstToken, Header, PeerRef, Prefill, Stop
 from kvrelay.protocol.sequence_key import SequenceKey
@@ -84,12 +85,13 @@ class PrefillRole:
 
     def abandon(self, reason: str) -> None:
         for key in list(self._requests):
-            self._fail(key, reason, retriable=True)
+            self._fail(key, FailureKind.DRAINING, reason, retriable=True)
 
     def on_tick(self, now: float) -> None:
         for key, request in list(self._requests.items()):
             if now > request.deadline:
-                self._fail(key, "the request's deadline passed on the prefill worker", retriable=False)
+                cause = "the request's deadline passed on the prefill worker"
+                self._fail(key, FailureKind.DEADLINE, cause, retriable=False)
 
     def on_peer_lost(self, peer: PeerRef, reason: str, *, replaced: bool) -> None:
         for key, request in list(self._requests.items()):
@@ -160,9 +162,9 @@ class PrefillRole:
         self._totals["computed_blocks"] += num_blocks - num_cached
         self._sending.prefilled(request, message)
 
-    def _failed(self, sequences: list[Sequence], cause: str) -> None:
+    def _failed(self, sequences: list[Sequence], kind: FailureKind, cause: str) -> None:
         for sequence in sequences:
-            self._fail(sequence.key, cause, retriable=True)
+            self._fail(sequence.key, kind, cause, retriable=True)
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
@@ -173,7 +175,7 @@ class PrefillRole:
         self._totals["cancelled"] += 1
         self._sending.cancel(request, reason)
 
-    def _fail(self, key: SequenceKey, cause: str, *, retriable: bool) -> None:
+    def _fail(self, key: SequenceKey, kind: FailureKind, cause: str, *, retriable: bool) -> None:
         request = self._requests.get(key)
         if request is not None:
-            self._sending.fail(request, cause, retriable=retriable)
+            self._sending.fail(request, kind, cause, retriable=retriable)

@@ -1,12 +1,12 @@
-"""The fleet as this router sees it: the registry's records, merged with what the workers themselves answer. No I/O.
+"""The router's view of the fleet: registry records merged with the workers' own reports. No I/O.
 
 States of a worker:
 
-1. JOINING       registered, but it has not answered yet.
-2. READY         takes new requests.
-3. DRAINING      finishes what it has: it said so, or left the registry longer than the grace time ago.
-4. LOST          the link to it is gone. It is READY again when it answers, or a newer incarnation takes its place.
-5. INCOMPATIBLE  it and this router refuse each other; only a newer incarnation changes that.
+1. JOINING       Registered, but has not answered yet.
+2. READY         Takes new requests.
+3. DRAINING      Finishes its requests: it announced a drain, or left the registry longer ago than the grace time.
+4. LOST          The link to it is lost. It becomes READY when it answers, or is replaced by a newer incarnation.
+5. INCOMPATIBLE  Worker and router refuse each other. Only a newer incarnation changes that.
 """
 
 from __future__ import annotations
@@ -28,12 +28,10 @@ from kvrelay_router.dispatch.load import OutstandingLoad, WorkerLoad, worker_key
 from kvrelay_router.routing.candidates import Candidate, CandidateWorkers
 
 REGISTRY_GRACE_S = 10.0
-"""A record may be missing for so long (Redis came back empty, say) before its worker counts as draining."""
+"""Time that a record may be missing, for example after Redis was emptied, before its worker counts as draining."""
 
 
 class WorkerState(StrEnum):
-    """See the module's text."""
-
     JOINING = "joining"
     READY = "ready"
     DRAINING = "draining"
@@ -43,27 +41,26 @@ class WorkerState(StrEnum):
 
 @dataclass(slots=True)
 class KnownWorker:
-    """One start of a worker. Times are monotonic seconds."""
+    """One incarnation of a worker. Times are monotonic seconds."""
 
     record: WorkerRecord
     peer: PeerRef
-    heard_at: float | None = None
+    answered_at: float | None = None
     status: Status | None = None
-    lost: str = ""  # the reason
-    refused: str = ""  # the reason
-    missing_since: float | None = None  # not in the registry
-    foreign: WorkerLoad | None = None  # what it reported beyond this router's own share at that moment
-    step_cost: StepCost | None = None  # its speeds, as far as it has measured any
+    lost: str = ""  # the reason; "" while the link is up
+    refused: str = ""  # the reason; "" if compatible
+    missing_since: float | None = None  # since when the registry lacks it
+    foreign: WorkerLoad | None = None  # reported load minus this router's own share at that moment
+    step_cost: StepCost | None = None  # measured speed; None: not measured
     transfer_bytes_s: float | None = None
-    candidate: Candidate | None = None  # as last made, unless something of it has changed since
+    candidate: Candidate | None = None  # cached; None: something changed
 
     def state(self, now: float) -> WorkerState:
-        """See the module's text."""
         if self.refused:
             return WorkerState.INCOMPATIBLE
         if self.lost:
             return WorkerState.LOST
-        if self.heard_at is None:
+        if self.answered_at is None:
             return WorkerState.JOINING
         has_left = self.missing_since is not None and now - self.missing_since > REGISTRY_GRACE_S
         if has_left or self.record.draining or (self.status is not None and self.status.draining):
@@ -72,22 +69,22 @@ class KnownWorker:
 
 
 class FleetView:
-    """All workers of one model. `on_state` hears of every change of a worker's state that an event brought."""
+    """All workers of one model. `on_state` is called when an event changes a worker's state."""
 
     def __init__(
         self, load: OutstandingLoad, on_state: Callable[[KnownWorker, WorkerState, str], None] | None = None
     ) -> None:
         self._load = load
         self._on_state = on_state
-        self._workers: dict[str, KnownWorker] = {}  # in the order of their names
-        self._limits: tuple[list[WorkerRecord], ModelLimits | None] = ([], None)  # of these records
-        self._ready: list[KnownWorker] | None = None  # and the way they name blocks, unless an event came since
+        self._workers: dict[str, KnownWorker] = {}  # sorted by id
+        self._limits: tuple[list[WorkerRecord], ModelLimits | None] = ([], None)  # cached for these records
+        self._ready: list[KnownWorker] | None = None  # cached with `_namings` until the next event
         self._namings: frozenset[tuple[str, int]] = frozenset()
 
     # -- events -------------------------------------------------------------------------------------------------------
 
     def registered(self, records: Iterable[WorkerRecord], now: float) -> None:
-        """The registry's present list. Who is not on it any more is forgotten once it is lost too."""
+        """Takes the registry's current list. A worker missing from it is dropped once it is also lost."""
         present = set()
         self._ready = None
         for record in records:
@@ -108,49 +105,49 @@ class FleetView:
         self._workers = dict(sorted(self._workers.items()))
 
     def answered(self, peer: PeerRef, status: Status, now: float) -> None:
-        """A worker's own report, which is also its life sign."""
+        """Takes a worker's report, which is also a life sign."""
         known = self._find(peer)
         if known is None or known.refused:
             return
         was, self._ready = known.state(now), None
         known.foreign = _foreign(status, self._load.of(worker_key(peer)))
-        known.status, known.heard_at, known.lost, known.candidate = status, now, "", None
+        known.status, known.answered_at, known.lost, known.candidate = status, now, "", None
         report = status.load or LoadReport()
         known.step_cost = StepCost(*report.step_cost) if _are_speeds(report.step_cost) else None
         known.transfer_bytes_s = report.transfer_bytes_s if _are_speeds((report.transfer_bytes_s,)) else None
-        self._tell(known, was, "it answers", now)
+        self._notify(known, was, "it answers", now)
 
     def lost(self, peer: PeerRef, reason: str, now: float) -> None:
-        """The link to a worker is gone."""
+        """The link to a worker is lost."""
         known = self._find(peer)
         if known is not None and not known.lost:
             was, known.lost, self._ready = known.state(now), reason, None
-            self._tell(known, was, reason, now)
+            self._notify(known, was, reason, now)
 
     def refused(self, peer: PeerRef, reason: str, now: float) -> None:
-        """A worker and this router cannot work together."""
+        """A worker and this router are incompatible."""
         known = self._find(peer)
         if known is not None and not known.refused:
             was, known.refused, self._ready = known.state(now), reason, None
-            self._tell(known, was, reason, now)
+            self._notify(known, was, reason, now)
 
-    def gave(self, worker: Candidate, num_tokens: int) -> None:
-        """A worker got prompt tokens to compute, which its cache will hold."""
+    def assigned(self, worker: Candidate, num_tokens: int) -> None:
+        """A worker was sent prompt tokens to compute, which its cache will then contain."""
         self._load.gave(worker_key(worker.peer), num_tokens, worker.num_blocks * worker.block_size)
 
-    # -- questions ----------------------------------------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------------------------------
 
     def peers(self) -> list[PeerRef]:
-        """All workers that are worth asking."""
+        """All workers except incompatible ones."""
         return [known.peer for known in self._workers.values() if not known.refused]
 
     def is_gone(self, record: WorkerRecord) -> bool:
-        """Whether this start of a worker is none that is, or may become, of use."""
+        """Whether this incarnation is replaced, lost or incompatible."""
         known = self._workers.get(record.worker_id)
         return known is None or known.record.incarnation != record.incarnation or bool(known.lost or known.refused)
 
     def candidates(self, now: float) -> CandidateWorkers:
-        """The workers that take new requests, with their load."""
+        """The ready workers with their load."""
         for worker_id, _ in self._load.changed:
             if (changed := self._workers.get(worker_id)) is not None:
                 changed.candidate = None
@@ -162,12 +159,12 @@ class FleetView:
         )
 
     def namings(self, now: float) -> frozenset[tuple[str, int]]:
-        """Fingerprint and block size of the ready workers: all ways to name a block at the moment."""
+        """Fingerprints and block sizes of the ready workers, which determine block hashes."""
         self._ready_workers(now)
         return self._namings
 
     def limits(self, now: float) -> ModelLimits | None:
-        """The least that a ready worker can take; of all workers while none is ready."""
+        """The smallest limits of the ready workers, or of all workers if none is ready."""
         records = [known.record for known in self._ready_workers(now)]
         records = records or [known.record for known in self._workers.values() if not known.refused]
         if records != self._limits[0]:
@@ -175,15 +172,15 @@ class FleetView:
         return self._limits[1]
 
     def has_joining(self, now: float) -> bool:
-        """Whether a worker is yet to answer."""
+        """Whether a registered worker has not answered yet."""
         return any(known.state(now) is WorkerState.JOINING for known in self._workers.values())
 
     def states(self, now: float) -> Counter[tuple[str, str]]:
-        """How many workers there are, by role and state."""
+        """Number of workers by role and state."""
         return Counter((known.record.role, str(known.state(now))) for known in self._workers.values())
 
     def describe(self, live: frozenset[str], now: float) -> list[dict[str, Any]]:
-        """JSON-ready. `live`: the ids of the workers whose last report is an answer to this question."""
+        """The workers as JSON types. `live`: ids of the workers that answered the current query."""
         ordered = sorted(self._workers.items(), key=lambda item: (item[1].record.role != "prefill", item[0]))
         return [
             _describe(known, self._load.of(worker_key(known.peer)), worker_id in live, now)
@@ -197,8 +194,8 @@ class FleetView:
         return known if known is not None and known.peer.incarnation == peer.incarnation else None
 
     def _ready_workers(self, now: float) -> list[KnownWorker]:
-        """In the order of their names. Each request asks several times; only an event changes it, or time alone where
-        a worker has left the registry."""
+        """Ready workers by id, cached between events because each request needs them several times. Not cached while a
+        worker is missing from the registry, since then time changes its state."""
         if self._ready is None:
             ready = [known for known in self._workers.values() if known.state(now) is WorkerState.READY]
             self._namings = frozenset((known.record.fingerprint, known.record.block_size) for known in ready)
@@ -208,7 +205,7 @@ class FleetView:
         return self._ready
 
     def _candidate(self, known: KnownWorker) -> Candidate:
-        """Made again only when something changed: each request looks at all workers, and changes two."""
+        """Cached per worker: each request reads all candidates and changes two."""
         if known.candidate is None:
             known.candidate = self._make_candidate(known)
         return known.candidate
@@ -219,7 +216,7 @@ class FleetView:
         foreign = known.foreign or WorkerLoad()
         record, status = known.record, known.status
         blocks = status.blocks if status is not None else {}
-        # Those of a handoff to come that the worker has reserved already are not free any more.
+        # `free` already excludes blocks that the worker reserved for a pending handoff.
         num_promised = max(0, own.num_pending_blocks - blocks.get("reserved", 0))
         return Candidate(
             peer=known.peer,
@@ -243,7 +240,7 @@ class FleetView:
             transfer_bytes_s=known.transfer_bytes_s,
         )
 
-    def _tell(self, known: KnownWorker, was: WorkerState, reason: str, now: float) -> None:
+    def _notify(self, known: KnownWorker, was: WorkerState, reason: str, now: float) -> None:
         state = known.state(now)
         if self._on_state is not None and state is not was:
             self._on_state(known, state, reason)
@@ -263,21 +260,21 @@ def _limits_of(records: list[WorkerRecord]) -> ModelLimits:
 
 
 def _are_speeds(values: tuple[float | None, ...] | None) -> TypeGuard[tuple[float, ...]]:
-    """What a worker measured, if it can be reckoned with: one NaN, and no worker would be the best any more."""
+    """Whether measured speeds are usable. A single NaN would make every comparison of workers false."""
     return values is not None and all(value is not None and isfinite(value) and value >= 0 for value in values)
 
 
 def _is_succeeded_by(known: KnownWorker, record: WorkerRecord) -> bool:
-    """Names of starts sort by their clocks, so that a late answer of the registry's does not undo a newer one.
+    """Incarnations sort by start time, so a stale registry answer does not replace a newer incarnation.
 
-    Where the known start is gone the registry's word stands: it lists one start of a worker; clocks may be set back.
+    If the known incarnation is lost, the registry decides, because clocks may be set back.
     """
     is_gone = bool(known.lost or known.refused)
     return record.incarnation > known.record.incarnation or (is_gone and record.incarnation != known.record.incarnation)
 
 
 def _foreign(status: Status, own: WorkerLoad) -> WorkerLoad:
-    """What others have on a worker: its report names this router's share as it was at that moment."""
+    """Load of other routers on a worker: its report contains this router's share at that moment."""
     queues = status.queues
     num_arriving = sum(queues.get(name, 0) for name in ("asked", "reserved", "filling"))
     num_pending = max(0, num_arriving - own.num_pending)
@@ -318,5 +315,5 @@ def _describe(known: KnownWorker, own: WorkerLoad, is_live: bool, now: float) ->
         "histograms": msgspec.to_builtins(status.histograms) if status is not None else {},
         "load": msgspec.to_builtins(status.load) if status is not None and status.load is not None else {},
         "live": is_live,
-        "age_s": round(now - known.heard_at, 3) if known.heard_at is not None else None,
+        "age_s": round(now - known.answered_at, 3) if known.answered_at is not None else None,
     }

@@ -1,4 +1,4 @@
-"""Keeps the fleet view fresh: by the registry, by static workers' records, and by the status of all."""
+"""Keeps the fleet view current from the registry, static workers' records, and workers' status."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ListWorkers = Callable[[], Awaitable[list[WorkerRecord]]]
 
 
 class FleetWatch:
-    """`on_change` is called after everything that may have made a worker ready. Without `list_workers` there is no
-    registry, and the fleet is what `static` finds."""
+    """Calls `on_change` after every event that may make a worker ready. Without `list_workers` there is no registry,
+    and `static` provides all workers."""
 
     def __init__(
         self,
@@ -38,35 +38,35 @@ class FleetWatch:
         self._view = view
         self._list_workers = list_workers
         self._static = static
-        self._registered: list[WorkerRecord] = []  # what the registry said last
+        self._registered: list[WorkerRecord] = []  # last answer of the registry
         self._send = send
         self._on_change = on_change
         self._registry_interval_s = registry_interval_s
         self._status_interval_s = status_interval_s
         self._last_query = 0
-        self._asked: dict[str, str] = {}  # worker id to the incarnation that was asked at least once
-        # Who is awaited, who answered what, and whether all are there.
+        self._asked: dict[str, str] = {}  # worker id to the incarnation that was asked
+        # Awaited workers, their answers, and an event for completion.
         self._questions: dict[int, tuple[set[str], dict[str, Status], asyncio.Event]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._closing = asyncio.Event()
         self._has_looked = asyncio.Event()
 
     def start(self) -> None:
-        """To be called on the event loop."""
+        """Call it on the event loop."""
         if self._static is not None:
             self._static.start(self._merge)
         self._tasks = [asyncio.create_task(self._watch_registry()), asyncio.create_task(self._ask_regularly())]
 
     async def close(self) -> None:
-        """Stops looking and asking, after the look that is under way. An event and no cancellation: redis swallows one
-        that comes at the wrong moment, and the wait for its end would never end."""
+        """Stops after the current registry read. It uses an event instead of cancellation, since redis-py may swallow a
+        cancellation and the wait would never end."""
         self._closing.set()
         if self._static is not None:
             await self._static.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def on_status(self, peer: PeerRef, status: Status) -> None:
-        """A worker answered."""
+        """Takes a worker's status."""
         self._view.answered(peer, status, time.monotonic())
         question = self._questions.get(status.query)
         if question is not None:
@@ -77,17 +77,17 @@ class FleetWatch:
         self._on_change()
 
     async def met(self) -> None:
-        """Returns once the registry was asked, and each worker that it named has answered or is given up."""
+        """Waits until the registry was read and each of its workers has answered or is lost."""
         await self._has_looked.wait()
         while self._view.has_joining(time.monotonic()):
             await asyncio.sleep(MEETING_POLL_S)
 
     async def ask_all(self, timeout_s: float) -> frozenset[str]:
-        """Asks every worker now; the ids of those that answered in time."""
+        """Queries every worker now; returns the ids of those that answered in time."""
         return frozenset(await self._ask(self._view.peers(), "", timeout_s))
 
     async def ask_about(self, request: str, worker_ids: Collection[str], timeout_s: float) -> dict[str, list[Stage]]:
-        """What these workers know of a request; those that did not answer in time are left out."""
+        """Stages of a request on these workers, without workers that did not answer in time."""
         peers = [peer for peer in self._view.peers() if peer.peer_id in worker_ids]
         answered = await self._ask(peers, request, timeout_s)
         return {peer_id: status.stages for peer_id, status in answered.items()}
@@ -111,11 +111,11 @@ class FleetWatch:
 
     @property
     def registry_state(self) -> str:
-        """For people: `ok`, `none`, or why it is away."""
+        """For display: `ok`, `none`, or the reason of the failure."""
         return "none" if self._list_workers is None else self.registry_is_away or "ok"
 
     async def look(self) -> None:
-        """Looks into the registry once. Without it the fleet last known is what there is, and static workers."""
+        """Reads the registry once. If that fails, the last known fleet and static workers remain."""
         if self._list_workers is not None:
             await self._ask_registry(self._list_workers)
         self._merge()
@@ -125,15 +125,15 @@ class FleetWatch:
             self._registered = await list_workers()
         except (RegistryError, OSError) as error:
             if not self.registry_is_away:
-                log.warning("the registry is away, going on with the workers last known: %s", error)
+                log.warning("registry: Redis does not answer, using the last known workers: %s", error)
             self.registry_is_away = str(error) or type(error).__name__
             return
         if self.registry_is_away:
-            log.info("the registry is back")
+            log.info("registry: Redis answers again")
             self.registry_is_away = ""
 
     def _merge(self) -> None:
-        """Takes into the view what registry and static workers said last."""
+        """Updates the view from the last registry answer and static workers."""
         static = self._static.found() if self._static is not None else []
         records = merged(self._registered, static, self._view.is_gone)
         self._view.registered(records, time.monotonic())
@@ -141,7 +141,7 @@ class FleetWatch:
         self._on_change()
 
     def _ask_the_new(self) -> None:
-        """A worker is ready once it has answered, so it is asked as soon as it is seen."""
+        """Queries new workers at once, since a worker is ready only after its first answer."""
         peers = self._view.peers()
         for peer in peers:
             if self._asked.get(peer.peer_id) != peer.incarnation:
@@ -153,7 +153,7 @@ class FleetWatch:
             try:
                 await self.look()
             except Exception:
-                log.exception("looking into the registry failed")
+                log.exception("reading the registry failed")
             self._has_looked.set()
             await self._pause(self._registry_interval_s)
 
@@ -164,7 +164,7 @@ class FleetWatch:
                 self._send(peer, StatusQuery(query=query))
 
     async def _pause(self, seconds: float) -> bool:
-        """Whether it ended early, because this closes."""
+        """Returns whether the wait ended early because of `close`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._closing.wait()

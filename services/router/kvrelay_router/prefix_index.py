@@ -1,4 +1,4 @@
-"""The fleet's prefix index as this router sees it: its replica, or what the script in Redis answered."""
+"""The prefix index for routing: the replica, or answers of the lookup script in Redis."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ MAX_ANSWERS = 1024
 
 
 class FleetPrefixes:
-    """A `PrefixView`. `match` never waits: while the replica lags, `prepare` asks Redis first.
+    """A `PrefixView`. `match` never waits; while the replica lags, `prepare` asks Redis first.
 
-    With Redis away nothing is known, and routing goes by load.
+    Without Redis no prefix is known, and routing uses load.
     """
 
     def __init__(self, feed: IndexFeed) -> None:
@@ -24,15 +24,14 @@ class FleetPrefixes:
         self._num_lookups: Counter[str] = Counter()
 
     def start(self) -> None:
-        """To be called on the event loop."""
+        """Call it on the event loop."""
         self._feed.start()
 
     async def close(self) -> None:
-        """Ends following the index."""
+        """Stops following the index."""
         await self._feed.close()
 
     def match(self, hashes: Sequence[BlockHash]) -> Mapping[WorkerId, int]:
-        """See `PrefixView`."""
         if not hashes:
             return {}
         replica = self._feed.replica
@@ -44,7 +43,7 @@ class FleetPrefixes:
         return answer or {}
 
     async def prepare(self, hashes: Sequence[BlockHash]) -> None:
-        """So that `match` knows about this chain. Costs a round trip while the replica is behind, else nothing."""
+        """Makes `match` know this chain. Takes a round trip while the replica lags, else nothing."""
         if not hashes or self._feed.state is not FeedState.LOADING:
             return
         self._answers[hashes[-1]] = await self._feed.lookup(hashes)
@@ -53,6 +52,6 @@ class FleetPrefixes:
             self._answers.popitem(last=False)
 
     def describe(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """State and counters as JSON types."""
         lookups = {name: self._num_lookups[name] for name in ("replica", "script", "none")}
         return {**self._feed.describe(), "lookups": lookups}

@@ -84,7 +84,7 @@ class RouterProcesses:
         ]
         running = [asyncio.create_task(service.run()) for service in self._services]
         stop = asyncio.create_task(self._stop.wait())
-        ready = asyncio.create_task(self._say_when_ready(shared.port))
+        ready = asyncio.create_task(self._log_when_ready(shared.port))
         try:
             done, _ = await asyncio.wait([stop, *running], return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -100,7 +100,7 @@ class RouterProcesses:
             await asyncio.gather(stop, ready, *running, return_exceptions=True)
             shared.close()
 
-    async def _say_when_ready(self, port: int) -> None:
+    async def _log_when_ready(self, port: int) -> None:
         for service in self._services:
             await service.ready.wait()
         log.info("%d processes serve at port %d", len(self._services), port)

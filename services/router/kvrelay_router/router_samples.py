@@ -1,4 +1,4 @@
-"""A router's figures as metrics, by the names of the catalogue. Made when somebody reads them."""
+"""Converts a router's figures to metric samples, by the names of the catalogue."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ENDINGS = ("finished", "failed", "timed_out", "cancelled", "refused")
 
 
 def router_samples(figures: dict[str, Any]) -> MetricSamples:
-    """Of `RouterDispatcher.figures`."""
+    """Samples of `RouterDispatcher.figures`."""
     requests, cache = figures["requests"], figures["cache"]
     samples: MetricSamples = {
         "kvrelay.requests.submitted": single_sample(requests["submitted"]),
@@ -36,7 +36,7 @@ def _workers(states: Counter[tuple[str, str]]) -> list[MetricSample]:
 
 
 def _index(index: dict[str, Any]) -> MetricSamples:
-    """Nothing where there is no index. Its lag is unknown until the first copy is read."""
+    """Samples of the index; none if there is no index. The lag is unknown until the first snapshot is read."""
     if index["state"] == "off":
         return {}
     samples: MetricSamples = {

@@ -1,4 +1,4 @@
-"""Workers by a list of addresses: each is asked again and again for its record, which Redis need not hold then."""
+"""Finds workers by a list of addresses: polls each for its record, so Redis is not needed."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ SHOWN_BYTES = 200
 
 @dataclass(slots=True)
 class StaticWorker:
-    """What is behind one address."""
+    """The worker at one address."""
 
     url: str
     record: WorkerRecord | None = None
-    """As it answered last."""
+    """The last record received."""
     silence: str = ""
-    """Why there was no answer last time; empty: there was one, or it was not asked yet."""
+    """The last error; empty after an answer, and before the first request."""
 
 
 class StaticWorkers:
-    """Asks each URL every `interval_s` for a worker of `model`. `start` on the event loop, `close` at the end."""
+    """Polls each URL every `interval_s` for a worker of `model`. Call `start` on the event loop."""
 
     def __init__(self, urls: Sequence[str], model: str, interval_s: float) -> None:
         self._workers = [StaticWorker(url) for url in urls]
@@ -41,17 +41,17 @@ class StaticWorkers:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, on_change: Callable[[], None]) -> None:
-        """`on_change` is called when an answer is another one than before."""
+        """Starts polling. Calls `on_change` when an answer changed."""
         self._tasks = [asyncio.create_task(self._watch(worker, on_change)) for worker in self._workers]
 
     async def close(self) -> None:
-        """Stops asking."""
+        """Stops polling."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def found(self) -> list[StaticWorker]:
-        """Those that have answered at least once."""
+        """Workers that have answered at least once."""
         return [worker for worker in self._workers if worker.record is not None]
 
     async def _watch(self, worker: StaticWorker, on_change: Callable[[], None]) -> None:
@@ -60,11 +60,11 @@ class StaticWorkers:
                 if await self._ask(worker):
                     on_change()
             except Exception:
-                log.exception("asking the static worker %s failed", worker.url)
+                log.exception("polling the static worker %s failed", worker.url)
             await asyncio.sleep(self._interval_s)
 
     async def _ask(self, worker: StaticWorker) -> bool:
-        """Whether something changed."""
+        """Polls once; returns whether the answer changed."""
         try:
             record = self._read(await _get(worker.url))
         except (OSError, TimeoutError, ValueError) as error:
@@ -80,26 +80,28 @@ class StaticWorkers:
         return record != was
 
     def _read(self, data: bytes) -> WorkerRecord:
-        """Raises ValueError for what is no worker of this model."""
+        """Decodes a record. Raises ValueError unless it is a worker of this model."""
         try:
             record = record_from_json(data)
         except msgspec.DecodeError as error:
-            raise ValueError(f"{RECORD_PAGE} is no worker's record: {error}") from error
+            raise ValueError(f"{RECORD_PAGE} is not a worker record: {error}") from error
         if record.model != self._model:
-            raise ValueError(f"it serves {record.model}, and this router {self._model}")
+            raise ValueError(f"it serves the model {record.model}, this router {self._model}")
         if not record.address.startswith("tcp://"):
-            raise ValueError(f"its address is {record.address!r}, which is not tcp://HOST:PORT")
+            raise ValueError(f"its address {record.address!r} is not tcp://HOST:PORT")
         return record
 
 
 def merged(
     registered: Iterable[WorkerRecord], static: Iterable[StaticWorker], is_gone: Callable[[WorkerRecord], bool]
 ) -> list[WorkerRecord]:
-    """One record for each worker's id. `is_gone`: whether nothing is to be expected of this start any more.
+    """Merges registry and static records to one record per worker id. `is_gone` tells whether an incarnation is
+    replaced, lost or incompatible.
 
-    The registry's record counts, for it knows more (slot, marks to drain). A worker's own takes its place only where it
-    is of a later start, or the registry's start is gone: leases outlive workers, and clocks may be set back. A worker
-    that does not answer counts as it was until it is gone: its page may be cut off when it is not.
+    The registry's record takes precedence because it has more data (slot, drain mark). A worker's own record replaces
+    it only if it is a later incarnation, or the registry's incarnation is gone: leases outlive workers, and clocks may
+    be set back. A worker that does not answer keeps its last record until it is gone, since only its page may be
+    unreachable.
     """
     records = {record.worker_id: record for record in registered}
     for worker in static:
@@ -120,9 +122,9 @@ def _succeeds(record: WorkerRecord, known: WorkerRecord, is_gone: Callable[[Work
 
 
 async def _get(url: str) -> bytes:
-    """The page's body. HTTP/1.0, so that the end of the connection is the end of the answer, also through a proxy.
+    """Fetches the page. HTTP/1.0 makes the end of the connection the end of the answer, also through a proxy.
 
-    Raises OSError, TimeoutError, and ValueError for another answer than 200.
+    Raises OSError, TimeoutError, and ValueError for a status other than 200.
     """
     host, port = static_worker_address(url)
     async with asyncio.timeout(ANSWER_TIMEOUT_S):
@@ -139,7 +141,7 @@ async def _get(url: str) -> bytes:
     head, _, body = bytes(answer).partition(b"\r\n\r\n")
     status = head.split(b"\r\n", 1)[0].split(b" ", 2)
     if len(status) < 2 or not status[0].startswith(b"HTTP/1."):
-        raise ValueError("what answers is no HTTP server")
+        raise ValueError("the server does not speak HTTP")
     if status[1] != b"200":
         said = body[:SHOWN_BYTES].decode("utf-8", "replace").strip()
         raise ValueError(f"{RECORD_PAGE} answers {status[1].decode('latin-1')} {said}")

@@ -1,4 +1,4 @@
-"""What `kvrelay up` shows while services start, die and stop."""
+"""Displays of `kvrelay up` while services start, die and stop."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ STYLES = {READY: "green", DIED: "red", STOPPED: "dim", STOPPING: "yellow", START
 
 
 class Display(AbstractContextManager["Display"], Protocol):
-    """Where the state of the services goes."""
+    """Shows the states of services."""
 
     def update(self, name: str, state: str, detail: str = "") -> None:
-        """A service has entered a state."""
+        """Shows that a service entered a state."""
         ...
 
     def note(self, text: str) -> None:
-        """Something to read that stays."""
+        """Shows a permanent text."""
         ...
 
 
 class PlainDisplay(Display):
-    """A line for each event: for files, pipes, and beside logs."""
+    """Prints one line per event, for files, pipes and next to logs."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -41,16 +41,14 @@ class PlainDisplay(Display):
         return None
 
     def update(self, name: str, state: str, detail: str = "") -> None:
-        """Prints the event."""
         self.note(f"{name:12} {state:9} {detail}".rstrip())
 
     def note(self, text: str) -> None:
-        """Prints the text at once."""
         print(text, file=self._out, flush=True)
 
 
 class LiveDisplay(Display):
-    """A table that is redrawn in place: for terminals."""
+    """A table that is redrawn in place, for terminals."""
 
     def __init__(self, console: Console) -> None:
         self._rows: dict[str, tuple[str, str, float]] = {}
@@ -86,6 +84,6 @@ class LiveDisplay(Display):
 
 
 def make_display(out: TextIO, *, plain: bool) -> Display:
-    """A live table on a terminal, lines elsewhere or where `plain` is asked for."""
+    """A live table on a terminal; lines elsewhere or with `plain`."""
     console = Console(file=out)
     return PlainDisplay(out) if plain or not console.is_terminal else LiveDisplay(console)

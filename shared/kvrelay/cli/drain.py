@@ -1,4 +1,4 @@
-"""`kvrelay drain WORKER`: routers send it nothing new; what it has goes on."""
+"""`kvrelay drain WORKER`: routers send the worker nothing new; its requests continue."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ POLL_S = 1.0
 
 
 def drain(argv: Sequence[str]) -> int:
-    """Runs the command; returns the exit status: 0, 1 where it did not work, 2 for bad flags."""
+    """Runs the command. Returns the exit status: 0, 1 for a failure, 2 for invalid flags."""
     parser = argparse.ArgumentParser(
         prog="kvrelay drain",
         description="Routers send the worker nothing new; what it has goes on. Stop it when it is idle.",
@@ -76,7 +76,7 @@ async def _wait(registry: Registry, model: str, arguments: argparse.Namespace) -
         if worker is None:
             print(f"{arguments.worker} has left the fleet")
             return 0
-        # Twice in a row: its report may be older than the last request that was sent to it.
+        # Idle twice in a row, because a report may be older than the last request sent to the worker.
         if num_open == 0 and worker.load.get("open") == 0:
             print(f"{arguments.worker} is idle and can be stopped")
             return 0

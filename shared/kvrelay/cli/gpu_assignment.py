@@ -1,12 +1,11 @@
-"""On which GPU each worker of `kvrelay up` computes, and which share of its memory it gets. Pure: names in, data out.
+"""Assigns each worker of `kvrelay up` a GPU and a share of its memory. Pure.
 
-Which GPU. Where each role has a list of its own, the role's workers take turns on it. One list for both is divided
-between the roles, each gets one GPU at least, so that the fullest GPU holds as few workers as can be; where that leaves
-a choice, decode gets more of them. The first GPUs are prefill's. On a single GPU all workers share it. GPUs beyond the
-number of workers stay unused.
+GPU: if each role has its own list, its workers use the list in turn. One list for both roles is divided so that the
+fullest GPU has as few workers as possible, with at least one GPU per role; ties give decode more GPUs. Prefill gets the
+first ones. All workers share a single GPU. GPUs beyond the number of workers are unused.
 
-Which share. A role may state what each of its workers gets. What that leaves of the total of a GPU is divided equally
-among its other workers, so that the shares on a GPU add up to the total.
+Share: a role may state the share of each of its workers. The rest of a GPU's total is divided equally among its other
+workers, so the shares on a GPU add up to the total.
 """
 
 from __future__ import annotations
@@ -19,28 +18,28 @@ from typing import Literal
 
 Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, ...] = ("prefill", "decode")
-_STEPS = 1_000_000  # of a share: as many digits as a flag carries
+_STEPS = 1_000_000  # resolution of a share, so that a flag can represent it exactly
 
 
 class GpuAssignmentError(ValueError):
-    """Workers cannot be placed so; the text names the field."""
+    """The workers cannot be assigned. The message names the field."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where worker `number` of a role goes."""
+    """The GPU of worker `number` of a role."""
 
     role: Role
     number: int
     device: str
-    share: float | None = None  # of the device's memory; None: its pool has a size of its own
+    share: float | None = None  # share of the device's memory; None: the pool has an explicit size
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryShares:
-    """By role: what a worker is given (`stated`), or the `total` of a GPU of which the others get equal parts.
+    """By role: the share of each worker (`stated`), or the `total` of a GPU from which the others get equal parts.
 
-    A role in neither has pools of a size of their own, and no shares.
+    A role in neither has pools with an explicit size and no shares.
     """
 
     total: Mapping[Role, float] = field(default_factory=dict)
@@ -48,9 +47,9 @@ class MemoryShares:
 
 
 def place(devices: Mapping[Role, Sequence[str]], counts: Mapping[Role, int], shares: MemoryShares) -> list[Place]:
-    """Each worker's place, prefill's first. `devices`: as from `divide`.
+    """The place of each worker, prefill first. `devices`: from `divide`, or one list per role.
 
-    Raises GpuAssignmentError: shares that do not fit on a GPU.
+    Raises GpuAssignmentError if shares do not fit on a GPU.
     """
     places = [
         Place(role, number, devices[role][number % len(devices[role])])
@@ -64,7 +63,7 @@ def place(devices: Mapping[Role, Sequence[str]], counts: Mapping[Role, int], sha
 
 
 def divide(devices: Sequence[str], counts: Mapping[Role, int]) -> dict[Role, Sequence[str]]:
-    """One list of at least one device, divided between the roles; see the module's text."""
+    """Divides one list of at least one device between the roles, by the rule above."""
     if len(devices) == 1 or not counts["prefill"]:
         return {"prefill": devices, "decode": devices}
 
@@ -72,12 +71,12 @@ def divide(devices: Sequence[str], counts: Mapping[Role, int]) -> dict[Role, Seq
         num_decode = len(devices) - num_prefill
         return max(math.ceil(counts["prefill"] / num_prefill), math.ceil(counts["decode"] / num_decode))
 
-    best = min(range(1, len(devices)), key=fullest)  # the first of equals
+    best = min(range(1, len(devices)), key=fullest)  # min() returns the first of equals
     return {"prefill": devices[:best], "decode": devices[best:]}
 
 
 def _share(worker: Place, neighbours: Mapping[Role, int], shares: MemoryShares) -> float | None:
-    """`neighbours`: how many of each role are on the worker's device, itself included."""
+    """The share of a worker. `neighbours`: workers of each role on its device, including itself."""
     stated = _stated(worker.device, neighbours, shares)
     if worker.role in shares.stated:
         return shares.stated[worker.role]
@@ -86,8 +85,8 @@ def _share(worker: Place, neighbours: Mapping[Role, int], shares: MemoryShares) 
     for role in neighbours:
         if role not in shares.stated and role not in shares.total:
             raise GpuAssignmentError(
-                f"{worker.role}_memory_utilization is needed: on device {worker.device} pools of {role} workers have a "
-                f"size of their own (num_blocks, kv_memory_bytes), so nobody knows what is left to share"
+                f"{worker.role}_memory_utilization is needed: on device {worker.device} {role} workers have pools of "
+                f"an explicit size (num_blocks, kv_memory_bytes), so the rest is unknown"
             )
     total = shares.total[worker.role]
     others = sum(count for role, count in neighbours.items() if role not in shares.stated)
@@ -101,7 +100,7 @@ def _share(worker: Place, neighbours: Mapping[Role, int], shares: MemoryShares) 
 
 
 def _stated(device: str, neighbours: Mapping[Role, int], shares: MemoryShares) -> float:
-    """What is stated on a device, at most all of it."""
+    """The sum of stated shares on a device. Raises GpuAssignmentError if it exceeds 1."""
     here = {role: count for role, count in neighbours.items() if role in shares.stated}
     stated = math.fsum(shares.stated[role] * count for role, count in here.items())
     if stated > 1 + 1e-9:

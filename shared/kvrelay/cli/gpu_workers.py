@@ -1,9 +1,8 @@
-"""`kvrelay up --devices`: the names that were given become GPUs, and workers' configurations say where they compute.
+"""`kvrelay up --devices`: resolves device names to GPUs and writes them into the workers' configurations.
 
-A worker is given its GPU by CUDA_VISIBLE_DEVICES, which names it by UUID, and sees it as its only one, `cuda`. So
-nothing in its process can take memory of another GPU by mistake, a part that MIG cut off is named like any other, and
-MPS counts the same GPUs as everybody. UCX opens the memory of a peer's GPU also where that is not visible: it goes by
-UUIDs, and tries (openucx/ucx pull 4137).
+A worker gets its GPU through CUDA_VISIBLE_DEVICES by UUID and sees it as its only one, `cuda`. So its process cannot
+take memory of another GPU by mistake, MIG instances are named like GPUs, and MPS numbers the same GPUs. UCX can still
+open the memory of a peer's GPU that is not visible, because it uses UUIDs (openucx/ucx pull 4137).
 """
 
 from __future__ import annotations
@@ -18,25 +17,25 @@ from kvrelay.config.up_config import UpConfig
 from kvrelay.config.worker import WorkerConfig
 
 DEFAULT_UTILIZATION = 0.9
-"""Of a GPU's memory. The rest is for what its driver keeps, and for what others take."""
+"""Default share of a GPU's memory. The rest is for the driver and other processes."""
 
 
 @dataclass(frozen=True, slots=True)
 class AssignedGpu:
-    """A worker's GPU, and its share of that GPU's memory, if it goes by shares."""
+    """The GPU of a worker, and its share of the memory (None: explicit pool size)."""
 
     gpu: Gpu
     share: float | None
 
     def __str__(self) -> str:
-        """As in `on GPU 0 (NVIDIA H100 80GB HBM3), 45% of its memory`."""
+        """For example `on GPU 0 (NVIDIA H100 80GB HBM3), 45% of its memory`."""
         return f"on {self.gpu}" + (f", {100 * self.share:.4g}% of its memory" if self.share is not None else "")
 
 
 def place_workers(
     up: UpConfig, workers: Sequence[WorkerConfig], find_gpus: Callable[[], Sequence[Gpu]]
 ) -> tuple[list[WorkerConfig], dict[str, AssignedGpu]]:
-    """The workers' configurations with device and share, and by their ids where they go. Raises ConfigError."""
+    """Returns the configurations with device and share, and the GPU by worker id. Raises ConfigError."""
     for worker in workers:
         _check_device(worker)
     try:
@@ -65,7 +64,7 @@ def place_workers(
 
 def _check_device(worker: WorkerConfig) -> None:
     if worker.backend == "simulated":
-        raise ConfigError("devices: backend = simulated computes nothing, and takes no GPU")
+        raise ConfigError("devices: backend = simulated uses no GPU: leave devices out")
     if worker.device not in ("auto", "cuda"):
         raise ConfigError(
             f"device = {worker.device} beside devices: a placed worker sees its GPU as cuda (allowed: auto, cuda)"
@@ -73,7 +72,7 @@ def _check_device(worker: WorkerConfig) -> None:
 
 
 def _find(field: str, names: Sequence[str], gpus: Sequence[Gpu]) -> list[str]:
-    """UUIDs. Raises ConfigError: a name of none, of one named before, or of one that is in parts."""
+    """Resolves names to UUIDs. Raises ConfigError for an unknown, repeated or MIG-divided GPU."""
     found: list[str] = []
     for name in names:
         gpu = next((each for each in gpus if name in (each.uuid, str(each.number))), None)
@@ -83,13 +82,13 @@ def _find(field: str, names: Sequence[str], gpus: Sequence[Gpu]) -> list[str]:
         if gpu.is_split:
             raise ConfigError(f"{field}: {gpu} is divided by MIG: name its parts, MIG-UUID as in `nvidia-smi -L`")
         if gpu.uuid in found:
-            raise ConfigError(f"{field}: {name} names {gpu} once more")
+            raise ConfigError(f"{field}: {name} names {gpu} twice")
         found.append(gpu.uuid)
     return found
 
 
 def _shares(up: UpConfig, workers: Sequence[WorkerConfig]) -> MemoryShares:
-    """Raises ConfigError."""
+    """Shares from the fields. Raises ConfigError if they exclude each other."""
     total: dict[Role, float] = {}
     stated: dict[Role, float] = {}
     own = {"prefill": up.prefill_memory_utilization, "decode": up.decode_memory_utilization}
@@ -97,7 +96,7 @@ def _shares(up: UpConfig, workers: Sequence[WorkerConfig]) -> MemoryShares:
         sized = next((name for name in ("num_blocks", "kv_memory_bytes") if getattr(worker, name) is not None), None)
         share = own[worker.role]
         if share is not None and sized is not None:
-            raise ConfigError(f"{worker.role}_memory_utilization beside {sized}: the pool's size is given already")
+            raise ConfigError(f"{worker.role}_memory_utilization excludes {sized}, which sets the pool's size")
         if share is not None:
             stated[worker.role] = share
         elif sized is None:

@@ -1,7 +1,7 @@
-"""The GPUs of this machine, as `nvidia-smi -L` lists them: no CUDA context is made, and no torch is loaded, to look.
+"""Lists the GPUs of this machine with `nvidia-smi -L`, without a CUDA context or torch.
 
-A GPU is known by its UUID, as CUDA_VISIBLE_DEVICES takes it: numbers depend on who counts (nvidia-smi by PCI bus, CUDA
-by speed unless it is told otherwise), and a part that MIG cut off has no number at all.
+GPUs are identified by UUID, as in CUDA_VISIBLE_DEVICES: nvidia-smi and CUDA number them differently (by PCI bus, and by
+speed unless configured), and MIG instances have no number.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ _PART = re.compile(r"^\s+MIG (\S+)\s+Device\s+\d+: \(UUID: (MIG-[0-9a-zA-Z/-]+)\
 
 
 class GpusUnknown(ValueError):
-    """What GPUs there are cannot be found out; the text says why."""
+    """The GPUs cannot be listed. The message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU, or a part of one that MIG cut off."""
+    """A GPU or a MIG instance."""
 
     uuid: str
     name: str
-    number: int | None = None  # None: a part, which goes by its UUID alone
-    is_split: bool = False  # into parts: it cannot be used as a whole
+    number: int | None = None  # None: a MIG instance, named by UUID
+    is_split: bool = False  # divided by MIG, so it cannot be used as a whole
 
     def __str__(self) -> str:
-        """As in `GPU 0 (NVIDIA H100 80GB HBM3)`."""
+        """For example `GPU 0 (NVIDIA H100 80GB HBM3)`."""
         return f"{self.uuid if self.number is None else f'GPU {self.number}'} ({self.name})"
 
 
 def list_gpus(environ: Mapping[str, str]) -> list[Gpu]:
-    """Those that a process with this environment may use. Raises GpusUnknown."""
+    """GPUs visible to a process with this environment. Raises GpusUnknown."""
     try:
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except FileNotFoundError:
-        raise GpusUnknown("nvidia-smi is not here, so there is no NVIDIA GPU, or no driver for it") from None
+        raise GpusUnknown("nvidia-smi not found: there is no NVIDIA GPU, or no driver for it") from None
     except (OSError, subprocess.TimeoutExpired) as error:
         raise GpusUnknown(f"nvidia-smi -L failed: {error}") from None
     if done.returncode != 0:
@@ -50,7 +50,7 @@ def list_gpus(environ: Mapping[str, str]) -> list[Gpu]:
 
 
 def read_listing(text: str) -> list[Gpu]:
-    """What `nvidia-smi -L` printed; a GPU stands before its parts."""
+    """Parses `nvidia-smi -L`, which lists a GPU before its MIG instances."""
     found: list[Gpu] = []
     whole = 0
     for line in text.splitlines():
@@ -64,9 +64,9 @@ def read_listing(text: str) -> list[Gpu]:
 
 
 def visible(gpus: Sequence[Gpu], wanted: str | None) -> list[Gpu]:
-    """What CUDA_VISIBLE_DEVICES leaves of them, in its order and with its numbers.
+    """Applies CUDA_VISIBLE_DEVICES: the visible GPUs in its order, numbered from 0.
 
-    As CUDA reads it: numbers or UUIDs, which may be cut short; the first that names nothing ends the list.
+    As in CUDA, entries are numbers or UUID prefixes, and the first unknown entry ends the list.
     """
     if wanted is None:
         return list(gpus)

@@ -1,4 +1,5 @@
-"""`kvrelay health [URL]`: asks a service's page, for the health checks of containers. Imports little: it runs often."""
+"""`kvrelay health [URL]`: requests a service's page, for container health checks. It imports little because it runs
+often."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ SHOWN_BYTES = 500
 
 
 def health(argv: Sequence[str]) -> int:
-    """Returns the exit status: 0 where the page answers with a 2xx status, else 1."""
+    """Returns the exit status: 0 if the page answers 2xx, else 1."""
     parser = argparse.ArgumentParser(
         prog="kvrelay health",
         description="Asks a page of a router (/ready, /health) or of a worker that has an http_port.",
@@ -27,7 +28,7 @@ def health(argv: Sequence[str]) -> int:
         parser.error(f"{arguments.url!r} must start with http:// or https://")
     if not 0 < arguments.timeout <= 3600:
         parser.error("--timeout must be more than 0 and at most 3600")
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a probe never means a proxy
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a probe must not use a proxy
     try:
         with opener.open(arguments.url, timeout=arguments.timeout) as answer:
             print(answer.read(SHOWN_BYTES).decode("utf-8", "replace").strip())

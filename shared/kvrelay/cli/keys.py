@@ -1,4 +1,4 @@
-"""`kvrelay keys FILE`: a new key for a fleet."""
+"""`kvrelay keys FILE`: creates a key for a fleet."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvrelay.curve import CurveKey
 
 
 def keys(argv: Sequence[str]) -> int:
-    """Returns the exit status: 0, or 1 where the file cannot be made."""
+    """Returns the exit status: 0, or 1 if the file cannot be created."""
     parser = argparse.ArgumentParser(
         prog="kvrelay keys",
         description="Makes a fleet's secret key, for --curve-key-file of all its processes. Never writes over a file.",

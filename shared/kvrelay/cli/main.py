@@ -1,4 +1,4 @@
-"""`kvrelay COMMAND`: the whole system at once, or one service."""
+"""`kvrelay COMMAND`: runs a service or a command."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ COMMANDS = {
     "simulate": ("kvrelay_simulator", "replay a trace through a fleet of simulated devices"),
     "measure": ("kvrelay_simulator.measure_command", "measure a profile of this machine for simulate"),
 }
-"""With the package that takes this process over: it is run by name, so that this one knows none of their code. Without
-one it is a function of the command's name in a module of that name here, imported when it is asked for."""
+"""Commands and the package that each runs by name, so that this module imports none of them. Without a package, the
+command is a function in the module of its name here, imported on use."""
 
 EPILOG = "Each command has its own --help. Flags, KVRELAY_* and a TOML file (--config) all take the same names."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; returns the exit status."""
+    """Runs a command and returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
         prog="kvrelay", description="LLM serving with prefill and decode taken apart.", epilog=EPILOG

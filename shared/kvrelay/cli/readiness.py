@@ -1,4 +1,4 @@
-"""How `kvrelay up` learns that a service can be used."""
+"""Readiness checks of `kvrelay up`."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ HTTP_TIMEOUT_S = 2.0
 
 
 class ReadyCheck(Protocol):
-    """Asked again and again while a service starts."""
+    """Polled while a service starts."""
 
     def restarted(self) -> None:
-        """The service starts anew: what it was before no longer counts."""
+        """Called before a restart; earlier readiness no longer counts."""
         ...
 
     async def is_ready(self) -> bool:
-        """Whether this start of the service is ready."""
+        """Whether the service is ready since its last start."""
         ...
 
 
 class WorkerReady:
-    """A process of workers is ready when all of them are registered, under other incarnations than before its
-    restart."""
+    """A worker process is ready when all its workers are registered with new incarnations."""
 
     def __init__(self, registry: Registry, model: str, worker_ids: Set[str]) -> None:
         self._registry = registry
@@ -36,11 +35,11 @@ class WorkerReady:
         self._stale: set[tuple[str, str]] = set()
 
     def restarted(self) -> None:
-        """The leases of the start before may still stand."""
+        """Remembers the old incarnations, whose leases may still be valid."""
         self._stale |= self._found
 
     async def is_ready(self) -> bool:
-        """False also while Redis is away."""
+        """Whether all workers are registered; False if Redis does not answer."""
         try:
             workers = await self._registry.list_workers(self._model)
         except RegistryUnavailable:
@@ -51,9 +50,9 @@ class WorkerReady:
 
 
 class RouterReady:
-    """A router is ready when GET /ready says 200 and counts all workers that were started with it.
+    """A router is ready when GET /ready answers 200 and counts all workers started with it.
 
-    Before that it would serve without the missing ones: prompts would not be computed where they are meant to be.
+    Before that, it would serve without some workers, for example compute all prompts on decode.
     """
 
     def __init__(self, host: str, port: int, workers: Mapping[str, int]) -> None:
@@ -62,16 +61,16 @@ class RouterReady:
         self._workers = workers
 
     def restarted(self) -> None:
-        """Nothing to forget: a dead router does not answer."""
+        """Does nothing: a dead router does not answer."""
 
     async def is_ready(self) -> bool:
-        """False also while nobody listens."""
+        """Whether the router is ready; False if it does not listen."""
         try:
             async with asyncio.timeout(HTTP_TIMEOUT_S):
                 status, body = await self._get_ready()
             counted = json.loads(body)["workers"] if status == b"200" else None
         except (OSError, TimeoutError, ValueError, LookupError):
-            return False  # nobody there, or somebody else
+            return False  # no server, or another one
         return counted is not None and all(counted.get(role, 0) >= number for role, number in self._workers.items())
 
     async def _get_ready(self) -> tuple[bytes, bytes]:

@@ -1,7 +1,7 @@
-"""Runs services as child processes: starts them, waits until they are ready, starts them again, stops them in order.
+"""Runs services as child processes: starts them, waits until they are ready, restarts them, stops them in order.
 
-A service's states: STARTING > READY > DIED > STARTING (after a pause) ..., and STOPPING > STOPPED from any. One that
-ends before it was ever ready has failed, and with it the whole start.
+States of a service: STARTING > READY > DIED > STARTING (after a pause) ..., and STOPPING > STOPPED from any state. A
+service that ends before it was ever ready fails the complete start.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ READY_POLL_S = 0.1
 FIRST_BACKOFF_S = 0.5
 LAST_BACKOFF_S = 15.0
 HEALTHY_AFTER_S = 60.0
-"""A service that ran this long starts again without a pause to speak of."""
+"""A service that ran this long restarts with the shortest pause."""
 KILL_GRACE_S = 5.0
-"""Beyond a service's own drain timeout."""
+"""Additional time after a service's drain timeout before it is killed."""
 TAIL_LINES = 30
 
 
 class ServiceStartFailed(Exception):
-    """A service ended before it was ready. The message has the last lines of its log."""
+    """A service ended before it was ready. The message contains the last lines of its log."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
-    """A process to run. `environ` goes on top of ours; without `log_path` its output goes where ours goes."""
+    """A process to run. `environ` extends this process's environment; without `log_path` its output is inherited."""
 
     name: str
     argv: Sequence[str]
@@ -44,12 +44,12 @@ class ServiceSpec:
     log_path: Path | None
     ready: ReadyCheck
     drain_timeout_s: float
-    pass_fds: Sequence[int] = ()  # descriptors that it inherits
-    where: str = ""  # it runs, for people: shown while it starts and when it is ready
+    pass_fds: Sequence[int] = ()  # inherited file descriptors
+    where: str = ""  # for display: where it runs, such as a GPU
 
 
 class Service:
-    """One child process and its successors."""
+    """A child process and its restarts."""
 
     def __init__(self, spec: ServiceSpec, display: Display) -> None:
         self.spec = spec
@@ -74,14 +74,14 @@ class Service:
             if time.monotonic() - started > HEALTHY_AFTER_S:
                 backoff_s = FIRST_BACKOFF_S
             self._display.update(
-                self.spec.name, DIED, f"{describe_exit(status)}; starts again in {backoff_s:g} s {self._log_hint()}"
+                self.spec.name, DIED, f"{describe_exit(status)}; restarts in {backoff_s:g} s {self._log_hint()}"
             )
             await asyncio.sleep(backoff_s)
             backoff_s = min(backoff_s * 2, LAST_BACKOFF_S)
             self.spec.ready.restarted()
 
     async def stop(self) -> None:
-        """Asks it to drain, waits, and kills it if it takes longer than it may."""
+        """Drains the process, and kills it after its timeout."""
         self._stopping = True
         process = self._process
         if process is None or process.returncode is not None:
@@ -96,27 +96,27 @@ class Service:
         self._display.update(self.spec.name, STOPPED)
 
     def interrupt(self) -> None:
-        """Asks it once more to stop: services then leave without waiting for open requests."""
+        """Signals again, upon which services end without waiting for open requests."""
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Ends it at once."""
+        """Kills the process."""
         self._stopping = True
         self._signal(signal.SIGKILL)
 
     async def _run_once(self) -> int:
-        """From start to end; returns the exit status."""
+        """Runs the process once; returns the exit status."""
         where = f"{self.spec.where} " if self.spec.where else ""
         self._display.update(self.spec.name, STARTING, f"{where}{self._log_hint()}")
         started = time.monotonic()
         process = await self._spawn()
         self._process = process
-        if self._stopping:  # asked for while the process was being made
+        if self._stopping:  # stop was requested during the spawn
             self.kill()
         ended = asyncio.create_task(process.wait())
         while not (is_ready := await self.spec.ready.is_ready()) and not ended.done():
             await asyncio.wait([ended], timeout=READY_POLL_S)
-        if is_ready and not self._stopping:  # it may have been ready, and have ended, since it was last asked
+        if is_ready and not self._stopping:  # it may have become ready and ended since the last poll
             self._was_ready = True
             self.ready.set()
             self._display.update(self.spec.name, READY, f"{where}after {time.monotonic() - started:.1f} s")
@@ -132,7 +132,7 @@ class Service:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # Ctrl-C is ours to pass on, in order
+                start_new_session=True,  # so that Ctrl-C reaches only this process, which stops services in order
                 preexec_fn=die_with_parent(),
                 pass_fds=self.spec.pass_fds,
             )
@@ -154,11 +154,11 @@ class Service:
         if self.spec.log_path is None:
             return ""
         lines = self.spec.log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
-        return "".join(f"\n  | {line}" for line in lines) + f"\nThe whole log: {self.spec.log_path}"
+        return "".join(f"\n  | {line}" for line in lines) + f"\nComplete log: {self.spec.log_path}"
 
 
 def describe_exit(status: int) -> str:
-    """`exited with status 1`, `was killed by SIGKILL`."""
+    """Text such as `exited with status 1` or `was killed by SIGKILL`."""
     if status >= 0:
         return f"exited with status {status}"
     try:
@@ -168,7 +168,7 @@ def describe_exit(status: int) -> str:
 
 
 class Supervisor:
-    """A set of services. `front` drains before the others: nothing new comes in while they finish."""
+    """Runs a set of services. `front` drains first, so no new requests arrive while the others finish."""
 
     def __init__(self, front: Service, others: Sequence[Service]) -> None:
         self._front = front
@@ -176,11 +176,11 @@ class Supervisor:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Starts all at the same time."""
+        """Starts all services at the same time."""
         self._tasks = [asyncio.create_task(service.run()) for service in (*self._others, self._front)]
 
     async def wait_ready(self) -> None:
-        """Until every service has been ready. Raises ServiceStartFailed."""
+        """Waits until every service was ready. Raises ServiceStartFailed."""
         waiting = asyncio.create_task(self._all_ready())
         running: list[asyncio.Task[None]] = [waiting, *self._tasks]
         try:
@@ -196,7 +196,7 @@ class Supervisor:
             await service.ready.wait()
 
     async def stop(self) -> None:
-        """Drains the front, then the others together; returns when every process has ended."""
+        """Drains `front`, then the others together, and waits for all processes."""
         await self._front.stop()
         await asyncio.gather(*(service.stop() for service in self._others))
         for task in self._tasks:
@@ -204,6 +204,6 @@ class Supervisor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def kill(self) -> None:
-        """Ends all processes at once."""
+        """Kills all processes."""
         for service in (self._front, *self._others):
             service.kill()

@@ -1,4 +1,4 @@
-"""`kvrelay top`: the fleet in a terminal, from a router's `/fleet`."""
+"""`kvrelay top`: shows a router's `/fleet` in a terminal."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from rich.text import Text
 DEFAULT_URL = "http://127.0.0.1:8000"
 KEY_VARIABLE = "KVRELAY_API_KEY"
 OTHERS = frozenset({"queued_tokens", "cancelled_requests", "sender_lost"})
-"""Of a worker's queues, those that are none."""
+"""Entries of a worker's `queues` that are no queues."""
 
 
 def top(argv: Sequence[str]) -> int:
-    """Until Ctrl-C; returns the exit status: 1 where the router did not answer the first time."""
+    """Runs until Ctrl-C. Returns the exit status: 1 if the router did not answer the first request."""
     parser = argparse.ArgumentParser(
         prog="kvrelay top",
         description=f"Shows the fleet as a router sees it. A key, where one is needed, comes from {KEY_VARIABLE}.",
@@ -54,7 +54,7 @@ def top(argv: Sequence[str]) -> int:
 
 
 def ask(url: str) -> dict[str, Any]:
-    """A router's `/fleet`. Raises OSError, HTTPException, ValueError."""
+    """Fetches a router's `/fleet`. Raises OSError, HTTPException, ValueError."""
     key = os.environ.get(KEY_VARIABLE)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     request = urllib.request.Request(f"{url.rstrip('/')}/fleet", headers=headers)
@@ -80,7 +80,7 @@ def _follow(url: str, interval_s: float, fleet: dict[str, Any]) -> None:
 
 
 def view(fleet: Mapping[str, Any]) -> RenderableType:
-    """What a router answered, as tables."""
+    """Renders an answer of `/fleet` as tables."""
     return Group(_head(fleet), _workers(fleet["workers"]))
 
 
@@ -123,7 +123,7 @@ def _workers(workers: Sequence[Mapping[str, Any]]) -> RenderableType:
 
 
 def _named(worker: Mapping[str, Any]) -> Text:
-    """With its GPU, and KV in 8 bits, on a line of their own; that all others have neither goes without saying."""
+    """The worker's name, with GPU and 8-bit KV type, if any, on a second line."""
     device, kv_dtype = worker.get("device", ""), worker.get("kv_dtype", "")
     notes = [device] * (device not in ("", "cpu")) + [f"KV {kv_dtype}"] * kv_dtype.startswith("fp8")
     return Text("\n".join([worker["worker_id"], *notes]))

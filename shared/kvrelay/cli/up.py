@@ -1,4 +1,4 @@
-"""`kvrelay up`: the whole system on one machine, with a Redis of its own."""
+"""`kvrelay up`: runs all services on one machine with a private Redis."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ from kvrelay.ports import HeldPort
 LOOPBACK = "127.0.0.1"
 REDIS_POLL_S = 0.5
 PROCESSES_GRACE_S = 15.0
-"""A router of several processes ends those itself that do not drain in time, which it must live to do."""
+"""Additional time for a router with several processes, which kills those that do not drain in time."""
 DECIDED_HERE = frozenset(
     {"worker_id", "num_workers", "static_workers", "router_id", "port", "host", "advertise_host", "redis_url"}
 )
-"""Of the services' fields, those that `up` sets itself."""
+"""Fields of services that `up` sets itself."""
 WORKER_PORTS = frozenset({"transfer_port", "http_port", "http_host"})
 ROUTER_PORTS = frozenset({"message_host", "message_port", "processes", "metrics_port", "metrics_host"})
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """What to start, checked before anything starts. `workers`: a configuration for each process of them; `placed`: by
-    their ids, where they are placed on GPUs."""
+    """The services to start, checked before any starts. `workers`: one configuration per worker process. `placed`: GPUs
+    by worker id."""
 
     up: UpConfig
     router: RouterConfig
@@ -57,12 +57,12 @@ class LaunchPlan:
 
     @property
     def url(self) -> str:
-        """Where clients on this machine find it."""
+        """Base URL for clients on this machine."""
         host = LOOPBACK if is_wildcard(self.up.host) else self.up.host
         return f"http://{f'[{host}]' if ':' in host else host}:{self.up.port}"
 
     def flags_of(self, worker: WorkerConfig) -> list[str]:
-        """From which the worker's process makes the same configuration."""
+        """Flags that give the worker's process this configuration."""
         argv = [*self.worker_flags, f"--worker-id={worker.worker_id}", f"--threads={worker.threads}"]
         argv.append(f"--num-workers={worker.num_workers}")
         if worker.memory_utilization is not None:
@@ -72,7 +72,7 @@ class LaunchPlan:
         return argv
 
     def environ_of(self, worker: WorkerConfig) -> dict[str, str]:
-        """What the worker's process has in its environment beside ours."""
+        """Additional environment of the worker's process."""
         environ = {"OMP_NUM_THREADS": str(worker.threads)}
         if (placed := self.placed.get(worker.worker_id)) is not None:
             environ[VISIBLE] = placed.gpu.uuid
@@ -80,7 +80,7 @@ class LaunchPlan:
 
 
 def up(argv: Sequence[str]) -> int:
-    """Runs until it is told to stop; returns the exit status: 1 where something failed to start, 2 for bad flags."""
+    """Runs until stopped. Returns the exit status: 1 if a service failed to start, 2 for invalid flags."""
     flags = vars(_parser().parse_args(argv))
     try:
         with ExitStack() as stack:
@@ -106,12 +106,12 @@ def make_plan(
     environ: Mapping[str, str],
     find_gpus: Callable[[Mapping[str, str]], Sequence[Gpu]] = list_gpus,
 ) -> LaunchPlan:
-    """Resolves every process's configuration as the process itself will. Raises ConfigError.
+    """Resolves every process's configuration exactly as the process will. Raises ConfigError.
 
-    `find_gpus`, of an environment, is asked only where workers are to be placed on GPUs.
+    Calls `find_gpus` with the environment only if workers are assigned to GPUs.
     """
     own = resolve(UpConfig, flags, environ)
-    # Two of these on one Redis must not share workers' names.
+    # Two instances on one Redis must not have equal worker ids.
     suffix = f"-{secrets.token_hex(2)}" if own.redis_url else ""
     processes = [
         (role, f"{role}-{number}{suffix}", num_workers)
@@ -143,7 +143,7 @@ def make_plan(
 
 
 def _with_part_of_memory(worker: WorkerConfig, num_processes: int) -> WorkerConfig:
-    """All share the memory of one machine, or of the GPU that `device` names for all."""
+    """Divides `memory_utilization`, since all workers share one machine, or the one GPU of `device`."""
     if worker.memory_utilization is None:
         return worker
     share = math.floor(worker.memory_utilization / num_processes * 1e6) / 1e6
@@ -151,12 +151,12 @@ def _with_part_of_memory(worker: WorkerConfig, num_processes: int) -> WorkerConf
 
 
 def _shared_out(num_workers: int, per_process: int) -> list[int]:
-    """Workers of each process: all but the last are full."""
+    """Number of workers per process; all but the last are full."""
     return [min(per_process, num_workers - first) for first in range(0, num_workers, per_process)]
 
 
 def to_argv(values: Mapping[str, Any], config_class: type[CommonConfig]) -> list[str]:
-    """Flags that give a service these values; Redis' address goes through the environment, for its password."""
+    """Flags for these values. The Redis URL is passed in the environment, since it contains a password."""
     argv = [f"--config={values['config']}"] if "config" in values else []
     for name, value in values.items():
         if name not in config_class.model_fields or name == "redis_url":
@@ -172,7 +172,7 @@ def to_argv(values: Mapping[str, Any], config_class: type[CommonConfig]) -> list
 
 
 def hold_port(host: str, port: int) -> HeldPort:
-    """The router's, so that it is known before the router listens. Raises ConfigError where nobody could listen."""
+    """Reserves the router's port before it listens. Raises ConfigError if it cannot be bound."""
     try:
         return HeldPort(host, port)
     except OSError as error:
@@ -205,7 +205,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class _Run:
-    """One `kvrelay up`, from the first process to the last."""
+    """One run of `kvrelay up`."""
 
     def __init__(self, plan: LaunchPlan, server: EmbeddedRedis | None, display: Display) -> None:
         self._plan = plan
@@ -216,7 +216,7 @@ class _Run:
         self._supervisor: Supervisor | None = None
 
     async def run(self) -> int:
-        """Returns the exit status; raises ServiceStartFailed, RegistryError."""
+        """Runs until stopped and returns the exit status. Raises ServiceStartFailed, RegistryError."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._on_signal)
@@ -251,23 +251,23 @@ class _Run:
             await self._supervisor.stop()
 
     def _on_signal(self) -> None:
-        """The first time drains, the second time kills."""
+        """The first signal drains, the second kills."""
         if not self._stop.is_set():
             self._stop.set()
-            self._display.note("Stopping: open requests may finish. Once more to stop at once.")
+            self._display.note("Stopping: open requests may finish. Press Ctrl-C again to stop at once.")
         elif self._supervisor:
             self._supervisor.kill()
 
     async def _watch_redis(self, server: EmbeddedRedis) -> None:
-        """Redis is advisory: while it is gone requests go on; a new one takes its place."""
+        """Restarts Redis when it dies. Requests continue meanwhile, since Redis is advisory."""
         while True:
             await asyncio.sleep(REDIS_POLL_S)
             status = server.poll()
             if status is not None:
-                self._display.update("redis", DIED, f"{describe_exit(status)}; starts again")
+                self._display.update("redis", DIED, f"{describe_exit(status)}; restarts")
                 try:
                     server.restart()
-                except EmbeddedRedisError as error:  # a full disk may be cleared: it is tried again
+                except EmbeddedRedisError as error:  # retried, since a full disk may be cleared
                     self._display.update("redis", DIED, str(error))
                 else:
                     self._display.update("redis", READY)
@@ -316,7 +316,7 @@ class _Run:
         )
 
     def _log_path(self, name: str) -> Path:
-        """Each port has its directory, so that two of these in one place keep apart. A new start, a new log."""
+        """Path of a new log. Each port has its own directory, so two instances do not share logs."""
         directory = self._plan.up.state_dir / str(self._plan.up.port)
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"{name}.log"
@@ -325,7 +325,7 @@ class _Run:
 
 
 def greeting(plan: LaunchPlan) -> str:
-    """The URL, and a request to paste."""
+    """The URL and an example request."""
     model = plan.router.served_model_name
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is an otter?"}]})
     lines = [

@@ -1,6 +1,7 @@
-"""Puts paged attention in the place of transformers' own, through its attention and mask registries.
+"""Replaces transformers' attention by paged attention, through its attention and mask registries.
 
-The step's plan travels in a context variable: not every model passes unknown keyword arguments down to its attention.
+The step's plan travels in a context variable, because not every model passes unknown keyword arguments to its
+attention.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from kvrelay.backends.backend import AttentionParams, StepAttention
 
 ATTENTION_NAME = "kvrelay_paged"
-"""The `attn_implementation` under which models find this module. No mask goes with it: for an implementation without a
-mask function transformers makes none, and does not look for packed sequences in the positions, which on a GPU would
-make the host wait in every forward."""
+"""The `attn_implementation` under which models find this module. It is registered without a mask function. transformers
+then builds no mask and does not search the positions for packed sequences, which on a GPU would make the host wait in
+every forward."""
 
 OBSERVED_NAME = "kvrelay_observed"
-"""The same with the model's mask function as mask; see `observing`."""
+"""The same, with the model's mask function in place of the mask; see `observing`."""
 
 _MEANT = frozenset({"scaling", "sliding_window", "softcap", "s_aux"})
-# Passed by some model, and without influence here: what they say is fixed for a causal decoder in inference, or is told
-# to kernels of another kind.
+# Some models pass these. They have no effect here: their values are fixed for a causal decoder in inference, or address
+# kernels of another kind.
 _WITHOUT_EFFECT = frozenset(
     {"dropout", "position_ids", "cache_position", "output_attentions", "output_hidden_states", "output_router_logits"}
     | {"use_cache", "return_dict", "position_embeddings", "past_key_values", "logits_to_keep", "deterministic"}
@@ -34,11 +35,11 @@ _WITHOUT_EFFECT = frozenset(
 
 
 class UnsupportedModel(ValueError):
-    """The model asks for something that the engine or the KV layout cannot do; the message names it."""
+    """The model needs something that the engine or the KV layout cannot do. The message names it."""
 
 
 class LayerAttention(Protocol):
-    """What stands behind the registered attention function during a forward."""
+    """The attention function of one forward, called by the registered implementation."""
 
     def __call__(
         self,
@@ -49,7 +50,7 @@ class LayerAttention(Protocol):
         mask: object,
         params: AttentionParams,
     ) -> torch.Tensor:
-        """Attention of one layer over packed tokens, `[tokens, heads, head_dim]` in and out."""
+        """Computes attention of one layer over packed tokens: `[tokens, heads, head_dim]` in and out."""
         ...
 
 
@@ -58,7 +59,7 @@ _attention: ContextVar[LayerAttention] = ContextVar("kvrelay_attention")
 
 
 def register() -> None:
-    """Makes both implementations known to transformers. Idempotent."""
+    """Registers both implementations with transformers. Idempotent."""
     AttentionInterface.register(ATTENTION_NAME, _paged_attention_forward)
     AttentionInterface.register(OBSERVED_NAME, _paged_attention_forward)
     AttentionMaskInterface.register(OBSERVED_NAME, _mask_function)
@@ -66,7 +67,7 @@ def register() -> None:
 
 @contextmanager
 def attending(step: StepAttention) -> Iterator[None]:
-    """Forwards in this context attend through `step`."""
+    """Makes forwards in this context attend through `step`."""
 
     def attend(
         layer: int,
@@ -87,7 +88,8 @@ def attending(step: StepAttention) -> Iterator[None]:
 
 @contextmanager
 def observing(model: PreTrainedModel, attention: LayerAttention) -> Iterator[None]:
-    """Forwards of `model` in this context attend through `attention`, with the model's mask function as `mask`."""
+    """Makes forwards of `model` in this context attend through `attention`, which gets the model's mask function as
+    `mask`."""
     token = _attention.set(attention)
     model.set_attn_implementation(OBSERVED_NAME)
     try:
@@ -98,7 +100,7 @@ def observing(model: PreTrainedModel, attention: LayerAttention) -> Iterator[Non
 
 
 def _mask_function(*, mask_function: MaskFunction | None = None, **_: Any) -> MaskFunction | None:
-    """The function itself in place of the mask that it would fill."""
+    """Returns the mask function itself instead of a filled mask."""
     return mask_function
 
 

@@ -1,7 +1,7 @@
-"""The second of three stages: what one forward pass needs, and what it gives back.
+"""The input and output of a runner's step, and the runner's interface.
 
-A schedule batch (requests, policy) becomes a `WorkerBatch` (plain numbers), which a runner turns into a forward batch
-(tensors). The scheduler knows no tensor, the runner knows no policy.
+The scheduler's plan (sequences, policy) becomes a `WorkerBatch` (plain numbers), which the runner turns into a forward
+(tensors). The scheduler uses no tensors, and the runner contains no policy.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.transfer.pool_memory import PoolLike
@@ -23,9 +24,9 @@ Int32Array = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class BeamRow:
-    """What a beam's row gives in place of a token: its `num_candidates` most likely continuations.
+    """Makes a row return the `num_candidates` most likely continuations of a beam instead of a token.
 
-    `history` is all of its tokens, of which the first `num_prompt` are the prompt: penalties look at them.
+    `history` is all tokens of the beam, of which the first `num_prompt` are the prompt. Penalties use it.
     """
 
     num_candidates: int
@@ -34,15 +35,15 @@ class BeamRow:
 
 
 class WorkerRow(msgspec.Struct, frozen=True, gc=False):
-    """One sequence's part in a step: `len(token_ids)` tokens from `position` on.
+    """One sequence's row of a step: `len(token_ids)` tokens, the first at `position`.
 
-    `block_ids` is the sequence's block table, long enough for position + len(token_ids) tokens; the K/V of the earlier
-    `position` tokens lie in it already. With `sample`, one token is drawn from the logits after the last token; with
-    `beam` the best candidates are found instead, and `key` is that of all beams of one request.
-    With `has_placeholder`, the last of `token_ids` is a placeholder: it stands for the token sampled last for this
-    key, by a step that was in flight when the batch was made.
-    With `num_lookahead`, the row may bring up to 1 + num_lookahead tokens (see `RowResult`), and `block_ids` is long
-    enough for position + len(token_ids) + num_lookahead tokens. No row behind it has a placeholder.
+    `block_ids` is the sequence's block table, long enough for position + len(token_ids) tokens. It holds the K/V of the
+    earlier `position` tokens. With `sample`, a token is sampled from the logits after the last token. With `beam`, the
+    best candidates are found instead, and `key` is the same for all beams of a request. With `has_placeholder`, the
+    last of `token_ids` is a placeholder for the token that was sampled last for this key, by a step that was in flight
+    when the batch was made. With `num_lookahead`, the row may bring up to 1 + num_lookahead tokens (see `RowResult`),
+    and `block_ids` is long enough for position + len(token_ids) + num_lookahead tokens. A row behind such a row has no
+    placeholder.
     """
 
     key: SequenceKey
@@ -58,14 +59,14 @@ class WorkerRow(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """The K/V of block `source` goes to block `target` before any row of the step is computed."""
+    """Copies the K/V of block `source` to block `target` before any row of the step is computed."""
 
     source: int
     target: int
 
 
 class SwapCopies(NamedTuple):
-    """`blocks[i]` of the pool and `slots[i]` of the host's swap space are to hold the same bytes."""
+    """Pairs of pool block `blocks[i]` and host swap slot `slots[i]` to copy, in one direction."""
 
     blocks: tuple[int, ...] = ()
     slots: tuple[int, ...] = ()
@@ -76,11 +77,12 @@ NO_COPIES = SwapCopies()
 
 @dataclass(frozen=True, slots=True)
 class WorkerBatch:
-    """The rows of one step, prefill chunks first, and what is copied before them: between pool and host, then from
+    """The rows of one step, prefill chunks first, and the copies before them: first between pool and host, then from
     block to block (copy-on-write).
 
-    A block that is copied out may be copied into, or written by a row, in the same step; a slot that is copied in is
-    in no copy out of the same step. No target of a copy from block to block is a source, or another one's target.
+    A block that is copied out may be the target of a copy in, or written by a row, in the same step. A slot that is
+    copied in is not copied out in the same step. The target of a block-to-block copy is neither a source nor the target
+    of another copy.
     """
 
     step: int
@@ -104,9 +106,9 @@ class WorkerBatch:
 
 @dataclass(frozen=True, slots=True)
 class BeamCandidates:
-    """A beam's most likely continuations, the likeliest first: tokens and float32 log-probabilities, both `[k]`.
+    """A beam's most likely continuations, best first: token ids and float32 log-probabilities, both `[k]`.
 
-    Log-probabilities are of the model's distribution, with penalties, biases and minimum length applied to them.
+    The log-probabilities are of the model's distribution after penalties, biases and minimum length.
     """
 
     token_ids: Int32Array
@@ -129,14 +131,14 @@ class RowResult(msgspec.Struct, frozen=True, gc=False):
     token_ids: Sequence[int] = ()
     logprobs: Sequence[TokenLogprobs] = ()
     prompt_logprobs: Sequence[TokenLogprobs] = ()
-    candidates: BeamCandidates | None = None  # of a beam's row that samples
+    candidates: BeamCandidates | None = None  # for a beam's row
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Results in the order of the batch's rows, and the seconds that the forward and the copies before it took.
+    """The rows' results in the batch's order, and the seconds that the forward and the copies before it took.
 
-    `captured`: the forward was replayed from a CUDA graph.
+    `captured`: a CUDA graph was replayed for the forward.
     """
 
     step: int
@@ -148,7 +150,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """What the services need to know about a loaded model, without a tensor."""
+    """The facts about a loaded model that services need, without tensors."""
 
     name: str
     vocab_size: int
@@ -159,20 +161,22 @@ class ModelSpec:
     head_dim: int
     block_size: int
     num_blocks: int
-    block_bytes: int  # of one block of all layers
+    block_bytes: int  # bytes of one block with all layers
     dtype: str
     fingerprint: str  # hash over weights, dtypes, KV layout, block size and tokenizer
     num_swap_slots: int = 0  # blocks that fit the host's swap space
-    swap_block_s: float = 0.0  # seconds that copying a block to or from there took at the start; 0: not measured
-    device: str = ""  # that computes, for people: cpu, or a GPU's name and UUID
-    kv_dtype: str = ""  # of keys and values in the pool; empty: simulated
+    swap_block_s: float = 0.0  # measured seconds to copy a block one way; 0: not measured
+    device: str = ""  # device name for display: cpu, or a GPU's name and UUID
+    kv_dtype: str = ""  # dtype of keys and values in the pool; empty: simulated
 
 
 class RowsFailed(Exception):
-    """A step gave nothing because of the sequences in `keys`; without them it may be run again.
+    """A step failed because of the sequences in `keys`. Without them it may be run again.
 
-    Its copies between pool and host were made; after any other exception they count as not made.
+    Its copies between pool and host were made. After any other exception they count as not made.
     """
+
+    kind = FailureKind.ENGINE_ERROR
 
     def __init__(self, message: str, keys: Sequence[SequenceKey]) -> None:
         super().__init__(message)
@@ -180,73 +184,89 @@ class RowsFailed(Exception):
 
 
 class DeviceLost(Exception):
-    """The device does nothing more for this process: no step will ever land here again."""
+    """The device is lost to this process. No step will land here again."""
+
+
+def failure_kind(error: Exception) -> FailureKind:
+    """The kind of failure that a step's error is for its requests."""
+    if isinstance(error, RowsFailed):
+        return error.kind
+    if isinstance(error, DeviceLost):
+        return FailureKind.DEVICE_LOST
+    # By name: torch's error is no MemoryError, and simulated workers do not import torch.
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return FailureKind.OUT_OF_MEMORY
+    return FailureKind.ENGINE_ERROR
 
 
 class ModelRunner(Protocol):
-    """Runs the model over a paged pool. Calls come from one thread at a time; `execute` may take long."""
+    """Runs the model over a paged pool. Calls come from one thread at a time. `execute` may take long."""
 
     @property
     def spec(self) -> ModelSpec: ...
 
     @property
     def pool_memory(self) -> PoolLike:
-        """The pool's memory, shared, not copied, as transports read and write it."""
+        """The pool's memory, shared with transports, which read and write it in place."""
         ...
 
     def add_sequence(self, key: SequenceKey, sampling: Sampling, token_ids: Sequence[int], num_prompt: int) -> None:
-        """Makes a sequence known to the sampler. `token_ids` beyond `num_prompt` are output already (resumed, or the
-        first token of a handoff): they count for penalties, min_tokens and max_tokens. Idempotent per key."""
+        """Adds a sequence to the sampler. The `token_ids` beyond `num_prompt` are output already (of a resumed
+        sequence, or the first token of a handoff) and count for penalties, min_tokens and max_tokens. Idempotent per
+        key."""
         ...
 
     def drop_sequence(self, key: SequenceKey) -> None:
-        """Forgets a sequence's sampler state; unknown keys are ignored."""
+        """Drops a sequence's sampler state. Unknown keys are ignored."""
         ...
 
     def execute(self, batch: WorkerBatch) -> StepResult:
-        """Runs one step: copies blocks out to the host, then in from there, then from block to block; then writes K/V
-        of every row's tokens into its blocks, attends, samples. There may be copies and no rows. Thread-safe against
+        """Runs one step. It copies blocks out to the host, then in from the host, then from block to block; then it
+        writes K/V of all rows, attends and samples. A batch may have copies and no rows. Thread-safe against
         `add_sequence` and `drop_sequence` from another thread. All tokens of the result join the sampler's history. The
-        newest is what `has_placeholder` of a row of the next batch stands for.
+        newest one is what `has_placeholder` of a row of the next batch refers to.
 
-        Raises RowsFailed where some sequences alone are to blame; the copies were made then. Raises DeviceLost where
-        only a new process can go on. Whatever it raises, nothing of the step writes into its blocks any more."""
+        Raises RowsFailed if single sequences caused the failure; the copies were made then. Raises DeviceLost if only a
+        new process can continue. After any exception, nothing of the step writes into its blocks any more.
+        """
         ...
 
 
 class LaunchedStep(Protocol):
-    """A step that the device was asked for. It ends by one of the two methods, called once, on whatever thread, and
-    after that of the step launched before it."""
+    """A step that was launched on the device. Exactly one of the two methods is called, once, on any thread, and only
+    after the step launched before it has ended."""
 
     def land(self) -> StepResult:
-        """Waits until the step has ended on the device, for nothing launched behind it. As `ModelRunner.execute` from
-        there on: sampled tokens join the sampler's history, and it raises the same."""
+        """Waits until this step has ended on the device, but not for a step launched behind it. Then acts as
+        `ModelRunner.execute` does: sampled tokens join the sampler's history, and it raises the same errors."""
         ...
 
     def discard(self) -> None:
-        """Waits likewise; nothing of the step is remembered. It may be run again, or never. Raises DeviceLost."""
+        """Waits until the step has ended and drops its results. The step may be run again. Raises DeviceLost."""
         ...
 
 
 class LaunchingRunner(ModelRunner, Protocol):
-    """A `ModelRunner` over a device with a queue: a step may be launched while the one before it runs.
+    """A `ModelRunner` over a device with a queue: a step may be launched while the previous one runs.
 
-    `launch` is called on one thread at a time, which may be another one than that of a `land` going on meanwhile. At
-    most two steps are launched and not ended."""
+    `launch` is called on one thread at a time, while `land` may run on another. At most two steps are launched and not
+    ended.
+    """
 
     @property
     def launches_ahead(self) -> bool:
-        """Whether any step is ever launched behind another one here."""
+        """Whether steps are ever launched behind a running one here."""
         ...
 
     def can_launch_behind(self, batch: WorkerBatch) -> bool:
-        """Whether `launch` takes this batch while the step before it is launched, or about to be, and has not landed.
+        """Whether `launch` accepts this batch while the previous step has not landed.
 
-        A row with `has_placeholder` then takes its token on the device, where that step leaves it. No: the batch needs
-        what the host learns when that step lands, or its launch would wait for the device."""
+        A row with `has_placeholder` then takes its token from device memory. False means that the batch needs something
+        that the host learns when the previous step lands, or that its launch would wait for the device.
+        """
         ...
 
     def launch(self, batch: WorkerBatch) -> LaunchedStep:
-        """The first half of `execute`, which is this and `land`. Raises as it does: then nothing of the step writes
-        into its blocks any more, and there is nothing to end."""
+        """The first half of `execute`; `land` is the second. Raises the same errors. After an error, nothing of the
+        step writes into its blocks any more, and no LaunchedStep is left to end."""
         ...

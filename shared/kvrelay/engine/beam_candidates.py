@@ -1,6 +1,6 @@
 """The most likely continuations of beams: one log-softmax and one top-k over all beams of a step.
 
-Penalties, biases and minimum lengths change the log-probabilities, not the logits, as in `transformers`' beam search.
+Penalties, biases and minimum lengths change the log-probabilities and not the logits, as in transformers' beam search.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _candidates(token_ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> 
 
 
 def _seen(beams: Sequence[BeamRow], penalised: NDArray[np.bool_]) -> Seen:
-    """What came before in the rows that have a penalty."""
+    """The earlier tokens of the rows that have a penalty."""
     rows, token_ids, in_output = [], [], []
     for row in np.flatnonzero(penalised).tolist():
         beam = beams[row]

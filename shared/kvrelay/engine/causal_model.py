@@ -1,7 +1,7 @@
 """Loads a causal language model of transformers with paged attention, and runs its two halves.
 
-The backbone gives hidden states of a packed batch; the head turns chosen ones into logits. They are called apart so
-that the head can run in slices: logits of a whole chunk are vocabulary times tokens.
+The backbone computes hidden states of a packed batch. The head turns selected hidden states into logits. They are
+separate so that the head can run in slices: logits of a whole chunk take vocabulary times tokens of memory.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from kvrelay.backends.backend import KV_DTYPES, AttentionBackend, KVLayout, StepAttention
 from kvrelay.backends.choose_backend import select_backend
+from kvrelay.backends.cpu import CpuBackend
 from kvrelay.backends.cpu_build import KernelBuildError
 from kvrelay.engine.attention import ATTENTION_NAME, UnsupportedModel, register
 from kvrelay.engine.checkpoint import check_quantization, read_config, read_model
@@ -28,7 +29,7 @@ from kvrelay.engine.probe import ObservedLayers, check_forward, check_paged_forw
 from kvrelay.engine.support import check_config, check_positions, resolve_max_model_len
 
 LoadFormat = Literal["auto", "dummy"]
-"""The checkpoint's weights, or random ones of the same shapes, which need no files but the config."""
+"""Where weights come from: the checkpoint, or random values of the same shapes, which need no files but the config."""
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ _NATIVE_FLAGS = {
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """What to load: a directory or a hub name, with the config already read and checked."""
+    """The model to load: a directory or a hub name, with its config read and checked."""
 
     name: str
     config: PreTrainedConfig
@@ -50,16 +51,17 @@ class ModelSource:
     device: torch.device
     max_model_len: int
     load_format: LoadFormat = "auto"
-    stored: torch.dtype | None = None  # of keys and values in the pool; None: as they are computed
+    stored: torch.dtype | None = None  # dtype of keys and values in the pool; None: as computed
 
     @property
     def weights_salt(self) -> str:
-        """What tells weights that are not the checkpoint's apart from it, and from each other; else nothing."""
+        """Returns a salt that separates random weights from the checkpoint's and from each other; empty for the
+        checkpoint's."""
         return f"dummy {_DUMMY_SEED} {self.device.type}" if self.load_format == "dummy" else ""
 
 
 class CausalModel:
-    """A loaded model, with its KV layout and the backend that its attention was checked with."""
+    """A loaded model with its KV layout and the backend with which its attention was checked."""
 
     def __init__(
         self,
@@ -115,7 +117,7 @@ def open_source(
 
 
 def resolve_dtype(requested: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
-    """The dtype to compute in; `auto` is the checkpoint's, but float32 on CPUs that lack it.
+    """The dtype to compute in. `auto` is the checkpoint's, but float32 on CPUs without support for it.
 
     Raises:
         ValueError: an unknown name.
@@ -139,9 +141,9 @@ def load_model(
     cascade_attention: bool = False,
     fused_layers: bool = True,
 ) -> CausalModel:
-    """Loads the weights, learns the KV layout from a tiny forward, and checks paged attention against the model's own.
+    """Loads the weights, finds the KV layout with a tiny forward, and checks paged attention against the model's own.
 
-    Without a `backend`, the fastest one that works is taken; see `select_backend` for `cascade_attention`.
+    Without a `backend`, the fastest one that works is used; see `select_backend` for `cascade_attention`.
     With `fused_layers`, layers run through the fused kernels if these know the model and the results agree.
 
     Raises:
@@ -174,7 +176,7 @@ def _choose_forward(
     fused_layers: bool,
 ) -> Forward:
     """The fused kernels if they are wanted, know the model, and give its logits; else the model's own modules."""
-    if model.device.type == "cpu" and fused_layers:
+    if fused_layers and isinstance(backend, CpuBackend):
         try:
             fused = FusedForward(decoder_weights(model, observed.params))
             check_forward(model, fused, layout, backend, max_model_len)
@@ -186,13 +188,13 @@ def _choose_forward(
 
 
 def make_dummy(source: ModelSource, attn_implementation: str) -> PreTrainedModel:
-    """The source's model with random weights, made on its device: the same ones on every device of that type."""
+    """The source's model with random weights, made on its device. All devices of one type get the same weights."""
     device = source.device
     generators = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(generators), torch.device(device):
         torch.manual_seed(_DUMMY_SEED)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            deepcopy(source.config),  # a model keeps it, and it says how the model attends
+            deepcopy(source.config),  # the model keeps this config, and it names the attention implementation
             dtype=source.dtype,
             attn_implementation=attn_implementation,
         )
@@ -200,7 +202,8 @@ def make_dummy(source: ModelSource, attn_implementation: str) -> PreTrainedModel
 
 
 def _eos_token_ids(model: PreTrainedModel, vocab_size: int) -> tuple[int, ...]:
-    """As the generation config says, else the config. Ids that no token has (some configs say -1) end nothing."""
+    """The end tokens of the generation config, or else of the config. Ids outside the vocabulary (some configs have -1)
+    are left out."""
     generation = getattr(model, "generation_config", None)
     ids = getattr(generation, "eos_token_id", None)
     if ids is None:
@@ -212,7 +215,7 @@ def _eos_token_ids(model: PreTrainedModel, vocab_size: int) -> tuple[int, ...]:
 
 
 def _cpu_flags() -> frozenset[str]:
-    """The CPU's feature names as Linux lists them; none elsewhere, except what every Apple arm64 has."""
+    """The CPU's feature names as Linux lists them. Elsewhere none, except the features that every Apple arm64 has."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():

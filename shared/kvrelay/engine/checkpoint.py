@@ -1,7 +1,7 @@
-"""Reads what a model's directory or hub repository holds, and refuses what would run with other weights than its own.
+"""Reads a model's directory or hub repository, and refuses weights that would load wrongly.
 
-transformers goes on where weights are missing (it draws them at random) and where it does not know how they are
-quantized (it takes their numbers as they are); for a server both are wrong tokens that nobody notices.
+transformers initialises missing weights at random, and reads weights of an unknown quantization as plain numbers. On a
+server both would give wrong tokens without any error.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from transformers.utils.hub import cached_file
 from kvrelay.engine.attention import UnsupportedModel
 
 _log = logging.getLogger(__name__)
-_MAX_NAMED = 4  # of many tensors, these are named
+_MAX_NAMED = 4  # at most this many tensors are named
 _INTEGERS = frozenset({"I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64"})
-_SCALE = re.compile(r"(?<!\bk_)(?<!\bv_)(?<!\bkv_)scale[^.]*$")  # those of keys and values are not of weights
+_SCALE = re.compile(r"(?<!\bk_)(?<!\bv_)(?<!\bkv_)scale[^.]*$")  # scales of keys and values are not scales of weights
 
 
 def read_config(name: str) -> PreTrainedConfig:
-    """The config of a directory or a hub name. Code that lies beside it is not run, and nobody is asked about it.
+    """Reads the config of a directory or a hub name. Code in the repository is not run, and nothing prompts for
+    permission.
 
     Raises:
         UnsupportedModel: transformers cannot make a config of it.
@@ -41,12 +42,12 @@ def read_config(name: str) -> PreTrainedConfig:
         config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=False)
         for each in (config, config.get_text_config(decoder=True)):
             each.return_dict = True
-            each.output_hidden_states = each.output_attentions = False  # of no use here, and it takes memory
+            each.output_hidden_states = each.output_attentions = False  # not used here, and it takes memory
     return config
 
 
 def read_model(name: str, config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str) -> PreTrainedModel:
-    """The model with the checkpoint's weights, all of them.
+    """Loads the model with all of the checkpoint's weights.
 
     Raises:
         UnsupportedModel: weights are missing, of other shapes than the config's, unreadable, or quantized in a way that
@@ -60,7 +61,7 @@ def read_model(name: str, config: PreTrainedConfig, dtype: torch.dtype, attn_imp
             dtype=dtype,
             attn_implementation=attn_implementation,
             trust_remote_code=False,
-            ignore_mismatched_sizes=True,  # they are refused below, by name
+            ignore_mismatched_sizes=True,  # the check below refuses them by name
             output_loading_info=True,
         )
     model: PreTrainedModel
@@ -72,13 +73,13 @@ def read_model(name: str, config: PreTrainedConfig, dtype: torch.dtype, attn_imp
 
 
 def check_quantization(config: PreTrainedConfig) -> None:
-    """Raises UnsupportedModel for weights whose quantization transformers does not know: it would ignore it."""
+    """Raises UnsupportedModel for a quantization that transformers does not know: it would ignore it."""
     quantization = getattr(config, "quantization_config", None)
     if quantization is None:
         return
     content = quantization if isinstance(quantization, dict) else quantization.to_dict()
     method = content.get("quant_method")
-    if content.get("load_in_4bit") or content.get("load_in_8bit"):  # bitsandbytes' first configs do not say its name
+    if content.get("load_in_4bit") or content.get("load_in_8bit"):  # the first configs of bitsandbytes do not name it
         return
     if getattr(method, "value", method) not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         raise UnsupportedModel(f"{config.model_type}: its weights are quantized by {method!r}, which is not known here")
@@ -102,8 +103,8 @@ def _check_loaded(name: str, loaded: dict[str, Any]) -> None:
 
 
 def _check_stored(name: str, unused: Collection[str]) -> None:
-    """Raises UnsupportedModel for weights that are scaled numbers of a few bits, which the config does not say: some
-    tools (ModelOpt) say it in a file of their own."""
+    """Raises UnsupportedModel for scaled low-bit weights that the config does not mention. Some tools
+    (ModelOpt) describe them in a file of their own."""
     scales = [key for key in unused if _SCALE.search(key)]
     for key, stored in _stored_types(name):
         is_scaled = stored.startswith("F8_") and scales
@@ -112,7 +113,7 @@ def _check_stored(name: str, unused: Collection[str]) -> None:
 
 
 def _stored_types(name: str) -> Iterator[tuple[str, str]]:
-    """Names and types of the tensors in the checkpoint's safetensors, by their headers."""
+    """Names and types of the tensors in the checkpoint's safetensors, from their headers."""
     folder = Path(cached_file(name, CONFIG_NAME) or name).parent
     for path in sorted(folder.glob("model*.safetensors")):
         with safe_open(path, "pt") as tensors:
@@ -127,7 +128,7 @@ def _some(keys: Collection[str]) -> str:
 
 @contextmanager
 def _refusing(name: str, what: str) -> Iterator[None]:
-    """Whatever else a bad file makes transformers raise says what it is about. OSError and ValueError do already."""
+    """Turns other errors of transformers into one that names the file. OSError and ValueError name it already."""
     try:
         yield
     except (OSError, ValueError):

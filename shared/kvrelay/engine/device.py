@@ -1,7 +1,7 @@
-"""Which device to compute on; small arrays there and back, with as little waiting as can be.
+"""Chooses the device to compute on, and moves small arrays between it and the host with as few waits as possible.
 
-A step's numbers go to the device without a wait, and what it drew comes back in one copy: each wait would leave an
-accelerator idle until the host has found its next kernel.
+A step's numbers go to the device without a wait, and its sampled tokens come back in one copy. Each wait would leave an
+accelerator idle until the host has launched its next kernel.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from kvrelay.backends.cpu_build import cache_dir
 from kvrelay.engine.turns import turn_on_gpu
 
 _thread = threading.local()
-_UUID_CHARACTERS = len("GPU-00000000-0000-0000-0000-000000000000")  # the variable takes shorter beginnings too
+_UUID_CHARACTERS = len("GPU-00000000-0000-0000-0000-000000000000")  # the variable accepts shorter prefixes too
 
 
 def find_device(name: str) -> torch.device:
-    """The device of that name, `cpu`, `cuda` or `cuda:N`.
+    """The device of that name: `cpu`, `cuda` or `cuda:N`.
 
-    `auto` is the CPU, with or without a GPU: on GPUs too little is tested and measured yet to take one unasked.
+    `auto` is the CPU, with or without a GPU: GPUs are too little tested and measured yet to be chosen by default.
 
     Raises:
         ValueError: a GPU that is not there, or that this torch cannot use.
@@ -42,7 +42,8 @@ def find_device(name: str) -> torch.device:
 
 
 def device_uuid(device: torch.device) -> str:
-    """Of a GPU or a part of one, as nvidia-smi shows it. CUDA is asked only where the environment does not say."""
+    """The UUID of a GPU or of a MIG slice, as nvidia-smi shows it. Asks CUDA only if the environment does
+    not name it."""
     index = device.index or 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if index < len(visible) and visible[index].startswith(("GPU-", "MIG-")) and len(visible[index]) >= _UUID_CHARACTERS:
@@ -51,7 +52,7 @@ def device_uuid(device: torch.device) -> str:
 
 
 def describe_device(device: torch.device) -> str:
-    """`cpu`, or as in `NVIDIA H100 80GB HBM3 (GPU-5c89852c-...)`."""
+    """Returns `cpu`, or text like `NVIDIA H100 80GB HBM3 (GPU-5c89852c-...)`."""
     if device.type != "cuda":
         return device.type
     return f"{torch.cuda.get_device_name(device)} ({device_uuid(device)})"
@@ -59,41 +60,41 @@ def describe_device(device: torch.device) -> str:
 
 @contextmanager
 def turn_on(device: torch.device) -> Iterator[None]:
-    """Holds up other processes that start on the same GPU; see `turns`. Raises TurnNeverCame."""
+    """Makes other processes that start on the same GPU wait; see `turns`. Raises TurnNeverCame."""
     with turn_on_gpu(device_uuid(device), cache_dir()) if device.type == "cuda" else nullcontext():
         yield
 
 
 def use_on_this_thread(device: torch.device) -> None:
-    """Makes a GPU the calling thread's own, and its context the thread's current one.
+    """Makes a GPU the calling thread's current device, and its context the thread's current context.
 
-    Torch finds the device by its tensors. Others take the thread's: pinned memory and streams that are asked for
-    without a device would be GPU 0's, and UCX takes no CUDA transport on a thread without a context, or crashes there
-    (a new thread has none; vllm-project/vllm pull 36475, ai-dynamo/nixl issue 2102).
+    torch finds the device by its tensors. Other code uses the thread's device: pinned memory and streams that are
+    requested without a device would be GPU 0's, and UCX uses no CUDA transport on a thread without a context, or
+    crashes there (a new thread has none; vllm-project/vllm pull 36475, ai-dynamo/nixl issue 2102).
     """
     if device.type != "cuda" or getattr(_thread, "device", None) == device:
         return
     torch.cuda.set_device(device)
-    torch.zeros(1, device=device)  # naming the device makes no context; a kernel takes one
+    torch.zeros(1, device=device)  # setting the device creates no context; running a kernel does
     _thread.device = device
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """The array's elements on the device; on a CPU, shared with the array.
+    """The array's elements on the device. On a CPU the tensor shares the array's memory.
 
-    To a GPU they go by pinned memory: from pageable memory the driver may wait for the stream first. The caching host
-    allocator keeps the pinned memory until the copy is done.
+    Arrays go to a GPU through pinned memory, because the driver may wait for the stream before it reads pageable
+    memory. The caching host allocator keeps the pinned memory until the copy is done.
     """
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 class HostCopy:
-    """Parts `[rows]` or `[rows, columns]` on their way to the host, in one copy; nobody has waited yet.
+    """An asynchronous copy of parts `[rows]` or `[rows, columns]` to the host, as one transfer.
 
-    They come as float64, exact for what a token id or a float32 can be. The copy lies behind what this thread asked the
-    device for before, and ahead of what is asked for later: whoever reads it waits for that copy alone. Its pinned
-    memory is this object's, and torch's caching allocator gives it to nobody before the copy is done.
+    The parts arrive as float64, which represents token ids and float32 exactly. The copy is ordered behind what this
+    thread launched before and ahead of what it launches later, so a reader waits for this copy alone. This object owns
+    the pinned memory, and torch's caching allocator does not reuse it before the copy is done.
     """
 
     def __init__(self, *parts: torch.Tensor) -> None:
@@ -112,7 +113,7 @@ class HostCopy:
             self._landed.synchronize()
 
     def read(self) -> list[NDArray[np.float64]]:
-        """Waits, and gives the parts."""
+        """Waits, and returns the parts."""
         self.wait()
         host = self._host.numpy()
         if self._flat:
@@ -122,10 +123,10 @@ class HostCopy:
 
 
 def start_copy(source: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-    """The tensor in the host's memory, and what comes when it is there: None where it is.
+    """Returns the tensor in host memory, and an event that fires when it has arrived, or None if it is there already.
 
-    The event puts a waiting thread to sleep, which costs some 20 to 50 us more than spinning. With the next step
-    launched already the device does not feel that, and the core is free for the event loop.
+    Waiting for the event puts the thread to sleep, which costs 20 to 50 us more than spinning. If the next step is
+    launched already, the device does not notice that, and the core is free for the event loop.
     """
     if source.device.type != "cuda":
         return source.cpu(), None
@@ -137,14 +138,14 @@ def start_copy(source: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | N
 
 
 def to_host(*parts: torch.Tensor) -> list[NDArray[np.float64]]:
-    """Parts `[rows]` or `[rows, columns]` in one copy, which is waited for; see `HostCopy`."""
+    """Copies parts `[rows]` or `[rows, columns]` to the host as one transfer and waits for it; see `HostCopy`."""
     return HostCopy(*parts).read()
 
 
 def is_settled(device: torch.device) -> bool:
-    """Waits until the device has done all that this process asked of it. False: it never will.
+    """Waits until the device has finished everything that this process launched. False if it never will.
 
-    After an illegal access or a failed kernel every call gives the same error, until the process ends.
+    After an illegal access or a failed kernel every call returns the same error until the process ends.
     """
     try:
         if device.type == "cuda":
@@ -155,7 +156,7 @@ def is_settled(device: torch.device) -> bool:
 
 
 class Moment:
-    """What this thread has asked of the device by now; on a CPU it is done."""
+    """Marks what this thread has launched on the device so far. On a CPU that is done already."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None
@@ -164,12 +165,12 @@ class Moment:
             self._event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> None:
-        """Returns once that is done, and waits for nothing that was asked for later."""
+        """Returns once the marked work is done. Does not wait for work launched later."""
         if self._event is not None:
             self._event.synchronize()
 
     def seconds_since(self, earlier: Moment) -> float:
-        """By the device's own clock, waiting for this moment; 0 on a CPU, which has no such clock."""
+        """Waits, and returns the seconds since `earlier` by the device's clock; 0 on a CPU, which has no such clock."""
         if self._event is None or earlier._event is None:
             return 0.0
         self.wait()

@@ -1,8 +1,8 @@
 """A pool in an accelerator's memory, as transports see it.
 
 One-sided transports get its address. Others stage through pinned host memory on a stream of their own, so that a copy
-runs beside the forward and waits for nothing but itself. A block is read after the step that wrote it has landed, and
-used after `scatter` returned: the streams need no events between them.
+runs beside the forward and waits for nothing else. A block is read after the step that wrote it has landed, and used
+after `scatter` has returned, so the streams need no events between them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from kvrelay.engine.device import use_on_this_thread
 from kvrelay.transfer.pool_memory import Segment
 from kvrelay.transfer.wire import Bytes, Indices
 
-_STAGING_BYTES = 8 << 20  # of `rows` and `scatter`, which bring no buffer of their own
+_STAGING_BYTES = 8 << 20  # buffer size of `rows` and `scatter`, whose callers bring none
 
 
 class DevicePool:
-    """`PoolMemory` over `pool`, whose first dimension is the block, and which is contiguous."""
+    """`PoolMemory` over `pool`, which is contiguous and whose first dimension is the block."""
 
     def __init__(self, pool: torch.Tensor) -> None:
         as_bytes = pool.view(pool.shape[0], -1).view(torch.uint8)
@@ -32,7 +32,7 @@ class DevicePool:
         self._device = pool.device
         self._is_cuda = pool.device.type == "cuda"
         self._stream = torch.cuda.Stream(pool.device) if self._is_cuda else None
-        self._lock = Lock()  # over the staging buffer
+        self._lock = Lock()  # guards the staging buffer
         self.address = self._blocks.data_ptr()
         self.device_id = pool.device.index or 0
         self._staged = self.buffer(max(1, _STAGING_BYTES // self.block_bytes))
@@ -42,24 +42,23 @@ class DevicePool:
         use_on_this_thread(self._device)
 
     def view(self, first: int, count: int) -> Bytes | None:
-        """None: the host cannot read it in place."""
+        """Returns None: the host cannot read the pool in place."""
         return None
 
     def buffer(self, num_blocks: int) -> Bytes:
-        """Pinned memory."""
+        """Returns pinned memory."""
         shape = (num_blocks, self.block_bytes)
         memory: Bytes = torch.empty(shape, dtype=torch.uint8, pin_memory=self._is_cuda).numpy()
         return memory
 
     def gather(self, blocks: Indices, out: Bytes) -> None:
-        """See `PoolMemory.gather`. Several blocks leave as one copy."""
+        """See `PoolMemory.gather`. Several blocks are copied as one transfer."""
         with self._on_stream():
             found = self._blocks.index_select(0, self._indices(blocks))
             torch.from_numpy(out[: len(blocks)]).view(found.dtype).copy_(found, non_blocking=True)
         self._wait()
 
     def scatter(self, slots: Indices, rows: Bytes) -> None:
-        """See `PoolMemory.scatter`."""
         with self._lock:
             for first in range(0, len(slots), len(self._staged)):
                 some = slots[first : first + len(self._staged)]
@@ -71,7 +70,6 @@ class DevicePool:
                 self._wait()
 
     def rows(self, blocks: Indices) -> Iterator[Bytes]:
-        """See `PoolMemory.rows`."""
         with self._lock:
             for first in range(0, len(blocks), len(self._staged)):
                 some = blocks[first : first + len(self._staged)]
@@ -90,6 +88,6 @@ class DevicePool:
 
 
 def _widest(blocks: torch.Tensor) -> torch.Tensor:
-    """The same memory in words of eight bytes, where blocks are made of them: kernels that gather go by the element."""
+    """The same memory in eight-byte words if the block size allows: gather kernels work element by element."""
     has_words = blocks.shape[1] % 8 == 0 and blocks.storage_offset() % 8 == 0
     return blocks.view(torch.int64) if has_words else blocks

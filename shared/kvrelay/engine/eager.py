@@ -60,7 +60,8 @@ class EagerForward:
 
 
 class _BackboneOutput(BaseModelOutputWithPast):
-    """What a head may ask its backbone for: the hidden states; of all else (router logits, cross attention), None."""
+    """The backbone output that heads read: the hidden states, and None for everything else (router logits, cross
+    attention)."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -68,7 +69,7 @@ class _BackboneOutput(BaseModelOutputWithPast):
 
 
 class _GivenHiddenStates(torch.nn.Module):
-    """Stands where the backbone stood, and returns hidden states computed before."""
+    """Replaces the backbone. Returns hidden states that were computed before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,20 +77,20 @@ class _GivenHiddenStates(torch.nn.Module):
 
     @property
     def decoder(self) -> _GivenHiddenStates:
-        """Some heads (OPT's) call their backbone's decoder by this name."""
+        """Some heads (OPT's) use their backbone's decoder by this name."""
         return self
 
     def set(self, hidden: torch.Tensor) -> None:
-        """The next forward returns `hidden`, `[1, tokens, hidden]`."""
+        """Sets the `hidden` states, `[1, tokens, hidden]`, that the next forward returns."""
         self._output = _BackboneOutput(last_hidden_state=hidden)
 
     def forward(self, *_: Any, **__: Any) -> _BackboneOutput:
-        """The hidden states that were set, whatever the input."""
+        """Returns the hidden states that were set, whatever the input."""
         return self._output
 
 
 def split_head(model: PreTrainedModel) -> tuple[torch.nn.Module, _GivenHiddenStates]:
-    """Takes the backbone out of `model`, whose forward is then its head's part alone (with its caps and scales)."""
+    """Removes the backbone from `model`, whose forward then runs its head alone (with its caps and scales)."""
     prefix = model.base_model_prefix
     backbone = getattr(model, prefix, None)
     if not isinstance(backbone, torch.nn.Module):

@@ -1,4 +1,4 @@
-"""A model's identity: two workers may exchange KV only if theirs agree."""
+"""The identity of a model. Two workers may exchange KV only if their fingerprints agree."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers.utils.hub import cached_file
 
 from kvrelay.backends.backend import KVLayout
 
-_WHOLE_BYTES = 64 * 2**20  # weights up to here are hashed whole
+_WHOLE_BYTES = 64 * 2**20  # files up to this size are hashed whole
 _NUM_SAMPLES = 256
 _SAMPLE_BYTES = 64 * 2**10
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
@@ -26,11 +26,11 @@ _TOKENIZER = (
 
 
 def fingerprint(model_dir: Path, layout: KVLayout, salt: str = "") -> str:
-    """32 hex digits over config, weights, tokenizer, dtype, and layout and type of KV.
+    """Returns 32 hex digits over config, weights, tokenizer, dtype, and layout and type of KV.
 
-    Large weights are sampled: sizes, each file's first bytes (safetensors keep names, shapes and types there) and runs
-    spread evenly over it. So a difference in a few weights alone may go unseen; another training step does not.
-    `salt` tells weights apart that do not come from these files.
+    Large weight files are sampled: their sizes, the first bytes (safetensors keep names, shapes and types there) and
+    evenly spaced runs. A difference in only a few weights may go unnoticed; another training step does not. `salt`
+    separates weights that do not come from these files.
     """
     digest = hashlib.blake2b(digest_size=16)
     stored = "" if layout.stored is None else f"stored as {layout.stored} "
@@ -48,11 +48,11 @@ def fingerprint(model_dir: Path, layout: KVLayout, salt: str = "") -> str:
 
 
 def find_model_dir(name: str) -> Path:
-    """The directory of a loaded model: `name` itself, or the snapshot of the hub name in the local cache."""
+    """The directory of a loaded model: `name` itself, or the hub name's snapshot in the local cache."""
     if Path(name).is_dir():
         return Path(name)
     config = cached_file(name, "config.json", local_files_only=True)
-    assert config is not None  # cached_file raises where the file is missing
+    assert config is not None  # cached_file raises if the file is missing
     return Path(config).parent
 
 
@@ -69,7 +69,7 @@ def _add_whole(digest: hashlib.blake2b, paths: Sequence[Path]) -> None:
 
 
 def _samples(path: Path) -> Iterator[bytes]:
-    """Runs of the file at even distances, the first one at its start."""
+    """Evenly spaced runs of the file, beginning at its start."""
     last = max(0, path.stat().st_size - _SAMPLE_BYTES)
     with path.open("rb") as file:
         for index in range(_NUM_SAMPLES):

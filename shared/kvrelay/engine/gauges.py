@@ -1,4 +1,4 @@
-"""Gauges of the memory that a pool is to lie in, by device. Apart from `profile`, which does without torch."""
+"""Measures the memory in which the pool will lie, by device. Separate from `profile`, which does not import torch."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ log = logging.getLogger(__name__)
 
 
 class GpuMemory(Protocol):
-    """The books of one GPU's memory; all in bytes."""
+    """The accounting of one GPU's memory, in bytes."""
 
     def total(self) -> int:
-        """What there is, for all processes."""
+        """All memory of the GPU."""
         ...
 
     def free(self) -> int:
-        """What no process takes."""
+        """Memory that no process uses."""
         ...
 
     def used(self) -> int:
-        """What all processes take together; may count from another origin than `total` less `free`."""
+        """Memory that all processes use. May count from another origin than `total` minus `free`."""
         ...
 
     def reserved(self) -> int:
-        """What torch's allocator holds in this process, for tensors and for later."""
+        """Memory that torch's allocator reserves in this process."""
         ...
 
     def most_reserved(self) -> int:
-        """The most since `trim`."""
+        """The most reserved memory since `trim`."""
         ...
 
     def trim(self) -> None:
-        """Torch's allocator gives back what it held for later."""
+        """Makes torch's allocator release unused reserved memory."""
         ...
 
     def hold(self, num_bytes: int) -> None:
-        """Torch's allocator takes so much for later. Raises torch.OutOfMemoryError."""
+        """Makes torch's allocator reserve this much. Raises torch.OutOfMemoryError."""
         ...
 
 
 class CudaGauge:
-    """What this process takes of a GPU: torch's reserve, and the context and libraries beside it.
+    """The GPU memory of this process: torch's reserve, and the context and libraries beside it.
 
-    Torch tells the one of this process alone. The other is what all processes took beside since the gauge was made:
-    make it before anything is on the GPU, and while no other process starts there (see `turns`). Processes that have
-    started do not grow, because they `keep` what their largest step takes. One that ends meanwhile can hide what this
-    one took beside torch since its last look, never more.
+    torch reports its reserve for this process alone. The rest is measured as what all processes have taken beside torch
+    since the gauge was made. So make the gauge before anything is on the GPU and while no other process starts there
+    (see `turns`). Processes that have started do not grow, because they `keep` the memory of their largest step. A
+    process that ends meanwhile can hide at most what this one took beside torch since the last measurement.
     """
 
     pool_rests = True
@@ -66,30 +66,30 @@ class CudaGauge:
         self._step = 0
 
     def total(self) -> int:
-        """As the driver says."""
+        """As the driver reports it."""
         return self._memory.total()
 
     def rest(self) -> int:
-        """Without what torch's allocator holds for later."""
+        """Used memory without the unused part of torch's reserve."""
         gc.collect()
         self._memory.trim()
         self._rested = self._memory.reserved()
         return self._rested + self._beside_torch()
 
     def peak(self) -> int:
-        """Of what torch reserved."""
+        """The most memory that torch reserved."""
         most = self._memory.most_reserved()
         self._step = most - self._rested
         return most + self._beside_torch()
 
     def free(self) -> int | None:
-        """As the driver says, with what torch's allocator holds for later."""
+        """Free memory as the driver reports it, plus the unused part of torch's reserve."""
         gc.collect()
         self._memory.trim()
         return self._memory.free()
 
     def keep(self) -> None:
-        """See `MemoryGauge.keep`. What the allocator holds in smaller pieces would come on top of it."""
+        """See `MemoryGauge.keep`. Blocks that the allocator holds in smaller pieces come on top."""
         gc.collect()
         self._memory.trim()
         try:
@@ -106,45 +106,40 @@ class CudaGauge:
 
 
 class TorchMemory:
-    """`GpuMemory` by torch, and by NVML where it is there: that counts without a context, and so the context too."""
+    """`GpuMemory` through torch, and through NVML if it is installed. NVML counts without a CUDA context, so it also
+    sees the context."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._nvml = _Nvml.of(device_uuid(device))
 
     def total(self) -> int:
-        """See `GpuMemory.total`."""
         return torch.cuda.mem_get_info(self._device)[1]
 
     def free(self) -> int:
-        """See `GpuMemory.free`."""
         return torch.cuda.mem_get_info(self._device)[0]
 
     def used(self) -> int:
-        """See `GpuMemory.used`."""
         return self.total() - self.free() if self._nvml is None else self._nvml.used()
 
     def reserved(self) -> int:
-        """See `GpuMemory.reserved`."""
         return torch.cuda.memory_reserved(self._device) if torch.cuda.is_initialized() else 0
 
     def most_reserved(self) -> int:
-        """See `GpuMemory.most_reserved`."""
         return torch.cuda.max_memory_reserved(self._device)
 
     def trim(self) -> None:
-        """See `GpuMemory.trim`."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def hold(self, num_bytes: int) -> None:
-        """See `GpuMemory.hold`. Freed tensors stay with the allocator, and are cut up for smaller ones."""
+        """See `GpuMemory.hold`. Freed tensors stay with the allocator, which splits them for smaller ones."""
         torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
 
 class _Nvml:
-    """The driver's own books of one GPU, by UUID. `nvidia-ml-py` comes with FlashInfer."""
+    """The driver's accounting of one GPU, by UUID. `nvidia-ml-py` comes with FlashInfer."""
 
     def __init__(self, api: Any, handle: Any) -> None:
         self._api = api
@@ -152,13 +147,13 @@ class _Nvml:
 
     @classmethod
     def of(cls, uuid: str) -> _Nvml | None:
-        """None where it does not work, which is logged."""
+        """Returns None, after logging why, if NVML does not work."""
         try:
             api = import_module("pynvml")
             api.nvmlInit()
             found = cls(api, api.nvmlDeviceGetHandleByUUID(uuid))
             found.used()
-        except Exception as error:  # NVML's errors are its own classes, which are not there without it
+        except Exception as error:  # NVML raises classes of its own, which cannot be named without it
             log.info("this process's CUDA context is not counted as its memory: NVML does not tell (%r)", error)
             return None
         return found
@@ -168,5 +163,5 @@ class _Nvml:
 
 
 def make_gauge(device: torch.device) -> MemoryGauge:
-    """For the memory of `device`; see `CudaGauge` on when."""
+    """Makes the gauge for the memory of `device`. See `CudaGauge` for when to call it."""
     return CudaGauge(TorchMemory(device)) if device.type == "cuda" else HostGauge()

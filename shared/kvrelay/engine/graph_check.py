@@ -1,7 +1,7 @@
-"""Holds captured decoding steps against the same steps launched kernel by kernel, before anything is served.
+"""Compares captured decoding steps with the same steps launched kernel by kernel, before anything is served.
 
-What was captured ran over other tokens, positions and blocks than the check: a graph that follows its buffers only
-in part is off by as much as two different steps are.
+The capture ran over other tokens, positions and blocks than the check. So a graph that misses a change of its buffers
+gives hidden states that differ as much as those of two different steps.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ if TYPE_CHECKING:
     from kvrelay.engine.graphs import DecodeGraphs
 
 _MOST_CONTEXT_BLOCKS = 64
-_OF_ONE_SIZE = 5.0  # times the tolerance: a small step may have the one row that rounding sends another way
+_OF_ONE_SIZE = 5.0  # times the tolerance: a small step may contain the one row that rounding changes most
 
 
 class GraphsDiffer(ValueError):
-    """Captured steps give something else; the message has the size and by how much."""
+    """Captured steps give different results. The message has the size and the difference."""
 
 
 @torch.inference_mode()
 def check_graphs(graphs: DecodeGraphs, model: CausalModel, pool: torch.Tensor) -> None:
-    """Runs one step of each captured size both ways over `pool`, whose blocks hold nothing of worth; they end as zeros.
+    """Runs one step of each captured size both ways over `pool`. Overwrites the pool's blocks and leaves zeros.
 
     Raises:
         GraphsDiffer: hidden states differ by more than the dtype's rounding.
     """
     rng = np.random.default_rng(0)
     tolerance = tolerance_of(model.layout)
-    most_rows = min(graphs.sizes[-1], len(pool) - 2)  # beside the context and the scratch block
+    most_rows = min(graphs.sizes[-1], len(pool) - 2)  # one block for the shared context, one scratch block
     if most_rows < 1:
         return
     for block in pool[: most_rows + 1]:
-        block.copy_(torch.randn(block.shape, device=pool.device))  # 8-bit floats cannot be drawn
+        block.copy_(torch.randn(block.shape, device=pool.device))  # torch has no random 8-bit floats
     errors = []
     for size in graphs.sizes:
         token_ids, rows = _step(rng, min(size, most_rows), model, pool.shape[3])
@@ -59,7 +59,8 @@ def check_graphs(graphs: DecodeGraphs, model: CausalModel, pool: torch.Tensor) -
 def _step(
     rng: np.random.Generator, num_rows: int, model: CausalModel, block_size: int
 ) -> tuple[NDArray[np.int64], PackedRows]:
-    """Rows with different contexts. Of each, all blocks but the last are block 0; the last of row r is block r + 1."""
+    """Rows with different contexts. The last block of row r is block r + 1; all other blocks of all rows
+    are block 0."""
     longest = model.source.max_model_len
     num_context = rng.integers(0, min(blocks_for(longest, block_size), _MOST_CONTEXT_BLOCKS), num_rows)
     positions = np.minimum(num_context * block_size + rng.integers(0, block_size, num_rows), longest - 1)
@@ -78,10 +79,10 @@ def _errors(
     rows: PackedRows,
     size: int,
 ) -> NDArray[np.float32]:
-    """By row, how far replayed hidden states are from launched ones, relative to these."""
+    """The relative difference of replayed from launched hidden states, by row."""
     count = len(token_ids)
     replayed = graphs.hidden_states(token_ids, rows).float()
-    padded = pad_rows(rows, size, len(pool) - 1)  # so that matrices are multiplied by the same kernels
+    padded = pad_rows(rows, size, len(pool) - 1)  # padded, so that both multiply matrices with the same kernels
     all_ids = np.zeros(size, np.int64)
     all_ids[:count] = token_ids
     positions = torch.from_numpy(padded.positions.astype(np.int64)).to(pool.device)

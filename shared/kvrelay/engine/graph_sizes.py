@@ -1,4 +1,4 @@
-"""For which numbers of sequences a decoding step is captured in a CUDA graph. Plain numbers, no torch."""
+"""The batch sizes for which a decoding step is captured in a CUDA graph. Plain numbers, without torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ _SIZES_A_DOUBLING = 8
 
 
 def default_sizes(max_running: int) -> tuple[int, ...]:
-    """1, 2 and 4; from 8 on multiples of 8, of 16 above 128, of 32 above 256, and so on, eight sizes each time that
-    they double; and `max_running` itself, at the end. Beyond 64 padding adds an eighth at most.
-    """
+    """Returns 1, 2, 4, then multiples of 8, above 128 multiples of 16, above 256 of 32, and so on, eight sizes for each
+    doubling, and `max_running` at the end. Beyond 64, padding adds at most an eighth."""
     sizes = [size for size in _FINE_SIZES if size < max_running]
     size = step = _SIZES_A_DOUBLING
     while size < max_running:
@@ -24,6 +23,6 @@ def default_sizes(max_running: int) -> tuple[int, ...]:
 
 
 def padded_size(sizes: Sequence[int], num_rows: int) -> int | None:
-    """The smallest of `sizes`, which rise, that holds `num_rows`; None: none does."""
+    """The smallest of the ascending `sizes` that holds `num_rows`, or None."""
     at = bisect_left(sizes, num_rows)
     return sizes[at] if at < len(sizes) else None

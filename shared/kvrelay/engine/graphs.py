@@ -1,14 +1,13 @@
-"""Decoding steps as CUDA graphs: the backbone's forward, captured once for each of some numbers of rows, and replayed.
+"""Decoding steps as CUDA graphs: the backbone's forward, captured for several batch sizes, and replayed.
 
 A decoding step has hundreds of small kernels, and a host that launches them one by one is slower than the GPU. A graph
-is launched as one. It holds addresses and launch sizes, not what lies there: all that changes between steps is copied
+is launched as one. It holds addresses and launch sizes, but no data: everything that changes between steps is copied
 into fixed buffers first, and the step is padded to the next captured size. Padding rows hold token 0 at position 0 of a
-scratch block that no sequence owns; what they give is never read.
-Steps with chunks of prompts, steps larger than the largest graph, and those in which the backend reads a long prefix
-once for many rows, are launched kernel by kernel as ever.
+scratch block that no sequence owns; their results are never read. Steps with prompt chunks, steps larger than the
+largest graph, and steps in which the backend reads a long prefix once for many rows are launched kernel by kernel.
 
-No step overwrites what the one before still reads: copies into the fixed buffers are ordered with the replays on one
-stream, and come from pinned memory that is not used again before they are done.
+A step never overwrites buffers that the previous step still reads: copies into the fixed buffers are ordered with the
+replays on one stream, and come from pinned memory that is not reused before they are done.
 """
 
 from __future__ import annotations
@@ -44,38 +43,39 @@ Replay = Callable[[], None]
 
 
 class GraphRecorder(Protocol):
-    """Captures work of a device, to run it again."""
+    """Captures work of a device so that it can be replayed."""
 
     def record(self, forward: Callable[[], None]) -> Replay:
-        """Runs `forward` to warm it up, and captures it; what is returned runs it over what its buffers hold then.
+        """Runs `forward` once to warm it up, then captures it. The returned function replays it over the current
+        content of its buffers.
 
-        `forward` enters inference mode by itself.
+        `forward` enters inference mode itself.
         """
         ...
 
 
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The same for all captures: cuBLAS keeps a workspace (32 MiB on Hopper) for each stream that it was used on."""
+    """One stream for all captures: cuBLAS keeps a workspace (32 MiB on Hopper) for each stream on which it was used."""
     return torch.cuda.Stream(device)
 
 
 class CudaGraphRecorder:
-    """CUDA graphs in one pool of memory: no two of them run at a time, and none keeps a result in it.
+    """CUDA graphs in one memory pool: no two of them run at the same time, and none keeps a result in the pool.
 
-    Other threads of the process may use the device meanwhile: only what this one does is captured, and held to the
+    Other threads of the process may use the device meanwhile. Only this thread's work is captured and restricted by the
     rules of captures.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = _capture_stream(device)
-        self._memory: Any = None  # of the first graph; the others join it
+        self._memory: Any = None  # the first graph's pool; later graphs share it
 
     def record(self, forward: Callable[[], None]) -> Replay:
-        """See `GraphRecorder.record`. Raises RuntimeError where the driver refuses to capture something."""
-        # Torch's random generator takes tensors for all captures of a process with the first one. Made in inference
-        # mode, they would refuse the captures of others that are not in it.
+        """See `GraphRecorder.record`. Raises RuntimeError if the driver refuses to capture something."""
+        # Torch's random generator allocates tensors for all captures of a process with the first one. If they were made
+        # in inference mode, later captures outside inference mode would fail.
         with torch.inference_mode(mode=False), torch.cuda.device(self._device):
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
@@ -92,7 +92,7 @@ class CudaGraphRecorder:
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """One captured size."""
+    """A captured graph of one size."""
 
     inputs: torch.Tensor  # token ids, then positions, [2 * size]; fixed
     step: FixedStep
@@ -100,26 +100,27 @@ class _Graph:
 
 
 class DecodeGraphs:
-    """The graphs over one pool."""
+    """The captured decoding steps over one pool."""
 
     def __init__(self, graphs: dict[int, _Graph], hidden: torch.Tensor, scratch_block: int) -> None:
-        """`hidden` is what all graphs write to, `[largest size, hidden]`."""
+        """`hidden`, `[largest size, hidden]`, is the output buffer of all graphs."""
         self.sizes = tuple(sorted(graphs))
         self._graphs = graphs
         self._hidden = hidden
         self._scratch_block = scratch_block
 
     def can_run(self, rows: PackedRows) -> bool:
-        """Whether the step has single tokens alone, and not too many."""
+        """Whether every row has a single token, and a captured size holds all rows."""
         return bool((rows.query_lens == 1).all()) and padded_size(self.sizes, len(rows.query_lens)) is not None
 
     @torch.inference_mode()
     def hidden_states(
         self, token_ids: NDArray[np.int64], rows: PackedRows, on_device: TokensOnDevice | None = None
     ) -> torch.Tensor:
-        """As `CausalModel.hidden_states`, of a step that `can_run`; good until the next one. Waits for nothing.
+        """Like `CausalModel.hidden_states`, for a step that `can_run` accepts. The result is valid until the next call.
+        Does not wait.
 
-        `on_device`: tokens that take the place of some of `token_ids`.
+        `on_device`: tokens that replace some of `token_ids`.
         """
         count = len(rows.query_lens)
         size = padded_size(self.sizes, count)
@@ -141,7 +142,7 @@ class DecodeGraphs:
 
 @dataclass(frozen=True, slots=True)
 class GraphSettings:
-    """The numbers of rows to capture, and what captures on a device."""
+    """The batch sizes to capture, and the recorder."""
 
     sizes: Sequence[int]
     make_recorder: Callable[[torch.device], GraphRecorder] = CudaGraphRecorder
@@ -150,12 +151,12 @@ class GraphSettings:
 def try_to_capture(
     model: CausalModel, pool: torch.Tensor, settings: GraphSettings, *, trial: bool = False
 ) -> DecodeGraphs | None:
-    """As `capture_graphs`; None where model or backend do not allow it.
+    """Returns the captured steps, or None if the model or the backend does not allow capturing.
 
-    Unless it is a `trial`, what was captured is checked, and what holds is logged. The pool holds nothing afterwards.
+    Unless it is a `trial`, the captures are checked and the result is logged. The pool's content is lost.
 
     Raises:
-        ValueError: the device refuses to capture, or replays give something else than launches.
+        ValueError: the device refuses to capture, or replays give different results than launches.
     """
     started, recorder = time.perf_counter(), settings.make_recorder(pool.device)
     try:
@@ -181,7 +182,7 @@ def try_to_capture(
 def capture_graphs(
     model: CausalModel, pool: torch.Tensor, sizes: Sequence[int], recorder: GraphRecorder
 ) -> DecodeGraphs:
-    """Captures a forward for each of `sizes`, the largest first, so that the others find their memory in its.
+    """Captures a forward for each of `sizes`, the largest first, so that the smaller ones reuse its memory.
 
     The last block of `pool` is the scratch block, which is written to.
 
@@ -213,7 +214,7 @@ _NO_ROWS = PackedRows(np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros((0,
 
 @dataclass(frozen=True, slots=True)
 class _CapturedForward:
-    """What is captured: from the tokens in `inputs` to the last hidden states in `hidden`."""
+    """The captured function: from the tokens in `inputs` to the last hidden states in `hidden`."""
 
     model: CausalModel
     inputs: torch.Tensor
@@ -228,9 +229,9 @@ class _CapturedForward:
 
 
 def _checked_forward(model: CausalModel, inputs: torch.Tensor, step: FixedStep) -> torch.Tensor:
-    """A forward's hidden states, `[size, hidden]`, after a look at its ops; raises NotCapturable."""
+    """A forward's hidden states, `[size, hidden]`. Checks the ops it ran, and raises NotCapturable."""
     size = len(inputs) // 2
-    model.hidden_states(inputs[:size], inputs[size:], step)  # the first may allocate, compile and wait
+    model.hidden_states(inputs[:size], inputs[size:], step)  # the first forward may allocate, compile and wait
     with Waits() as waits:
         hidden = model.hidden_states(inputs[:size], inputs[size:], step)
     if waits.ops:
@@ -240,7 +241,7 @@ def _checked_forward(model: CausalModel, inputs: torch.Tensor, step: FixedStep) 
 
 @contextmanager
 def _collecting_no_garbage() -> Iterator[None]:
-    """Garbage that holds device memory must not be freed while a capture is under way."""
+    """Disables the garbage collector: garbage that holds device memory must not be freed during a capture."""
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
@@ -252,7 +253,7 @@ def _collecting_no_garbage() -> Iterator[None]:
 
 
 def _with_progress(sizes: list[int]) -> Iterable[int]:
-    """A bar on terminals; elsewhere nothing, as a log line follows."""
+    """Shows a progress bar on terminals. Elsewhere a log line follows instead."""
     return track(
         sizes,
         description="Capturing CUDA graphs",

@@ -1,7 +1,7 @@
-"""The host's buffer of a swap space: one slot a block, in pinned memory beside an accelerator's pool.
+"""The host's swap space: one slot per block, in pinned memory if the pool lies on an accelerator.
 
-On a CPU the pool is host memory as well, and the buffer is plain memory whose pages are taken when they are first
-written. Neighbours in both pool and buffer are copied as one run; a block of all layers is contiguous in either.
+On a CPU the pool is host memory too, and the buffer is plain memory whose pages are allocated at the first write.
+Blocks that are neighbours in both pool and buffer are copied as one run; a block of all layers is contiguous in both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class HostBuffer:
     """`num_slots` slots beside a pool whose first dimension is the block. Copies run on the caller's thread."""
 
     def __init__(self, pool: torch.Tensor, num_slots: int) -> None:
-        """Raises ValueError where there is not so much memory."""
+        """Raises ValueError if there is not enough memory."""
         self._pool = pool.view(pool.shape[0], -1)
         self._pinned = pool.device.type == "cuda"
         shape = (num_slots, self._pool.shape[1])
@@ -35,17 +35,18 @@ class HostBuffer:
             raise ValueError(f"swap_space: the host does not give {num_bytes} bytes of memory ({error})") from error
 
     def swap(self, out: SwapCopies, back: SwapCopies) -> float:
-        """Copies blocks out to their slots, then others in from theirs; returns the seconds that it took.
+        """Copies blocks out to their slots, then others in from their slots. Returns the seconds it took.
 
         Raises:
-            IndexError: a block or slot that there is not.
+            IndexError: a block or slot does not exist.
         """
         if not out.blocks and not back.blocks:
             return 0.0
         started = time.perf_counter()
         self._check(out)
         self._check(back)
-        # On one stream copies keep their order, and the forward comes behind them: nothing waits but the clock below.
+        # Copies on one stream keep their order, and the forward comes behind them. Only the time measurement below
+        # waits.
         for block, slot, length in _runs(out):
             self._slots[slot : slot + length].copy_(self._pool[block : block + length], non_blocking=self._pinned)
         for block, slot, length in _runs(back):
@@ -55,12 +56,13 @@ class HostBuffer:
         return time.perf_counter() - started
 
     def measure(self) -> float:
-        """Seconds that copying a block takes one way; the pool's content is the same afterwards. 0 without slots."""
+        """Measures the seconds to copy a block one way. Leaves the pool's content unchanged. Returns 0
+        without slots."""
         count = min(len(self._slots), len(self._pool), _MEASURED_BLOCKS)
         if not count:
             return 0.0
         copies = SwapCopies(tuple(range(count)), tuple(range(count)))
-        self.swap(copies, copies)  # takes the pages
+        self.swap(copies, copies)  # the first writes allocate the pages
         return self.swap(copies, copies) / (2 * count)
 
     def _check(self, copies: SwapCopies) -> None:
@@ -70,7 +72,7 @@ class HostBuffer:
 
 
 def _runs(copies: SwapCopies) -> Iterator[tuple[int, int, int]]:
-    """(block, slot, length) of the longest runs that are neighbours on both sides."""
+    """Yields (block, slot, length) of the longest runs that are contiguous on both sides."""
     start = 0
     blocks, slots = copies
     for end in range(1, len(blocks) + 1):

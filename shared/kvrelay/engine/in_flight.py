@@ -37,21 +37,22 @@ _NO_TOKENS: _RowTokens = ((), ())
 
 @dataclass(frozen=True, slots=True)
 class TokensOnDevice:
-    """Tokens that the host does not know yet: `token_ids`, `[rows]` int64, belong at `places` of a step's tokens."""
+    """Tokens that the host does not have yet: `token_ids`, `[rows]` int64, belong at `places` of a step's tokens."""
 
     places: NDArray[np.int64]
     token_ids: torch.Tensor
 
     def put_into(self, tokens: torch.Tensor) -> None:
-        """Puts them among a step's tokens on the device, `[tokens]` int64, in place. Waits for nothing."""
+        """Writes them into a step's tokens on the device, `[tokens]` int64, in place. Does not wait."""
         tokens.index_copy_(0, to_device(self.places, tokens.device), self.token_ids)
 
 
 @dataclass(slots=True)
 class Asked:
-    """What was asked of the device for a step: `draw` is about the rows in `drawing`; other fields are known by now.
+    """The work of a step that was launched on the device. `tokens` has the new tokens of the rows in `sampled_rows`;
+    the other fields are known at the launch.
 
-    `copy_s`: what copies between pool and host took. `begin` comes when the device begins with it, `end` when it has
+    `copy_s`: seconds of the copies between pool and host. `begin` and `end`: when the device begins the step and has
     done all of it.
     """
 
@@ -66,10 +67,10 @@ class Asked:
 
 
 class StepsInFlight:
-    """Those of one device, in the order of their launches."""
+    """The steps in flight on one device, in the order of their launches."""
 
     def __init__(self, device: torch.device, name: str, lock: Lock) -> None:
-        """`name` is the device's, for people; `lock` is the sampler's."""
+        """`name` is the device's for display. `lock` is the sampler's."""
         self.device = device
         self.name = name
         self.lock = lock
@@ -77,25 +78,26 @@ class StepsInFlight:
         self._ended_at = 0.0
 
     def add(self, step: StepInFlight) -> None:
-        """It is about to be launched."""
+        """Adds a step that is about to be launched."""
         with self.lock:
             self._steps.append(step)
 
     def end(self, step: StepInFlight) -> tuple[float, bool]:
-        """It has ended. With the lock. Returns the seconds since its launch, or since the end of the one before it, if
-        that was later: then the device began with it. And whether it was."""
+        """Removes a step that has ended; needs the lock. Returns the seconds since the device began with it, which is
+        its launch or the end of the previous step, whichever is later; and whether that was the end of the previous
+        step."""
         self._steps.remove(step)
         before, self._ended_at = self._ended_at, time.perf_counter()
         return self._ended_at - max(before, step.launched_at), before > step.launched_at
 
     def before(self, step: StepInFlight) -> StepInFlight | None:
-        """The one launched before it, unless that has ended. With the lock."""
+        """The step launched before this one, or None if that has ended; needs the lock."""
         index = self._steps.index(step)
         return self._steps[index - 1] if index else None
 
     @property
     def has_stale(self) -> bool:
-        """Whether one of them is to run again. With the lock."""
+        """Whether a step in flight has to run again; needs the lock."""
         return any(step.is_stale for step in self._steps)
 
 
@@ -106,22 +108,22 @@ class StepInFlight:
         self.batch = batch
         self.launched_at = time.perf_counter()
         self.took_from: StepInFlight | None = None
-        """The step from whose draws it took tokens on the device."""
+        """The step from whose tokens in device memory it took its placeholders."""
         self.resampled: frozenset[SequenceKey] = frozenset()
-        """Sequences whose tokens on the device were not those that it landed with."""
+        """Sequences whose tokens in device memory differ from those that landed."""
         self._steps = steps
         self._asked = Asked()
         self._ask: Ask | None = None
 
     @property
     def is_stale(self) -> bool:
-        """Whether it took a token that is not the one drawn."""
+        """Whether it took a token from device memory that turned out wrong."""
         if self.took_from is None or not self.took_from.resampled:
             return False
         return any(row.has_placeholder and row.key in self.took_from.resampled for row in self.batch.rows)
 
     def launch(self, ask: Ask) -> None:
-        """Asks the device. Raises what that does, and DeviceLost."""
+        """Launches the step. Raises the error of the launch, and DeviceLost."""
         self._ask = ask
         self._steps.add(self)
         try:
@@ -132,7 +134,6 @@ class StepInFlight:
 
     @torch.inference_mode()
     def land(self) -> StepResult:
-        """See `LaunchedStep.land`."""
         use_on_this_thread(self._steps.device)
         try:
             if self._is_to_run_again():
@@ -141,7 +142,12 @@ class StepInFlight:
         except Exception as error:
             self._failed(error)
             raise
-        asked, self._asked, self._ask, self.took_from = self._asked, Asked(), None, None  # steps form no chain
+        asked, self._asked, self._ask, self.took_from = (
+            self._asked,
+            Asked(),
+            None,
+            None,
+        )  # so that steps do not keep each other alive
         results = []
         for index in range(len(self.batch.rows)):
             token_ids, logprobs = tokens.get(index, _NO_TOKENS)
@@ -151,7 +157,6 @@ class StepInFlight:
         return StepResult(self.batch.step, results, took_s, asked.copy_s, asked.captured)
 
     def discard(self) -> None:
-        """See `LaunchedStep.discard`."""
         use_on_this_thread(self._steps.device)
         try:
             self._await()
@@ -166,12 +171,12 @@ class StepInFlight:
             return self.is_stale
 
     def _run_again(self) -> None:
-        """With the tokens that have landed. Raises as a launch does."""
+        """Runs the step again with the tokens that have landed. Raises as a launch does."""
         assert self._ask is not None
         self._await()
         self.took_from, self._asked = None, Asked()
         self._ask(self, self._asked)
-        # Whoever took a token of this step, which nobody should have, is stale as well.
+        # No step should have taken a token of this one. One that did is stale as well.
         self.resampled = frozenset(self.batch.rows[index].key for index in self._asked.sampled_rows)
 
     def _land_tokens(self) -> tuple[dict[int, _RowTokens], float]:
@@ -184,8 +189,8 @@ class StepInFlight:
             return {}, self._took_s(*ended)
         with self._steps.lock:
             token_ids, logprobs = tokens.land()
-            # In one hold of the lock with the end: whoever took tokens before took them on the device, and knows now if
-            # they were wrong; whoever does from now on finds them on the host.
+            # The lock is held until the end of the step. A step that took its tokens from device memory before finds
+            # out now whether they were wrong; a step that takes them from now on finds them on the host.
             changed = np.flatnonzero(tokens.resampled).tolist()
             self.resampled |= {self.batch.rows[rows[index]].key for index in changed}
             ended = self._steps.end(self)
@@ -196,20 +201,20 @@ class StepInFlight:
         return by_row, self._took_s(*ended)
 
     def _took_s(self, seconds: float, began_behind: bool) -> float:
-        """`seconds` as the host saw them, or as the device did, if that is more.
+        """The seconds that the step took: as the host measured them, or as the device did if that is more.
 
-        Where the host was late to see the end of the step before, this one would seem to have taken next to nothing.
-        What learns from steps' times weighs them by their relative errors: one such step would outweigh thousands.
+        If the host noticed the end of the previous step late, this step seems to have taken almost no time. Cost models
+        weigh steps by relative error, so one such step would outweigh thousands of others.
         """
         begin, end = self._asked.begin, self._asked.end
         if not began_behind or begin is None or end is None:
             return seconds
-        with suppress(RuntimeError):  # of a device that is lost by now: whoever needs it next finds out
+        with suppress(RuntimeError):  # of a device that is lost; the next call on it reports that
             seconds = max(seconds, end.seconds_since(begin))
         return seconds
 
     def _await(self) -> None:
-        """It has ended; its draw is given up."""
+        """Waits until the step has ended, and discards its tokens."""
         if self._asked.tokens is not None:
             with self._steps.lock:
                 self._asked.tokens.discard()
@@ -217,8 +222,8 @@ class StepInFlight:
             self._asked.end.wait()
 
     def _failed(self, error: Exception) -> None:
-        """Nothing of it is under way when this returns, and nothing remembered. Raises DeviceLost."""
-        # What was asked for before it failed may still write into blocks that others get next.
+        """Waits until nothing of the step is running, and drops its results. Raises DeviceLost."""
+        # Work that was launched before the error may still write into blocks that are about to be freed.
         settled = is_settled(self._steps.device)
         with self._steps.lock:
             if self._asked.tokens is not None:
@@ -231,4 +236,4 @@ class StepInFlight:
 
 
 Ask = Callable[[StepInFlight, Asked], None]
-"""Asks the device for a step, and notes what it asked as it goes on: for the first time, or again."""
+"""Launches a step's work on the device, and notes it in `Asked` as it goes. Called once more if the step runs again."""

@@ -1,4 +1,4 @@
-"""Makes a runner: loads the model, sizes the pool by what the machine has, captures decoding steps."""
+"""Makes a runner: loads the model, sizes the pool for this machine, captures decoding steps."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _DEFAULT_MEMORY_BYTES = 2 * 2**30
 
 @dataclass(frozen=True, slots=True)
 class PoolSizing:
-    """A share of the machine's memory for this process, swap space included, and what bounds its steps."""
+    """A share of the machine's memory for this process, swap space included, and the limits of its steps."""
 
     memory_utilization: float
     token_budget: int
     max_running: int
-    whole_prompts: bool = False  # the scheduler does not cut prompts: a step may be as long as the longest
+    whole_prompts: bool = False  # the scheduler does not cut prompts, so a step may be as long as the longest prompt
 
 
 def make_runner(
@@ -51,15 +51,15 @@ def make_runner(
     cascade_attention: bool = False,
     fused_layers: bool = True,
 ) -> TransformersRunner:
-    """Loads `model` (a directory or a hub name) and allocates its pool: `num_blocks`, or what fits `memory_bytes`.
+    """Loads `model` (a directory or a hub name) and allocates its pool: `num_blocks`, or as many as fit `memory_bytes`.
 
-    With `size_pool` the pool is what a profile of the largest step leaves of a share of the machine's memory.
-    `kv_cache_dtype`: keys and values in the pool have the model's type ("auto"), or one of `KV_DTYPES`.
-    `swap_bytes` is the host's swap space; None: a quarter of the pool's memory.
-    Without a `backend`, the fastest one that works is taken, on a GPU with `cascade_attention` if that is wanted.
-    With `load_format` "dummy", weights are random. Without `fused_layers`, a CPU runs the modules of transformers.
-    With `graphs`, decoding steps are captured in CUDA graphs where model and backend allow it. Their scratch block is
-    part of the memory, and one more than `num_blocks` where that is given.
+    With `size_pool`, the pool is the stated share of the machine's memory minus what a profile of the largest step
+    takes. `kv_cache_dtype`: "auto" stores keys and values in the model's dtype, else one of `KV_DTYPES`. `swap_bytes`
+    is the host's swap space; None: a quarter of the pool's memory. Without a `backend`, the fastest one that works is
+    used, on a GPU with `cascade_attention` if wanted. With `load_format` "dummy", weights are random. Without
+    `fused_layers`, a CPU runs the modules of transformers. With `graphs`, decoding steps are captured in CUDA graphs if
+    model and backend allow it. Their scratch block is part of the memory,
+    and one more than `num_blocks` if that is given.
 
     Raises:
         UnsupportedModel: the engine cannot run it; the message says why.
@@ -91,7 +91,7 @@ def make_runner(
 
 
 def _check_holds(layout: KVLayout, num_blocks: int, max_model_len: int) -> None:
-    """Raises ValueError where the pool is too small for one sequence."""
+    """Raises ValueError if the pool is too small for one sequence."""
     block_size, needed = layout.block_size, blocks_for(max_model_len, layout.block_size)
     if num_blocks * block_size < max_model_len:
         raise ValueError(
@@ -101,7 +101,7 @@ def _check_holds(layout: KVLayout, num_blocks: int, max_model_len: int) -> None:
 
 
 def _num_swap_slots(layout: KVLayout, num_blocks: int, swap_bytes: int | None) -> int:
-    """Raises ValueError where some space is asked for, and a block does not fit it."""
+    """Raises ValueError if swap space is asked for that does not hold one block."""
     num_slots = num_blocks // SWAP_PART if swap_bytes is None else swap_bytes // layout.block_bytes
     if swap_bytes and not num_slots:
         raise ValueError(
@@ -119,7 +119,7 @@ def _profiled_num_blocks(
         num_tokens = max(num_tokens, model.source.max_model_len)
     small = TransformersRunner(model, blocks_for_profile(num_tokens, sizing.max_running, block_size))
     profile = profile_memory(small, num_tokens, sizing.max_running, gauge)
-    if gauge.pool_rests:  # which goes, while what libraries took with the first step stays
+    if gauge.pool_rests:  # the profiled pool is freed, while the memory of libraries remains
         most = profile.resting + profile.step - small.pool.nbytes
         del small
         resting = gauge.rest()
@@ -131,7 +131,9 @@ def _profiled_num_blocks(
         sizing.memory_utilization,
         block_bytes,
         blocks_for(sizing.token_budget, block_size),
-        swap_bytes=swap_bytes if model.source.device.type == "cpu" else 0,  # a GPU's pool swaps to the host's memory
+        swap_bytes=swap_bytes
+        if model.source.device.type == "cpu"
+        else 0,  # a GPU's pool swaps to the host's memory, which does not count here
     )
     log.info(
         "memory: %d MiB with the weights, %d MiB for the largest step, %d MiB for CUDA graphs, %d MiB for the pool, "
@@ -146,6 +148,6 @@ def _profiled_num_blocks(
 
 
 def _graph_bytes(model: CausalModel, graphs: GraphSettings, gauge: MemoryGauge) -> int:
-    """What graphs keep, with their scratch block. They are captured for that alone, over a pool that goes again."""
+    """The bytes that graphs keep, with their scratch block. Captures them over a temporary pool to measure that."""
     trial = TransformersRunner(model, 1, with_scratch=True)
     return measure_kept(lambda: trial.try_graphs(graphs, trial=True), gauge) + model.layout.block_bytes

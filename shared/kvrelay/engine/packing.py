@@ -1,4 +1,4 @@
-"""A step's rows as the arrays that attention is planned from."""
+"""Packs a step's rows into the arrays from which attention is planned."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvrelay.engine.batch import WorkerRow
 
 
 def pack_rows(rows: Sequence[WorkerRow]) -> PackedRows:
-    """The rows' lengths, positions and padded block tables as arrays."""
+    """Returns the rows' lengths, positions and padded block tables as arrays."""
     table_lens = np.fromiter((len(row.block_ids) for row in rows), np.int64, len(rows))
     tables = np.zeros((len(rows), int(table_lens.max(initial=0))), np.int32)
     tables[np.arange(tables.shape[1]) < table_lens[:, None]] = np.concatenate([row.block_ids for row in rows])

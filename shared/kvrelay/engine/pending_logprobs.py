@@ -11,14 +11,15 @@ from kvrelay.protocol.sampling import TokenLogprobs
 
 
 class PendingLogprobs:
-    """The log-probability of one token per row and of the most likely ones, asked of the device: nobody has waited."""
+    """The log-probability of one token per row and of the most likely tokens, launched on the device without a wait."""
 
     def __init__(
         self, logits: torch.Tensor, token_ids: torch.Tensor, num_top: NDArray[np.int64], *, keep: bool = False
     ) -> None:
-        """`logits` is `[rows, vocab]` of any float type, `token_ids` `[rows]` on its device; `num_top` `[rows]`.
+        """`logits` is `[rows, vocab]` of any float type, `token_ids` is `[rows]` on the same device, `num_top` is
+        `[rows]`.
 
-        With `keep`, all log-probabilities stay on the device, for `read` with other tokens.
+        With `keep`, all log-probabilities stay on the device, so that `read` can be called with other tokens.
         """
         logprobs = torch.log_softmax(logits.float(), dim=-1)
         chosen = logprobs.gather(1, token_ids[:, None])[:, 0]
@@ -28,7 +29,8 @@ class PendingLogprobs:
         self._kept = logprobs if keep else None
 
     def read(self, token_ids: NDArray[np.int64], changed: NDArray[np.int64] | None = None) -> list[TokenLogprobs]:
-        """Waits. `token_ids` `[rows]` are those that were asked for, but in the rows `changed`.
+        """Waits, and returns the entries. `token_ids` `[rows]` are the tokens given at the start, except in the rows
+        `changed`.
 
         Raises:
             ValueError: tokens have changed, and nothing was kept.
@@ -49,5 +51,5 @@ class PendingLogprobs:
 def token_logprobs(
     logits: torch.Tensor, token_ids: NDArray[np.int64], num_top: NDArray[np.int64]
 ) -> list[TokenLogprobs]:
-    """The same, waited for at once; `token_ids` are the host's."""
+    """Computes the same and waits. `token_ids` is an array of the host."""
     return PendingLogprobs(logits, to_device(token_ids, logits.device), num_top).read(token_ids)

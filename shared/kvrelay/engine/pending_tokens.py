@@ -1,9 +1,10 @@
-"""Draws that the device was asked for: what they gave is on the device at once, and on the host when they land.
+"""Tokens that were launched on the device and may not be on the host yet.
 
-1. Begun: the device computes, and a copy to the host lies behind that. Nobody has waited; a later step may be asked
-   for, whose rows follow the tokens on the device.
-2. Landed: the host has the tokens and remembers them. Rows that looked at too few tokens were drawn again.
-3. Or given up (`discard`, or a land that failed): as if it had never been begun.
+1. LAUNCHED   The device samples, and a copy to the host is queued behind. The host has not waited. A later step may be
+              launched whose rows take these tokens from device memory.
+2. LANDED     The host has the tokens and has recorded them. Rows for which sampling looked at too few tokens were
+              sampled again.
+3. DISCARDED  By `discard`, or by a `land` that failed. Nothing is recorded.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from kvrelay.engine.device import HostCopy, to_device, to_host
 from kvrelay.engine.pending_logprobs import PendingLogprobs
 from kvrelay.engine.sampler_state import Parameters, SamplerState
 from kvrelay.engine.truncation import Limits, sample_from_more
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey
 
@@ -28,10 +30,12 @@ _NEWEST_WEIGHT = 0.05  # weight of the newest step in the moving average `share_
 
 
 class BadLogits(RowsFailed):
-    """The model gave logits without a finite maximum (NaN or infinity) for the sequences in `keys`.
+    """The model computed logits without a finite maximum (NaN or infinity) for the sequences in `keys`.
 
-    Nothing was drawn or remembered: the step may be run again without them.
+    No token was sampled or recorded. The step may be run again without these sequences.
     """
+
+    kind = FailureKind.BAD_LOGITS
 
     def __init__(self, keys: Sequence[SequenceKey]) -> None:
         super().__init__(f"the model's logits are not finite for {', '.join(map(str, keys))}", keys)
@@ -46,7 +50,8 @@ def check_finite(keys: Sequence[SequenceKey], peaks: NDArray[np.float64]) -> Non
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """Whose tokens a draw is about, and what the sampler knew of them when it was begun; all are `[rows]`."""
+    """The sequences for which tokens are sampled, and their sampler parameters at the launch. All fields
+    are `[rows]`."""
 
     keys: Sequence[SequenceKey]
     slots: NDArray[np.int64]
@@ -55,10 +60,10 @@ class SampledRows:
 
 @dataclass(frozen=True, slots=True)
 class ExactSampling:
-    """What it takes to draw again for rows that may have looked at too few tokens.
+    """The inputs for sampling again, for rows that may have looked at too few tokens.
 
-    `rows`, ascending, are those of the draw; the tensors' first dimension is theirs. `weights` is `[rows, vocab]`
-    float32, by far the most that a pending draw keeps.
+    `rows`, ascending, are row numbers of the batch; they are the first dimension of the tensors. `weights`, `[rows,
+    vocab]` float32, is by far the largest part of a pending result.
     """
 
     rows: NDArray[np.int64]
@@ -67,27 +72,27 @@ class ExactSampling:
     uniforms: torch.Tensor
 
     def sample(self, rows: NDArray[np.int64]) -> torch.Tensor:
-        """Token ids of some of the rows."""
+        """Returns token ids of some of the rows."""
         which = to_device(np.searchsorted(self.rows, rows), self.weights.device)
         return sample_from_more(self.weights[which], self.limits.of(which), self.uniforms[which])
 
 
 @dataclass(frozen=True, slots=True)
 class SampledOnDevice:
-    """What a device was asked for, `[rows]`; the values come later."""
+    """The tensors that a launch of the sampler returns, `[rows]`. Their values come later."""
 
     token_ids: torch.Tensor  # int64
     peaks: torch.Tensor  # the greatest logits, as the model gave them
-    settled: torch.Tensor | None = None  # bool: false where more tokens must be looked at than were; None: all are
-    exact: ExactSampling | None = None  # has the rows that may not be settled
+    settled: torch.Tensor | None = None  # bool: False if sampling must look at more tokens; None: all are settled
+    exact: ExactSampling | None = None  # for the rows that may not be settled
 
 
 class PendingTokens:
-    """A draw that was begun; it is to be landed or discarded, either with the sampler's lock.
+    """Tokens that were launched. Exactly one of `land` and `discard` ends them, with the sampler's lock held.
 
-    Until then it keeps on the device the token ids, and `[rows, vocab]` float32 for rows with top_p, top_k or min_p
-    alone: they may have to be drawn again. Where such a row also asks for log-probabilities, those of the whole
-    vocabulary stay for all rows that ask.
+    Until then it keeps the token ids on the device, and `[rows, vocab]` float32 for the rows with top_p, top_k or
+    min_p, because those may have to be sampled again. If such a row also asks for log-probabilities, it keeps those of
+    the whole vocabulary for all rows that ask.
     """
 
     def __init__(
@@ -95,9 +100,9 @@ class PendingTokens:
     ) -> None:
         self.rows = rows
         self.token_ids = sampled.token_ids
-        """`[rows]` int64 on the device, for ops that are asked for from now on. Not to be written to."""
+        """`[rows]` int64 on the device, for work that is launched from now on. Read only."""
         self.resampled: NDArray[np.bool_] = np.zeros(len(rows.keys), np.bool_)
-        """After `land`: rows whose token is not the one in `token_ids`. A step that followed one must run again."""
+        """After `land`: the rows whose token differs from `token_ids`. A step that used one of those must run again."""
         self._owner = owner
         self._exact = sampled.exact
         self._logprobs = logprobs
@@ -106,16 +111,17 @@ class PendingTokens:
         owner.begun(self)
 
     def land(self) -> tuple[NDArray[np.int64], list[TokenLogprobs | None]]:
-        """Waits for this draw alone; its tokens `[rows]` join the histories of those who are still known.
+        """Waits for these tokens alone, and appends them `[rows]` to the histories of the sequences that are still
+        known.
 
-        Returns the tokens, and log-probabilities where asked for. If it fails, nothing is remembered.
+        Returns the tokens, and log-probabilities for the rows that ask for them. If it fails, nothing is recorded.
 
         Raises:
             BadLogits: rows whose logits are not finite.
-            RuntimeError: it has ended already, or an earlier draw of one of the sequences has not.
+            RuntimeError: it has ended already, or earlier tokens of one of the sequences have not landed.
         """
         if self._copy is None:
-            raise RuntimeError("this draw has landed, or was discarded")
+            raise RuntimeError("these tokens have landed already, or were discarded")
         self._owner.check_first(self)
         copy, self._copy = self._copy, None
         try:
@@ -133,7 +139,7 @@ class PendingTokens:
         return result, logprobs
 
     def discard(self) -> None:
-        """Waits for this draw, of which nothing is remembered. Fine for one that has landed or failed."""
+        """Waits for these tokens and drops them. Does nothing after `land` or a failure."""
         copy, self._copy = self._copy, None
         if copy is None:
             return
@@ -164,45 +170,46 @@ class PendingTokens:
 
 
 class SampledTokens:
-    """The pending draws, and the token drawn last for a sequence, on the device or on the host.
+    """The pending tokens, and each sequence's newest token, on the device or on the host.
 
-    A sequence is known by its life, a number that nobody had before: its key or its slot may be another's by now.
+    A sequence is identified by its life, a number that is never reused, because its key or its slot may belong to
+    another sequence by now.
     """
 
     def __init__(
         self, state: SamplerState, device: torch.device, waiting: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        """`waiting` gives a context in which the sampler's lock is free."""
+        """`waiting` returns a context in which the sampler's lock is released."""
         self.waiting = waiting
         self._state = state
         self._device = device
-        self._pending: list[PendingTokens] = []  # as they were begun
+        self._pending: list[PendingTokens] = []  # in the order of their launches
         self.share_resampled = 0.0
-        """Of the draws that landed lately, how many gave a token that was not the one on the device; 0 to 1."""
+        """Moving average, 0 to 1, of the landed batches in which a token differed from the one on the device."""
 
     def begun(self, pending: PendingTokens) -> None:
-        """It is pending now."""
+        """Adds a launched batch of tokens."""
         self._pending.append(pending)
 
     def ended(self, pending: PendingTokens) -> None:
-        """It is not pending any more."""
+        """Removes a batch that landed or was discarded."""
         self._pending.remove(pending)
 
     def check_first(self, pending: PendingTokens) -> None:
-        """Raises RuntimeError if a draw that was begun earlier is pending for one of its sequences."""
+        """Raises RuntimeError if tokens launched earlier are pending for one of its sequences."""
         for earlier in self._pending[: self._pending.index(pending)]:
             if np.isin(earlier.rows.parameters["life"], pending.rows.parameters["life"]).any():
-                raise RuntimeError("draws of a sequence must land in the order in which they were begun")
+                raise RuntimeError("tokens of a sequence must land in the order in which they were launched")
 
     def count_for(self, parameters: Parameters) -> bool:
-        """Whether a draw is pending for one of these sequences that has penalties."""
+        """Whether tokens are pending for one of these sequences that has penalties."""
         counted = parameters["life"][parameters["counts"] >= 0] if self._pending else ()
         return any(bool(np.isin(counted, pending.rows.parameters["life"]).any()) for pending in self._pending)
 
     def remember(self, rows: SampledRows, token_ids: NDArray[np.int64], *, changed: bool) -> None:
-        """These tokens `[rows]` were drawn, some of which were others on the device if they `changed`.
+        """Records the tokens `[rows]`. `changed`: some of them differ from those on the device.
 
-        What was dropped meanwhile is not remembered.
+        Sequences that were dropped meanwhile are left out.
         """
         self.share_resampled += _NEWEST_WEIGHT * (changed - self.share_resampled)
         stays = self._state.holds(rows.slots, rows.parameters["life"])
@@ -213,11 +220,11 @@ class SampledTokens:
             self._state.counts.append(counts[counted], token_ids[counted])
 
     def last(self, parameters: Parameters) -> torch.Tensor:
-        """The tokens drawn last, `[rows]` int64 on the device, without a wait. Not to be written to."""
+        """The newest tokens, `[rows]` int64 on the device, without a wait. Read only."""
         lives = parameters["life"]
         if self._pending and np.array_equal(self._pending[-1].rows.parameters["life"], lives):
-            return self._pending[-1].token_ids  # the rows of the step before, again
-        # What the host knows and what each draw gave, one behind the other.
+            return self._pending[-1].token_ids  # the same rows as in the previous step
+        # Concatenate the host's tokens and those of each pending batch, then pick each row's newest.
         parts, places, length = [to_device(parameters["last"].copy(), self._device)], np.arange(len(lives)), len(lives)
         for pending in self._pending:
             found, rows = _find(lives, pending.rows.parameters["life"])
@@ -228,7 +235,7 @@ class SampledTokens:
 
 
 def _find(wanted: NDArray[np.int64], among: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where in `wanted` something stands that is in `among`, and where it is there; `among` has nothing twice."""
+    """Indices of elements of `wanted` that occur in `among`, and their indices there. `among` has no duplicates."""
     order = np.argsort(among)
     at = order[np.searchsorted(among, wanted, sorter=order).clip(max=len(among) - 1)]
     found = np.flatnonzero(among[at] == wanted)

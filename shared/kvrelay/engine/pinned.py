@@ -1,7 +1,7 @@
-"""Large pieces of pinned host memory, of exactly the size that is asked for.
+"""Large pieces of pinned host memory of exactly the requested size.
 
-Torch keeps pinned memory in an allocator that rounds each piece up to a power of two: for a swap space of 20 GiB it
-would pin 32 (pytorch/pytorch issue 95823). So pages are mapped here, and the driver is told to pin them.
+torch's allocator rounds pinned memory up to a power of two: for a swap space of 20 GiB it would pin 32 (pytorch/pytorch
+issue 95823). So this module maps pages itself and registers them with the driver.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ log = logging.getLogger(__name__)
 
 
 def pinned_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros, for copies to and from this GPU beside which the host goes on; unpinned once nobody has the tensor.
+    """Returns zeros in pinned memory, for asynchronous copies to and from this GPU. The pages are unpinned when the
+    tensor is collected.
 
-    Where the driver does not pin mapped pages, torch's allocator does. Raises RuntimeError or OSError where there is
-    not so much memory.
+    Falls back to torch's allocator if the driver does not pin mapped pages. Raises RuntimeError or OSError if there is
+    not enough memory.
     """
     size_bytes = torch.Size(shape).numel() * dtype.itemsize
     if not size_bytes:
@@ -35,20 +36,21 @@ def pinned_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
         log.info("the driver does not pin mapped memory (CUDA error %d): torch pins it, in powers of two", status)
         _forget_last_error(device)
         return torch.zeros(shape, dtype=dtype, pin_memory=True)
-    # Pinned pages must not go back to the system; with the process they do by themselves, and CUDA may be gone first.
+    # Pages must be unpinned before they go back to the system. At process exit the system does both, and CUDA may be
+    # gone before a finalizer would run.
     weakref.finalize(flat.untyped_storage(), _unpin, api, flat.data_ptr(), pages).atexit = False
     return flat.view(shape)
 
 
 def _forget_last_error(device: torch.device) -> None:
-    """The runtime remembers an error until somebody asks, and torch asks behind its next kernel, as if that had failed.
+    """Clears the runtime's last error. torch checks it after its next kernel, and would report that kernel as failed.
 
-    One that stays after that is no longer the one of pinning, and comes again.
+    An error that stays is not the one of pinning, and is reported again.
     """
     with suppress(RuntimeError):
         torch.ones(1, device=device)
 
 
 def _unpin(api: Any, address: int, pages: mmap.mmap) -> None:
-    """`pages` is held until now."""
+    """Unpins the pages. The argument keeps them alive until now."""
     api.cudaHostUnregister(address)

@@ -1,7 +1,7 @@
-"""What a model's attention looks like, and whether paged attention computes the same: found by running it.
+"""Runs a model's attention to learn its shapes, and to check that paged attention computes the same.
 
-Configs name only part of it. So a tiny forward records what every layer asks for, and a second one, chunked and
-mixed over scattered blocks, is held against the model's own eager attention.
+Configs name only part of it. So a tiny forward records what every layer needs, and a second one, chunked and mixed over
+scattered blocks, is compared with the model's own eager attention.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ _log = logging.getLogger(__name__)
 # weights gives up to a few hundredths.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 2e-2}
 _EIGHT_BIT_TOLERANCE = 1e-2
-# Of what 8 bits cost, chunks may be off by so much. Other types have few bits themselves: by matrix products of other
-# shapes many a key is rounded otherwise.
+# Chunks may differ by this share of the error that 8 bits cause. Other dtypes have few bits themselves: matrix products
+# of other shapes round many keys differently.
 _OF_THE_COST = {torch.float32: 0.2}
 _COSTLY = 0.3  # e4m3 rounds to within 6 percent, e5m2 to within 12, and errors of keys add up over layers
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedLayers:
-    """What all attention layers of a model have in common, and of which kinds they are (those with sinks aside)."""
+    """The properties that all attention layers of a model share, and the kinds of layers (those with sinks
+    separately)."""
 
     num_layers: int
     num_kv_heads: int
@@ -58,7 +59,7 @@ class ObservedLayers:
 
 
 class _LayerRecorder:
-    """Stands in for attention: notes shapes, refuses what a block cannot hold, and returns zeros."""
+    """Replaces attention: records shapes, refuses what a block cannot hold, and returns zeros."""
 
     def __init__(self, max_model_len: int) -> None:
         self.shapes: dict[int, tuple[int, int, torch.dtype]] = {}
@@ -107,7 +108,7 @@ def observe_layers(model: PreTrainedModel, num_layers: int, max_model_len: int) 
             output = model(input_ids=token_ids, position_ids=token_ids, use_cache=False)
     except UnsupportedModel:
         raise
-    except Exception as error:  # models of the hub fail in ways of their own
+    except Exception as error:  # custom models fail in ways of their own
         raise UnsupportedModel(f"{type(model).__name__}: a forward over packed tokens fails: {error}") from error
     if not recorder.shapes:
         raise UnsupportedModel(f"{type(model).__name__}: no layer attends through transformers' attention interface")
@@ -122,7 +123,7 @@ def observe_layers(model: PreTrainedModel, num_layers: int, max_model_len: int) 
 
 
 def _check_mask(layer: int, mask: object, window: int | None, max_model_len: int) -> None:
-    """Asks the mask function about pairs near the edges and far apart; it must be causal, within the window."""
+    """Calls the mask function with pairs near the edges and far apart. It must be causal within the window."""
     if not callable(mask):
         raise UnsupportedModel(f"layer {layer}: the model builds an attention mask of its own")
     edges = {0, 1, max_model_len - 1, *(int(x) for x in np.linspace(0, max_model_len - 1, 64))}
@@ -145,10 +146,11 @@ def _check_mask(layer: int, mask: object, window: int | None, max_model_len: int
 def check_paged_forward(
     model: PreTrainedModel, layout: KVLayout, backend: AttentionBackend, max_model_len: int
 ) -> None:
-    """Holds chunked, mixed, paged forwards against the model's own eager attention on two random prompts.
+    """Compares chunked, mixed, paged forwards with the model's own eager attention on two random prompts.
 
-    For a pool of 8 bits that is done in plain torch over a pool of the model's type. Then the backend over 8 bits is
-    held against plain torch over 8 bits, which computes each prompt in one chunk; and what 8 bits cost is logged.
+    For a pool of 8 bits this runs plain torch over a pool of the model's dtype. Then the backend over 8 bits is
+    compared with plain torch over 8 bits, which computes each prompt in one chunk, and the error caused by 8 bits is
+    logged.
 
     Raises:
         UnsupportedModel: they differ by more than the dtype's rounding.
@@ -200,8 +202,8 @@ def check_forward(
 
 
 def tolerance_of(layout: KVLayout) -> float:
-    """What two ways to compute the same may be apart, over a pool of this layout."""
-    # The last bit of a key decides now and then to which of two 8-bit floats it is rounded.
+    """The allowed difference between two ways to compute the same, over a pool of this layout."""
+    # The last bit of a key sometimes decides to which of two 8-bit floats it is rounded.
     return TOLERANCE[layout.dtype] if layout.stored is None else max(TOLERANCE[layout.dtype], _EIGHT_BIT_TOLERANCE)
 
 
@@ -217,7 +219,7 @@ def _log_cost(name: str, error: float) -> None:
 
 
 def _furthest(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
-    """Of the prompts, the largest mean over positions of how far logits are apart, relative; NaN if any is."""
+    """The largest over the prompts of the mean relative difference of logits over positions. NaN if any is NaN."""
     errors = [((our - their).norm(dim=-1) / their.norm(dim=-1)).mean() for our, their in zip(ours, theirs, strict=True)]
     return float(torch.stack(errors).max())
 
@@ -254,7 +256,7 @@ def _paged_logits(
     backend: AttentionBackend,
     steps: list[list[tuple[int, int, int]]],
 ) -> list[torch.Tensor]:
-    """Of both prompts, in steps of `(row, start, end)`, over blocks in falling order."""
+    """The logits of both prompts, in steps of `(row, start, end)`, over blocks in descending order."""
     tables = _scattered_tables([len(prompt) for prompt in prompts], layout.block_size)
     pool = allocate_pool(layout, int(tables.max()) + 1, prompts[0].device)
     logits: list[list[torch.Tensor]] = [[] for _ in prompts]
@@ -273,7 +275,7 @@ def _paged_logits(
 
 
 def _probe_steps(lengths: list[int]) -> list[list[tuple[int, int, int]]]:
-    """`(row, start, end)` of uneven chunks for each step; the prompts end with a single token."""
+    """`(row, start, end)` of uneven chunks for each step. Each prompt ends with a single token."""
     cuts = [sorted({0, length // 2, length - 1, length}) for length in lengths]
     chunks = [[(row, *span) for span in pairwise(cut)] for row, cut in enumerate(cuts)]
     return [[chunk for chunk in step if chunk is not None] for step in zip_longest(*chunks)]

@@ -1,8 +1,8 @@
-"""How large the pool may be: what is left of a stated share of memory after the weights and the largest step.
+"""Sizes the pool: a share of memory minus the weights and the largest step.
 
-The largest step is run for real, on a pool just large enough for it (two of them behind one another, where steps are
-launched ahead), and its peak above the resting memory is read from a gauge: of a CPU from the kernel (Linux: VmHWM,
-reset through clear_refs), of a GPU from torch's allocator. As in vLLM, what is measured is what the process then uses.
+The largest step is run for real, on a pool just large enough for it (two steps in a row if steps are launched ahead).
+Its peak above the resting memory is read from a gauge: for a CPU from the kernel (Linux: VmHWM, reset through
+clear_refs), for a GPU from torch's allocator. As in vLLM, the measured amount is what the process then uses.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _MIB = 2**20
 SWAP_PART = 4
-"""Without a size of its own, the swap space has the pool's size divided by this."""
+"""The swap space is the pool's size divided by this, unless it is configured."""
 
 
 class PoolDoesNotFit(ValueError):
-    """The share of memory leaves too little for a pool; the message has the numbers."""
+    """The share of memory leaves too little for a pool. The message has the numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryProfile:
-    """All in bytes. `resting`: the process with its weights; `step`: what the largest step takes beside; `graphs`: what
+    """All in bytes. `resting`: the process with its weights. `step`: what the largest step takes beside. `graphs`: what
     captured steps keep."""
 
     total: int
     resting: int
     step: int
-    free: int | None = None  # beside what rests, where others' use of the memory is known
+    free: int | None = None  # beside what rests, if the use of others is known
     graphs: int = 0
 
     def check_free(self, memory_utilization: float) -> None:
-        """Raises PoolDoesNotFit where others hold what the share counts on."""
+        """Raises PoolDoesNotFit if other processes hold memory that the share counts on."""
         wanted = int(self.total * memory_utilization) - self.resting
         if self.free is not None and self.free < wanted:
             raise PoolDoesNotFit(
@@ -54,15 +54,15 @@ class MemoryProfile:
             )
 
     def pool_bytes(self, memory_utilization: float) -> int:
-        """What the share leaves for the pool; may be negative."""
+        """Bytes that the share leaves for the pool. May be negative."""
         share = int(self.total * memory_utilization) - self.resting
         most = share if self.free is None else min(share, self.free)
         return most - self.step - self.graphs
 
     def num_blocks(self, memory_utilization: float, block_bytes: int, least: int, *, swap_bytes: int | None = 0) -> int:
-        """Blocks that fit beside a swap space of `swap_bytes`; None: of the pool's size divided by `SWAP_PART`.
+        """Blocks that fit beside a swap space of `swap_bytes`. None: the pool's size divided by `SWAP_PART`.
 
-        Raises PoolDoesNotFit where they are fewer than `least`.
+        Raises PoolDoesNotFit if they are fewer than `least`.
         """
         available = self.pool_bytes(memory_utilization)
         available = available * SWAP_PART // (SWAP_PART + 1) if swap_bytes is None else available - swap_bytes
@@ -88,14 +88,14 @@ def _and_swap(swap_bytes: int | None) -> str:
 
 
 def machine_memory_bytes() -> int:
-    """The machine's memory, or the control group's limit where that is less."""
+    """The machine's memory, or the control group's limit if that is less."""
     total = _status_bytes(Path("/proc/meminfo"), "MemTotal")
     limit = _CGROUP_LIMIT.read_text().strip() if _CGROUP_LIMIT.exists() else "max"
     return total if limit == "max" else min(total, int(limit))
 
 
 class MemoryGauge(Protocol):
-    """Reads the memory that a pool is to lie in; all in bytes."""
+    """Reads the memory in which the pool will lie. All values are in bytes."""
 
     @property
     def pool_rests(self) -> bool:
@@ -103,39 +103,38 @@ class MemoryGauge(Protocol):
         ...
 
     def total(self) -> int:
-        """What there is, for all."""
+        """All memory."""
         ...
 
     def rest(self) -> int:
-        """What this process takes now; from now on, `peak` looks for more."""
+        """Memory that this process uses now. Also resets `peak`."""
         ...
 
     def peak(self) -> int:
-        """The most that it took since `rest`."""
+        """The most memory that this process used since `rest`."""
         ...
 
     def free(self) -> int | None:
-        """What nobody takes now; None where others' use is not counted."""
+        """Memory that no process uses now. None if the use of others is not counted."""
         ...
 
     def keep(self) -> None:
-        """From now on this process holds what it took between `rest` and `peak`, where others could take it instead."""
+        """Keeps the memory between `rest` and `peak` reserved from now on, if others could take it otherwise."""
         ...
 
 
 class HostGauge:
-    """The machine's memory, by the kernel's books."""
+    """The machine's memory as the kernel accounts for it."""
 
     pool_rests = False
 
     def total(self) -> int:
-        """See `machine_memory_bytes`."""
         return machine_memory_bytes()
 
     def rest(self) -> int:
-        """What is resident."""
+        """The resident memory."""
         gc.collect()
-        _CLEAR_REFS.write_text("5")  # the peak is now what is resident
+        _CLEAR_REFS.write_text("5")  # resets the peak to the resident memory
         return _status_bytes(_STATUS, "VmRSS")
 
     def peak(self) -> int:
@@ -143,11 +142,11 @@ class HostGauge:
         return _status_bytes(_STATUS, "VmHWM")
 
     def free(self) -> int | None:
-        """Others' use changes too fast to be counted."""
+        """Returns None: the use of other processes changes too fast to be counted."""
         return None
 
     def keep(self) -> None:
-        """Nothing: pages that are held and not used would be the others' loss."""
+        """Does nothing: reserved but unused pages would be lost to other processes."""
 
 
 def profile_memory(
@@ -168,7 +167,7 @@ def profile_memory(
 
 
 def _run(runner: ModelRunner, batch: WorkerBatch) -> None:
-    """Where steps are launched ahead, two of them: what the first draws from is there until it has landed."""
+    """Runs two steps if steps are launched ahead, because the first one's logits stay until it has landed."""
     if not getattr(runner, "launches_ahead", False):
         runner.execute(batch)
         return
@@ -179,7 +178,7 @@ def _run(runner: ModelRunner, batch: WorkerBatch) -> None:
 
 
 def measure_kept(work: Callable[[], None], gauge: MemoryGauge) -> int:
-    """Bytes that rest after `work` and did not before."""
+    """Bytes that stay in use after `work` and were not before."""
     before = gauge.rest()
     work()
     return max(0, gauge.rest() - before)
@@ -191,7 +190,7 @@ def blocks_for_profile(token_budget: int, max_running: int, block_size: int) -> 
 
 
 def _largest_batches(runner: ModelRunner, token_budget: int, max_running: int) -> Iterator[WorkerBatch]:
-    """One prompt as long as the budget, and as many sequences as may run, all drawing a token."""
+    """One prompt as long as the budget, and as many sequences as may run, all sampling a token."""
     spec = runner.spec
     longest = min(token_budget, spec.max_model_len)
     yield _batch([longest] * max(1, token_budget // longest), spec.block_size)

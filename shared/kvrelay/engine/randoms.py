@@ -1,4 +1,4 @@
-"""Random numbers that depend on a key alone, not on what was drawn before or beside.
+"""Random numbers that depend on a key alone, and not on other numbers generated before or beside them.
 
 Philox4x32-10, a counter-based generator: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3",
 SC 2011.
@@ -17,7 +17,8 @@ UInt64Array = NDArray[np.uint64]
 
 
 def uniforms(seeds: UInt64Array, sequence_indices: UInt64Array, positions: UInt64Array) -> NDArray[np.float64]:
-    """One number in [0, 1) for each (seed, sequence index, position), with 53 random bits; all arrays `[rows]`."""
+    """Returns a number in [0, 1) with 53 random bits for each (seed, sequence index, position). All arrays are
+    `[rows]`."""
     counter = (positions & _LOW, positions >> _SHIFT, sequence_indices & _LOW, np.zeros_like(positions))
     first, second, _, _ = philox(counter, (seeds & _LOW, seeds >> _SHIFT))
     bits = ((first << _SHIFT) | second) >> np.uint64(11)
@@ -27,7 +28,7 @@ def uniforms(seeds: UInt64Array, sequence_indices: UInt64Array, positions: UInt6
 def philox(
     counter: tuple[UInt64Array, UInt64Array, UInt64Array, UInt64Array], key: tuple[UInt64Array, UInt64Array]
 ) -> tuple[UInt64Array, UInt64Array, UInt64Array, UInt64Array]:
-    """Ten rounds over 32-bit words that are kept in 64 bits."""
+    """Runs ten rounds over 32-bit words that are stored in 64 bits."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):

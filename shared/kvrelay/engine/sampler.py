@@ -1,7 +1,7 @@
 """Samples one token per row, vectorised over the rows of a step.
 
-In order: penalties, logit_bias, min_tokens, temperature, min_p, top_k, top_p (of what is left), the draw. Steps that
-are greedy and unadjusted take one argmax.
+The order is penalties, logit_bias, min_tokens, temperature, min_p, top_k, top_p (of what is left), then sampling. Steps
+that are greedy and unadjusted take one argmax.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey
 
 Seen = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]
-"""Tokens that came before, flat over all rows: the row, the token id, how often it came in the output."""
+"""Earlier tokens, flat over all rows: the row, the token id, how often it occurred in the output."""
 
-_WORTH_IT = 0.1  # of the draws: a step launched ahead wins about that part of a step
+_WORTH_IT = 0.1  # share of batches: a step launched ahead gains about this share of a step
 
 
 class Sampler:
-    """Sampler state and draws. Not thread-safe; its owner locks, and gives the lock where others take it, too."""
+    """Sampler state and sampling. Not thread-safe: the owner locks and passes the lock."""
 
     def __init__(
         self, vocab_size: int, eos_token_ids: Sequence[int], device: torch.device, lock: Lock | None = None
     ) -> None:
-        """`lock` is held whenever a method is called, and those of pending draws: they let go of it while they wait."""
+        """`lock` is held during every call of a method, and of a method of pending tokens. They release it while they
+        wait."""
         self._device = device
         self._lock = lock
         self._state = SamplerState(vocab_size, eos_token_ids)
@@ -43,7 +44,7 @@ class Sampler:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """The lock is free in here. On a GPU the wait for what is drawn is the wait for the whole step."""
+        """Releases the lock. On a GPU, waiting for the tokens means waiting for the whole step."""
         if self._lock is None:
             yield
             return
@@ -57,15 +58,15 @@ class Sampler:
         return key in self._state
 
     def add(self, key: SequenceKey, sampling: Sampling, token_ids: Sequence[int], num_prompt: int) -> None:
-        """Makes a sequence known; `token_ids` from `num_prompt` on are output already. A known key keeps its state."""
+        """Adds a sequence. The `token_ids` from `num_prompt` on are output already. A known key keeps its state."""
         self._state.add(key, sampling, token_ids, num_prompt)
 
     def drop(self, key: SequenceKey) -> None:
-        """Forgets a sequence; unknown keys are ignored."""
+        """Drops a sequence. Unknown keys are ignored."""
         self._state.drop(key)
 
     def last_sampled(self, keys: Sequence[SequenceKey]) -> NDArray[np.int64]:
-        """The token drawn last for each key, `[keys]`, of the draws that have landed; 0 where there is none.
+        """The newest landed token of each key, `[keys]`; 0 if there is none.
 
         Raises:
             KeyError: an unknown key.
@@ -74,10 +75,10 @@ class Sampler:
         return last
 
     def last_on_device(self, keys: Sequence[SequenceKey]) -> torch.Tensor:
-        """The token that the draw begun last gave for each key, `[keys]` int64 on the device, without a wait.
+        """The newest token of each key, `[keys]` int64 on the device, without a wait. Read only.
 
-        Draws that have landed count with the tokens that they landed with, those that were given up do not count; 0
-        where none is left. A sequence that was dropped and added again begins anew. Not to be written to.
+        Pending tokens count. For tokens that landed it returns what they landed with, discarded tokens do not count,
+        and 0 stands for none. A sequence that was dropped and added again begins anew.
 
         Raises:
             KeyError: an unknown key.
@@ -86,54 +87,55 @@ class Sampler:
 
     @property
     def resamples_often(self) -> bool:
-        """Whether steps that follow draws on the device have lately been in vain too often to be worth it.
+        """Whether steps that use tokens in device memory had to run again too often lately to be worth launching ahead.
 
-        With flat distributions and a large top_p, draws look at too few tokens time and again, and what follows the
-        token on the device must run once more, which takes as long as several steps win by being launched ahead.
+        With flat distributions and a large top_p, sampling often looks at too few tokens. A step that used such a token
+        must run again, which costs as much as launching several steps ahead gains.
         """
         return self._sampled.share_resampled > _WORTH_IT
 
     def sample(
         self, keys: Sequence[SequenceKey], positions: NDArray[np.int64], logits: torch.Tensor
     ) -> tuple[NDArray[np.int64], list[TokenLogprobs | None]]:
-        """One token per row, drawn for `positions[row]` of its sequence and added to its history.
+        """Samples one token per row for `positions[row]` of its sequence, and appends it to its history.
 
         `logits` is `[rows, vocab]` of any float type; keys are distinct. Returns token ids `[rows]`, and
-        log-probabilities where asked for. What is dropped meanwhile gets a token, too, which is not remembered.
+        log-probabilities for the rows that ask for them. A sequence that is dropped meanwhile gets a token that is not
+        recorded.
 
         Raises:
             BadLogits: rows whose logits are not finite.
             KeyError: an unknown key.
-            RuntimeError: a draw for one of the keys is pending.
+            RuntimeError: a token of one of the keys is pending.
         """
         return self.begin(keys, positions, logits).land()
 
     def begin(self, keys: Sequence[SequenceKey], positions: NDArray[np.int64], logits: torch.Tensor) -> PendingTokens:
-        """Asks the device for what `sample` gives, and waits for nothing.
+        """Launches what `sample` computes, and does not wait.
 
         Raises:
             KeyError: an unknown key.
-            RuntimeError: penalties would miss tokens of a draw that has not landed.
+            RuntimeError: penalties would miss tokens that have not landed.
         """
         slots, parameters = self._state.gather(keys)
         if self._sampled.count_for(parameters):
-            raise RuntimeError("penalties look at tokens of a draw that has not landed")
+            raise RuntimeError("penalties would miss tokens that have not landed")
         if parameters["adjusted"].any() or parameters["temperature"].any():
             sampled = self._sample(slots, parameters, positions, logits)
         else:
             sampled = _most_likely(logits)
         logprobs = None
         if (parameters["logprobs"] >= 0).any():
-            with self.waiting():  # a CPU computes them now
+            with self.waiting():  # a CPU computes them here
                 logprobs = _ask_logprobs(parameters["logprobs"], logits, sampled)
         return PendingTokens(self._sampled, SampledRows(tuple(keys), slots, parameters), sampled, logprobs)
 
     def adjust(
         self, keys: Sequence[SequenceKey], positions: NDArray[np.int64], scores: torch.Tensor, seen: Seen
     ) -> None:
-        """Applies penalties, biases and min_tokens to `scores`, `[rows, vocab]` float32, in place; draws nothing.
+        """Applies penalties, biases and min_tokens to `scores`, `[rows, vocab]` float32, in place. Does not sample.
 
-        Keys may repeat. `seen`: what the rows' penalties look at. Raises KeyError for an unknown key.
+        Keys may repeat. `seen`: the earlier tokens for the rows' penalties. Raises KeyError for an unknown key.
         """
         slots, parameters = self._state.gather(keys)
         if parameters["adjusted"].any():
@@ -143,7 +145,7 @@ class Sampler:
             self._forbid_ends(scores, slots, parameters, positions)
 
     def penalises(self, keys: Sequence[SequenceKey]) -> NDArray[np.bool_]:
-        """By row, whether it has a penalty, `[rows]`. Raises KeyError for an unknown key."""
+        """Whether each row has a penalty, `[rows]`. Raises KeyError for an unknown key."""
         _, parameters = self._state.gather(keys)
         penalised: NDArray[np.bool_] = (
             (parameters["presence"] != 0) | (parameters["frequency"] != 0) | (parameters["repetition"] != 1)
@@ -153,7 +155,7 @@ class Sampler:
     def _sample(
         self, slots: NDArray[np.int64], parameters: Parameters, positions: NDArray[np.int64], logits: torch.Tensor
     ) -> SampledOnDevice:
-        # What is drawn from logits that are not finite is never used: that is seen when it lands.
+        # Tokens sampled from logits that are not finite are never used: landing them raises.
         work = logits.to(torch.float32, copy=True)
         peaks = work.amax(dim=-1)
         self._penalise(work, parameters)
@@ -191,7 +193,7 @@ class Sampler:
         return SampledOnDevice(token_ids, peaks, settled, exact)
 
     def _weights(self, logits: torch.Tensor, parameters: Parameters) -> torch.Tensor:
-        """Relative to the most likely token's 1, at each row's temperature; `logits` is spoilt."""
+        """Weights relative to the most likely token's 1, at each row's temperature. Overwrites `logits`."""
         # The peak is subtracted first, so that a small temperature cannot overflow.
         logits.sub_(logits.amax(dim=-1, keepdim=True)).div_(self._column(parameters, "temperature")[:, None])
         return logits.exp_()
@@ -206,7 +208,8 @@ class Sampler:
             self._penalise_seen(logits, parameters, (some[which], token_ids, in_output))
 
     def _penalise_seen(self, logits: torch.Tensor, parameters: Parameters, seen: Seen) -> None:
-        """Repetition scales seen tokens of prompt and output; presence and frequency subtract for output tokens."""
+        """Repetition scales all earlier tokens of prompt and output. Presence and frequency subtract for
+        output tokens."""
         which, token_ids, in_output = seen
         where = (to_device(which, self._device), to_device(token_ids, self._device))
         repetition = to_device(parameters["repetition"][which], self._device)
@@ -226,9 +229,9 @@ class Sampler:
     def _forbid_ends(
         self, logits: torch.Tensor, slots: NDArray[np.int64], parameters: Parameters, positions: NDArray[np.int64]
     ) -> None:
-        """Before min_tokens, neither end-of-sequence nor stop tokens."""
+        """Forbids end-of-sequence and stop tokens before min_tokens."""
         for row in np.flatnonzero(parameters["adjusted"] & (positions < parameters["min_length"])):
-            # Not by an assignment: on a GPU, that would copy the number there, and wait for it.
+            # An assignment would copy the number to the GPU and wait for the copy.
             logits[int(row)].index_fill_(0, to_device(self._state.end_ids(int(slots[row])), self._device), -torch.inf)
 
     def _column(self, parameters: Parameters, name: str) -> torch.Tensor:
@@ -236,21 +239,21 @@ class Sampler:
 
 
 def _some_rows(tensor: torch.Tensor, chosen: NDArray[np.bool_]) -> torch.Tensor:
-    """The chosen rows; without a copy where all are."""
+    """The chosen rows, without a copy if all rows are chosen."""
     if chosen.all():
         return tensor
     return tensor[to_device(np.flatnonzero(chosen), tensor.device)]
 
 
 def _put(target: torch.Tensor, chosen: NDArray[np.bool_], values: torch.Tensor) -> None:
-    """`target[chosen] = values`, without asking the device how many there are."""
+    """`target[chosen] = values`, without reading the number of rows back from the device."""
     target.index_copy_(0, to_device(np.flatnonzero(chosen), target.device), values)
 
 
 def _most_likely(logits: torch.Tensor) -> SampledOnDevice:
-    logits = logits.float()  # torch is several times slower to find the best of 16-bit numbers
+    logits = logits.float()  # torch is several times slower at an argmax over 16-bit numbers
     best = logits.argmax(dim=-1)
-    return SampledOnDevice(best, logits.gather(1, best[:, None])[:, 0])  # argmax finds a NaN before any number
+    return SampledOnDevice(best, logits.gather(1, best[:, None])[:, 0])  # argmax prefers a NaN to any number
 
 
 def _ask_logprobs(num_top: NDArray[np.int64], logits: torch.Tensor, sampled: SampledOnDevice) -> PendingLogprobs:

@@ -1,7 +1,7 @@
-"""What the sampler remembers of each sequence: one slot per sequence, one array per parameter.
+"""The sampler's state of each sequence: one slot per sequence, one array per parameter.
 
-A step gathers its rows' parameters with one index. Token counts, the only state of vocabulary size, are kept for those
-sequences alone that ask for a penalty.
+A step gathers its rows' parameters with one index. Token counts, the only state of vocabulary size, are kept only for
+sequences with a penalty.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 
-_MIN_TEMPERATURE = 1e-5  # below it, float32 cannot tell a draw from the most likely token
+_MIN_TEMPERATURE = 1e-5  # below it, float32 cannot tell sampling from the most likely token
 _PARAMETERS = np.dtype(
     [
-        ("temperature", np.float32),  # 0 is greedy
+        ("temperature", np.float32),  # 0: greedy
         ("top_p", np.float64),
-        ("top_k", np.int64),  # 0 is off
+        ("top_k", np.int64),  # 0: off
         ("min_p", np.float32),
         ("presence", np.float32),
         ("frequency", np.float32),
@@ -29,11 +29,11 @@ _PARAMETERS = np.dtype(
         ("seed", np.uint64),
         ("sequence_index", np.uint64),
         ("min_length", np.int64),  # prompt and min_tokens: no end below this position
-        ("logprobs", np.int64),  # -1 is off
+        ("logprobs", np.int64),  # -1: off
         ("counts", np.int64),  # row of the penalty tables, or -1
-        ("adjusted", np.bool_),  # logits change before the draw: penalties, bias, or min_tokens
-        ("last", np.int64),  # the token drawn last, of the draws that have landed
-        ("life", np.int64),  # a number of its own for each sequence that ever had the slot; 0: nobody has it
+        ("adjusted", np.bool_),  # logits change before sampling: penalties, bias, or min_tokens
+        ("last", np.int64),  # the newest landed token
+        ("life", np.int64),  # unique for each sequence that ever had the slot; 0: the slot is free
     ]
 )
 
@@ -42,14 +42,14 @@ Parameters = np.ndarray[tuple[int], np.dtype[np.void]]
 
 @dataclass(frozen=True, slots=True)
 class SparseLogits:
-    """A sequence's token ids and what is added to their logits."""
+    """Token ids of a sequence and the values to add to their logits."""
 
     token_ids: NDArray[np.int64]
     values: NDArray[np.float32]
 
 
 class SamplerState:
-    """Slots of all known sequences. Not thread-safe; its owner locks."""
+    """The slots of all known sequences. Not thread-safe; the owner locks."""
 
     def __init__(self, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._vocab_size = vocab_size
@@ -58,7 +58,7 @@ class SamplerState:
         self._free: list[int] = []
         self._parameters = np.zeros(0, _PARAMETERS)
         self._biases: dict[int, SparseLogits] = {}  # by slot
-        self._end_ids: dict[int, NDArray[np.int64]] = {}  # by slot, where min_tokens is set
+        self._end_ids: dict[int, NDArray[np.int64]] = {}  # by slot; only with min_tokens
         self._lives = count(1)
         self.counts = PenaltyCounts(vocab_size)
 
@@ -66,7 +66,7 @@ class SamplerState:
         return key in self._slots
 
     def add(self, key: SequenceKey, sampling: Sampling, token_ids: Sequence[int], num_prompt: int) -> None:
-        """Takes a slot for `key`; a known key keeps its state.
+        """Takes a slot for `key`. A known key keeps its state.
 
         Raises:
             ValueError: a biased token, or one that would be penalised, is not in the vocabulary.
@@ -78,7 +78,7 @@ class SamplerState:
         if not self._free:
             self._grow()
         slot = self._free.pop()
-        # What a beam has written so far comes with each of its rows: there is nothing to remember.
+        # Each row of a beam brings the beam's tokens with it, so nothing is recorded for beams.
         counts = self.counts.add(token_ids, num_prompt) if penalised and sampling.beams is None else -1
         if sampling.logit_bias:
             ids, values = zip(*sorted(sampling.logit_bias.items()), strict=True)
@@ -106,7 +106,7 @@ class SamplerState:
         self._slots[key] = slot
 
     def drop(self, key: SequenceKey) -> None:
-        """Frees the slot of `key`, if it has one."""
+        """Frees the slot of `key` if it has one."""
         slot = self._slots.pop(key, None)
         if slot is None:
             return
@@ -118,7 +118,7 @@ class SamplerState:
         self._free.append(slot)
 
     def gather(self, keys: Sequence[SequenceKey]) -> tuple[NDArray[np.int64], Parameters]:
-        """The slots `[rows]` of the keys and their parameters, a structured array `[rows]`.
+        """Returns the slots `[rows]` of the keys and their parameters, a structured array `[rows]`.
 
         Raises:
             KeyError: a key is unknown.
@@ -127,12 +127,12 @@ class SamplerState:
         return slots, self._parameters[slots]
 
     def holds(self, slots: NDArray[np.int64], lives: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """By row, whether the slot is still that of the sequence which `gather` found there, `[rows]`."""
+        """Whether each slot still belongs to the sequence that `gather` found there, `[rows]`."""
         found: NDArray[np.bool_] = self._parameters["life"][slots] == lives
         return found
 
     def set_last(self, slots: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
-        """These tokens were drawn for the sequences in `slots`."""
+        """Records the newest tokens of the sequences in `slots`."""
         self._parameters["last"][slots] = token_ids
 
     def biases(self, slots: NDArray[np.int64]) -> list[tuple[int, SparseLogits]]:
@@ -142,7 +142,7 @@ class SamplerState:
         return [(row, self._biases[slot]) for row, slot in enumerate(slots.tolist()) if slot in self._biases]
 
     def end_ids(self, slot: int) -> NDArray[np.int64]:
-        """The tokens that may not come before min_tokens."""
+        """The tokens that are forbidden before min_tokens."""
         return self._end_ids.get(slot, np.zeros(0, np.int64))
 
     def _check_ids(self, token_ids: Sequence[int]) -> None:
@@ -157,21 +157,21 @@ class SamplerState:
 
 
 class PenaltyCounts:
-    """Of the sequences with penalties: their distinct tokens, and how often each came in the output.
+    """The distinct tokens of each sequence with penalties, and how often each occurred in the output.
 
-    A row lists its tokens in the order of their coming; a map of vocabulary size finds a token in the list.
+    A row lists its tokens in the order of their first occurrence. A map of vocabulary size finds a token in the list.
     """
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._free: list[int] = []
-        self._place = np.zeros((0, vocab_size), np.int32)  # of a token in its row's list, from 1; 0: it never came
-        self._lengths = np.zeros(0, np.int64)  # of the lists
+        self._place = np.zeros((0, vocab_size), np.int32)  # index of a token in its row's list, from 1; 0: never seen
+        self._lengths = np.zeros(0, np.int64)  # list lengths
         self._tokens = np.zeros((0, 64), np.int64)
         self._in_output = np.zeros((0, 64), np.int32)
 
     def add(self, token_ids: Sequence[int], num_prompt: int) -> int:
-        """Takes a row and counts what is there; returns the row."""
+        """Takes a row and counts the tokens so far. Returns the row."""
         if not self._free:
             self._grow()
         row = self._free.pop()
@@ -185,7 +185,7 @@ class PenaltyCounts:
         return row
 
     def drop(self, row: int) -> None:
-        """Gives a row back."""
+        """Frees a row."""
         self._free.append(row)
 
     def append(self, rows: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
@@ -201,14 +201,14 @@ class PenaltyCounts:
         self._in_output[rows, self._place[rows, token_ids] - 1] += 1
 
     def seen(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]:
-        """Flat over all tokens that came in `rows`: index into `rows`, token id, times in the output."""
+        """All tokens seen in `rows`, flat: index into `rows`, token id, count in the output."""
         lengths = self._lengths[rows]
         which = np.repeat(np.arange(len(rows)), lengths)
         place = np.arange(len(which)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         return which, self._tokens[rows[which], place], self._in_output[rows[which], place]
 
     def _grow(self) -> None:
-        """More rows."""
+        """Adds rows."""
         size = len(self._lengths)
         added = max(4, size)
         self._place = np.concatenate([self._place, np.zeros((added, self._vocab_size), np.int32)])
@@ -218,7 +218,7 @@ class PenaltyCounts:
         self._free.extend(range(size + added - 1, size - 1, -1))
 
     def _widen(self, length: int) -> None:
-        """Longer lists, if they are shorter than `length`."""
+        """Lengthens the lists to at least `length`."""
         missing = length - self._tokens.shape[1]
         if missing > 0:
             added = max(missing, self._tokens.shape[1])

@@ -1,4 +1,4 @@
-"""Which models the paged layout can hold: refused by name, from the config before the weights are read."""
+"""Refuses models that the paged layout cannot hold, from the config, before the weights are read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _HELD_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
 def check_config(config: PreTrainedConfig) -> None:
-    """Refuses what a block cannot hold, at any length.
+    """Refuses models that a block cannot hold at any length.
 
     Raises:
         UnsupportedModel: with the reason.
@@ -29,10 +29,10 @@ def check_config(config: PreTrainedConfig) -> None:
 
 
 def resolve_max_model_len(config: PreTrainedConfig, requested: int | None) -> int:
-    """The smaller of what is asked for and what the model's positions reach, in tokens.
+    """Returns the smaller of the requested length and the model's longest position, in tokens.
 
     Raises:
-        ValueError: nothing is asked for and the config does not say, or less than 1 is asked for.
+        ValueError: no length is requested and the config has none, or less than 1 is requested.
     """
     reach = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     lengths = [length for length in (requested, reach) if length is not None]
@@ -42,7 +42,9 @@ def resolve_max_model_len(config: PreTrainedConfig, requested: int | None) -> in
 
 
 def _causal_lm_class(config: PreTrainedConfig) -> type[Any] | None:
-    mapping = AutoModelForCausalLM._model_mapping  # no public way to ask for the class without building it
+    mapping = (
+        AutoModelForCausalLM._model_mapping
+    )  # transformers has no public way to find the class without building it
     if type(config) not in mapping:
         return None
     found = mapping[type(config)]
@@ -67,7 +69,8 @@ def _check_heads(name: str, text: PreTrainedConfig) -> None:
 
 
 def check_positions(config: PreTrainedConfig, max_model_len: int) -> None:
-    """Dynamic NTK and longrope rescale all positions once the longest sequence of the batch passes a length.
+    """Refuses position encodings that rescale all positions once the longest sequence of a batch exceeds a length
+    (dynamic NTK, longrope).
 
     Raises:
         UnsupportedModel: that can happen within `max_model_len` tokens.

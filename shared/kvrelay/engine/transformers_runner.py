@@ -1,4 +1,4 @@
-"""The third of three stages: tensors. Turns a `WorkerBatch` into one packed forward and its logits into tokens."""
+"""Turns a `WorkerBatch` into one packed forward, and its logits into tokens. This is the stage that uses tensors."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.transfer.pool_memory import PoolLike
 
-_PROMPT_SLICE = 512  # prompt positions whose logits exist at a time
+_PROMPT_SLICE = 512  # prompt positions whose logits exist at the same time
 
 
 @dataclass(frozen=True, slots=True)
 class _ScoredPrompt:
-    """A prompt whose log-probabilities are asked for."""
+    """A prompt for which log-probabilities are requested."""
 
     token_ids: NDArray[np.int64]
     num_top: int
@@ -62,10 +62,10 @@ class TransformersRunner:
         with_scratch: bool = False,
         launches_ahead: bool | None = None,
     ) -> None:
-        """`name` is what the spec calls the model; its path or hub name if there is none.
+        """`name` is the model's name in the spec; by default its path or hub name.
 
-        `with_scratch`: beside the pool lies one more block, which CUDA graphs take. `launches_ahead`: see
-        `LaunchingRunner`; None: on GPUs, as a CPU has computed a step when its launch returns.
+        `with_scratch`: the pool has one more block, for CUDA graphs. `launches_ahead`: see `LaunchingRunner`; None:
+        only on GPUs, because on a CPU a step is computed when its launch returns.
         """
         layout, source = model.layout, model.source
         self._model = model
@@ -76,7 +76,9 @@ class TransformersRunner:
         self._pool = self._blocks[:num_blocks]
         self._graphs: DecodeGraphs | None = None
         self._host = HostBuffer(self._pool, num_swap_slots)
-        self._lock = threading.Lock()  # over sampler and scored prompts; nobody waits for the device with it
+        self._lock = (
+            threading.Lock()
+        )  # guards the sampler and the scored prompts; released while waiting for the device
         self._sampler = Sampler(model.vocab_size, model.eos_token_ids, source.device, self._lock)
         self._scored: dict[SequenceKey, _ScoredPrompt] = {}
         self._spec = ModelSpec(
@@ -101,7 +103,6 @@ class TransformersRunner:
 
     @property
     def spec(self) -> ModelSpec:
-        """What the services need to know about the model."""
         return self._spec
 
     @property
@@ -121,7 +122,6 @@ class TransformersRunner:
 
     @property
     def pool_memory(self) -> PoolLike:
-        """See `ModelRunner.pool_memory`."""
         return self.pool_bytes if self._device.type == "cpu" else self._device_pool
 
     @cached_property
@@ -129,7 +129,7 @@ class TransformersRunner:
         return DevicePool(self._pool)
 
     def try_graphs(self, graphs: GraphSettings, *, trial: bool = False) -> None:
-        """Captures decoding steps, which are replayed from now on, or says why not. The pool must hold nothing yet.
+        """Captures decoding steps and replays them from now on, or logs why it cannot. The pool must be empty.
 
         Raises:
             ValueError: there is no scratch block; see `try_to_capture` for others.
@@ -139,7 +139,6 @@ class TransformersRunner:
         self._graphs = try_to_capture(self._model, self._blocks, graphs, trial=trial)
 
     def add_sequence(self, key: SequenceKey, sampling: Sampling, token_ids: Sequence[int], num_prompt: int) -> None:
-        """See `ModelRunner.add_sequence`."""
         with self._lock:
             self._sampler.add(key, sampling, token_ids, num_prompt)
             if sampling.prompt_logprobs is not None and key not in self._scored:
@@ -147,25 +146,24 @@ class TransformersRunner:
                 self._scored[key] = _ScoredPrompt(prompt, sampling.prompt_logprobs)
 
     def drop_sequence(self, key: SequenceKey) -> None:
-        """See `ModelRunner.drop_sequence`."""
         with self._lock:
             self._sampler.drop(key)
             self._scored.pop(key, None)
 
     def execute(self, batch: WorkerBatch) -> StepResult:
-        """See `ModelRunner.execute`. A sequence that was dropped during the step gets no token.
+        """Runs one step. A sequence that was dropped during the step gets no token.
 
         Raises:
             BadLogits: the model gave NaN or infinity for some sequences; the step may be run again without them.
-            KeyError: a row that samples, or follows a draw, is unknown.
-            IndexError: a copy names a block or a slot that there is not.
-            DeviceLost: an error after which a GPU takes nothing more from this process.
+            KeyError: a row that samples, or has a placeholder, is unknown.
+            IndexError: a copy names a block or a slot that does not exist.
+            DeviceLost: an error after which a GPU accepts no more work from this process.
         """
         return self.launch(batch).land()
 
     def can_launch_behind(self, batch: WorkerBatch) -> bool:
-        """See `LaunchingRunner.can_launch_behind`. Penalties look at all tokens before the next one is drawn, and a
-        prompt's log-probabilities come to the host in slices."""
+        """See `LaunchingRunner.can_launch_behind`. False for penalties, which need all earlier tokens on the host, and
+        for log-probabilities of prompts, which come to the host in slices."""
         if not self.launches_ahead or not batch.is_plain:
             return False
         with self._lock:
@@ -178,7 +176,7 @@ class TransformersRunner:
 
     @torch.inference_mode()
     def launch(self, batch: WorkerBatch) -> StepInFlight:
-        """See `LaunchingRunner.launch`. Waits for the device only for what `can_launch_behind` refuses.
+        """See `LaunchingRunner.launch`. Waits for the device only for batches that `can_launch_behind` refuses.
 
         Raises:
             KeyError, IndexError, DeviceLost: see `execute`.
@@ -189,7 +187,7 @@ class TransformersRunner:
         return step
 
     def _ask(self, step: StepInFlight, asked: Asked) -> None:
-        """All that the device has to do for a step, and what the host must do before that can be asked for."""
+        """Launches all work of a step on the device."""
         batch, asked.begin = step.batch, Moment(self._device)
         asked.copy_s = self._host.swap(batch.swap_out, batch.swap_in)
         self._copy_blocks(batch.copies)
@@ -219,7 +217,7 @@ class TransformersRunner:
         return _Forward(rows, packed, self._hidden_states(token_ids, on_device, packed, graphs))
 
     def _begin_sampling(self, forward: _Forward, asked: Asked) -> None:
-        """Asks for a token for each row that samples and is still known."""
+        """Launches sampling for each row that samples and is still known."""
         rows = forward.rows
         wanted = [at for at, row in enumerate(rows) if row.sample and row.beam is None]
         if not wanted:
@@ -243,7 +241,7 @@ class TransformersRunner:
         packed: PackedRows,
         graphs: DecodeGraphs | None,
     ) -> torch.Tensor:
-        """The backbone over the step, `[tokens, hidden]`, good until the next one."""
+        """Runs the backbone over the step. Returns `[tokens, hidden]`, valid until the next forward."""
         if graphs is not None:
             return graphs.hidden_states(token_ids, packed, on_device)
         positions = to_device(packed.token_positions.astype(np.int64), self._device)
@@ -253,7 +251,7 @@ class TransformersRunner:
         return self._model.hidden_states(tokens, positions, step)
 
     def _graphs_for(self, packed: PackedRows) -> DecodeGraphs | None:
-        """What replays this step; None: it is launched kernel by kernel."""
+        """The graphs that replay this step, or None if it is launched kernel by kernel."""
         if self._graphs is None or not self._graphs.can_run(packed):
             return None
         backend = self._backend
@@ -263,7 +261,8 @@ class TransformersRunner:
     def _token_ids(
         self, step: StepInFlight, rows: Sequence[WorkerRow], packed: PackedRows
     ) -> tuple[NDArray[np.int64], TokensOnDevice | None]:
-        """The step's tokens; placeholders are replaced by what was drawn, unless that lies on the device alone."""
+        """The step's tokens. Placeholders are replaced by the newest tokens, or returned separately if those are on the
+        device alone."""
         token_ids = np.concatenate([row.token_ids for row in rows]).astype(np.int64)
         following = [index for index, row in enumerate(rows) if row.has_placeholder]
         if not following:
@@ -277,7 +276,7 @@ class TransformersRunner:
         return token_ids, None
 
     def _find_candidates(self, forward: _Forward) -> dict[int, BeamCandidates]:
-        """Candidates by the step's row, of the beams' rows that sample and are still known."""
+        """The candidates of the beams' rows that sample and are still known, by row of the step."""
         wanted = [(at, row.key, row.beam) for at, row in enumerate(forward.rows) if row.sample and row.beam is not None]
         if not wanted:
             return {}
@@ -300,7 +299,7 @@ class TransformersRunner:
         return self._model.logits(forward.hidden[last])
 
     def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """All copies at once; every source is read before any target is written."""
+        """Copies all blocks at once. Every source is read before any target is written."""
         if copies:
             sources = to_device(np.array([copy.source for copy in copies], np.int64), self._device)
             targets = to_device(np.array([copy.target for copy in copies], np.int64), self._device)
@@ -308,7 +307,7 @@ class TransformersRunner:
             pool.index_copy_(0, targets, pool.index_select(0, sources))
 
     def _score_prompts(self, forward: _Forward) -> dict[int, list[TokenLogprobs]]:
-        """By the step's row: log-probabilities of the prompt tokens that follow each of the row's positions."""
+        """The log-probabilities of the prompt tokens that follow each of the row's positions, by row of the step."""
         with self._lock:
             scored = {at: self._scored[row.key] for at, row in enumerate(forward.rows) if self._is_scored(row)}
         results: dict[int, list[TokenLogprobs]] = {}
@@ -324,6 +323,6 @@ class TransformersRunner:
         return results
 
     def _is_scored(self, row: WorkerRow) -> bool:
-        """Whether log-probabilities are asked for of prompt tokens that follow the row's positions. With the lock."""
+        """Whether log-probabilities of prompt tokens behind the row's positions are requested; needs the lock."""
         prompt = self._scored.get(row.key)
         return prompt is not None and row.position + 1 < len(prompt.token_ids)

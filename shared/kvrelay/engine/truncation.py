@@ -1,8 +1,8 @@
-"""Cuts distributions down (min_p, top_k, top_p) and draws from what is left.
+"""Truncates distributions (min_p, top_k, top_p) and samples from the rest.
 
-Distributions are weights relative to the most likely token's 1, not summing to 1. All cuts are floors on the weight, so
-tokens that tie at the edge stay together. A draw walks the kept tokens by id: rounding noise of logits then moves it by
-as little as itself, whatever order a sort puts near ties in.
+Distributions are weights relative to the most likely token's 1 and do not sum to 1. All limits are lower bounds on the
+weight, so tokens with equal weights are kept or cut together. Sampling walks the kept tokens by id. Rounding noise in
+the logits then shifts the result only by its own size, whatever order a sort gives to near ties.
 """
 
 from __future__ import annotations
@@ -11,28 +11,29 @@ from dataclasses import dataclass
 
 import torch
 
-_BEST = (256, 4096)  # tokens looked at before the whole vocabulary is sorted, which costs far more
-# On a GPU more at once: finding them takes a few passes over the vocabulary whatever their number is, and one row that
-# must be drawn again costs a step that was launched behind it.
+_BEST = (256, 4096)  # tokens to look at before the whole vocabulary is sorted, which costs far more
+# More on a GPU: finding them takes a few passes over the vocabulary whatever their number, and a single row that must
+# be sampled again costs a step that was launched behind it.
 _BEST_ON_GPU = (1024, 4096)
-_SEGMENT = 128  # tokens summed at once before a draw looks closer
+_SEGMENT = 128  # tokens summed at once before sampling looks closer
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What is kept of each row: tensors `[rows]` on the weights' device."""
+    """The limits of each row: tensors `[rows]` on the weights' device."""
 
-    min_p: torch.Tensor  # float32; 0 is off
-    top_k: torch.Tensor  # int64; 0 is off
-    top_p: torch.Tensor  # float64; 1 is off
+    min_p: torch.Tensor  # float32; 0: off
+    top_k: torch.Tensor  # int64; 0: off
+    top_p: torch.Tensor  # float64; 1: off
 
     def of(self, rows: torch.Tensor) -> Limits:
-        """The limits of some rows."""
+        """Returns the limits of some rows."""
         return Limits(self.min_p[rows], self.top_k[rows], self.top_p[rows])
 
 
 def sample_from_all(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Inverse CDF over all tokens: `[rows, vocab]` float32 and `[rows]` float64 in [0, 1) give ids `[rows]`."""
+    """Inverse CDF over all tokens. Takes `[rows, vocab]` float32 and `[rows]` float64 in [0, 1); returns
+    ids `[rows]`."""
     rows = weights.shape[0]
     if padding := -weights.shape[1] % _SEGMENT:
         weights = torch.nn.functional.pad(weights, (0, padding))
@@ -46,15 +47,17 @@ def sample_from_all(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tens
 
 
 def sample_from_few(weights: torch.Tensor, limits: Limits, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same from what the limits keep. In order: min_p and top_k, then top_p of what these two leave.
+    """Samples from the tokens within the limits: min_p and top_k first, then top_p of the rest.
 
-    Looks at few tokens only, and waits for nothing: ids `[rows]`, and for which rows these tokens were enough.
+    Looks at few tokens only, and does not wait. Returns ids `[rows]`, and whether these tokens were enough for each
+    row.
     """
     return _sample_from_best(weights, min(_sizes(weights.device)[0], weights.shape[1]), limits, uniforms)
 
 
 def sample_from_more(weights: torch.Tensor, limits: Limits, uniforms: torch.Tensor) -> torch.Tensor:
-    """The same for rows where few tokens were not enough: more are looked at, in the end all. Waits for the device."""
+    """Samples for rows for which few tokens were not enough. Looks at more tokens, in the end at all. Waits for the
+    device."""
     vocab_size = weights.shape[1]
     token_ids = torch.empty(len(weights), dtype=torch.int64, device=weights.device)
     left = torch.arange(len(weights), device=weights.device)
@@ -75,7 +78,8 @@ def _sizes(device: torch.device) -> tuple[int, ...]:
 def _sample_from_best(
     weights: torch.Tensor, num_best: int, limits: Limits, uniforms: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A draw as if only the `num_best` most likely tokens were kept, and for which rows that is so."""
+    """Samples as if only the `num_best` most likely tokens were kept. Returns ids, and for each row whether that was
+    enough."""
     vocab_size = weights.shape[1]
     best, ids = torch.topk(weights, num_best, dim=-1)
     counts = torch.where(limits.top_k == 0, vocab_size, limits.top_k).clamp(max=vocab_size)
@@ -85,7 +89,7 @@ def _sample_from_best(
     whole = torch.where(floor > 0, mass[:, -1], weights.sum(dim=-1).to(torch.float64))
     settled = (counts <= num_best) | (counts == vocab_size)
     settled &= (floor == 0) | (best[:, -1] < floor)
-    # top_p: the fewest tokens that reach it; all that the other limits left, where it is off.
+    # top_p keeps the fewest tokens that reach it; without top_p, all that the other limits left are kept.
     kept = ((mass < (whole * limits.top_p)[:, None]).sum(dim=-1) + 1).clamp(max=num_best)
     by_mass = torch.where(limits.top_p < 1, best.gather(1, kept[:, None] - 1)[:, 0], 0.0)
     floor = torch.maximum(floor, by_mass)
@@ -97,7 +101,7 @@ def _sample_from_best(
 
 
 def _first_above(ends: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The first index whose running sum is above the target; where rounding leaves none, the last that adds weight."""
+    """The first index whose running sum is above the target. If rounding leaves none, the last one that adds weight."""
     above = (ends <= target[:, None]).sum(dim=-1)
     last = (ends < ends[:, -1:]).sum(dim=-1)
     return torch.minimum(above, last)

@@ -1,12 +1,12 @@
-"""One start at a time on a GPU: processes that share one measure their memory in turns.
+"""Lets processes that share a GPU start one after the other, because they measure its memory.
 
-What a process takes beside torch's allocator (its context, kernels, libraries) is told only as what all processes take
-together, so while one measures no other may grow. What has started does not grow: it holds its pool and the memory of
-its largest step from then on (`MemoryGauge.keep`). So whoever starts next finds free what nobody counts on, and two
-pools never count on the same memory.
+The memory of a process beside torch's allocator (context, kernels, libraries) is only known as a sum over all
+processes, so no other process may grow while one measures. A process that has started does not grow: it holds its pool
+and the memory of its largest step from then on (`MemoryGauge.keep`). So the next process finds the memory free that no
+other counts on, and two pools never count on the same memory.
 
-The turn is a lock on a file by the GPU's UUID in kvrelay's cache directory: the kernel gives it back with the process
-that holds it, however that ends. Processes of different users, or in containers without a common cache directory, do
+A lock on a file in kvrelay's cache directory, named by the GPU's UUID, gives the turn. The kernel releases it when the
+process ends, however that happens. Processes of different users, or in containers without a common cache directory, do
 not wait for each other.
 """
 
@@ -24,20 +24,20 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 LONGEST_WAIT_S = 1800.0
-"""For the starts before, each of which reads its weights meanwhile."""
+"""Seconds to wait for processes that started before, each of which reads its weights in its turn."""
 POLL_S = 0.1
 SAY_EVERY_S = 60.0
 
 
 class TurnNeverCame(ValueError):
-    """Another process holds on to its turn; the text names it."""
+    """Another process holds its turn for too long. The text names it."""
 
 
 @contextmanager
 def turn_on_gpu(uuid: str, directory: Path, timeout_s: float = LONGEST_WAIT_S) -> Iterator[None]:
-    """Waits until no other process of this machine is in here for the same GPU.
+    """Waits until no other process of this machine holds the turn for the same GPU.
 
-    Where the file cannot be made nobody is waited for, which is logged. Raises TurnNeverCame.
+    If the file cannot be made, it logs that and does not wait. Raises TurnNeverCame.
     """
     path = directory / f"gpu-{re.sub('[^A-Za-z0-9-]', '_', uuid)}.lock"
     try:
@@ -73,7 +73,7 @@ def _wait_for(file: int, path: Path, timeout_s: float) -> None:
 
 
 def pause(seconds: float) -> None:
-    """Between two looks at the lock."""
+    """Sleeps between two attempts to take the lock."""
     time.sleep(seconds)
 
 

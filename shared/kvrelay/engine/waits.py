@@ -1,7 +1,7 @@
-"""Which of a forward's ops would make the host wait for the device.
+"""Finds the ops of a forward that would make the host wait for the device.
 
-A wait leaves an accelerator idle until the host has found its next kernel, and ends the capture of a CUDA graph: its
-value, or its shape, would be baked in.
+A wait leaves an accelerator idle until the host has launched its next kernel. It also ends the capture of a CUDA graph:
+the value, or a shape that depends on it, would be fixed in the graph.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ _COPIES = frozenset({"_to_copy", "copy_"})
 
 
 class Waits(TorchDispatchMode):
-    """Notes in `ops` the names of ops that need a value, or a shape, from the device before the next op can be asked
-    for, and of copies between devices."""
+    """Records in `ops` the names of ops that need a value or a shape from the device before the host can continue, and
+    of copies between devices."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs the op."""
         out = func(*args, **(kwargs or {}))
         if _waits(func, args, kwargs or {}, out):
             self.ops.append(str(func))
@@ -44,7 +43,7 @@ def _waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
         return func._overloadname != "self_int" and kwargs.get("output_size") is None
     if name in _COPIES:
         source = args[0] if name == "_to_copy" else args[1]
-        return bool(out.device != source.device and source.dim())  # a lone number goes along as a kernel's argument
+        return bool(out.device != source.device and source.dim())  # a single number is passed as a kernel's argument
     return name in _ASK_THE_DEVICE
 
 

@@ -1,4 +1,4 @@
-"""The fleet as Redis knows it: which workers there are, under which lease, and how loaded they are."""
+"""Worker registry, key limits and prefix index in Redis."""
 
 from kvrelay.fleet.worker_record import WorkerRecord
 from kvrelay.fleet.worker_registry import (

@@ -1,8 +1,8 @@
-"""Clients for a single Redis, for one behind Sentinels, and for a Cluster, by the URL's scheme.
+"""Clients for a single Redis, Sentinels or a Cluster, selected by the URL's scheme.
 
-- `redis://`, `rediss://`, `unix://`: one server, as redis-py reads them.
-- `redis+sentinel://[user:password@]host:port[,host:port...]/NAME[/db]`: whoever is primary of NAME at the moment.
-- `redis+cluster://[user:password@]host:port`: a Cluster, which lays all keys of one model on one of its nodes.
+- `redis://`, `rediss://`, `unix://`: one server, in redis-py's syntax.
+- `redis+sentinel://[user:password@]host:port[,host:port...]/NAME[/db]`: the current primary of NAME.
+- `redis+cluster://[user:password@]host:port`: a Cluster. All keys of one model are on one node.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ SCHEMES = ("redis", "rediss", "unix", SENTINEL, CLUSTER)
 SENTINEL_PORT = 26379
 
 REDIS_AWAY = (RedisConnectionError, RedisTimeoutError, RedisClusterException, OSError, RuntimeError)
-"""What calls raise when Redis does not answer. A Cluster of which no node answers raises an exception of its own, which
-is no RedisError. RuntimeError is uvloop's for writing to a connection that broke just now; redis-py lets it through."""
+"""Exceptions of calls to a Redis that does not answer. A Cluster without a reachable node raises RedisClusterException,
+which is not a RedisError. uvloop raises RuntimeError on a write to a broken connection, which redis-py does not catch.
+"""
 
 REDIS_FAILED = (RedisError, RedisClusterException, OSError, RuntimeError)
-"""What calls raise when Redis does not answer, or refuses."""
+"""Exceptions of calls to a Redis that does not answer or that refuses."""
 
 
 def check_redis_url(url: str) -> str:
-    """The URL as it is. Raises ValueError that says what is wrong with it."""
+    """Returns the URL. Raises ValueError with the fault."""
     scheme = urlsplit(url).scheme
     if scheme not in SCHEMES:
         raise ValueError(f"must start with {', '.join(f'{each}://' for each in SCHEMES[:-1])} or {SCHEMES[-1]}://")
@@ -45,7 +46,7 @@ def check_redis_url(url: str) -> str:
 
 
 def connect(url: str, *, timeout_s: float) -> Any:
-    """A blocking client that asks once and leaves repeating to its caller. Raises ValueError for a bad URL."""
+    """A blocking client without retries. Raises ValueError for an invalid URL."""
     times: dict[str, Any] = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
     retry = redis.retry.Retry(NoBackoff(), 0)
     scheme = urlsplit(check_redis_url(url)).scheme
@@ -59,7 +60,7 @@ def connect(url: str, *, timeout_s: float) -> Any:
 
 
 def connect_async(url: str, *, timeout_s: float) -> Any:
-    """The same for an event loop; a pooled connection that died meanwhile is opened again once."""
+    """A client for an event loop. It reopens a dead pooled connection once."""
     times: dict[str, Any] = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
     scheme = urlsplit(check_redis_url(url)).scheme
     if scheme == SENTINEL:
@@ -76,14 +77,14 @@ def _plain(url: str) -> str:
 
 
 def _sentinels(url: str) -> tuple[list[tuple[str, int]], str, dict[str, Any]]:
-    """Addresses, the primary's name, and what its connections need besides."""
+    """Sentinel addresses, the primary's name, and further connection arguments."""
     parts = urlsplit(url)
     user_info, _, addresses = parts.netloc.rpartition("@")
     hosts = []
     for address in addresses.split(","):
         host, _, port = address.rpartition(":") if ":" in address else (address, "", str(SENTINEL_PORT))
         if not host or not port.isdecimal():
-            raise ValueError(f"{address!r} is no address of a sentinel: host:port is needed")
+            raise ValueError(f"{address!r} is not a sentinel address: use host:port")
         hosts.append((host.strip("[]"), int(port)))
     name, _, database = parts.path.strip("/").partition("/")
     if not name or (database and not database.isdecimal()):

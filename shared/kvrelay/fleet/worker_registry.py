@@ -1,9 +1,9 @@
-"""Workers take numbered slots in Redis, under leases that carry their incarnation.
+"""Registers workers in numbered Redis slots, under leases that carry their incarnation.
 
-A lease's states: FREE > HELD (join) > HELD (renew) > FREE (leave, or no renewal for its time to live). A slot that
-another incarnation holds is never taken; the one who lost it learns so at its next renewal.
+States of a lease: FREE > HELD (join) > HELD (renew) > FREE (leave, or not renewed in time). A slot held by another
+incarnation is never taken. A worker that lost its slot learns it from its next renewal.
 
-Redis is advisory: whoever calls this must go on when it raises RegistryUnavailable.
+Redis is advisory: callers must continue when a method raises RegistryUnavailable.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ T = TypeVar("T")
 
 
 class RegistryError(Exception):
-    """Base of what this module raises."""
+    """Base class of this module's errors."""
 
 
 class RegistryUnavailable(RegistryError):
-    """Redis cannot be reached, or does not answer in time. Try again later, and go on without it."""
+    """Redis is unreachable or too slow. Continue without it and retry later."""
 
 
 class RegistryMisconfigured(RegistryError):
-    """Redis answers, but is no fit: too old, or it evicts keys."""
+    """Redis answers but cannot be used: it is too old or evicts keys."""
 
 
 class LeaseLost(RegistryError):
-    """Another incarnation holds the slot, or a later start of the same worker has joined. Join again or leave."""
+    """Another incarnation holds the slot, or a later incarnation of this worker joined. Join again or end."""
 
 
 class FleetFull(RegistryError):
@@ -51,7 +51,7 @@ class FleetFull(RegistryError):
 
 
 class Registry:
-    """The workers of all models under one prefix. Methods are for one event loop; none blocks beyond a few seconds."""
+    """Workers of all models under one prefix. Use it on one event loop; no call takes more than a few seconds."""
 
     def __init__(self, redis_url: str, prefix: str = "kvrelay", *, socket_timeout_s: float = SOCKET_TIMEOUT_S) -> None:
         self._prefix = prefix
@@ -63,9 +63,9 @@ class Registry:
         self._drain = self._script("drain")
 
     async def check_server(self) -> None:
-        """Whether this Redis can be used. Raises RegistryMisconfigured with what to change."""
+        """Checks version and settings. Raises RegistryMisconfigured with the change to make."""
         answer: dict[str, Any] = await self._call(self._redis.info())
-        by_node = [answer] if "redis_version" in answer else list(answer.values())  # a Cluster's nodes, by their names
+        by_node = [answer] if "redis_version" in answer else list(answer.values())  # a Cluster answers by node name
         for info in by_node:
             self._check_node(info)
 
@@ -88,7 +88,7 @@ class Registry:
     async def join(self, record: WorkerRecord, ttl_s: float) -> WorkerRecord:
         """Takes the smallest free slot for `ttl_s` seconds; returns the record with it.
 
-        An earlier start of the same worker loses its lease. Raises FleetFull, LeaseLost, RegistryUnavailable.
+        An earlier incarnation of the same worker loses its lease. Raises FleetFull, LeaseLost, RegistryUnavailable.
         """
         arguments = [record.worker_id, record.incarnation, int(ttl_s * 1000), MAX_SLOTS]
         slot = int(await self._call(self._join(keys=self._keys(record.model), args=arguments)))
@@ -99,7 +99,7 @@ class Registry:
         return joined
 
     async def renew(self, record: WorkerRecord, ttl_s: float) -> None:
-        """Extends the lease to `ttl_s` seconds from now and publishes the record; also after Redis lost its data.
+        """Extends the lease to `ttl_s` seconds from now and publishes the record, even if Redis lost its data.
 
         Raises LeaseLost, RegistryUnavailable, ValueError for a record that never joined.
         """
@@ -114,14 +114,14 @@ class Registry:
             )
 
     async def leave(self, record: WorkerRecord) -> bool:
-        """Gives the slot back; False if it was not ours any more. Raises RegistryUnavailable."""
+        """Frees the slot; False if it was already lost. Raises RegistryUnavailable."""
         arguments = [record.incarnation, record.slot]
         return bool(await self._call(self._leave(keys=self._keys(record.model), args=arguments)))
 
     async def list_workers(self, model: str) -> list[WorkerRecord]:
-        """All workers of a model whose leases hold, by slot; one round trip. Raises RegistryUnavailable.
+        """Workers of a model with valid leases, by slot, in one round trip. Raises RegistryUnavailable.
 
-        A record that cannot be read (of a version to come) is left out, with a warning.
+        An unreadable record (of a newer version) is skipped with a warning.
         """
         workers = []
         answer = await self._call(self._list(keys=[*self._keys(model), self._drains(model)]))
@@ -130,11 +130,11 @@ class Registry:
                 record = decode_record(data)
                 workers.append(msgspec.structs.replace(record, draining=True) if shall_drain else record)
             except msgspec.DecodeError as error:
-                log.warning("a worker's record cannot be read: %s", error)
+                log.warning("registry: skipped a worker record that cannot be read: %s", error)
         return sorted(workers, key=lambda worker: worker.slot)
 
     async def mark_draining(self, model: str, worker_id: str, *, draining: bool) -> bool:
-        """Has routers send this start of a worker nothing new, or takes that back; False where it is not there.
+        """Sets or removes the mark that stops routers from using this incarnation; False if it is not registered.
 
         Raises RegistryUnavailable.
         """
@@ -142,7 +142,7 @@ class Registry:
         return bool(await self._call(self._drain(keys=keys, args=[worker_id, "1" if draining else "0"])))
 
     async def close(self) -> None:
-        """Closes the connections. The leases stay."""
+        """Closes the connections. Leases remain until they expire."""
         with suppress(*REDIS_FAILED):
             await self._redis.aclose()
 
@@ -150,12 +150,12 @@ class Registry:
         return f"{self._keys(model)[0].removesuffix(':leases')}:drains"
 
     def _keys(self, model: str) -> list[str]:
-        """All keys of a model share a hash tag, so that they lie on one node of a Cluster."""
+        """Redis keys of a model. They share a hash tag, so a Cluster stores them on one node."""
         tag = f"{self._prefix}:{{{quote(model, safe='/')}}}"
         return [f"{tag}:leases", f"{tag}:records"]
 
     def _script(self, name: str) -> Any:
-        """Runs by digest, and is loaded again where the server does not know it."""
+        """A script that is run by digest and reloaded if the server does not know it."""
         source = resources.files("kvrelay.fleet").joinpath(f"{name}.lua").read_text(encoding="utf-8")
         return self._redis.register_script(source)
 

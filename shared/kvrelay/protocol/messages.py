@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sampling import BeamResult, FinishReason, Sampling, TokenLogprobs
 
 PROTOCOL_VERSION = 1
@@ -137,7 +138,7 @@ class Granted(Body, frozen=True, kw_only=True, tag="granted"):
 
 
 class Deferred(Body, frozen=True, kw_only=True, tag="deferred"):
-    """D>P: full for now. D remembers the wish, holds no block for it, and sends Granted when there is room."""
+    """D>P: no room now. The handoff waits in D's queue without blocks, and D sends Granted when it is admitted."""
 
     reason: str
 
@@ -290,11 +291,12 @@ class Cancel(Body, frozen=True, kw_only=True, tag="cancel"):
 
 
 class Failed(Body, frozen=True, kw_only=True, tag="failed"):
-    """P,D>R: this attempt ended without a result. `retriable`: another worker may do better.
+    """P,D>R: this attempt ended without a result. `retriable`: another worker may succeed.
 
-    `refused`: it was not begun.
+    `cause` is a text for people. `refused`: the worker computed nothing.
     """
 
+    failure: FailureKind
     cause: str
     retriable: bool
     refused: bool = False

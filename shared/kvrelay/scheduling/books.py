@@ -19,9 +19,11 @@ from kvrelay.scheduling.policies.chunk_sizes import Chunks
 from kvrelay.scheduling.queue.group_capacity import GroupCapacity
 from kvrelay.scheduling.queue.prefixes_in_progress import PrefixesInProgress
 from kvrelay.scheduling.queue.queue_orders import ORDERS
+from kvrelay.scheduling.queue.remote_kv import RemoteSequences
 from kvrelay.scheduling.queue.sample_groups import SampleGroups
+from kvrelay.scheduling.queue.sender_limits import SenderLimits
 from kvrelay.scheduling.queue.waiting_queue import WaitingQueue
-from kvrelay.scheduling.scheduler_protocol import AdmissionGate, PrefillGate
+from kvrelay.scheduling.scheduler_protocol import PrefillGate
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.scheduling.step_cost import StepCost
@@ -39,9 +41,11 @@ class SchedulerBooks(ABC):
         self.blocks = blocks
         self.settings = settings
         self.in_progress = PrefixesInProgress()
+        senders = SenderLimits(blocks.pool.num_blocks)
         self.waiting = WaitingQueue(
-            ORDERS[settings.queue_order], blocks, self.in_progress, settings.queue_starvation_bound
+            ORDERS[settings.queue_order], blocks, self.in_progress, settings.queue_starvation_bound, senders
         )
+        self.remote = RemoteSequences(blocks, limits, self.waiting, self.in_progress, senders)
         self.running: dict[SequenceKey, Sequence] = {}
         self.swaps = Swapper(blocks, settings)
         self.beams = BeamGroups(blocks, self.running)
@@ -56,7 +60,6 @@ class SchedulerBooks(ABC):
         self._uncommitted: list[StepPlan] = []  # in flight, and planned behind it
         self._zombies: set[Sequence] = set()  # ended, while a step may still write into their blocks
         self._admitted_ahead: list[Sequence] = []  # for a plan that came to nothing: the next one reports them
-        self.gate: AdmissionGate | None = None
         self.prefill_gate: PrefillGate | None = None
         self._refused: tuple[SequenceKey, int, int] | None = None  # who, with how many blocks available, and headroom
 
@@ -73,16 +76,25 @@ class SchedulerBooks(ABC):
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence. Raises ValueError for one that is known already."""
         self._enter(sequence)
-        self.waiting.add(sequence)
+        if sequence.remote is None:
+            self.sample_groups.enter(sequence)
+            self.waiting.add(sequence)
+        else:
+            self.remote.add(sequence)
 
     def adopt(self, sequence: Sequence, candidates: BeamCandidates | None = None) -> SequenceOutput | None:
-        """Takes over a sequence whose prompt's K/V is computed and whose blocks it holds as `running`.
+        """A handoff is complete: its prompt's KV is in its blocks, and its tokens end with the first new one. It runs.
 
         A beam search comes with the candidates that follow its prompt; its output is returned if they end it.
         """
         if (sequence.sampling.beams is None) != (candidates is None or not len(candidates.token_ids)):
             raise ValueError(f"sequence {sequence.key}: candidates belong to a beam search, and it to them")
-        self._enter(sequence)
+        if sequence.state is not SequenceState.WAITING_FOR_REMOTE_KV:
+            raise ValueError(f"sequence {sequence.key} is {sequence.state}: no KV of it is being received")
+        self.remote.arrived(sequence)
+        sequence.remote = None
+        self.sample_groups.enter(sequence)
+        self.blocks.change_block_state(sequence, BlockState.RUNNING)
         sequence.state = SequenceState.RUNNING
         self.running[sequence.key] = sequence
         if sequence.beams is not None and candidates is not None:
@@ -92,6 +104,16 @@ class SchedulerBooks(ABC):
         self._publish(sequence)
         self.blocks.adopt(sequence)
         return None
+
+    def quarantine(self, sequence: Sequence) -> None:
+        """A handoff was given up while its sender may still write: it keeps its blocks until `release`."""
+        self.remote.quarantine(sequence)
+
+    def release(self, sequence: Sequence, num_computed: int) -> None:
+        """A handoff ends and its sender writes nothing any more. The KV of its first `num_computed` tokens is true."""
+        sequence.num_computed = num_computed
+        self._publish(sequence)
+        self._leave(sequence)
 
     def abort(self, key: SequenceKey) -> bool:
         """Ends a sequence without output. One in a step in flight ends when that step is committed. Whether known."""
@@ -109,16 +131,26 @@ class SchedulerBooks(ABC):
         return self._sequences.get(key)
 
     @property
+    def num_pending_handoffs(self) -> int:
+        """Sequences among `waiting` whose KV comes from another worker."""
+        return self.waiting.num_remote
+
+    @property
     def num_headroom_blocks(self) -> int:
-        """Blocks that the running sequences are expected to take, beyond those they have, and those that are set aside
-        for samples and beams. O(running) unless off."""
-        reserved = self.beams.num_reserved_blocks + self.sample_groups.num_reserved_blocks
-        return self.new_token_ratio.headroom(self.running.values(), self.blocks) + reserved
+        """Blocks that the running sequences are expected to take, beyond those they have, and those that are set aside.
+        O(running) unless off."""
+        return self.new_token_ratio.headroom(self.running.values(), self.blocks) + self.num_reserved_blocks
+
+    @property
+    def num_reserved_blocks(self) -> int:
+        """Blocks that are set aside for samples, beams and handoffs."""
+        return self.beams.num_reserved_blocks + self.sample_groups.num_reserved_blocks + self.remote.num_reserved_blocks
 
     @property
     def num_slots(self) -> int:
         """Running sequences, those that beam searches among them will become, and the rest of their groups."""
-        return len(self.running) + self.beams.num_reserved_slots + self.sample_groups.num_reserved_slots
+        reserved = self.beams.num_reserved_slots + self.sample_groups.num_reserved_slots
+        return len(self.running) + reserved + self.remote.num_slots
 
     @property
     def group_samples(self) -> bool:
@@ -151,7 +183,6 @@ class SchedulerBooks(ABC):
         self._sequences[sequence.key] = sequence
         if not self.settings.group_samples:
             sequence.sample_group = ""
-        self.sample_groups.enter(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         if sequence.state is SequenceState.RUNNING and sequence.beams is not None:
@@ -162,6 +193,8 @@ class SchedulerBooks(ABC):
                 self._zombies.add(sequence)
             else:
                 self.blocks.free(sequence)
+        elif sequence.remote is not None:
+            self.remote.leave(sequence)
         else:
             self.waiting.remove(sequence)
         self.swaps.drop(sequence)

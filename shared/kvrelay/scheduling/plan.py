@@ -86,7 +86,8 @@ class StepPlan:
     without a copy, and those whose copy was given up. `swaps`: what is copied to the host and back, if anything; such
     a step is to be executed even where it has no rows. `copies`: blocks that the step copies after that and before it
     computes. `delayed`: a prefill gate held the head back. That is decided anew in the next pass, whether or not
-    anything happened. A beam search is preempted as its leader alone.
+    anything happened. A beam search is preempted as its leader alone. `reservations`: handoffs whose blocks are
+    reserved now, so that their transfer may begin; they are in no row.
     """
 
     step: int
@@ -98,6 +99,7 @@ class StepPlan:
     swaps: SwapPlan | None = None
     delayed: bool = False
     copies: Seq[BlockCopy] = ()
+    reservations: Seq[Sequence] = ()
 
     @property
     def has_work(self) -> bool:
@@ -172,11 +174,18 @@ class PlanDraft:
         if row is not None:
             self.budget_left += row.num_tokens
 
-    def finish(self, step: int, swaps: SwapPlan | None = None, copies: Seq[BlockCopy] = ()) -> StepPlan:
+    def finish(
+        self,
+        step: int,
+        swaps: SwapPlan | None = None,
+        copies: Seq[BlockCopy] = (),
+        reservations: Seq[Sequence] = (),
+    ) -> StepPlan:
         """The plan."""
         return StepPlan(
             *(step, self.rows, self.admitted, self.preempted, self.held_back, self.recomputed, swaps, self.delayed),
             copies=copies,
+            reservations=reservations,
         )
 
 

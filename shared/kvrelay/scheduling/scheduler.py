@@ -45,7 +45,7 @@ class BatchScheduler(SchedulerBooks):
         """Plans the next step; a plan with rows is to be committed or failed before the next call."""
         if self._uncommitted:
             raise RuntimeError(f"step {self._uncommitted[0].step} is in flight: only schedule_ahead may plan behind it")
-        self.waiting.refresh()
+        self._refresh()
         draft = PlanDraft(self.limits.token_budget)
         self.fill(draft)
         return self._planned(draft)
@@ -56,7 +56,7 @@ class BatchScheduler(SchedulerBooks):
             raise RuntimeError(f"{len(self._uncommitted)} steps are in flight or planned, 1 can be planned behind")
         if any(row.num_lookahead or row.sequence.needs_commit_first for row in self._uncommitted[0].rows):
             return None
-        self.waiting.refresh()
+        self._refresh()
         draft = PlanDraft(self.limits.token_budget, ahead=True)
         try:
             self.fill(draft)
@@ -67,6 +67,18 @@ class BatchScheduler(SchedulerBooks):
             self._admitted_ahead += draft.admitted
             return None
         return self._planned(draft)
+
+    def reserve(self) -> Seq[Sequence]:
+        """Admits handoffs between steps, as `schedule` does in one: as long as a handoff is next and there is room."""
+        if self.waiting.num_remote:
+            self.waiting.renew_probes()
+            self.remote.refresh(self.running.values())
+            self.admit_handoffs(PlanDraft(self.limits.token_budget, ahead=True))
+        return self.remote.take_reservations()
+
+    def _refresh(self) -> None:
+        self.waiting.refresh()
+        self.remote.refresh(self.running.values())
 
     def cancel_plan(self, plan: StepPlan) -> None:
         """A step that was planned ahead does not run: its sequences are where they were. Who was admitted stays."""
@@ -89,7 +101,7 @@ class BatchScheduler(SchedulerBooks):
             self._admitted_ahead = []
         copies = self.blocks.copies.plan(_copy_targets(draft))
         swaps = self.swaps.seal(draft)
-        plan = draft.finish(self._step, swaps, copies)
+        plan = draft.finish(self._step, swaps, copies, self.remote.take_reservations())
         if self.prefill_gate is not None:
             self.prefill_gate.passed(len(self.running), len(plan.admitted) - len(draft.returning))
         for row in plan.rows:
@@ -162,32 +174,41 @@ class BatchScheduler(SchedulerBooks):
         while not draft.held_back:
             draft.held_back = self._admit_next(draft, beyond_budget)
 
+    def admit_handoffs(self, draft: PlanDraft) -> None:
+        """Waiting handoffs, in the queue's order, until a local prompt is next or one does not fit."""
+        while self.waiting.num_remote and not self._admit_next(draft, beyond_budget=False, handoffs_only=True):
+            pass
+
     def admit_rest_of_groups(self, draft: PlanDraft) -> None:
         """The samples whose groups were admitted, as far as their prompts are computed, whatever the budget."""
         while self.waiting.reserved_head() is not None and not self._admit_next(draft, beyond_budget=True):
             pass
 
-    def _admit_next(self, draft: PlanDraft, beyond_budget: bool) -> str:
+    def _admit_next(self, draft: PlanDraft, beyond_budget: bool, *, handoffs_only: bool = False) -> str:
         """Admits the sequence whose turn it is, or says why not."""
         if draft.preempted:
             return "decodes were preempted in this step"
         if not self.waiting:
             return "queue empty"
         num_slots = self.num_slots
-        if num_slots >= self.limits.max_running and not self.num_reserved_samples:
+        if num_slots >= self.limits.max_running and not self.waiting.has_reserved:
             return "max_running reached"
         sequence = self.waiting.head()
         if sequence is None:
-            return "its prefix is being computed"
-        has_reserved_capacity = self.sample_groups.has_reserved_capacity(sequence)
+            return "its prefix is being computed or sent"
+        if handoffs_only and sequence.remote is None:
+            return "a local prompt is next"
+        has_reserved_capacity = self.sample_groups.has_reserved_capacity(sequence) or self.remote.has_capacity(sequence)
         followers = self.group_capacity.of_followers(sequence)
-        num_wanted = sequence.num_slots + len(followers)
+        num_wanted = sequence.num_slots + len(followers) + self.remote.num_to_come(sequence)
         if not has_reserved_capacity and (reason := self._kept_out(sequence, num_slots, num_wanted, draft)):
             return reason
+        if sequence.remote is not None:
+            return "" if self.remote.reserve(sequence, self._handoff_headroom(sequence)) else "no blocks"
         if not has_reserved_capacity and len(group := self.sample_groups.lost_with(sequence)) > 1 and sequence in group:
             if self._admit_group(group, draft):
                 return ""
-            if self.running:
+            if self.running or self.remote.receiving:
                 return "no room for the whole group"
             if draft.ahead:
                 raise NeedsCommit
@@ -212,13 +233,22 @@ class BatchScheduler(SchedulerBooks):
         if num_slots + num_wanted > max_running:
             is_full = num_slots >= max_running
             return "max_running reached" if is_full else "max_running leaves no room for all its samples or beams"
-        if self.gate is not None and (reason := self.gate(sequence, num_wanted)):
-            return reason
-        if self.prefill_gate is None or sequence.state is SequenceState.SWAPPED:
+        if self.prefill_gate is None or sequence.state is SequenceState.SWAPPED or sequence.remote is not None:
             return ""
         reason = self.prefill_gate.ask(len(self.running), self._kv_usage)
         draft.delayed = draft.delayed or bool(reason)
         return reason
+
+    def _handoff_headroom(self, sequence: Sequence) -> int:
+        """Blocks that must stay available besides a handoff's own: a sequence whose KV arrives cannot be preempted."""
+        headroom = 0 if self.remote.has_capacity(sequence) else self.num_reserved_blocks
+        if sequence.beams is not None:
+            headroom += sequence.beams.num_reserved_blocks()
+        if self.running or self.remote.receiving:
+            # A block for each that runs: else one that grows would preempt another at once. More if more is expected.
+            expected = self.new_token_ratio.headroom(self.running.values(), self.blocks)
+            headroom += max(len(self.running) + 1, expected)
+        return headroom
 
     def _first_chunk(self, sequence: Sequence, draft: PlanDraft) -> tuple[int, int]:
         """Where a waiting sequence would start, and the tokens of its first chunk."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
+from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from kvrelay.engine.batch import BeamCandidates, StepResult
@@ -13,11 +14,6 @@ from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.scheduling.step_cost import StepCost
-
-AdmissionGate = Callable[[Sequence, int], str]
-"""Why a waiting sequence, and the others that are admitted with it, may not be admitted now although there is room for
-them; empty: they may. The number is the running sequences that all of them become. Not asked for those for which room
-was set aside before."""
 
 
 class PrefillGate(Protocol):
@@ -39,9 +35,6 @@ class PrefillGate(Protocol):
 class Scheduler(Protocol):
     """Decides what each step computes, and books what it gave. Pure: no I/O, no clock, no tensor."""
 
-    gate: AdmissionGate | None
-    """Asked before each admission, where somebody outside has a say in it."""
-
     prefill_gate: PrefillGate | None
     """Asked in each pass with a prompt to admit. A prompt that was begun goes on without."""
 
@@ -58,6 +51,11 @@ class Scheduler(Protocol):
     @property
     def waiting(self) -> Collection[Sequence]:
         """Sequences that hold nothing: preempted ones first, then by arrival."""
+        ...
+
+    @property
+    def num_pending_handoffs(self) -> int:
+        """Sequences among `waiting` whose KV comes from another worker."""
         ...
 
     @property
@@ -109,12 +107,28 @@ class Scheduler(Protocol):
         """Queues a sequence. Raises ValueError for one that is known already."""
         ...
 
+    def reserve(self) -> Seq[Sequence]:
+        """Admits handoffs between steps, as `schedule` does in one: as long as a handoff is next and there is room.
+
+        Returns those whose transfer may begin and that no plan or call has returned before.
+        """
+        ...
+
     def adopt(self, sequence: Sequence, candidates: BeamCandidates | None = None) -> SequenceOutput | None:
-        """Takes over a sequence whose prompt's K/V is computed and whose blocks it holds as `running`.
+        """A handoff is complete: its prompt's KV is in its blocks, and its tokens end with the first new one. It runs.
 
         A beam search comes with the candidates that follow its prompt; its output is returned if they end it. Raises
-        ValueError for a sequence that is known already, and for candidates that are missing or out of place.
+        ValueError, and changes nothing, for a sequence that is not being received, and for candidates that are missing
+        or out of place.
         """
+        ...
+
+    def quarantine(self, sequence: Sequence) -> None:
+        """A handoff was given up while its sender may still write: it keeps its blocks until `release`."""
+        ...
+
+    def release(self, sequence: Sequence, num_computed: int) -> None:
+        """A handoff ends and its sender writes nothing any more. The KV of its first `num_computed` tokens is true."""
         ...
 
     def abort(self, key: SequenceKey) -> bool:

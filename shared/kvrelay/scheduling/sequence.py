@@ -1,6 +1,8 @@
 """One sequence as a worker sees it: its tokens, how far their K/V is computed, and its block table.
 
 1. WAITING    queued; holds nothing. A preempted sequence is here again, with its output as part of what to compute.
+              A sequence with `remote` waits here until blocks are reserved for the KV that another worker sends.
+   WAITING_FOR_REMOTE_KV, QUARANTINED   only of sequences with `remote`; `remote_kv.py` explains them.
 2. RUNNING    holds blocks; `num_computed` of its tokens have K/V. Prefilling until all but the newest token have it.
 3. SWAPPED    preempted and queued; holds no block, but its K/V has a copy on the host. RUNNING again when that is to be
               copied back; WAITING when the copy is given up.
@@ -36,6 +38,8 @@ class SequenceState(StrEnum):
     """See the module's text."""
 
     WAITING = "waiting"
+    WAITING_FOR_REMOTE_KV = "waiting_for_remote_kv"
+    QUARANTINED = "quarantined"
     RUNNING = "running"
     SWAPPED = "swapped"
     FINISHED = "finished"
@@ -72,6 +76,18 @@ class TokenBuffer:
         return self._data[start : min(stop, self.num_tokens)]
 
 
+@dataclass(frozen=True, slots=True)
+class RemoteKV:
+    """The transfer that brings a sequence's prompt KV. `num_to_come`: samples of its request that follow later.
+
+    `is_limited`: `sender` writes one-sidedly, so what is reserved for it counts towards its limit.
+    """
+
+    sender: PeerRef
+    num_to_come: int = 0
+    is_limited: bool = False
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """Bookkeeping of one sequence; see the module's text for its states."""
@@ -85,6 +101,7 @@ class Sequence:
     router: PeerRef
     trace: str = ""
     priority: int = 0
+    remote: RemoteKV | None = None  # until it is adopted
     prefill_only: bool = False  # leaves the scheduler when its first token is sampled
     state: SequenceState = SequenceState.WAITING
     block_state: BlockState = BlockState.COMPUTING  # of the blocks in its table

@@ -1,8 +1,8 @@
-"""A `ModelRunner` without a model: it does a step's bookkeeping at once, and says how long the device would take.
+"""A `ModelRunner` without a model. It does a step's bookkeeping at once and returns how long the device would take.
 
-Whoever calls it waits (`worker.launch`). K/V, and how tokens follow from it: see `tokens`. All rows of a step are
-computed together. Penalties, biases and truncation of the distribution have no effect; log-probabilities are those of
-a distribution in which each token is half as likely as the one before it.
+The caller waits for that time (`worker.launch`). See `token_hash` for K/V and how tokens follow from it. All rows of a
+step are computed together. Penalties, biases and truncation have no effect. Log-probabilities are those of a
+distribution in which each token is half as likely as the one before it.
 """
 
 from __future__ import annotations
@@ -39,26 +39,27 @@ from kvrelay.transfer.pool_memory import PoolLike
 
 @dataclass(slots=True)
 class _Known:
-    """A sequence: what its draws depend on, and the prompt where its log-probabilities are asked for."""
+    """A sequence: the parameters of its tokens, and its prompt if log-probabilities of that are requested."""
 
     sampling: Sampling
     salt: int
     num_prompt: int
     stops: frozenset[int]
     scored: NDArray[np.int64] | None
-    drawn: int = -1
+    newest: int = -1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Packed:
-    """A step's rows. Tokens lie one after the other, and so do the blocks that each row reads: its table's first."""
+    """A step's rows, packed. Tokens are concatenated, and so are the blocks that each row reads from its
+    table's start."""
 
     lens: NDArray[np.int64]  # [rows], tokens
     ends: NDArray[np.int64]  # [rows], the position after the row's last token
-    starts: NDArray[np.int64]  # [rows], each row's first token among the tokens
+    starts: NDArray[np.int64]  # [rows], index of each row's first token
     positions: NDArray[np.int64]  # [tokens]
     blocks: NDArray[np.int64]  # [blocks]
-    block_starts: NDArray[np.int64]  # [rows], each row's first block among the blocks
+    block_starts: NDArray[np.int64]  # [rows], index of each row's first block
 
     @classmethod
     def of(cls, rows: Sequence[WorkerRow], block_size: int) -> _Packed:
@@ -80,7 +81,7 @@ class _Packed:
 
 
 class SimulatedRunner:
-    """See the module's text. `num_blocks` and `num_swap_slots` blocks of `block_size` tokens."""
+    """See the module docstring. `num_blocks` and `num_swap_slots` are numbers of blocks of `block_size` tokens."""
 
     def __init__(
         self,
@@ -119,7 +120,7 @@ class SimulatedRunner:
 
     @property
     def spec(self) -> ModelSpec:
-        """`block_bytes` is what a block of the simulated model takes, not what it takes here."""
+        """`block_bytes` is the size of a block of the simulated model, not of the memory used here."""
         return self._spec
 
     @property
@@ -129,11 +130,9 @@ class SimulatedRunner:
 
     @property
     def pool_memory(self) -> PoolLike:
-        """See `ModelRunner.pool_memory`."""
         return self.pool_bytes
 
     def add_sequence(self, key: SequenceKey, sampling: Sampling, token_ids: Sequence[int], num_prompt: int) -> None:
-        """See `ModelRunner.add_sequence`."""
         if key in self._known:
             return
         scored = None if sampling.prompt_logprobs is None else np.asarray(token_ids[:num_prompt], np.int64)
@@ -141,13 +140,12 @@ class SimulatedRunner:
         self._known[key] = _Known(sampling, salt_of(sampling, key[2]), num_prompt, stops, scored)
 
     def drop_sequence(self, key: SequenceKey) -> None:
-        """See `ModelRunner.drop_sequence`."""
         self._known.pop(key, None)
 
     def execute(self, batch: WorkerBatch) -> StepResult:
-        """See `ModelRunner.execute`. Returns at once; the result's times are the simulated device's.
+        """Returns at once. The result's times are the simulated device's.
 
-        Raises KeyError where a row that samples, or follows a draw, is unknown.
+        Raises KeyError if a row that samples, or has a placeholder, is unknown.
         """
         copy_s = self._copy(batch)
         rows = batch.rows
@@ -178,7 +176,7 @@ class SimulatedRunner:
             self._words[blocks] = self._host[slots]
 
     def _write(self, rows: Sequence[WorkerRow], packed: _Packed) -> None:
-        """This step's K/V: sums go on from the position before, within each block."""
+        """Writes this step's K/V. Sums continue from the previous position within each block."""
         size = self._spec.block_size
         indices, offsets = packed.positions // size, packed.positions % size
         blocks = packed.blocks[np.repeat(packed.block_starts, packed.lens) + indices]
@@ -193,7 +191,7 @@ class SimulatedRunner:
         self._words[blocks, offsets] = sums & SUM_MASK | indices.astype(np.uint64) << SUM_BITS
 
     def _read(self, packed: _Packed) -> Words:
-        """The digest of each row's tokens up to its last, from all of its blocks."""
+        """The digest of each row's tokens up to its last one, from all of its blocks."""
         size, num_blocks = self._spec.block_size, len(packed.blocks)
         counts = _distances(packed.block_starts, num_blocks)
         columns = np.full(num_blocks, size - 1)
@@ -205,11 +203,11 @@ class SimulatedRunner:
         return digests
 
     def _token_ids(self, rows: Sequence[WorkerRow], packed: _Packed) -> Words:
-        """Placeholders are replaced by what was drawn."""
+        """The step's tokens. Placeholders are replaced by the newest tokens."""
         token_ids = np.concatenate([row.token_ids for row in rows]).astype(np.uint64)
         for row, last in zip(rows, (packed.starts + packed.lens - 1).tolist(), strict=True):
             if row.has_placeholder:
-                token_ids[last] = self._known[row.key].drawn
+                token_ids[last] = self._known[row.key].newest
         return token_ids
 
     # -- tokens -------------------------------------------------------------------------------------------------------
@@ -220,48 +218,48 @@ class SimulatedRunner:
         if sampling:
             known = [self._known[rows[index].key] for index in sampling]
             salts = np.array([each.salt for each in known], np.uint64)
-            draws = self._vocabulary.draws(digests[sampling], salts)
+            numbers = self._vocabulary.draws(digests[sampling], salts)
             lengths = packed.ends[sampling].tolist()
             may_end = [_may_end(each, length) for each, length in zip(known, lengths, strict=True)]
-            token_ids = self._vocabulary.tokens(draws, np.array(may_end)).tolist()
-            for index, each, token_id, draw, ends in zip(
-                sampling, known, token_ids, draws.tolist(), may_end, strict=True
+            token_ids = self._vocabulary.tokens(numbers, np.array(may_end)).tolist()
+            for index, each, token_id, number, ends in zip(
+                sampling, known, token_ids, numbers.tolist(), may_end, strict=True
             ):
-                results[index] = self._sampled(rows[index], each, token_id, draw, ends)
+                results[index] = self._sampled(rows[index], each, token_id, number, ends)
         for index, row in enumerate(rows):
             if (found := self._known.get(row.key)) is not None and found.scored is not None:
                 entries = self._scored(found, row.position, len(row.token_ids))
                 results[index] = RowResult(results[index].token_ids, results[index].logprobs, entries)
         return results
 
-    def _sampled(self, row: WorkerRow, known: _Known, token_id: int, draw: int, may_end: bool) -> RowResult:
+    def _sampled(self, row: WorkerRow, known: _Known, token_id: int, number: int, may_end: bool) -> RowResult:
         if row.beam is not None:
-            return RowResult(candidates=_candidates(self._vocabulary, draw, row.beam.num_candidates, may_end))
+            return RowResult(candidates=_candidates(self._vocabulary, number, row.beam.num_candidates, may_end))
         if token_id in known.stops and _is_early(known, row.position + len(row.token_ids)):
             token_id = self._vocabulary.without(token_id, known.stops)
-        known.drawn = token_id
+        known.newest = token_id
         if known.sampling.logprobs is None:
             return RowResult((token_id,))
-        entry = _logprobs(self._vocabulary, token_id, draw, known.sampling.logprobs)
+        entry = _logprobs(self._vocabulary, token_id, number, known.sampling.logprobs)
         return RowResult((token_id,), (entry,))
 
     def _scored(self, known: _Known, position: int, num_tokens: int) -> list[TokenLogprobs]:
-        """Of the prompt tokens that follow these positions. A prompt's tokens are taken for equally likely."""
+        """Entries for the prompt tokens that follow these positions. All tokens of a prompt count as equally likely."""
         assert known.scored is not None
         targets = known.scored[position + 1 : position + num_tokens + 1]
-        draws = mixed(np.arange(position, position + len(targets), dtype=np.uint64)).tolist()
+        numbers = mixed(np.arange(position, position + len(targets), dtype=np.uint64)).tolist()
         logprob, num_top = -math.log(self._vocabulary.size), known.sampling.prompt_logprobs or 0
         entries = []
-        for token_id, draw in zip(targets.tolist(), draws, strict=True):
-            top = self._vocabulary.likeliest(draw, num_top).tolist()
+        for token_id, number in zip(targets.tolist(), numbers, strict=True):
+            top = self._vocabulary.likeliest(number, num_top).tolist()
             entries.append(TokenLogprobs(token_id, logprob, top, _halving(len(top))))
         return entries
 
 
 def make_simulated_runner(config: WorkerConfig) -> SimulatedRunner:
-    """As the configuration asks for. The pool holds what the profile says, where nothing else is given.
+    """Makes the runner from the configuration. By default the pool has the size in the profile.
 
-    Raises OSError, ValueError where there is no such model or profile, or a length does not fit.
+    Raises OSError or ValueError if there is no such model or profile, or a length does not fit.
     """
     profile, facts = find_profile(config.profile), read_facts(config.model)
     block_bytes = config.block_size * profile.kv_bytes_per_token
@@ -288,7 +286,7 @@ def make_simulated_runner(config: WorkerConfig) -> SimulatedRunner:
 
 
 def _distances(starts: NDArray[np.int64], end: int) -> NDArray[np.int64]:
-    """From each start to the next one, and from the last to `end`: `np.diff` at a third of its time."""
+    """Distances from each start to the next one, and from the last to `end`. `np.diff` takes three times as long."""
     distances = np.empty_like(starts)
     np.subtract(starts[1:], starts[:-1], out=distances[:-1])
     distances[-1] = end - starts[-1]
@@ -307,22 +305,23 @@ def _halving(count: int) -> list[float]:
     return [-(index + 1) * math.log(2) for index in range(count)]
 
 
-def _logprobs(vocabulary: Vocabulary, token_id: int, draw: int, num_top: int) -> TokenLogprobs:
-    others = (each for each in vocabulary.likeliest(draw, num_top + 1).tolist() if each != token_id)
+def _logprobs(vocabulary: Vocabulary, token_id: int, number: int, num_top: int) -> TokenLogprobs:
+    others = (each for each in vocabulary.likeliest(number, num_top + 1).tolist() if each != token_id)
     top = [token_id, *others][:num_top]
     return TokenLogprobs(token_id, -math.log(2), top, _halving(len(top)))
 
 
-def _candidates(vocabulary: Vocabulary, draw: int, count: int, may_end: bool) -> BeamCandidates:
-    """The end of the text is among the first ones as often as `tokens` draws it. Beams part in how steeply it falls."""
-    token_ids = vocabulary.likeliest(draw, count).astype(np.int32)
-    if may_end and vocabulary.eos_ids and draw % END_EVERY == 0:
+def _candidates(vocabulary: Vocabulary, number: int, count: int, may_end: bool) -> BeamCandidates:
+    """Puts the end of the text among the first candidates as often as `tokens` samples it. Beams differ in how steeply
+    the probabilities fall."""
+    token_ids = vocabulary.likeliest(number, count).astype(np.int32)
+    if may_end and vocabulary.eos_ids and number % END_EVERY == 0:
         token_ids[0] = vocabulary.eos_ids[0]
-    falls = 0.4 + 0.6 * (mixed(np.arange(len(token_ids), dtype=np.uint64) + np.uint64(draw)) / 2.0**64)
+    falls = 0.4 + 0.6 * (mixed(np.arange(len(token_ids), dtype=np.uint64) + np.uint64(number)) / 2.0**64)
     return BeamCandidates(token_ids, -np.cumsum(falls).astype(np.float32))
 
 
 def _fingerprint(facts: ModelFacts, block_size: int, kv_bytes_per_token: int) -> str:
-    """K/V may go from one device to another of the same model."""
+    """K/V may be handed over between devices with the same model."""
     text = f"simulated {block_size} {kv_bytes_per_token} ".encode()
     return hashlib.blake2b(text + facts.identity, digest_size=16).hexdigest()

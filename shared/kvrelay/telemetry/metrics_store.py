@@ -168,7 +168,7 @@ class MetricsStore:
                 plan.num_decode_tokens,
                 num_chunks,
                 len(plan.rows) - num_chunks,
-                len(scheduler.waiting),
+                len(scheduler.waiting) - scheduler.num_pending_handoffs,
                 len(scheduler.running),
                 len(plan.preempted),
                 len(plan.recomputed),

@@ -1,8 +1,8 @@
-"""What a step costs on this machine, measured at the start by a few forwards.
+"""Measures at start what a step costs on this machine, with a few forwards.
 
-Chunks of different lengths behind contexts of different lengths tell the three parts of the cost model apart: a step, a
-token, and a pair of a token and what it attends to. Without it, dynamic chunks start from the proportions of a model
-that is not this one, and follow the measured steps only by and by.
+Chunks of different lengths behind contexts of different lengths separate the three parts of the cost model: a fixed
+cost per step, a cost per token, and a cost per pair of a token and a token that it attends to. Without this
+measurement, dynamic chunk sizes start from the proportions of another model and adapt slowly to the measured steps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _KEY = ("calibration", 0, 0)
 
 
 def calibrate(scheduler: Scheduler, runner: ModelRunner, token_budget: int) -> None:
-    """Measures what steps cost here, before anything uses the pool. Seconds long, and blocks."""
+    """Measures step costs and calibrates the scheduler. Takes seconds and blocks the thread. Call it before anything
+    uses the pool: it writes into the pool's blocks."""
     started = time.monotonic()
     cost = fit(measure_costs(runner, token_budget))
     scheduler.calibrate(cost)
@@ -40,11 +41,10 @@ def calibrate(scheduler: Scheduler, runner: ModelRunner, token_budget: int) -> N
 
 
 def measure_costs(runner: ModelRunner, token_budget: int) -> list[CostSample]:
-    """Runs chunks of 1 token, of a quarter of the budget and of all of it, behind no context, a short and a long one:
-    up to `CONTEXT_BUDGETS` budgets, as far as the model and the pool go.
+    """Measures chunks of 1 token, a quarter of the token budget and the whole budget. Each runs behind no context, a
+    short one and a long one: up to `CONTEXT_BUDGETS` token budgets, if the model and the pool allow.
 
-    Each is run `REPEATS` times and the shortest counts: whatever disturbs a run makes it longer. The pool's blocks are
-    written to, so this is for the time before it is used.
+    Each chunk runs `REPEATS` times and the shortest time counts, because a disturbance only makes a run longer.
     """
     spec = runner.spec
     longest = min(spec.max_model_len, spec.num_blocks * spec.block_size)
@@ -54,7 +54,7 @@ def measure_costs(runner: ModelRunner, token_budget: int) -> list[CostSample]:
     samples = []
     runner.add_sequence(_KEY, Sampling(temperature=0.0, max_tokens=1), [0], 1)
     try:
-        for number in range(num_chunks):  # the contexts' K/V; and a warm-up
+        for number in range(num_chunks):  # one more for the contexts' K/V, and one to warm up
             runner.execute(_batch(number * budget, budget, spec.block_size))
         for position in sorted({0, last // 2, last}):
             for num_tokens in sorted({1, max(1, budget // 4), budget}):

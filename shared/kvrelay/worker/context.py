@@ -1,4 +1,4 @@
-"""What a role (prefill or decode) gets to work with, and what the shell asks of it."""
+"""The parts of a worker that a role (prefill or decode) uses, and the interface that the shell expects of a role."""
 
 from __future__ import annotations
 
@@ -40,36 +40,38 @@ class WorkerContext:
 
 
 class Role(Protocol):
-    """A prefill or decode service's own part. All methods run on the event loop's thread."""
+    """The role-specific part of a worker. All methods run on the event loop's thread."""
 
     name: str
 
     def start(self) -> None:
-        """The event loop runs: transports may start."""
+        """Starts the transports. The event loop runs already."""
         ...
 
     def callbacks(self) -> StepCallbacks:
-        """What to do around a step."""
+        """The callbacks that the step loop calls around each step."""
         ...
 
     def on_message(self, event: Delivered) -> None:
-        """A message from a router or a worker."""
+        """Handles a message from a router or a worker."""
         ...
 
     def on_peer_lost(self, peer: PeerRef, reason: str, *, replaced: bool) -> None:
-        """A peer's process is silent, of another kind, or gone; the last is sure only where it was `replaced`."""
+        """Called when a peer's process is silent, gone, or has changed its protocol. Only with `replaced` is the
+        process known to be dead."""
         ...
 
     def on_tick(self, now: float) -> None:
-        """Several times a second: deadlines. `now` is monotonic."""
+        """Called several times a second, to check deadlines. `now` is in monotonic seconds."""
         ...
 
     def begin_drain(self) -> None:
-        """No new requests from now on."""
+        """Refuses new requests from now on."""
         ...
 
     def abandon(self, reason: str) -> None:
-        """The time to drain is over: what is left is given back to the routers."""
+        """Called when the time to drain is over. Fails the remaining requests, so that the routers retry them
+        elsewhere."""
         ...
 
     @property
@@ -79,17 +81,17 @@ class Role(Protocol):
 
     @property
     def num_unfinished(self) -> int:
-        """Those of them that a drain waits for: some end is to be expected."""
+        """The open requests that a drain waits for: those that are certain to end."""
         ...
 
     def queues(self) -> dict[str, int]:
-        """Requests by waiting state."""
+        """The number of requests in each waiting state."""
         ...
 
     def totals(self) -> dict[str, float]:
-        """Sums since the start."""
+        """Counters since the process started."""
         ...
 
     def close(self) -> None:
-        """Stops transports."""
+        """Stops the transports."""
         ...

@@ -1,17 +1,18 @@
-"""The group of a prefill delayer's workers, processes of their own: what each tells the others, and believes of them.
+"""The workers that delay prompts together: what they exchange, and which of them count.
 
-They do not step together, and nobody waits for anybody's answer: a pass is decided with what is known then.
+Each worker is a process of its own. They do not step together, and no worker waits for another: a pass is decided with
+the loads known at that moment.
 
-- Each tells its four integers at once when a prompt comes or goes, and otherwise with every sign of life, several times
-  a second while it has anything to do.
-- A member that was not heard for `silence_s` is left out: dead, stopped or cut off, it holds up no prompt.
-- One that neither runs nor waits is left out too: there is nothing that a prompt elsewhere could disturb, and no prompt
-  that would be in time.
-- A member's prompt is often let in, and its word about it followed by the next, before another one's pass comes. So
-  whoever holds prompts back keeps such a word until its own next pass, and for `KEPT_S` at least, for the members'
-  words do not come in one order everywhere: it is what it was waiting for.
+- A worker sends its four integers at once when a prompt comes or goes, and otherwise with a heartbeat several times a
+  second while it has anything to do.
+- A member that is silent for `silence_s` is left out, so that a dead or unreachable member holds up no prompt.
+- An idle member is left out too: no prompt elsewhere could disturb it, and it has no prompt to admit at the same time.
+- A member's prompt is often admitted, and its next load sent, before another member's next pass. So a worker that
+  holds prompts back keeps a load with a prompt until its own next pass, and at least for `KEPT_S`: this is the load it
+  waited for, and loads do not arrive in the same order everywhere.
 
-The others are found in the registry; one that is heard first is believed, too. Without Redis the last known remain.
+Members are found in the registry. A member that sends a load before it is found there counts as well. Without Redis
+the last known members remain.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ class _Member:
     peer: PeerRef
     load: RankLoad = IDLE
     heard_at: float = 0.0
-    kept: RankLoad | None = None  # its last with a prompt, that this worker has not made use of
+    kept: RankLoad | None = None  # its latest load that had a prompt and that no pass here has used yet
     kept_at: float = 0.0
 
 
 class DelayerGroup:
-    """One worker's side of the group `name`. Implements `GroupExchange`; nothing here waits.
+    """One worker's side of the group `name`. Implements `GroupExchange`. No method waits.
 
-    `send` is the messenger's; `on_news` is called when something was heard that may end a delay here.
+    `send` is the messenger's. `on_news` is called when news arrives that may end a delay here.
     """
 
     def __init__(
@@ -69,11 +70,11 @@ class DelayerGroup:
 
     @property
     def num_heard(self) -> int:
-        """Others that count at the moment."""
+        """The other members that count at the moment."""
         return len(self._counted(self._clock()))
 
     def share(self, load: RankLoad) -> Seq[RankLoad]:
-        """This worker's own load first, then those of the members that count."""
+        """Returns the load of this worker, then those of the members that count."""
         self._own = load
         if _matters(load, self._told):
             self._tell()
@@ -85,7 +86,8 @@ class DelayerGroup:
         return (load, *others)
 
     def heard(self, peer: PeerRef, body: GroupLoad) -> None:
-        """A member's word. One of another group is dropped: it was configured anew, or the registry is behind."""
+        """Takes a member's load. Drops one from another group: either the member was reconfigured, or the registry is
+        behind."""
         if body.group != self.name:
             return
         member = self._members.get(peer.peer_id)
@@ -100,7 +102,7 @@ class DelayerGroup:
             self._on_news()
 
     def lost(self, peer: PeerRef) -> None:
-        """Its process is silent or gone."""
+        """Removes a member whose process is silent or gone."""
         member = self._members.get(peer.peer_id)
         if member is not None and member.peer == peer:
             del self._members[peer.peer_id]
@@ -108,7 +110,7 @@ class DelayerGroup:
                 self._on_news()
 
     def found(self, peers: Iterable[PeerRef]) -> None:
-        """All other members, as the registry lists them now."""
+        """Replaces the list of members by what the registry has now."""
         listed = {peer.peer_id: peer for peer in peers}
         for peer_id in [name for name in self._members if name not in listed]:
             del self._members[peer_id]
@@ -117,11 +119,11 @@ class DelayerGroup:
                 self._members[peer_id] = _Member(peer)
 
     def tick(self) -> None:
-        """The sign of life: to be called several times within `silence_s`. Whoever is idle need not be heard."""
+        """Sends this worker's load as a heartbeat, unless it is idle. Call it several times within `silence_s`."""
         if not _is_idle(self._own) or self._own != self._told:
             self._tell()
         if self._own.prefillable:
-            self._on_news()  # somebody may have been silent for too long by now
+            self._on_news()  # a member may have become silent since the last tick
 
     def _tell(self) -> None:
         own = self._told = self._own
@@ -147,12 +149,13 @@ def _is_idle(load: RankLoad) -> bool:
 
 
 def _matters(load: RankLoad, told: RankLoad) -> bool:
-    """Whether others should hear at once. How many run alone can wait for the next sign of life."""
+    """Whether the others need this load at once. A change in the number of running sequences can wait for the next
+    heartbeat."""
     return _is_idle(load) != _is_idle(told) or replace(load, num_running=0) != replace(told, num_running=0)
 
 
 class GroupDiscovery:
-    """Looks for the other members of a group in the registry, again and again."""
+    """Polls the registry for the other members of a group."""
 
     def __init__(self, registry: Registry, group: DelayerGroup, me: WorkerRecord, interval_s: float) -> None:
         self._registry = registry
@@ -162,7 +165,7 @@ class GroupDiscovery:
         self._stopped = asyncio.Event()
 
     async def run(self) -> None:
-        """Until `stop`."""
+        """Runs until `stop`."""
         while not self._stopped.is_set():
             try:
                 records = await self._registry.list_workers(self._me.model)
@@ -174,7 +177,7 @@ class GroupDiscovery:
                 await asyncio.wait_for(self._stopped.wait(), self._interval_s)
 
     def stop(self) -> None:
-        """Ends `run`. A flag and no cancellation, which a library in between might swallow."""
+        """Ends `run`. It sets a flag because a library in between might swallow a cancellation."""
         self._stopped.set()
 
     async def close(self) -> None:
@@ -188,5 +191,5 @@ class GroupDiscovery:
 
 
 def record_peer(record: WorkerRecord) -> PeerRef:
-    """Where a registered worker is reached."""
+    """The address of a registered worker."""
     return PeerRef(record.worker_id, record.incarnation, record.address)

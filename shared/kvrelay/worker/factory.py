@@ -1,4 +1,4 @@
-"""The parts of a worker, as its configuration asks for them. What they do together is the shell's."""
+"""Builds the parts of a worker from its configuration. The shell connects them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvrelay.worker.prefill_delayer import PrefillDelayer
 
 
 def make_cache(config: WorkerConfig, pool: BlockPool) -> Cache:
-    """The prefix cache, or what does less in its place."""
+    """The prefix cache, or a smaller replacement if the configuration disables parts of it."""
     if not config.prefix_cache:
         return NullCache()
     if config.prefix_lookup == "table":
@@ -36,7 +36,7 @@ def make_cache(config: WorkerConfig, pool: BlockPool) -> Cache:
 
 
 def make_scheduler(config: WorkerConfig, spec: ModelSpec, pool: BlockPool, cache: Cache) -> Scheduler:
-    """The scheduler, with the model's limits and the machine's room to swap."""
+    """The scheduler, with the model's limits and the number of swap slots that fit this machine."""
     limits = SchedulerLimits(config.token_budget, config.max_running, spec.max_model_len, frozenset(spec.eos_token_ids))
     settings = replace(config.scheduler_settings, num_swap_slots=spec.num_swap_slots, swap_block_s=spec.swap_block_s)
     return find_scheduler(config.scheduler)(limits, pool, cache, settings)
@@ -45,14 +45,14 @@ def make_scheduler(config: WorkerConfig, spec: ModelSpec, pool: BlockPool, cache
 def make_delayer_group(
     config: WorkerConfig, send: Callable[[PeerRef, GroupLoad], None], wake: Callable[[], None]
 ) -> DelayerGroup | None:
-    """The workers that this one delays prompts with, where it names a group."""
+    """The group of workers with which this one delays prompts, or None if the configuration names no group."""
     if not config.prefill_delayer or not config.prefill_delayer_group:
         return None
     return DelayerGroup(config.prefill_delayer_group, send, wake, silence_s=config.prefill_delayer_silence_s)
 
 
 def make_delayer(config: WorkerConfig, group: DelayerGroup | None) -> PrefillDelayer | None:
-    """What holds prompts back, where that is asked for; without a group it knows of this worker alone."""
+    """The prefill delayer, or None if it is off. Without a group it decides from this worker's load alone."""
     if not config.prefill_delayer:
         return None
     settings = DelayerSettings(
@@ -65,7 +65,7 @@ def make_delayer(config: WorkerConfig, group: DelayerGroup | None) -> PrefillDel
 
 
 def make_record(config: WorkerConfig, spec: ModelSpec, me: PeerRef) -> WorkerRecord:
-    """What the registry, and routers that ask the worker itself, are told of it."""
+    """The record of this worker for the registry and for routers that ask the worker directly."""
     return WorkerRecord(
         worker_id=me.peer_id,
         role=config.role,
@@ -91,7 +91,7 @@ def make_record(config: WorkerConfig, spec: ModelSpec, me: PeerRef) -> WorkerRec
 def make_membership(
     config: WorkerConfig, record: WorkerRecord, digest: Callable[[], dict[str, float]]
 ) -> Membership | NoMembership:
-    """Its place in the registry, kept with what `digest` says of its load."""
+    """The worker's registration, renewed with the load that `digest` returns."""
     if not config.uses_redis:
         return NoMembership()
     return Membership(
@@ -100,12 +100,12 @@ def make_membership(
 
 
 def open_registry(config: WorkerConfig) -> Registry:
-    """The fleet's workers in Redis."""
+    """The registry of the fleet's workers in Redis."""
     return Registry(config.redis_url, config.redis_prefix)
 
 
 def open_index_publisher(config: WorkerConfig, me: PeerRef) -> IndexPublisher:
-    """Where this start of the worker tells what its cache holds."""
+    """The publisher of this incarnation's cached prefixes."""
     return IndexPublisher(
         config.redis_url,
         config.redis_prefix,
@@ -118,6 +118,6 @@ def open_index_publisher(config: WorkerConfig, me: PeerRef) -> IndexPublisher:
 
 
 def open_metrics_store(config: WorkerConfig) -> MetricsStore | None:
-    """The file of figures of steps and handoffs, where one is wanted."""
+    """The file of step and handoff figures, or None if the configuration names no file."""
     path = config.metrics_file
     return None if path is None else MetricsStore(Path(str(path).replace("{worker_id}", config.worker_id)))

@@ -1,7 +1,7 @@
-"""A process of workers: one event loop with its signals, and a shell for each worker.
+"""Runs the workers of a process: one event loop with its signal handlers, and one shell per worker.
 
-One worker a process is the rule. Simulated ones, which wait and do not compute, may be many: they start, run and drain
-together, and where one ends by an error all do.
+Real workers run one per process. Simulated workers only wait and may be many per process. They start, run and drain
+together, and if one ends with an error, all end.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from kvrelay.worker.shell import WorkerShell
 from kvrelay.worker.startup import RoleFactory, RunnerFactory
 
 LINGER_S = 0.2
-"""Time for the last messages to leave, of all workers together."""
+"""Seconds for the last messages of all workers to leave."""
 
 
 def run_workers(config: WorkerConfig, make_role: RoleFactory, make_runner: RunnerFactory) -> None:
-    """The whole life of a worker process. Raises StartFailed, and whatever ends a worker."""
+    """Runs a worker process from start to end. Raises StartFailed, and any error that ends a worker."""
     shells = [WorkerShell(each, make_role, make_runner) for each in config.each_worker()]
     if len(shells) > 1:
         _allow_many_files()
@@ -35,7 +35,7 @@ def run_workers(config: WorkerConfig, make_role: RoleFactory, make_runner: Runne
 
 
 async def _serve(shells: Sequence[WorkerShell]) -> None:
-    """Runs until SIGTERM or SIGINT, then drains. A second signal ends it at once."""
+    """Runs until SIGTERM or SIGINT, then drains. A second signal exits at once."""
     loop = asyncio.get_running_loop()
 
     def on_signal() -> None:
@@ -62,7 +62,7 @@ async def _serve(shells: Sequence[WorkerShell]) -> None:
     for life in lives:
         life.cancel()
     ends = await asyncio.gather(*lives, return_exceptions=True)
-    for shell in shells:  # not before all have left: closing holds up the loop that the others need for it
+    for shell in shells:  # only now: closing blocks the loop, which the other shells need to leave
         shell.close(LINGER_S / len(shells))
     for ended in ends:
         if isinstance(ended, Exception):
@@ -77,14 +77,14 @@ async def _live(shell: WorkerShell) -> None:
 
 
 def _named(worker_id: str) -> Context:
-    """In it, logs name the worker and not the process."""
+    """Makes log lines name the worker instead of the process."""
     context = copy_context()
     context.run(log_with, worker_id=worker_id)
     return context
 
 
 def _allow_many_files() -> None:
-    """Each worker has sockets to many others; the usual soft limit is for one."""
+    """Raises the soft limit of open files: each worker has sockets to many others."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,5 +1,4 @@
-"""How a step's forward runs beside the event loop: on a thread of its own, on a device with a queue, or as a time that
-passes."""
+"""Runs a step's forward beside the event loop: on a thread, on a device with a queue, or as a timer."""
 
 from __future__ import annotations
 
@@ -13,61 +12,66 @@ from kvrelay.telemetry.step_trace import StepEventName, StepTrace
 
 
 class Flight(Protocol):
-    """A step that runs, or will once the one before it has ended. One of the methods is called, once, on the event
-    loop's thread."""
+    """A step that is running or queued. Exactly one of the methods is called, once, on the event loop's thread."""
 
     def land(self) -> asyncio.Future[StepResult]:
-        """Its end, with what its launch or its forward raised."""
+        """Returns a future of the step's result. It raises what the launch or the forward raised."""
         ...
 
     async def discard(self) -> None:
-        """Waits until it ended; nothing of it is remembered. For what was launched behind a step that is not booked.
+        """Waits for the step and drops its result. Only for a step that was launched behind one that is not committed.
         Raises DeviceLost."""
         ...
 
 
 class Launcher(Protocol):
-    """All methods are called on the event loop's thread."""
+    """Starts steps. All methods are called on the event loop's thread."""
 
     def can_launch_behind(self, batch: WorkerBatch) -> bool:
         """Whether the step may be launched before the one in flight has landed."""
         ...
 
     async def launch(self, batch: WorkerBatch, *, ahead: bool, behind: bool = False) -> Flight:
-        """Returns once somebody is at it. `ahead`: it was planned while the one before ran. `behind`: that one has not
-        landed, and `can_launch_behind` said yes; else it has."""
+        """Returns once the step's launch has begun. `ahead`: the step was planned while the previous one ran. `behind`:
+        the previous one has not landed, and `can_launch_behind` returned True."""
         ...
 
     def close(self) -> None:
-        """Waits for what runs."""
+        """Waits for running work, then stops the threads."""
         ...
 
 
 MakeLauncher = Callable[[ModelRunner, StepTrace | None], Launcher]
 
 
+def overlaps_steps(runner: ModelRunner, overlap: str, *, is_simulated: bool) -> bool:
+    """Whether the step loop plans ahead, for `overlap` on, off or auto (see `WorkerConfig.overlap`)."""
+    if overlap == "auto":
+        return is_simulated or getattr(runner, "launches_ahead", False)
+    return overlap == "on"
+
+
 def choose_launcher(runner: ModelRunner, *, overlap: bool) -> MakeLauncher:
-    """For a runner that computes: where it launches steps ahead, and they are planned ahead, they are launched so."""
+    """The launcher for a real device. With `overlap`, a runner that can launch steps ahead does so."""
     return AheadLauncher if overlap and getattr(runner, "launches_ahead", False) else ThreadLauncher
 
 
 class _Alone:
-    """A step behind which none is launched."""
+    """A step that runs alone: none is launched behind it."""
 
     def __init__(self, landed: asyncio.Future[StepResult]) -> None:
         self._landed = landed
 
     def land(self) -> asyncio.Future[StepResult]:
-        """See `Flight.land`."""
         return self._landed
 
     async def discard(self) -> None:
-        """Never asked for: it was launched when the one before it had landed."""
+        """Raises: only a step launched behind another one is ever discarded."""
         raise RuntimeError("a step that was not launched behind another one cannot be discarded")
 
 
 class ThreadLauncher:
-    """The runner computes, on a thread; the next step is launched when it has landed."""
+    """Computes each step on a thread. The next step is launched when this one has landed."""
 
     def __init__(self, runner: ModelRunner, trace: StepTrace | None) -> None:
         self._runner = runner
@@ -75,11 +79,11 @@ class ThreadLauncher:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="step")
 
     def can_launch_behind(self, batch: WorkerBatch) -> bool:
-        """Never."""
         return False
 
     async def launch(self, batch: WorkerBatch, *, ahead: bool, behind: bool = False) -> Flight:
-        """Waits until the thread has begun: this one holds the interpreter's lock, and would keep it waiting."""
+        """Waits until the thread has begun. Otherwise this thread would keep the interpreter's lock and delay the
+        forward."""
         loop, begun = asyncio.get_running_loop(), asyncio.Event()
         forward = loop.run_in_executor(self._executor, self._execute, batch, loop, begun)
         await begun.wait()
@@ -89,7 +93,7 @@ class ThreadLauncher:
         self._executor.shutdown(wait=True)
 
     def _execute(self, batch: WorkerBatch, loop: asyncio.AbstractEventLoop, begun: asyncio.Event) -> StepResult:
-        """On the thread."""
+        """Runs on the worker thread."""
         if self._trace is not None:
             self._trace.note("forward_begins", batch.step)
         loop.call_soon_threadsafe(begun.set)
@@ -102,20 +106,19 @@ class ThreadLauncher:
 
 
 class AheadLauncher:
-    """The runner's device has a queue: one thread launches, another one waits for landings, both in the order of steps.
+    """For a device with a queue. One thread launches steps and another waits for them to land, both in step order.
 
-    So step N+1 is launched while N runs, and N's landing is noticed while N+1 is being launched.
+    So step N+1 is launched while N runs, and the landing of N is noticed while N+1 is being launched.
     """
 
     def __init__(self, runner: ModelRunner, trace: StepTrace | None) -> None:
-        """`runner` is a `LaunchingRunner`."""
+        """`runner` must be a `LaunchingRunner`."""
         self._runner = cast(LaunchingRunner, runner)
         self._trace = trace
         self._launching = ThreadPoolExecutor(1, thread_name_prefix="launch")
         self._landing = ThreadPoolExecutor(1, thread_name_prefix="land")
 
     def can_launch_behind(self, batch: WorkerBatch) -> bool:
-        """As the runner says."""
         return self._runner.can_launch_behind(batch)
 
     async def launch(self, batch: WorkerBatch, *, ahead: bool, behind: bool = False) -> Flight:
@@ -130,7 +133,7 @@ class AheadLauncher:
         self._landing.shutdown(wait=True)
 
     def _launch(self, batch: WorkerBatch, loop: asyncio.AbstractEventLoop, begun: asyncio.Event) -> LaunchedStep:
-        """On the launching thread."""
+        """Runs on the launching thread."""
         self._note("forward_begins", batch.step)
         loop.call_soon_threadsafe(begun.set)
         return self._runner.launch(batch)
@@ -156,15 +159,13 @@ class _Launched:
         self._note = note
 
     def land(self) -> asyncio.Future[StepResult]:
-        """See `Flight.land`."""
         return asyncio.get_running_loop().run_in_executor(self._landing, self._land)
 
     async def discard(self) -> None:
-        """See `Flight.discard`."""
         await asyncio.get_running_loop().run_in_executor(self._landing, self._discard)
 
     def _land(self) -> StepResult:
-        """On the landing thread, as below."""
+        """Runs on the landing thread, as `_discard` does."""
         try:
             return self._launched.result().land()
         finally:
@@ -177,16 +178,17 @@ class _Launched:
                 self._launched.result().discard()
             elif isinstance(error, DeviceLost):
                 raise error
-            # else its launch failed: it has ended, and that its plan is cancelled is no news
+            # If the launch failed, the step has ended, and its plan is already being cancelled.
         finally:
             self._note("forward_ends", self._step)
 
 
 class TimedLauncher:
-    """The runner answers at once, and the forward lands when the time that it names has passed: a timer, no thread.
+    """For a simulated device. The runner returns at once, and a timer lands the step after the time that the result
+    names.
 
-    A step that was planned ahead begins when the one before it ended, however late the timer was: a device with a queue
-    does not wait for the host either.
+    A step that was planned ahead begins when the previous one ended, however late the timer fired, because a real
+    device with a queue does not wait for the host either.
     """
 
     def __init__(self, runner: ModelRunner, trace: StepTrace | None) -> None:
@@ -195,11 +197,10 @@ class TimedLauncher:
         self._ended_at = 0.0
 
     def can_launch_behind(self, batch: WorkerBatch) -> bool:
-        """Never: it takes no time to launch."""
         return False
 
     async def launch(self, batch: WorkerBatch, *, ahead: bool, behind: bool = False) -> Flight:
-        """Does not wait. What the runner raises, the landing does."""
+        """Does not wait. An error of the runner is raised by the landing."""
         loop = asyncio.get_running_loop()
         begins_at = self._ended_at if ahead else loop.time()
         forward: asyncio.Future[StepResult] = loop.create_future()
@@ -215,7 +216,7 @@ class TimedLauncher:
         return _Alone(forward)
 
     def close(self) -> None:
-        """No forward outlives the loop that awaits it."""
+        """Does nothing: a timer does not outlive the event loop."""
 
     def _land(self, forward: asyncio.Future[StepResult], result: StepResult) -> None:
         if self._trace is not None:

@@ -1,4 +1,4 @@
-"""What a worker tells routers about its load and its speed: prompts ahead by router, steps and pushes as measured."""
+"""A worker's load and speed as routers see them: queued prompts by router, measured costs of steps and pushes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from kvrelay.scheduling.step_cost import CalibratedCost, pairs
 
 LEAST_CHUNK_TOKENS = 16
 LEAST_CHUNKED_STEPS = 2
-"""A cost for prompts is reported once so many steps had a chunk of at least that length: decodes alone cannot tell."""
+"""A step cost is reported only after this many steps had a chunk of at least that length. Decodes alone cannot separate
+its parts."""
 
 
 class SpeedMeter:
-    """Follows what steps cost and how fast blocks leave."""
+    """Learns what steps cost and how fast blocks are pushed."""
 
     def __init__(self) -> None:
         self._cost = CalibratedCost()
@@ -28,12 +29,12 @@ class SpeedMeter:
         self._transfer_bytes_s: float | None = None
 
     def stepped(self, plan: StepPlan, forward_s: float) -> None:
-        """A step took so long."""
+        """Takes the measured seconds of a step."""
         self._cost.observe(*work_of(plan.rows), forward_s)
         self._num_chunked += any(row.num_tokens >= LEAST_CHUNK_TOKENS for row in plan.rows)
 
     def pushed(self, total_bytes: float, total_busy_s: float) -> None:
-        """Totals since the start; the rate is that of the time since the last call with news."""
+        """Takes totals since the start. The rate averages the time since the last call that had progress."""
         num_bytes, busy_s = total_bytes - self._pushed_bytes, total_busy_s - self._push_busy_s
         if num_bytes > 0 and busy_s > 0:
             rate = num_bytes / busy_s
@@ -43,7 +44,7 @@ class SpeedMeter:
 
     @property
     def step_cost(self) -> tuple[float, float, float] | None:
-        """Seconds a step, a token, and a pair of a token and what it attends to."""
+        """Seconds per step, per token, and per pair of a token and what it attends to. None until measured."""
         if self._num_chunked < LEAST_CHUNKED_STEPS:
             return None
         cost = self._cost.current
@@ -51,12 +52,12 @@ class SpeedMeter:
 
     @property
     def transfer_bytes_s(self) -> float | None:
-        """Of the pushes while any was under way."""
+        """Bytes per second while any push was in flight. None before the first push."""
         return self._transfer_bytes_s
 
 
 class PushClock:
-    """How long pushes were under way: the union of their times, in seconds of the caller's clock."""
+    """Measures the time with at least one push in flight, in seconds of the caller's clock."""
 
     def __init__(self) -> None:
         self._num_open = 0
@@ -64,24 +65,25 @@ class PushClock:
         self._busy_s = 0.0
 
     def begun(self, num_blocks: int, now: float) -> None:
-        """So many blocks were given to the transport."""
+        """Called when `num_blocks` blocks were submitted to the transport."""
         if not self._num_open:
             self._since = now
         self._num_open += num_blocks
 
     def ended(self, num_blocks: int, now: float) -> None:
-        """So many of them arrived, or were given up."""
+        """Called when `num_blocks` blocks arrived or failed."""
         if self._num_open and self._num_open <= num_blocks:
             self._busy_s += now - self._since
         self._num_open = max(0, self._num_open - num_blocks)
 
     def busy_s(self, now: float) -> float:
-        """So far."""
+        """Busy seconds so far."""
         return self._busy_s + (now - self._since if self._num_open else 0.0)
 
 
 def report_load(scheduler: Scheduler, speeds: SpeedMeter) -> tuple[LoadReport, dict[PeerRef, LoadReport]]:
-    """The report for a router that has nothing here, and for each router that has, with its own share named.
+    """Returns the report for a router without requests here, and for each other router its own report, which names its
+    share.
 
     O(sequences here).
     """
@@ -127,9 +129,11 @@ class _Sum:
 
 
 def _backlog(scheduler: Scheduler) -> Iterable[tuple[Sequence, int]]:
-    """Every sequence with the prompt tokens that are still to be computed for it."""
+    """Yields every sequence with the prompt tokens that still have to be computed for it."""
     size = scheduler.blocks.pool.block_size
     for sequence in scheduler.waiting:
+        if sequence.remote is not None:
+            continue  # its prompt is computed elsewhere
         yield sequence, sequence.num_tokens - size * scheduler.blocks.num_cached_blocks(sequence)
     for sequence in scheduler.running.values():
         yield sequence, 0 if sequence.is_decoding else sequence.num_remaining

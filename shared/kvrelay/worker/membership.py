@@ -1,4 +1,4 @@
-"""A worker's place in the registry: join, renew, leave. Redis may be away; the worker serves on."""
+"""A worker's registration in Redis: join, renew, leave. The worker serves on while Redis is away."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class NoMembership:
-    """Of a worker without a Redis, whom routers find by its page: nothing to join, and nothing to renew."""
+    """Stands in for `Membership` in a worker without Redis. Routers find such a worker by its HTTP page."""
 
     def __init__(self) -> None:
         self._joined = asyncio.Event()
@@ -24,27 +24,25 @@ class NoMembership:
 
     @property
     def joined(self) -> asyncio.Event:
-        """Set once it runs."""
         return self._joined
 
     async def run(self) -> None:
-        """Until `stop`."""
+        """Waits until `stop`."""
         self._joined.set()
         await self._stopped.wait()
 
     def stop(self) -> None:
-        """Ends `run`."""
         self._stopped.set()
 
     async def announce(self, *, draining: bool) -> None:
-        """There is nobody to be told."""
+        """Does nothing."""
 
     async def leave(self) -> None:
-        """There is nothing to leave."""
+        """Does nothing."""
 
 
 class Membership:
-    """Keeps a worker's record alive. `load` is asked before each renewal."""
+    """Keeps a worker's record in the registry alive. `load` is called before each renewal."""
 
     def __init__(
         self,
@@ -70,7 +68,7 @@ class Membership:
         return self._joined
 
     async def run(self) -> None:
-        """Joins and renews until `stop`. Raises RegistryMisconfigured, which no waiting mends."""
+        """Joins and renews until `stop`. Raises RegistryMisconfigured, which a retry cannot fix."""
         available = True
         while not self._stopped:
             try:
@@ -93,17 +91,17 @@ class Membership:
             await self._pause()
 
     def stop(self) -> None:
-        """Ends `run`. A flag and no cancellation, which a library in between might swallow."""
+        """Ends `run`. It sets a flag because a library in between might swallow a cancellation."""
         self._stopped = True
         self._changed.set()
 
     async def announce(self, *, draining: bool) -> None:
-        """Tells the fleet at once whether this worker drains."""
+        """Publishes at once whether this worker drains."""
         self._record = msgspec.structs.replace(self._record, draining=draining)
         self._changed.set()
 
     async def leave(self) -> None:
-        """Takes the record out, if Redis answers."""
+        """Removes the record if Redis answers."""
         try:
             await self._registry.leave(self._record)
         except RegistryError as error:

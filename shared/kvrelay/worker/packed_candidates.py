@@ -1,4 +1,4 @@
-"""The candidates of a beam search on their way between workers."""
+"""Encodes the candidates of a beam search for the wire."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvrelay.protocol.messages import PackedCandidates
 
 
 def pack_candidates(candidates: BeamCandidates) -> PackedCandidates:
-    """Little-endian int32 and float32 bytes."""
+    """Returns little-endian int32 token ids and float32 log-probabilities."""
     return PackedCandidates(
         candidates.token_ids.astype("<i4").tobytes(),
         candidates.logprobs.astype("<f4").tobytes(),
@@ -17,7 +17,7 @@ def pack_candidates(candidates: BeamCandidates) -> PackedCandidates:
 
 
 def unpack_candidates(packed: PackedCandidates) -> BeamCandidates:
-    """The inverse of `pack_candidates`. Raises ValueError for bytes that are no such arrays."""
+    """Inverts `pack_candidates`. Raises ValueError if the bytes are not such arrays."""
     token_ids = np.frombuffer(packed.token_ids, "<i4").astype(np.int32)
     logprobs = np.frombuffer(packed.logprobs, "<f4").astype(np.float32)
     if len(token_ids) != len(logprobs) or not len(token_ids):

@@ -1,4 +1,4 @@
-"""The prefill delayer around a scheduler: one exchange and one decision a pass, and what came of them."""
+"""Connects the prefill delayer to a scheduler: one exchange and one decision per pass, and counters of the outcomes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from kvrelay.scheduling.queue.prefill_delay import (
 
 @dataclass(slots=True)
 class DelayerTotals:
-    """Sums since the start. `num_delayed_passes` and `waiting_s` are those of prompts on this rank.
+    """Counters since the start. `num_delayed_passes` and `waiting_s` count prompts on this rank.
 
-    `num_ran`, `num_idle`: passes in which this rank asked and was allowed, and a prompt was admitted, or was not (no
-    blocks, say). `by_reason`: decisions about passes in which this rank asked.
+    `num_ran`, `num_idle`: passes in which this rank asked and was allowed, and then admitted a prompt, or did not (for
+    lack of blocks, for example). `by_reason`: decisions of the passes in which this rank asked.
     """
 
     num_delayed_passes: int = 0
@@ -34,7 +34,7 @@ class DelayerTotals:
 
 
 class PrefillDelayer:
-    """Implements `PrefillGate`. A rank that is not asked in a pass takes part in the exchange as not prefillable."""
+    """Implements `PrefillGate`. A rank that is not asked in a pass joins the exchange as not prefillable."""
 
     def __init__(
         self, settings: DelayerSettings, exchange: GroupExchange, clock: Callable[[], float] = time.monotonic
@@ -49,7 +49,8 @@ class PrefillDelayer:
         self._waiting_since: float | None = None
 
     def ask(self, num_running: int, kv_usage: float) -> str:
-        """Why no prompt may be admitted in this pass; empty: they may. Decided once, however often it is asked."""
+        """Returns why no prompt may be admitted in this pass, or "" if prompts may. It decides once per pass, however
+        often it is called."""
         if self._decision is None:
             low = self.settings.low_watermark
             forced = low is not None and kv_usage < low
@@ -62,10 +63,10 @@ class PrefillDelayer:
         return "" if self._decision.allowed else f"delayed: {self._decision.reason}"
 
     def passed(self, num_running: int, num_admitted: int) -> None:
-        """The pass is planned; `num_admitted` prompts were let in."""
+        """Called when the pass is planned. `num_admitted` prompts were admitted."""
         if self._decision is None:
             self._decide(RankLoad(0, 0, num_running, self._largest_prefill))
-            self._stop_waiting()  # nothing is held back here; what was may have been cancelled
+            self._stop_waiting()  # no prompt is held back here; one that was may have been cancelled
         elif self._decision.allowed:
             self.totals.num_ran += bool(num_admitted)
             self.totals.num_idle += not num_admitted
@@ -73,7 +74,6 @@ class PrefillDelayer:
         self._decision = None
 
     def remaining_delay_s(self) -> float:
-        """See `PrefillGate`."""
         if self._waiting_since is None or math.isinf(self.settings.max_wait_s):
             return math.inf
         return max(0.0, self._waiting_since + self.settings.max_wait_s - self._clock())
@@ -101,7 +101,7 @@ class PrefillDelayer:
             self._waiting_since = None
 
     def status(self) -> dict[str, float]:
-        """The totals, flat, for a worker's status; reasons by their words joined."""
+        """The totals as a flat mapping for a worker's status. Reasons are joined to one word."""
         totals = self.totals
         return {
             "prefill_delayed_passes": totals.num_delayed_passes,

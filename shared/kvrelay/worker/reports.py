@@ -1,4 +1,4 @@
-"""What is told of a worker: status and load to the routers, a digest to the registry."""
+"""Reports of a worker: status and load for the routers, a digest for the registry."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from kvrelay.worker.context import Role, WorkerContext
 from kvrelay.worker.load_report import report_load
 
 NEWS_INTERVAL_S = 0.05
-"""After a request came, the other routers hear of the new load within that time, without asking."""
+"""Seconds within which the other routers receive the new load after a request came, without asking."""
 NOBODY_ASKED = 0
-"""The query of a status that answers none; routers count theirs from 1."""
+"""The query number of a status that answers no query. Routers count queries from 1."""
 
 
 class Reports:
-    """Knows the routers that ask. `more_totals`: what a status has beside what role, steps and instruments count."""
+    """Reports to the routers that ask. `more_totals` returns totals beside those of the role, the steps and the
+    instruments."""
 
     def __init__(
         self,
@@ -34,11 +35,11 @@ class Reports:
         self._role = role
         self._spans = spans
         self._more_totals = more_totals
-        self._routers: dict[str, PeerRef] = {}  # by their ids
-        self._news_from: set[str] = set()  # routers whose requests came since the others were told
+        self._routers: dict[str, PeerRef] = {}  # by id
+        self._news_from: set[str] = set()  # routers whose requests came since the others last got a report
 
     def answer(self, event: Delivered, query: StatusQuery) -> None:
-        """Tells a router what it asks, and remembers it."""
+        """Answers a router's query and remembers the router."""
         self._routers[event.peer.peer_id] = event.peer
         plain, named = self._load_reports()
         status = self.status(query.query, named.get(event.peer, plain))
@@ -48,17 +49,18 @@ class Reports:
         self._worker.messenger.send(event.peer, status)
 
     def took_request(self, router: PeerRef) -> None:
-        """A request came from there: the others will hear of it."""
+        """Notes a request from that router, so that the others get a report."""
         if len(self._routers) > 1:
             self._news_from.add(router.peer_id)
 
     def forget(self, peer: PeerRef) -> None:
-        """It is gone; no error for one that never asked."""
+        """Forgets a router. Does nothing for an unknown one."""
         if self._routers.get(peer.peer_id) == peer:
             del self._routers[peer.peer_id]
 
     async def run(self) -> None:
-        """Tells news until cancelled: a burst over several routers spreads only if each counts what others sent."""
+        """Sends reports to the other routers until cancelled. A burst that comes through several routers spreads well
+        only if each router counts the requests of the others."""
         while True:
             await asyncio.sleep(NEWS_INTERVAL_S)
             sources, self._news_from = self._news_from, set()
@@ -66,11 +68,11 @@ class Reports:
                 self._tell([router for name, router in self._routers.items() if sources != {name}])
 
     def tell_all(self) -> None:
-        """Every router that asks hears the status now."""
+        """Sends the status to every router that asks."""
         self._tell(list(self._routers.values()))
 
     def status(self, query: int = NOBODY_ASKED, load: LoadReport | None = None) -> Status:
-        """All there is to tell, as of now."""
+        """The worker's status as of now."""
         worker = self._worker
         return Status(
             query=query,
@@ -84,7 +86,7 @@ class Reports:
         )
 
     def digest(self) -> dict[str, float]:
-        """What the registry keeps, for routers that know the worker from there alone."""
+        """The load in the registry's record, for routers that know the worker from the registry alone."""
         report, _ = self._load_reports()
         load: dict[str, float] = {"open": self._role.num_open, "queued_tokens": report.queued_tokens}
         if report.step_cost is not None:
@@ -124,7 +126,7 @@ class Reports:
         }
 
     def _counters(self) -> dict[str, float]:
-        """By name and value of their attribute."""
+        """Counters by instrument name and attribute value."""
         return {
             f"{name.removeprefix('kvrelay.').replace('.', '_')}.{value}": amount
             for name, counter in self._worker.instruments.counters()

@@ -1,4 +1,4 @@
-"""The requests that are open on a worker, and what both roles do alike about their beginning and their end."""
+"""The open requests of a worker, and how both roles begin and end a request."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import AnyBody, Cancel, Failed, Header, PeerRef, Prompt, Stop
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.sequence import Sequence
@@ -15,28 +16,27 @@ from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.sequences import make_sequence, sequence_key
 
 DEADLINE_GRACE_S = 5.0
-"""The router ends a request at its deadline; a worker that heard nothing does so this much later."""
+"""The router ends a request at its deadline. A worker that gets no word from the router ends it this many seconds
+later."""
 
 
 class OpenRequest(Protocol):
-    """What a role's requests have in common."""
+    """The common part of both roles' requests."""
 
     @property
-    def sequence(self) -> Sequence:
-        """The sequence itself."""
-        ...
+    def sequence(self) -> Sequence: ...
 
 
 RequestT = TypeVar("RequestT", bound=OpenRequest)
 
 
 def deadline_of(prompt: Prompt) -> float:
-    """When a worker ends this request on its own; monotonic seconds."""
+    """The monotonic time at which a worker ends this request on its own."""
     return time.monotonic() + prompt.timeout_s + DEADLINE_GRACE_S
 
 
 class OpenRequests(Mapping[SequenceKey, RequestT]):
-    """A role's requests by key. `cancel` is the role's way to end one of them; `role` names it in messages."""
+    """A role's requests by key. `cancel` is the role's function to end a request; `role` names the role in messages."""
 
     def __init__(self, context: WorkerContext, role: str, cancel: Callable[[SequenceKey, str], None]) -> None:
         self.cancel = cancel
@@ -45,13 +45,13 @@ class OpenRequests(Mapping[SequenceKey, RequestT]):
         self._context = context
         self._role = role
         self._open: dict[SequenceKey, RequestT] = {}
-        self._samples: dict[str, dict[SequenceKey, RequestT]] = {}  # the same, by the router's request
+        self._samples: dict[str, dict[SequenceKey, RequestT]] = {}  # by the router's request
 
     def __getitem__(self, key: SequenceKey) -> RequestT:
         return self._open[key]
 
     def get(self, key: SequenceKey | None, default: object = None) -> RequestT | None:  # type: ignore[override]
-        """The request, or None."""
+        """Returns the request or None."""
         return self._open.get(key) if key is not None else None
 
     def __iter__(self) -> Iterator[SequenceKey]:
@@ -61,13 +61,12 @@ class OpenRequests(Mapping[SequenceKey, RequestT]):
         return len(self._open)
 
     def add(self, request: RequestT) -> None:
-        """It is open from now on."""
         key = request.sequence.key
         self._open[key] = request
         self._samples.setdefault(key[0], {})[key] = request
 
     def remove(self, key: SequenceKey) -> None:
-        """It holds nothing here any more. One that is not known is fine."""
+        """Removes a request that holds nothing here any more. Does nothing for an unknown key."""
         request = self._open.pop(key, None)
         if request is None:
             return
@@ -77,20 +76,21 @@ class OpenRequests(Mapping[SequenceKey, RequestT]):
             del self._samples[key[0]]
 
     def samples_of(self, request: str) -> Collection[RequestT]:
-        """The router's request as it is open here: its samples, in any attempt, in the order in which they came."""
+        """The samples of a router's request that are open here, in any attempt, in order of arrival."""
         samples = self._samples.get(request)
         return samples.values() if samples is not None else ()
 
     # -- the beginning ------------------------------------------------------------------------------------------------
 
     def queue(self, header: Header, router: PeerRef, prompt: Prompt, *, prefill_only: bool) -> Sequence | None:
-        """A sequence of the router's, handed to the scheduler; older attempts of it end. None where there is none to
-        start: it is known, cancelled, refused, or the worker drains. The router hears of the last two."""
+        """Hands a new sequence to the scheduler and ends older attempts of it. Returns None if no sequence starts: it
+        is known, cancelled or refused, or the worker drains. In the last two cases the router gets `Failed`."""
         key = sequence_key(header)
         if key in self.cancelled or key in self._open:
             return None
         if self.draining:
-            self.send(router, key, Failed(cause=f"the {self._role} worker is draining", retriable=True, refused=True))
+            cause = f"the {self._role} worker is draining"
+            self.send(router, key, Failed(failure=FailureKind.DRAINING, cause=cause, retriable=True, refused=True))
             return None
         self.supersede(key)
         try:
@@ -98,27 +98,28 @@ class OpenRequests(Mapping[SequenceKey, RequestT]):
             sequence = make_sequence(header, prompt, router, self._context.spec, max_running)
             sequence.prefill_only = prefill_only
             if prefill_only:
-                sequence.sample_group = ""  # it leaves with its first token, whatever becomes of the others
+                sequence.sample_group = ""  # it leaves with its first token, whatever the other samples do
             self._context.steps.add(sequence)
         except (ValueError, OverflowError) as error:
-            self.send(router, key, Failed(cause=str(error), retriable=False))
+            self.send(router, key, Failed(failure=FailureKind.TOO_LARGE, cause=str(error), retriable=False))
             return None
         return sequence
 
     def supersede(self, key: SequenceKey) -> None:
-        """A newer attempt of the same sequence ends the older ones."""
+        """Ends the older attempts of the same sequence."""
         for other in [k for k in self._samples.get(key[0], ()) if k[2] == key[2] and k[1] < key[1]]:
             self.cancel(other, "a newer attempt took over")
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def end(self, key: SequenceKey, body: Stop | Cancel) -> None:
-        """The router ends it. Remembered, so that a request that comes later than its end is not started."""
+        """Ends a request for the router, and remembers its key, so that a request that arrives after its own cancel
+        does not start."""
         self.cancel(key, body.reason if isinstance(body, Cancel) else "a stop string matched")
         self.cancelled.add(key, time.monotonic())
 
     def log_fields(self, key: SequenceKey | None) -> dict[str, Any]:
-        """For the `extra` of a log line about a sequence; nothing of one that is not open here."""
+        """The `extra` of a log line about a sequence. Empty if the sequence is not open here."""
         request = self.get(key)
         if request is None:
             return {}
@@ -129,7 +130,7 @@ class OpenRequests(Mapping[SequenceKey, RequestT]):
     # -- messages -----------------------------------------------------------------------------------------------------
 
     def send(self, peer: PeerRef, key: SequenceKey, body: AnyBody) -> None:
-        """A message about a sequence, with its trace where the sequence is open here."""
+        """Sends a message about a sequence, with its trace context if the sequence is open here."""
         request = self._open.get(key)
         trace = request.sequence.trace if request is not None else ""
         self._context.messenger.send(peer, body, request=key[0], attempt=key[1], sequence=key[2], trace=trace)

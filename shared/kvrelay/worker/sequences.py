@@ -1,4 +1,4 @@
-"""From a prompt on the wire to a sequence, with the checks that a worker makes on its own."""
+"""Turns a prompt message into a sequence, after the checks that a worker makes itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvrelay.scheduling.sequence import Sequence, TokenBuffer
 
 
 class PromptRefused(ValueError):
-    """A prompt that this worker can never run. The router should have refused it at the door."""
+    """A prompt that this worker can never run. The router should have refused it."""
 
 
 def sequence_key(header: Header) -> tuple[str, int, int]:
@@ -22,7 +22,8 @@ def sequence_key(header: Header) -> tuple[str, int, int]:
 def make_sequence(
     header: Header, prompt: Prompt, router: PeerRef, spec: ModelSpec, max_running: int | None = None
 ) -> Sequence:
-    """A waiting sequence. `max_running`: of the scheduler that runs its output, if any does. Raises PromptRefused."""
+    """Returns a waiting sequence. `max_running` is the limit of the scheduler that runs its output, or None if this
+    worker only prefills. Raises PromptRefused."""
     tokens = unpack_tokens(prompt.tokens)
     if not 0 <= prompt.num_output < len(tokens):
         raise PromptRefused(f"a prompt of {len(tokens)} tokens of which {prompt.num_output} are output")
@@ -54,7 +55,7 @@ def make_sequence(
 def _check_beams(
     prompt: Prompt, beams: BeamSpec, num_tokens: int, longest: int, spec: ModelSpec, max_running: int | None
 ) -> None:
-    """All beams of a search run at a time. Raises PromptRefused."""
+    """Checks that all beams of a search fit at once. Raises PromptRefused."""
     if not 1 <= beams.num_returned <= beams.width or prompt.num_output or prompt.sampling.max_tokens < 1:
         raise PromptRefused(
             f"no beam search of {prompt.sampling.max_tokens} tokens with {beams.width} beams, {beams.num_returned} to "

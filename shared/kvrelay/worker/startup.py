@@ -25,7 +25,7 @@ from kvrelay.worker.cache_events import CacheEvents
 from kvrelay.worker.calibrate import calibrate
 from kvrelay.worker.context import Role, WorkerContext
 from kvrelay.worker.delayer_group import DelayerGroup, GroupDiscovery
-from kvrelay.worker.launch import TimedLauncher, choose_launcher
+from kvrelay.worker.launch import TimedLauncher, choose_launcher, overlaps_steps
 from kvrelay.worker.membership import Membership, NoMembership
 from kvrelay.worker.prefill_delayer import PrefillDelayer
 from kvrelay.worker.reports import Reports
@@ -107,8 +107,9 @@ class WorkerStartup:
         config = self.config
         metrics = factory.open_metrics_store(config)
         is_simulated = config.backend == "simulated"
-        launcher = TimedLauncher if is_simulated else choose_launcher(runner, overlap=config.overlap)
-        steps = StepLoop(runner, scheduler, metrics, overlap=config.overlap, make_launcher=launcher, spans=spans)
+        overlap = overlaps_steps(runner, config.overlap, is_simulated=is_simulated)
+        launcher = TimedLauncher if is_simulated else choose_launcher(runner, overlap=overlap)
+        steps = StepLoop(runner, scheduler, metrics, overlap=overlap, make_launcher=launcher, spans=spans)
         event_log = config.open_event_log(config.worker_id)
         if event_log is not None:
             self.closing.callback(event_log.close)

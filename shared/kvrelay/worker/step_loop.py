@@ -1,13 +1,13 @@
-"""Schedule, run, commit, publish; again. Policy and bookkeeping stay on the event loop's thread, the forward does not.
+"""The loop of a worker: schedule, run, commit, publish. Scheduling and bookkeeping stay on the event loop's thread; the
+forward runs elsewhere. Scheduler state is touched on the event loop's thread alone, so it needs no lock.
 
-While a forward runs, the event loop goes on with messages, cancels and transfers; with overlap it also publishes the
-step before and plans the next one (as SGLang's overlapped scheduling does), and on a device with a queue that one is
-launched at once, so that the device goes from step to step without the host. State of the scheduler is touched on the
-event loop's thread only, so there is nothing to lock.
+While a forward runs, the event loop handles messages, cancels and transfers. With overlap it also publishes the
+previous step and plans the next one (as SGLang's overlapped scheduling does). On a device with a queue the next step is
+also launched at once, so that the device goes from step to step without waiting for the host.
 
-A step that is PLANNED ahead is LAUNCHED either behind the one in flight, or when that one has landed; it LANDS, and is
-COMMITTED and published. If the one before fails, it ends on the device first (its blocks are nobody else's until then),
-is remembered by nobody, and is CANCELLED; and only then that one is FAILED.
+The states of a step: PLANNED ahead, LAUNCHED (behind the step in flight, or after that one has landed), LANDED,
+COMMITTED. If a step fails, the step behind it is CANCELLED first: the loop waits until it has ended on the device,
+because it may still write into its blocks, and drops its result. Only then is the failed step marked FAILED.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from kvrelay.engine.batch import (
     StepResult,
     WorkerBatch,
     WorkerRow,
+    failure_kind,
 )
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import PlannedRow, SequenceOutput, StepPlan
 from kvrelay.scheduling.scheduler_protocol import Scheduler
@@ -49,18 +51,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class StepTotals:
-    """Sums since the start; seconds are of the wall clock."""
+    """Totals since the start. Seconds are wall-clock."""
 
     num_steps: int = 0
-    num_steps_ahead: int = 0  # of them, planned while the step before was in flight
-    num_steps_launched_ahead: int = 0  # of these, launched then, too
-    num_captured_steps: int = 0  # of them, replayed from a CUDA graph
+    num_steps_ahead: int = 0  # planned while the previous step was in flight
+    num_steps_launched_ahead: int = 0  # also launched while the previous step was in flight
+    num_captured_steps: int = 0  # replayed from a CUDA graph
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
     num_failed_steps: int = 0
-    num_mixed_steps: int = 0  # with prompt chunks and decodes
-    num_prefill_steps: int = 0  # with prompt chunks alone
-    num_decode_steps: int = 0  # with decodes alone
+    num_mixed_steps: int = 0  # prompt chunks and decodes
+    num_prefill_steps: int = 0  # prompt chunks only
+    num_decode_steps: int = 0  # decodes only
     schedule_s: float = 0.0
     forward_s: float = 0.0
     commit_s: float = 0.0
@@ -69,11 +71,11 @@ class StepTotals:
 
     @property
     def num_copy_steps(self) -> int:
-        """Those that computed nothing: they copied blocks, or drew tokens from what another step had computed."""
+        """Steps that computed nothing and only copied blocks."""
         return self.num_steps - self.num_mixed_steps - self.num_prefill_steps - self.num_decode_steps
 
     def add(self, plan: StepPlan, result: StepResult, *, ahead: bool, launched_ahead: bool = False) -> None:
-        """A step is done. One without tokens only copied blocks."""
+        """Counts a finished step. A step without tokens only copied blocks."""
         num_prefill_tokens, num_decode_tokens = plan.num_prefill_tokens, plan.num_decode_tokens
         self.num_steps += 1
         self.num_steps_ahead += ahead
@@ -91,16 +93,17 @@ class StepTotals:
 
 @dataclass(frozen=True, slots=True)
 class StepCallbacks:
-    """What the service does around a step, all on the event loop's thread."""
+    """The service's callbacks around a step. All run on the event loop's thread."""
 
     planned: Callable[[StepPlan], None]
     committed: Callable[[list[SequenceOutput]], None]
-    failed: Callable[[list[Sequence], str], None]
+    failed: Callable[[list[Sequence], FailureKind, str], None]
 
 
 @dataclass(slots=True)
 class _PlannedStep:
-    """A step that is planned. `ahead`: while the one before was in flight; `launched_ahead`: it was launched then."""
+    """A planned step. `ahead`: it was planned while the previous one was in flight. `launched_ahead`: it was also
+    launched then."""
 
     plan: StepPlan
     batch: WorkerBatch
@@ -114,7 +117,7 @@ _PLACEHOLDER = np.zeros(1, np.int32)
 
 
 def worker_batch(plan: StepPlan) -> WorkerBatch:
-    """The second stage: only what a forward needs, as views of the sequences' arrays."""
+    """Converts a plan to what a forward needs, as views of the sequences' arrays."""
     rows, swaps = [_worker_row(row) for row in plan.rows], plan.swaps
     if swaps is None:
         return WorkerBatch(plan.step, rows, copies=plan.copies)
@@ -130,7 +133,7 @@ def _beam_row(sequence: Sequence) -> BeamRow | None:
 
 def _worker_row(row: PlannedRow) -> WorkerRow:
     sequence, position = row.sequence, row.position
-    has_placeholder = position >= sequence.num_tokens  # planned ahead: the step in flight draws its token
+    has_placeholder = position >= sequence.num_tokens  # planned ahead: the step in flight samples its token
     return WorkerRow(
         key=sequence.key if sequence.beams is None else sequence.beams.leader.key,
         token_ids=_PLACEHOLDER if has_placeholder else sequence.tokens.view(position, position + row.num_tokens),
@@ -145,11 +148,11 @@ def _worker_row(row: PlannedRow) -> WorkerRow:
 
 
 class StepLoop:
-    """Drives a scheduler and a runner until stopped; sleeps on an event while there is nothing to do.
+    """Drives a scheduler and a runner until stopped. Sleeps on an event while there is nothing to do.
 
-    With `overlap`, a step's forward hides the planning of the next one and the booking and publishing of the one
-    before: a step that was planned ahead is launched as soon as the launcher takes it, at the latest when the one in
-    flight lands, and that one is booked then.
+    With `overlap`, the planning of the next step and the commit and publishing of the previous one happen during a
+    forward. A step that was planned ahead is launched as soon as the launcher allows, at the latest when the step in
+    flight lands. Only then is that step committed.
     """
 
     def __init__(
@@ -175,12 +178,14 @@ class StepLoop:
         self._last_planned = 0
         self._last_landed = 0
         self._stopping = False
-        self._forget: deque[tuple[int, SequenceKey]] = deque()  # with the last step that may have a row for it
+        self._forget: deque[tuple[int, SequenceKey]] = (
+            deque()
+        )  # with the number of the last step that may have a row for it
 
     def add(self, sequence: Sequence) -> None:
-        """Queues a sequence. Raises ValueError when its key is known, or the sampler cannot take its parameters."""
+        """Queues a sequence. Raises ValueError if its key is known or the sampler cannot take its parameters."""
         self._introduce(sequence)
-        with self._forgets_refused(sequence.key):
+        with self._forget_if_refused(sequence.key):
             self.scheduler.add(sequence)
         if self._metrics is not None:
             self._metrics.arrived(sequence, is_running=False)
@@ -188,9 +193,9 @@ class StepLoop:
             self._spans.arrived(sequence, is_running=False)
 
     def adopt(self, sequence: Sequence, candidates: BeamCandidates | None = None) -> SequenceOutput | None:
-        """Takes over a sequence whose prompt is computed, see `Scheduler.adopt`. Raises as `add` does."""
+        """Runs a handoff whose KV is here, as `Scheduler.adopt` does. Raises ValueError as `add` does."""
         self._introduce(sequence)
-        with self._forgets_refused(sequence.key):
+        with self._forget_if_refused(sequence.key):
             output = self.scheduler.adopt(sequence, candidates)
         if self._metrics is not None:
             self._metrics.arrived(sequence, is_running=True)
@@ -201,13 +206,13 @@ class StepLoop:
         return output
 
     def abort(self, key: SequenceKey) -> None:
-        """Ends a sequence; it is in no step after those in flight and planned."""
+        """Ends a sequence. Steps that are already planned may still have a row for it."""
         self.scheduler.abort(key)
         self.forget(key)
         self.wake()
 
     def forget(self, key: SequenceKey) -> None:
-        """Drops the sampler's state of a sequence that left, once no step in flight or planned uses it."""
+        """Drops the sampler state of a sequence that left, once no planned step and no step in flight uses it."""
         if self._metrics is not None:
             self._metrics.left(key)
         if self._spans is not None:
@@ -218,16 +223,16 @@ class StepLoop:
             self.runner.drop_sequence(key)
 
     def wake(self) -> None:
-        """Something changed that may allow a step."""
+        """Wakes the loop after a change that may allow a step."""
         self._wake.set()
 
     def stop(self) -> None:
-        """Ends `run` after the step in flight. One that was planned behind it is nobody's, launched or not."""
+        """Ends `run` after the step in flight. A step that was planned behind it is cancelled, launched or not."""
         self._stopping = True
         self.wake()
 
     async def run(self, callbacks: StepCallbacks) -> None:
-        """The loop itself. Raises DeviceLost."""
+        """Runs the loop until `stop`. Raises DeviceLost."""
         was_delayed = False
         while not self._stopping:
             self._wake.clear()
@@ -235,9 +240,11 @@ class StepLoop:
             if step.plan.has_work:
                 await self._run_from(step, callbacks)
             elif step.plan.delayed:
-                if was_delayed:  # else it may have been decided while the step before was in flight: ask again
+                if (
+                    was_delayed
+                ):  # a delay that was decided while the previous step was in flight may be over: ask again first
                     await self._wait_for_the_gate()
-            elif not step.plan.preempted:  # else what they held is free now, and nobody else would say so
+            elif not step.plan.preempted:  # preempted sequences freed blocks, and no event would wake the loop
                 await self._wake.wait()
             was_delayed = step.plan.delayed and not step.plan.has_work
         self._launcher.close()
@@ -245,14 +252,14 @@ class StepLoop:
             self._metrics.close()
 
     async def _wait_for_the_gate(self) -> None:
-        """Prompts are held back and there is nothing else to do: until something happens, or the longest wait ends."""
+        """Prompts are held back and there is nothing else to do. Waits for an event or the end of the longest delay."""
         gate = self.scheduler.prefill_gate
         remaining_delay_s = math.inf if gate is None else gate.remaining_delay_s()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._wake.wait(), None if math.isinf(remaining_delay_s) else remaining_delay_s)
 
     async def _run_from(self, first: _PlannedStep, callbacks: StepCallbacks) -> None:
-        """Runs a step, and those behind it as long as each can be planned ahead."""
+        """Runs a step, then the steps behind it as long as each can be planned ahead."""
         step: _PlannedStep | None = first
         flight = await self._launch(first)
         while step is not None:
@@ -266,7 +273,7 @@ class StepLoop:
                 lost = await self._cancel(following, step)
                 self._fail(step, error, callbacks)
                 if isinstance(error, DeviceLost):
-                    raise  # the worker ends, and is started again: it would look ready and fail every step
+                    raise  # the worker exits and restarts; otherwise it would look ready and fail every step
                 if lost is not None:
                     raise lost from error
                 return
@@ -320,7 +327,7 @@ class StepLoop:
         return step
 
     def _publish(self, step: _PlannedStep, result: StepResult, callbacks: StepCallbacks) -> None:
-        """Books a step that landed, and tells about it."""
+        """Commits a step that landed, and publishes its results."""
         plan, started = step.plan, time.perf_counter()
         outputs = self.scheduler.commit(plan, result)
         self._landed(plan)
@@ -350,11 +357,11 @@ class StepLoop:
         self._note("failed", step.plan)
         for sequence in failed:
             self.forget(sequence.key)
-        callbacks.failed(failed, f"{type(error).__name__}: {error}")
+        callbacks.failed(failed, failure_kind(error), f"{type(error).__name__}: {error}")
 
     async def _cancel(self, following: _PlannedStep | None, step: _PlannedStep) -> DeviceLost | None:
-        """The step that was planned behind `step` does not run; or it ran in vain, and has ended when its blocks go.
-        Returns what its end said about the device."""
+        """Cancels the step that was planned behind `step`. If it was launched, waits until it has ended, before its
+        blocks are freed. Returns the error if the device was lost."""
         if following is None:
             return None
         lost = None
@@ -379,12 +386,13 @@ class StepLoop:
         self.wake()
 
     @contextmanager
-    def _forgets_refused(self, key: SequenceKey) -> Iterator[None]:
-        """The sampler keeps nothing of a sequence that the scheduler refuses, unless it knows another by that key."""
+    def _forget_if_refused(self, key: SequenceKey) -> Iterator[None]:
         try:
             yield
         except ValueError:
-            if self.scheduler.get(key) is None:
+            known = self.scheduler.get(key)
+            # A sequence of this key that waits or runs here keeps its sampler state. A handoff has none before it runs.
+            if known is None or known.remote is not None:
                 self.runner.drop_sequence(key)
             raise
 

@@ -1,4 +1,4 @@
-"""The entry of a worker process: configuration, logging, model, shell."""
+"""Starts a worker process: configuration, logging, model, shell."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ DEFAULT_KV_MEMORY_BYTES = 1 << 30
 
 
 def worker_main(role: RoleName, make_role: RoleFactory) -> int:
-    """Runs a worker until it is told to stop; returns the exit status."""
-    # OpenMP's threads spin at the end of each parallel region by default. Where cores are shared, as two workers on a
-    # laptop share them, spinning takes the core from the thread that is waited for: steps then take 5 to 50 times as
-    # long. Read by libgomp when torch loads it.
+    """Runs a worker until SIGTERM; returns the exit status."""
+    # OpenMP threads spin at the end of each parallel region by default. If two workers share cores, as on a laptop, a
+    # spinning thread takes the core from the thread that it waits for, and steps take 5 to 50 times as long. libgomp
+    # reads this variable when torch loads it.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     prog = f"kvrelay {role}"
     return service_main(
@@ -33,7 +33,8 @@ def worker_main(role: RoleName, make_role: RoleFactory) -> int:
 
 
 def load_runner(config: WorkerConfig) -> ModelRunner:
-    """The model, loaded, with its pool, or a simulated device. Imports torch, which takes seconds, only here."""
+    """Returns a runner: the loaded model with its pool, or a simulated device. Imports torch only here, because that
+    takes seconds."""
     if config.backend == "simulated":
         return make_simulated_runner(config)
     from kvrelay.engine.device import find_device, turn_on

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.router_path import FEW_TOKENS, NUM_REQUESTS, Path, Recorder, RequestFailed
 from kvrelay.protocol.codec import encode_body
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import Failed, Header, PeerRef
 from tests.fakes.waiting import PATIENCE_S
 
@@ -35,7 +36,7 @@ async def test_a_request_that_fails_on_its_way_ends_the_round(
     def failing(path: Path, recorder: Recorder, num_tokens: int) -> list[tuple[PeerRef, Header, bytes]]:
         messages = make_messages(path, recorder, num_tokens)
         firsts = messages[:NUM_REQUESTS]
-        failed = encode_body(Failed(cause="out of luck", retriable=False))
+        failed = encode_body(Failed(failure=FailureKind.ENGINE_ERROR, cause="out of luck", retriable=False))
         failures = [(peer, header, failed) for peer, header, _ in firsts]
         return firsts * num_tokens_before + failures
 

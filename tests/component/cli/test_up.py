@@ -85,7 +85,7 @@ def test_a_dead_worker_is_reported_and_started_again(start: Start) -> None:
     up = start()
     up.wait_ready()
     up.child("kvrelay_decode").kill()
-    up.wait_for(r"^decode-0 +died +was killed by SIGKILL; starts again in 0.5 s")
+    up.wait_for(r"^decode-0 +died +was killed by SIGKILL; restarts in 0.5 s")
     up.wait_for(r"^decode-0 +ready", count=2)
     up.remember_children()
     up.process.send_signal(signal.SIGINT)

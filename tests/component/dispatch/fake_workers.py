@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from kvrelay.fleet import WorkerRecord
 from kvrelay.messaging.messenger import Messenger
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings, PeerLost
 from kvrelay.protocol.messages import (
     PROTOCOL_VERSION,
@@ -182,7 +183,11 @@ class FakePrefill(FakeWorker):
             case Prefill():
                 self.run(key, self._prefill(key, peer, body))
             case Reassign() if key not in self.tasks:
-                self.send(peer, key, Failed(cause="the request is no longer held here", retriable=True))
+                self.send(
+                    peer,
+                    key,
+                    Failed(failure=FailureKind.WORKER_LOST, cause="the request is no longer held here", retriable=True),
+                )
             case _:
                 self.replies[key].put_nowait(body)
 
@@ -195,7 +200,11 @@ class FakePrefill(FakeWorker):
         decode = body.decode
         while first.finish is None:
             if decode is None:
-                self.send(router, key, Failed(cause="no decode worker is left", retriable=True))
+                self.send(
+                    router,
+                    key,
+                    Failed(failure=FailureKind.NO_DECODE_WORKER, cause="no decode worker is left", retriable=True),
+                )
                 return
             assert first.token_id is not None
             granted = await self._reserve(key, router, decode, prompt)

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import Failed
 from kvrelay_router.dispatch.interface import RequestFailed
 from kvrelay_router.dispatch.retry_budget import PROVEN_TOKENS
@@ -22,7 +23,7 @@ async def breaker_of(rig: Rig, worker_id: str) -> str:
 
 async def test_a_failing_worker_is_left_alone_and_clients_notice_nothing(rig: Rig) -> None:
     await rig.start(*two_pairs())
-    rig.workers["p0"].failure = Failed(cause="a step failed", retriable=True)
+    rig.workers["p0"].failure = Failed(failure=FailureKind.ENGINE_ERROR, cause="a step failed", retriable=True)
     for _ in range(20):
         assert await read(rig.submit())
     assert await breaker_of(rig, "p0") == "open"
@@ -43,7 +44,7 @@ async def test_that_no_decode_worker_takes_a_request_is_not_held_against_prefill
 
 async def test_requests_that_nobody_can_serve_open_nothing(rig: Rig) -> None:
     await rig.start(*pair())
-    rig.workers["p0"].failure = Failed(cause="the prompt does not fit", retriable=False)
+    rig.workers["p0"].failure = Failed(failure=FailureKind.TOO_LARGE, cause="the prompt does not fit", retriable=False)
     for _ in range(10):
         with pytest.raises(RequestFailed):
             await read(rig.submit())
@@ -54,7 +55,7 @@ async def test_requests_that_nobody_can_serve_open_nothing(rig: Rig) -> None:
 async def test_a_long_stream_closes_the_breaker_before_its_end(rig: Rig) -> None:
     prefill, decode = pair()
     await rig.start(prefill, decode)
-    decode.failure = prefill.failure = Failed(cause="a step failed", retriable=True)
+    decode.failure = prefill.failure = Failed(failure=FailureKind.ENGINE_ERROR, cause="a step failed", retriable=True)
     with pytest.raises(RequestFailed):
         await read(rig.submit())
     decode.failure = prefill.failure = None

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.link import PeerLost
 from kvrelay.protocol.messages import Cancel, Failed, Generate, NeedDecode, Prefill, Reassign
 from kvrelay_router.dispatch.interface import NoWorkerReady, RequestFailed
@@ -179,7 +180,7 @@ async def test_where_every_decode_worker_refuses_the_request_fails_after_all_att
 
 async def test_a_failing_worker_is_avoided_by_the_next_attempt(rig: Rig) -> None:
     await rig.start(*two_pairs())
-    rig.workers["p0"].failure = Failed(cause="a step failed", retriable=True)
+    rig.workers["p0"].failure = Failed(failure=FailureKind.ENGINE_ERROR, cause="a step failed", retriable=True)
     for _ in range(4):
         assert await read(rig.submit()) == {0: true_tokens(0, 6)}
     await rig.nothing_is_left()
@@ -189,12 +190,39 @@ async def test_a_failing_worker_is_avoided_by_the_next_attempt(rig: Rig) -> None
 
 async def test_a_failure_that_would_repeat_itself_ends_the_request_and_its_siblings(rig: Rig) -> None:
     prefill, decode = pair()
-    prefill.failure = Failed(cause="the prompt does not fit", retriable=False)
+    prefill.failure = Failed(failure=FailureKind.TOO_LARGE, cause="the prompt does not fit", retriable=False)
     await rig.start(prefill, decode)
     handle = rig.submit(num_sequences=3)
     with pytest.raises(RequestFailed, match="does not fit"):
         await read(handle)
     assert len(prefill.got(Prefill)) <= 3
+    await rig.nothing_is_left()
+
+
+@pytest.mark.parametrize("kind", list(FailureKind))
+async def test_what_a_worker_failed_for_reaches_the_client_and_the_request_page(rig: Rig, kind: FailureKind) -> None:
+    prefill, decode = pair()
+    prefill.failure = Failed(failure=kind, cause="in words", retriable=False)
+    await rig.start(prefill, decode)
+    handle = rig.submit()
+    with pytest.raises(RequestFailed, match="in words") as failed:
+        await read(handle)
+    assert failed.value.kind is kind
+    record = rig.record(handle)
+    assert record["failure_kind"] == kind
+    assert [(each["finish"], each["failure_kind"]) for each in record["sequences"]] == [("abort", kind)]
+    assert record["state"] == ("timed_out" if kind is FailureKind.DEADLINE else "failed")
+    await rig.nothing_is_left()
+
+
+async def test_the_last_of_several_failures_names_the_kind(rig: Rig) -> None:
+    prefill, decode = pair()
+    prefill.failure = Failed(failure=FailureKind.BAD_LOGITS, cause="a step failed", retriable=True)
+    await rig.start(prefill, decode, max_attempts=2)
+    handle = rig.submit()
+    with pytest.raises(RequestFailed) as failed:
+        await read(handle)
+    assert failed.value.kind is FailureKind.BAD_LOGITS
     await rig.nothing_is_left()
 
 

@@ -27,7 +27,7 @@ FLAGS = ("--workers", str(NUM_PROCESSES), "--router-id", "router")
 
 async def ask(router: RouterProcess, path: str) -> httpx.Response:
     """On a connection of its own, which any process may take."""
-    async with httpx.AsyncClient(base_url=router.client.base_url, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=router.client.base_url, timeout=2 * PATIENCE_S) as client:
         return await client.get(path)
 
 
@@ -58,7 +58,7 @@ class OpenStream:
 
     async def _read(self, url: str, body: dict[str, Any]) -> list[str]:
         async with (
-            httpx.AsyncClient(base_url=url, timeout=60) as client,
+            httpx.AsyncClient(base_url=url, timeout=2 * PATIENCE_S) as client,
             client.stream("POST", "/v1/completions", json=body) as answer,
         ):
             assert answer.status_code == 200, await answer.aread()
@@ -286,7 +286,7 @@ async def test_the_limits_of_keys_hold_over_all_processes(redis_server: Embedded
         body = {"model": DEMO_MODEL_NAME, "prompt": "otter", "max_tokens": 6}
 
         async def complete() -> int:
-            async with httpx.AsyncClient(base_url=router.client.base_url, timeout=60) as client:
+            async with httpx.AsyncClient(base_url=router.client.base_url, timeout=2 * PATIENCE_S) as client:
                 return (await client.post("/v1/completions", json=body)).status_code
 
         tasks = [asyncio.create_task(complete()) for _ in range(16)]

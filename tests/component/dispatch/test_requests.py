@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvrelay.kv.hashing import hash_blocks
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import Cancel, Generate, Prefill, SequenceUsage, Stop
 from kvrelay.protocol.sampling import FinishReason, Sampling
 from kvrelay_router.dispatch.dispatcher import LONG_PROMPT_TOKENS
@@ -176,7 +177,7 @@ async def test_the_deadline_cancels_and_says_so(rig: Rig) -> None:
     handle = rig.submit(timeout_s=0.3)
     with pytest.raises(RequestFailed, match=r"0\.3 s") as failure:
         await read(handle)
-    assert failure.value.timed_out
+    assert failure.value.kind is FailureKind.DEADLINE
     await until(lambda: len(prefill.got(Cancel)) == len(decode.got(Cancel)) == 1)
     await rig.nothing_is_left()
     assert rig.record(handle)["state"] == "timed_out"

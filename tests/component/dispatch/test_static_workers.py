@@ -102,14 +102,14 @@ def page(body: bytes, status: HTTPStatus = HTTPStatus.OK) -> bytes:
     [
         (page(b"starting\n", HTTPStatus.SERVICE_UNAVAILABLE), "/worker answers 503 starting"),
         (page(b"no such page\n", HTTPStatus.NOT_FOUND), "/worker answers 404 no such page"),
-        (page(GOOD[:-9]), "/worker is no worker's record"),
-        (page(b'{"worker_id": 3}'), "/worker is no worker's record"),
-        (page(b"\xff\xfe"), "/worker is no worker's record"),
+        (page(GOOD[:-9]), "/worker is not a worker record"),
+        (page(b'{"worker_id": 3}'), "/worker is not a worker record"),
+        (page(b"\xff\xfe"), "/worker is not a worker record"),
         (page(b" " * MAX_ANSWER_BYTES + GOOD), "more than"),
-        (page(record_as_json(worker_record(model="other"))), "it serves other, and this router m"),
+        (page(record_as_json(worker_record(model="other"))), "it serves the model other, this router m"),
         (page(record_as_json(worker_record(address="ipc://x"))), "its address is 'ipc://x'"),
-        (b"+PONG\r\n", "no HTTP server"),
-        (b"", "no HTTP server"),
+        (b"+PONG\r\n", "does not speak HTTP"),
+        (b"", "does not speak HTTP"),
     ],
 )
 async def test_what_is_no_worker_is_named_and_left_out(

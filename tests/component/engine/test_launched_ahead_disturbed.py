@@ -17,6 +17,7 @@ from kvrelay.engine.causal_model import CausalModel
 from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput
@@ -113,7 +114,7 @@ class Course:
                 self.finished.append(output.sequence)
         self.go_on()
 
-    def failed(self, failed: list[Running], cause: str) -> None:
+    def failed(self, failed: list[Running], kind: FailureKind, cause: str) -> None:
         assert "not finite" in cause or "in the middle of a step" in cause
         for sequence in failed:
             self.open.pop(sequence.key, None)

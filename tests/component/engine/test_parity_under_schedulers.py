@@ -21,6 +21,7 @@ from kvrelay.kv.ablations import NullCache
 from kvrelay.kv.cache import Cache
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.memory import swapping
 from kvrelay.scheduling.plan import PlanDraft, SequenceOutput, StepPlan
@@ -113,7 +114,7 @@ def run(
         if not scheduler.has_work:
             loop.stop()
 
-    def failed(failed: list[Sequence], cause: str) -> None:
+    def failed(failed: list[Sequence], kind: FailureKind, cause: str) -> None:
         raise AssertionError(cause)
 
     arrive()

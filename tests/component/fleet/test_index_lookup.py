@@ -35,6 +35,7 @@ from kvrelay.fleet.index.replica import IndexReplica
 from kvrelay.fleet.index.scripts import IndexScripts
 from kvrelay.kv.hashing import BlockHash
 from tests.fakes.redis_servers import ClusterNode
+from tests.thoroughness import examples
 
 TTL_MS = 600_000
 
@@ -83,7 +84,7 @@ HOLDERS = st.dictionaries(
 )
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(80), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     holders=HOLDERS,
     asked=st.tuples(st.integers(0, 220), st.integers(0, 3), st.sampled_from([0, 1, 5, 60, 150])),

@@ -22,6 +22,7 @@ from kvrelay.transfer.select import make_receivers, make_senders
 from kvrelay.transfer.zmq_transport import ZmqReceiver
 from tests.component.transfer.rig import Log
 from tests.component.transfer.transports import EMPTY, zmq_sender
+from tests.fakes.waiting import PATIENCE_S
 
 OURS, THEIRS = CurveKey.new(), CurveKey.new()
 FAST = LinkSettings(alive_interval_s=0.1, peer_timeout_s=1.0)
@@ -43,7 +44,7 @@ class Party:
         return any(isinstance(event, kind) for event in self.events)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             while not condition():
                 self.news.clear()
                 await self.news.wait()

@@ -28,6 +28,7 @@ from tests.fakes.fault_schedule import POSSIBLE, Every, Fault, Faults, Point, Sc
 from tests.fakes.faulty_transport import FaultyReceiver, FaultySender, InnerSender
 from tests.fakes.virtual_time import VirtualTimeLoop
 from tests.fakes.waiting import PATIENCE_S
+from tests.thoroughness import examples
 
 pytestmark = [pytest.mark.component]
 
@@ -218,7 +219,7 @@ async def test_without_checksums_a_corrupted_block_goes_unnoticed(couple: Builde
     assert len(wrong) == 1
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 1 << 32), one_sided=st.booleans())
 def test_a_run_is_replayed_from_its_log(seed: int, one_sided: bool) -> None:
     shares = EVERYTHING | {Fault.DIE: 0.01}

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import Cancel
 from kvrelay.protocol.sampling import BeamSpec, Sampling
 from tests.component.workers.rig import fleet, prompt_of, run
@@ -138,6 +139,7 @@ def test_a_search_that_can_never_run_is_refused_with_numbers(redis_url: str) -> 
             assert "9 beams run at a time, and max_running is 8" in got.failed
             got = await f.router.generate(decode, "b", prompt_of(50), beams(8, 200)).finished()
             assert got.failed is not None
+            assert got.failure is FailureKind.TOO_LARGE
             assert "107 blocks together, the pool has 40" in got.failed
             await f.until_clean()
 

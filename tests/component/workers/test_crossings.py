@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvrelay.fleet.embedded import EmbeddedRedis
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import Abort, Reassign
 from kvrelay.protocol.sampling import Sampling
 from tests.component.workers.rig import fleet, prompt_of, run
@@ -54,6 +55,7 @@ def test_prompts_that_nobody_will_decode_leave_the_queue_and_the_step(redis_url:
             for name, got in (("computing", computing), ("queued", queued)):
                 f.router.send(f.prefill[0].me, name, Reassign(decode=None))
                 assert (await got.finished()).failed == "no decode worker is left"
+                assert got.failure is FailureKind.NO_DECODE_WORKER
             f.prefill[0].runner.go_on()  # only now: they would be computed before anybody looked
             await f.until_clean()
             one = Sampling(temperature=0.0, max_tokens=1, ignore_eos=True)

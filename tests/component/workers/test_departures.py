@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import Reassign
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
@@ -89,5 +90,6 @@ def test_a_second_signal_right_after_the_first_is_not_lost(redis_url: str) -> No
             f.decode[0].shell.on_signal()
             f.decode[0].runner.go_on()
             assert (await got.finished()).failed == "the worker shut down"
+            assert got.failure is FailureKind.DRAINING
 
     run(test)

@@ -13,8 +13,8 @@ from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings
 from kvrelay.protocol.messages import Reassign, Status, StatusQuery
 from kvrelay.protocol.sampling import FinishReason, Sampling
+from kvrelay.scheduling.scheduler import BatchScheduler
 from kvrelay.telemetry.metrics_store import StepRecord, read_metrics
-from kvrelay_decode.service import DecodeRole
 from tests.component.workers.rig import cancel_and_stop_at_any_moment, fleet, prompt_of, run
 from tests.fakes.hash_runner import EOS_TOKEN_ID, HashRunner, expected_tokens
 from tests.fakes.waiting import PATIENCE_S, until
@@ -71,16 +71,16 @@ def test_a_cached_prefix_leaves_before_the_first_forward(redis_url: str) -> None
     run(test)
 
 
-def test_what_a_sender_cannot_write_by_itself_is_not_of_its_share(redis_url: str) -> None:
+def test_blocks_that_a_sender_cannot_write_unasked_do_not_count_towards_its_limit(redis_url: str) -> None:
     async def test() -> None:
         runners = [HashRunner(), HashRunner()]
         runners[0].hold_after(2)
         async with fleet(redis_url, runners[:1], runners[1:], token_budget=32, max_running=16) as f:
             got = f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt_of(320), GREEDY)
             await until(lambda: f.decode[0].blocks["reserved"])
-            role = f.decode[0].started.role
-            assert isinstance(role, DecodeRole)
-            assert role._receiving._reservations.num_one_sided == 0
+            scheduler = f.decode[0].started.context.scheduler
+            assert isinstance(scheduler, BatchScheduler)
+            assert scheduler.remote.num_limited == 0
             runners[0].go_on()
             await got.finished()
 

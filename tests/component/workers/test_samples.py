@@ -82,8 +82,8 @@ async def hand_over(redis_url: str, prompt: list[int], count: int, **settings: o
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("overlap", [True, False])
-def test_eight_samples_compute_and_send_full_blocks_once(redis_url: str, length: int, overlap: bool) -> None:
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_eight_samples_compute_and_send_full_blocks_once(redis_url: str, length: int, overlap: str) -> None:
     async def test() -> None:
         prompt = prompt_of(length, 3)
         settings = {"token_budget": 24, "max_running": 16, "overlap": overlap}  # longer prompts take several chunks

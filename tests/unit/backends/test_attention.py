@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvrelay.backends.backend import KV_DTYPES, AttentionBackend, PackedRows, bits, dtype_name
 from kvrelay.backends.cpu import CpuBackend, cut_work
 from kvrelay.backends.torch_sdpa import TorchBackend
+from tests.thoroughness import examples
 from tests.unit.backends.cases import Case, dense_attention
 
 pytestmark = pytest.mark.unit
@@ -84,7 +85,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(cases())
 def test_kernel_agrees_with_the_fallback(case: Case) -> None:
     (ours, our_pool), (theirs, their_pool) = case.run(CpuBackend()), case.run(TorchBackend())

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvrelay.backends.backend import Int32Array
 from kvrelay.backends.cascade import CascadeCosts, SharedPrefix, find_groups, plan_cascade, saved_tokens
+from tests.thoroughness import examples
 
 pytestmark = pytest.mark.unit
 BLOCK_SIZE = 8
@@ -90,7 +91,7 @@ def test_groups_share_what_they_say_and_are_those_of_the_slow_oracle(full: Table
     assert set(range(len(full))) - set(taken) == free
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(tables(max_rows=6), costs_of_rows)
 def test_no_one_group_of_any_rows_saves_more(full: Tables, costs: CascadeCosts) -> None:
     saved = total(find_groups(*decode_rows(full), BLOCK_SIZE, costs), costs)

@@ -14,6 +14,7 @@ import torch
 
 from kvrelay.backends import choose_backend, cpu, cpu_build
 from kvrelay.backends.backend import KVLayout
+from tests.fakes.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.unit
 _BUILD = "import sys, pathlib; from kvrelay.backends.cpu_build import build_kernel; "
@@ -31,7 +32,7 @@ def test_processes_that_build_at_once_end_with_one_whole_file(tmp_path: Path) ->
         subprocess.Popen([sys.executable, "-c", _BUILD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
         for _ in range(3)
     ]
-    results = {builder.communicate(timeout=100)[0].strip() for builder in builders}
+    results = {builder.communicate(timeout=2 * PATIENCE_S)[0].strip() for builder in builders}
     assert [str(path) for path in tmp_path.iterdir()] == list(results)
     cpu_build._load_torch_openmp()
     assert ctypes.CDLL(results.pop()).kvrelay_struct_bytes() > 0
@@ -49,7 +50,9 @@ def test_the_process_keeps_one_openmp_runtime() -> None:
     code = (
         "import torch; from kvrelay.backends.cpu import CpuBackend; CpuBackend(); print(open('/proc/self/maps').read())"
     )
-    maps = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True).stdout
+    maps = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=2 * PATIENCE_S, check=True
+    ).stdout
     assert len({line.split()[-1] for line in maps.splitlines() if "gomp" in line}) <= 1
 
 

@@ -31,6 +31,7 @@ from kvrelay.backends.cpu import CpuBackend
 from kvrelay.backends.flashinfer import FlashInferBackend
 from kvrelay.backends.torch_sdpa import TorchBackend
 from tests.fakes import fake_flashinfer
+from tests.thoroughness import examples
 from tests.unit.backends.cases import CPU, Case
 
 pytestmark = pytest.mark.unit
@@ -69,7 +70,7 @@ numbers = st.floats(width=32, allow_nan=False) | st.floats(-600, 600, width=32) 
 
 
 @EIGHT_BIT
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.lists(numbers, min_size=1, max_size=20),
     st.lists(st.integers(0, 121), max_size=5),
@@ -160,7 +161,7 @@ def prompts_in_chunks(draw: st.DrawFn) -> tuple[Case, list[int]]:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(prompts_in_chunks())
 def test_a_prompt_in_one_chunk_sees_what_it_sees_in_many(name: str, drawn: tuple[Case, list[int]]) -> None:
     """A chunk that saw its own keys before they are rounded would be off by 6 percent of a logit of tens."""

@@ -24,6 +24,7 @@ from kvrelay.backends.torch_sdpa import TorchBackend
 from kvrelay.backends.trial import WrongAttention, try_layers
 from tests.fakes import fake_flashinfer
 from tests.fakes.flashinfer_signatures import RECORDED, check_call, describe
+from tests.thoroughness import examples
 from tests.unit.backends.cases import CPU, Case, dense_attention
 
 pytestmark = pytest.mark.unit
@@ -61,7 +62,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(cases())
 def test_agrees_with_attention_written_out(case: Case) -> None:
     out, pool = case.run(make_backend())
@@ -100,7 +101,7 @@ def sharing_cases(draw: st.DrawFn) -> Case:
     return case
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(sharing_cases())
 def test_rows_that_read_shared_prefixes_together_agree_with_attention_written_out(case: Case) -> None:
     out, pool = case.run(sharing_backend())
@@ -179,7 +180,7 @@ def test_a_step_is_planned_once_for_each_kind_of_layer() -> None:
     assert [wrapper.planned - count for wrapper, count in zip(wrappers, before, strict=True)] == [2, 2]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 70), st.integers(1, 40)), min_size=1, max_size=6), st.data())
 def test_pages_name_every_block_of_every_row_in_order(rows: list[tuple[int, int]], data: st.DataObject) -> None:
     case = Case(rows, block_size=16)

@@ -27,6 +27,7 @@ from kvrelay.backends.paging import pad_rows
 from kvrelay.backends.torch_sdpa import TorchBackend
 from tests.fakes import fake_cuda_graphs, fake_flashinfer
 from tests.fakes.fake_cuda_graphs import FakeRecorder
+from tests.thoroughness import examples
 from tests.unit.backends.cases import CPU
 
 pytestmark = pytest.mark.unit
@@ -75,7 +76,7 @@ def steps(draw: st.DrawFn) -> list[PackedRows]:
     return found
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     steps(),
     st.sampled_from([1, 4]),
@@ -121,7 +122,7 @@ def test_replayed_steps_agree_with_plain_attention(
         assert torch.equal(written, bits(expected_pool[:SCRATCH]))  # padding wrote to the scratch block alone
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(steps(), st.integers(5, 12))
 def test_padding_keeps_the_rows_and_puts_the_rest_in_the_scratch_block(steps: list[PackedRows], size: int) -> None:
     for rows in steps:

@@ -85,7 +85,7 @@ def test_a_file_may_number_them(tmp_path: Path) -> None:
     ("flags", "message"),
     [
         ({"devices": ("7",)}, r"devices: there is no GPU 7 here \(allowed: 0, 1, 2, 3, MIG-00000009, or their UUIDs\)"),
-        ({"devices": ("0", "GPU-00000000")}, r"devices: GPU-00000000 names GPU 0 \(NVIDIA H100\) once more"),
+        ({"devices": ("0", "GPU-00000000")}, r"devices: GPU-00000000 names GPU 0 \(NVIDIA H100\) twice"),
         ({"devices": ("3",)}, r"devices: GPU 3 \(NVIDIA A100\) is divided by MIG: name its parts"),
         ({"devices": ("1", "1")}, "--devices = .*names a GPU twice"),
         (
@@ -102,7 +102,7 @@ def test_a_file_may_number_them(tmp_path: Path) -> None:
         (ONE | {"decode_memory_utilization": "1.5"}, r"--decode-memory-utilization = '1.5'.*more than 0 to 1"),
         (ONE | {"decode_memory_utilization": "-0.1"}, "--decode-memory-utilization = '-0.1'"),
         (ONE | {"prefill_memory_utilization": "0.6", "decode_memory_utilization": "0.6"}, "are 1.2 of device"),
-        (ONE | {"num_blocks": "9", "decode_memory_utilization": "0.6"}, "beside num_blocks"),
+        (ONE | {"num_blocks": "9", "decode_memory_utilization": "0.6"}, "excludes num_blocks"),
         (ONE | {"prefill": "0", "prefill_memory_utilization": "0.1"}, "without prefill workers"),
         (ONE | {"device": "cpu"}, r"device = cpu beside devices: .*\(allowed: auto, cuda\)"),
         (ONE | {"device": "cuda:1"}, "device = cuda:1 beside devices"),

@@ -71,5 +71,5 @@ def test_the_program_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_machine_without_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(GpusUnknown, match="nvidia-smi is not here"):
+    with pytest.raises(GpusUnknown, match="nvidia-smi not found"):
         list_gpus({})

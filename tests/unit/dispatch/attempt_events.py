@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import (
     FirstToken,
     PeerRef,
@@ -44,7 +45,7 @@ def need(*excluded: str, attempt: int = 1) -> DecodeNeeded:
 
 
 def failed(worker: PeerRef, attempt: int = 1, *, retriable: bool = True) -> AttemptFailed:
-    return AttemptFailed(worker, attempt, 0, "broken", retriable)
+    return AttemptFailed(worker, attempt, 0, FailureKind.ENGINE_ERROR, "broken", retriable)
 
 
 def lost(worker: PeerRef, reason: str = "silent", *, lost_by_worker: bool = False) -> WorkerLost:

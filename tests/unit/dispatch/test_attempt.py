@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import (
     Cancel,
     Generate,
@@ -63,6 +64,13 @@ from tests.unit.dispatch.world import PROMPT, peer, spec
 # -- placement --------------------------------------------------------------------------------------------------------
 
 
+NOBODY_CAME = Ended("nobody came", kind=FailureKind.NO_WORKER)
+
+
+def broken(error: str) -> Ended:
+    return Ended(error, kind=FailureKind.ENGINE_ERROR)
+
+
 def test_the_prompt_goes_to_prefill_alone_and_names_decode() -> None:
     (send,) = DrivenSequence(spec()).handle(WorkersAssigned(P, D, 42.0))
     assert isinstance(send, Send) and isinstance(send.body, Prefill)
@@ -85,7 +93,7 @@ def test_one_token_at_most_needs_no_decode(max_tokens: int) -> None:
 
 
 def test_nobody_to_place_on_ends_the_sequence() -> None:
-    assert DrivenSequence(spec()).handle(PlacementFailed("nobody came")) == [Ended("nobody came")]
+    assert DrivenSequence(spec()).handle(PlacementFailed("nobody came")) == [NOBODY_CAME]
 
 
 # -- another decode worker --------------------------------------------------------------------------------------------
@@ -245,11 +253,11 @@ def test_attempts_are_bounded() -> None:
     machine.handle(WorkersAssigned(P2, D2, 60.0))
     instructions = machine.handle(failed(P2, attempt=2))
     assert sent(instructions) == [("p2", Cancel), ("d2", Cancel)]
-    assert instructions[-1] == Ended("broken (attempt 2, the last)")
+    assert instructions[-1] == broken("broken (attempt 2, the last)")
 
 
 VOID: list[Callable[[int], AnyEvent]] = [
-    lambda attempt: AttemptFailed(P, attempt, 0, "draining", retriable=True, refused=True),
+    lambda attempt: AttemptFailed(P, attempt, 0, FailureKind.DRAINING, "draining", retriable=True, refused=True),
     lambda attempt: lost(P, "it lost us", lost_by_worker=True),
     lambda attempt: lost(D, "it lost us", lost_by_worker=True),
 ]
@@ -279,7 +287,7 @@ def test_void_attempts_leave_the_real_ones_their_number() -> None:
     machine.handle(WorkersAssigned(P, D, 60.0))
     machine.handle(lost(P, "it lost us", lost_by_worker=True))
     machine.handle(WorkersAssigned(P, D, 60.0))
-    assert machine.handle(failed(P, attempt=4))[-1] == Ended("broken (attempt 4, the last)")
+    assert machine.handle(failed(P, attempt=4))[-1] == broken("broken (attempt 4, the last)")
 
 
 def test_an_attempt_that_brought_enough_tokens_does_not_count() -> None:
@@ -289,7 +297,7 @@ def test_an_attempt_that_brought_enough_tokens_does_not_count() -> None:
     assert isinstance(find, FindPlacement) and find.delay_s == 0
     machine.handle(WorkersAssigned(P, D, 60.0))
     machine.handle(tokens(PROVEN_TOKENS, *range(PROVEN_TOKENS - 1), attempt=2))
-    assert machine.handle(failed(D, attempt=2))[-1] == Ended("broken (attempt 2, the last)")
+    assert machine.handle(failed(D, attempt=2))[-1] == broken("broken (attempt 2, the last)")
 
 
 def test_the_last_attempt_waits_for_lost_workers_and_goes_on_when_one_is_heard_again() -> None:
@@ -305,14 +313,14 @@ def test_the_last_attempt_waits_for_lost_workers_and_goes_on_when_one_is_heard_a
     machine.handle(WorkersAssigned(P, D, 60.0))
     machine.handle(failed(P, attempt=3))
     machine.handle(WorkersAssigned(P, D, 60.0))
-    assert machine.handle(failed(P, attempt=4))[-1] == Ended("broken (attempt 4, the last)")
+    assert machine.handle(failed(P, attempt=4))[-1] == broken("broken (attempt 4, the last)")
 
 
 def test_lost_workers_that_are_not_heard_again_end_the_request() -> None:
     machine = placed(max_attempts=1)
     (*cancels, held_back) = machine.handle(lost(P, "killed"))
     assert sent(cancels) == [("p", Cancel), ("d", Cancel)] and isinstance(held_back, AwaitLostWorkers)
-    assert machine.handle(PlacementFailed("nobody came")) == [Ended("nobody came")]
+    assert machine.handle(PlacementFailed("nobody came")) == [NOBODY_CAME]
 
 
 def test_a_committed_decode_worker_that_gave_us_up_costs_no_attempt() -> None:
@@ -325,7 +333,7 @@ def test_a_failure_that_would_repeat_itself_is_final_and_both_are_told() -> None
     machine = placed()
     instructions = machine.handle(failed(P, retriable=False))
     assert sent(instructions) == [("p", Cancel), ("d", Cancel)]
-    assert instructions[-1] == Ended("broken")
+    assert instructions[-1] == broken("broken")
 
 
 def test_decode_that_gives_a_sequence_up_starts_a_new_attempt() -> None:

@@ -10,6 +10,7 @@ from kvrelay.protocol.sampling import FinishReason
 from kvrelay_router.dispatch.attempt import AttemptState
 from kvrelay_router.dispatch.events import Cancelled, StopMatched
 from kvrelay_router.dispatch.retry_budget import MAX_UNCOUNTED_ATTEMPTS
+from tests.thoroughness import examples
 from tests.unit.dispatch.world import World, spec, true_token
 
 WORLDS = st.builds(
@@ -22,7 +23,7 @@ WORLDS = st.builds(
 )
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 @given(WORLDS)
 def test_tokens_are_true_in_order_and_the_sequence_ends_once(world: World) -> None:
     world.run()
@@ -41,7 +42,7 @@ def test_tokens_are_true_in_order_and_the_sequence_ends_once(world: World) -> No
         assert len(world.tokens) < max(1, max_tokens)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(WORLDS)
 def test_a_calm_world_takes_one_attempt(world: World) -> None:
     world.mischief = 0.0
@@ -50,7 +51,7 @@ def test_a_calm_world_takes_one_attempt(world: World) -> None:
     assert world.machine.attempt == 1
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 @given(WORLDS)
 def test_every_worker_of_an_attempt_that_failed_is_told(world: World) -> None:
     world.run()
@@ -65,7 +66,7 @@ def test_every_worker_of_an_attempt_that_failed_is_told(world: World) -> None:
         assert asked | named <= told
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(WORLDS, st.integers(0, 60), st.booleans())
 @example(World(6762, spec(max_tokens=5, max_attempts=1), num_prefill=2, num_decode=1, mischief=0.2), 22, False).via(
     "cancelled while held back for lost workers"

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import SequenceUsage
 from kvrelay.protocol.sampling import FinishReason, Sampling, TokenLogprobs
 from kvrelay_router.dispatch.interface import GenerateRequest, RequestFailed, SequenceDelta
@@ -103,12 +104,12 @@ async def test_what_waits_comes_at_once_merged_per_sequence() -> None:
 async def test_tokens_come_before_the_error() -> None:
     calls = Calls()
     calls.handle.deliver(SequenceDelta(0, [1]))
-    calls.handle.fail(RequestFailed("broken", timed_out=True))
+    calls.handle.fail(RequestFailed("broken", FailureKind.DEADLINE))
     deltas = calls.handle.deltas()
     assert await anext(deltas) == [SequenceDelta(0, [1])]
     with pytest.raises(RequestFailed, match="broken") as failure:
         await anext(deltas)
-    assert failure.value.timed_out
+    assert failure.value.kind is FailureKind.DEADLINE
 
 
 async def test_a_waiting_reader_wakes_up() -> None:

@@ -10,6 +10,7 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import (
     AnyBody,
     Cancel,
@@ -50,6 +51,7 @@ from tests.unit.dispatch.driven_sequence import (
 )
 
 PROMPT = [11, 12, 13]
+LOST, BROKEN = FailureKind.WORKER_LOST, FailureKind.ENGINE_ERROR
 
 
 def true_token(index: int) -> int:
@@ -205,7 +207,7 @@ class World:
                 worker.work.pop(attempt, None)
             case Reassign() if work is None or work.committed or body.decode is None:
                 worker.work.pop(attempt, None)
-                worker.outbox.append(AttemptFailed(worker.ref, attempt, 0, "not held here", retriable=True))
+                worker.outbox.append(AttemptFailed(worker.ref, attempt, 0, LOST, "not held here", retriable=True))
             case Reassign(decode=decode):
                 assert work is not None
                 work.decode = decode
@@ -306,7 +308,7 @@ class World:
             if worker.role == "prefill" or worker.work[attempt].committed:
                 refused = worker.work.pop(attempt).first_sent is False and self.random.random() < 0.5
                 worker.outbox.append(
-                    AttemptFailed(worker.ref, attempt, 0, "out of luck", retriable=True, refused=refused)
+                    AttemptFailed(worker.ref, attempt, 0, BROKEN, "out of luck", retriable=True, refused=refused)
                 )
 
     def overtake(self) -> None:

@@ -13,6 +13,7 @@ from kvrelay.engine.beam_candidates import best_candidates
 from kvrelay.engine.pending_tokens import BadLogits
 from kvrelay.engine.sampler import Sampler
 from kvrelay.protocol.sampling import BeamSpec, Sampling
+from tests.thoroughness import examples
 from tests.unit.engine import sampling_oracle
 from tests.unit.engine.test_sampler import CPU, EOS, VOCAB_SIZE, key, make_logits, samplings
 
@@ -21,7 +22,7 @@ tokens = st.lists(st.integers(0, 20), min_size=1, max_size=12)
 rows = st.lists(st.tuples(st.integers(0, 2), tokens, tokens, st.sampled_from([1, 4, 9, 400])), min_size=1, max_size=6)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(samplings(), min_size=3, max_size=3), rows, st.integers(0, 99))
 def test_a_batch_of_beams_against_rows_written_out(
     wanted: list[Sampling], given_rows: list[tuple[int, list[int], list[int], int]], seed: int

@@ -19,6 +19,7 @@ from kvrelay.engine.sampler import Sampler
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from tests.fakes.late_copies import LateCopies
+from tests.thoroughness import examples
 
 pytestmark = pytest.mark.unit
 VOCAB_SIZE = 60
@@ -190,7 +191,7 @@ moves = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.sampled_from(KINDS), min_size=7, max_size=7), st.lists(moves, max_size=30))
 def test_draws_that_overlap_give_what_each_row_alone_would(
     kinds: list[Sampling], sequence: list[tuple[object, ...]]

@@ -18,6 +18,7 @@ from kvrelay.engine.truncation import Limits, sample_from_all, sample_from_few, 
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey
 from tests.fakes.late_copies import LateCopies
+from tests.thoroughness import examples
 from tests.unit.engine import sampling_oracle
 
 pytestmark = pytest.mark.unit
@@ -63,7 +64,7 @@ def samplings(draw: st.DrawFn) -> Sampling:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(samplings(), min_size=1, max_size=6), st.integers(0, 2**16))
 def test_a_batch_draws_what_each_row_alone_would(batch: list[Sampling], seed: int) -> None:
     rng = np.random.default_rng(seed)

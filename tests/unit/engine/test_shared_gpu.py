@@ -23,6 +23,7 @@ from kvrelay.worker.worker_main import load_runner
 from tests.fakes.baton import Baton
 from tests.fakes.fake_gpu import MIB, FakeGpu, FakeMemory
 from tests.fakes.hash_runner import HashRunner
+from tests.thoroughness import examples
 
 pytestmark = pytest.mark.unit
 BLOCK_BYTES = MIB
@@ -178,7 +179,7 @@ def test_what_is_taken_while_the_pool_is_made_is_refused_too(world: World) -> No
         world.start(memory, Needs(0.9))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     needs=st.lists(NEEDS, min_size=2, max_size=3),
     num_lives=st.lists(st.integers(1, 2), min_size=3, max_size=3),

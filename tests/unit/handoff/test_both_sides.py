@@ -25,6 +25,7 @@ from kvrelay_decode import receiver_handoff
 from kvrelay_decode.receiver_handoff import ReceiverHandoff, ReceiverState
 from kvrelay_prefill import sender_events as prefill
 from kvrelay_prefill.sender_handoff import ReservationState, SenderHandoff, SenderState
+from tests.thoroughness import examples
 
 NUM_BLOCKS = 5
 Write = tuple[str, str, int]
@@ -39,7 +40,7 @@ class Receiver:
     one_sided: bool
     inbox: deque[tuple[str, object]] = field(default_factory=deque)
     machine: ReceiverHandoff | None = None
-    wish_deferred: bool = False
+    is_deferred: bool = False
     alive: bool = True
     committed: int = 0
     slots_held: bool = False
@@ -143,7 +144,7 @@ class World:
         receiver.machine.handle(decode.ReservationOpened(reservation, 1, NUM_BLOCKS, receiver.one_sided))
         receiver.slots_held = True
         receiver.landed[reservation] = set()
-        receiver.wish_deferred = False
+        receiver.is_deferred = False
         message = Granted(
             reservation=reservation, first_block=1, slots=list(range(1, NUM_BLOCKS)), transport="t", endpoint={}
         )
@@ -158,7 +159,7 @@ class World:
                 self.to_prefill.append((receiver.name, "refused", None))
                 return
             receiver.machine = ReceiverHandoff()
-            receiver.wish_deferred = True
+            receiver.is_deferred = True
             if choice == "grant":
                 self.grant(receiver)
             else:
@@ -167,7 +168,7 @@ class World:
             self.to_prefill.append((receiver.name, "refused", None))
         elif machine is not None:
             if kind == "abort" and content in ("", machine.reservation):
-                receiver.wish_deferred = False
+                receiver.is_deferred = False
                 if machine.state is ReceiverState.RUNNING:
                     receiver.committed = 0
                     receiver.machine = None
@@ -293,7 +294,7 @@ class World:
             events += [("fault", write) for write in sorted(self.writes)]
         events += [("drain", reservation) for reservation in sorted(self.aborting)]
         events += [("receiver", r) for r in self.receivers.values() if r.alive and r.inbox]
-        events += [("grant", r) for r in self.receivers.values() if r.alive and r.machine and r.wish_deferred]
+        events += [("grant", r) for r in self.receivers.values() if r.alive and r.machine and r.is_deferred]
         events += [("prefill", None)] * bool(self.to_prefill)
         active = self.sender.state in (SenderState.QUEUED, SenderState.COMPUTING)
         events += [("compute", None)] * (active and not self.cancelled)
@@ -348,7 +349,7 @@ class World:
         raise AssertionError("no end in sight")
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 @given(st.integers(0, 2**32), st.booleans(), st.booleans(), st.sampled_from([0, 1, 3, 40]))
 def test_every_walk_ends_with_one_owner_or_none_and_nothing_held(
     seed: int, one_sided: bool, calm: bool, most_faults: int

@@ -43,11 +43,12 @@ def search(size: Size, at_most: int = 10**9) -> Explored:
 
 @pytest.mark.parametrize("one_sided", [True, False], ids=["one-sided", "copied"])
 @pytest.mark.parametrize("disturbance", ["", *sorted(DISTURBANCES - {"cut"})])
+@pytest.mark.parametrize("size", [TINY, pytest.param(Size(), marks=pytest.mark.slow)], ids=["tiny", "two blocks"])
 def test_one_disturbance_at_any_moment_leaves_nobody_waiting_and_nothing_held(
-    disturbance: str, one_sided: bool
+    disturbance: str, one_sided: bool, size: Size
 ) -> None:
     budget = ((disturbance, 1),) if disturbance else ()
-    explored = search(Size(one_sided=one_sided, budget=budget))
+    explored = search(replace(size, one_sided=one_sided, budget=budget))
     assert explored.is_complete
     assert explored.num_good_ends > 1
 
@@ -81,13 +82,14 @@ LARGE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LARGE)
 def test_larger_instances_as_far_as_the_bound_allows(name: str) -> None:
     explored = search(LARGE[name], LARGE_STATES)
     assert explored.is_complete or explored.num_states == LARGE_STATES
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20))])
 def test_walks_through_large_instances_end_well(seed: int) -> None:
     """Two of each, three requests, pools for two, every disturbance twice: too large to be visited whole."""
     rng = random.Random(seed)

@@ -23,6 +23,7 @@ from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.kv.swap_space import SwapSpace
 from kvrelay.kv.table import BlockTable, copy_on_write, finish_copy
 from kvrelay.scheduling.memory.copy_on_write import BlockCopies
+from tests.thoroughness import examples
 
 BLOCK_SIZE = 2
 ROOT = root_hash(model="m")
@@ -515,4 +516,4 @@ class PoolAndCache(RuleBasedStateMachine):
 
 
 TestPoolAndCache = PoolAndCache.TestCase
-TestPoolAndCache.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestPoolAndCache.settings = settings(max_examples=examples(150), stateful_step_count=60, deadline=None)

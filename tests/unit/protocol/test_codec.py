@@ -25,6 +25,7 @@ from kvrelay.protocol.messages import (
     unpack_tokens,
 )
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
+from tests.thoroughness import examples
 
 KINDS: tuple[type[msgspec.Struct], ...] = get_args(AnyBody)
 HEADER = Header(sender="p0", incarnation="1", reply_to="tcp://p0:1", to_incarnation="2", link=1)
@@ -67,7 +68,7 @@ def test_no_two_kinds_share_a_name() -> None:
     assert len(set(names)) == len(names)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(headers, bodies, st.data())
 def test_a_truncated_message_is_malformed(header: Header, body: AnyBody, data: st.DataObject) -> None:
     frames = codec.encode(header, body)
@@ -79,7 +80,7 @@ def test_a_truncated_message_is_malformed(header: Header, body: AnyBody, data: s
         codec.decode_body([frames[0], frames[1][:body_length]])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(bodies, st.binary(max_size=64), st.data())
 def test_damaged_bytes_are_a_message_or_malformed_but_nothing_else(
     body: AnyBody, noise: bytes, data: st.DataObject

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvrelay.protocol.link import Delivered
 from kvrelay.protocol.messages import PeerRef
+from tests.thoroughness import examples
 from tests.unit.protocol.link_network import Network, Process, size_of_state
 
 PEERS = ("router", "prefill", "decode")
@@ -111,7 +112,7 @@ steps = st.tuples(sends, st.one_of(weather, accidents), pauses)
 schedules = st.lists(steps, min_size=3, max_size=15).map(lambda chosen: [action for step in chosen for action in step])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.integers(0, 2**32), schedules)
 def test_deliveries_are_in_order_and_once_and_links_heal(seed: int, actions: list[Action]) -> None:
     history = History(seed)
@@ -136,7 +137,7 @@ starts_by_any_clock = st.builds(
 unclocked_steps = st.tuples(sends, st.one_of(starts_by_any_clock, accidents), pauses)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.integers(0, 2**32), st.lists(unclocked_steps, min_size=3, max_size=15))
 def test_who_is_reported_replaced_has_ended_whatever_clocks_say(seed: int, steps: list[tuple[Action, ...]]) -> None:
     history = History(seed)

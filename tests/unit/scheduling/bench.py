@@ -10,6 +10,7 @@ from kvrelay.kv.cache import Cache
 from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.kv.table import blocks_for
+from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.memory.block_manager import BlockManager, WholeSequenceBlocks
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
@@ -17,13 +18,14 @@ from kvrelay.scheduling.policies.sarathi import SarathiScheduler
 from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN, find_scheduler
 from kvrelay.scheduling.scheduler import BatchScheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
-from kvrelay.scheduling.sequence import Sequence
+from kvrelay.scheduling.sequence import RemoteKV, Sequence
 from tests.fakes.sequences import new_sequence
 
 BLOCK_SIZE = 4
 EOS = 0
 SCHEDULERS = list(BUILT_IN)
 ADOPTED_FIRST_TOKEN = 7
+SENDER = PeerRef("prefill-0", "1", "tcp://prefill-0")
 
 
 Sample = tuple[str, int, int]
@@ -104,18 +106,33 @@ class Bench:
         self.scheduler.add(sequence)
         return sequence
 
-    def adopt(self, prompt: list[int], max_tokens: int, sample: Sample | None = None) -> Sequence | None:
-        """As a decode worker does: slots for the prompt, filled by the peer, and its first token. None: no room."""
+    def handoff(
+        self, prompt: list[int], max_tokens: int, sample: Sample | None = None, remote: RemoteKV | None = None
+    ) -> Sequence:
+        """Queues a sequence whose prompt's KV comes from another worker."""
         sequence = make_sequence(prompt, max_tokens, f"r{len(self.sequences)}")
+        sequence.remote = remote or RemoteKV(SENDER)
         if sample is not None:
             join(sequence, sample)
-        if not self.blocks.admit(sequence, BlockState.RESERVED):
-            return None
         self.sequences.append(sequence)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def arrive(self, sequence: Sequence) -> None:
+        """The blocks of a handoff and its first token are here."""
         sequence.num_computed = sequence.num_tokens
         sequence.tokens.append(ADOPTED_FIRST_TOKEN)
-        self.blocks.change_block_state(sequence, BlockState.RUNNING)
         self.scheduler.adopt(sequence)
+
+    def adopt(self, prompt: list[int], max_tokens: int, sample: Sample | None = None) -> Sequence | None:
+        """A handoff that is complete at once. None: it is not admitted now, and leaves."""
+        sequence = self.handoff(prompt, max_tokens, sample)
+        reserved = self.scheduler.reserve()
+        if sequence not in reserved:
+            assert not reserved
+            self.scheduler.abort(sequence.key)
+            return None
+        self.arrive(sequence)
         return sequence
 
     def forward(self, plan: StepPlan, token_id: int | None = None) -> StepResult:

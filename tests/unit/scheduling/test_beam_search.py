@@ -11,6 +11,7 @@ from kvrelay.engine.batch import BeamCandidates
 from kvrelay.protocol.sampling import BeamSpec, FinishReason
 from kvrelay.scheduling.beams.beam_search import BeamSearch
 from tests.fakes.beam_oracle import search
+from tests.thoroughness import examples
 
 pytestmark = pytest.mark.unit
 
@@ -23,7 +24,7 @@ def follow(tokens: tuple[int, ...], seed: int, vocabulary: int, count: int, leve
     return BeamCandidates(best.astype(np.int32), logprobs[best])
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(
     st.integers(1, 6),
     st.integers(1, 9),

@@ -23,12 +23,13 @@ from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.policies.scheduler_registry import find_scheduler
 from kvrelay.scheduling.scheduler import BatchScheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
-from kvrelay.scheduling.sequence import Sequence, SequenceState
+from kvrelay.scheduling.sequence import RemoteKV, Sequence, SequenceState
 from kvrelay.worker.step_loop import worker_batch
 from tests.fakes.beam_oracle import Text, expected_beams
 from tests.fakes.hash_runner import EOS_TOKEN_ID, HashRunner, expected_tokens, next_candidates
 from tests.fakes.sequences import new_sequence
-from tests.unit.scheduling.bench import SCHEDULERS
+from tests.thoroughness import examples
+from tests.unit.scheduling.bench import SCHEDULERS, SENDER
 
 pytestmark = pytest.mark.unit
 BLOCK_SIZE = 4
@@ -88,15 +89,15 @@ class World:
         """As a decode worker does with what prefill computed. None: no room."""
         sequence = self.make(prompt, sampling)
         scheduler = self.scheduler
-        if scheduler.num_slots + sequence.num_slots > scheduler.limits.max_running:
-            return None
-        if not scheduler.blocks.admit(sequence, BlockState.RESERVED, headroom=sequence.num_slots):
+        sequence.remote = RemoteKV(SENDER)
+        scheduler.add(sequence)
+        if sequence not in scheduler.reserve():
+            scheduler.abort(sequence.key)
             return None
         positions = np.arange(len(prompt))
         blocks = sequence.table.ids[positions // BLOCK_SIZE]
         self.runner._entries[blocks, positions % BLOCK_SIZE] = np.stack([prompt, positions], axis=1)
         sequence.num_computed = len(prompt)
-        scheduler.blocks.change_block_state(sequence, BlockState.RUNNING)
         assert sampling.beams is not None
         count = max(2, 1 + len(sampling.stop_token_ids) + 1) * sampling.beams.width
         output = scheduler.adopt(sequence, next_candidates(np.array(prompt, np.int32), sampling, count))
@@ -195,7 +196,7 @@ policies = st.builds(
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(arrivals, policies, st.integers(10, 30), st.integers(8, 24), st.integers(1, 8), st.booleans())
 def test_groups_run_all_or_nothing_and_find_the_best_texts(
     scheduler: str,

@@ -13,6 +13,7 @@ from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.memory.block_manager import OnDemandBlocks
 from kvrelay.scheduling.scheduler_settings import QueueOrderName, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState
+from tests.thoroughness import examples
 from tests.unit.scheduling.bench import BLOCK_SIZE, SCHEDULERS, Bench, Sample
 from tests.unit.scheduling.overlapped import OverlappedBench
 
@@ -103,7 +104,7 @@ def run_history(bench: Bench, wanted: list[tuple[list[int], int, int, int, str]]
 
 @pytest.mark.parametrize("kind", [Bench, OverlappedBench])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(requests, policies, st.integers(8, 40), st.integers(1, 8), st.booleans())
 def test_every_sequence_ends_with_all_its_tokens_whatever_the_policy(
     scheduler: str,
@@ -118,7 +119,7 @@ def test_every_sequence_ends_with_all_its_tokens_whatever_the_policy(
 
 
 @pytest.mark.parametrize("kind", [Bench, OverlappedBench])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(requests, policies, st.integers(8, 40), st.integers(1, 8), st.booleans())
 def test_chunks_shrink_to_the_blocks_that_there_are(
     kind: type[Bench],

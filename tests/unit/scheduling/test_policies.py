@@ -118,7 +118,7 @@ def test_reserved_sequences_are_never_preempted(scheduler: str) -> None:
 
 @pytest.mark.parametrize("scheduler", ["orca", "faster_transformer"])
 def test_an_adopted_sequence_gets_its_reservation_if_there_is_room(scheduler: str) -> None:
-    bench = Bench(num_blocks=8, token_budget=32, max_running=4, scheduler=scheduler, cache=False)
+    bench = Bench(num_blocks=9, token_budget=32, max_running=4, scheduler=scheduler, cache=False)
     first = bench.adopt([1] * 8, 12)
     assert first is not None
     assert first.table.num_blocks == 5

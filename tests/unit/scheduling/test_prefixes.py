@@ -6,6 +6,7 @@ import pytest
 
 from kvrelay.scheduling.queue.prefixes_in_progress import PrefixesInProgress
 from kvrelay.scheduling.queue.queue_orders import ORDERS
+from kvrelay.scheduling.queue.sender_limits import SenderLimits
 from kvrelay.scheduling.queue.waiting_queue import PROBES_A_STEP, WaitingQueue
 from kvrelay.scheduling.scheduler_settings import QueueOrderName
 from kvrelay.scheduling.sequence import Sequence
@@ -50,7 +51,7 @@ def test_a_queue_that_waits_for_one_block_is_all_there_in_the_step_in_which_it_c
     """More than a step may look at: those are looked at whose turn it is."""
     bench = Bench(64)
     promised = PrefixesInProgress()
-    queue = WaitingQueue(ORDERS[order], bench.blocks, promised, starvation_bound=1 << 20)
+    queue = WaitingQueue(ORDERS[order], bench.blocks, promised, starvation_bound=1 << 20, senders=SenderLimits(64))
     waiting = [make_sequence([1] * 9, 1, f"r{n}") for n in range(3 * PROBES_A_STEP)]
     promised.promise(("other", 1, 0), waiting[0].block_hashes(1))
     for sequence in waiting:

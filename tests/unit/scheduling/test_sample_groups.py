@@ -11,6 +11,7 @@ from kvrelay.scheduling.plan import StepPlan
 from kvrelay.scheduling.scheduler_settings import SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from tests.fakes.hash_runner import expected_tokens
+from tests.thoroughness import examples
 from tests.unit.scheduling.bench import SCHEDULERS
 from tests.unit.scheduling.test_beams import MAX_MODEL_LEN, World, policies, prompts
 
@@ -69,7 +70,7 @@ def could_run_at_once(world: World, group: list[Sequence]) -> bool:
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(requests, policies, st.integers(12, 30), st.integers(8, 24), st.integers(1, 8), st.booleans())
 def test_they_go_and_come_back_together(
     scheduler: str,

@@ -27,6 +27,7 @@ from kvrelay.scheduling.sequence import Sequence
 from kvrelay.worker.step_loop import worker_batch
 from tests.fakes.hash_runner import HashRunner, expected_tokens, next_token
 from tests.fakes.sequences import new_sequence
+from tests.thoroughness import examples
 from tests.unit.scheduling.bench import SCHEDULERS, check_writes
 
 pytestmark = pytest.mark.unit
@@ -215,7 +216,7 @@ policies = st.builds(
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(events, min_size=1, max_size=40), policies, st.integers(12, 40), st.integers(8, 24), st.integers(1, 8))
 def test_every_sample_draws_what_it_draws_alone(
     scheduler: str,

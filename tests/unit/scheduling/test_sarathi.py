@@ -10,6 +10,7 @@ from kvrelay.kv.pool import BlockState
 from kvrelay.protocol.sampling import FinishReason, Sampling
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits
 from kvrelay.scheduling.sequence import Sequence, SequenceState
+from tests.thoroughness import examples
 from tests.unit.scheduling.bench import BLOCK_SIZE, EOS, Bench, make_sequence
 
 pytestmark = pytest.mark.unit
@@ -18,7 +19,7 @@ prompts = st.lists(st.integers(1, 3), min_size=1, max_size=30)
 requests = st.lists(st.tuples(prompts, st.integers(0, 20), st.integers(0, 3)), min_size=1, max_size=14)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(requests, st.integers(8, 40), st.integers(1, 8), st.booleans(), st.data())
 def test_every_sequence_ends_with_all_its_tokens_and_gives_back_its_blocks(
     wanted: list[tuple[list[int], int, int]], token_budget: int, max_running: int, cache: bool, data: st.DataObject

@@ -24,6 +24,7 @@ from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSett
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.worker.step_loop import worker_batch
 from tests.fakes.hash_runner import HashRunner, expected_tokens
+from tests.thoroughness import examples
 from tests.unit.scheduling.bench import BLOCK_SIZE, SCHEDULERS, Bench, make_sequence
 from tests.unit.scheduling.overlapped import OverlappedBench
 
@@ -147,7 +148,7 @@ faults = st.lists(st.sampled_from(["", "", "", "abort", "not executed", "rows fa
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(250), deadline=None)
 @given(
     wanted=requests,
     course=faults,

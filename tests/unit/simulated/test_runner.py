@@ -18,6 +18,7 @@ from kvrelay.config import WorkerConfig
 from kvrelay.engine.batch import WorkerBatch, WorkerRow
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sampling import BeamSpec, FinishReason, Sampling, TokenLogprobs
 from kvrelay.scheduling.plan import SequenceOutput
 from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN as SCHEDULERS
@@ -32,6 +33,7 @@ from kvrelay.worker.launch import TimedLauncher
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 from tests.fakes.sequences import new_sequence
 from tests.fakes.virtual_time import VirtualTimeLoop
+from tests.thoroughness import examples
 
 pytestmark = pytest.mark.unit
 
@@ -89,7 +91,7 @@ def serve(
                 if len(served.results) == len(jobs):
                     loop.stop()
 
-    def failed(sequences: list[Sequence], cause: str) -> None:
+    def failed(sequences: list[Sequence], kind: FailureKind, cause: str) -> None:
         raise AssertionError(cause)
 
     async def run() -> None:
@@ -120,7 +122,7 @@ samplings = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     jobs=st.lists(st.tuples(st.lists(st.integers(3, 5), min_size=1, max_size=90), samplings), min_size=1, max_size=9),
     block_size=st.sampled_from([8, 16]),
@@ -346,7 +348,7 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
     ("values", "words"),
     [
         ({"profile": "abacus"}, "must be one of llama3-8b-h100"),
-        ({"memory_utilization": 0.5}, "memory_utilization is measured"),
+        ({"memory_utilization": 0.5}, "memory_utilization cannot be measured"),
         ({"num_workers": 2, "port": 5000}, "port, transfer_port and http_port must be 0"),
         ({"num_workers": 2, "metrics_file": "m.jsonl"}, "metrics_file must have {worker_id} in it"),
         ({"num_workers": 2, "event_log": "e.log"}, "event_log must have {name} in it"),

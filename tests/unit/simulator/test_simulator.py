@@ -30,6 +30,7 @@ from kvrelay_simulator.traces import (
     scaled,
 )
 from kvrelay_simulator.workers import Request, WorkerSettings
+from tests.thoroughness import examples
 
 PROFILE = MeasuredProfile(
     name="plain",
@@ -97,7 +98,7 @@ TRACES = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     TRACES,
     st.sampled_from(get_args(PolicyName)),
@@ -253,7 +254,7 @@ def test_a_bad_trace_is_named_with_its_line(tmp_path: Path, text: str) -> None:
     [
         ('{"timestamp": 0, "input_length": 5}', "line 1: it has no 'output_length'"),
         ('{"timestamp": 0, "input": "Hi", "output": "Hi"}', "line 1: it has no 'input_length'"),
-        ('[{"timestamp": 0, "input_length": 5, "output_length": 5}]', "it is no JSON object"),
+        ('[{"timestamp": 0, "input_length": 5, "output_length": 5}]', "it is not a JSON object"),
         ("TIMESTAMP,ContextTokens\n2024-05-10 00:00:00,5", "line 2: it has no 'GeneratedTokens'"),
     ],
 )

@@ -15,6 +15,7 @@ from kvrelay.telemetry.metric_samples import MetricSample, MetricSamples
 from kvrelay.telemetry.otlp import ExportImpossible, SdkSpans, open_export, wanted_exporter
 from kvrelay.telemetry.trace_context import new_trace
 from kvrelay.telemetry.tracer import Tracer
+from tests.fakes.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
@@ -63,7 +64,7 @@ def test_without_a_word_of_it_no_exporter_is_imported() -> None:
         "foreign = ('opentelemetry.exporter', 'opentelemetry.sdk.trace', 'kvrelay.telemetry.otlp_metrics')\n"
         "assert not [name for name in sys.modules if name.startswith(foreign)]"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=110)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=2 * PATIENCE_S)
 
 
 def every_metric() -> MetricSamples:
@@ -93,7 +94,9 @@ async def main() -> None:
 asyncio.run(main())
 """
     command = [sys.executable, "-c", script]
-    shown = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=110, cwd=ROOT).stdout
+    shown = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, check=True, timeout=2 * PATIENCE_S, cwd=ROOT
+    ).stdout
     assert '"kvrelay.decode"' in shown and "kvrelay.hidden" not in shown
     assert "kvrelay-decode" in shown and "d-7" in shown
     assert all(f'"{name}"' in shown for name in METRICS)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvrelay.transfer.base import Pushed, SenderDrained, SenderEvent, TransferFailed
 from kvrelay.transfer.outbox import Loan, Outbox
 from kvrelay.transfer.plan import Copies, Piece
+from tests.thoroughness import examples
 
 pytestmark = pytest.mark.unit
 
@@ -199,7 +200,7 @@ class History:
             self.give_back(0)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.lists(STEPS, max_size=80))
 def test_every_block_is_pushed_once_or_aborted_and_every_abort_drains_once(steps: list[tuple[object, ...]]) -> None:
     history = History()

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvrelay.engine.batch import RowsFailed, StepResult, WorkerBatch
 from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.prefix_cache import PrefixCache
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sampling import FinishReason, Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
@@ -204,7 +205,7 @@ class Service:
         if self.num_planned:  # the step behind computes as late as can be: whoever freed its blocks too early is found
             self.runner.let_run.release()
 
-    def failed(self, sequences: list[Sequence], cause: str) -> None:
+    def failed(self, sequences: list[Sequence], kind: FailureKind, cause: str) -> None:
         self.num_planned = 0
         while self.runner.let_run.acquire(blocking=False):
             pass  # those of steps that did not run

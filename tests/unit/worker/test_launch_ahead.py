@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from kvrelay.engine.batch import DeviceLost
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sampling import BeamSpec, Sampling
 from kvrelay.scheduling.plan import SequenceOutput
 from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN, make_scheduler
@@ -29,6 +30,7 @@ from tests.fakes.hash_runner import EOS_TOKEN_ID, HashRunner, expected_tokens
 from tests.fakes.queued_runner import QueuedRunner
 from tests.fakes.sequences import new_sequence
 from tests.fakes.waiting import PATIENCE_S, until
+from tests.thoroughness import examples
 from tests.unit.worker.serving import BLOCK_SIZE, LONGEST, NUM_BLOCKS, Job, Service, check_tokens, jobs, serve
 from tests.unit.worker.test_overlap import one_scheduler
 
@@ -66,7 +68,7 @@ def serve_queued(
 
 
 @pytest.mark.parametrize("scheduler", list(BUILT_IN))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(
     wanted=jobs,
     num_slots=st.sampled_from([0, 3, 40]),
@@ -85,7 +87,7 @@ def test_tokens_are_right_and_nothing_is_left_behind(
     assert service.loop.totals.num_steps_launched_ahead <= service.loop.totals.num_steps_ahead
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(jobs, st.sampled_from([0, 3]))
 def test_launching_ahead_changes_no_outcome(wanted: list[Job], mistakes: int) -> None:
     """As in `test_overlap_changes_no_outcome`."""
@@ -125,7 +127,7 @@ class Crowd:
         if not self.scheduler.has_work:
             self.loop.stop()
 
-    def failed(self, sequences: list[Sequence], cause: str) -> None:
+    def failed(self, sequences: list[Sequence], kind: FailureKind, cause: str) -> None:
         raise AssertionError(cause)
 
     def serve(self) -> Crowd:
@@ -161,7 +163,7 @@ requests = st.builds(
 
 
 @pytest.mark.parametrize("scheduler", ["sarathi", "vllm"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(requests, min_size=1, max_size=5))
 def test_samples_and_beams_wait_for_the_host_where_they_must(scheduler: str, wanted: list[Request]) -> None:
     """The runner takes nothing behind another step that is copied, kept or searched; and the results are the same."""
@@ -210,7 +212,7 @@ class Watched:
         if any(output.finish for output in outputs):
             self.loop.stop()
 
-    def _fail(self, failed: list[Sequence], cause: str) -> None:
+    def _fail(self, failed: list[Sequence], kind: FailureKind, cause: str) -> None:
         self.failed.append(cause)
         self.loop.stop()
 

@@ -27,6 +27,7 @@ from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 from tests.fakes.hash_runner import EOS_TOKEN_ID, HashRunner
 from tests.fakes.sequences import new_sequence
 from tests.fakes.waiting import PATIENCE_S
+from tests.thoroughness import examples
 from tests.unit.worker.serving import NUM_BLOCKS, Job, Service, check_tokens, failing, jobs, serve
 
 pytestmark = pytest.mark.unit
@@ -34,7 +35,7 @@ pytestmark = pytest.mark.unit
 
 @pytest.mark.parametrize("scheduler", list(BUILT_IN))
 @pytest.mark.parametrize("overlap", [True, False])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(jobs, st.sampled_from([0, 3, 40]), st.booleans())
 def test_tokens_are_right_and_nothing_is_left_behind(
     overlap: bool, scheduler: str, wanted: list[Job], num_slots: int, blame: bool
@@ -43,7 +44,7 @@ def test_tokens_are_right_and_nothing_is_left_behind(
     check_tokens(wanted, service.served, blame=blame)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(jobs)
 def test_overlap_changes_no_outcome(wanted: list[Job]) -> None:
     """Without aborts, whose moment is another one, nothing depends on what runs beside a sequence. But whether an
@@ -169,7 +170,7 @@ def run_one(loop: StepLoop, max_tokens: int, *, needs_commit_first: bool = False
     async def run() -> None:
         loop.add(sequence)
         await asyncio.wait_for(
-            loop.run(StepCallbacks(lambda plan: None, committed, lambda failed, cause: None)), PATIENCE_S
+            loop.run(StepCallbacks(lambda plan: None, committed, lambda failed, kind, cause: None)), PATIENCE_S
         )
 
     asyncio.run(run())

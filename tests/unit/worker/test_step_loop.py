@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from kvrelay.engine.batch import DeviceLost, StepResult, SwapCopies
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.scheduling.plan import StepPlan, SwapPlan
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 from tests.fakes.waiting import PATIENCE_S
@@ -98,6 +99,7 @@ def test_the_loop_ends_with_its_device_and_with_nothing_less(error: Exception) -
                 await asyncio.sleep(0)
             loop.stop()
             await running
-        failed.assert_called_once_with([sequence], f"{type(error).__name__}: {error}")
+        kind = FailureKind.DEVICE_LOST if isinstance(error, DeviceLost) else FailureKind.ENGINE_ERROR
+        failed.assert_called_once_with([sequence], kind, f"{type(error).__name__}: {error}")
 
     asyncio.run(asyncio.wait_for(test(), PATIENCE_S))

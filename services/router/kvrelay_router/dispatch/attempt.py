@@ -20,6 +20,7 @@ from enum import StrEnum
 
 import msgspec
 
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import (
     AnyBody,
     Cancel,
@@ -189,7 +190,7 @@ class SequenceAttempts:
 
     def _placement_failed(self, event: PlacementFailed) -> list[Instruction]:
         self.state = AttemptState.FAILED
-        return [Ended(event.reason)]
+        return [Ended(event.reason, kind=event.kind)]
 
     def _decode_needed(self, event: DecodeNeeded) -> list[Instruction]:
         if self._is_stale(event.attempt):
@@ -272,7 +273,8 @@ class SequenceAttempts:
 
     def _retry_after_loss(self, event: WorkerLost) -> list[Instruction]:
         counts = not event.lost_by_worker
-        return self._retry(_cause_of(event), event.worker, event.num_output, counts=counts, is_lost=True)
+        lost = FailureKind.WORKER_LOST
+        return self._retry(lost, _cause_of(event), event.worker, event.num_output, counts=counts, is_lost=True)
 
     def _attempt_failed(self, event: AttemptFailed) -> list[Instruction]:
         workers = self._workers
@@ -282,8 +284,8 @@ class SequenceAttempts:
             raise IllegalEvent(f"{event.worker.peer_id} is not a worker of this attempt")
         if event.retriable or workers.has_no_decode:
             counts = not (event.refused or workers.decode_returned)
-            return self._retry(event.cause, event.worker, event.num_output, counts=counts)
-        return self._fail(event.cause)
+            return self._retry(event.kind, event.cause, event.worker, event.num_output, counts=counts)
+        return self._fail(event.kind, event.cause)
 
     def _attempt_failed_late(self, event: AttemptFailed) -> list[Instruction]:
         is_prefill = self._workers.is_prefill(event.worker)
@@ -292,7 +294,14 @@ class SequenceAttempts:
         return self._attempt_failed(event)
 
     def _retry(
-        self, cause: str, worker: PeerRef, num_output: int, *, counts: bool, is_lost: bool = False
+        self,
+        kind: FailureKind,
+        cause: str,
+        worker: PeerRef,
+        num_output: int,
+        *,
+        counts: bool,
+        is_lost: bool = False,
     ) -> list[Instruction]:
         if 0 < self.spec.sampling.max_tokens <= num_output:
             self.state = AttemptState.DONE
@@ -303,7 +312,7 @@ class SequenceAttempts:
         if self._budget.is_exhausted:
             cause = f"{cause} (attempt {self.attempt}, the last)"
             if not self._budget.may_recover:
-                return self._fail(cause)
+                return self._fail(kind, cause)
         instructions = self._send_to_all(Cancel(reason=cause))
         self._avoid.add(worker.peer_id)
         if self._workers.has_no_decode:  # the fault may be prefill's, or that of any worker it could not reach
@@ -326,9 +335,9 @@ class SequenceAttempts:
         cause, self._awaits_lost = self._awaits_lost, ""
         return [FindPlacement(self.attempt, cause, frozenset(self._avoid))]
 
-    def _fail(self, cause: str) -> list[Instruction]:
+    def _fail(self, kind: FailureKind, cause: str) -> list[Instruction]:
         self.state = AttemptState.FAILED
-        return [*self._send_to_all(Cancel(reason=cause)), Ended(cause)]
+        return [*self._send_to_all(Cancel(reason=cause)), Ended(cause, kind=kind)]
 
     # -- the client ---------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import AnyBody, PeerRef, TokenEntry
 from kvrelay.state_machine import IllegalEvent
 from kvrelay.telemetry.tracer import trace_fields
@@ -26,7 +27,7 @@ from kvrelay_router.dispatch.events import (
     Send,
     WorkersAssigned,
 )
-from kvrelay_router.dispatch.interface import SequenceDelta
+from kvrelay_router.dispatch.interface import RequestFailed, SequenceDelta
 from kvrelay_router.dispatch.load import OutstandingLoad
 from kvrelay_router.dispatch.placement import Placement, as_json, work_of
 from kvrelay_router.dispatch.token_path import receive_tokens
@@ -54,7 +55,7 @@ class AttemptDriver:
         send: SendMessage,
         placement: Placement,
         load: OutstandingLoad,
-        on_ended: Callable[[ActiveSequence, str | None], None],
+        on_ended: Callable[[ActiveSequence, RequestFailed | None], None],
         wait_for_worker_s: float,
         tracing: AttemptTracing | None = None,
     ) -> None:
@@ -112,7 +113,8 @@ class AttemptDriver:
         attempts = sequence.attempts
         if attempts.involves(worker):
             num_output = len(sequence.intake.output)
-            self.feed(sequence, AttemptFailed(worker, attempts.attempt, num_output, cause, retriable=True))
+            kind = FailureKind.PROTOCOL_ERROR
+            self.feed(sequence, AttemptFailed(worker, attempts.attempt, num_output, kind, cause, retriable=True))
 
     def place(self, sequence: ActiveSequence, decision: Decision, cause: str) -> None:
         """Sends an attempt to the chosen workers. `cause`: why the attempt before it failed, or empty."""
@@ -162,15 +164,17 @@ class AttemptDriver:
             case AwaitLostWorkers(cause=cause):
                 self._stop_waiting(sequence)
                 reason = f"{cause}; none of the lost workers came back within {self._wait_for_worker_s:g} s"
-                self._wait(sequence, instruction, lambda: self.feed(sequence, PlacementFailed(reason)))
+                failed = PlacementFailed(reason, FailureKind.WORKER_LOST)
+                self._wait(sequence, instruction, lambda: self.feed(sequence, failed))
             case FindDecode():
                 self._find_decode(sequence, instruction)
-            case Ended(error=error, finish=finish):
+            case Ended(error=error, finish=finish, kind=kind):
                 if finish is not None:
                     self._deliver(sequence, SequenceDelta(sequence.index, [], finish=finish))
                 self._stop_waiting(sequence)
                 sequence.request.record.attempt_ended(sequence.index, error or "")
-                self._on_ended(sequence, error)
+                failure = RequestFailed(error, kind or FailureKind.INTERNAL_ERROR) if error is not None else None
+                self._on_ended(sequence, failure)
 
     def _deliver(self, sequence: ActiveSequence, delta: SequenceDelta) -> None:
         record = sequence.record

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvrelay.messaging.messenger import Messenger
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.link import LinkEvent
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay.telemetry.event_log import EventLog, recorded
@@ -155,7 +156,7 @@ class RouterDispatcher:
             return
         self._is_accepting, self._is_closed = False, True
         for running in list(self._running.values()):
-            self._end(running, "failed", RequestFailed("the router is shutting down"))
+            self._end(running, "failed", RequestFailed("the router is shutting down", FailureKind.ROUTER_SHUTDOWN))
         await self.watch.close()
         if self._index is not None:
             await self._index.close()
@@ -337,23 +338,25 @@ class RouterDispatcher:
         history = running.record.sequences[spec.sequence]
         return ActiveSequence(spec.sequence, attempts, intake, handle_event, handle_entry, running, history)
 
-    def _sequence_ended(self, sequence: ActiveSequence, error: str | None) -> None:
+    def _sequence_ended(self, sequence: ActiveSequence, error: RequestFailed | None) -> None:
         running = sequence.request
         del self._sequences[sequence.request_id, sequence.index]
         del running.sequences[sequence.index]
         sequence.record.finished_ms = running.record.elapsed_ms()
-        sequence.record.error = error
+        if error is not None:
+            sequence.record.failed(error)
         if error is None:
             running.handle.finish(sequence.index)
         else:
-            self._end(running, "failed", RequestFailed(error))
+            self._end(running, "timed_out" if error.kind is FailureKind.DEADLINE else "failed", error)
         if not running.sequences and running.handle in self._running:
             self._forget(running)
 
     def _end(self, running: ActiveRequest, outcome: str, error: RequestFailed) -> None:
         """Cancels all unfinished sequences; the client, if it still listens, gets the error."""
         if running.outcome == "finished":
-            running.outcome, running.record.error = outcome, str(error)
+            running.outcome = outcome
+            running.record.failed(error)
         running.handle.fail(error)
         for sequence in list(running.sequences.values()):
             self._driver.feed(sequence, Cancelled(str(error)))
@@ -375,13 +378,13 @@ class RouterDispatcher:
     def _cancel(self, handle: RunningRequest) -> None:
         running = self._running.get(handle)
         if running is not None:
-            self._end(running, "cancelled", RequestFailed("the client cancelled the request"))
+            self._end(running, "cancelled", RequestFailed("the client cancelled the request", FailureKind.CANCELLED))
 
     def _deadline_passed(self, handle: RunningRequest) -> None:
         running = self._running.get(handle)
         if running is not None:
             timeout_s = handle.request.timeout_s
-            error = RequestFailed(f"the request did not finish within {timeout_s:g} s", timed_out=True)
+            error = RequestFailed(f"the request did not finish within {timeout_s:g} s", FailureKind.DEADLINE)
             self._end(running, "timed_out", error)
 
     # -- from the workers ---------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import AnyBody, PeerRef
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay_router.dispatch.load import WorkerKey
@@ -25,9 +26,10 @@ class WorkersAssigned(msgspec.Struct, frozen=True):
 
 
 class PlacementFailed(msgspec.Struct, frozen=True):
-    """No worker became ready in time."""
+    """No worker became ready in time, or none of the lost workers came back."""
 
     reason: str
+    kind: FailureKind = FailureKind.NO_WORKER
 
 
 class DecodeChosen(msgspec.Struct, frozen=True):
@@ -77,6 +79,7 @@ class AttemptFailed(msgspec.Struct, frozen=True):
     worker: PeerRef
     attempt: int
     num_output: int
+    kind: FailureKind
     cause: str
     retriable: bool
     refused: bool = False
@@ -172,13 +175,14 @@ class FindDecode(msgspec.Struct, frozen=True):
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """The sequence is over. `error` is set if it failed.
+    """The sequence is over. `error`, a text for people, and `kind` are set if it failed.
 
     `finish` is set if all tokens were delivered but their finish reason was lost with the worker: deliver it.
     """
 
     error: str | None
     finish: FinishReason | None = None
+    kind: FailureKind | None = None
 
 
 Instruction = Send | FindPlacement | AwaitLostWorkers | FindDecode | Ended

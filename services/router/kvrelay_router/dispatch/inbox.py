@@ -135,7 +135,9 @@ class Inbox:
         if sequence is not None:
             num_output = len(sequence.intake.output)
             attempt = message.header.attempt
-            event = AttemptFailed(message.peer, attempt, num_output, body.cause, body.retriable, body.refused)
+            event = AttemptFailed(
+                message.peer, attempt, num_output, body.failure, body.cause, body.retriable, body.refused
+            )
             self._driver.feed(sequence, event)
 
     def _count_failure(self, peer: PeerRef, cause: str) -> None:

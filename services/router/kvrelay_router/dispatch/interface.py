@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import SequenceUsage
 from kvrelay.protocol.sampling import BeamResult, FinishReason, Sampling, TokenLogprobs
 
@@ -31,11 +32,11 @@ class TooLate(Exception):
 
 
 class RequestFailed(Exception):
-    """A request that was accepted could not be finished, after all retries. `timed_out`: its deadline passed."""
+    """A request that was accepted could not be finished, after all retries."""
 
-    def __init__(self, message: str, *, timed_out: bool = False) -> None:
+    def __init__(self, message: str, kind: FailureKind = FailureKind.INTERNAL_ERROR) -> None:
         super().__init__(message)
-        self.timed_out = timed_out
+        self.kind = kind
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -213,7 +213,7 @@ class Placement:
             if not prompt.sent_to:  # choices of one request and its retries do not make a prefix popular
                 self._popularity.used(prompt.hashes(chosen.fingerprint, chosen.block_size), self._clock())
                 self._reuse.count(decision.num_cached_tokens, prompt.num_tokens)
-            self._view.gave(decision.computes, max(0, prompt.num_tokens - decision.num_cached_tokens))
+            self._view.assigned(decision.computes, max(0, prompt.num_tokens - decision.num_cached_tokens))
         for worker in (decision.prefill, decision.decode):
             if worker is not None:
                 key = worker_key(worker.peer)

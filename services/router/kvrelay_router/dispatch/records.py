@@ -10,8 +10,10 @@ from typing import Any
 
 import msgspec
 
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import PeerRef, SequenceUsage
-from kvrelay_router.dispatch.interface import GenerateRequest
+from kvrelay.protocol.sampling import FinishReason
+from kvrelay_router.dispatch.interface import GenerateRequest, RequestFailed
 from kvrelay_router.routing.candidates import Decision
 
 
@@ -56,8 +58,13 @@ class SequenceHistory:
     usage: SequenceUsage | None = None
     finish: str | None = None
     error: str | None = None
+    failure_kind: FailureKind | None = None
     first_token_ms: float | None = None
     finished_ms: float | None = None
+
+    def failed(self, error: RequestFailed) -> None:
+        self.finish = FinishReason.ABORT.value
+        self.error, self.failure_kind = str(error), error.kind
 
     def as_json(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -68,6 +75,7 @@ class SequenceHistory:
             "usage": _usage_as_json(self.usage),
             "finish": self.finish,
             "error": self.error,
+            "failure_kind": self.failure_kind,
             "first_token_ms": self.first_token_ms,
             "finished_ms": self.finished_ms,
         }
@@ -83,7 +91,11 @@ class RequestRecord:
         self.submitted_unix_s = time.time()
         self.state = "running"
         self.error: str | None = None
+        self.failure_kind: FailureKind | None = None
         self.submitted = time.monotonic()
+
+    def failed(self, error: RequestFailed) -> None:
+        self.error, self.failure_kind = str(error), error.kind
 
     def elapsed_ms(self) -> float:
         """Since the request was submitted."""
@@ -144,6 +156,7 @@ class RequestRecord:
             "request_id": self.request_id,
             "state": self.state,
             "error": self.error,
+            "failure_kind": self.failure_kind,
             "submitted_unix_s": self.submitted_unix_s,
             "num_prompt_tokens": self.num_prompt_tokens,
             "num_attempts": max((len(sequence.attempts) for sequence in self.sequences), default=0),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import FirstToken, Header, PeerRef, TokenEntry
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay.state_machine import IllegalEvent
@@ -51,7 +52,8 @@ def receive_tokens(
         events.append(SequenceFinished())
     elif entry.finish is FinishReason.ABORT:
         cause = f"{worker.peer_id} gave the sequence up"
-        events.append(AttemptFailed(worker, entry.attempt, len(intake.output), cause, retriable=True))
+        kind = FailureKind.WORKER_LOST
+        events.append(AttemptFailed(worker, entry.attempt, len(intake.output), kind, cause, retriable=True))
     return delta, events
 
 

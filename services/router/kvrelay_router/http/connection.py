@@ -64,13 +64,15 @@ class BoundedConnection:
         self.reader.stop()
         if self._half_closed is not None:
             self._half_closed.stop()
+            self._half_closed = None  # it refers to this policy
         was_running = not self._wire.is_idle
         self._wire.lose_running()
         if was_running and self._writer is not None:
             self._writer.report_gone()
 
     def received(self, data: bytes) -> None:
-        """Parses the data, in slices within a head: the bytes that the parser only keeps are counted after each."""
+        # The parser keeps an incomplete line without a limit and without a callback. So data within a head is parsed in
+        # slices, and the bytes without a callback are counted after each slice.
         max_bytes = self._limits.max_header_bytes
         slice_bytes = max(1, max_bytes // 4)
         start = 0

@@ -16,10 +16,13 @@ class EventWriter:
     """Writes parts of an answer from any callback, without a task that awaits `send`; and reports the client's end to
     the task that serves the request, without a second task that awaits `receive`."""
 
-    __slots__ = ("_exchange", "_on_gone", "carries_events")
+    __slots__ = ("_exchange", "_on_gone", "carries_events", "is_ready", "write")
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
+        # Bound here, because both are called for every event.
+        self.is_ready = exchange.can_write_chunks
+        self.write = exchange.write_chunk
         self.carries_events = False  # set by the endpoint: the answer, once begun, is a stream of events
         self._on_gone: Callable[[], None] | None = None
 
@@ -46,14 +49,6 @@ class EventWriter:
     def whole_body(self) -> bytes | None:
         """The request's body if all of it has arrived, which is the usual case; None: it must be received."""
         return self._exchange.take_body()
-
-    def is_ready(self) -> bool:
-        """False before the answer's head is written, and while the client reads so slowly that its buffer is full."""
-        return self._exchange.can_write_chunks
-
-    def write(self, events: bytes) -> None:
-        """Writes at least one byte. Drops it if the connection is lost, which `on_gone` reports."""
-        self._exchange.write_chunk(events)
 
     def ask(self, waited_s: float) -> None:
         """Finds out whether a client that ended its side `waited_s` ago is still there."""

@@ -18,13 +18,14 @@ import contextlib
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from kvrelay_router.http.connection_passing import PassedConnections
+from kvrelay_router.http.connection_policy import ConnectionPolicy
 from kvrelay_router.http.wire_forms import plain_head
 
 CLOSING_TICKS = 100
@@ -79,9 +80,8 @@ class Exchange:
         is_over = cycle.disconnected or cycle.response_complete or cycle.transport.is_closing()
         return not (is_over or cycle.flow.write_paused)
 
-    @property
     def can_write_chunks(self) -> bool:
-        """True if the answer's head announced chunks, and the write buffer is not full."""
+        """False before the answer's head is written, and while the client reads so slowly that its buffer is full."""
         return self._cycle.chunked_encoding is True and not self._cycle.flow.write_paused
 
     def take_body(self) -> bytes | None:
@@ -94,7 +94,7 @@ class Exchange:
         return body
 
     def write_chunk(self, data: bytes) -> None:
-        """Writes a non-empty chunk of a chunked answer, unless the connection is lost."""
+        """Writes at least one byte. Drops it if the connection is lost, which `EventWriter.watch` reports."""
         cycle = self._cycle
         if not cycle.disconnected:
             cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
@@ -176,50 +176,6 @@ class OneWrite:
             self._parts.clear()
 
 
-class ConnectionPolicy(Protocol):
-    """A policy for one connection. `UvicornConnection` calls it before uvicorn handles the same event."""
-
-    @property
-    def is_refused(self) -> bool:
-        """True if no further request of this connection is served."""
-        ...
-
-    @property
-    def is_fresh(self) -> bool:
-        """True if no request has arrived yet."""
-        ...
-
-    def connected(self, num_connections: int) -> None: ...
-
-    def lost(self) -> None: ...
-
-    def received(self, data: bytes) -> None: ...
-
-    def half_closed(self) -> bool:
-        """The client ended its side. Returns True to keep the connection open."""
-        ...
-
-    def write_paused(self) -> None: ...
-
-    def write_resumed(self) -> None: ...
-
-    def request_begins(self) -> None: ...
-
-    def head_grew(self, num_bytes: int) -> None: ...
-
-    def head_complete(self) -> None: ...
-
-    def body_grew(self) -> None: ...
-
-    def request_runs(self, exchange: Exchange) -> None: ...
-
-    def malformed(self, message: str) -> None: ...
-
-    def check_closing(self) -> None:
-        """Called every few seconds."""
-        ...
-
-
 class UvicornConnection(HttpToolsProtocol):
     """uvicorn's protocol of one client connection under the policy that `make_policy` returns."""
 
@@ -295,6 +251,9 @@ class UvicornConnection(HttpToolsProtocol):
         # uvicorn reports the end only to the latest request, but the running one may have others behind it.
         self.policy.lost()
         super().connection_lost(exc)
+        # The policy refers to this connection. Without the cycle both are freed now, and not by the garbage collector.
+        # Nothing calls the policy later: the parser is gone, and the server no longer counts this connection.
+        del self.policy
 
     def data_received(self, data: bytes) -> None:
         self.policy.received(data)

@@ -8,6 +8,7 @@ import math
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay_router.dispatch.interface import NoWorkerReady, RequestFailed, TooLate
 from kvrelay_router.http.api_error import ApiError
 
@@ -46,6 +47,32 @@ def too_many_requests(limit: int) -> ApiError:
     )
 
 
+_FAILURES: dict[FailureKind, tuple[int, str]] = {
+    FailureKind.DEADLINE: (504, "request_timeout"),
+    FailureKind.CANCELLED: (499, "request_cancelled"),
+    FailureKind.TOO_LARGE: (400, "exceeds_worker_capacity"),
+    FailureKind.BAD_LOGITS: (502, "bad_logits"),
+    FailureKind.OUT_OF_MEMORY: (502, "out_of_memory"),
+    FailureKind.DEVICE_LOST: (502, "device_lost"),
+    FailureKind.ENGINE_ERROR: (502, "engine_error"),
+    FailureKind.DRAINING: (503, "worker_draining"),
+    FailureKind.WORKER_LOST: (502, "worker_lost"),
+    FailureKind.NO_DECODE_WORKER: (503, "no_decode_worker"),
+    FailureKind.PROTOCOL_ERROR: (502, "protocol_error"),
+    FailureKind.NO_WORKER: (503, "no_worker_ready"),
+    FailureKind.ROUTER_SHUTDOWN: (503, "router_shutdown"),
+    FailureKind.INTERNAL_ERROR: (500, "internal_error"),
+}
+"""HTTP status and error code of a request that failed after it was accepted."""
+
+
+def _request_failed(error: RequestFailed) -> ApiError:
+    status, code = _FAILURES[error.kind]
+    error_type = "invalid_request_error" if status == 400 else "server_error"
+    headers = {"retry-after": "1"} if status == 503 else {}
+    return ApiError(str(error), status=status, error_type=error_type, code=code, headers=headers)
+
+
 def as_api_error(error: BaseException) -> ApiError:
     """Returns the error answer for an exception. Unexpected ones are logged; the client gets no details."""
     if isinstance(error, ApiError):
@@ -61,8 +88,7 @@ def as_api_error(error: BaseException) -> ApiError:
             headers={"retry-after": str(max(1, math.ceil(error.retry_after_s)))},
         )
     if isinstance(error, RequestFailed):
-        status, code = (504, "request_timeout") if error.timed_out else (502, "request_failed")
-        return ApiError(str(error), status=status, error_type="server_error", code=code)
+        return _request_failed(error)
     if isinstance(error, TimeoutError):
         return ApiError("The request timed out", status=504, error_type="server_error", code="request_timeout")
     logger.error("unexpected error while serving a request", exc_info=error)

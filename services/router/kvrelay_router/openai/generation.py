@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay_router.dispatch.interface import (
     DeltaSink,
@@ -152,7 +153,7 @@ class Generation:
                     if not self._num_unfinished:
                         return
         if self._num_unfinished:
-            raise RequestFailed("the request ended without a finish reason")
+            raise RequestFailed("the request ended without a finish reason", FailureKind.PROTOCOL_ERROR)
 
     def _take(self, number: int, deltas: list[SequenceDelta]) -> list[Step]:
         run = self.runs[number]
@@ -179,7 +180,8 @@ class Generation:
     def _take_beams(self, run: PromptRun, delta: SequenceDelta) -> list[Step]:
         """The texts of a beam search, all at once, best first."""
         if len(delta.beams) != len(run.choices):
-            raise RequestFailed(f"the beam search found {len(delta.beams)} texts, {len(run.choices)} were asked for")
+            message = f"the beam search found {len(delta.beams)} texts, {len(run.choices)} were asked for"
+            raise RequestFailed(message, FailureKind.PROTOCOL_ERROR)
         run.saw_cached(delta.cached_tokens or 0)
         steps = []
         for choice, beam in zip(run.choices, delta.beams, strict=True):

@@ -1,4 +1,4 @@
-"""The fleet's prefix index: which worker holds which blocks. Redis has the truth, routers have replicas."""
+"""The prefix index: which worker caches which blocks. Redis stores it, routers have replicas."""
 
 from kvrelay.fleet.index.feed import FeedState, IndexFeed
 from kvrelay.fleet.index.publisher import IndexPublisher

@@ -1,10 +1,10 @@
-"""Keeps a replica of the index: loads it, follows the stream, and holds it against Redis once a second.
+"""Maintains a replica of the index: loads it, follows the stream, and compares it with Redis once a second.
 
 States:
 
-1. AWAY     Redis does not answer. The replica may be old: nobody is to use it.
-2. LOADING  a snapshot is read, or the stream caught up with. Lookups go to the script.
-3. CURRENT  the replica is at most `MAX_LAG_S` behind.
+1. AWAY     Redis does not answer. The replica may be old and must not be used.
+2. LOADING  A snapshot is being read, or the replica lags behind the stream. Lookups go to the script.
+3. CURRENT  The replica is at most `MAX_LAG_S` old.
 """
 
 from __future__ import annotations
@@ -32,14 +32,12 @@ MAX_LAG_S = 1.5
 RETRY_S = 0.2
 LOOKUP_TIMEOUT_S = 0.1
 MAX_LOOKUPS = 64
-"""Chains in one call."""
+"""Maximum chains in one call."""
 LOOKUP_PAUSE_S = 1.0
-"""After a lookup that failed nobody looks up for so long: not every request waits for a Redis that hangs."""
+"""Pause of all lookups after a failed one, so that not every request waits for a hanging Redis."""
 
 
 class FeedState(StrEnum):
-    """See the module's text."""
-
     AWAY = "away"
     LOADING = "loading"
     CURRENT = "current"
@@ -47,16 +45,16 @@ class FeedState(StrEnum):
 
 @dataclass(slots=True)
 class FeedTotals:
-    """Since the start."""
+    """Counters since the start."""
 
     loads: int = 0
     events: int = 0
     resyncs: int = 0
-    """Times that the replica lacked a batch or differed from Redis, and was loaded again."""
+    """Reloads because the replica missed a batch or differed from Redis."""
 
 
 class IndexFeed:
-    """One model's replica. To be used on one event loop."""
+    """Maintains one model's replica on one event loop."""
 
     def __init__(self, reader: IndexReader, *, check_interval_s: float = CHECK_INTERVAL_S) -> None:
         self.totals = FeedTotals()
@@ -78,21 +76,20 @@ class IndexFeed:
         self._stopping = asyncio.Event()
 
     def start(self) -> None:
-        """To be called on the event loop."""
+        """Call it on the event loop."""
         self._task = asyncio.create_task(self._run(), name="prefix-index")
 
     async def close(self) -> None:
-        """Ends following and closes the connections. A flag ends it: cancellation might be swallowed on its way."""
+        """Stops following and closes the connections. It sets a flag, since redis-py may swallow a cancellation."""
         self._stopping.set()
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
         if self._lookups is not None:
-            await asyncio.gather(self._lookups, return_exceptions=True)  # bounded by their timeout
+            await asyncio.gather(self._lookups, return_exceptions=True)  # ends by its timeout
         await self._reader.close()
 
     @property
     def state(self) -> FeedState:
-        """See the module's text."""
         if self._away:
             return FeedState.AWAY
         is_current = self._is_loaded and time.monotonic() - self._caught_up_at <= MAX_LAG_S
@@ -100,13 +97,13 @@ class IndexFeed:
 
     @property
     def replica(self) -> IndexReplica | None:
-        """None unless it is current."""
+        """The replica, or None unless it is current."""
         return self._replica if self.state is FeedState.CURRENT else None
 
     async def lookup(self, hashes: Sequence[BlockHash]) -> dict[str, int]:
-        """By the script, where Redis answers at once; else nothing is known.
+        """Looks a chain up by the script in Redis; empty if Redis does not answer at once.
 
-        One call is under way at a time: chains that come meanwhile go together in the next one.
+        One call is in flight at a time. Chains that arrive meanwhile share the next call.
         """
         if self._away or not hashes or time.monotonic() < self._no_lookup_until:
             return {}
@@ -122,7 +119,7 @@ class IndexFeed:
             return {}
 
     def describe(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """State and counters as JSON types."""
         replica = self._replica
         caught_up = self._caught_up_at
         return {
@@ -140,9 +137,9 @@ class IndexFeed:
         }
 
     async def _look_up(self) -> None:
-        """Until nobody asks."""
+        """Calls the script until no chain waits."""
         while asked := [self._asked.popleft() for _ in range(min(len(self._asked), MAX_LOOKUPS))]:
-            asked = [(hashes, answer) for hashes, answer in asked if not answer.done()]  # some asked too long ago
+            asked = [(hashes, answer) for hashes, answer in asked if not answer.done()]  # drop lookups that timed out
             try:
                 async with asyncio.timeout(LOOKUP_TIMEOUT_S):
                     found = await self._reader.lookup([hashes for hashes, _ in asked])
@@ -156,7 +153,7 @@ class IndexFeed:
     # -- following ----------------------------------------------------------------------------------------------------
 
     async def step(self) -> None:
-        """One round: loads the replica if need be, checks it in time, and applies what the stream has next.
+        """One round: loads the replica if needed, checks it once a second, and applies the next stream entries.
 
         Raises one of `REDIS_FAILED` when Redis is away.
         """
@@ -166,7 +163,7 @@ class IndexFeed:
             await self._look()
             await self._follow()
         except ReplicaOutOfStep as error:
-            log.info("prefix index: the replica is loaded again: %s", error)
+            log.info("prefix index: reloading the replica: %s", error)
             self.totals.resyncs += 1
             self._is_loaded = False
 
@@ -176,11 +173,11 @@ class IndexFeed:
                 await self.step()
             except REDIS_FAILED as error:
                 if not self._away:
-                    log.warning("the prefix index is away, routing goes by load alone: %s", error)
+                    log.warning("prefix index: Redis does not answer, routing uses load only: %s", error)
                 self._away = str(error) or type(error).__name__
                 await self._pause(RETRY_S)
             except Exception as error:
-                log.exception("following the prefix index failed")
+                log.exception("prefix index: following the stream failed")
                 self._away, self._is_loaded = f"{type(error).__name__}: {error}", False
                 await self._pause(CHECK_INTERVAL_S)
 
@@ -191,11 +188,11 @@ class IndexFeed:
 
     def _answered(self) -> None:
         if self._away:
-            log.info("the prefix index answers")
+            log.info("prefix index: Redis answers again")
             self._away = ""
 
     async def _load(self) -> None:
-        """Reads a snapshot in pieces; `_follow` makes it exact."""
+        """Reads a snapshot in pieces. It is exact after `_follow` has replayed the stream."""
         state = await self._reader.state()
         self._answered()
         replica = IndexReplica(state.ranges)
@@ -208,7 +205,7 @@ class IndexFeed:
         self._is_loaded, self._caught_up_at, self._check = True, 0.0, None
 
     async def _look(self) -> None:
-        """Asks for the ranges in time; `_follow` compares them."""
+        """Reads the ranges once per check interval; `_follow` compares them."""
         now = time.monotonic()
         if now - self._checked_at < self._check_interval_s and not self._away:
             return
@@ -229,7 +226,7 @@ class IndexFeed:
             self._apply(data)
             self._position = stream_id
             if number % 8 == 7:
-                await asyncio.sleep(0)  # a batch is about a millisecond
+                await asyncio.sleep(0)  # a batch takes about 1 ms
         while self._replica is not None and self._replica.clear_some():
             await asyncio.sleep(0)
         if len(entries) < READ_COUNT:
@@ -247,10 +244,10 @@ class IndexFeed:
         self.totals.events += 1
 
     def _compare(self, before: StreamId | None = None) -> None:
-        """Holds the replica against the ranges that Redis named, once it is as far. Raises ReplicaOutOfStep."""
+        """Compares the replica with Redis' ranges once it has reached their stream id. Raises ReplicaOutOfStep."""
         check, replica = self._check, self._replica
         if check is None or replica is None or (before is not None and before <= check.last_id):
             return
         self._check = None
         if replica.ranges != check.ranges:
-            raise ReplicaOutOfStep("its ranges are not those of Redis")
+            raise ReplicaOutOfStep("its ranges differ from those in Redis")

@@ -1,4 +1,4 @@
-"""How the index lies in Redis and in its stream: sets of slots, batches of operations, events."""
+"""Encodings of the index in Redis and its stream: slot sets, batches of operations, events."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ import msgspec
 from kvrelay.kv.hashing import HASH_BYTES, BlockHash
 
 MAX_SLOTS = 2000
-"""Ranges at a time, with those that wait to be swept. A set of slots then takes at most 251 bytes."""
+"""Maximum ranges, including those that wait to be swept. A slot set then takes at most 251 bytes."""
 MAX_BATCH_BLOCKS = 1000
-"""Blocks that one script call may touch: scripts hold up everybody else."""
+"""Maximum blocks per script call, since scripts block all other clients."""
 NUM_BUCKETS = 1 << 16
-"""Blocks lie in hashes by their first two bytes, so that Redis keeps them in its compact form: about 30 bytes a block
-where a key each takes 130."""
+"""Number of Redis hashes over which blocks are spread by their first two bytes. Small hashes use Redis' compact
+encoding: about 30 bytes per block instead of 130 for a key per block."""
 
 STORED = ord("+")
 REMOVED = ord("-")
 
 
 def index_base(prefix: str, model: str) -> str:
-    """What all keys of a model's index begin with. The tag in braces puts them on one node of a Cluster."""
+    """Prefix of all keys of a model's index. The tag in braces places them on one Cluster node."""
     return f"{prefix}:{{{quote(model, safe='/')}}}:index"
 
 
 def decode_slots(value: bytes) -> int:
-    """A block's value as an integer whose bit i is set where slot i holds the block."""
+    """Decodes a block's value to an integer whose bit i is set if slot i holds the block."""
     return int.from_bytes(value[1:], "little") << (8 * value[0])
 
 
 def decode_depths(answer: Sequence[Any]) -> dict[str, int]:
-    """Of one chain, as lookup.lua says it: worker id to number of leading blocks."""
+    """Decodes lookup.lua's answer for a chain: worker id to number of leading blocks."""
     return {worker.decode(): int(num) for worker, num in zip(answer[::2], answer[1::2], strict=True)}
 
 
@@ -45,7 +45,7 @@ Run = tuple[int, Sequence[BlockHash]]
 
 
 def encode_operations(runs: Iterable[Run]) -> bytes:
-    """Runs of at most 65,535 hashes each, in order."""
+    """Encodes runs of at most 65,535 hashes each, in order."""
     parts: list[bytes] = []
     for operation, hashes in runs:
         parts.append(bytes((operation, len(hashes) >> 8, len(hashes) & 255)))
@@ -54,7 +54,7 @@ def encode_operations(runs: Iterable[Run]) -> bytes:
 
 
 def decode_operations(data: bytes) -> Iterator[Run]:
-    """What `encode_operations` was given."""
+    """Yields the runs given to `encode_operations`."""
     position = 0
     while position < len(data):
         operation, count = data[position], (data[position + 1] << 8) + data[position + 2]
@@ -69,7 +69,7 @@ def decode_operations(data: bytes) -> Iterator[Run]:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A worker took a fresh slot: an empty range."""
+    """A worker opened a slot with an empty range."""
 
     slot: int
     claim: str
@@ -78,7 +78,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """A range ended; its bits are cleared later."""
+    """A range ended. Its bits are cleared later."""
 
     slot: int
     claim: str
@@ -98,12 +98,12 @@ IndexEvent = Opened | Retired | Batch
 
 
 def encode_batch(batch: Batch) -> bytes:
-    """As the stream carries it."""
+    """Encodes a batch as a stream entry."""
     return msgspec.msgpack.encode(("b", batch.slot, batch.claim, batch.seq, batch.operations))
 
 
 def decode_event(data: bytes) -> IndexEvent:
-    """An entry of the stream. Raises ValueError for what this version does not know."""
+    """Decodes a stream entry. Raises ValueError for an unknown or invalid one."""
     try:
         match msgspec.msgpack.decode(data):
             case ["b", int(slot), str(claim), int(seq), bytes(operations)]:
@@ -113,12 +113,12 @@ def decode_event(data: bytes) -> IndexEvent:
             case ["r", int(slot), str(claim)]:
                 return Retired(slot, claim)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"no event of the index: {error}") from error
-    raise ValueError("an event of an unknown kind")
+        raise ValueError(f"invalid index event: {error}") from error
+    raise ValueError("unknown kind of index event")
 
 
 def parse_id(stream_id: bytes | str) -> tuple[int, int]:
-    """A stream id, comparable."""
+    """A stream id as a comparable pair."""
     text = stream_id.decode() if isinstance(stream_id, bytes) else stream_id
     milliseconds, _, number = text.partition("-")
     return int(milliseconds), int(number or 0)

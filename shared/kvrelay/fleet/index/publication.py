@@ -1,14 +1,14 @@
-"""What a worker has to tell the index: a state machine, no I/O.
+"""State machine that decides what a worker publishes to the index. No I/O.
 
 States of the range that Redis has of this worker:
 
-1. CLOSED   none: it was never opened, or it cannot be right any more. The next call opens a fresh slot.
-2. OPEN     it gets batches, one at a time, each numbered. One that is not answered is repeated as it was.
-3. REFUSED  a later start of this worker publishes; after a while it is tried again.
+1. CLOSED   Never opened, or no longer correct. The next call opens a new slot.
+2. OPEN     Receives numbered batches one at a time. An unanswered batch is repeated unchanged.
+3. REFUSED  A later incarnation of this worker publishes. Retried after a pause.
 
-`mirror` is what the cache holds by its own events, in an order in which every block comes after its parent. A range is
-replaced by opening a fresh slot and publishing the mirror: so whatever was lost, here or in Redis, heals the same way.
-Batches keep the order of events and are cut anywhere: the range is closed under prefixes after each of them.
+`mirror` contains the cached blocks according to the cache's events, parents first. A range is replaced by opening a new
+slot and publishing the mirror, which repairs any loss here or in Redis. Batches keep the order of events and may be cut
+anywhere, so the range is closed under prefixes after each batch.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from kvrelay.kv.cache import CacheEvent, Stored
 from kvrelay.kv.hashing import BlockHash
 
 MAX_PENDING_BLOCKS = 100_000
-"""Operations that may wait for Redis, beyond those of a replacement. With more the range is replaced instead."""
+"""Maximum operations waiting for Redis beyond those of a replacement. With more, the range is replaced."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenSlot:
-    """Ask for a fresh slot."""
+    """Call open.lua for a new slot."""
 
     claim: str
 
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Send a batch; `operations` is empty to renew the lease."""
+    """Call apply.lua with a batch; empty `operations` renew the lease."""
 
     slot: int
     claim: str
@@ -56,8 +56,6 @@ Call = OpenSlot | Apply
 
 
 class RangeState(StrEnum):
-    """See the module's text."""
-
     CLOSED = "closed"
     OPEN = "open"
     REFUSED = "refused"
@@ -65,20 +63,20 @@ class RangeState(StrEnum):
 
 @dataclass(slots=True)
 class PublicationTotals:
-    """Since the start; `blocks` are operations that Redis confirmed."""
+    """Counters since the start. `blocks` counts operations confirmed by Redis."""
 
     batches: int = 0
     blocks: int = 0
     gaps: int = 0
-    """Redis had lost batches, or the whole range."""
+    """Times that Redis had lost batches or the range."""
     replacements: int = 0
-    """Times that a range was published anew; the first time is none."""
+    """Times that the range was republished, without the first publication."""
     dropped: int = 0
-    """Operations thrown away because too many waited."""
+    """Operations dropped because too many waited."""
 
 
 class Publication:
-    """One worker's range. `incarnation` sorts after those of the worker's earlier starts."""
+    """Publishes one worker's range. `incarnation` must sort after the worker's earlier ones."""
 
     def __init__(self, incarnation: str, *, max_pending_blocks: int = MAX_PENDING_BLOCKS) -> None:
         self.state = RangeState.CLOSED
@@ -89,7 +87,7 @@ class Publication:
         self._incarnation = incarnation
         self._generation = 0
         self._max_pending = max_pending_blocks
-        self._allowance = 0  # operations of the replacement that still wait
+        self._allowance = 0  # waiting operations of the replacement
         self._pending: deque[Run] = deque()
         self.num_pending = 0
         self._in_flight: Apply | None = None
@@ -97,16 +95,16 @@ class Publication:
 
     @property
     def claim(self) -> str:
-        """Names this start of the worker, and how often it has replaced its range."""
+        """Incarnation and generation: identifies this range in Redis."""
         return f"{self._incarnation}:{self._generation:08d}"
 
     @property
     def is_settled(self) -> bool:
-        """Redis has confirmed everything that the cache said."""
+        """Whether Redis confirmed all events of the cache."""
         return self.state is RangeState.OPEN and not self.num_pending and self._in_flight is None
 
     def absorb(self, events: Iterable[CacheEvent]) -> None:
-        """Takes over what the cache said, in its order."""
+        """Queues cache events in their order."""
         mirror = self.mirror
         for event in events:
             if isinstance(event, Stored):
@@ -123,7 +121,7 @@ class Publication:
             self._close()
 
     def next_call(self, *, renew: bool = False) -> Call | None:
-        """What to ask of Redis now; None when there is nothing. After each call comes an answer, or `no_answer`."""
+        """The next call to Redis, or None. Each call must be followed by its answer or `no_answer`."""
         if self.state is RangeState.REFUSED:
             return None
         if self.state is RangeState.CLOSED:
@@ -135,7 +133,7 @@ class Publication:
         return Apply(self.slot, self.claim, self.seq, b"", b"") if renew else None
 
     def opened(self, slot: int) -> None:
-        """A fresh slot was given: everything that is cached goes there."""
+        """A new slot was assigned: the complete mirror is published to it."""
         if self._generation:
             self.totals.replacements += 1
         self.state, self.slot, self.seq = RangeState.OPEN, slot, 0
@@ -145,17 +143,17 @@ class Publication:
             self._queue(STORED, everything[start : start + MAX_BATCH_BLOCKS])
 
     def refused(self) -> None:
-        """A later start of this worker has a range."""
+        """A later incarnation of this worker has a range."""
         self._close()
         self.state = RangeState.REFUSED
 
     def try_again(self) -> None:
-        """Enough time has passed since the refusal."""
+        """Leaves REFUSED after the pause."""
         if self.state is RangeState.REFUSED:
             self.state = RangeState.CLOSED
 
     def applied(self) -> None:
-        """Redis has the batch in flight."""
+        """Redis confirmed the batch in flight."""
         if self._in_flight is None:
             return
         self.seq = self._in_flight.seq
@@ -165,7 +163,7 @@ class Publication:
         self._in_flight = None
 
     def lost(self) -> None:
-        """GAP or LOST: what Redis has of this worker, if anything, is not what was sent."""
+        """GAP or LOST: Redis' data of this worker is incomplete, so the range is replaced."""
         self.totals.gaps += 1
         self._close()
 

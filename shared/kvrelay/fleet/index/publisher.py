@@ -1,4 +1,4 @@
-"""Publishes a worker's cache to the index, from a thread of its own: neither step nor event loop waits for Redis."""
+"""Publishes a worker's cache to the index on a thread, so neither steps nor the event loop wait for Redis."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ REFUSED_PAUSE_S = 5.0
 SWEEP_PAUSE_S = 0.002
 SWEEPER_TTL_MS = 3000
 SWEEP_S = 0.5
-"""Sweeping takes turns with publishing."""
+"""Sweeping alternates with publishing."""
 CLOSE_TIMEOUT_S = 2.0
 
 
 class IndexPublisher:
-    """`publish` takes events on any thread and returns at once. `worker_id` names the range to routers.
+    """`publish` takes events on any thread and returns at once. `worker_id` is the name that routers see.
 
-    `incarnation` must be unique in the fleet, not only among the worker's starts: a slot knows its owner by it.
+    `incarnation` must be unique in the fleet, not only for this worker, because it identifies the owner of a slot.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class IndexPublisher:
         self._redis_url = redis_url
         self._base = index_base(prefix, model)
         self._client: Any = None
-        self._name = secrets.token_hex(8)  # as a sweeper
+        self._name = secrets.token_hex(8)  # name of this sweeper
         self._events: deque[Sequence[CacheEvent]] = deque()
         self._wake = threading.Event()
         self._stopping = False
@@ -67,17 +67,17 @@ class IndexPublisher:
         self._thread = threading.Thread(target=self._run, name="prefix-index", daemon=True)
 
     def start(self) -> None:
-        """Begins to publish."""
+        """Starts the thread."""
         self._thread.start()
 
     def publish(self, events: Sequence[CacheEvent]) -> None:
-        """Queues what the cache said. Calls are in the order of the events."""
+        """Queues cache events. Calls must follow the order of the events."""
         if events:
             self._events.append(events)
             self._wake.set()
 
     def abandon(self) -> None:
-        """Ends the thread without a word to Redis, as a crash would."""
+        """Ends the thread without withdrawing the range, as in a crash."""
         self._withdraws = False
         self._stopping = True
         self._wake.set()
@@ -90,7 +90,7 @@ class IndexPublisher:
             self._thread.join(CLOSE_TIMEOUT_S)
 
     def report(self) -> dict[str, float]:
-        """Counters for the worker's status; read without a lock, each value is whole."""
+        """Counters for the worker's status, read without a lock; each single value is consistent."""
         publication = self.publication
         totals = {f"index_{name}": float(value) for name, value in asdict(publication.totals).items()}
         return totals | {
@@ -113,7 +113,7 @@ class IndexPublisher:
                 self._pause(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             except ResponseError as error:
-                # Out of memory, read-only after a failover, a script that failed half-way: the range may be damaged.
+                # Redis is out of memory or read-only, or a script failed half-way: the range may be damaged.
                 self._say(f"Redis refused: {error}")
                 self.publication.lost()
                 self._pause(LONGEST_PAUSE_S)
@@ -127,13 +127,13 @@ class IndexPublisher:
         self._withdraw()
 
     def _connect(self) -> None:
-        """Here and not at first: a Cluster is asked for its nodes at once, and may be away."""
+        """Connects on the thread, because a Cluster client asks for its nodes at once and may block."""
         if self._client is None:
             self._client = connect(self._redis_url, timeout_s=SOCKET_TIMEOUT_S)
             self._scripts = IndexScripts(self._client, self._base)
 
     def _publish_all(self) -> None:
-        """Sends what there is, renews in time, and returns when asked to stop or when something fails."""
+        """Sends events and renews the lease until stopped or until a call fails."""
         self._connect()
         while not self._stopping:
             self._wake.clear()
@@ -163,7 +163,7 @@ class IndexPublisher:
             if not call.operations:
                 self._renewed_at = now
         else:
-            log.info("prefix index: %s at batch %d, the range is published anew", answer.decode(), call.seq)
+            log.info("prefix index: Redis answered %s at batch %d, republishing the range", answer.decode(), call.seq)
             self.publication.lost()
 
     def _open(self, call: OpenSlot) -> None:
@@ -171,16 +171,16 @@ class IndexPublisher:
         slot = int(self._scripts.run("open", arguments))
         if slot >= 0:
             self.publication.opened(slot)
-            self._sweep_wanted = True  # an earlier range may have retired
+            self._sweep_wanted = True  # an earlier range may have been retired
         elif slot == -2:
-            log.warning("prefix index: a later start of worker %s publishes, this one does not", self._worker_id)
+            log.warning("prefix index: a later incarnation of worker %s publishes, this one does not", self._worker_id)
             self.publication.refused()
         else:
             self._sweep()
             self._pause(FIRST_PAUSE_S)
 
     def _sweep(self) -> None:
-        """Clears retired ranges, a piece a call, for a moment; one sweeper at a time in the whole fleet."""
+        """Clears retired ranges piece by piece for a short time; the fleet has one sweeper at a time."""
         until = time.monotonic() + SWEEP_S
         self._sweep_wanted = False
         while not self._stopping and not self._events and time.monotonic() < until:
@@ -195,7 +195,7 @@ class IndexPublisher:
             self.publication.absorb(self._events.popleft())
 
     def _pause(self, pause_s: float) -> None:
-        """Events are taken over meanwhile, so that no more of them wait than may."""
+        """Waits, but takes over events meanwhile so that the queue remains bounded."""
         until = time.monotonic() + pause_s
         while not self._stopping and (left := until - time.monotonic()) > 0:
             self._wake.wait(left)
@@ -208,16 +208,16 @@ class IndexPublisher:
             if self._withdraws and publication.state is RangeState.OPEN:
                 self._scripts.run("close", [publication.slot, publication.claim])
         except REDIS_FAILED as error:
-            log.info("prefix index: the range stays until its lease ends: %s", error)
+            log.info("prefix index: the range remains until its lease expires: %s", error)
         finally:
             if self._client is not None:
                 self._client.close()
 
     def _say(self, reason: str) -> None:
-        """Once for every change."""
+        """Logs a change of the connection state once."""
         if bool(reason) != bool(self._reason):
             if reason:
-                log.warning("the prefix index is not fed: %s", reason)
+                log.warning("prefix index: not publishing: %s", reason)
             else:
-                log.info("the prefix index is fed again")
+                log.info("prefix index: publishing again")
         self._reason = reason

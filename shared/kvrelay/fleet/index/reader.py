@@ -1,4 +1,4 @@
-"""The index as routers ask for it: ranges, pieces of a snapshot, the stream, and lookups by the script."""
+"""Reads the index for routers: ranges, snapshot pieces, the stream, and lookups by script."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Entry = tuple[StreamId, bytes]
 
 @dataclass(frozen=True, slots=True)
 class IndexState:
-    """All ranges at one moment. `epoch` changes when Redis was emptied."""
+    """All ranges at one moment. `epoch` changes if Redis was emptied."""
 
     epoch: str
     last_id: StreamId
@@ -30,7 +30,7 @@ class IndexState:
 
 
 class IndexReader:
-    """One model's index. Every method raises one of `REDIS_FAILED` when Redis is away."""
+    """Reads one model's index. Every method raises one of `REDIS_FAILED` if Redis is away."""
 
     def __init__(self, redis_url: str, prefix: str, model: str, *, block_ms: int | None = BLOCK_MS) -> None:
         self._block_ms = block_ms
@@ -40,7 +40,7 @@ class IndexReader:
         self._stream = f"{base}:stream"
 
     async def state(self) -> IndexState:
-        """The ranges and where the stream stands, of one moment."""
+        """The ranges and the last stream id, read atomically."""
         epoch, last_id, num_retired, ranges = await self._scripts.run("slots")
         found = {}
         for slot, holder, seq in zip(ranges[::3], ranges[1::3], ranges[2::3], strict=True):
@@ -49,12 +49,12 @@ class IndexReader:
         return IndexState(epoch.decode(), parse_id(last_id), int(num_retired), found)
 
     async def snapshot(self, bucket: int) -> tuple[int | None, bytes]:
-        """The blocks of the buckets from `bucket` on, and the bucket to go on with."""
+        """Blocks of the buckets from `bucket` on, and the next bucket (None at the end)."""
         following, piece = await self._scripts.run("snapshot", [bucket, MAX_BATCH_BLOCKS])
         return (None if following >= NUM_BUCKETS else int(following)), piece
 
     async def read(self, after: StreamId) -> list[Entry]:
-        """The stream's next entries, at most READ_COUNT; waits `block_ms` for the first (None: not at all)."""
+        """The next stream entries, at most READ_COUNT; waits `block_ms` for the first (None: no wait)."""
         position = f"{after[0]}-{after[1]}"
         answer = await self._client.xread({self._stream: position}, count=READ_COUNT, block=self._block_ms)
         if not answer:
@@ -64,9 +64,9 @@ class IndexReader:
         return [(parse_id(stream_id), fields[b"e"]) for stream_id, fields in entries]
 
     async def lookup(self, chains: Sequence[Sequence[BlockHash]]) -> list[dict[str, int]]:
-        """For each chain: worker id to the number of its leading blocks that the worker holds.
+        """For each chain, worker id to the number of leading blocks that the worker holds.
 
-        One round trip, or more where the chains' ends need more than `MAX_BATCH_BLOCKS` reads in all.
+        Takes one round trip, or more if the chains need more than `MAX_BATCH_BLOCKS` reads.
         """
         found: list[dict[str, int]] = []
         while len(found) < len(chains):

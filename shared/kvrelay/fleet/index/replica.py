@@ -1,9 +1,8 @@
-"""A router's copy of the index: a dict of block hash to the set of slots that hold it, and lookups in microseconds.
+"""A router's copy of the index: a dict of block hash to the set of slots that hold it, with lookups in microseconds.
 
-A snapshot is read in pieces while workers go on, so it is of no single moment. It becomes exact by replay: the ranges
-and the stream's id are taken first, in one call, then the pieces are read, then every event since that id is applied in
-order. Whatever a piece saw too early or too late, the last event about a block and a slot decides; what no event
-touched was the same all the time. Each range's batches are numbered, so a lost one is seen as a hole.
+A snapshot is read in pieces while workers publish, so it is not atomic. Replay makes it exact: the ranges and the
+stream id are read first, atomically, then the pieces, then every event since that id is applied in order. For each
+block and slot the last event decides, and a block without events did not change. Batch numbers reveal a lost batch.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from kvrelay.fleet.index.layout import STORED, Batch, IndexEvent, Opened, Retire
 from kvrelay.kv.hashing import BlockHash
 
 Ranges = Mapping[int, tuple[str, str, int]]
-"""Slot to (claim, worker id, sequence number)."""
+"""Slot to (owner, worker id, sequence number)."""
 
 MAX_DECODED = 4096
 CLEARED_AT_ONCE = 1000
-"""Blocks of ended ranges that one call forgets: what follows a worker's death must hold up no stream."""
+"""Blocks of ended ranges dropped per call, so that a worker's death delays no stream."""
 
 
 class ReplicaOutOfStep(Exception):
-    """A batch is missing: only a new snapshot helps."""
+    """A batch is missing. Load a new snapshot."""
 
 
 @dataclass(slots=True)
@@ -35,32 +34,32 @@ class _Range:
 
 
 class IndexReplica:
-    """All ranges of one model. Not thread-safe; a call works on a bounded piece."""
+    """All ranges of one model. Not thread-safe; each call does bounded work."""
 
     def __init__(self, ranges: Ranges) -> None:
         self._holders: dict[BlockHash, int] = {}
         self._ranges = {slot: _Range(*description) for slot, description in ranges.items()}
         self._workers_of: dict[int, tuple[str, ...]] = {}  # decoded sets of slots
-        self._ended: dict[int, set[BlockHash]] = {}  # slot to what is still to be forgotten of its last range
-        self._live = -1  # all bits but those of `_ended`
+        self._ended: dict[int, set[BlockHash]] = {}  # slot to the blocks of its last range that are not dropped yet
+        self._live = -1  # all bits except those of `_ended`
 
     @property
     def num_blocks(self) -> int:
-        """Distinct blocks, with those of ended ranges that `clear_some` has still to forget."""
+        """Distinct blocks, including those of ended ranges until `clear_some` drops them."""
         return len(self._holders)
 
     @property
     def num_held(self) -> int:
-        """Blocks, each counted for every range that holds it."""
+        """Blocks counted once per range that holds them."""
         return sum(len(each.hashes) for each in self._ranges.values())
 
     @property
     def ranges(self) -> dict[int, tuple[str, str, int]]:
-        """To be held against what Redis says."""
+        """Ranges for comparison with Redis."""
         return {slot: (each.claim, each.worker_id, each.seq) for slot, each in self._ranges.items()}
 
     def load(self, piece: bytes) -> None:
-        """A piece of the snapshot, as snapshot.lua packs it."""
+        """Adds a piece of a snapshot from snapshot.lua."""
         holders, ranges = self._holders, self._ranges
         live = 0
         for slot in ranges:
@@ -77,7 +76,7 @@ class IndexReplica:
                     ranges[slot].hashes.add(block_hash)
 
     def apply(self, event: IndexEvent) -> None:
-        """The stream's next event. One that is known already changes nothing. Raises ReplicaOutOfStep."""
+        """Applies the next stream event. A repeated event has no effect. Raises ReplicaOutOfStep."""
         match event:
             case Batch():
                 self._apply_batch(event)
@@ -85,7 +84,7 @@ class IndexReplica:
                 known = self._ranges.get(slot)
                 if known is None or known.claim != claim:
                     self._end(slot)
-                    while slot in self._ended:  # hardly ever: a slot is given out again when all is swept
+                    while slot in self._ended:  # rare: a slot is reused only after it was swept
                         self._clear(slot)
                     self._ranges[slot] = _Range(claim, worker_id, 0)
                     self._workers_of.clear()
@@ -95,16 +94,16 @@ class IndexReplica:
                     self._end(slot)
 
     def clear_some(self) -> bool:
-        """Forgets a piece of the ranges that ended; whether any is left. Lookups do not see them any more."""
+        """Drops some blocks of ended ranges, which lookups already ignore. Returns whether any are left."""
         if self._ended:
             self._clear(next(iter(self._ended)))
         return bool(self._ended)
 
     def match(self, hashes: Sequence[BlockHash]) -> dict[str, int]:
-        """For a chain: worker id to the number of leading blocks that it holds; O(log n) for each end of a prefix.
+        """Worker id to the number of leading blocks of the chain that it holds; O(log n) per end of a prefix.
 
-        Gallops to where nobody holds anything, then bisects every stretch at whose ends the holders differ. Needs each
-        range to be closed under prefixes, as caches are that evict leaf first.
+        Gallops to the first block without a holder, then bisects every interval whose ends have different holders.
+        Each range must be closed under prefixes, which holds for caches that evict leaves first.
         """
         held: dict[str, int] = {}
         get, live = self._holders.get, self._live
@@ -129,7 +128,7 @@ class IndexReplica:
     def _narrow(
         self, hashes: Sequence[BlockHash], low: int, high: int, at_low: int, at_high: int, held: dict[str, int]
     ) -> None:
-        """Finds where holders end between two places that differ."""
+        """Finds the ends of holders between two positions that differ."""
         get, live = self._holders.get, self._live
         while high - low > 1:
             middle = (low + high) >> 1
@@ -155,7 +154,7 @@ class IndexReplica:
     def _apply_batch(self, batch: Batch) -> None:
         known = self._ranges.get(batch.slot)
         if known is None or known.claim != batch.claim or batch.seq <= known.seq:
-            return  # of a range that has ended since, or in the snapshot's ranges already
+            return  # the range has ended, or the snapshot already contains the batch
         if batch.seq != known.seq + 1:
             raise ReplicaOutOfStep(f"slot {batch.slot}: batch {batch.seq} came after {known.seq}")
         known.seq = batch.seq
@@ -171,7 +170,7 @@ class IndexReplica:
                 own.difference_update(hashes)
 
     def _end(self, slot: int) -> None:
-        """A range counts no more; `_clear` forgets its blocks."""
+        """Removes a range from lookups; `_clear` drops its blocks."""
         known = self._ranges.pop(slot, None)
         if known is not None:
             self._workers_of.clear()
@@ -180,7 +179,7 @@ class IndexReplica:
                 self._live &= ~(1 << slot)
 
     def _clear(self, slot: int) -> None:
-        """Forgets some blocks of a range that ended."""
+        """Drops some blocks of an ended range."""
         left = self._ended[slot]
         self._drop([left.pop() for _ in range(min(len(left), CLEARED_AT_ONCE))], 1 << slot)
         if not left:
@@ -198,7 +197,7 @@ class IndexReplica:
 
 
 def _bits(slots: int) -> list[int]:
-    """The positions of the bits that are set."""
+    """Positions of the set bits."""
     found = []
     while slots:
         lowest = slots & -slots

@@ -1,4 +1,4 @@
-"""The index's scripts, run by their digest and loaded again where a server does not know them (NOSCRIPT)."""
+"""The index's Lua scripts, run by digest and reloaded if a server does not know them (NOSCRIPT)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NAMES = ("open", "apply", "close", "sweep", "lookup", "slots", "snapshot")
 
 
 class IndexScripts:
-    """All scripts on one client, blocking or asynchronous: a call returns what the client's calls return."""
+    """All scripts on one blocking or asynchronous client."""
 
     def __init__(self, client: Any, base: str) -> None:
         self.base = base
@@ -20,5 +20,5 @@ class IndexScripts:
         }
 
     def run(self, name: str, arguments: Sequence[Any] = ()) -> Any:
-        """The script's answer, or an awaitable of it."""
+        """The script's answer, or an awaitable of it for an asynchronous client."""
         return self._scripts[name](keys=[self.base], args=arguments)

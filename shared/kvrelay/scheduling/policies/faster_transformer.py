@@ -30,6 +30,7 @@ class FasterTransformerScheduler(BatchScheduler):
                 self.plan_decodes(draft)
             return
         self.admit_rest_of_groups(draft)
+        self.admit_handoffs(draft)
         draft.held_back = "a batch is running" if self.waiting else "queue empty"
         self.plan_prompts(draft)
         if not draft.prompts:

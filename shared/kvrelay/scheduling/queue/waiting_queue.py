@@ -1,13 +1,15 @@
 """The waiting queue: which sequence the scheduler admits next.
 
-A waiting sequence is in one of four places:
+Local prompts and handoffs (`remote_kv`) wait in one queue, in one order. A waiting sequence is in one of five places:
 
-1. RESERVED  capacity is reserved for it (`sample_groups`). It is admitted before all others, unless a running sequence
-             is still computing its prompt's next block.
+1. RESERVED  capacity is reserved for it (`sample_groups`, `remote_kv`). It is admitted before all others, unless a
+             block that it misses is still being computed or sent.
 2. RESUMED   it was preempted. Resumed sequences follow, the latest preempted first.
 3. LISTED    it is in a heap, by (priority, arrival).
-4. PARKED    a running sequence is computing the first block that it misses. It is listed again when that block is
-             published, or when that computation ends without it.
+4. PARKED    the first block that it misses is being computed by a running sequence, or sent for another handoff. It is
+             listed again when that block is published, or when that computation or transfer ends without it.
+5. LIMITED   its sender holds its share of the pool (`sender_limits`). It is listed again when blocks of that sender are
+             released.
 
 Priorities may be outdated in one direction only. A cached prefix grows when blocks are published, and exactly the
 sequences that miss these blocks (found by hash) get a new priority. It shrinks by eviction, which is noticed when the
@@ -16,7 +18,8 @@ besides the sequences that it admits, a step looks up at most `PROBES_A_STEP` pr
 
 Starvation bound: once `starvation_bound` other sequences were admitted since a sequence joined, only sequences that
 joined before it, and preempted ones, may be admitted first. It is not parked from then on. So it is admitted after at
-most the bound plus the queue's length at its arrival. A sample group counts as one.
+most the bound plus the queue's length at its arrival. A sample group counts as one. The bound does not hold for a
+sequence while it is LIMITED: a sender that has stopped for good would hold up all others.
 """
 
 from __future__ import annotations
@@ -28,10 +31,13 @@ from dataclasses import dataclass
 from itertools import count, islice
 
 from kvrelay.kv.hashing import BlockHash
+from kvrelay.kv.table import blocks_for
+from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.memory.block_manager import BlockManager
 from kvrelay.scheduling.queue.prefixes_in_progress import PrefixesInProgress
 from kvrelay.scheduling.queue.queue_orders import QueueOrder, depth_first
+from kvrelay.scheduling.queue.sender_limits import SenderLimits
 from kvrelay.scheduling.sequence import Sequence
 
 PROBES_A_STEP = 64
@@ -57,13 +63,23 @@ class WaitingQueue(Collection[Sequence]):
     """See the module's text. `len` and iteration cover resumed, listed and parked sequences alike."""
 
     def __init__(
-        self, order: QueueOrder, blocks: BlockManager, in_progress: PrefixesInProgress, starvation_bound: int
+        self,
+        order: QueueOrder,
+        blocks: BlockManager,
+        in_progress: PrefixesInProgress,
+        starvation_bound: int,
+        senders: SenderLimits,
     ) -> None:
         self._order = order
         self._blocks = blocks
         self._in_progress = in_progress
         self._starvation_bound = starvation_bound
+        self._senders = senders
+        self.num_remote = 0
+        """Handoffs among the waiting sequences."""
         self._reserved: dict[SequenceKey, Sequence] = {}
+        self._reserved_entries: dict[SequenceKey, _Entry] = {}  # of those that were listed or parked before
+        self._limited: dict[_Entry, None] = {}  # parked because their sender holds its share of the pool
         self._resumed: deque[Sequence] = deque()
         self._entries: dict[SequenceKey, _Entry] = {}  # by arrival
         self._heap: list[tuple[int, int, int, _Entry]] = []
@@ -95,6 +111,7 @@ class WaitingQueue(Collection[Sequence]):
     def add(self, sequence: Sequence) -> None:
         """Queues an arrival."""
         entry = self._entries[sequence.key] = _Entry(sequence, next(self._numbers), self._num_admitted)
+        self.num_remote += sequence.remote is not None
         if self._blocks.shares_prefixes:
             sequence.block_hashes(sequence.num_full_blocks)  # here: a forward hides it, admission is part of a step
         if self._order.depth_first:
@@ -109,20 +126,37 @@ class WaitingQueue(Collection[Sequence]):
 
     def reserve(self, sequence: Sequence) -> None:
         """Room was set aside for a sequence that waits."""
-        self.remove(sequence)
+        entry = self._take_out(sequence)
+        if entry is not None:
+            self._reserved_entries[sequence.key] = entry
         self._reserved[sequence.key] = sequence
+
+    def withdraw_reservation(self, sequence: Sequence) -> None:
+        """The room is no longer set aside: the sequence waits at its old place. O(waiting)."""
+        del self._reserved[sequence.key]
+        entry = self._reserved_entries.pop(sequence.key)
+        self._entries[sequence.key] = entry
+        self._entries = dict(sorted(self._entries.items(), key=lambda item: item[1].arrival))
+        self._list(entry, self._look(entry))
 
     def remove(self, sequence: Sequence) -> None:
         """Takes a sequence out."""
+        self.num_remote -= sequence.remote is not None
         if self._reserved.pop(sequence.key, None) is not None:
-            return
+            self._reserved_entries.pop(sequence.key, None)
+        else:
+            self._take_out(sequence)
+
+    def _take_out(self, sequence: Sequence) -> _Entry | None:
         entry = self._entries.pop(sequence.key, None)
         if entry is None:
             self._resumed.remove(sequence)
-            return
+            return None
         self._unlist(entry)
+        self._limited.pop(entry, None)
         self._misses(entry, None)
         self._changed.pop(entry, None)
+        return entry
 
     def admitted(self, sequence: Sequence) -> None:
         """Takes out a sequence that was admitted: the others have let one pass."""
@@ -137,12 +171,15 @@ class WaitingQueue(Collection[Sequence]):
             return sequence
         if self._resumed:
             return self._resumed[0]
-        oldest = next(iter(self._entries.values()), None)
+        oldest = self._oldest()
         if oldest is None:
             return None
         if self._num_admitted - oldest.joined >= self._starvation_bound:
             return oldest.sequence
         while (entry := self._top()) is not None:
+            if self._is_limited(entry.sequence):
+                self._park_limited(entry)
+                continue
             if not self._blocks.shares_prefixes:
                 return entry.sequence
             if self._probes_left <= 0:
@@ -152,19 +189,38 @@ class WaitingQueue(Collection[Sequence]):
                 return entry.sequence
         return None
 
+    def _oldest(self) -> _Entry | None:
+        """The entry that joined first, without those that wait for their sender."""
+        for entry in self._entries.values():
+            if entry in self._limited:
+                continue
+            if not self._is_limited(entry.sequence):
+                return entry
+            self._park_limited(entry)
+        return None
+
+    @property
+    def has_reserved(self) -> bool:
+        """Whether room is set aside for any of them."""
+        return bool(self._reserved)
+
     def reserved_head(self) -> Sequence | None:
-        """The first of the samples with room set aside whose prompt nobody is computing."""
+        """The first of the samples with room set aside whose prompt nobody is computing or sending."""
         parked: set[str] = set()
         for sequence in self._reserved.values():
-            if sequence.sample_group not in parked:
+            if sequence.sample_group not in parked and not self._is_limited(sequence):
                 if self._blocks.first_missing(sequence)[1] not in self._in_progress:
                     return sequence
                 parked.add(sequence.sample_group)  # and with it the others, which share the prompt
         return None
 
+    def renew_probes(self) -> None:
+        """Allows as many looks as at the start of a step."""
+        self._probes_left = PROBES_A_STEP
+
     def refresh(self) -> None:
         """A new step: looks again at those whose prefix changed, within the step's probes."""
-        self._probes_left = PROBES_A_STEP
+        self.renew_probes()
         self._steps_since_arranged += 1
         if self._unarranged and self._steps_since_arranged >= REARRANGE_STEPS:
             self._arrange()
@@ -180,6 +236,12 @@ class WaitingQueue(Collection[Sequence]):
             if entries is not None:
                 self._changed |= entries
 
+    def sender_changed(self, sender: PeerRef) -> None:
+        """Blocks that were reserved for a sender have been released."""
+        for entry in [entry for entry in self._limited if _sender(entry.sequence) == sender]:
+            del self._limited[entry]
+            self._changed[entry] = None
+
     def check_integrity(self) -> None:
         """Every sequence is in the heap exactly once, unless it is parked for a reason. Raises AssertionError."""
         listed = [entry for _, _, version, entry in self._heap if version == entry.version]
@@ -187,7 +249,9 @@ class WaitingQueue(Collection[Sequence]):
         parked = set(self._entries.values()) - set(listed)
         assert len(parked) == self._num_parked
         for entry in parked:
-            assert entry in self._changed or entry.missing in self._in_progress, "parked for nothing"
+            is_waiting = entry in self._limited or entry.missing in self._in_progress
+            assert is_waiting or entry in self._changed, "parked for nothing"
+        assert self.num_remote == sum(sequence.remote is not None for sequence in self)
 
     # -- priorities ---------------------------------------------------------------------------------------------------
 
@@ -214,6 +278,20 @@ class WaitingQueue(Collection[Sequence]):
             self._list(entry, priority)
             return False
         return True
+
+    def _is_limited(self, sequence: Sequence) -> bool:
+        """Whether its sender may not have the blocks reserved that it misses."""
+        remote = sequence.remote
+        if remote is None or not remote.is_limited:
+            return False
+        num_missing = blocks_for(sequence.num_tokens, sequence.table.block_size)
+        num_missing -= self._blocks.num_cached_blocks(sequence)
+        return not self._senders.allows(remote.sender, num_missing)
+
+    def _park_limited(self, entry: _Entry) -> None:
+        self._unlist(entry)
+        self._num_parked += 1
+        self._limited[entry] = None
 
     def _prioritize_changed(self) -> None:
         entry = next(iter(self._changed))
@@ -242,6 +320,7 @@ class WaitingQueue(Collection[Sequence]):
             self._waits_for.setdefault(missing, {})[entry] = None
 
     def _list(self, entry: _Entry, priority: int) -> None:
+        self._limited.pop(entry, None)
         entry.priority, entry.version = priority, next(self._numbers)
         heapq.heappush(self._heap, (priority, entry.arrival, entry.version, entry))
         if len(self._heap) > 64 + 2 * len(self._entries):  # mostly outdated places
@@ -263,3 +342,7 @@ class WaitingQueue(Collection[Sequence]):
                 entry.priority = priority
             else:
                 self._list(entry, priority)
+
+
+def _sender(sequence: Sequence) -> PeerRef | None:
+    return sequence.remote.sender if sequence.remote is not None else None

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay.telemetry.instruments import Instruments
 from kvrelay.telemetry.trace_context import parse_traceparent
@@ -86,17 +87,17 @@ async def test_errors_are_counted_by_what_they_were(observed: Observed) -> None:
     await router.post("/v1/completions", prompt=["x"] * 5000)
     await router.http.post("/v1/chat/completions", content=b"no json")
     await router.http.post("/v1/completions", json={"model": "other", "prompt": "x"})
-    router.answers("An otter", fail_after=1, failure=RequestFailed("no worker is left"))
+    router.answers("An otter", fail_after=1, failure=RequestFailed("no worker is left", FailureKind.WORKER_LOST))
     await router.post("/v1/completions", prompt="x")
     await router.post("/v1/completions", prompt="x", stream=True)
     assert observed.counts("gen_ai.server.request.duration") == {
         ("text_completion", "400"): 1,
         ("chat", "400"): 1,
         ("text_completion", "404"): 1,
-        ("text_completion", "request_failed"): 2,
+        ("text_completion", "worker_lost"): 2,
     }
     assert observed.counts("gen_ai.server.time_to_first_token") == {}
-    assert [span.attributes["error.type"] for span in observed.spans.spans].count("request_failed") == 2
+    assert [span.attributes["error.type"] for span in observed.spans.spans].count("worker_lost") == 2
 
 
 async def test_a_client_that_leaves_is_an_end_of_its_own(observed: Observed) -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from kvrelay_router.http.connection_passing import PassedConnections, ServingProcess, SharedPort
 from kvrelay_router.http.http_server import bind
 from tests.fakes.waiting import PATIENCE_S
+from tests.thoroughness import examples
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -218,7 +219,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(STEPS)
 def test_every_client_is_served_once_by_a_process_that_had_the_fewest(steps: list[tuple[str, int]]) -> None:
     async def run() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
 import socket
+import weakref
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ import httpx
 import openai
 import pytest
 
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay_router.dispatch.interface import ModelLimits, RequestFailed
 from kvrelay_router.http import body
 from kvrelay_router.http.http_server import bind
@@ -104,10 +107,10 @@ async def test_a_failure_before_the_first_token_has_a_status(router: Router, str
     error = answer.json()["error"]
     assert (error["type"], error["code"], error["message"]) == (
         "server_error",
-        "request_failed",
+        "worker_lost",
         "all workers are gone",
     )
-    router.answers("otter", fail_after=0, failure=RequestFailed("too slow", timed_out=True))
+    router.answers("otter", fail_after=0, failure=RequestFailed("too slow", FailureKind.DEADLINE))
     answer = await router.post("/v1/completions", prompt="x", stream=stream)
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "request_timeout")
 
@@ -378,3 +381,33 @@ async def test_stopping_ends_what_does_not_finish_with_an_error(router: Router) 
 async def test_a_port_in_use_is_an_error(router: Router) -> None:
     with pytest.raises(OSError, match="in use"):
         bind("127.0.0.1", router.server.port)
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/completions"])
+@pytest.mark.parametrize("half_closes", [False, True])
+async def test_a_closed_connection_leaves_nothing_to_the_garbage_collector(
+    router: Router, path: str, half_closes: bool
+) -> None:
+    """Cycles of references would keep it, and what it refers to, until a collection."""
+    router.answers("An otter is a mammal.", pause_s=0.01 if half_closes else 0)
+    gc.collect()
+    gc.disable()
+    try:
+        if path == "/health":
+            reader, writer = await asyncio.open_connection("127.0.0.1", router.server.port)
+            writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        else:
+            reader, writer = await send_raw(router, path, COMPLETION | {"stream": True})
+        await until(lambda: router.server._server.open_connections)
+        kept: list[weakref.ref[object]] = []
+        for connection in router.server._server.open_connections:
+            kept += [weakref.ref(connection), weakref.ref(connection.policy)]
+        del connection
+        if half_closes:
+            writer.write_eof()
+        await reader.readuntil(b"ok" if path == "/health" else b"[DONE]")
+        writer.close()
+        await writer.wait_closed()
+        await until(lambda: [each() for each in kept] == [None, None])
+    finally:
+        gc.enable()

@@ -21,6 +21,7 @@ from kvrelay_router.text.service import TextService
 from tests.component.router.rig import MODEL, Router
 from tests.fakes.scripted_dispatcher import Script, ScriptedHandle
 from tests.fakes.waiting import until
+from tests.thoroughness import examples
 
 END = b"0\r\n\r\n"
 
@@ -230,7 +231,7 @@ async def test_every_event_is_whole_whatever_bytes_its_tokens_end_in(router: Rou
     writer.close()
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(content=st.text(max_size=40), data=st.data())
 def test_the_text_does_not_depend_on_how_tokens_were_cut_into_deltas(
     text: TextService, content: str, data: st.DataObject

@@ -48,7 +48,7 @@ def reserve(state: State, who: str, source: str, key: SequenceKey, num_output: i
         state.post(who, source, "refused", key)
         return
     state.receivers[who][key] = Receiving(ReceiverHandoff(), source, num_output)
-    grant_wishes(state, who)
+    admit_pending(state, who)
     made = state.receivers[who][key].machine
     if made is not None and made.state is D.ASKED:
         state.post(who, source, "deferred", key)
@@ -59,7 +59,7 @@ def supersede(state: State, who: str, key: SequenceKey) -> None:
         cancel(state, who, other)
 
 
-def grant_wishes(state: State, who: str) -> None:
+def admit_pending(state: State, who: str) -> None:
     for key, waiting in list(state.receivers[who].items()):
         if waiting.machine is None or waiting.machine.state is not D.ASKED:
             continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import FirstToken, Generate, Prefill, Reassign, TokenEntry
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay_router.dispatch import events as router
@@ -67,7 +68,9 @@ def take(state: State, source: str, kind: str, key: SequenceKey, *more: Any) -> 
         case "need", (excluded, lacks):
             feed(state, r, router.DecodeNeeded(peer(source), attempt, "needed", frozenset(excluded), lacks))
         case "failed", (retriable,):
-            feed(state, r, router.AttemptFailed(peer(source), attempt, 0, "failed", retriable))
+            feed(
+                state, r, router.AttemptFailed(peer(source), attempt, 0, FailureKind.ENGINE_ERROR, "failed", retriable)
+            )
 
 
 def cancel(state: State, r: str) -> None:

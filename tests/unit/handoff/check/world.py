@@ -15,7 +15,7 @@ from typing import Any, Self
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.transfer.base import Landed, Pushed
-from kvrelay_decode.quarantine import Quarantine
+from kvrelay_decode.quarantine import Quarantine, QuarantineState
 from kvrelay_decode.receiver_events import PrefillLost
 from kvrelay_decode.receiver_handoff import ReceiverState as D
 from kvrelay_prefill.sender_events import DecodeLost
@@ -183,7 +183,12 @@ class World(State):
 
     def _may_ask(self, who: str, key: SequenceKey, p: str) -> bool:
         entry = self.quarantines[who]._entries.get(key)
-        return entry is not None and entry.lost and p not in self.dead and not self.links.get((who, p))
+        return (
+            entry is not None
+            and entry.state is QuarantineState.LOST
+            and p not in self.dead
+            and not self.links.get((who, p))
+        )
 
     def _disturbances(self) -> Iterator[Step]:
         if self.budget.get("cancel"):
@@ -210,7 +215,7 @@ class World(State):
         _STEPS[name](world, *step[1:])
         for d in world.size.decodes:
             if d not in world.dead:
-                decode_side.grant_wishes(world, d)
+                decode_side.admit_pending(world, d)
         return world
 
     # -- links --------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from kvrelay_router.text.service import TextService
 from kvrelay_router.text.sources import TokenizerNotFound, load_source
+from tests.thoroughness import examples
 
 pytestmark = pytest.mark.unit
 TOKENS = ["<s>", "</s>", "<tool>", "<|im_end|>", "<x>"]
@@ -66,7 +67,7 @@ def assert_as_transformers(folder: Path) -> None:
 
 
 @given(present=LISTED, named=NAMED, listed=st.none() | LISTED, more=MORE, names_in_map=st.booleans())
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_they_are_those_of_transformers(
     present: dict[str, list[bool]],
     named: dict[str, str],

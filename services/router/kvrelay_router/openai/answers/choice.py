@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sampling import BeamResult, FinishReason, TokenLogprobs
 from kvrelay_router.dispatch.interface import RequestFailed, SequenceDelta
 from kvrelay_router.text.detokenizer import Detokenizer
@@ -53,7 +54,7 @@ class Choice:
     def feed(self, delta: SequenceDelta) -> ChoiceOutput:
         """Takes a delta in. The output has all that can go out now; a matched stop string finishes it."""
         if delta.finish is FinishReason.ABORT:
-            raise RequestFailed("the request was aborted")
+            raise RequestFailed("the request was aborted", FailureKind.WORKER_LOST)
         visible = self._visible(delta)
         if self._matcher is None and not delta.logprobs:
             waiting = self._waiting

@@ -1,0 +1,31 @@
+"""Why a request failed: one enum for workers, router and clients."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class FailureKind(StrEnum):
+    """Travels in `Failed`, stands in `/requests/{id}`, and decides the HTTP status and the error code."""
+
+    # The request itself.
+    DEADLINE = "deadline"  # its time limit passed, on a worker or on the router
+    CANCELLED = "cancelled"  # the client left
+    TOO_LARGE = "too_large"  # the worker can never run it: its context or pool is too small
+
+    # A step of the engine.
+    BAD_LOGITS = "bad_logits"  # NaN or infinite logits
+    OUT_OF_MEMORY = "out_of_memory"  # of the device or the host, while a step ran
+    DEVICE_LOST = "device_lost"  # the device accepts no more work from the worker's process
+    ENGINE_ERROR = "engine_error"  # any other error of a step
+
+    # The workers of an attempt.
+    DRAINING = "draining"  # the worker is shutting down
+    WORKER_LOST = "worker_lost"  # the link to the worker is gone, or the worker has forgotten the request
+    NO_DECODE_WORKER = "no_decode_worker"  # prefill found no decode worker for its KV
+    PROTOCOL_ERROR = "protocol_error"  # the worker sent a message that cannot be right
+
+    # The router.
+    NO_WORKER = "no_worker"  # no worker became ready in time
+    ROUTER_SHUTDOWN = "router_shutdown"
+    INTERNAL_ERROR = "internal_error"

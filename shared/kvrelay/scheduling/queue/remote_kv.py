@@ -1,0 +1,229 @@
+"""Handoffs in the scheduler: sequences whose prompt's KV is computed and sent by another worker.
+
+1. WAITING                in the waiting queue, among local prompts and in the same order. Holds nothing.
+2. WAITING_FOR_REMOTE_KV  admitted: all its blocks are reserved, the transfer may begin. Counts towards `max_running`.
+3. RUNNING                adopted: all blocks and the first token are here. From now on a sequence like any other: if it
+                          is preempted, it waits and is computed here.
+   QUARANTINED            given up while its sender may still write: holds its blocks and counts towards the limit of
+                          its sender, and towards nothing else.
+4. FINISHED               released or ended. Holds nothing.
+
+Samples of one request arrive as handoffs of their own, one after the other; each says how many are still to come. When
+the first is admitted, capacity for the others is reserved: places among the running sequences, and the blocks that they
+do not share with the first. So a group is admitted as a whole or not at all, as a group of local samples is. Those with
+reserved capacity are admitted before all others. The reservation ends when the last of them has been admitted or has
+left, and at the latest when no sample of the group is received or runs here: samples that ended with their first token,
+or went to another worker, never arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvrelay.kv.pool import BlockState
+from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.scheduling.memory.block_manager import BlockManager
+from kvrelay.scheduling.queue.prefixes_in_progress import PrefixesInProgress
+from kvrelay.scheduling.queue.sender_limits import SenderLimits
+from kvrelay.scheduling.queue.waiting_queue import WaitingQueue
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits
+from kvrelay.scheduling.sequence import Sequence, SequenceState
+
+
+@dataclass(slots=True)
+class _Expected:
+    """Samples of a group that capacity is reserved for, arrived or not, and the blocks for each."""
+
+    num_samples: int
+    num_blocks_each: int
+
+
+class RemoteSequences:
+    """The handoffs of one scheduler, and the capacity that is reserved for them."""
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        limits: SchedulerLimits,
+        waiting: WaitingQueue,
+        in_progress: PrefixesInProgress,
+        senders: SenderLimits,
+    ) -> None:
+        self._blocks = blocks
+        self._limits = limits
+        self._waiting = waiting
+        self._in_progress = in_progress
+        self._senders = senders
+        self.receiving: dict[SequenceKey, Sequence] = {}
+        self._expected: dict[str, _Expected] = {}
+        self._pending: dict[str, dict[SequenceKey, Sequence]] = {}  # handoffs in the queue, by sample group
+        self._reserved: set[SequenceKey] = set()  # pending handoffs that capacity is reserved for
+        self._announced: list[Sequence] = []  # reserved since `take_reservations`
+        self._num_receiving_slots = 0
+
+    @property
+    def num_slots(self) -> int:
+        """Running sequences that those being received will become, and those that capacity is reserved for."""
+        return self._num_receiving_slots + sum(expected.num_samples for expected in self._expected.values())
+
+    @property
+    def num_reserved_blocks(self) -> int:
+        """Blocks for samples that are still to be admitted, and for the first tokens of beams being received."""
+        num_blocks = sum(each.num_samples * each.num_blocks_each for each in self._expected.values())
+        for sequence in self.receiving.values():
+            if sequence.beams is not None:
+                num_blocks += sequence.beams.num_reserved_blocks()
+        return num_blocks
+
+    @property
+    def num_limited(self) -> int:
+        """Sequences whose blocks count towards the limits of their senders."""
+        return len(self._senders)
+
+    # -- the queue ----------------------------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a handoff."""
+        self._waiting.add(sequence)
+        if sequence.sample_group:
+            self._pending.setdefault(sequence.sample_group, {})[sequence.key] = sequence
+            self._reserve_for_pending(sequence.sample_group)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes a handoff out of the queue that was not admitted."""
+        self._waiting.remove(sequence)
+        self._no_longer_pending(sequence)
+
+    def refresh(self, running: Iterable[Sequence]) -> None:
+        """Drops the capacity of groups that are gone. O(sequences here) if any capacity is reserved."""
+        if not self._expected:
+            return
+        present = {sequence.sample_group for sequence in running} | {
+            each.sample_group for each in self.receiving.values()
+        }
+        for group in self._expected.keys() - present:
+            del self._expected[group]
+            for sequence in self._pending.get(group, {}).values():
+                if sequence.key in self._reserved:
+                    self._reserved.remove(sequence.key)
+                    self._waiting.withdraw_reservation(sequence)
+
+    def _reserve_for_pending(self, group: str) -> None:
+        expected, pending = self._expected.get(group), self._pending.get(group, {})
+        if expected is None:
+            return
+        num_reserved = sum(key in self._reserved for key in pending)
+        for key, sequence in pending.items():
+            if num_reserved == expected.num_samples:
+                break
+            if key not in self._reserved:
+                num_reserved += 1
+                self._reserved.add(key)
+                self._waiting.reserve(sequence)
+
+    def _no_longer_pending(self, sequence: Sequence) -> None:
+        """It was admitted or has left: its reserved capacity ends."""
+        pending = self._pending.get(sequence.sample_group)
+        if pending is None:
+            return
+        del pending[sequence.key]
+        if not pending:
+            del self._pending[sequence.sample_group]
+        if sequence.key in self._reserved:
+            self._reserved.remove(sequence.key)
+            expected = self._expected[sequence.sample_group]
+            expected.num_samples -= 1
+            if not expected.num_samples:
+                del self._expected[sequence.sample_group]
+
+    # -- admission ----------------------------------------------------------------------------------------------------
+
+    def has_capacity(self, sequence: Sequence) -> bool:
+        """Whether a sample of its group was admitted before and has reserved capacity for this handoff."""
+        return sequence.key in self._reserved
+
+    def num_to_come(self, sequence: Sequence) -> int:
+        """Samples that capacity is to be reserved for when this handoff is admitted.
+
+        0 for groups that could never be here as a whole: their samples are admitted one by one.
+        """
+        remote = sequence.remote
+        if remote is None or not sequence.sample_group or sequence.sample_group in self._expected:
+            return 0
+        num_samples = remote.num_to_come
+        num_blocks = self._blocks.num_at_admission(sequence) + num_samples * self._num_own(sequence)
+        fits = 1 + num_samples <= self._limits.max_running and num_blocks <= self._blocks.pool.num_blocks
+        return num_samples if fits else 0
+
+    def reserve(self, sequence: Sequence, headroom: int) -> bool:
+        """Gives a handoff blocks for its whole prompt, and reserves capacity for the samples to come.
+
+        `headroom`: blocks that must stay available besides. False if there are not enough.
+        """
+        remote, num_to_come = sequence.remote, self.num_to_come(sequence)
+        assert remote is not None
+        num_blocks_each = self._num_own(sequence) if num_to_come else 0
+        headroom += num_to_come * num_blocks_each
+        if not self._blocks.admit(sequence, BlockState.RESERVED, headroom=headroom):
+            return False
+        self._waiting.admitted(sequence)
+        self._no_longer_pending(sequence)
+        sequence.state = SequenceState.WAITING_FOR_REMOTE_KV
+        self.receiving[sequence.key] = sequence
+        self._num_receiving_slots += sequence.num_slots
+        self._announced.append(sequence)
+        num_cached = sequence.num_published
+        if self._blocks.shares_prefixes:
+            hashes = sequence.block_hashes(sequence.num_full_blocks)
+            self._in_progress.promise(sequence.key, hashes[num_cached:])
+        if remote.is_limited:
+            self._senders.reserved(sequence.key, remote.sender, sequence.table.num_blocks - num_cached)
+        if num_to_come:
+            self._expected[sequence.sample_group] = _Expected(num_to_come, num_blocks_each)
+            self._reserve_for_pending(sequence.sample_group)
+        return True
+
+    def take_reservations(self) -> list[Sequence]:
+        """Handoffs that were admitted since the last call and are still being received."""
+        if not self._announced:
+            return []
+        announced, self._announced = self._announced, []
+        return [each for each in announced if each.state is SequenceState.WAITING_FOR_REMOTE_KV]
+
+    def _num_own(self, sequence: Sequence) -> int:
+        """Blocks that another sample of its group takes beside it."""
+        return self._blocks.num_own(sequence, sequence)
+
+    # -- the end of a transfer ----------------------------------------------------------------------------------------
+
+    def arrived(self, sequence: Sequence) -> None:
+        """All KV is here: its sender writes nothing any more."""
+        self._end_transfer(sequence)
+        self._release_sender(sequence)
+
+    def quarantine(self, sequence: Sequence) -> None:
+        """Given up while its sender may still write into its blocks."""
+        self._end_transfer(sequence)
+        self._blocks.change_block_state(sequence, BlockState.QUARANTINED)
+        sequence.state = SequenceState.QUARANTINED
+
+    def leave(self, sequence: Sequence) -> None:
+        """Ends a handoff that was not adopted. Its sender writes nothing any more; blocks are published or lost."""
+        if sequence.state is SequenceState.WAITING:
+            self.remove(sequence)
+            return
+        if sequence.state is SequenceState.WAITING_FOR_REMOTE_KV:
+            self._end_transfer(sequence)
+        self._release_sender(sequence)
+        self._blocks.free(sequence)
+
+    def _end_transfer(self, sequence: Sequence) -> None:
+        del self.receiving[sequence.key]
+        self._num_receiving_slots -= sequence.num_slots
+        self._waiting.prefixes_changed(self._in_progress.withdraw(sequence.key))
+
+    def _release_sender(self, sequence: Sequence) -> None:
+        sender = self._senders.released(sequence.key)
+        if sender is not None:
+            self._waiting.sender_changed(sender)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -99,22 +99,32 @@ def join_deltas(deltas: list[SequenceDelta]) -> SequenceDelta:
 
 @dataclass(slots=True)
 class ServedBy:
-    """Which workers a request went to; None where no worker of that role took part."""
+    """The workers of a request. None if no worker of that role is part of it."""
 
     prefill: str | None = None
     decode: str | None = None
-    tell_route: Callable[[], dict[str, Any]] = dict  # the decision with its reasons, JSON-ready
+    describe_route: Callable[[], dict[str, Any]] = dict  # the routing decision with its reasons, JSON-ready
 
 
 class DeltaSink(Protocol):
-    """Takes deltas in the callback that brings them."""
+    """Takes a request's deltas in the callback that receives them."""
 
-    def is_ready(self) -> bool:
-        """Whether it takes any now."""
+    @property
+    def is_waiting(self) -> bool:
+        """The sink's task sleeps. While it works, deltas must wait: they would overtake those that it has taken."""
+        ...
+
+    @property
+    def can_take(self) -> Callable[[], bool]:
+        """Returns whether `take` may be called, if the task sleeps."""
         ...
 
     def take(self, deltas: list[SequenceDelta]) -> None:
-        """A batch as `deltas` would give it. Never waits; what it raises, `deltas` raises."""
+        """Takes at most one delta per sequence. Never waits, never raises."""
+        ...
+
+    def wake(self) -> None:
+        """Deltas wait in the handle because the sink cannot take them, or a sequence or the request has ended."""
         ...
 
 
@@ -123,23 +133,39 @@ class RequestHandle(Protocol):
 
     served_by: ServedBy
 
-    def deltas(self) -> AsyncIterator[list[SequenceDelta]]:
-        """Batches of deltas, one per wake-up, until every sequence has finished. Raises RequestFailed."""
+    @property
+    def error(self) -> RequestFailed | None:
+        """Set if the request failed. Deltas that came before can still be taken."""
         ...
 
-    def push_to(self, sink: DeltaSink) -> None:
-        """From now on the sink gets batches while it is ready and whoever iterates `deltas` waits there.
+    @property
+    def is_over(self) -> bool:
+        """True if nothing more will be delivered."""
+        ...
 
-        What it is not ready for, and the ends of sequences mostly, come from `deltas`. The order is kept.
-        """
+    @property
+    def has_deltas(self) -> bool:
+        """True if `take` would return deltas."""
+        ...
+
+    def connect(self, sink: DeltaSink) -> None:
+        """From now on the sink gets all deltas, in order, while it can take them. Other deltas wait for `take`."""
+        ...
+
+    def disconnect(self) -> None:
+        """The sink gets nothing more. Must be called, because the two refer to each other."""
+        ...
+
+    def take(self) -> list[SequenceDelta]:
+        """Returns the deltas that wait, joined to one per sequence."""
         ...
 
     def stop(self, sequence: int) -> None:
-        """Ends a sequence whose text matched a stop string; its later tokens are dropped."""
+        """Ends a sequence whose text has a stop string. Its later tokens are dropped."""
         ...
 
     def cancel(self) -> None:
-        """Frees everything of this request on all workers. Idempotent; harmless after the end."""
+        """Frees everything of this request on all workers. Idempotent, and without effect after the end."""
         ...
 
 

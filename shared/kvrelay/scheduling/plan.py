@@ -146,10 +146,11 @@ class PlanDraft:
         """Prompt chunks first."""
         return (*self.prompts.values(), *self.decodes.values())
 
-    def add_chunk(self, row: PlannedRow) -> None:
-        """Adds a part of a prompt."""
-        self.prompts[row.sequence] = row
-        self.budget_left -= row.num_tokens
+    def add_chunk(self, sequence: Sequence, num_tokens: int) -> None:
+        """Adds the next `num_tokens` tokens of a prompt. The chunk that completes the prompt samples a token."""
+        sample = num_tokens == sequence.num_remaining and sequence.wants_token
+        self.prompts[sequence] = PlannedRow(sequence, sequence.next_position, num_tokens, True, sample)
+        self.budget_left -= num_tokens
 
     def add_decode(self, row: PlannedRow) -> None:
         """Adds a decode."""

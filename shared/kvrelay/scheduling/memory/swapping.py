@@ -28,7 +28,7 @@ from kvrelay.kv.swap_space import SwapSpace
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.memory.block_manager import BlockManager
-from kvrelay.scheduling.memory.preemption import COPY_BLOCK_S, Preempted, RunningMean, estimate, prefers_swap
+from kvrelay.scheduling.memory.swap_estimate import COPY_BLOCK_S, Preempted, RunningMean, estimate, prefers_swap
 from kvrelay.scheduling.plan import PlanDraft, StepPlan, SwapCopy, SwapPlan, work_of
 from kvrelay.scheduling.scheduler_settings import SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState

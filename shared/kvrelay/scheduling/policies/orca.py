@@ -8,24 +8,23 @@ that the first one may be longer.
 
 from __future__ import annotations
 
-from kvrelay.scheduling.memory.block_manager import WholeSequenceBlocks
+from kvrelay.scheduling.memory.block_manager import BlockManager, WholeSequenceBlocks
 from kvrelay.scheduling.plan import PlanDraft
 from kvrelay.scheduling.policies.chunk_sizes import Chunks, WholePrompts
-from kvrelay.scheduling.scheduler import BatchScheduler
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
+from kvrelay.scheduling.step_planner import StepPlanner
 
 
-class OrcaScheduler(BatchScheduler):
+class OrcaPolicy:
     """All decodes, and whole prompts beside them."""
 
-    block_manager = WholeSequenceBlocks
-    mixes_prompts_and_decodes = True
+    block_manager: type[BlockManager] = WholeSequenceBlocks
+    mixes_prompts_and_decodes: bool = True
 
-    def make_chunks(self) -> Chunks:
-        """Prompts are not cut."""
+    def make_chunks(self, limits: SchedulerLimits, settings: SchedulerSettings) -> Chunks:
         return WholePrompts()
 
-    def fill(self, draft: PlanDraft) -> None:
-        """Decodes, then prompts: first those whose step failed because of others, or beams that lost their blocks."""
-        self.plan_decodes(draft)
-        self.plan_prompts(draft)
-        self.admit_prompts(draft)
+    def fill(self, planner: StepPlanner, draft: PlanDraft) -> None:
+        planner.plan_decodes(draft)
+        planner.plan_prompts(draft)
+        planner.admit_prompts(draft)

@@ -118,6 +118,17 @@ class _Work:
     max_states: int
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """Addresses of a step's plan for C code that runs several layers. They are valid while the step is."""
+
+    plan: int  # the struct `Attention`
+    pool: int  # the first layer's keys of block 0
+    layer_bytes: int  # from a layer's keys to the next layer's
+    write_blocks: int  # [tokens] int32: the block that takes each token's K/V
+    write_slots: int  # [tokens] int32: its slot there
+
+
 class CpuStep:
     """One step of `CpuBackend`. The work is cut at the first layer, which gives the number of query heads."""
 
@@ -158,6 +169,20 @@ class CpuStep:
         call.scaling, call.softcap = params.scaling, params.softcap or 0.0
         self._kernel.kvrelay_attend(ctypes.byref(call))
         return output
+
+    def call_from_c(self, num_heads: int, dtype: torch.dtype) -> AttentionCall | None:
+        """The plan for C code that attends by itself; None if the pool stores keys and values in another type."""
+        if self._pool.dtype != dtype:
+            return None
+        if not self._keep:
+            self._prepare(num_heads, dtype)
+        return AttentionCall(
+            plan=ctypes.addressof(self._call),
+            pool=self._pool.data_ptr(),
+            layer_bytes=self._pool.stride(1) * self._pool.element_size(),
+            write_blocks=self._write_blocks.ctypes.data,
+            write_slots=self._write_slots.ctypes.data,
+        )
 
     def _prepare(self, num_heads: int, dtype: torch.dtype) -> None:
         """Fills the fields that are the same for all layers."""

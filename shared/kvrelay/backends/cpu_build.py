@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-_SOURCE = Path(__file__).with_name("cpu_kernel.c")
+_SOURCE = Path(__file__).with_name("cpu_decoder.c")
+_INCLUDED = Path(__file__).with_name("cpu_kernel.c")
 _FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fno-math-errno", "-ffp-contract=fast", "-fopenmp")
 _COMPILERS = ("gcc", "cc", "clang")
 _TIMEOUT_S = 120.0
@@ -89,7 +90,8 @@ def _run(command: Sequence[str]) -> None:
 def _key(compiler: str, link_openmp: bool) -> str:
     """A name from everything that the machine code depends on: source, flags, compiler, CPU."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-    parts = (_SOURCE.read_text(), " ".join(_FLAGS), str(link_openmp), version.stdout, _cpu_features())
+    sources = _SOURCE.read_text() + _INCLUDED.read_text()
+    parts = (sources, " ".join(_FLAGS), str(link_openmp), version.stdout, _cpu_features())
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=12).hexdigest()
 
 

@@ -68,7 +68,7 @@ class AttemptDriver:
         self._on_ended = on_ended
         self._wait_for_worker_s = wait_for_worker_s
         self._tracing = tracing
-        self._waiting: dict[ActiveSequence, None] = {}  # in the order of arrival
+        self._waiting: dict[ActiveSequence, None] = {}  # sequences in their order of arrival
 
     @property
     def num_waiting(self) -> int:

@@ -23,8 +23,8 @@ class TokenIntake:
         self._attempt = 1
         self._num_resumed = 0  # tokens that earlier attempts delivered
         self._held: dict[int, TokenEntry] = {}  # entries behind a gap, by the index of their first token
-        self._usage: SequenceUsage | None = None  # to go out with the next delta
-        self._cached_tokens: int | None = None  # to go out with the next delta
+        self._usage: SequenceUsage | None = None  # the next delta takes it
+        self._cached_tokens: int | None = None  # the next delta takes it
         self._cached_tokens_reported = False
 
     def handle(self, entry: TokenEntry) -> SequenceDelta | None:

@@ -1,4 +1,4 @@
-"""What the HTTP layer asks of dispatch, and what it gets back."""
+"""The interface between the HTTP layer and dispatch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RequestFailed(Exception):
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A validated, tokenized request. Sequence i of `num_sequences` draws with (sampling.seed, i, position).
+    """A validated, tokenized request. Sequence i of `num_sequences` samples with the seed (sampling.seed, i, position).
 
     A beam search is one sequence, whatever its width.
     """
@@ -50,14 +50,14 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling
     num_sequences: int = 1
     cache_salt: str = ""
-    session: str = ""  # requests of one session belong to one worker where the policy is `sticky`
+    session: str = ""  # the policy `sticky` sends requests of one session to one worker
     priority: int = 0
     timeout_s: float = 600.0
     trace: str = ""
 
 
 class SequenceDelta(msgspec.Struct, frozen=True):
-    """New tokens of one sequence, in order, none twice. `logprobs` has one entry a token when asked for.
+    """New tokens of one sequence, in order, none twice. `logprobs` has one entry per token if asked for.
 
     `prompt_logprobs` (for prompt tokens 1, 2, ...) and `cached_tokens` come with a sequence's first delta.
     With `finish` STOP_TOKEN the last token is the end-of-sequence or stop token. With max_tokens 0 one delta comes,
@@ -171,7 +171,7 @@ class RequestHandle(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What the ready workers can take. `max_model_len` counts prompt and output tokens of a sequence.
+    """The limits of the ready workers. `max_model_len` counts prompt and output tokens of a sequence.
 
     `max_running` (sequences at a time), `num_blocks` and `block_size` are those of decode workers; 0 where there is
     none, or an older worker that knows no beam search. `group_samples`: whether they run a request's samples at once.
@@ -186,31 +186,31 @@ class ModelLimits:
 
 
 class PreparedPrompt(Protocol):
-    """A prompt that was prepared for routing. Only the dispatcher that made it looks inside."""
+    """A prompt that was prepared for routing. Only the dispatcher that made it reads it."""
 
     @property
     def num_tokens(self) -> int:
-        """Of the prompt."""
+        """The length of the prompt."""
         ...
 
 
 class Dispatcher(Protocol):
-    """The way from the HTTP layer to the workers."""
+    """Runs requests on the workers of the fleet."""
 
     def limits(self) -> ModelLimits | None:
-        """None while no worker is known."""
+        """Returns None while no worker is known."""
         ...
 
     def ready(self) -> bool:
-        """Whether a request could be placed right now."""
+        """Returns whether a request could be placed at this moment."""
         ...
 
     def ready_workers(self) -> dict[str, int]:
-        """How many workers of each role take new requests."""
+        """Returns the number of workers that accept new requests, by role."""
         ...
 
     async def prepare(self, request: GenerateRequest) -> PreparedPrompt:
-        """What routing wants to know of a prompt and may take a while: its block hashes, and who holds them."""
+        """Computes the prompt's block hashes and looks up which workers hold the blocks. May take a while."""
         ...
 
     def submit(self, request: GenerateRequest, prepared: PreparedPrompt | None = None) -> RequestHandle:

@@ -54,7 +54,7 @@ class RunningRequest:
         self._on_cancel = on_cancel
         self._queue = queue or PushQueue()
         self._unfinished = set(range(request.num_sequences))
-        self._deltas: list[SequenceDelta] = []  # in the order of arrival
+        self._deltas: list[SequenceDelta] = []  # deltas in their order of arrival
         self._sink: DeltaSink | None = None
         self._sink_was_ready = False
 
@@ -131,12 +131,12 @@ class RunningRequest:
             sink.wake()
 
     def finish(self, sequence: int) -> None:
-        """Nothing more comes of this sequence."""
+        """This sequence is over."""
         self._unfinished.discard(sequence)
         self._wake()
 
     def fail(self, error: RequestFailed) -> None:
-        """Nothing more comes of any sequence."""
+        """The request is over."""
         if not self.is_over:
             self.error = error
             self._wake()

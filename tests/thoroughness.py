@@ -1,4 +1,4 @@
-"""How many random examples a test tries: a part of them in `make test`, all of them in `make test-all`."""
+"""The number of random examples of a test: `make test` runs 30% of them, `make test-all` runs all."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import hypothesis
 
 ALL_EXAMPLES = 100
-"""Of a property without a number of its own; also what the numbers given to `examples` are relative to."""
+"""The number for a test that names none. Numbers given to `examples` are scaled in proportion to it."""
 EVERYDAY_EXAMPLES = 30
 THOROUGH = "thorough"
 
@@ -27,5 +27,5 @@ def register_profiles() -> None:
 
 
 def examples(num_examples: int) -> int:
-    """How many of so many examples the run tries."""
+    """Scales a number of examples to the profile in use."""
     return max(1, num_examples * hypothesis.settings().max_examples // ALL_EXAMPLES)

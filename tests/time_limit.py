@@ -1,4 +1,4 @@
-"""A pytest plugin: the time limit of a test also ends a call into C that never returns.
+"""A pytest plugin that applies the time limit of a test also to calls into C that do not return.
 
 pytest-timeout raises an exception from a signal handler. Python runs the handler between two bytecodes of the main
 thread, so a call such as `zmq_ctx_term`, which the garbage collector may make at any time, can outlive the limit. For
@@ -6,7 +6,8 @@ that case a watchdog thread, which needs no GIL, ends the process `time_limit_gr
 the stacks of all threads to stderr.
 
 pytest-xdist replaces a process that ended and reports the test that it ran as failed. But its schedulers run that test
-again, in one process after the other, until they give up and the rest of its file never runs. `EachTestOnce` does not.
+again, in one process after the other, up to the limit of restarts, and the rest of its file does not run.
+`EachTestOnce` does not repeat it.
 """
 
 from __future__ import annotations

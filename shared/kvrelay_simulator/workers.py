@@ -1,4 +1,4 @@
-"""Workers without devices: the services' schedulers, pools and caches; a step only takes its time.
+"""Simulated workers: the services' schedulers, pools and caches, with timed steps instead of a device.
 
 As in the services: prefill asks decode when a prompt's first chunk is scheduled, holds the blocks until decode has
 committed, and its first token does not wait for the transfer; decode queues handoffs in its scheduler, runs them once
@@ -32,14 +32,14 @@ from kvrelay_simulator.traces import Tokens
 FINGERPRINT = "simulated"
 MODEL = "simulated"
 TOKEN, LAST_TOKEN = 1, 2
-"""What is drawn. A scheduler knows only how many tokens a request allows; its last one ends it as a stop token does."""
-HANDOFF_S = 1e-3  # messages of a handoff, beside its bytes
+"""The sampled token. Schedulers know only the maximum length; the last token ends the request like a stop token."""
+HANDOFF_S = 1e-3  # time of a handoff's messages, in addition to its transfer
 ROUTER = PeerRef("router", "1", "tcp://router")
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """As the services' configuration. `kv_tokens`: what a pool holds; None: what the profile says."""
+    """Settings of the services' configuration. `kv_tokens`: tokens per pool; None: the profile's."""
 
     block_size: int = 64
     prefill_token_budget: int = 2048
@@ -60,8 +60,8 @@ def _nothing(request: Request) -> None:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request on its way, with what became of it; times in virtual seconds. `max_tokens`: what it allows, where
-    that is more than the output that it draws."""
+    """One request and its times in virtual seconds. `max_tokens`: the maximum output length, if it is more than the
+    sampled one."""
 
     number: int
     arrival_s: float
@@ -77,13 +77,13 @@ class Request:
     num_cached_tokens: int = 0
     computed_by: str = ""
     decode: SimulatedDecode | None = None
-    held: list[int] = field(default_factory=list)  # blocks that prefill keeps for the handoff
-    link_free_s: float | None = None  # when the blocks that were computed early have left; None: not granted yet
+    held: list[int] = field(default_factory=list)  # blocks kept on prefill for the handoff
+    link_free_s: float | None = None  # when early blocks are sent; None: not granted
     num_missing_blocks: int = 0
     prefilled_s: float | None = None
 
     def sequence(self, block_size: int) -> Sequence:
-        """As a worker gets it."""
+        """The sequence for a worker's scheduler."""
         sequence = Sequence(
             key=(str(self.number), 1, 0),
             tokens=TokenBuffer(self.tokens),
@@ -100,7 +100,7 @@ class Request:
 
 
 class SimulatedWorker:
-    """What both roles have in common."""
+    """Parts common to both roles."""
 
     role: str
 
@@ -129,11 +129,11 @@ class SimulatedWorker:
 
     @property
     def peer(self) -> PeerRef:
-        """As the router names it."""
+        """The worker's address for the router."""
         return PeerRef(self.name, "1", f"tcp://{self.name}")
 
     def record(self) -> WorkerRecord:
-        """As the registry has it."""
+        """The worker's registry record."""
         return WorkerRecord(
             worker_id=self.name,
             role="prefill" if self.role == "prefill" else "decode",
@@ -151,7 +151,7 @@ class SimulatedWorker:
         )
 
     def status(self) -> Status:
-        """The report that a router gets."""
+        """The status report for routers."""
         self.speeds.pushed(self.pushed_bytes, self.push_busy_s)
         plain, named = report_load(self.scheduler, self.speeds)
         blocks = {state.value: count for state, count in self.pool.counts().items()}
@@ -160,11 +160,11 @@ class SimulatedWorker:
         )
 
     def queues(self) -> dict[str, int]:
-        """Of the role."""
+        """Implemented by each role."""
         return {}
 
     def wake(self) -> None:
-        """Begins a step, unless one is under way or there is nothing to do."""
+        """Begins a step unless one runs or there is no work."""
         while not self._stepping:
             plan = self.scheduler.schedule()
             self.planned(plan)
@@ -190,20 +190,20 @@ class SimulatedWorker:
         return LAST_TOKEN if is_last else TOKEN
 
     def began(self, plan: StepPlan, step_s: float) -> None:
-        """A step begins, and will take so long."""
+        """Called when a step begins, with its duration."""
         self.busy_s += step_s
         self.num_steps += 1
 
     def planned(self, plan: StepPlan) -> None:
-        """Of the role."""
+        """Implemented by each role."""
 
     def committed(self, outputs: list[SequenceOutput]) -> None:
-        """Of the role."""
+        """Implemented by each role."""
         raise NotImplementedError
 
 
 class SimulatedPrefill(SimulatedWorker):
-    """Computes prompts, and hands them over."""
+    """Computes prompts and hands them over."""
 
     role = "prefill"
 
@@ -212,7 +212,7 @@ class SimulatedPrefill(SimulatedWorker):
         self._link_free_s = 0.0
 
     def accept(self, request: Request) -> None:
-        """Prefill, from the router."""
+        """Takes a `Prefill` from the router."""
         sequence = request.sequence(self.settings.block_size)
         sequence.prefill_only = True
         request.computed_by = self.name
@@ -221,7 +221,7 @@ class SimulatedPrefill(SimulatedWorker):
         self.wake()
 
     def planned(self, plan: StepPlan) -> None:
-        """Decode is asked when the first chunk is scheduled."""
+        """Sends `Reserve` for prompts whose first chunk is scheduled."""
         for sequence in plan.admitted:
             request = self.requests[sequence.key]
             request.num_cached_tokens = sequence.num_cached_tokens
@@ -229,7 +229,7 @@ class SimulatedPrefill(SimulatedWorker):
                 request.decode.ask(request, self)
 
     def committed(self, outputs: list[SequenceOutput]) -> None:
-        """The first token leaves; the blocks stay until decode has them."""
+        """Sends the first token; the blocks are kept until decode has them."""
         for output in outputs:
             if not output.prefilled:
                 continue
@@ -246,7 +246,7 @@ class SimulatedPrefill(SimulatedWorker):
                 request.on_finished(request)
 
     def granted(self, request: Request, num_missing_blocks: int) -> None:
-        """Decode has room: what is computed can leave. One link, first come, first served."""
+        """Decode granted slots: computed blocks are sent. One link, first come first served."""
         num_bytes = num_missing_blocks * self.settings.block_size * self.profile.kv_bytes_per_token
         push_s = num_bytes / self.profile.transfer_bytes_s
         request.num_missing_blocks = num_missing_blocks
@@ -273,7 +273,7 @@ class SimulatedPrefill(SimulatedWorker):
 
 
 class SimulatedDecode(SimulatedWorker):
-    """Takes prompts over and continues them, or computes them itself."""
+    """Continues prompts that were handed over, or computes them."""
 
     role = "decode"
 
@@ -283,11 +283,11 @@ class SimulatedDecode(SimulatedWorker):
         self._senders: dict[tuple[str, int, int], SimulatedPrefill] = {}
 
     def queues(self) -> dict[str, int]:
-        """Handoffs to come."""
+        """Queue lengths, with pending handoffs."""
         return {"asked": len(self._arriving)}
 
     def accept(self, request: Request) -> None:
-        """Generate, from the router."""
+        """Takes a `Generate` from the router."""
         sequence = request.sequence(self.settings.block_size)
         request.computed_by = self.name
         self.requests[sequence.key] = request
@@ -295,7 +295,7 @@ class SimulatedDecode(SimulatedWorker):
         self.wake()
 
     def ask(self, request: Request, sender: SimulatedPrefill) -> None:
-        """Reserve, from prefill."""
+        """Takes a `Reserve` from prefill."""
         sequence = request.sequence(self.settings.block_size)
         sequence.remote = RemoteKV(sender.peer)
         self.requests[sequence.key] = request
@@ -305,7 +305,7 @@ class SimulatedDecode(SimulatedWorker):
         self._grant(self.scheduler.reserve())
 
     def commit(self, request: Request) -> None:
-        """All blocks and the first token are here."""
+        """All blocks and the first token have arrived."""
         key = (str(request.number), 1, 0)
         sequence = self._arriving.pop(key)
         sequence.num_computed = sequence.num_tokens
@@ -316,14 +316,14 @@ class SimulatedDecode(SimulatedWorker):
         self.wake()
 
     def planned(self, plan: StepPlan) -> None:
-        """Whole prompts count as hits what this worker's cache gave."""
+        """Counts cached tokens of prompts that decode computes as hits."""
         for sequence in plan.admitted:
             if not sequence.num_preemptions:
                 self.requests[sequence.key].num_cached_tokens = sequence.num_cached_tokens
         self._grant(plan.reservations)
 
     def committed(self, outputs: list[SequenceOutput]) -> None:
-        """Tokens, and what ends."""
+        """Counts tokens and ends finished requests."""
         for output in outputs:
             request = self.requests[output.sequence.key]
             if request.first_token_s is None and output.token_ids:

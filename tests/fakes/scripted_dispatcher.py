@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,20 +47,44 @@ def score(token_id: int, num_top: int, logprob: float = -0.5) -> TokenLogprobs:
 
 
 class ScriptedHandle:
-    """One running request of the script."""
+    """One running request of the script, which starts when a sink is connected. Like a fleet of workers that waits for
+    the client: the next deltas come when the sink or `take` has taken those before."""
 
     def __init__(self, dispatcher: ScriptedDispatcher, request: GenerateRequest) -> None:
         self.served_by = ServedBy("prefill-0", "decode-0")
         self.request = request
         self.stopped: list[int] = []
         self.cancelled_at: float | None = None
-        self._dispatcher = dispatcher
         self.num_pushed = 0
+        self.error: RequestFailed | None = None
+        self.is_over = False
+        self._dispatcher = dispatcher
+        self._deltas: list[SequenceDelta] = []
+        self._taken = asyncio.Event()
         self._sink: DeltaSink | None = None
+        self._script: asyncio.Task[None] | None = None
 
-    def push_to(self, sink: DeltaSink) -> None:
-        """From now on."""
+    @property
+    def has_deltas(self) -> bool:
+        """Those that the sink was not ready for."""
+        return bool(self._deltas)
+
+    def connect(self, sink: DeltaSink) -> None:
+        """Starts the script."""
         self._sink = sink
+        self._script = asyncio.create_task(self._run())
+
+    def disconnect(self) -> None:
+        """Ends the script."""
+        self._sink = None
+        if self._script is not None:
+            self._script.cancel()
+
+    def take(self) -> list[SequenceDelta]:
+        """The script goes on."""
+        deltas, self._deltas = self._deltas, []
+        self._taken.set()
+        return deltas
 
     def stop(self, sequence: int) -> None:
         """Recorded."""
@@ -71,7 +95,16 @@ class ScriptedHandle:
         if self.cancelled_at is None:
             self.cancelled_at = time.monotonic()
 
-    async def deltas(self) -> AsyncIterator[list[SequenceDelta]]:
+    async def _run(self) -> None:
+        try:
+            await self._play()
+        except RequestFailed as error:
+            self.error = error
+        self.is_over = True
+        if self._sink is not None:
+            self._sink.wake()
+
+    async def _play(self) -> None:
         """All sequences in step."""
         scripts = [self._dispatcher.script(self.request, i) for i in range(self.request.num_sequences)]
         plans = [self._plan(sequence, script) for sequence, script in enumerate(scripts)]
@@ -85,13 +118,21 @@ class ScriptedHandle:
                     await (script.resume or asyncio.Event()).wait()
             if batch := [plan[number] for plan in plans if number < len(plan)]:
                 await asyncio.sleep(0)
-                if self._sink is None or not self._sink.is_ready():
-                    yield batch
-                    continue
-                self.num_pushed += 1
-                self._sink.take(batch)
+                await self._deliver(batch)
                 if len(set(self.stopped)) == len(plans):
                     return
+
+    async def _deliver(self, batch: list[SequenceDelta]) -> None:
+        if self._sink is None:
+            return
+        if self._dispatcher.pushes and self._sink.is_waiting and self._sink.can_take():
+            self.num_pushed += 1
+            self._sink.take(batch)
+            return
+        self._taken.clear()
+        self._deltas = batch
+        self._sink.wake()
+        await self._taken.wait()
 
     def _plan(self, sequence: int, script: Script) -> list[SequenceDelta]:
         sampling = self.request.sampling
@@ -132,6 +173,7 @@ class ScriptedDispatcher:
     is_ready: bool = True
     handles: list[ScriptedHandle] = field(default_factory=list)
     refuse_after: int | None = None  # submits before NoWorkerReady
+    pushes: bool = True  # deltas go to sinks that are ready; False: all go through the streams' tasks
 
     @property
     def requests(self) -> list[GenerateRequest]:

@@ -22,6 +22,7 @@ from kvrelay.telemetry.tracer import Tracer
 from kvrelay_router.dispatch.active_requests import DispatchSettings
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.interface import GenerateRequest, NoWorkerReady, RequestFailed
+from tests.fakes.delta_reader import read_batches
 from tests.fakes.hash_runner import EOS_TOKEN_ID, VOCAB_SIZE, HashRunner, expected_tokens
 from tests.fakes.workers import LocalWorker
 
@@ -175,7 +176,7 @@ class LocalFleet:
                 await asyncio.sleep(0.1)
         outputs: list[list[int]] = [[] for _ in job.expected]
         finished: dict[int, FinishReason] = {}
-        async for deltas in handle.deltas():
+        async for deltas in read_batches(handle):
             for delta in deltas:
                 assert delta.sequence not in finished, f"{job.name}: tokens after the end"
                 outputs[delta.sequence] += delta.token_ids

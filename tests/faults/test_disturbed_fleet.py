@@ -12,6 +12,7 @@ from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sampling import Sampling
 from kvrelay_router.dispatch.interface import GenerateRequest, RequestFailed
+from tests.fakes.delta_reader import read_batches
 from tests.fakes.hash_runner import HashRunner, expected_tokens
 from tests.faults.local_fleet import PEER_TIMEOUT_S, LocalFleet, Role, local_fleet, make_job
 
@@ -146,7 +147,7 @@ def test_a_request_that_nobody_can_finish_ends_at_its_deadline(redis_url: str) -
             tokens: list[int] = []
 
             async def read() -> None:
-                async for deltas in handle.deltas():
+                async for deltas in read_batches(handle):
                     tokens.extend(token for delta in deltas for token in delta.token_ids)
                     if len(tokens) >= 5 and "decode-0" in fleet.workers:
                         fleet.kill("decode-0")

@@ -1,1 +1,1 @@
-"""Attention over paged KV: one interface, one implementation per kind of device."""
+"""Attention over paged KV: one interface, and one implementation per kind of device."""

@@ -1,7 +1,7 @@
-"""The one interface between a model and its paged KV: allocate a pool, plan a step, attend in each layer.
+"""The interface between a model and its paged KV: allocate a pool, plan a step, attend in each layer.
 
-A backend is chosen once per process. `plan` does everything about a step that does not depend on the layer, so that the
-layers only write, attend, and go on.
+A backend is chosen once per process. `plan` does everything about a step that does not depend on the layer, so that
+layers only write and attend.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class KVLayout:
     num_kv_heads: int
     head_dim: int
     block_size: int
-    dtype: torch.dtype  # of queries, keys and values as the model computes them
-    stored: torch.dtype | None = None  # of keys and values in the pool, an 8-bit float; None: as computed
+    dtype: torch.dtype  # dtype of queries, keys and values as the model computes them
+    stored: torch.dtype | None = None  # 8-bit dtype of keys and values in the pool; None: as computed
 
     @property
     def pool_dtype(self) -> torch.dtype:
-        """The type of the pool's elements."""
+        """The dtype of the pool's elements."""
         return self.stored or self.dtype
 
     @property
@@ -42,16 +42,16 @@ class KVLayout:
 
     @property
     def block_bytes(self) -> int:
-        """The bytes of one block of all layers, one contiguous run."""
+        """The bytes of one block of all layers, which are contiguous."""
         elements = self.num_layers * 2 * self.block_size * self.num_kv_heads * self.head_dim
         return elements * self.pool_dtype.itemsize
 
 
 def allocate_pool(layout: KVLayout, num_blocks: int, device: torch.device) -> torch.Tensor:
-    """A pool of zeros, `[num_blocks, *layout.block_shape]`. On a CPU, pages take memory only once written."""
+    """Returns a pool of zeros, `[num_blocks, *layout.block_shape]`. On a CPU, pages take memory only once written."""
     if device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros((num_blocks, *layout.block_shape), dtype=layout.pool_dtype, device=device)
-    # A step reads blocks all over the pool; huge pages save address translations (5 percent of a decode step measured).
+    # A step reads blocks all over the pool. Huge pages save address translations (5 percent of a decode step measured).
     memory = mmap.mmap(-1, num_blocks * layout.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # not every kernel has huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -60,7 +60,7 @@ def allocate_pool(layout: KVLayout, num_blocks: int, device: torch.device) -> to
 
 @dataclass(frozen=True)
 class PackedRows:
-    """How the rows of a step lie in the packed batch and in the pool; row r's tokens follow those of row r - 1."""
+    """The layout of a step's rows in the packed batch and in the pool. Row r's tokens follow those of row r - 1."""
 
     query_lens: Int32Array  # [rows], tokens of each row in this step, at least 1
     positions: Int32Array  # [rows], the position in its sequence of each row's first token
@@ -85,23 +85,24 @@ class PackedRows:
         return offsets + np.repeat(self.positions - self.query_starts[:-1], self.query_lens)
 
     def token_blocks(self, block_size: int) -> Int32Array:
-        """`[tokens]`: the block that takes each packed token's K/V (at `token_positions % block_size`)."""
+        """`[tokens]`: the block that each packed token's K/V is written to (at `token_positions % block_size`)."""
         blocks: Int32Array = self.block_tables[self.token_rows, self.token_positions // block_size]
         return blocks
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionParams:
-    """What one layer asks of its attention beside q, k and v."""
+    """The inputs of one layer's attention beside q, k and v."""
 
     scaling: float  # multiplies q . k
-    sliding_window: int | None = None  # keys at position - window and before are out of sight
+    sliding_window: int | None = None  # keys at position - window and before are masked
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     sinks: torch.Tensor | None = None  # [num_heads], one more logit per head that takes weight and gives no value
 
 
 class LayerKind(NamedTuple):
-    """What sets layers of a model apart for a kernel, beside their numbers. Most models have one kind or two."""
+    """The properties by which a kernel distinguishes layers, except their numbers. Most models have one or
+    two kinds."""
 
     num_heads: int
     scaling: float
@@ -110,25 +111,25 @@ class LayerKind(NamedTuple):
 
     @property
     def window_left(self) -> int:
-        """Keys in sight before the query's own; -1: all."""
+        """Keys that are visible before the query's own; -1: all."""
         return -1 if self.sliding_window is None else self.sliding_window - 1
 
     def sees_all(self, num_keys: int) -> bool:
-        """Whether the last of so many tokens has all of them in sight."""
+        """Whether the last of `num_keys` tokens sees all of them."""
         return self.sliding_window is None or num_keys <= self.sliding_window
 
     @property
     def params(self) -> AttentionParams:
-        """What a layer of this kind asks of its attention."""
+        """The attention parameters of a layer of this kind."""
         return AttentionParams(self.scaling, self.sliding_window, self.softcap)
 
 
 KV_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-"""Types that the pool may have beside the one that the model computes in, by the names that users know."""
+"""Dtypes that the pool may have beside the model's own, by their names in the configuration."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """What users call it: bfloat16, fp8_e4m3."""
+    """The name of a dtype for display, such as bfloat16 or fp8_e4m3."""
     names = {known: name for name, known in KV_DTYPES.items()}
     return names.get(dtype, str(dtype).removeprefix("torch."))
 
@@ -139,30 +140,30 @@ def is_eight_bit(dtype: torch.dtype) -> bool:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, 8-bit floats as plain bytes: ops that only move elements know those on every device."""
+    """The same memory, with 8-bit floats as plain bytes: every device has ops to move bytes."""
     return tensor.view(torch.uint8) if is_eight_bit(tensor.dtype) else tensor
 
 
 def as_stored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Keys or values in the pool's type. An 8-bit float takes what is beyond its reach as its largest number.
+    """Converts keys or values to the pool's dtype. An 8-bit float saturates at its largest number.
 
-    Rounds to nearest, ties to even; NaN stays NaN. Attention sees keys and values as they are stored, those of its own
-    step too, so that it does not matter in which step they were written.
+    Rounds to nearest, ties to even; NaN stays NaN. Attention reads keys and values as they are stored, including those
+    of its own step, so that results do not depend on the step in which they were written.
     """
     if not is_eight_bit(dtype):
         return tensor.to(dtype)
-    limit = torch.finfo(dtype).max  # casts make NaN or infinity of what lies beyond, or not, from release to release
+    limit = torch.finfo(dtype).max  # whether casts saturate or give NaN or infinity differs between releases of torch
     return tensor.clamp(-limit, limit).to(dtype)
 
 
 def last_contiguous(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor in this dtype with elements of its last dimension side by side; itself, where that is so."""
+    """The tensor in this dtype with its last dimension contiguous. No copy if it is so already."""
     tensor = as_stored(tensor, dtype)
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def computed_in(pool: torch.Tensor, key: torch.Tensor) -> torch.dtype:
-    """The type of queries and outputs beside a pool and this key: the pool's, or if that has 8 bits the key's."""
+    """The dtype of queries and outputs beside a pool and this key: the pool's, or the key's if the pool has 8 bits."""
     return key.dtype if is_eight_bit(pool.dtype) else pool.dtype
 
 
@@ -174,9 +175,9 @@ class StepAttention(Protocol):
     ) -> torch.Tensor:
         """Writes this step's K/V into the pool's blocks of `layer`, then attends causally over the block tables.
 
-        Keys and values are those of the pool, as it stores them, this step's too: see `as_stored`.
-        `query` is `[tokens, num_heads, head_dim]`, `key` and `value` are `[tokens, num_kv_heads, head_dim]`, all of any
-        strides. The result is contiguous, shaped as `query`.
+        Attention reads all keys and values as the pool stores them, including this step's; see `as_stored`. `query` is
+        `[tokens, num_heads, head_dim]`, `key` and `value` are `[tokens, num_kv_heads, head_dim]`, all with any strides.
+        The result is contiguous and shaped as `query`.
         """
         ...
 
@@ -186,57 +187,58 @@ class AttentionBackend(Protocol):
 
     @property
     def name(self) -> str:
-        """What logs and reports call it."""
+        """The name in logs and reports."""
         ...
 
     def plan(self, pool: torch.Tensor, rows: PackedRows) -> StepAttention:
-        """Prepares a step over `pool`; the plan is good for all layers of this step, and for no other step.
+        """Prepares a step over `pool`. The plan is valid for all layers of this step, and for no other step.
 
-        The next plan may take the memory of this one: it is made when this step's layers have been asked for.
+        The next plan may reuse the memory of this one, so make it after all layers of this step have been launched.
         """
         ...
 
 
 class NotCapturable(Exception):
-    """A layer asks for attention that a CUDA graph cannot hold here; the message names it."""
+    """A layer needs attention that cannot be captured in a CUDA graph here. The message names it."""
 
 
 class FixedStep(StepAttention, Protocol):
-    """A step of a fixed number of rows, one token each, that may be captured in a CUDA graph.
+    """A step with a fixed number of rows, one token each, that can be captured in a CUDA graph.
 
-    All that its `attend` reads of the step lies in buffers that stay where they are. Before each replay `replan` fills
-    them. Its first `attend` of a kind of layer may allocate and wait, so a forward comes before the capture.
+    Everything that its `attend` reads about the step lies in fixed buffers, which `replan` fills before each replay.
+    The first `attend` of a kind of layer may allocate and wait, so run a forward before the capture.
     """
 
     def replan(self, rows: PackedRows) -> None:
-        """From now on, in the stream's order, the step is over these rows. The host waits for nothing.
+        """Makes the step run over these rows from now on, in the stream's order. The host does not wait.
 
-        Every `attend`, captured or not, comes after a `replan`.
+        Call it before every `attend`, captured or not.
         """
         ...
 
 
 class FixedSteps(Protocol):
-    """Makes fixed steps over one pool. They share their buffers: a replan of one is the end of the others' plans."""
+    """Makes fixed steps over one pool. They share their buffers, so replanning one invalidates the plans of
+    the others."""
 
     def __call__(self, num_rows: int) -> FixedStep:
-        """A step of `num_rows` rows."""
+        """Returns a step of `num_rows` rows."""
         ...
 
 
 @runtime_checkable
 class CapturableBackend(AttentionBackend, Protocol):
-    """A backend whose decoding steps may be captured in CUDA graphs."""
+    """A backend whose decoding steps can be captured in CUDA graphs."""
 
     def fixed_steps(self, pool: torch.Tensor, max_rows: int, max_row_blocks: int) -> FixedSteps:
-        """Steps of up to `max_rows` rows over `pool`, each of up to `max_row_blocks` blocks."""
+        """Returns a factory of steps of up to `max_rows` rows over `pool`, each of up to `max_row_blocks` blocks."""
         ...
 
 
 @runtime_checkable
 class SharingBackend(AttentionBackend, Protocol):
-    """A backend that reads together what rows share, in steps that are no CUDA graphs."""
+    """A backend that reads shared prefixes once for several rows, in steps that are launched kernel by kernel."""
 
     def prefers_launches(self, pool: torch.Tensor, rows: PackedRows) -> bool:
-        """Whether so much is shared that a step is worth more launched kernel by kernel than as a CUDA graph."""
+        """Whether a step shares so much that launching it kernel by kernel is faster than replaying a CUDA graph."""
         ...

@@ -1,11 +1,10 @@
-"""Cascade attention, planned: which decoding rows of a step read a prefix of blocks together, once for all of them.
+"""Plans cascade attention: which decoding rows of a step read a common prefix of blocks together, once for all of them.
 
 Rows with the same leading blocks form groups. A first kernel attends with the queries of a group over its shared
-blocks, a second one with each row's over the rest of its own; both also give the logarithm of the sum of the
-exponentials, by which the two outputs are merged into what one softmax over all keys would have given.
-Ye et al., "Cascade Inference: Memory Bandwidth Efficient Shared Prefix Batch Decoding", 2024; Juravsky et al.,
-"Hydragen: High-Throughput LLM Inference with Shared Prefixes", 2024. Which groups are formed, and when it pays, is
-decided here, on plain arrays.
+blocks, a second one with each row's query over the rest of its own blocks. Both also return the log-sum-exp of the
+scores, by which the two outputs are merged into the result of one softmax over all keys. Ye et al., "Cascade Inference:
+Memory Bandwidth Efficient Shared Prefix Batch Decoding", 2024; Juravsky et al., "Hydragen: High-Throughput LLM
+Inference with Shared Prefixes", 2024. This module decides, on plain arrays, which groups to form and when that pays.
 """
 
 from __future__ import annotations
@@ -18,36 +17,36 @@ from numpy.typing import NDArray
 from kvrelay.backends.backend import Int32Array
 from kvrelay.backends.paging import PagedRows
 
-# Time as the bytes that a GPU with 3.3 TB/s reads in it. By the data sheet, and by what launches are known to take:
-# none of it is measured here yet.
-_STEP_BYTES = 32 * 2**20  # two kernels more: 10 us a layer
+# Times as the bytes that a GPU with 3.3 TB/s reads meanwhile. From the data sheet and known launch times; not measured
+# here yet.
+_STEP_BYTES = 32 * 2**20  # two more kernels: 10 us a layer
 _GRAPH_BYTES = 512 * 2**20  # the host launches a layer's kernels one by one: 160 us
 
 
 @dataclass(frozen=True, slots=True)
 class CascadeCosts:
-    """What must be saved, in tokens of one layer whose keys and values are not read again."""
+    """The savings at which sharing pays, in tokens of one layer whose keys and values are not read again."""
 
     row_tokens: int
     """For each row of a group: its second output is written, read and merged."""
     step_tokens: int
-    """For the step: one more kernel runs, and one that merges."""
+    """For the step: two more kernels run, one of them to merge."""
     graph_tokens: int = 0
-    """For a step that a CUDA graph holds otherwise: it is launched kernel by kernel."""
+    """For a step that would otherwise be a CUDA graph: it is launched kernel by kernel."""
 
     @classmethod
     def of(cls, group: int, token_bytes: int) -> CascadeCosts:
-        """For layers with `group` query heads a KV head, and `token_bytes` of keys and values a token.
+        """The costs for layers with `group` query heads per KV head, and `token_bytes` of keys and values per token.
 
-        A row's output has half of `token_bytes` times `group` (twice that many heads stand for 16 bits beside a pool of
-        8); it is written once more, and both are read and one is written to merge them.
+        A row's output has half of `token_bytes` times `group` bytes (twice that many heads for 16 bits beside a pool of
+        8). It is written once more, and to merge, both outputs are read and one is written.
         """
         return cls(2 * group, -(-_STEP_BYTES // token_bytes), -(-_GRAPH_BYTES // token_bytes))
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """Rows, at least two and in rising order, whose first `num_blocks` blocks are the same."""
+    """Rows, at least two and in ascending order, whose first `num_blocks` blocks are the same."""
 
     rows: tuple[int, ...]
     num_blocks: int
@@ -55,29 +54,29 @@ class SharedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class CascadePlan:
-    """The decoding rows of a step in another order: each group's rows lie side by side, ungrouped ones come last."""
+    """The decoding rows of a step, reordered: the rows of each group are adjacent, ungrouped rows come last."""
 
     order: Int32Array  # [rows], the row at each place
-    prefixes: PagedRows  # a row for each group: its queries are those of the group's rows, its pages the shared blocks
-    suffixes: PagedRows  # by place: the pages behind the shared blocks
+    prefixes: PagedRows  # one row per group: the queries of the group's rows, the pages of the shared blocks
+    suffixes: PagedRows  # pages by place: those behind the shared blocks
     saved_tokens: int
 
     @property
     def num_shared(self) -> int:
-        """How many rows are in a group; the first so many places are theirs."""
+        """Number of rows in groups. They occupy the first places."""
         return int(self.prefixes.query_starts[-1])
 
     @property
     def keeps_order(self) -> bool:
-        """Whether every row stands where it stood."""
+        """Whether the order of the rows is unchanged."""
         return bool((self.order[:-1] < self.order[1:]).all())
 
 
 def plan_cascade(tables: Int32Array, num_keys: Int32Array, block_size: int, costs: CascadeCosts) -> CascadePlan | None:
-    """The plan for decoding rows, or None where sharing saves less than it costs.
+    """Returns the plan for decoding rows, or None if sharing saves less than it costs.
 
-    `tables` are their block tables `[rows, longest]`, padded with anything; `num_keys` how many tokens each row sees,
-    `[rows]`, the one that it writes included. Time: rows times blocks.
+    `tables` are their block tables `[rows, longest]`, padded with anything. `num_keys` is the number of tokens that
+    each row sees, `[rows]`, including the one that it writes. Time: rows times blocks.
     """
     groups = find_groups(tables, num_keys, block_size, costs)
     saved = sum(saved_tokens(len(group.rows), group.num_blocks, block_size, costs) for group in groups)
@@ -85,21 +84,21 @@ def plan_cascade(tables: Int32Array, num_keys: Int32Array, block_size: int, cost
 
 
 def saved_tokens(num_rows: int, num_blocks: int, block_size: int, costs: CascadeCosts) -> int:
-    """What a group saves: its shared tokens are read once instead of once a row."""
+    """The tokens that a group saves: its shared tokens are read once instead of once per row."""
     return (num_rows - 1) * num_blocks * block_size - num_rows * costs.row_tokens
 
 
 def find_groups(tables: Int32Array, num_keys: Int32Array, block_size: int, costs: CascadeCosts) -> list[SharedPrefix]:
-    """The groups worth forming, each row in one at most.
+    """Returns the groups worth forming. Each row is in at most one.
 
-    Prefixes form a forest, with rows as leaves and a node wherever rows part. Bottom up, a node either becomes one
-    group of all its rows, or keeps its children's groups and makes one of the rows that none of them took, whichever
-    saves more. The block that a row writes into is never shared.
+    Prefixes form a forest, with rows as leaves and a node wherever rows diverge. From the bottom up, a node becomes
+    either one group of all its rows, or keeps the groups of its children and forms a group of the remaining rows,
+    whichever saves more. The block that a row writes into is never shared.
     """
-    num_full = (num_keys - 1) // block_size  # of each row's blocks, without the one that takes its token
+    num_full = (num_keys - 1) // block_size  # each row's blocks without the one that receives its token
     firsts, counts = np.unique(tables[num_full > 0, 0], return_counts=True)
     rows = np.flatnonzero((num_full > 0) & np.isin(tables[:, 0], firsts[counts > 1]))
-    # The most that could be saved: each row but one of all its full blocks.
+    # Upper bound of the savings: the full blocks of each row but one.
     reach = int(num_full[rows].sum()) - int(num_full[rows].max(initial=0))
     if reach * block_size < max(costs.step_tokens, 1):
         return []
@@ -110,12 +109,13 @@ def find_groups(tables: Int32Array, num_keys: Int32Array, block_size: int, costs
 
 
 def _sort_rows(full: Int32Array) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """An order that puts common prefixes side by side, and how many blocks each row has in common with the next.
+    """Sorts rows so that common prefixes are adjacent. Returns the order, and how many blocks each row shares with the
+    next.
 
     `full` holds -1 behind a row's blocks.
     """
     width = full.shape[1]
-    # As strings of bytes they sort in one pass; which order it is does not matter.
+    # As byte strings they sort in one pass. Any consistent order will do.
     order = np.argsort(full.view(np.dtype((np.void, width * full.itemsize)))[:, 0], kind="stable")
     full = full[order]
     parted = (full[:-1] != full[1:]) | (full[1:] < 0)
@@ -125,14 +125,14 @@ def _sort_rows(full: Int32Array) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 class _Node:
-    """Rows that share `num_blocks` blocks, while the rows below it are still coming."""
+    """Rows that share `num_blocks` blocks, while rows below it are still being added."""
 
     __slots__ = ("free", "groups", "num_blocks", "rows", "saved")
 
     def __init__(self, num_blocks: int, *rows: int) -> None:
         self.num_blocks = num_blocks
         self.rows = list(rows)
-        self.free = list(rows)  # those in no group
+        self.free = list(rows)  # rows in no group
         self.groups: list[SharedPrefix] = []
         self.saved = 0
 
@@ -143,7 +143,7 @@ class _Node:
         self.saved += child.saved
 
     def close(self, block_size: int, costs: CascadeCosts) -> None:
-        """All rows have come: chooses their groups."""
+        """Chooses the groups, when all rows have been added."""
         together = saved_tokens(len(self.rows), self.num_blocks, block_size, costs)
         left = saved_tokens(len(self.free), self.num_blocks, block_size, costs) if len(self.free) > 1 else 0
         if together > max(0, self.saved + max(0, left)):
@@ -158,7 +158,7 @@ class _Node:
 def _group_sorted(
     rows: NDArray[np.int64], common: NDArray[np.int64], block_size: int, costs: CascadeCosts
 ) -> list[SharedPrefix]:
-    """Walks the forest in the order of its leaves; the open nodes lie on a stack, the deepest on top."""
+    """Walks the forest in the order of its leaves. A stack holds the open nodes, the deepest on top."""
     groups: list[SharedPrefix] = []
     stack: list[_Node] = []
     for row, depth in zip(rows.tolist(), common.tolist(), strict=True):

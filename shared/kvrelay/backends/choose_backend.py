@@ -22,10 +22,10 @@ _log = logging.getLogger(__name__)
 def select_backend(
     device: torch.device, layout: KVLayout, kinds: Collection[LayerKind] = (), *, cascade: bool = False
 ) -> AttentionBackend:
-    """The fastest backend that works; why a faster one does not is logged.
+    """Returns the fastest backend that works, and logs why a faster one does not.
 
-    On a GPU, a small step with each of `kinds` of layers is run and held against plain torch first. With `cascade`,
-    decoding rows read there what they share together, where it pays.
+    On a GPU, a small step with each of `kinds` of layers is run and compared with plain torch first. With `cascade`,
+    decoding rows read common prefixes together if that pays.
     """
     if device.type == "cuda":
         return select_flashinfer(device, layout, kinds, cascade=cascade)
@@ -46,12 +46,13 @@ def select_backend(
 def select_flashinfer(
     device: torch.device, layout: KVLayout, kinds: Collection[LayerKind], *, cascade: bool = False
 ) -> AttentionBackend:
-    """FlashInfer, if it is installed, knows the layout, and passes the trial; plain torch otherwise."""
+    """Returns FlashInfer if it is installed, supports the layout and passes the trial, else plain torch."""
     if not FlashInferBackend.can_hold(layout):
         heads = f"{layout.num_kv_heads} heads of {layout.head_dim}"
         _log.warning("attention in plain torch: FlashInfer knows no %s with %s", layout.dtype, heads)
         return TorchBackend()
-    # Other errors than ImportError, too: its parts look for a compiler, libraries and a driver each in its own way.
+    # Its parts look for a compiler, libraries and a driver, and raise errors of many kinds, so this catches more than
+    # ImportError.
     try:
         backend = FlashInferBackend(device)
     except Exception as error:
@@ -71,11 +72,12 @@ def select_flashinfer(
         return backend
     num_kv_heads, pool_bytes = layout.num_kv_heads, layout.pool_dtype.itemsize
     group = max(kind.num_heads for kind in kinds) // num_kv_heads
-    # Outputs are 16-bit floats, whatever the pool has.
+    # Outputs are 16-bit floats, whatever the pool's dtype.
     costs = CascadeCosts.of(
         group * layout.dtype.itemsize // pool_bytes, token_bytes=2 * num_kv_heads * layout.head_dim * pool_bytes
     )
-    # The same backend: another one would bring a workspace of its own, and wrappers that the first step has to make.
+    # Keep this backend: another one would allocate a second workspace, and wrappers that the first step would have to
+    # make.
     backend.share_prefixes(replace(costs, step_tokens=0))
     try:
         try_layers(backend, layout, kinds, device, shared=True)
@@ -90,7 +92,7 @@ def select_flashinfer(
 def _trial_failure(
     backend: FlashInferBackend, layout: KVLayout, kinds: Collection[LayerKind], device: torch.device
 ) -> str | None:
-    """Why the kernels failed the trial; None: they passed."""
+    """Returns why the kernels failed the trial, or None if they passed."""
     try:
         try_layers(backend, layout, kinds, device)
     except Exception as error:
@@ -99,11 +101,11 @@ def _trial_failure(
 
 
 def _has_kernels_of_its_own(device: torch.device) -> bool:
-    """Whether FlashInfer computes chunks with other kernels there than elsewhere: it does on Hopper."""
+    """Whether FlashInfer has prefill kernels of its own for this GPU, as it has for Hopper."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _reason(error: Exception) -> str:
-    """The error on one line; compilers' logs are cut to their end, where they say what is wrong."""
+    """The error on one line. Compiler logs are cut to their last part, which says what is wrong."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= 600 else f"{text[:200]} ... {text[-400:]}"

@@ -1,4 +1,4 @@
-"""Attention on a CPU through the kernel in cpu_kernel.c, which reads the pool's blocks where they lie.
+"""Attention on a CPU through the kernel in cpu_kernel.c, which reads the pool's blocks in place.
 
 The kernel takes plain pointers through ctypes, which releases the GIL.
 """
@@ -24,13 +24,13 @@ from kvrelay.backends.backend import (
 )
 from kvrelay.backends.cpu_build import KernelBuildError, load_kernel
 
-_SPLIT_KEYS = 512  # keys of one piece of a decoding row; fixed, so that results depend on the row alone
+_SPLIT_KEYS = 512  # keys per piece of a decoding row; fixed, so that results depend on the row alone
 _TILE_ROWS = 64  # query tokens times heads of a group that share a tile of keys
 _HEADS_MULTIPLE = 16
 _MAX_HEAD_DIM = 256
-# By the numbers that the kernel knows them by.
+# In the order of the kernel's own numbers for them.
 _POOL_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
-_DTYPES = _POOL_DTYPES[:2]  # of queries and outputs
+_DTYPES = _POOL_DTYPES[:2]  # dtypes of queries and outputs
 
 _ITEM = np.dtype(
     [(name, np.int32) for name in ("row", "head_begin", "head_end", "query_begin", "query_end")]
@@ -66,7 +66,7 @@ class _Attention(ctypes.Structure):
 
 
 class CpuBackend:
-    """The compiled kernel; float32 and bfloat16, over a pool of these or of 8 bits; heads of 16, 32, .. up to 256."""
+    """The compiled kernel: float32 and bfloat16, over a pool of these or of 8 bits; heads of 16, 32, .. up to 256."""
 
     name = "cpu"
 
@@ -91,7 +91,7 @@ class CpuBackend:
 
     @staticmethod
     def can_hold(dtype: torch.dtype, head_dim: int) -> bool:
-        """Whether the kernel knows queries of this type, and heads of this size. The pool may have 8 bits."""
+        """Whether the kernel supports queries of this dtype and heads of this size. The pool may have 8 bits."""
         return dtype in _DTYPES and head_dim % _HEADS_MULTIPLE == 0 and 0 < head_dim <= _MAX_HEAD_DIM
 
     def plan(self, pool: torch.Tensor, rows: PackedRows) -> StepAttention:
@@ -100,7 +100,7 @@ class CpuBackend:
         Raises:
             ValueError: the pool's dtype or head size is not one of the kernel's.
         """
-        # Of what type queries beside 8 bits are, the first layer tells.
+        # Beside a pool of 8 bits, the first layer gives the dtype of the queries.
         dtype = torch.float32 if is_eight_bit(pool.dtype) else pool.dtype
         if not self.can_hold(dtype, pool.shape[-1]):
             raise ValueError(f"the CPU kernel cannot hold {pool.dtype} with heads of {pool.shape[-1]}")
@@ -118,8 +118,19 @@ class _Work:
     max_states: int
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """Addresses of a step's plan for C code that runs several layers. They are valid while the step is."""
+
+    plan: int  # the struct `Attention`
+    pool: int  # the first layer's keys of block 0
+    layer_bytes: int  # from a layer's keys to the next layer's
+    write_blocks: int  # [tokens] int32: the block that takes each token's K/V
+    write_slots: int  # [tokens] int32: its slot there
+
+
 class CpuStep:
-    """One step of `CpuBackend`. The work is cut at the first layer, which tells the number of query heads."""
+    """One step of `CpuBackend`. The work is cut at the first layer, which gives the number of query heads."""
 
     def __init__(self, kernel: ctypes.CDLL, pool: torch.Tensor, rows: PackedRows) -> None:
         self._kernel = kernel
@@ -129,7 +140,7 @@ class CpuStep:
         self._write_blocks = rows.token_blocks(block_size)
         self._write_slots = rows.token_positions % block_size
         self._call = _Attention()
-        self._keep: tuple[Any, ...] = ()  # what the call's pointers point to
+        self._keep: tuple[Any, ...] = ()  # keeps the memory alive that the call's pointers refer to
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
@@ -137,7 +148,7 @@ class CpuStep:
         """See `StepAttention.attend`.
 
         Raises:
-            ValueError: queries beside a pool of 8 bits are of a type that the kernel does not know.
+            ValueError: the kernel does not support this dtype of queries beside a pool of 8 bits.
         """
         call = self._call
         if not self._keep:
@@ -159,8 +170,22 @@ class CpuStep:
         self._kernel.kvrelay_attend(ctypes.byref(call))
         return output
 
+    def call_from_c(self, num_heads: int, dtype: torch.dtype) -> AttentionCall | None:
+        """The plan for C code that attends by itself; None if the pool stores keys and values in another type."""
+        if self._pool.dtype != dtype:
+            return None
+        if not self._keep:
+            self._prepare(num_heads, dtype)
+        return AttentionCall(
+            plan=ctypes.addressof(self._call),
+            pool=self._pool.data_ptr(),
+            layer_bytes=self._pool.stride(1) * self._pool.element_size(),
+            write_blocks=self._write_blocks.ctypes.data,
+            write_slots=self._write_slots.ctypes.data,
+        )
+
     def _prepare(self, num_heads: int, dtype: torch.dtype) -> None:
-        """Fills what is the same for all layers."""
+        """Fills the fields that are the same for all layers."""
         if dtype not in _DTYPES:
             raise ValueError(f"the CPU kernel knows no queries of {dtype}")
         pool, rows, call = self._pool, self._rows, self._call
@@ -194,8 +219,8 @@ class CpuStep:
 def cut_work(rows: PackedRows, num_kv_heads: int, group: int, num_threads: int) -> _Work:
     """Cuts rows into items: tiles of a chunk's queries per KV head, pieces of a decoding row's keys.
 
-    How a row is cut depends on the row alone, except that heads are taken together where there is work enough: then a
-    block is read from end to end.
+    The cut of a row depends on the row alone, with one exception: heads are taken together if there is enough work, so
+    that a block is read from end to end.
     """
     num_keys = (rows.positions + rows.query_lens).astype(np.int64)
     decoding = np.flatnonzero((rows.query_lens == 1) & (group <= _TILE_ROWS))
@@ -206,7 +231,7 @@ def cut_work(rows: PackedRows, num_kv_heads: int, group: int, num_threads: int) 
     heads = num_kv_heads if num_splits.sum() >= 4 * num_threads else 1
     decode_items, split_rows, num_partials = _cut_decodes(decoding, num_splits, num_keys, num_kv_heads, group, heads)
     items = np.concatenate([chunk_items, decode_items])
-    # The longest first, so that no thread begins one while the others are done.
+    # The longest items first, so that no thread begins a long one while the others are done.
     cost = (items["key_end"] - items["key_begin"]) * (items["query_end"] - items["query_begin"])
     items = items[np.argsort(-cost * (items["head_end"] - items["head_begin"]), kind="stable")]
     item_rows = -(-(items["query_end"] - items["query_begin"]) * group // 8) * 8
@@ -217,7 +242,7 @@ def cut_work(rows: PackedRows, num_kv_heads: int, group: int, num_threads: int) 
 def _cut_chunks(
     rows: PackedRows, chunks: NDArray[np.int64], num_keys: NDArray[np.int64], num_kv_heads: int, tile_tokens: int
 ) -> NDArray[np.void]:
-    """Every tile of queries of every chunk, once per KV head."""
+    """Yields every tile of queries of every chunk, once per KV head."""
     num_tiles = -(-rows.query_lens[chunks] // tile_tokens)
     row = np.repeat(chunks, num_tiles)
     tile = _count_up(num_tiles)
@@ -240,9 +265,9 @@ def _cut_decodes(
     group: int,
     heads: int,
 ) -> tuple[NDArray[np.void], NDArray[np.void], int]:
-    """Every piece of every decoding row, `heads` KV heads at a time; with the rows whose pieces are joined."""
+    """Yields every piece of every decoding row, `heads` KV heads at a time, and the rows whose pieces are joined."""
     row, split = np.repeat(decoding, num_splits), _count_up(num_splits)
-    wide = num_kv_heads * group  # partials of a piece
+    wide = num_kv_heads * group  # partial results of a piece
     several = num_splits > 1
     starts = np.cumsum(np.where(several, num_splits * wide, 0))
     first_partial = starts - np.where(several, num_splits * wide, 0)

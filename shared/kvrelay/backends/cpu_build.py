@@ -15,19 +15,20 @@ from pathlib import Path
 
 import torch
 
-_SOURCE = Path(__file__).with_name("cpu_kernel.c")
+_SOURCE = Path(__file__).with_name("cpu_decoder.c")
+_INCLUDED = Path(__file__).with_name("cpu_kernel.c")
 _FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fno-math-errno", "-ffp-contract=fast", "-fopenmp")
 _COMPILERS = ("gcc", "cc", "clang")
 _TIMEOUT_S = 120.0
 
 
 class KernelBuildError(Exception):
-    """The kernel cannot be built here; the message says why."""
+    """The kernel cannot be built here. The message says why."""
 
 
 @cache
 def load_kernel() -> ctypes.CDLL:
-    """The compiled kernel, built if the cache has none for this source, compiler and CPU.
+    """Returns the compiled kernel. Builds it if the cache has none for this source, compiler and CPU.
 
     Raises:
         KernelBuildError: no compiler, or it failed.
@@ -44,7 +45,7 @@ def load_kernel() -> ctypes.CDLL:
 
 
 def cache_dir() -> Path:
-    """Where compiled kernels are kept: `KVRELAY_CACHE_DIR`, or the user's cache directory."""
+    """The directory of compiled kernels: `KVRELAY_CACHE_DIR`, or the user's cache directory."""
     configured = os.environ.get("KVRELAY_CACHE_DIR")
     if configured:
         return Path(configured)
@@ -52,7 +53,8 @@ def cache_dir() -> Path:
 
 
 def build_kernel(compiler: str, directory: Path, *, link_openmp: bool) -> Path:
-    """Compiles into `directory`, unless that was done before. Processes may build at once: a file appears whole.
+    """Compiles into `directory`, unless that was done before. Several processes may build at once, because the file
+    appears as a whole.
 
     Raises:
         KernelBuildError: the compiler failed, or the directory cannot be written.
@@ -72,7 +74,8 @@ def build_kernel(compiler: str, directory: Path, *, link_openmp: bool) -> Path:
 
 
 def _compile(compiler: str, object_file: Path, library: Path, link_openmp: bool) -> None:
-    """Two calls, because linking with -fopenmp would bring a second OpenMP runtime into the process."""
+    """Compiles and links in two calls, because linking with -fopenmp would load a second OpenMP runtime into the
+    process."""
     _run([compiler, *_FLAGS, "-c", str(_SOURCE), "-o", str(object_file)])
     openmp = ["-fopenmp"] if link_openmp else []
     _run([compiler, "-shared", *openmp, str(object_file), "-o", str(library), "-lm"])
@@ -85,14 +88,15 @@ def _run(command: Sequence[str]) -> None:
 
 
 def _key(compiler: str, link_openmp: bool) -> str:
-    """Names what the machine code depends on: source, flags, compiler, CPU."""
+    """A name from everything that the machine code depends on: source, flags, compiler, CPU."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-    parts = (_SOURCE.read_text(), " ".join(_FLAGS), str(link_openmp), version.stdout, _cpu_features())
+    sources = _SOURCE.read_text() + _INCLUDED.read_text()
+    parts = (sources, " ".join(_FLAGS), str(link_openmp), version.stdout, _cpu_features())
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=12).hexdigest()
 
 
 def _cpu_features() -> str:
-    """What -march=native looks at: the model and the feature flags of the first CPU."""
+    """The input of -march=native: the model and the feature flags of the first CPU."""
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.exists():
         return f"{platform.machine()} {platform.processor()}"
@@ -102,9 +106,10 @@ def _cpu_features() -> str:
 
 
 def _load_torch_openmp() -> bool:
-    """Makes torch's own libgomp visible to the kernel, so that both share one set of threads. False: it has none.
+    """Makes torch's own libgomp visible to the kernel, so that both share one set of threads. Returns False if torch
+    has none.
 
-    Two runtimes would each start a thread per core, and their idle threads spin against each other.
+    Two runtimes would each start a thread per core, and their idle threads would spin against each other.
     """
     for library in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")):
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)

@@ -1,9 +1,9 @@
-"""Attention on NVIDIA GPUs through FlashInfer's paged kernels, which read the pool's blocks where they lie.
+"""Attention on NVIDIA GPUs through FlashInfer's paged kernels, which read the pool's blocks in place.
 
-A layer's keys and values are strided views of the block-major pool. Chunks of prompts go to the prefill kernel, single
-tokens to the decode kernel. What does not depend on the layer is planned once a step, for each kind of layer that the
-model has (window, soft cap, scale): most have one, models with alternating windows two.
-FlashInfer: Ye et al., "FlashInfer: Efficient and customizable attention engine for LLM inference serving", MLSys 2025.
+A layer's keys and values are strided views of the block-major pool. Chunks of prompts use the prefill kernel, single
+tokens the decode kernel. The parts that do not depend on the layer are planned once per step, for each kind of layer of
+the model (window, soft cap, scale): most models have one kind, models with alternating windows two. FlashInfer: Ye et
+al., "FlashInfer: Efficient and customizable attention engine for LLM inference serving", MLSys 2025.
 """
 
 from __future__ import annotations
@@ -33,36 +33,36 @@ from kvrelay.backends.torch_sdpa import TorchBackend
 
 _DTYPES = (torch.float16, torch.bfloat16)
 _HEAD_DIMS = (64, 128, 256)
-_MAX_ELEMENTS = 8192  # of a token's keys: the kernel that writes them has a thread for 8, and 1024 threads
-_LEAST_WORKSPACE_BYTES = 256 * 2**20  # twice what FlashInfer recommends: prefill of 8192 tokens splits long rows
-_TENSOR_CORE_GROUP = 4  # query heads a KV head from which decoding on tensor cores is the faster one
-_LAYOUT = "NHD"  # tokens of a block before its heads, as in the pool
+_MAX_ELEMENTS = 8192  # elements of a token's keys: the kernel that writes them has a thread for 8, and 1024 threads
+_LEAST_WORKSPACE_BYTES = 256 * 2**20  # twice FlashInfer's recommendation: prefill of 8192 tokens splits long rows
+_TENSOR_CORE_GROUP = 4  # from this many query heads per KV head on, decoding on tensor cores is faster
+_LAYOUT = "NHD"  # token dimension before heads, as in the pool
 
 
 def workspace_bytes(num_sms: int, group: int, head_dim: int) -> int:
-    """What the kernels need to hold partial results, with `group` query heads a KV head.
+    """Bytes that the kernels need for partial results, with `group` query heads per KV head.
 
     Long rows are split over the GPU, two tiles of at most 128 queries on each of its processors (64 queries from heads
-    of 256 on), and each tile leaves its output and a score a query in float32. FlashInfer before 0.7.2 sets as much
-    aside for every query head of a group, though the tile's queries are of all of them: there the plans of some steps
-    take it to the last byte.
+    of 256 on), and each tile writes its output and one score per query in float32. FlashInfer before 0.7.2 reserves as
+    much for every query head of a group, although the tile's queries are of all of them; there the plans of some steps
+    use it to the last byte.
     """
     tiles = 2 * num_sms * 128 * (min(head_dim, 128) + 1) * 4
     return max(_LEAST_WORKSPACE_BYTES, tiles * group)
 
 
 class FlashInferBackend:
-    """16-bit floats, beside a pool of these or 8 bits, with heads of 64, 128 or 256.
+    """Supports 16-bit floats, beside a pool of these or 8 bits, with heads of 64, 128 or 256.
 
-    Layers with attention sinks go through plain torch.
+    Layers with attention sinks use plain torch.
     """
 
     name = "flashinfer"
 
     def __init__(self, device: torch.device, module: Any = None, cascade: CascadeCosts | None = None) -> None:
-        """`module` stands in for `flashinfer`, for tests.
+        """`module` replaces `flashinfer` in tests.
 
-        With `cascade`, decoding rows read a prefix of blocks that they share together, where it saves what it costs.
+        With `cascade`, decoding rows read a common prefix of blocks together if that saves more than it costs.
 
         Raises:
             ImportError: FlashInfer is not installed.
@@ -75,24 +75,24 @@ class FlashInferBackend:
         self._prefix: dict[LayerKind, Any] = {}
         self._cascade = cascade
         self._prefill_kernels = "auto"
-        self._shared: tuple[PackedRows, CascadePlan | None] | None = None  # of the step that was asked about last
+        self._shared: tuple[PackedRows, CascadePlan | None] | None = None  # cached for the newest step
         self._planned = torch.cuda.Event() if device.type == "cuda" else None
         self.fallback = TorchBackend()
 
     @staticmethod
     def can_hold(layout: KVLayout) -> bool:
-        """Whether the kernels know this element type and these heads."""
+        """Whether the kernels support this dtype and these heads."""
         fits = layout.num_kv_heads * layout.head_dim <= _MAX_ELEMENTS
         return layout.dtype in _DTYPES and layout.head_dim in _HEAD_DIMS and fits
 
     def plan(self, pool: torch.Tensor, rows: PackedRows) -> StepAttention:
-        """Sends the step's indices to the device; the kernels' own plans follow with the first layer of each kind.
+        """Sends the step's indices to the device. The kernels' own plans follow at the first layer of each kind.
 
         Raises:
             ValueError: the pool's dtype or heads are not among the kernels'.
         """
         _, num_layers, _, block_size, num_kv_heads, head_dim = pool.shape
-        # Of what type queries beside 8 bits are, the first layer tells.
+        # Beside a pool of 8 bits, the first layer gives the dtype of the queries.
         dtype, stored = (torch.bfloat16, pool.dtype) if is_eight_bit(pool.dtype) else (pool.dtype, None)
         if not self.can_hold(KVLayout(num_layers, num_kv_heads, head_dim, block_size, dtype, stored)):
             raise ValueError(f"FlashInfer cannot hold {pool.dtype} with {num_kv_heads} heads of {head_dim}")
@@ -100,19 +100,18 @@ class FlashInferBackend:
         return FlashInferStep(self, pool, rows)
 
     def fixed_steps(self, pool: torch.Tensor, max_rows: int, max_row_blocks: int) -> FlashInferFixedSteps:
-        """See `CapturableBackend.fixed_steps`."""
         return FlashInferFixedSteps(self, pool, max_rows, max_row_blocks)
 
     def await_planned(self) -> None:
-        """Returns once new plans may be made, which is at once where the step before has been waited for.
+        """Returns once new plans may be made, which is at once if the previous step has been waited for.
 
-        A wrapper's plan goes to the device from pinned memory of its own, which its next plan overwrites.
+        A wrapper copies its plan to the device from pinned memory of its own, which its next plan overwrites.
         """
         if self._planned is not None:
             self._planned.synchronize()
 
     def shared_prefixes(self, pool: torch.Tensor, rows: PackedRows) -> CascadePlan | None:
-        """How the rows behind the step's chunks read shared prefixes together; None: it would not pay."""
+        """How the rows behind the step's chunks read common prefixes together, or None if that does not pay."""
         if self._cascade is None:
             return None
         if self._shared is None or self._shared[0] is not rows:
@@ -122,28 +121,27 @@ class FlashInferBackend:
         return self._shared[1]
 
     def prefers_launches(self, pool: torch.Tensor, rows: PackedRows) -> bool:
-        """See `SharingBackend.prefers_launches`."""
         plan = self.shared_prefixes(pool, rows)
         return plan is not None and self._cascade is not None and plan.saved_tokens >= self._cascade.graph_tokens
 
     def share_prefixes(self, costs: CascadeCosts | None) -> None:
-        """From the next step on, shared prefixes are read together where that saves what it costs; None: never."""
+        """Sets the costs above which common prefixes are read together, from the next step on. None: never."""
         self._cascade, self._shared = costs, None
         if costs is None:
             self._prefix.clear()
 
     def note_planned(self) -> None:
-        """All that was planned so far is on its way to the device."""
+        """Notes that the copies of all plans so far have been launched."""
         if self._planned is not None:
             self._planned.record(torch.cuda.current_stream(self._device))
 
     def prefill_as_on_older_gpus(self) -> None:
-        """From the next step on, chunks go through the kernels that every GPU has, not through a newer one's own."""
+        """From the next step on, uses the prefill kernels that every GPU has instead of those of newer ones."""
         self._prefill_kernels = "fa2"
         self._prefill.clear()
 
-    # A wrapper keeps its plan, and on the device what the plan's kernels read: one per kind of layer, for all steps.
-    # The workspace is for what a kernel leaves for the next one on the stream to merge: all wrappers may share it.
+    # A wrapper keeps its plan, and on the device the plan's arrays: one per kind of layer, for all steps. The workspace
+    # holds what a kernel leaves for the next kernel on the stream to merge, so all wrappers share it.
 
     def prefill_wrapper(self, kind: LayerKind, num_kv_heads: int, head_dim: int, *, eight_bit: bool) -> Any:
         """The prefill kernel's wrapper for this kind of layer."""
@@ -160,7 +158,7 @@ class FlashInferBackend:
         if kind not in self._decode:
             self._decode[kind] = self.make_decode(kind, num_kv_heads, head_dim)
             if self._cascade is not None:
-                self.prefix_wrapper(kind, num_kv_heads, head_dim)  # so that its memory is counted at the start
+                self.prefix_wrapper(kind, num_kv_heads, head_dim)  # its memory must be counted at the start
         return self._decode[kind]
 
     def make_decode(self, kind: LayerKind, num_kv_heads: int, head_dim: int, **options: Any) -> Any:
@@ -179,7 +177,7 @@ class FlashInferBackend:
         self.flashinfer.append_paged_kv_cache(*arguments, _LAYOUT)
 
     def prefix_wrapper(self, kind: LayerKind, num_kv_heads: int, head_dim: int) -> Any:
-        """The wrapper of the kernel for shared prefixes of this kind of layer."""
+        """The wrapper of the kernel for common prefixes of this kind of layer."""
         if kind not in self._prefix:
             make = self.flashinfer.BatchPrefillWithPagedKVCacheWrapper
             workspace = self.workspace_for(kind.num_heads // num_kv_heads, head_dim)
@@ -187,8 +185,8 @@ class FlashInferBackend:
         return self._prefix[kind]
 
     def workspace_for(self, group: int, head_dim: int, least_bytes: int = 0) -> torch.Tensor:
-        """The workspace, large enough for `group` query heads a KV head, and of `least_bytes` at least."""
-        num_bytes = 1 << 16  # for what stands in for FlashInfer on CPUs
+        """The workspace, large enough for `group` query heads per KV head, and at least `least_bytes`."""
+        num_bytes = 1 << 16  # enough for the fake FlashInfer on CPUs
         if self._device.type == "cuda":
             num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
             num_bytes = max(workspace_bytes(num_sms, group, head_dim), least_bytes)
@@ -216,17 +214,16 @@ class FlashInferStep:
             self._paged.last_page_lens,
         )
         self._planned: dict[LayerKind, tuple[Any, Any]] = {}
-        self._dtype = pool.dtype  # of queries; beside 8 bits, the first layer tells
+        self._dtype = pool.dtype  # dtype of queries; beside 8 bits, the first layer gives it
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        """See `StepAttention.attend`."""
         if params.sinks is not None:
             return self._in_torch.attend(layer, query, key, value, params)
         self._dtype = computed_in(self._pool, key)
         query = last_contiguous(query, self._dtype)
-        # The kernel that writes them copies bytes: it takes them for the pool's type, whatever theirs is.
+        # The kernel that writes them copies bytes, so they must have the pool's dtype.
         key, value = (last_contiguous(tensor, self._pool.dtype) for tensor in (key, value))
         keys, values = self._pool[:, layer, 0], self._pool[:, layer, 1]
         token_rows, token_positions, page_ids, page_starts, last_page_lens = self._written
@@ -251,7 +248,7 @@ class FlashInferStep:
         return self._backend.fallback.plan(self._pool, self._rows)
 
     def _plan_prefill(self, kind: LayerKind) -> Any:
-        """The wrapper for chunks of this kind of layer, planned; None if the step has no chunk."""
+        """The wrapper for chunks of this kind of layer, planned. None if the step has no chunk."""
         if not self._num_chunks:
             return None
         wrapper = self._backend.prefill_wrapper(kind, *self._heads, eight_bit=is_eight_bit(self._pool.dtype))
@@ -259,7 +256,7 @@ class FlashInferStep:
         return wrapper
 
     def _plan_decode(self, kind: LayerKind) -> Any:
-        """The wrapper for single tokens of this kind of layer, planned; None if the step has none."""
+        """The wrapper for single tokens of this kind of layer, planned. None if the step has none."""
         if self._num_chunks == self._paged.num_rows:
             return None
         wrapper = self._backend.decode_wrapper(kind, *self._heads)
@@ -273,9 +270,9 @@ class FlashInferStep:
         return CascadeDecode(prefix, wrapper, self._backend.flashinfer.merge_state_in_place, shared)
 
     def _shared_prefixes(self, kind: LayerKind) -> PlacedRows | None:
-        """What the single tokens of the step read together in layers of this kind; None: nothing."""
+        """The prefixes that single tokens of the step read together in layers of this kind, or None."""
         num_keys = int(self._rows.positions[self._num_chunks :].max()) + 1
-        return self._shared if kind.sees_all(num_keys) else None  # else each row sees another part of a prefix
+        return self._shared if kind.sees_all(num_keys) else None  # otherwise each row sees another part of a prefix
 
     @cached_property
     def _shared(self) -> PlacedRows | None:
@@ -318,12 +315,12 @@ class FlashInferStep:
 
 
 def _on_host(*arrays: Int32Array) -> list[torch.Tensor]:
-    """What a plan is made from stays on the host: to read it back would be to wait for the device."""
+    """The host's copy of a plan's inputs. Reading them back from the device would wait for it."""
     return [torch.from_numpy(array) for array in arrays]
 
 
 def _to_device(device: torch.device, *arrays: Int32Array) -> list[torch.Tensor]:
-    """Int32 arrays on the device, in one copy; each begins on 16 bytes."""
+    """Copies int32 arrays to the device as one transfer. Each array begins at a multiple of 16 bytes."""
     lengths = [len(array) for array in arrays]
     padded = [-(-length // 4) * 4 for length in lengths]
     staged = torch.empty(sum(padded), dtype=torch.int32, pin_memory=device.type == "cuda")

@@ -1,7 +1,8 @@
 """Cascade attention through FlashInfer: a group's queries over their shared blocks, each row's over its own, merged.
 
-The shared blocks are one row of a prefill that is not causal: all of their keys lie before all of the queries. Its
-kernel is the one that packs the queries of a group of heads, and splits long rows. What is shared: see `cascade`.
+The shared blocks are one row of a prefill without a causal mask, because all of their keys come before all of the
+queries. The kernel must be the one that packs the queries of a group of heads and splits long rows. See `cascade` for
+what is shared.
 """
 
 from __future__ import annotations
@@ -14,22 +15,22 @@ import torch
 
 from kvrelay.backends.cascade import CascadePlan
 
-_MAX_ELEMENTS = 8192  # of one block of the kernel that merges: it has a thread for 8, and 1024 threads
+_MAX_ELEMENTS = 8192  # elements of one block of the merging kernel: it has a thread for 8, and 1024 threads
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedRows:
-    """A step's cascade plan, and what only kernels read of it, on the device."""
+    """A step's cascade plan, with the parts that kernels read on the device."""
 
     plan: CascadePlan
     prefix_ids: torch.Tensor
     suffix_ids: torch.Tensor
-    order: torch.Tensor | None  # None: each row stands where it stood
+    order: torch.Tensor | None  # None: the order of the rows is unchanged
 
 
 @dataclass(frozen=True, slots=True)
 class CascadeDecode:
-    """Two planned wrappers, run as the decode kernel's wrapper is."""
+    """Two planned wrappers, with the interface of the decode kernel's wrapper."""
 
     prefix: Any
     suffix: Any
@@ -37,7 +38,7 @@ class CascadeDecode:
     rows: PlacedRows
 
     def run(self, query: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], *, out: torch.Tensor) -> None:
-        """Attends with `query`, `[rows, num_heads, head_dim]`, and writes what comes out to `out`."""
+        """Attends with `query`, `[rows, num_heads, head_dim]`, and writes the result to `out`."""
         order = self.rows.order
         if order is None:
             self._attend(query, cache, out)
@@ -60,6 +61,6 @@ class CascadeDecode:
 
 
 def merged_heads(num_heads: int, head_dim: int) -> int:
-    """How many heads the kernel that merges is shown at a time: as many as fit a block of threads, and divide them."""
+    """The number of heads to merge at a time: as many as fit a thread block, and divide the number of heads."""
     fitting = min(num_heads, _MAX_ELEMENTS // head_dim)
     return max(count for count in range(1, fitting + 1) if num_heads % count == 0)

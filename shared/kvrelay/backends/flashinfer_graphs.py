@@ -1,10 +1,10 @@
 """FlashInfer's decode kernels in CUDA graphs.
 
-Under `use_cuda_graph` a wrapper belongs to one number of rows. What its kernels read beside the pool (page table, and
-the split of the work that `plan` finds on the host) lies in buffers given once, and the launches depend on the number
-of rows alone: `plan` fills the buffers anew for each step, and a captured `run` follows it. `plan` itself is never
-captured.
-Only one graph runs at a time, so all sizes share the buffers of a step, and all of a kind of layer the memory of plans.
+Under `use_cuda_graph` a wrapper belongs to one number of rows. The inputs of its kernels beside the pool (the page
+table, and the split of the work that `plan` computes on the host) lie in fixed buffers, and the launches depend on the
+number of rows alone. `plan` fills the buffers anew for each step, and a captured `run` reads them. `plan` itself is
+never captured. Only one graph runs at a time, so all sizes share the buffers of a step, and all steps share the plan
+memory of a kind of layer.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from kvrelay.backends.paging import page_rows
 if TYPE_CHECKING:
     from kvrelay.backends.flashinfer import FlashInferBackend
 
-_PLAN_BYTES = 2 * 2**20  # of a split over the device's multiprocessors: some 16 bytes for each of a few thousand pieces
-_PLAN_ROW_BYTES = 64  # and as much for each row
-_ALIGNED = 4  # int32 to 16 bytes
+_PLAN_BYTES = 2 * 2**20  # bytes of a split over the device's multiprocessors: some 16 for each of a few thousand pieces
+_PLAN_ROW_BYTES = 64  # more bytes for each row
+_ALIGNED = 4  # int32 elements in 16 bytes
 
 
 class FlashInferFixedSteps:
@@ -41,11 +41,11 @@ class FlashInferFixedSteps:
         self._plan_memory: dict[LayerKind, torch.Tensor] = {}
 
     def __call__(self, num_rows: int) -> FlashInferFixedStep:
-        """See `FixedSteps`."""
         return FlashInferFixedStep(self, num_rows)
 
     def plan_memory(self, kind: LayerKind) -> torch.Tensor:
-        """Where the plans of this kind of layer lie on the device. Kinds are planned side by side in one step."""
+        """The device memory for the plans of this kind of layer. One step has plans of several kinds at the
+        same time."""
         if kind not in self._plan_memory:
             num_bytes = _PLAN_BYTES + _PLAN_ROW_BYTES * self.max_rows
             self._plan_memory[kind] = torch.empty(num_bytes, dtype=torch.uint8, device=self.pool.device)
@@ -64,16 +64,15 @@ class FlashInferFixedStep:
         self._last_page_lens = shared.last_page_lens[:num_rows]
         self._positions = shared.positions_and_pages[:num_rows]
         self._page_ids = shared.positions_and_pages[pages:]
-        self._host: tuple[torch.Tensor, torch.Tensor, int] | None = None  # page starts, last pages' lengths, pages
+        self._host: tuple[torch.Tensor, torch.Tensor, int] | None = None  # page starts, lengths of last pages, pages
         self._wrappers: dict[LayerKind, Any] = {}
-        self._dtype = shared.pool.dtype  # of queries; beside 8 bits, the first layer tells
+        self._dtype = shared.pool.dtype  # dtype of queries; beside 8 bits, the first layer gives it
 
     def replan(self, rows: PackedRows) -> None:
-        """See `FixedStep.replan`."""
         paged = page_rows(rows, self._shared.pool.shape[3])
         starts, lens, pages = paged.page_starts, paged.last_page_lens, paged.page_ids
         num_lens, num_starts, first_page = aligned(len(lens)), aligned(len(starts)), aligned(self._num_rows)
-        # Pinned, so that nothing waits for the copies; the caching host allocator keeps it until they are done.
+        # In pinned memory, so that the copies do not wait. The caching host allocator keeps it until they are done.
         staged = torch.empty(
             num_lens + num_starts + first_page + len(pages),
             dtype=torch.int32,
@@ -108,7 +107,7 @@ class FlashInferFixedStep:
         key, value = (last_contiguous(tensor, pool.dtype) for tensor in (key, value))
         keys, values = pool[:, layer, 0], pool[:, layer, 1]
         kind = LayerKind(query.shape[1], params.scaling, params.sliding_window, params.softcap)
-        wrapper = self._wrapper(kind)  # its plan fills what `append` reads as well
+        wrapper = self._wrapper(kind)  # its plan also fills the inputs of `append`
         backend.append(
             *(key, value, self._rows, self._positions, (keys, values)),
             *(self._page_ids, self._page_starts, self._last_page_lens),
@@ -147,7 +146,7 @@ class FlashInferFixedStep:
         page_starts, last_page_lens, num_pages = self._host
         pool = self._shared.pool
         wrapper.plan(
-            # The pages lie on the device already. From the host plan would copy them with a wait.
+            # The pages are on the device already. From the host, plan would copy them and wait.
             *(page_starts, self._page_ids[:num_pages], last_page_lens),
             *(kind.num_heads, pool.shape[4], pool.shape[5], pool.shape[3]),
             **plan_options(kind, self._dtype, pool.dtype),
@@ -155,10 +154,10 @@ class FlashInferFixedStep:
 
 
 def fixed_workspace_bytes(num_rows: int, num_kv_heads: int, group: int, head_dim: int) -> int:
-    """What plans for graphs of up to `num_rows` rows set aside for partial results, on tensor cores.
+    """Bytes that plans for graphs of up to `num_rows` rows reserve for partial results on tensor cores.
 
-    Whatever the lengths, there are as many tiles of 16, 64 or 128 queries as all rows' may come to, one more a row.
-    FlashInfer before 0.7.2 takes all queries of a tile for each query head of a group.
+    Whatever the lengths, there are at most as many tiles of 16, 64 or 128 queries as all rows need, plus one per row.
+    FlashInfer before 0.7.2 counts all queries of a tile for each query head of a group.
     """
     tile = next((tile for tile in (16, 64) if group <= tile), 128)
     num_tiles = -(-num_rows * group // tile) + num_rows
@@ -166,7 +165,7 @@ def fixed_workspace_bytes(num_rows: int, num_kv_heads: int, group: int, head_dim
 
 
 def plan_options(kind: LayerKind, dtype: torch.dtype, pool_dtype: torch.dtype) -> dict[str, Any]:
-    """What all plans are told of a kind of layer, for queries (and outputs) of `dtype`."""
+    """The arguments of every plan for a kind of layer, with queries (and outputs) of `dtype`."""
     return {
         "sm_scale": kind.scaling,
         "window_left": kind.window_left,

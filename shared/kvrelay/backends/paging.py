@@ -1,4 +1,4 @@
-"""A step's block tables as compressed rows, the form that paged GPU kernels take. Plain arrays, no device."""
+"""A step's block tables as compressed rows, the input format of paged GPU kernels. Plain arrays, no device."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from kvrelay.backends.backend import Int32Array, PackedRows
 
 @dataclass(frozen=True, slots=True)
 class PagedRows:
-    """Some neighbouring rows of a step. Row r's pages are `page_ids[page_starts[r] : page_starts[r + 1]]`."""
+    """Some adjacent rows of a step. Row r's pages are `page_ids[page_starts[r] : page_starts[r + 1]]`."""
 
     query_starts: Int32Array  # [rows + 1], from 0
     page_starts: Int32Array  # [rows + 1], from 0
     page_ids: Int32Array  # [page_starts[-1]]
-    last_page_lens: Int32Array  # [rows], tokens in each row's last page, this step's included; 1 to the page's size
+    last_page_lens: Int32Array  # [rows], tokens in each row's last page including this step's; 1 to the page's size
 
     @property
     def num_rows(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
         return len(self.last_page_lens)
 
     def take(self, first: int, last: int) -> PagedRows:
-        """The rows from `first` up to `last`, in views where it can be."""
+        """The rows from `first` up to `last`, as views if possible."""
         query_starts, page_starts = self.query_starts[first : last + 1], self.page_starts[first : last + 1]
         return PagedRows(
             query_starts=query_starts - query_starts[0],
@@ -50,13 +50,14 @@ def page_rows(rows: PackedRows, block_size: int) -> PagedRows:
 
 
 def num_chunk_rows(rows: PackedRows) -> int:
-    """How many leading rows end with the last one of several tokens; the rows behind decode one token each."""
+    """The number of leading rows up to the last one with several tokens. The rows behind decode one token each."""
     chunks = np.flatnonzero(rows.query_lens > 1)
     return int(chunks[-1]) + 1 if len(chunks) else 0
 
 
 def pad_rows(rows: PackedRows, num_rows: int, block: int) -> PackedRows:
-    """`rows`, of one token each, and behind them as many of one token at position 0 in `block` as make `num_rows`."""
+    """`rows`, of one token each, followed by padding rows of one token at position 0 in `block`, `num_rows`
+    in total."""
     count, width = rows.block_tables.shape
     query_lens = np.ones(num_rows, np.int32)
     positions = np.zeros(num_rows, np.int32)

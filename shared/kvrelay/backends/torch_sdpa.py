@@ -1,6 +1,6 @@
 """Attention in plain torch: gathers each row's blocks and attends in float32.
 
-Works on any device and with any head size. The fallback where no kernel can be built, and the oracle of the tests.
+Works on any device and with any head size. It is the fallback if no kernel can be built, and the oracle of the tests.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from kvrelay.backends.backend import AttentionParams, PackedRows, StepAttention,
 
 
 class TorchBackend:
-    """Gather and attend, row by row."""
+    """Gathers and attends row by row."""
 
     name = "torch"
 
     def plan(self, pool: torch.Tensor, rows: PackedRows) -> StepAttention:
-        """Moves the step's indices to the pool's device."""
+        """Copies the step's indices to the pool's device."""
         return TorchStep(pool, rows)
 
 
@@ -37,7 +37,6 @@ class TorchStep:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        """See `StepAttention.attend`."""
         cache = self._pool[:, layer]
         for kind, new in enumerate((key, value)):
             stored = as_stored(new, cache.dtype)
@@ -57,7 +56,7 @@ class TorchStep:
         query_positions: torch.Tensor,
         params: AttentionParams,
     ) -> torch.Tensor:
-        """Attention of one row; `cache` is `[num_blocks, 2, block_size, num_kv_heads, head_dim]`."""
+        """Attention of one row. `cache` is `[num_blocks, 2, block_size, num_kv_heads, head_dim]`."""
         num_keys = int(self._rows.positions[row] + self._rows.query_lens[row])
         first = 0
         if params.sliding_window is not None:
@@ -104,5 +103,5 @@ def _softmax_attention(
 
 def _to_index(array: np.ndarray[tuple[int, ...], np.dtype[np.int32]], device: torch.device) -> torch.Tensor:
     index = torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64))
-    # From pinned memory nothing waits for the copy; the caching host allocator keeps it until that is done.
+    # A copy from pinned memory does not wait. The caching host allocator keeps the memory until it is done.
     return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index.to(device)

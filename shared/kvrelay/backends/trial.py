@@ -1,7 +1,8 @@
-"""Whether a backend's kernels run here and compute attention: a small step for each kind of layer, against torch.
+"""Checks whether a backend's kernels run here and compute attention: a small step for each kind of layer, against
+torch.
 
-Kernels may be compiled when they are first called, for one kind of layer at a time, and fail then: for want of a
-compiler, on a GPU that is too old or too new. Found at the start, another backend can take their place.
+Kernels may be compiled at their first call, for one kind of layer at a time, and can fail then: without a compiler, or
+on a GPU that is too old or too new. If that is found at the start, another backend can be used instead.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ import torch
 from kvrelay.backends.backend import AttentionBackend, KVLayout, LayerKind, PackedRows, allocate_pool, bits
 from kvrelay.backends.torch_sdpa import TorchBackend
 
-# Of |difference| / (1 + |expected|). Both are rounded to 8 or 11 bits, parts that are merged once more: up to four
-# times 2^-9 or 2^-12. A wrong key or scale is off by tenths.
+# Limits of |difference| / (1 + |expected|). Both results are rounded to 8 or 11 bits, and merged parts once more: up to
+# four times 2^-9 or 2^-12. A wrong key or scale is off by tenths.
 _TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3}
 _CAPPED_TOLERANCE = 3e-2  # GPUs' fast tanh is off by 2^-11 of a logit, and a weight by as much as its logit
-_SHARED_TOKENS = 1024  # worth reading together by eight rows, whatever a row costs
+_SHARED_TOKENS = 1024  # enough for eight rows to read together, whatever a row costs
 _LONGEST_WINDOW = 8192  # tokens; a longer window is tried without reaching its edge
 
 
 class WrongAttention(Exception):
-    """The kernels ran, and computed something else."""
+    """The kernels ran and computed something else."""
 
 
 def try_layers(
@@ -35,11 +36,11 @@ def try_layers(
     *,
     shared: bool = False,
 ) -> None:
-    """Runs chunks and single tokens over scattered blocks of a small pool; or single tokens that share a prefix.
+    """Runs chunks and single tokens over scattered blocks of a small pool, or single tokens that share a prefix.
 
     Raises:
         WrongAttention: the result is not that of plain torch.
-        Exception: whatever the kernels raise.
+        Exception: any error of the kernels.
     """
     small = replace(layout, num_layers=2)
     for kind in sorted(kinds, key=str):
@@ -52,7 +53,9 @@ def try_layers(
         pool = allocate_pool(small, int(rows.block_tables.max()) + 1, device)
         pool.copy_(draw(*pool.shape))
         num_tokens = int(rows.query_starts[-1])
-        query = 4 * draw(num_tokens, kind.num_heads, layout.head_dim)  # so that some keys weigh more than all the rest
+        query = 4 * draw(
+            num_tokens, kind.num_heads, layout.head_dim
+        )  # makes some keys weigh more than all others together
         key, value = draw(2, num_tokens, layout.num_kv_heads, layout.head_dim)
         expected_pool = pool.clone()
         expected = TorchBackend().plan(expected_pool, rows).attend(1, query, key, value, kind.params)
@@ -67,14 +70,14 @@ def try_layers(
 
 
 def trial_rows(block_size: int, kind: LayerKind, *, shared: bool = False) -> PackedRows:
-    """The step that a kind of layer is tried with, over the blocks from 0 on."""
+    """The step for the trial of a kind of layer, over the blocks from 0 on."""
     return (_make_sharing_rows if shared else _make_rows)(block_size, kind)
 
 
 def _make_rows(block_size: int, kind: LayerKind) -> PackedRows:
     """Two chunks, a prompt's first and a later one, then single tokens: the first, one in a new block, one far on.
 
-    The later ones do not see their first keys, where the layers have a window.
+    If the layers have a window, the later ones do not see their first keys.
     """
     reach = min(kind.sliding_window or 0, _LONGEST_WINDOW)
     query_lens = np.array([block_size + 3, 5, 1, 1, 1], np.int32)
@@ -87,7 +90,7 @@ def _make_rows(block_size: int, kind: LayerKind) -> PackedRows:
 
 
 def _make_sharing_rows(block_size: int, kind: LayerKind) -> PackedRows:
-    """Single tokens: every other one behind the same blocks, as many as the layers' window has room for."""
+    """Single tokens. Every other one is behind the same blocks, as many as fit the layers' window."""
     room = min(_SHARED_TOKENS, kind.sliding_window or _SHARED_TOKENS)
     num_shared = max(room // block_size - 1, 1)
     positions = num_shared * block_size + np.arange(16, dtype=np.int32) % block_size

@@ -20,7 +20,7 @@ class ReadyCheck(Protocol):
         ...
 
     async def is_ready(self) -> bool:
-        """Whether the service is ready since its last start."""
+        """Returns whether the service is ready since its last start."""
         ...
 
 
@@ -39,7 +39,7 @@ class WorkerReady:
         self._stale |= self._found
 
     async def is_ready(self) -> bool:
-        """Whether all workers are registered; False if Redis does not answer."""
+        """Returns whether all workers are registered; False if Redis does not answer."""
         try:
             workers = await self._registry.list_workers(self._model)
         except RegistryUnavailable:
@@ -64,13 +64,13 @@ class RouterReady:
         """Does nothing: a dead router does not answer."""
 
     async def is_ready(self) -> bool:
-        """Whether the router is ready; False if it does not listen."""
+        """Returns whether the router is ready; False if it does not listen."""
         try:
             async with asyncio.timeout(HTTP_TIMEOUT_S):
                 status, body = await self._get_ready()
             counted = json.loads(body)["workers"] if status == b"200" else None
         except (OSError, TimeoutError, ValueError, LookupError):
-            return False  # no server, or another one
+            return False  # nothing listens, or another server does
         return counted is not None and all(counted.get(role, 0) >= number for role, number in self._workers.items())
 
     async def _get_ready(self) -> tuple[bytes, bytes]:

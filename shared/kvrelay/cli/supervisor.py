@@ -45,7 +45,7 @@ class ServiceSpec:
     ready: ReadyCheck
     drain_timeout_s: float
     pass_fds: Sequence[int] = ()  # inherited file descriptors
-    where: str = ""  # for display: where it runs, such as a GPU
+    where: str = ""  # location shown to users, such as a GPU
 
 
 class Service:

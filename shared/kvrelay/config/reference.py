@@ -35,7 +35,7 @@ The top level of the file applies to every process that has the field. The table
 `[prefill]` and `[decode]` apply to that kind of process and override the top level; `[prefill]` and `[decode]`
 override `[worker]`. Unknown names in the file, unknown flags and invalid values exit the process with status 2 and a
 message that names the field, the source of the value and the allowed values. Unknown `KVRELAY_*` variables are
-ignored. Headings below are names in the file.
+ignored. Headings below are names in the file; the variable of a field is `KVRELAY_` and its name in capitals.
 
 ```toml
 # kvrelay.toml: one file for all processes of a fleet
@@ -100,7 +100,8 @@ def _facts(name: str, field: FieldInfo) -> Iterator[str]:
         flags.append(f"--no-{name.replace('_', '-')}")
     spelled = ", ".join(f"`{flag}`" for flag in flags) or "none, since process lists show flags"
     yield f"- Flag: {spelled}"
-    yield f"- Environment: `{ENV_PREFIX}{name.upper()}`"
+    if not flags:
+        yield f"- Variable: `{ENV_PREFIX}{name.upper()}`"
     yield f"- Default: {_default(field)}"
     if limits := allowed(field) or _pattern(field):
         yield f"- Allowed: {limits}"

@@ -112,6 +112,11 @@ class WorkerConfig(CommonConfig):
         description="on a GPU, sequences with a common prefix read its KV together, in steps for which that saves "
         "more than it costs; experimental",
     )
+    fused_layers: bool = Field(
+        default=True,
+        description="on a CPU, run the decoder layers of Llama, Mistral, Qwen2 and Qwen3 models through fused C "
+        "kernels; off: through the modules of transformers",
+    )
     threads: int | None = Field(
         default=None, ge=1, le=1024, description="CPU threads of the forward pass (default: one per core)"
     )

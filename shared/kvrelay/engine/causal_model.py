@@ -6,25 +6,32 @@ separate so that the head can run in slices: logits of a whole chunk take vocabu
 
 from __future__ import annotations
 
+import logging
 import platform
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from kvrelay.backends.backend import KV_DTYPES, AttentionBackend, KVLayout, StepAttention
 from kvrelay.backends.choose_backend import select_backend
-from kvrelay.engine.attention import ATTENTION_NAME, UnsupportedModel, attending, register
+from kvrelay.backends.cpu import CpuBackend
+from kvrelay.backends.cpu_build import KernelBuildError
+from kvrelay.engine.attention import ATTENTION_NAME, UnsupportedModel, register
 from kvrelay.engine.checkpoint import check_quantization, read_config, read_model
-from kvrelay.engine.probe import check_paged_forward, observe_layers
+from kvrelay.engine.eager import EagerForward, Forward
+from kvrelay.engine.fused.forward import FusedForward
+from kvrelay.engine.fused.weights import NotFusable, decoder_weights
+from kvrelay.engine.probe import ObservedLayers, check_forward, check_paged_forward, observe_layers
 from kvrelay.engine.support import check_config, check_positions, resolve_max_model_len
 
 LoadFormat = Literal["auto", "dummy"]
 """Where weights come from: the checkpoint, or random values of the same shapes, which need no files but the config."""
+
+log = logging.getLogger(__name__)
 
 _DUMMY_SEED = 0
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -59,33 +66,26 @@ class CausalModel:
     def __init__(
         self,
         source: ModelSource,
-        model: PreTrainedModel,
+        forward: Forward,
         layout: KVLayout,
         backend: AttentionBackend,
         vocab_size: int,
+        eos_token_ids: tuple[int, ...],
     ) -> None:
         self.source = source
         self.layout = layout
         self.backend = backend
         self.vocab_size = vocab_size
-        self.eos_token_ids = _eos_token_ids(model, vocab_size)
-        self._model = model
-        self._backbone, self._head = split_head(model)
+        self.eos_token_ids = eos_token_ids
+        self.forward = forward
 
-    @torch.inference_mode()
     def hidden_states(self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepAttention) -> torch.Tensor:
-        """Runs the backbone over packed tokens `[tokens]`; returns `[tokens, hidden]` and writes the step's K/V."""
-        with attending(step):
-            output = self._backbone(
-                input_ids=token_ids[None], position_ids=positions[None], use_cache=False, return_dict=True
-            )
-        return output.last_hidden_state[0]  # type: ignore[no-any-return]
+        """See `Forward.hidden_states`."""
+        return self.forward.hidden_states(token_ids, positions, step)
 
-    @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the head's logits `[tokens, vocab]` of hidden states `[tokens, hidden]`, in the model's dtype."""
-        self._head.set(hidden[None])
-        return self._model(inputs_embeds=hidden[None], use_cache=False).logits[0]  # type: ignore[no-any-return]
+        """See `Forward.logits`."""
+        return self.forward.logits(hidden)
 
 
 def open_source(
@@ -134,11 +134,17 @@ def resolve_dtype(requested: str, config: PreTrainedConfig, device: torch.device
 
 
 def load_model(
-    source: ModelSource, block_size: int, backend: AttentionBackend | None = None, *, cascade_attention: bool = False
+    source: ModelSource,
+    block_size: int,
+    backend: AttentionBackend | None = None,
+    *,
+    cascade_attention: bool = False,
+    fused_layers: bool = True,
 ) -> CausalModel:
     """Loads the weights, finds the KV layout with a tiny forward, and checks paged attention against the model's own.
 
     Without a `backend`, the fastest one that works is used; see `select_backend` for `cascade_attention`.
+    With `fused_layers`, layers run through the fused kernels if these know the model and the results agree.
 
     Raises:
         UnsupportedModel: with the reason.
@@ -156,7 +162,29 @@ def load_model(
     if backend is None:
         backend = select_backend(source.device, layout, observed.kinds, cascade=cascade_attention)
     check_paged_forward(model, layout, backend, source.max_model_len)
-    return CausalModel(source, model, layout, backend, observed.vocab_size)
+    forward = _choose_forward(model, observed, layout, backend, source.max_model_len, fused_layers)
+    eos_token_ids = _eos_token_ids(model, observed.vocab_size)
+    return CausalModel(source, forward, layout, backend, observed.vocab_size, eos_token_ids)
+
+
+def _choose_forward(
+    model: PreTrainedModel,
+    observed: ObservedLayers,
+    layout: KVLayout,
+    backend: AttentionBackend,
+    max_model_len: int,
+    fused_layers: bool,
+) -> Forward:
+    """The fused kernels if they are wanted, know the model, and give its logits; else the model's own modules."""
+    if fused_layers and isinstance(backend, CpuBackend):
+        try:
+            fused = FusedForward(decoder_weights(model, observed.params))
+            check_forward(model, fused, layout, backend, max_model_len)
+            log.info("decoder layers: fused kernels")
+            return fused
+        except (NotFusable, KernelBuildError, UnsupportedModel) as error:
+            log.info("decoder layers: the modules of transformers, since %s", error)
+    return EagerForward(model)
 
 
 def make_dummy(source: ModelSource, attn_implementation: str) -> PreTrainedModel:
@@ -171,47 +199,6 @@ def make_dummy(source: ModelSource, attn_implementation: str) -> PreTrainedModel
             attn_implementation=attn_implementation,
         )
     return model
-
-
-class _BackboneOutput(BaseModelOutputWithPast):
-    """The backbone output that heads read: the hidden states, and None for everything else (router logits, cross
-    attention)."""
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-
-class _GivenHiddenStates(torch.nn.Module):
-    """Replaces the backbone. Returns hidden states that were computed before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._output = _BackboneOutput()
-
-    @property
-    def decoder(self) -> _GivenHiddenStates:
-        """Some heads (OPT's) use their backbone's decoder by this name."""
-        return self
-
-    def set(self, hidden: torch.Tensor) -> None:
-        """Sets the `hidden` states, `[1, tokens, hidden]`, that the next forward returns."""
-        self._output = _BackboneOutput(last_hidden_state=hidden)
-
-    def forward(self, *_: Any, **__: Any) -> _BackboneOutput:
-        """Returns the hidden states that were set, whatever the input."""
-        return self._output
-
-
-def split_head(model: PreTrainedModel) -> tuple[torch.nn.Module, _GivenHiddenStates]:
-    """Removes the backbone from `model`, whose forward then runs its head alone (with its caps and scales)."""
-    prefix = model.base_model_prefix
-    backbone = getattr(model, prefix, None)
-    if not isinstance(backbone, torch.nn.Module):
-        raise UnsupportedModel(f"{type(model).__name__} has no backbone under {prefix!r}")
-    head = _GivenHiddenStates()
-    setattr(model, prefix, head)
-    return backbone, head
 
 
 def _eos_token_ids(model: PreTrainedModel, vocab_size: int) -> tuple[int, ...]:

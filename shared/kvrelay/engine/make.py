@@ -49,14 +49,16 @@ def make_runner(
     load_format: LoadFormat = "auto",
     graphs: GraphSettings | None = None,
     cascade_attention: bool = False,
+    fused_layers: bool = True,
 ) -> TransformersRunner:
     """Loads `model` (a directory or a hub name) and allocates its pool: `num_blocks`, or as many as fit `memory_bytes`.
 
     With `size_pool`, the pool is the stated share of the machine's memory minus what a profile of the largest step
     takes. `kv_cache_dtype`: "auto" stores keys and values in the model's dtype, else one of `KV_DTYPES`. `swap_bytes`
     is the host's swap space; None: a quarter of the pool's memory. Without a `backend`, the fastest one that works is
-    used, on a GPU with `cascade_attention` if wanted. With `load_format` "dummy", weights are random. With `graphs`,
-    decoding steps are captured in CUDA graphs if model and backend allow it. Their scratch block is part of the memory,
+    used, on a GPU with `cascade_attention` if wanted. With `load_format` "dummy", weights are random. Without
+    `fused_layers`, a CPU runs the modules of transformers. With `graphs`, decoding steps are captured in CUDA graphs if
+    model and backend allow it. Their scratch block is part of the memory,
     and one more than `num_blocks` if that is given.
 
     Raises:
@@ -71,7 +73,7 @@ def make_runner(
     source = open_source(model, dtype, device, max_model_len, load_format, kv_cache_dtype)
     gauge = make_gauge(source.device)
     use_on_this_thread(source.device)
-    loaded = load_model(source, block_size, backend, cascade_attention=cascade_attention)
+    loaded = load_model(source, block_size, backend, cascade_attention=cascade_attention, fused_layers=fused_layers)
     if num_blocks is None and size_pool is not None:
         num_blocks = _profiled_num_blocks(loaded, size_pool, swap_bytes, gauge, graphs)
     elif num_blocks is None:

@@ -121,7 +121,7 @@ class PendingTokens:
             RuntimeError: it has ended already, or earlier tokens of one of the sequences have not landed.
         """
         if self._copy is None:
-            raise RuntimeError("this draw has landed, or was discarded")
+            raise RuntimeError("these tokens have landed already, or were discarded")
         self._owner.check_first(self)
         copy, self._copy = self._copy, None
         try:
@@ -199,7 +199,7 @@ class SampledTokens:
         """Raises RuntimeError if tokens launched earlier are pending for one of its sequences."""
         for earlier in self._pending[: self._pending.index(pending)]:
             if np.isin(earlier.rows.parameters["life"], pending.rows.parameters["life"]).any():
-                raise RuntimeError("draws of a sequence must land in the order in which they were begun")
+                raise RuntimeError("tokens of a sequence must land in the order in which they were launched")
 
     def count_for(self, parameters: Parameters) -> bool:
         """Whether tokens are pending for one of these sequences that has penalties."""

@@ -7,8 +7,10 @@ scattered blocks, is compared with the model's own eager attention.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, zip_longest
+from typing import cast
 
 import numpy as np
 import torch
@@ -20,11 +22,16 @@ from kvrelay.backends.backend import (
     KVLayout,
     LayerKind,
     PackedRows,
+    StepAttention,
     allocate_pool,
     dtype_name,
 )
 from kvrelay.backends.torch_sdpa import TorchBackend
 from kvrelay.engine.attention import ATTENTION_NAME, UnsupportedModel, attending, observing
+from kvrelay.engine.eager import Forward
+
+PackedLogits = Callable[[torch.Tensor, torch.Tensor, StepAttention], torch.Tensor]
+"""Logits `[tokens, vocab]` of packed token ids and positions, which attend through the step."""
 
 _log = logging.getLogger(__name__)
 # Mean over positions of |paged - own| / |own|. A wrong mask, scale or position gives 0.1 and more; rounding of 16-bit
@@ -48,6 +55,7 @@ class ObservedLayers:
     dtype: torch.dtype
     vocab_size: int
     kinds: frozenset[LayerKind]
+    params: tuple[AttentionParams, ...]  # of each layer
 
 
 class _LayerRecorder:
@@ -56,6 +64,7 @@ class _LayerRecorder:
     def __init__(self, max_model_len: int) -> None:
         self.shapes: dict[int, tuple[int, int, torch.dtype]] = {}
         self.kinds: set[LayerKind] = set()
+        self.params: dict[int, AttentionParams] = {}
         self._max_model_len = max_model_len
 
     def __call__(
@@ -76,6 +85,7 @@ class _LayerRecorder:
         if layer in self.shapes:
             raise UnsupportedModel(f"layer {layer} attends twice")
         self.shapes[layer] = (key.shape[1], key.shape[2], key.dtype)
+        self.params[layer] = params
         if params.sinks is None:
             self.kinds.add(LayerKind(query.shape[1], params.scaling, params.sliding_window, params.softcap))
         if mask is not None:
@@ -108,7 +118,8 @@ def observe_layers(model: PreTrainedModel, num_layers: int, max_model_len: int) 
         raise UnsupportedModel(f"{type(model).__name__}: KV head shapes differ between layers")
     num_kv_heads, head_dim, dtype = recorder.shapes[0]
     kinds = frozenset(recorder.kinds)
-    return ObservedLayers(num_layers, num_kv_heads, head_dim, dtype, output.logits.shape[-1], kinds)
+    params = tuple(recorder.params[layer] for layer in range(num_layers))
+    return ObservedLayers(num_layers, num_kv_heads, head_dim, dtype, output.logits.shape[-1], kinds, params)
 
 
 def _check_mask(layer: int, mask: object, window: int | None, max_model_len: int) -> None:
@@ -144,28 +155,50 @@ def check_paged_forward(
     Raises:
         UnsupportedModel: they differ by more than the dtype's rounding.
     """
-    generator = torch.Generator().manual_seed(0)
-    vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
     lengths = (min(layout.block_size + 13, max_model_len), min(11, max_model_len))
-    prompts = [torch.randint(vocab_size, (length,), generator=generator).to(model.device) for length in lengths]
+    prompts = _random_prompts(model, lengths)
     own = _own_logits(model, prompts)
     cut, exact = _probe_steps(list(lengths)), replace(layout, stored=None)
     by = backend if layout.stored is None else TorchBackend()
-    error = _furthest(_paged_logits(model, prompts, exact, by, cut), own)
+    paged = _eager_logits(model)
+    error = _furthest(_paged_logits(paged, prompts, exact, by, cut), own)
     if not error <= TOLERANCE[layout.dtype]:
         raise UnsupportedModel(
             f"{type(model).__name__}: paged attention is off by {error:.2g} (relative) from the model's own"
         )
     if layout.stored is None:
         return
-    whole = _paged_logits(model, prompts, layout, TorchBackend(), [[(0, 0, lengths[0]), (1, 0, lengths[1])]])
+    whole = _paged_logits(paged, prompts, layout, TorchBackend(), [[(0, 0, lengths[0]), (1, 0, lengths[1])]])
     cost = _furthest(whole, own)
-    error, name = _furthest(_paged_logits(model, prompts, layout, backend, cut), whole), dtype_name(layout.stored)
+    error, name = _furthest(_paged_logits(paged, prompts, layout, backend, cut), whole), dtype_name(layout.stored)
     if not error <= max(tolerance_of(layout), cost * _OF_THE_COST.get(layout.dtype, 1.0)):
         raise UnsupportedModel(
             f"{type(model).__name__}: attention over KV in {name} is off by {error:.2g} (relative) in chunks"
         )
     _log_cost(name, cost)
+
+
+@torch.inference_mode()
+def check_forward(
+    model: PreTrainedModel, forward: Forward, layout: KVLayout, backend: AttentionBackend, max_model_len: int
+) -> None:
+    """Compares another forward of `model`'s weights with the model's own eager modules, in long and short chunks.
+
+    Raises:
+        UnsupportedModel: they differ by more than the dtype's rounding.
+    """
+    lengths = (min(150, max_model_len), min(11, max_model_len))
+    prompts = _random_prompts(model, lengths)
+
+    def logits(token_ids: torch.Tensor, positions: torch.Tensor, step: StepAttention) -> torch.Tensor:
+        return forward.logits(forward.hidden_states(token_ids, positions, step))
+
+    exact = replace(layout, stored=None)
+    by = backend if layout.stored is None else TorchBackend()
+    found = _paged_logits(logits, prompts, exact, by, _probe_steps(list(lengths)))
+    error = _furthest(found, _own_logits(model, prompts))
+    if not error <= TOLERANCE[layout.dtype]:
+        raise UnsupportedModel(f"its {forward.name} layers are off by {error:.2g} (relative) from the model's own")
 
 
 def tolerance_of(layout: KVLayout) -> float:
@@ -191,6 +224,23 @@ def _furthest(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
     return float(torch.stack(errors).max())
 
 
+def _random_prompts(model: PreTrainedModel, lengths: Sequence[int]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
+    return [torch.randint(vocab_size, (length,), generator=generator).to(model.device) for length in lengths]
+
+
+def _eager_logits(model: PreTrainedModel) -> PackedLogits:
+    """Logits of packed tokens by the model's modules."""
+
+    def logits(token_ids: torch.Tensor, positions: torch.Tensor, step: StepAttention) -> torch.Tensor:
+        with attending(step):
+            output = model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+        return cast("torch.Tensor", output.logits[0])
+
+    return logits
+
+
 def _own_logits(model: PreTrainedModel, prompts: list[torch.Tensor]) -> list[torch.Tensor]:
     model.set_attn_implementation("eager")
     try:
@@ -200,7 +250,7 @@ def _own_logits(model: PreTrainedModel, prompts: list[torch.Tensor]) -> list[tor
 
 
 def _paged_logits(
-    model: PreTrainedModel,
+    forward: PackedLogits,
     prompts: list[torch.Tensor],
     layout: KVLayout,
     backend: AttentionBackend,
@@ -208,7 +258,7 @@ def _paged_logits(
 ) -> list[torch.Tensor]:
     """The logits of both prompts, in steps of `(row, start, end)`, over blocks in descending order."""
     tables = _scattered_tables([len(prompt) for prompt in prompts], layout.block_size)
-    pool = allocate_pool(layout, int(tables.max()) + 1, model.device)
+    pool = allocate_pool(layout, int(tables.max()) + 1, prompts[0].device)
     logits: list[list[torch.Tensor]] = [[] for _ in prompts]
     for step in steps:
         rows = PackedRows(
@@ -217,9 +267,8 @@ def _paged_logits(
             block_tables=tables[[row for row, _, _ in step]],
         )
         token_ids = torch.cat([prompts[row][start:end] for row, start, end in step])
-        positions = torch.from_numpy(rows.token_positions.astype(np.int64)).to(model.device)
-        with attending(backend.plan(pool, rows)):
-            output = model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False).logits[0].float()
+        positions = torch.from_numpy(rows.token_positions.astype(np.int64)).to(prompts[0].device)
+        output = forward(token_ids, positions, backend.plan(pool, rows)).float()
         for (row, _, _), part in zip(step, output.split(rows.query_lens.tolist()), strict=True):
             logits[row].append(part)
     return [torch.cat(parts) for parts in logits]

@@ -119,7 +119,7 @@ class Sampler:
         """
         slots, parameters = self._state.gather(keys)
         if self._sampled.count_for(parameters):
-            raise RuntimeError("penalties look at tokens of a draw that has not landed")
+            raise RuntimeError("penalties would miss tokens that have not landed")
         if parameters["adjusted"].any() or parameters["temperature"].any():
             sampled = self._sample(slots, parameters, positions, logits)
         else:

@@ -1,7 +1,7 @@
 """Sockets and the clock around `kvrelay.protocol.link`.
 
-Sends never block: ZMQ queues without bound, and a peer that stays silent is reported lost, which closes its socket and
-with it the queue.
+`send` never blocks: ZMQ queues without bound. A peer that stays silent is reported lost, and its socket is closed with
+its queue.
 
 States of a messenger:
 
@@ -137,7 +137,7 @@ class Messenger:
         return self._links.settings.alive_interval_s
 
     def silent_s(self, peer: PeerRef) -> float:
-        """Seconds since this start of a peer was heard, life signs included; infinite without a link to it."""
+        """Seconds since the last message or life sign of this incarnation of a peer. Infinite without a link."""
         return self._links.silent_s(peer, time.monotonic())
 
     def close(self, linger_s: float = 0.2) -> None:
@@ -196,8 +196,9 @@ class Messenger:
             self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
-        """Sends, hands out events, and sends what they brought. Events that they brought wait for the next turn of the
-        event loop, so that a callback which answers each event with the next one stops nobody else."""
+        """Sends the queued messages, reports the events, and sends the messages that the callback queued."""
+        # Events that the callback causes wait for the next turn of the event loop. Otherwise a callback that causes a
+        # new event for each one would block the loop.
         self._flush_due = False
         self._send_out()
         events = self._links.take_events()

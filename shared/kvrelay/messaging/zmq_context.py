@@ -17,7 +17,7 @@ Socket = zmq.Socket[bytes]
 
 @dataclass(slots=True)
 class _Sockets:
-    """What has to be closed before `term` can return."""
+    """`term` returns when all of these are closed."""
 
     own: set[Socket] = field(default_factory=set)
     num_handed_over: int = 0
@@ -41,7 +41,7 @@ class ZmqContext:
 
     @property
     def is_closed(self) -> bool:
-        """Whether `close` has ended."""
+        """True once `close` has returned."""
         return not self._finalizer.alive
 
     def socket(self, kind: int) -> Socket:
@@ -57,12 +57,12 @@ class ZmqContext:
         self._sockets.num_handed_over += 1
 
     def close_socket(self, socket: Socket, linger_ms: int = 0) -> None:
-        """Closes one socket; what it has queued gets `linger_ms` to leave, in the background."""
+        """Closes one socket. Its queued messages get `linger_ms` to leave, in the background."""
         self._sockets.own.discard(socket)
         socket.close(linger=linger_ms)
 
     def close(self, linger_ms: int = 0) -> None:
-        """Closes all sockets. Blocks until what they have queued has left, for up to `linger_ms`, and until other
+        """Closes all sockets. Blocks until their queued messages have left, for up to `linger_ms`, and until other
         threads have closed the sockets that were handed over to them. May be called twice."""
         if self.is_closed:
             return

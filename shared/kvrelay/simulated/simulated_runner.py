@@ -46,7 +46,7 @@ class _Known:
     num_prompt: int
     stops: frozenset[int]
     scored: NDArray[np.int64] | None
-    drawn: int = -1
+    newest: int = -1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -207,7 +207,7 @@ class SimulatedRunner:
         token_ids = np.concatenate([row.token_ids for row in rows]).astype(np.uint64)
         for row, last in zip(rows, (packed.starts + packed.lens - 1).tolist(), strict=True):
             if row.has_placeholder:
-                token_ids[last] = self._known[row.key].drawn
+                token_ids[last] = self._known[row.key].newest
         return token_ids
 
     # -- tokens -------------------------------------------------------------------------------------------------------
@@ -218,40 +218,40 @@ class SimulatedRunner:
         if sampling:
             known = [self._known[rows[index].key] for index in sampling]
             salts = np.array([each.salt for each in known], np.uint64)
-            draws = self._vocabulary.draws(digests[sampling], salts)
+            numbers = self._vocabulary.draws(digests[sampling], salts)
             lengths = packed.ends[sampling].tolist()
             may_end = [_may_end(each, length) for each, length in zip(known, lengths, strict=True)]
-            token_ids = self._vocabulary.tokens(draws, np.array(may_end)).tolist()
-            for index, each, token_id, draw, ends in zip(
-                sampling, known, token_ids, draws.tolist(), may_end, strict=True
+            token_ids = self._vocabulary.tokens(numbers, np.array(may_end)).tolist()
+            for index, each, token_id, number, ends in zip(
+                sampling, known, token_ids, numbers.tolist(), may_end, strict=True
             ):
-                results[index] = self._sampled(rows[index], each, token_id, draw, ends)
+                results[index] = self._sampled(rows[index], each, token_id, number, ends)
         for index, row in enumerate(rows):
             if (found := self._known.get(row.key)) is not None and found.scored is not None:
                 entries = self._scored(found, row.position, len(row.token_ids))
                 results[index] = RowResult(results[index].token_ids, results[index].logprobs, entries)
         return results
 
-    def _sampled(self, row: WorkerRow, known: _Known, token_id: int, draw: int, may_end: bool) -> RowResult:
+    def _sampled(self, row: WorkerRow, known: _Known, token_id: int, number: int, may_end: bool) -> RowResult:
         if row.beam is not None:
-            return RowResult(candidates=_candidates(self._vocabulary, draw, row.beam.num_candidates, may_end))
+            return RowResult(candidates=_candidates(self._vocabulary, number, row.beam.num_candidates, may_end))
         if token_id in known.stops and _is_early(known, row.position + len(row.token_ids)):
             token_id = self._vocabulary.without(token_id, known.stops)
-        known.drawn = token_id
+        known.newest = token_id
         if known.sampling.logprobs is None:
             return RowResult((token_id,))
-        entry = _logprobs(self._vocabulary, token_id, draw, known.sampling.logprobs)
+        entry = _logprobs(self._vocabulary, token_id, number, known.sampling.logprobs)
         return RowResult((token_id,), (entry,))
 
     def _scored(self, known: _Known, position: int, num_tokens: int) -> list[TokenLogprobs]:
         """Entries for the prompt tokens that follow these positions. All tokens of a prompt count as equally likely."""
         assert known.scored is not None
         targets = known.scored[position + 1 : position + num_tokens + 1]
-        draws = mixed(np.arange(position, position + len(targets), dtype=np.uint64)).tolist()
+        numbers = mixed(np.arange(position, position + len(targets), dtype=np.uint64)).tolist()
         logprob, num_top = -math.log(self._vocabulary.size), known.sampling.prompt_logprobs or 0
         entries = []
-        for token_id, draw in zip(targets.tolist(), draws, strict=True):
-            top = self._vocabulary.likeliest(draw, num_top).tolist()
+        for token_id, number in zip(targets.tolist(), numbers, strict=True):
+            top = self._vocabulary.likeliest(number, num_top).tolist()
             entries.append(TokenLogprobs(token_id, logprob, top, _halving(len(top))))
         return entries
 
@@ -305,19 +305,19 @@ def _halving(count: int) -> list[float]:
     return [-(index + 1) * math.log(2) for index in range(count)]
 
 
-def _logprobs(vocabulary: Vocabulary, token_id: int, draw: int, num_top: int) -> TokenLogprobs:
-    others = (each for each in vocabulary.likeliest(draw, num_top + 1).tolist() if each != token_id)
+def _logprobs(vocabulary: Vocabulary, token_id: int, number: int, num_top: int) -> TokenLogprobs:
+    others = (each for each in vocabulary.likeliest(number, num_top + 1).tolist() if each != token_id)
     top = [token_id, *others][:num_top]
     return TokenLogprobs(token_id, -math.log(2), top, _halving(len(top)))
 
 
-def _candidates(vocabulary: Vocabulary, draw: int, count: int, may_end: bool) -> BeamCandidates:
+def _candidates(vocabulary: Vocabulary, number: int, count: int, may_end: bool) -> BeamCandidates:
     """Puts the end of the text among the first candidates as often as `tokens` samples it. Beams differ in how steeply
     the probabilities fall."""
-    token_ids = vocabulary.likeliest(draw, count).astype(np.int32)
-    if may_end and vocabulary.eos_ids and draw % END_EVERY == 0:
+    token_ids = vocabulary.likeliest(number, count).astype(np.int32)
+    if may_end and vocabulary.eos_ids and number % END_EVERY == 0:
         token_ids[0] = vocabulary.eos_ids[0]
-    falls = 0.4 + 0.6 * (mixed(np.arange(len(token_ids), dtype=np.uint64) + np.uint64(draw)) / 2.0**64)
+    falls = 0.4 + 0.6 * (mixed(np.arange(len(token_ids), dtype=np.uint64) + np.uint64(number)) / 2.0**64)
     return BeamCandidates(token_ids, -np.cumsum(falls).astype(np.float32))
 
 

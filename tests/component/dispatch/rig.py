@@ -18,6 +18,7 @@ from kvrelay_router.dispatch.interface import GenerateRequest, SequenceDelta
 from kvrelay_router.dispatch.running_request import RunningRequest
 from kvrelay_router.static_workers import StaticWorkers
 from tests.component.dispatch.fake_workers import FAST, FakeDecode, FakePrefill, FakeWorker
+from tests.fakes.delta_reader import read_batches
 from tests.fakes.waiting import PATIENCE_S, until
 
 PROMPT = [1, 2, 3, 4, 5]
@@ -105,7 +106,7 @@ async def read(handle: RunningRequest) -> dict[int, list[int]]:
 async def read_deltas(handle: RunningRequest) -> list[SequenceDelta]:
     deltas = []
     async with asyncio.timeout(PATIENCE_S):
-        async for batch in handle.deltas():
+        async for batch in read_batches(handle):
             deltas += batch
     return deltas
 

@@ -96,7 +96,7 @@ class Engine:
             return
         from kvrelay.scheduling.plan import PlanDraft
 
-        self.scheduler._preempt(rng.choice(list(self.scheduler.running.values())), PlanDraft(1))
+        self.scheduler.preemptor.preempt(rng.choice(list(self.scheduler.running.values())), PlanDraft(1))
 
 
 def beams(

@@ -30,6 +30,7 @@ from kvrelay.scheduling.scheduler import BatchScheduler
 from kvrelay.scheduling.scheduler_protocol import Scheduler
 from kvrelay.scheduling.scheduler_settings import QueueOrderName, SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence
+from kvrelay.scheduling.step_planner import StepPlanner
 from kvrelay.worker.launch import choose_launcher
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 from tests.component.engine.conftest import BLOCK_SIZE
@@ -220,16 +221,16 @@ def test_preemption_by_swapping(
 
     def schedule_after_preemptions(self: BatchScheduler) -> StepPlan:
         """A fifth of the steps begin with a preemption."""
-        policy = self.fill
+        fill = self.policy.fill
 
-        def fill_with_one_less(draft: PlanDraft) -> None:
+        def fill_with_one_less(planner: StepPlanner, draft: PlanDraft) -> None:
             if self.running and rng.random() < 0.2:
                 victim = rng.choice(list(self.running.values()))
-                self._preempt(victim, draft)
+                self.preemptor.preempt(victim, draft)
                 draft.preempt(victim)
-            policy(draft)
+            fill(planner, draft)
 
-        with patch.object(self, "fill", fill_with_one_less):
+        with patch.object(self.policy, "fill", fill_with_one_less):
             return schedule(self)
 
     with (

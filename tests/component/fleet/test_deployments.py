@@ -124,7 +124,7 @@ async def test_a_cluster_holds_registry_and_index(cluster: ClusterNode) -> None:
         ("http://127.0.0.1", "must start with redis://"),
         ("redis+sentinel://127.0.0.1:26379", "the primary's name"),
         ("redis+sentinel://127.0.0.1:26379/main/x", "the primary's name"),
-        ("redis+sentinel://127.0.0.1:port/main", "no address of a sentinel"),
+        ("redis+sentinel://127.0.0.1:port/main", "is not a sentinel address"),
     ],
 )
 def test_bad_urls_are_said(url: str, message: str) -> None:

@@ -19,6 +19,7 @@ from kvrelay_router.dispatch.interface import GenerateRequest
 from kvrelay_router.dispatch.running_request import RunningRequest
 from kvrelay_router.static_workers import StaticWorkers
 from tests.component.workers.rig import prompt_of, run
+from tests.fakes.delta_reader import read_batches
 from tests.fakes.hash_runner import HashRunner, expected_tokens
 from tests.fakes.waiting import PATIENCE_S, until
 from tests.fakes.workers import LocalWorker
@@ -64,7 +65,7 @@ def submit(dispatcher: RouterDispatcher) -> RunningRequest:
 async def check_output(handle: RunningRequest) -> None:
     tokens: list[int] = []
     async with asyncio.timeout(PATIENCE_S):
-        async for deltas in handle.deltas():
+        async for deltas in read_batches(handle):
             for delta in deltas:
                 tokens += delta.token_ids
     assert tokens == expected_tokens(PROMPT, GREEDY, 512)

@@ -13,6 +13,7 @@ from kvrelay.telemetry.trace_context import TraceContext, new_trace
 from kvrelay.telemetry.tracer import Tracer
 from kvrelay_router.dispatch.interface import GenerateRequest
 from tests.component.workers.rig import prompt_of, run
+from tests.fakes.delta_reader import read_batches
 from tests.fakes.hash_runner import HashRunner, expected_tokens
 from tests.fakes.spans import RecordedSpans
 from tests.fakes.waiting import PATIENCE_S
@@ -41,7 +42,7 @@ async def generate(fleet: LocalFleet, trace: TraceContext, max_tokens: int = 20,
         trace=str(trace),
     )
     outputs: list[list[int]] = [[] for _ in range(num_sequences)]
-    async for deltas in fleet.dispatcher.submit(request).deltas():
+    async for deltas in read_batches(fleet.dispatcher.submit(request)):
         for delta in deltas:
             outputs[delta.sequence] += delta.token_ids
     expected = [expected_tokens(PROMPT, sampling, MAX_MODEL_LEN, index) for index in range(num_sequences)]

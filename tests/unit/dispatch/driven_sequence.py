@@ -80,12 +80,7 @@ class DrivenSequence:
     def _receive(self, event: Received) -> list[Done]:
         from_prefill = isinstance(event, FirstTokenReceived)
         delta, events = receive_tokens(
-            self.attempts,
-            self.intake,
-            event.worker,
-            event.entry,
-            from_prefill=from_prefill,
-            handle_entry=self.handle_entry,
+            self.attempts, self.intake, event.worker, event.entry, from_prefill, self.handle_entry
         )
         done: list[Done] = [] if delta is None else [Deliver(delta)]
         for each in events:

@@ -52,7 +52,9 @@ def test_the_attempt_machine_gets_events_for_the_first_and_the_last_tokens_only(
     heard = []
     for each in received:
         from_prefill = isinstance(each, FirstTokenReceived)
-        _, events = receive_tokens(machine.attempts, machine.intake, each.worker, each.entry, from_prefill=from_prefill)
+        _, events = receive_tokens(
+            machine.attempts, machine.intake, each.worker, each.entry, from_prefill, machine.intake.handle
+        )
         for event in events:
             machine.handle(event)
         heard.append([type(event).__name__ for event in events])
@@ -61,7 +63,7 @@ def test_the_attempt_machine_gets_events_for_the_first_and_the_last_tokens_only(
 
 def test_decode_that_is_first_starts_both() -> None:
     machine = placed()
-    _, events = receive_tokens(machine.attempts, machine.intake, D, tokens(0, 5).entry)
+    _, events = receive_tokens(machine.attempts, machine.intake, D, tokens(0, 5).entry, False, machine.intake.handle)
     assert [type(event).__name__ for event in events] == ["DecodeStarted", "FirstTokenDelivered"]
 
 

@@ -1,10 +1,9 @@
-"""The handle: what waits is merged per sequence, errors come after the tokens, leaving early cancels; a sink gets what
-nobody has to wait for, in order with what comes from `deltas`."""
+"""The handle: deltas that wait are joined per sequence, errors come after the tokens; a sink gets deltas while it is
+ready, in order with those that are taken."""
 
 from __future__ import annotations
 
 import asyncio
-import weakref
 from contextlib import aclosing
 
 import pytest
@@ -16,6 +15,7 @@ from kvrelay.protocol.messages import SequenceUsage
 from kvrelay.protocol.sampling import FinishReason, Sampling, TokenLogprobs
 from kvrelay_router.dispatch.interface import GenerateRequest, RequestFailed, SequenceDelta
 from kvrelay_router.dispatch.running_request import PushQueue, RunningRequest
+from tests.fakes.delta_reader import read_batches
 
 
 class Calls:
@@ -36,39 +36,48 @@ class Calls:
         handle.fail(RequestFailed("cancelled"))
 
 
-class Sink:
-    """Keeps what it gets, beside what comes from `deltas`."""
-
-    def __init__(self, seen: list[tuple[str, list[SequenceDelta]]]) -> None:
-        self.ready = True
-        self.error: Exception | None = None
-        self._seen = seen
-
-    def is_ready(self) -> bool:
-        return self.ready
-
-    def take(self, deltas: list[SequenceDelta]) -> None:
-        if self.error is not None:
-            raise self.error
-        self._seen.append(("sink", deltas))
-
-
 class Reader:
-    """Whoever iterates `deltas`: a task that may be busy with what it got."""
+    """A sink, and the task behind it, which may be busy with what it took."""
 
     def __init__(self, calls: Calls) -> None:
         self.seen: list[tuple[str, list[SequenceDelta]]] = []
-        self.sink = Sink(self.seen)
+        self.ready = True
         self.may_go_on = asyncio.Event()
         self.may_go_on.set()
+        self._waiter: asyncio.Event | None = None
         self._handle = calls.handle
-        self._handle.push_to(self.sink)
+        self._handle.connect(self)
         self.task = asyncio.create_task(self._read())
 
+    @property
+    def is_waiting(self) -> bool:
+        return self._waiter is not None
+
+    def can_take(self) -> bool:
+        return self.ready
+
+    def take(self, deltas: list[SequenceDelta]) -> None:
+        self.seen.append(("sink", deltas))
+
+    def wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None:
+            waiter.set()
+
     async def _read(self) -> None:
-        async for batch in self._handle.deltas():
-            await self.may_go_on.wait()
-            self.seen.append(("deltas", batch))
+        handle = self._handle
+        while True:
+            if handle.has_deltas:
+                batch = handle.take()
+                await self.may_go_on.wait()
+                self.seen.append(("task", batch))
+            elif handle.error is not None:
+                raise handle.error
+            elif handle.is_over:
+                return
+            else:
+                self._waiter = waiter = asyncio.Event()
+                await waiter.wait()
 
     def tokens(self, sequence: int) -> list[int]:
         """All that was seen of a sequence, in its order."""
@@ -91,7 +100,7 @@ async def test_what_waits_comes_at_once_merged_per_sequence() -> None:
     calls.handle.deliver(SequenceDelta(0, [2], logprobs[1:], finish=FinishReason.STOP_TOKEN, usage=usage))
     calls.handle.finish(0)
     calls.handle.finish(1)
-    batches = [batch async for batch in calls.handle.deltas()]
+    batches = [batch async for batch in read_batches(calls.handle)]
     assert batches == [
         [
             SequenceDelta(0, [1, 2], logprobs, [], 3, FinishReason.STOP_TOKEN, usage),
@@ -105,7 +114,7 @@ async def test_tokens_come_before_the_error() -> None:
     calls = Calls()
     calls.handle.deliver(SequenceDelta(0, [1]))
     calls.handle.fail(RequestFailed("broken", FailureKind.DEADLINE))
-    deltas = calls.handle.deltas()
+    deltas = read_batches(calls.handle)
     assert await anext(deltas) == [SequenceDelta(0, [1])]
     with pytest.raises(RequestFailed, match="broken") as failure:
         await anext(deltas)
@@ -116,7 +125,7 @@ async def test_a_waiting_reader_wakes_up() -> None:
     calls = Calls()
 
     async def read() -> list[list[SequenceDelta]]:
-        return [batch async for batch in calls.handle.deltas()]
+        return [batch async for batch in read_batches(calls.handle)]
 
     reader = asyncio.create_task(read())
     await asyncio.sleep(0)
@@ -130,7 +139,7 @@ async def test_a_waiting_reader_wakes_up() -> None:
 async def test_leaving_early_cancels_once() -> None:
     calls = Calls()
     calls.handle.deliver(SequenceDelta(0, [1]))
-    async with aclosing(calls.handle.deltas()) as deltas:
+    async with aclosing(read_batches(calls.handle)) as deltas:
         await anext(deltas)
     calls.handle.cancel()
     assert calls.num_cancelled == 1
@@ -142,7 +151,8 @@ async def test_stop_drops_what_waits_of_that_sequence_only() -> None:
     calls.handle.deliver(SequenceDelta(1, [2], finish=FinishReason.LENGTH))
     calls.handle.finish(1)
     calls.handle.stop(0)
-    assert [batch async for batch in calls.handle.deltas()] == [[SequenceDelta(1, [2], finish=FinishReason.LENGTH)]]
+    batches = [batch async for batch in read_batches(calls.handle)]
+    assert batches == [[SequenceDelta(1, [2], finish=FinishReason.LENGTH)]]
     calls.handle.stop(0)
     assert calls.stopped == [0]
 
@@ -152,7 +162,7 @@ async def test_after_the_end_nothing_is_cancelled() -> None:
     calls.handle.finish(0)
     calls.handle.cancel()
     calls.handle.fail(RequestFailed("too late"))
-    assert [batch async for batch in calls.handle.deltas()] == []
+    assert [batch async for batch in read_batches(calls.handle)] == []
     assert calls.num_cancelled == 0
 
 
@@ -168,7 +178,7 @@ async def test_a_sink_gets_what_comes_while_the_reader_sleeps_joined_per_sequenc
     calls.handle.deliver(SequenceDelta(0, [3], finish=FinishReason.LENGTH))
     calls.handle.finish(0)
     await turn()
-    assert reader.seen[1:] == [("deltas", [SequenceDelta(0, [3], finish=FinishReason.LENGTH)])]
+    assert reader.seen[1:] == [("task", [SequenceDelta(0, [3], finish=FinishReason.LENGTH)])]
     assert not reader.task.done()
     calls.handle.stop(1)
     await reader.task
@@ -178,72 +188,33 @@ async def test_a_sink_gets_what_comes_while_the_reader_sleeps_joined_per_sequenc
 async def test_a_sink_that_is_not_ready_leaves_it_to_the_reader() -> None:
     calls = Calls()
     reader = Reader(calls)
-    reader.sink.ready = False
+    reader.ready = False
     reader.may_go_on.clear()
     await turn()
     calls.handle.deliver(SequenceDelta(0, [1]))
     await turn()
-    reader.sink.ready = True
+    reader.ready = True
     calls.handle.deliver(SequenceDelta(0, [2]))  # must not overtake the first, with which the reader is busy
     await turn()
     assert reader.seen == []
     reader.may_go_on.set()
     await turn()
-    assert reader.seen == [("deltas", [SequenceDelta(0, [1])]), ("deltas", [SequenceDelta(0, [2])])]
+    assert reader.seen == [("task", [SequenceDelta(0, [1])]), ("task", [SequenceDelta(0, [2])])]
     calls.handle.deliver(SequenceDelta(0, [3]))
     await turn()
     assert reader.seen[2:] == [("sink", [SequenceDelta(0, [3])])]
     reader.task.cancel()
 
 
-async def test_what_a_sink_raises_comes_to_the_reader_and_cancels() -> None:
-    calls = Calls()
-    reader = Reader(calls)
-    reader.sink.error = ZeroDivisionError("of the sink")
-    await turn()
-    calls.handle.deliver(SequenceDelta(0, [1]))
-    calls.handle.deliver(SequenceDelta(0, [2]))
-    with pytest.raises(ZeroDivisionError, match="of the sink"):
-        await reader.task
-    assert (calls.num_cancelled, reader.seen) == (1, [])
-
-
-async def test_one_requests_sink_disturbs_no_other() -> None:
-    pushes = PushQueue()
-    bad, good = Calls(pushes=pushes), Calls(pushes=pushes)
-    readers = [Reader(bad), Reader(good)]
-    readers[0].sink.error = ZeroDivisionError("of the sink")
-    await turn()
-    for calls in (bad, good):
-        calls.handle.deliver(SequenceDelta(0, [1]))
-    await turn()
-    assert readers[1].seen == [("sink", [SequenceDelta(0, [1])])]
-    assert isinstance(readers[0].task.exception(), ZeroDivisionError)
-    readers[1].task.cancel()
-
-
-async def test_the_end_lets_go_of_the_sink() -> None:
-    """It knows the request, mostly: the two must not wait for the garbage collector."""
-    calls, sink = Calls(), Sink([])
-    calls.handle.push_to(sink)
-    weak = weakref.ref(sink)
-    del sink
-    calls.handle.finish(0)
-    assert [batch async for batch in calls.handle.deltas()] == []
-    assert weak() is None
-
-
-async def test_a_reader_that_leaves_takes_the_sink_with_it() -> None:
+async def test_a_sink_that_was_disconnected_gets_nothing() -> None:
     calls = Calls()
     reader = Reader(calls)
     await turn()
     calls.handle.deliver(SequenceDelta(0, [1]))
+    calls.handle.disconnect()
+    await turn()
+    assert reader.seen == []
     reader.task.cancel()
-    await turn()
-    calls.handle.deliver(SequenceDelta(0, [2]))
-    await turn()
-    assert ("sink", [SequenceDelta(0, [2])]) not in reader.seen
-    assert calls.num_cancelled == 1
 
 
 ACTIONS = st.sampled_from(["deliver 0", "deliver 1", "turn", "step", "not ready", "ready", "busy", "free", "fail"])
@@ -265,9 +236,9 @@ def test_whoever_gets_them_tokens_come_once_and_in_order(actions: list[str]) -> 
                 case ["step"]:
                     await asyncio.sleep(0)
                 case ["not", "ready"]:
-                    reader.sink.ready = False
+                    reader.ready = False
                 case ["ready"]:
-                    reader.sink.ready = True
+                    reader.ready = True
                 case ["busy"]:
                     reader.may_go_on.clear()
                 case ["free"]:

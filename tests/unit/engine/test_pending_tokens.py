@@ -123,7 +123,7 @@ class World:
         penalised = [each.sampling.frequency_penalty > 0 or each.sampling.repetition_penalty != 1 for each in sequences]
         early = any(p and self.pending_for(each) for p, each in zip(penalised, sequences, strict=True))
         if early:
-            with pytest.raises(RuntimeError, match="has not landed"):
+            with pytest.raises(RuntimeError, match="have not landed"):
                 self.sampler.begin(keys, np.array(positions), logits)
             return
         draw = self.sampler.begin(keys, np.array(positions), logits)
@@ -330,7 +330,7 @@ def test_what_would_mix_up_histories_is_refused() -> None:
     sampler.sample([key(8)], np.ones(1, np.int64), make_logits(1))  # another's, which is waited for at once
     first.land()
     second.land()
-    with pytest.raises(RuntimeError, match="has landed"):
+    with pytest.raises(RuntimeError, match="have landed"):
         second.land()
 
 

@@ -13,7 +13,7 @@ from kvrelay.engine import device
 from kvrelay.engine.attention import ATTENTION_NAME, attending, register
 from kvrelay.engine.batch import BeamRow
 from kvrelay.engine.beam_candidates import best_candidates
-from kvrelay.engine.causal_model import split_head
+from kvrelay.engine.eager import split_head
 from kvrelay.engine.pending_logprobs import token_logprobs
 from kvrelay.engine.sampler import Sampler
 from kvrelay.engine.waits import Waits

@@ -14,7 +14,7 @@ from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.scheduling.memory.block_manager import BlockManager, WholeSequenceBlocks
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
-from kvrelay.scheduling.policies.sarathi import SarathiScheduler
+from kvrelay.scheduling.policies.sarathi import SarathiPolicy
 from kvrelay.scheduling.policies.scheduler_registry import BUILT_IN, find_scheduler
 from kvrelay.scheduling.scheduler import BatchScheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
@@ -82,7 +82,8 @@ class Bench:
         assert isinstance(built, BatchScheduler)
         self.scheduler = built
         if blocks is not None:
-            self.scheduler = type(built)(limits, blocks(self.pool, kept, limits.max_model_len), settings)
+            manager = blocks(self.pool, kept, limits.max_model_len)
+            self.scheduler = BatchScheduler(built.policy, limits, manager, settings)
         self.blocks = self.scheduler.blocks
         self.sequences: list[Sequence] = []
         self.tokens_drawn = 0
@@ -187,7 +188,7 @@ class Bench:
         planned = {row.sequence.key for row in plan.rows if not row.is_prefill}
         preempted = {s.key for s in plan.preempted}
         assert not preempted & {row.sequence.key for row in plan.rows}
-        if isinstance(self.scheduler, SarathiScheduler):
+        if isinstance(self.scheduler.policy, SarathiPolicy):
             back = {s.key for s in plan.admitted}  # from the host, or with all but the last token cached
             assert planned - back == {s.key for s in decoding} - preempted, "a running decode was left out"
         for row in plan.rows:
@@ -200,9 +201,9 @@ class Bench:
         over = plan.num_prefill_tokens + plan.num_decode_tokens - self.scheduler.limits.token_budget
         assert plan.num_decode_tokens <= self.scheduler.limits.max_running
         if over > 0:
-            assert self.scheduler.block_manager is not BlockManager, "chunks must fit the budget"
+            assert self.scheduler.policy.block_manager is not BlockManager, "chunks must fit the budget"
             assert sum(row.is_prefill for row in plan.rows) == 1
-            assert not plan.num_decode_tokens or self.scheduler.block_manager is WholeSequenceBlocks
+            assert not plan.num_decode_tokens or self.scheduler.policy.block_manager is WholeSequenceBlocks
 
     def is_a_sequences(self, block: int) -> bool:
         """Whoever else holds it."""

@@ -62,7 +62,7 @@ class HandoffWorker:
         return sequence
 
     def cancel(self, which: int, quarantine_rounds: int = 0) -> None:
-        """Ends one, whatever it is doing. What is being received is quarantined for some rounds, or released."""
+        """Ends a sequence in any state. If it is being received it is quarantined for some rounds, or released."""
         if not self.open:
             return
         sequence = self.open[which % len(self.open)]
@@ -99,7 +99,7 @@ class HandoffWorker:
         self.check()
 
     def note_admitted(self, sequence: Sequence) -> None:
-        """Who came before and waits still: nobody, under fcfs, whom only room kept out."""
+        """Under fcfs no sequence passes an earlier one that only lacks room."""
         if sequence.num_preemptions:
             return
         self.admitted.append(sequence)
@@ -127,7 +127,7 @@ class HandoffWorker:
         return num_held > 0 and num_blocks > SENDER_SHARE * self.bench.pool.num_blocks
 
     def run_round(self) -> bool:
-        """Whether anything moved, or will."""
+        """Returns whether any sequence made progress, or will without an admission."""
         self.round += 1
         reserved = self.reserve()
         landed = [sequence for sequence, at in self.lands_at.items() if at <= self.round]
@@ -166,10 +166,13 @@ class HandoffWorker:
 
     @property
     def somebody_moves(self) -> bool:
-        return bool(self.scheduler.reserve()) or bool(self.scheduler.schedule().rows)
+        if self.scheduler.reserve():
+            return True
+        plan = self.scheduler.schedule()
+        return bool(plan.rows or plan.reservations)
 
     def check_that_the_next_handoff_does_not_fit(self) -> None:
-        """By the sums that the rules name, under fcfs, if nothing is shared and nobody is expected."""
+        """Adds up the tables under fcfs, if no blocks are shared and no samples are expected."""
         scheduler = self.scheduler
         if scheduler.settings.queue_order != "fcfs" or self.bench.blocks.shares_prefixes:
             return

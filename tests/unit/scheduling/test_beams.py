@@ -289,7 +289,7 @@ def test_a_preempted_group_computes_what_its_beams_share_once() -> None:
     from kvrelay.scheduling.plan import PlanDraft
 
     before = expected_beams([1] * 16, group.sampling, MAX_MODEL_LEN)
-    world.scheduler._preempt(group, PlanDraft(1))
+    world.scheduler.preemptor.preempt(group, PlanDraft(1))
     assert len(world.scheduler.running) == 0
     assert world.pool.num_free == 64
     plan = world.step()

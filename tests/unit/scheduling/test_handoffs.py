@@ -1,4 +1,4 @@
-"""Handoffs in the waiting queue: who is admitted next, what is left to those that run, and that all are admitted."""
+"""Handoffs in the waiting queue: their order, the room that they leave to running sequences, and that none starves."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ def test_a_handoff_that_ends_before_it_was_announced_is_not_announced() -> None:
 def test_a_sequence_that_is_not_being_received_is_not_adopted() -> None:
     worker = HandoffWorker()
     local = worker.local(9)
-    with pytest.raises(ValueError, match="no KV of it is being received"):
+    with pytest.raises(ValueError, match="it receives no KV"):
         worker.scheduler.adopt(local)
     waiting = worker.handoff(9)
-    with pytest.raises(ValueError, match="no KV of it is being received"):
+    with pytest.raises(ValueError, match="it receives no KV"):
         worker.scheduler.adopt(waiting)
 
 
@@ -173,7 +173,7 @@ def test_where_nothing_runs_somebody_moves(
 
 
 def test_a_sender_that_holds_its_share_lets_others_pass() -> None:
-    """Of 16 blocks a sender may hold 8 beside its first reservation."""
+    """A sender may hold 8 of 16 blocks, and its first reservation whatever its size."""
     worker = HandoffWorker(max_running=8)
     first, second = (worker.handoff(16, is_limited=True) for _ in range(2))
     third = worker.handoff(16, is_limited=True)
@@ -247,7 +247,7 @@ def test_a_prefix_that_is_given_up_holds_nobody_up() -> None:
 
 @pytest.mark.parametrize(("num_to_come", "admitted"), [(0, True), (2, True), (3, False)])
 def test_the_first_sample_is_admitted_if_there_is_room_for_all(num_to_come: int, admitted: bool) -> None:
-    """Of four places one is taken."""
+    """One of four places is taken."""
     worker = HandoffWorker(num_blocks=32, max_running=4, cache=True)
     worker.local(4, max_tokens=20)
     worker.run_round()

@@ -9,24 +9,35 @@ import pytest
 
 from kvrelay.config.loader import ConfigError, load_config
 from kvrelay.config.worker import WorkerConfig
+from kvrelay.kv.cache import Cache
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.scheduling.policies import scheduler_registry as registry
-from kvrelay.scheduling.policies.sarathi import SarathiScheduler
+from kvrelay.scheduling.policies.sarathi import SarathiPolicy
 from kvrelay.scheduling.policies.scheduler_registry import UnknownScheduler, make_scheduler, scheduler_names
+from kvrelay.scheduling.scheduler import BatchScheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 
 pytestmark = pytest.mark.unit
-OWN = EntryPoint("own", f"{__name__}:OwnScheduler.build", registry.ENTRY_POINT_GROUP)
+OWN = EntryPoint("own", f"{__name__}:OwnPolicy", registry.ENTRY_POINT_GROUP)
 
 
-class OwnScheduler(SarathiScheduler):
+class OwnPolicy(SarathiPolicy):
     """As another package would offer it."""
 
 
-def make(name: str) -> object:
-    pool = BlockPool(8, 16)
-    return make_scheduler(name, SchedulerLimits(8, 4, 64, frozenset()), pool, PrefixCache(pool), SchedulerSettings())
+def make(name: str) -> BatchScheduler:
+    pool, limits = BlockPool(8, 16), SchedulerLimits(8, 4, 64, frozenset())
+    scheduler = make_scheduler(name, limits, pool, PrefixCache(pool), SchedulerSettings())
+    assert isinstance(scheduler, BatchScheduler)
+    return scheduler
+
+
+def make_own_scheduler(
+    limits: SchedulerLimits, pool: BlockPool, cache: Cache, settings: SchedulerSettings
+) -> BatchScheduler:
+    """A factory in place of a policy."""
+    return BatchScheduler.build(OwnPolicy(), limits, pool, cache, settings)
 
 
 def offer(monkeypatch: pytest.MonkeyPatch, *offers: EntryPoint) -> None:
@@ -35,7 +46,8 @@ def offer(monkeypatch: pytest.MonkeyPatch, *offers: EntryPoint) -> None:
         return [entry_point for entry_point in offers if name in (None, entry_point.name)]
 
     monkeypatch.setattr(registry, "entry_points", entry_points)
-    monkeypatch.setattr(EntryPoint, "load", lambda self: OwnScheduler.build)
+    loaded = {"OwnPolicy": OwnPolicy, "make_own_scheduler": make_own_scheduler}
+    monkeypatch.setattr(EntryPoint, "load", lambda self: loaded[self.attr])
 
 
 def config(*flags: str) -> WorkerConfig:
@@ -43,28 +55,34 @@ def config(*flags: str) -> WorkerConfig:
 
 
 def test_every_built_in_name_makes_its_scheduler() -> None:
-    names = {name: type(make(name)).__name__ for name in registry.BUILT_IN}
+    names = {name: type(make(name).policy).__name__ for name in registry.BUILT_IN}
     assert names == {
-        "sarathi": "SarathiScheduler",
-        "vllm": "VllmScheduler",
-        "simple_chunking": "SimpleChunkingScheduler",
-        "orca": "OrcaScheduler",
-        "faster_transformer": "FasterTransformerScheduler",
+        "sarathi": "SarathiPolicy",
+        "vllm": "VllmPolicy",
+        "simple_chunking": "SimpleChunkingPolicy",
+        "orca": "OrcaPolicy",
+        "faster_transformer": "FasterTransformerPolicy",
     }
 
 
 def test_an_entry_point_offers_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
     offer(monkeypatch, OWN)
     assert scheduler_names()[-1] == "own"
-    assert isinstance(make("own"), OwnScheduler)
+    assert isinstance(make("own").policy, OwnPolicy)
+    assert make("own").policy is not make("own").policy, "a policy may have state"
     assert config("--scheduler", "own").scheduler == "own"
+
+
+def test_an_entry_point_may_lead_to_a_factory(monkeypatch: pytest.MonkeyPatch) -> None:
+    offer(monkeypatch, EntryPoint("own", f"{__name__}:make_own_scheduler", registry.ENTRY_POINT_GROUP))
+    assert isinstance(make("own").policy, OwnPolicy)
 
 
 def test_a_built_in_name_cannot_be_taken_over_and_an_own_one_not_be_offered_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     offer(monkeypatch, EntryPoint("sarathi", "x:y", registry.ENTRY_POINT_GROUP), OWN, OWN)
-    assert type(make("sarathi")) is SarathiScheduler
+    assert type(make("sarathi").policy) is SarathiPolicy
     with pytest.raises(UnknownScheduler, match="offered more than once"):
         make("own")
 

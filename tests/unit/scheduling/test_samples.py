@@ -23,12 +23,12 @@ from kvrelay.scheduling.plan import SequenceOutput, StepPlan
 from kvrelay.scheduling.policies.scheduler_registry import find_scheduler
 from kvrelay.scheduling.scheduler import BatchScheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
-from kvrelay.scheduling.sequence import Sequence
+from kvrelay.scheduling.sequence import RemoteKV, Sequence
 from kvrelay.worker.step_loop import worker_batch
 from tests.fakes.hash_runner import HashRunner, expected_tokens, next_token
 from tests.fakes.sequences import new_sequence
 from tests.thoroughness import examples
-from tests.unit.scheduling.bench import SCHEDULERS, check_writes
+from tests.unit.scheduling.bench import SCHEDULERS, SENDER, check_writes
 
 pytestmark = pytest.mark.unit
 BLOCK = 4
@@ -86,15 +86,16 @@ class World:
         return self.begin(sequence)
 
     def receive(self, request: str, index: int, count: int, prompt: list[int], max_tokens: int) -> Sequence | None:
-        """As a decode worker does: all at once. None: no room."""
+        """A handoff that is complete at once. Returns None if it is not admitted now."""
         sequence = self.make(request, index, count, prompt, max_tokens)
-        if self.scheduler.num_slots >= self.max_running or max_tokens < 2:
+        if max_tokens < 2:
+            return None
+        sequence.remote = RemoteKV(SENDER)
+        self.scheduler.add(sequence)
+        if sequence not in self.scheduler.reserve():
+            self.scheduler.abort(sequence.key)
             return None
         self.begin(sequence)
-        if not self.blocks.admit(sequence, BlockState.RESERVED):
-            self.close(sequence)
-            self.ended.remove(sequence)
-            return None
         first = blocks_for(sequence.num_computed, BLOCK)
         positions = np.arange(first * BLOCK, len(prompt))
         where = sequence.table.ids[positions // BLOCK], positions % BLOCK
@@ -103,7 +104,6 @@ class World:
         sequence.num_computed = len(prompt)
         sequence.tokens.append(token_id)
         self.runner._sampled[sequence.key] = token_id
-        self.blocks.change_block_state(sequence, BlockState.RUNNING)
         self.scheduler.adopt(sequence)
         return sequence
 

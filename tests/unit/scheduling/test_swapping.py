@@ -22,6 +22,7 @@ from kvrelay.scheduling.policies.scheduler_registry import find_scheduler
 from kvrelay.scheduling.scheduler import BatchScheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState
+from kvrelay.scheduling.step_planner import StepPlanner
 from kvrelay.worker.step_loop import worker_batch
 from tests.fakes.hash_runner import HashRunner, expected_tokens
 from tests.thoroughness import examples
@@ -50,17 +51,17 @@ class World:
         self.ended: set[str] = set()  # by an abort or a failed step
         self.num_forced = 0
         self.scored: dict[str, int] = {}  # prompt and output positions computed since the K/V was last lost
-        self._fill = scheduler.fill
-        scheduler.fill = self._fill_after_preemptions  # type: ignore[method-assign]
+        self._fill = scheduler.policy.fill
+        scheduler.policy.fill = self._fill_after_preemptions  # type: ignore[method-assign]
 
-    def _fill_after_preemptions(self, draft: PlanDraft) -> None:
+    def _fill_after_preemptions(self, planner: StepPlanner, draft: PlanDraft) -> None:
         """Now and then somebody loses its blocks for no reason; never all of the time, or nothing would end."""
         for sequence in list(self.scheduler.running.values()):
             if self.num_forced < 40 and self.rng.random() < 0.1:
                 self.num_forced += 1
-                self.scheduler._preempt(sequence, draft)
+                self.scheduler.preemptor.preempt(sequence, draft)
                 draft.preempt(sequence)
-        self._fill(draft)
+        self._fill(planner, draft)
 
     def add(self, prompt: list[int], max_tokens: int) -> None:
         sequence = make_sequence(prompt, max_tokens, f"r{len(self.sequences)}")
@@ -281,7 +282,7 @@ def test_samples_of_one_prompt_share_its_slots() -> None:
     draft = PlanDraft(32)
     for sequence in sequences:
         assert sequence.is_decoding
-        bench.scheduler._preempt(sequence, draft)
+        bench.scheduler.preemptor.preempt(sequence, draft)
     num_blocks = sum(len(copy.slots) for copy in draft.leaving)
     assert bench.scheduler.swap_use.num_used_slots == num_blocks - 2 * 4  # four blocks of prompt
 
@@ -355,7 +356,11 @@ def test_who_left_before_a_plan_could_tell_of_its_admission_is_not_told_of() -> 
     bench.add([1] * 4, 4)
     plan = scheduler.schedule()
     late = bench.add([2] * 4, 4)
-    admit_only = patch.object(scheduler, "fill", lambda draft: scheduler.admit_prompts(draft, beyond_budget=True))
+
+    def fill(planner: StepPlanner, draft: PlanDraft) -> None:
+        planner.admit_prompts(draft, beyond_budget=True)
+
+    admit_only = patch.object(scheduler.policy, "fill", fill)
     with admit_only, patch.object(scheduler.chunks, "size", lambda *_: 0):
         assert scheduler.schedule_ahead() is None
     assert late.state is SequenceState.RUNNING

@@ -27,7 +27,7 @@ class DispatchSettings:
     ttft_deadline_s: float | None = None  # requests whose first token is expected later are refused
     max_attempts: int = 3
     max_requests: int = 1024  # requests in progress; more are refused
-    wait_for_worker_s: float = 30.0  # how long a retry or a handoff waits if no worker is ready
+    wait_for_worker_s: float = 30.0  # a retry or a handoff fails if no worker is ready for this long
     num_recent_requests: int = 2000
     num_last_decisions: int = 50
     registry_interval_s: float = 0.5
@@ -91,8 +91,8 @@ class ActiveSequence:
     held: Held = field(default_factory=Held)
     expected: ExpectedCacheHit | None = None  # None once the first token has said how much was cached
     trace: str = ""  # the trace context of the current attempt
-    fingerprint: str = ""  # of the model on the current attempt's workers
-    work: Work = field(default_factory=Work)  # what placement expects of the current attempt
+    fingerprint: str = ""  # identifies the model of the current attempt's workers
+    work: Work = field(default_factory=Work)  # the load that placement expects from the current attempt
     waiting_for: FindPlacement | AwaitLostWorkers | FindDecode | None = None  # while no worker is ready
     waiting_timer: asyncio.TimerHandle | None = None  # also ends the pause before a retry
 

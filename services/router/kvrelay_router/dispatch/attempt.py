@@ -143,7 +143,7 @@ class SequenceAttempts:
         """Returns whether this incarnation is a worker of the current attempt."""
         return self._workers.is_prefill(worker) or self._workers.is_decode(worker)
 
-    def accepts_tokens(self, worker: PeerRef, attempt: int, *, from_prefill: bool) -> bool:
+    def accepts_tokens(self, worker: PeerRef, attempt: int, from_prefill: bool) -> bool:
         """Returns False for tokens of the past: of an earlier attempt, or of a decode worker that was replaced.
 
         Raises IllegalEvent if this worker cannot have such tokens.

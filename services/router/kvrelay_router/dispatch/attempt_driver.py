@@ -68,7 +68,7 @@ class AttemptDriver:
         self._on_ended = on_ended
         self._wait_for_worker_s = wait_for_worker_s
         self._tracing = tracing
-        self._waiting: dict[ActiveSequence, None] = {}  # in the order of arrival
+        self._waiting: dict[ActiveSequence, None] = {}  # sequences in their order of arrival
 
     @property
     def num_waiting(self) -> int:
@@ -92,12 +92,7 @@ class AttemptDriver:
         """Delivers the tokens of an entry, once the tokens before them have come."""
         try:
             delta, events = receive_tokens(
-                sequence.attempts,
-                sequence.intake,
-                worker,
-                entry,
-                from_prefill=from_prefill,
-                handle_entry=sequence.handle_entry,
+                sequence.attempts, sequence.intake, worker, entry, from_prefill, sequence.handle_entry
             )
         except IllegalEvent as error:
             self._report_illegal(sequence, error)
@@ -105,7 +100,10 @@ class AttemptDriver:
             self._fail_attempt(sequence, worker, f"{worker.peer_id} broke the protocol: {error}")
             return
         if delta is not None:
-            self._deliver(sequence, delta)
+            sequence.record.num_output_tokens += len(delta.token_ids)
+            if events or delta.cached_tokens is not None or delta.usage is not None:
+                self._record_details(sequence, delta)
+            sequence.request.handle.deliver(delta)
         for event in events:
             self.feed(sequence, event)
 
@@ -133,7 +131,7 @@ class AttemptDriver:
         served_by = running.handle.served_by
         served_by.prefill = prefill.peer_id if prefill is not None else None
         served_by.decode = decode.peer_id if decode is not None else None
-        served_by.tell_route = partial(as_json, decision)
+        served_by.describe_route = partial(as_json, decision)
         timeout_s = max(0.0, running.deadline - time.monotonic())
         self.feed(sequence, WorkersAssigned(prefill, decode, timeout_s, list(output)))
 
@@ -170,15 +168,17 @@ class AttemptDriver:
                 self._find_decode(sequence, instruction)
             case Ended(error=error, finish=finish, kind=kind):
                 if finish is not None:
-                    self._deliver(sequence, SequenceDelta(sequence.index, [], finish=finish))
+                    delta = SequenceDelta(sequence.index, [], finish=finish)
+                    self._record_details(sequence, delta)
+                    sequence.request.handle.deliver(delta)
                 self._stop_waiting(sequence)
                 sequence.request.record.attempt_ended(sequence.index, error or "")
                 failure = RequestFailed(error, kind or FailureKind.INTERNAL_ERROR) if error is not None else None
                 self._on_ended(sequence, failure)
 
-    def _deliver(self, sequence: ActiveSequence, delta: SequenceDelta) -> None:
+    def _record_details(self, sequence: ActiveSequence, delta: SequenceDelta) -> None:
+        """Records what few deltas bring beside their tokens."""
         record = sequence.record
-        record.num_output_tokens += len(delta.token_ids)
         if record.first_token_ms is None:
             record.first_token_ms = sequence.request.record.elapsed_ms()
         if delta.cached_tokens is not None:
@@ -191,7 +191,6 @@ class AttemptDriver:
         if delta.finish is not None:
             record.finish = str(delta.finish)
             record.num_output_tokens += sum(len(beam.token_ids) for beam in delta.beams)
-        sequence.request.handle.deliver(delta)
 
     def _retry(self, sequence: ActiveSequence, search: FindPlacement) -> None:
         self._stop_waiting(sequence)  # the failed attempt may still wait for a decode worker

@@ -1,14 +1,13 @@
-"""A circuit breaker for each start of a worker. No I/O; `now` is monotonic seconds.
+"""A circuit breaker for each incarnation of a worker. No I/O; `now` is in monotonic seconds.
 
-1. CLOSED     takes requests. After `threshold` failures of the worker in a row, without one success between: OPEN.
-2. OPEN       takes none for a while (`cooldown_s`, doubled each time up to `longest_s`), then HALF_OPEN.
-3. HALF_OPEN  takes one request. Its success closes, its failure opens again; where neither comes within the cooldown
-              (the client left), another one may try.
+1. CLOSED     The worker gets requests. After `threshold` failures in a row, the breaker opens.
+2. OPEN       The worker gets no requests for `cooldown_s`, which doubles each time up to `longest_s`.
+3. HALF_OPEN  The worker gets one request. Success closes the breaker, failure opens it again. If neither comes within
+              the cooldown because the client left, another request is sent.
 
-A prefill worker succeeds with a first token, a decode worker with a sequence's end or after a number of its tokens.
-Only what is the worker's fault counts: attempts that it failed and that another worker may serve. A request that no
-worker can serve, a client that leaves and a deadline that passes count for nothing. Where all workers of a role are
-open, all are tried: a breaker keeps requests from a bad worker while there is a better one, and refuses nobody.
+A prefill worker succeeds with a first token, a decode worker with the end of a sequence or with a number of its tokens.
+A failure counts if it is the worker's fault: the worker failed an attempt that another worker may serve. If all workers
+of a role have open breakers, all of them are tried: a breaker prefers better workers, and refuses no request.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from kvrelay_router.routing.candidates import Candidate, CandidateWorkers
 
 
 class BreakerState(StrEnum):
-    """See the module's text."""
+    """The module's docstring explains the states."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -40,14 +39,14 @@ class BreakerSettings:
 
 @dataclass(slots=True)
 class _Breaker:
-    num_failures: int = 0  # in a row
+    num_failures: int = 0  # since the last success
     cooldown_s: float = 0.0  # 0: closed
-    until: float = 0.0  # no request before
+    until: float = 0.0  # the worker gets no request before this time
     probing: bool = False
 
 
 class Breakers:
-    """Of all workers; those without a failure cost nothing."""
+    """The breakers of all workers. A worker without failures has no entry."""
 
     def __init__(self, settings: BreakerSettings | None = None) -> None:
         self._settings = settings or BreakerSettings()
@@ -55,42 +54,42 @@ class Breakers:
 
     @property
     def has_failures(self) -> bool:
-        """Whether a worker has failed lately, so that a success matters."""
+        """True if a worker has failed since its last success."""
         return bool(self._workers)
 
     def state(self, key: WorkerKey, now: float) -> BreakerState:
-        """See the module's text."""
+        """The module's docstring explains the states."""
         breaker = self._workers.get(key)
         if breaker is None or not breaker.cooldown_s:
             return BreakerState.CLOSED
         return BreakerState.HALF_OPEN if breaker.probing or now >= breaker.until else BreakerState.OPEN
 
     def usable(self, candidates: CandidateWorkers, now: float) -> CandidateWorkers:
-        """Those that may be tried; of a role of which none may, all."""
+        """Returns the workers that may be tried, or all workers of a role if none may."""
         if not self._workers:
             return candidates
         return CandidateWorkers(self._allowed(candidates.prefill, now), self._allowed(candidates.decode, now))
 
     def dispatched(self, key: WorkerKey, now: float) -> None:
-        """A request went to the worker: if it is half open, that was the one."""
+        """A request was sent to the worker. In HALF_OPEN, it is the one request."""
         breaker = self._workers.get(key)
         if breaker is not None and breaker.cooldown_s and now >= breaker.until:
             breaker.probing = True
             breaker.until = now + breaker.cooldown_s
 
     def succeeded(self, key: WorkerKey) -> None:
-        """The worker did what it was asked for."""
+        """The worker succeeded."""
         self._workers.pop(key, None)
 
     def failed(self, key: WorkerKey, now: float) -> bool:
-        """The worker failed an attempt. Whether that opened its breaker."""
+        """The worker failed an attempt. Returns whether that opened its breaker."""
         breaker = self._workers.setdefault(key, _Breaker())
         breaker.num_failures += 1
         is_closed = not breaker.cooldown_s
         if is_closed and breaker.num_failures < self._settings.threshold:
             return False
         if not is_closed and not breaker.probing:
-            return False  # of a request that was sent before it opened
+            return False  # the request was sent before the breaker opened
         doubled = self._settings.cooldown_s if is_closed else 2 * breaker.cooldown_s
         breaker.cooldown_s = min(doubled, self._settings.longest_s)
         breaker.until = now + breaker.cooldown_s
@@ -98,7 +97,7 @@ class Breakers:
         return True
 
     def gone(self, worker_id: str) -> None:
-        """A worker ended: what comes in its place starts afresh."""
+        """A worker ended. Its next incarnation starts CLOSED."""
         for key in [key for key in self._workers if key[0] == worker_id]:
             del self._workers[key]
 

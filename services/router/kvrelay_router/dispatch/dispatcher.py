@@ -1,6 +1,6 @@
-"""The way from the HTTP layer to the workers and back: requests in, messages out, tokens back.
+"""Connects the HTTP layer and the workers: takes requests, sends messages, and delivers tokens.
 
-Everything runs on one event loop, and every event is handled to its end before the next: no lock, no await within.
+Everything runs on one event loop. Each event is handled completely before the next one, so there are no locks.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ log = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 1.0
 CLOSE_POLL_S = 0.01
 OVERLOAD_RETRY_AFTER_S = 1.0
-HEARD_LATELY_SIGNS = 3
-"""A worker that has not been heard for so many of its life signs gets nothing while others are heard: it may be dead,
-which is known for sure only later."""
+MAX_MISSED_SIGNS = 3
+"""A worker that missed this many life signs gets no requests while other workers send theirs: it may be dead. The link
+reports the loss only later."""
 LONG_PROMPT_TOKENS = 4096
-"""Longer prompts are not hashed on the event loop, which a block takes about a microsecond of."""
+"""Longer prompts are hashed in a thread. A block takes about a microsecond."""
 LATENCY_REQUESTS = 500
-"""Percentiles in `/fleet` are of so many of the latest requests."""
+"""`/fleet` reports percentiles over this many requests."""
 OUTCOMES = ("submitted", "finished", "failed", "timed_out", "cancelled", "refused")
 
 
 class RouterDispatcher:
-    """A `Dispatcher`. `start` on the event loop, `begin_drain` and `close` at the end."""
+    """A `Dispatcher`. Call `start` on the event loop, and `begin_drain` and `close` at the end."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class RouterDispatcher:
             self._index,
             num_last_decisions=self.settings.num_last_decisions,
             silent_s=self.messenger.silent_s,
-            lately_s=HEARD_LATELY_SIGNS * self.messenger.alive_interval_s,
+            lately_s=MAX_MISSED_SIGNS * self.messenger.alive_interval_s,
         )
 
     def _make_driver(self) -> AttemptDriver:
@@ -134,24 +134,24 @@ class RouterDispatcher:
 
     @property
     def num_running(self) -> int:
-        """Requests in progress."""
+        """The number of requests in progress."""
         return len(self._running)
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begins to talk. To be called on the event loop."""
+        """Starts the messenger and the watch over the fleet. Must be called on the event loop."""
         self.messenger.start()
         self.watch.start()
         if self._index is not None:
             self._index.start()
 
     def begin_drain(self) -> None:
-        """Not ready for new clients any more. What comes on connections that are open already is still taken."""
+        """`ready` returns False from now on. Requests on open connections are still accepted."""
         self._is_accepting = False
 
     async def close(self) -> None:
-        """Cancels what still runs, tells the workers, and closes the sockets. Idempotent."""
+        """Cancels all requests on their workers and closes the sockets. Idempotent."""
         if self._is_closed:
             return
         self._is_accepting, self._is_closed = False, True
@@ -242,7 +242,7 @@ class RouterDispatcher:
         }
 
     def figures(self) -> dict[str, Any]:
-        """Counters and gauges of this router, and its workers by role and state; without asking anybody."""
+        """Returns counters and gauges of this router, and its workers by role and state. Sends no messages."""
         return self._figures() | {"worker_states": self.view.states(time.monotonic())}
 
     def _figures(self) -> dict[str, Any]:
@@ -353,7 +353,7 @@ class RouterDispatcher:
             self._forget(running)
 
     def _end(self, running: ActiveRequest, outcome: str, error: RequestFailed) -> None:
-        """Cancels all unfinished sequences; the client, if it still listens, gets the error."""
+        """Cancels all unfinished sequences. The client gets the error."""
         if running.outcome == "finished":
             running.outcome = outcome
             running.record.failed(error)

@@ -23,8 +23,8 @@ class TokenIntake:
         self._attempt = 1
         self._num_resumed = 0  # tokens that earlier attempts delivered
         self._held: dict[int, TokenEntry] = {}  # entries behind a gap, by the index of their first token
-        self._usage: SequenceUsage | None = None  # to go out with the next delta
-        self._cached_tokens: int | None = None  # to go out with the next delta
+        self._usage: SequenceUsage | None = None  # the next delta takes it
+        self._cached_tokens: int | None = None  # the next delta takes it
         self._cached_tokens_reported = False
 
     def handle(self, entry: TokenEntry) -> SequenceDelta | None:
@@ -32,25 +32,45 @@ class TokenIntake:
 
         `entry` must be of the current attempt or of a new one. Raises IllegalEvent, and then nothing has changed.
         """
-        if self._is_beam_search and not _is_of_beam_search(entry):
-            raise IllegalEvent("tokens of a beam search, or its end without texts")
-        is_resumed = entry.attempt != self._attempt
-        if entry.index < (len(self.output) if is_resumed else self._num_resumed):
-            raise IllegalEvent(f"output index {entry.index} is older than attempt {entry.attempt}")
-        if is_resumed:
-            self._attempt, self._num_resumed = entry.attempt, len(self.output)
-            self._held.clear()
-        if entry.usage is not None:
-            self._usage = entry.usage
-        if self._is_early(entry):
+        if entry.attempt != self._attempt or entry.index < self._num_resumed or self._is_beam_search:
+            self._check(entry)
+        num_known = len(self.output) - entry.index
+        if num_known < 0 or (self.prompt_logprobs_due and not entry.prompt_logprobs):
             self._hold(entry)
             return None
-        delta = self._accept(entry)
+        token_ids, logprobs, finish = entry.token_ids, entry.logprobs, entry.finish
+        if num_known:
+            if num_known > len(token_ids):
+                finish = None  # another worker has already gone beyond this end
+            token_ids, logprobs = token_ids[num_known:], logprobs[num_known:]
+        if finish is FinishReason.ABORT:
+            finish = None  # the attempt failed, and the sequence goes on with the next one
+        if entry.usage is not None:
+            self._usage = entry.usage
+        if entry.cached_tokens is not None and not self._cached_tokens_reported:
+            self._cached_tokens, self._cached_tokens_reported = entry.cached_tokens, True
+        delta = None
+        if token_ids or finish is not None:
+            self.output += token_ids
+            prompt_logprobs = entry.prompt_logprobs if self.prompt_logprobs_due else []
+            delta = SequenceDelta(
+                self._sequence, token_ids, logprobs, prompt_logprobs, self._cached_tokens, finish, self._usage,
+                entry.beams if self._is_beam_search else [],
+            )  # fmt: skip
+            self.prompt_logprobs_due = False
+            self._cached_tokens = self._usage = None
         return self._release_held(delta) if self._held else delta
 
-    def _is_early(self, entry: TokenEntry) -> bool:
-        """Tokens before it are missing, or the prompt's log-probabilities, which only prefill has."""
-        return entry.index > len(self.output) or (self.prompt_logprobs_due and not entry.prompt_logprobs)
+    def _check(self, entry: TokenEntry) -> None:
+        """Rejects entries that contradict the past. The first entry of a new attempt drops those held for the old."""
+        if self._is_beam_search and not _is_of_beam_search(entry):
+            raise IllegalEvent("tokens of a beam search, or its end without texts")
+        num_resumed = self._num_resumed if entry.attempt == self._attempt else len(self.output)
+        if entry.index < num_resumed:
+            raise IllegalEvent(f"output index {entry.index} is older than attempt {entry.attempt}")
+        if entry.attempt != self._attempt:
+            self._attempt, self._num_resumed = entry.attempt, num_resumed
+            self._held.clear()
 
     def _hold(self, entry: TokenEntry) -> None:
         """Of two entries with the same first token, keeps the longer or later one."""
@@ -58,43 +78,13 @@ class TokenIntake:
         if held is None or len(held.token_ids) <= len(entry.token_ids):
             self._held[entry.index] = entry
 
-    def _accept(self, entry: TokenEntry) -> SequenceDelta | None:
-        output, token_ids, logprobs, finish = self.output, entry.token_ids, entry.logprobs, entry.finish
-        if finish is FinishReason.ABORT:
-            finish = None  # the attempt failed, and the sequence goes on with the next one
-        if num_known := len(output) - entry.index:
-            if num_known > len(token_ids):
-                finish = None  # another worker has already gone beyond this end
-            token_ids, logprobs = token_ids[num_known:], logprobs[num_known:]
-        if entry.cached_tokens is not None and not self._cached_tokens_reported:
-            self._cached_tokens, self._cached_tokens_reported = entry.cached_tokens, True
-        if not token_ids and finish is None:
-            return None
-        output += token_ids
-        delta = SequenceDelta(
-            self._sequence,
-            token_ids,
-            logprobs,
-            entry.prompt_logprobs if self.prompt_logprobs_due else [],
-            self._cached_tokens,
-            finish,
-            self._usage,
-            entry.beams if self._is_beam_search else [],
-        )
-        self.prompt_logprobs_due = False
-        self._cached_tokens = self._usage = None
-        return delta
-
     def _release_held(self, delta: SequenceDelta | None) -> SequenceDelta | None:
-        """Adds the held entries whose gap this delta has filled."""
-        deltas = [] if delta is None else [delta]
-        while self._held and not (deltas and deltas[-1].finish is not None):
-            index = min(self._held)
-            if self._is_early(self._held[index]):
-                break
-            if (released := self._accept(self._held.pop(index))) is not None:
-                deltas.append(released)
-        return join_deltas(deltas) if deltas else None
+        """Adds the held entry behind this delta. That entry adds the next one."""
+        index = min(self._held)
+        if index > len(self.output) or (delta is not None and delta.finish is not None):
+            return delta
+        released = self.handle(self._held.pop(index))
+        return join_deltas([each for each in (delta, released) if each is not None]) if released is not None else delta
 
 
 def _is_of_beam_search(entry: TokenEntry) -> bool:

@@ -1,8 +1,8 @@
-"""What the HTTP layer asks of dispatch, and what it gets back."""
+"""The interface between the HTTP layer and dispatch."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,7 +40,7 @@ class RequestFailed(Exception):
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A validated, tokenized request. Sequence i of `num_sequences` draws with (sampling.seed, i, position).
+    """A validated, tokenized request. Sequence i of `num_sequences` samples with the seed (sampling.seed, i, position).
 
     A beam search is one sequence, whatever its width.
     """
@@ -50,14 +50,14 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling
     num_sequences: int = 1
     cache_salt: str = ""
-    session: str = ""  # requests of one session belong to one worker where the policy is `sticky`
+    session: str = ""  # the policy `sticky` sends requests of one session to one worker
     priority: int = 0
     timeout_s: float = 600.0
     trace: str = ""
 
 
 class SequenceDelta(msgspec.Struct, frozen=True):
-    """New tokens of one sequence, in order, none twice. `logprobs` has one entry a token when asked for.
+    """New tokens of one sequence, in order, none twice. `logprobs` has one entry per token if asked for.
 
     `prompt_logprobs` (for prompt tokens 1, 2, ...) and `cached_tokens` come with a sequence's first delta.
     With `finish` STOP_TOKEN the last token is the end-of-sequence or stop token. With max_tokens 0 one delta comes,
@@ -99,22 +99,32 @@ def join_deltas(deltas: list[SequenceDelta]) -> SequenceDelta:
 
 @dataclass(slots=True)
 class ServedBy:
-    """Which workers a request went to; None where no worker of that role took part."""
+    """The workers of a request. None if no worker of that role is part of it."""
 
     prefill: str | None = None
     decode: str | None = None
-    tell_route: Callable[[], dict[str, Any]] = dict  # the decision with its reasons, JSON-ready
+    describe_route: Callable[[], dict[str, Any]] = dict  # the routing decision with its reasons, JSON-ready
 
 
 class DeltaSink(Protocol):
-    """Takes deltas in the callback that brings them."""
+    """Takes a request's deltas in the callback that receives them."""
 
-    def is_ready(self) -> bool:
-        """Whether it takes any now."""
+    @property
+    def is_waiting(self) -> bool:
+        """The sink's task sleeps. While it works, deltas must wait: they would overtake those that it has taken."""
+        ...
+
+    @property
+    def can_take(self) -> Callable[[], bool]:
+        """Returns whether `take` may be called, if the task sleeps."""
         ...
 
     def take(self, deltas: list[SequenceDelta]) -> None:
-        """A batch as `deltas` would give it. Never waits; what it raises, `deltas` raises."""
+        """Takes at most one delta per sequence. Never waits, never raises."""
+        ...
+
+    def wake(self) -> None:
+        """Deltas wait in the handle because the sink cannot take them, or a sequence or the request has ended."""
         ...
 
 
@@ -123,29 +133,45 @@ class RequestHandle(Protocol):
 
     served_by: ServedBy
 
-    def deltas(self) -> AsyncIterator[list[SequenceDelta]]:
-        """Batches of deltas, one per wake-up, until every sequence has finished. Raises RequestFailed."""
+    @property
+    def error(self) -> RequestFailed | None:
+        """Set if the request failed. Deltas that came before can still be taken."""
         ...
 
-    def push_to(self, sink: DeltaSink) -> None:
-        """From now on the sink gets batches while it is ready and whoever iterates `deltas` waits there.
+    @property
+    def is_over(self) -> bool:
+        """True if nothing more will be delivered."""
+        ...
 
-        What it is not ready for, and the ends of sequences mostly, come from `deltas`. The order is kept.
-        """
+    @property
+    def has_deltas(self) -> bool:
+        """True if `take` would return deltas."""
+        ...
+
+    def connect(self, sink: DeltaSink) -> None:
+        """From now on the sink gets all deltas, in order, while it can take them. Other deltas wait for `take`."""
+        ...
+
+    def disconnect(self) -> None:
+        """The sink gets nothing more. Must be called, because the two refer to each other."""
+        ...
+
+    def take(self) -> list[SequenceDelta]:
+        """Returns the deltas that wait, joined to one per sequence."""
         ...
 
     def stop(self, sequence: int) -> None:
-        """Ends a sequence whose text matched a stop string; its later tokens are dropped."""
+        """Ends a sequence whose text has a stop string. Its later tokens are dropped."""
         ...
 
     def cancel(self) -> None:
-        """Frees everything of this request on all workers. Idempotent; harmless after the end."""
+        """Frees everything of this request on all workers. Idempotent, and without effect after the end."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What the ready workers can take. `max_model_len` counts prompt and output tokens of a sequence.
+    """The limits of the ready workers. `max_model_len` counts prompt and output tokens of a sequence.
 
     `max_running` (sequences at a time), `num_blocks` and `block_size` are those of decode workers; 0 where there is
     none, or an older worker that knows no beam search. `group_samples`: whether they run a request's samples at once.
@@ -160,31 +186,31 @@ class ModelLimits:
 
 
 class PreparedPrompt(Protocol):
-    """A prompt that was prepared for routing. Only the dispatcher that made it looks inside."""
+    """A prompt that was prepared for routing. Only the dispatcher that made it reads it."""
 
     @property
     def num_tokens(self) -> int:
-        """Of the prompt."""
+        """The length of the prompt."""
         ...
 
 
 class Dispatcher(Protocol):
-    """The way from the HTTP layer to the workers."""
+    """Runs requests on the workers of the fleet."""
 
     def limits(self) -> ModelLimits | None:
-        """None while no worker is known."""
+        """Returns None while no worker is known."""
         ...
 
     def ready(self) -> bool:
-        """Whether a request could be placed right now."""
+        """Returns whether a request could be placed at this moment."""
         ...
 
     def ready_workers(self) -> dict[str, int]:
-        """How many workers of each role take new requests."""
+        """Returns the number of workers that accept new requests, by role."""
         ...
 
     async def prepare(self, request: GenerateRequest) -> PreparedPrompt:
-        """What routing wants to know of a prompt and may take a while: its block hashes, and who holds them."""
+        """Computes the prompt's block hashes and looks up which workers hold the blocks. May take a while."""
         ...
 
     def submit(self, request: GenerateRequest, prepared: PreparedPrompt | None = None) -> RequestHandle:

@@ -1,4 +1,4 @@
-"""What this router has sent to each worker and not seen the end of: load that no report can be late for."""
+"""The load that this router has sent to each worker and that has not ended. Unlike reports, it is never late."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ WorkerKey = tuple[str, str]
 
 
 def worker_key(peer: PeerRef) -> WorkerKey:
-    """Of one start of a worker, wherever its address was learned."""
+    """Returns the key of a worker's incarnation. The address does not matter."""
     return peer.peer_id, peer.incarnation
 
 
 class WorkerLoad(msgspec.Struct):
-    """Of one worker, from one source."""
+    """The load of one worker."""
 
-    num_tokens: int = 0  # of prompts that are not computed yet, without what was expected in the cache
+    num_tokens: int = 0  # uncomputed prompt tokens, without those expected in the cache
     num_sequences: int = 0
-    num_pairs: float = 0.0  # of those tokens and what they attend to
-    num_pending: int = 0  # sequences whose handoff is still to come
-    num_pending_blocks: int = 0  # that those will take
+    num_pairs: float = 0.0  # pairs of an uncomputed token and a token it attends to
+    num_pending: int = 0  # sequences that wait for their handoff
+    num_pending_blocks: int = 0  # blocks that those will use
 
     def add(self, other: WorkerLoad, sign: int = 1) -> None:
-        """Adds another load, or takes it off."""
+        """Adds another load, or subtracts it if `sign` is -1."""
         self.num_tokens += sign * other.num_tokens
         self.num_sequences += sign * other.num_sequences
         self.num_pairs += sign * other.num_pairs
@@ -38,7 +38,7 @@ class WorkerLoad(msgspec.Struct):
 
 
 class InWork(msgspec.Struct, frozen=True):
-    """The prompt at the head of a worker's queue: what of it was to be computed, and since when it has been."""
+    """The prompt at the head of a worker's queue: its uncomputed tokens, and when its computation began."""
 
     num_tokens: int = 0  # 0: none
     num_pairs: float = 0.0
@@ -47,20 +47,20 @@ class InWork(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Prompts:
-    since_s: float  # the last time that one began or ended
-    shares: dict[int, WorkerLoad] = field(default_factory=dict)  # by identity of `Held`, as they were sent
+    since_s: float  # time at which a prompt last began or ended
+    shares: dict[int, WorkerLoad] = field(default_factory=dict)  # keyed by `id(held)`, in the order of sending
 
 
 @dataclass(slots=True)
 class Held:
-    """What one sequence adds to its workers' load at the moment."""
+    """The present share of one sequence in the load of its workers."""
 
     shares: dict[WorkerKey, WorkerLoad] = field(default_factory=dict)
-    is_waiting: bool = False  # for its prompt, or for its handoff: the next message may change what it adds
+    is_waiting: bool = False  # its prompt is not computed, or its handoff not done: its share will change
 
 
 class OutstandingLoad:
-    """Adds up over all running sequences; each sequence's share is moved, never counted twice. `clock`: seconds."""
+    """The sum over all running sequences. A sequence's share is moved, never counted twice. `clock` is in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -68,14 +68,14 @@ class OutstandingLoad:
         self._prompts: dict[WorkerKey, _Prompts] = {}
         self._computed: dict[WorkerKey, float] = {}
         self.changed: set[WorkerKey] = set()
-        """Workers of which answers may differ from those before this was last cleared, by whoever keeps answers."""
+        """Workers whose load has changed since a cache of loads last cleared this set."""
 
     def of(self, key: WorkerKey) -> WorkerLoad:
-        """A worker's load; zero where nothing is outstanding."""
+        """Returns a worker's load; zero if nothing is outstanding."""
         return self._workers.get(key) or WorkerLoad()
 
     def in_work(self, key: WorkerKey) -> InWork:
-        """The prompt that a worker computes now, as far as this router knows: the one it got first."""
+        """Returns the prompt that a worker computes now, as far as this router knows: the oldest one."""
         prompts = self._prompts.get(key)
         if prompts is None:
             return InWork()
@@ -92,9 +92,9 @@ class OutstandingLoad:
         num_pairs: float = 0.0,
         num_pending_blocks: int = 0,
     ) -> None:
-        """A sequence now waits for `computes` to compute `num_tokens`, and rests on `decode`.
+        """`computes` now has `num_tokens` of the sequence's prompt to compute, and `decode` runs the sequence.
 
-        `num_pending_blocks`: what it will take there at a handoff that is still to come; 0 once it has.
+        `num_pending_blocks` are the blocks that decode will use after a handoff; 0 after the handoff.
         """
         shares: dict[WorkerKey, WorkerLoad] = {}
         if decode is not None:
@@ -122,11 +122,11 @@ class OutstandingLoad:
                 held.is_waiting = True
 
     def recent_tokens(self, key: WorkerKey) -> float:
-        """Prompt tokens that this router gave a worker to compute, older ones at half their weight or less."""
+        """Returns the prompt tokens that this router gave a worker to compute. Older ones have a smaller weight."""
         return self._computed.get(key, 0.0)
 
     def gave(self, key: WorkerKey, num_tokens: int, pool_tokens: int) -> None:
-        """A worker got prompt tokens to compute. Once one has had a pool full of them, all that was counts half."""
+        """A worker got prompt tokens to compute. Once one got a pool full of them, all earlier tokens count half."""
         total = self._computed[key] = self._computed.get(key, 0.0) + num_tokens
         self.changed.add(key)
         if pool_tokens and total > pool_tokens:
@@ -135,11 +135,11 @@ class OutstandingLoad:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing is outstanding anywhere."""
+        """True if nothing is outstanding on any worker."""
         return not self._workers
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where something was taken off that had not been added."""
+        """Raises AssertionError if more was subtracted than added."""
         for key, load in self._workers.items():
             assert load.num_tokens >= 0 and load.num_sequences > 0, (key, load)
             assert 0 <= load.num_pending <= load.num_sequences and load.num_pending_blocks >= 0, (key, load)
@@ -149,7 +149,7 @@ class OutstandingLoad:
         assert not self._prompts.keys() - self._workers.keys()
 
     def _queue(self, key: WorkerKey, held: Held, share: WorkerLoad | None) -> None:
-        """Keeps the order of a worker's prompts, and since when it has had the first one to itself."""
+        """Keeps the order of a worker's prompts, and the time when the first one began."""
         prompts = self._prompts.get(key)
         if share is not None and share.num_tokens:
             if prompts is None:

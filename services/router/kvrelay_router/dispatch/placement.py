@@ -1,4 +1,4 @@
-"""Applies the routing policy to the fleet as it is now, remembers what it decided, and keeps an eye on fallbacks."""
+"""Applies the routing policy to the present fleet, keeps the last decisions, and reports fallbacks."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ log = logging.getLogger(__name__)
 
 PLACEMENTS = ("disaggregated", "prefill_alone", "decode_alone")
 AFFINITY_TOKENS = 512
-"""Requests without a session or user belong together where their prompts' first tokens, up to so many, are equal."""
+"""`sticky` sends requests without a session to one worker if this many first tokens of their prompts are equal."""
 REUSE_REQUESTS = 256
 EXPECTED_LIFETIME_S = 30.0
-"""How long a decision stands in for what the index has not heard yet, where there is an index."""
+"""With a prefix index: the time after which the index has reported what a decision put into a cache."""
 
 
 @dataclass(slots=True)
 class Fallbacks:
-    """Requests that decode computes alone although prefill should have: without this, nobody would notice."""
+    """Counts requests that decode computed alone because no prefill worker was ready."""
 
     num_requests: int = 0
     is_active: bool = False
@@ -47,7 +47,7 @@ class Fallbacks:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What an attempt adds to its workers: prompt tokens and pairs to compute, and blocks that decode will take."""
+    """The load of an attempt: prompt tokens and pairs to compute, and blocks that decode will use."""
 
     num_tokens: int = 0
     num_pairs: float = 0.0
@@ -72,14 +72,14 @@ class Reuse:
         self._num_cached = self._num_tokens = 0.0
 
     def count(self, num_cached: int, num_tokens: int) -> None:
-        """A request was placed."""
+        """Counts a placed request."""
         kept = 1 - 1 / REUSE_REQUESTS
         self._num_cached = kept * self._num_cached + num_cached
         self._num_tokens = kept * self._num_tokens + num_tokens
 
     @property
     def share(self) -> float:
-        """0 to 1."""
+        """Between 0 and 1."""
         return self._num_cached / self._num_tokens if self._num_tokens else 0.0
 
 
@@ -93,16 +93,16 @@ class PromptPrefixes:
         self._affinity = affinity
         self._hashes: dict[tuple[str, int], list[BlockHash]] = {}
         self.sent_to: set[WorkerKey] = set()
-        """Workers that got the prompt, for any of the request's choices."""
+        """Workers that got the prompt for any of the request's sequences."""
 
     @property
     def num_tokens(self) -> int:
-        """Of the prompt."""
+        """The length of the prompt."""
         return len(self._prompt_ids)
 
     @property
     def affinity(self) -> str:
-        """What `sticky` keeps together."""
+        """Requests with equal affinity go to one worker with the policy `sticky`."""
         if not self._affinity:
             beginning = self._prompt_ids[:AFFINITY_TOKENS]
             self._affinity = hash_blocks(root_hash(model="", cache_salt=self._cache_salt), beginning, len(beginning))[
@@ -111,7 +111,7 @@ class PromptPrefixes:
         return self._affinity
 
     def hashes(self, fingerprint: str, block_size: int) -> list[BlockHash]:
-        """Of the prompt's full blocks, as workers with this fingerprint name them."""
+        """Returns the hashes of the prompt's full blocks, as workers with this fingerprint compute them."""
         key = fingerprint, block_size
         if key not in self._hashes:
             root = root_hash(model=fingerprint, cache_salt=self._cache_salt)
@@ -120,7 +120,7 @@ class PromptPrefixes:
 
 
 class Placement:
-    """Places attempts. Synchronous: nothing else happens between the choice and the load that it adds."""
+    """Places attempts. Synchronous: no other placement happens before the chosen workers' load is updated."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class Placement:
         clock: Callable[[], float] = time.monotonic,
         expects_prefill: bool = True,
     ) -> None:
-        """`expects_prefill`: a fleet without prefill workers lacks them, and is not meant to be so."""
+        """`expects_prefill`: a fleet without prefill workers is reported as a fallback."""
         self._silent_s = silent_s
         self._lately_s = lately_s
         self._clock = clock
@@ -154,15 +154,15 @@ class Placement:
 
     @property
     def last_decisions(self) -> list[dict[str, Any]]:
-        """JSON-ready, the latest at the end."""
+        """JSON-ready, the latest one at the end."""
         return [each.as_json() for each in self._last_decisions]
 
     def is_possible(self) -> bool:
-        """Whether a request of many tokens could be placed."""
+        """Returns whether a request of many tokens could be placed."""
         return bool(self._view.candidates(self._clock()).decode)
 
     def namings(self) -> frozenset[tuple[str, int]]:
-        """Fingerprint and block size of the ready workers: all ways to name a block at the moment."""
+        """Returns the fingerprints and block sizes of the ready workers, which block hashes depend on."""
         return self._view.namings(self._clock())
 
     def place(
@@ -175,10 +175,10 @@ class Placement:
         avoid: frozenset[str] = frozenset(),
         deadline_s: float | None = None,
     ) -> Decision | NoPlacement:
-        """Chooses workers for a new attempt. `num_output`: tokens of earlier attempts, computed again as prompt.
+        """Chooses workers for a new attempt. `num_output` are tokens of earlier attempts, computed again as prompt.
 
-        Where the policy's choice is expected beyond `deadline_s`, the soonest placement of all is taken; raises TooLate
-        where that is too late as well. Speeds that nobody has measured refuse nobody.
+        If the policy's choice is expected to miss `deadline_s`, the fastest placement is used. Raises TooLate if the
+        fastest one is expected to miss it, too. Without measured speeds, no request is refused.
         """
         candidates = self._candidates()
         cached = self._cached_blocks(prompt, candidates)
@@ -206,7 +206,7 @@ class Placement:
         return decision
 
     def placed(self, decision: Decision, prompt: PromptPrefixes) -> None:
-        """The decision was carried out: its workers will hold the prompt's blocks."""
+        """The decision was carried out, so its workers will hold the prompt's blocks."""
         self._prefixes.now = self._clock()
         if decision.computes is not None:
             chosen = decision.computes
@@ -225,14 +225,14 @@ class Placement:
                 self._prefixes.sent(worker.worker_id, hashes, worker.num_blocks)
 
     def gone(self, worker_id: str) -> None:
-        """A worker ended, and its cache with it."""
+        """A worker ended, and its cache is lost."""
         self.breakers.gone(worker_id)
         self._prefixes.gone(worker_id)
 
     def place_decode(
         self, request_id: str, prompt: PromptPrefixes, fingerprint: str, excluded: frozenset[WorkerKey]
     ) -> PeerRef | None:
-        """Chooses another decode worker for a handoff that is under way. Starts of workers in `excluded` are none."""
+        """Chooses another decode worker for a handoff. Incarnations in `excluded` are not chosen."""
         demand = Demand(
             request_id=request_id,
             num_prompt_tokens=prompt.num_tokens,
@@ -247,7 +247,7 @@ class Placement:
         return chosen.peer if chosen is not None else None
 
     def has_decode(self, fingerprint: str) -> bool:
-        """Whether a decode worker of this model is ready at all."""
+        """Returns whether any decode worker of this model is ready."""
         return any(worker.fingerprint == fingerprint for worker in self._view.candidates(self._clock()).decode)
 
     def _candidates(self, excluded: frozenset[WorkerKey] = frozenset()) -> CandidateWorkers:
@@ -259,7 +259,7 @@ class Placement:
         return self.breakers.usable(CandidateWorkers(self._heard(ready.prefill), self._heard(decode)), now)
 
     def _heard(self, workers: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
-        """Those that were heard lately; all, where none was: then the silence may be this router's own."""
+        """Returns workers with recent messages, or all if there are none: then this router may be cut off."""
         silent_s, lately_s = self._silent_s, self._lately_s
         heard = [worker for worker in workers if silent_s(worker.peer) <= lately_s]
         return workers if len(heard) == len(workers) or not heard else tuple(heard)
@@ -267,7 +267,7 @@ class Placement:
     def _popularity_of(
         self, prompt: PromptPrefixes, candidates: CandidateWorkers, cached: Mapping[WorkerId, int]
     ) -> float:
-        """Of the longest prefix that a prefill worker holds."""
+        """Returns the popularity of the longest prefix that a prefill worker holds."""
         num_held, holder = 0, None
         for worker in candidates.prefill:
             if (held := cached.get(worker.worker_id, 0)) > num_held:
@@ -295,7 +295,7 @@ class Placement:
             log.debug("route %s: %s", demand.request_id, placed.as_json())
 
     def _count(self, decision: Decision) -> None:
-        """By kind: else nobody would notice that all prompts stay on decode, by choice or for lack of others."""
+        """The counts show an operator that all prompts stay on decode, for whatever reason."""
         alone = "prefill_alone" if decision.decode is None else "decode_alone"
         self.num_placed["disaggregated" if decision.prefill and decision.decode else alone] += 1
 
@@ -322,9 +322,9 @@ def _namings(candidates: CandidateWorkers) -> set[tuple[str, int]]:
 
 
 def work_of(decision: Decision, num_tokens: int, sent_to: Collection[WorkerKey] = ()) -> Work:
-    """What an attempt with a prompt of `num_tokens` adds where it was placed.
+    """Returns the load that an attempt with a prompt of `num_tokens` adds to its workers.
 
-    Of a prompt that a worker got already, for another of the request's choices, it has the last block to do.
+    If a worker already got the prompt for another sequence of the request, only the last block is left to compute.
     """
     num_cached, num_blocks = decision.num_cached_tokens, 0
     if decision.computes is not None and worker_key(decision.computes.peer) in sent_to:

@@ -1,4 +1,4 @@
-"""What became of each request: attempts, workers, reasons, times, block counters; of the lately finished ones too."""
+"""The history of running and recently finished requests: attempts, workers, reasons, times and block counters."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from kvrelay_router.routing.candidates import Decision
 
 @dataclass(slots=True)
 class AttemptRecord:
-    """One attempt: where it went, why there, and why it was needed."""
+    """One attempt: its workers, the reasons for choosing them, and the failure of the attempt before it."""
 
     attempt: int
     prefill: str | None
     decode: str | None
     policy: str
     reasons: tuple[str, ...]
-    cause: str  # the end of the attempt before it
+    cause: str  # the failure of the attempt before it
     placed_ms: float
-    trace: str = ""  # its span's context
+    trace: str = ""  # the trace context of its span
     ended_ms: float | None = None
-    failure: str = ""  # why it ended, if that was no good end
+    failure: str = ""  # the cause if it failed
     reassigned: list[dict[str, Any]] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class RequestRecord:
         self.error, self.failure_kind = str(error), error.kind
 
     def elapsed_ms(self) -> float:
-        """Since the request was submitted."""
+        """Milliseconds since the request was submitted."""
         return int((time.monotonic() - self.submitted) * 1e6 + 0.5) / 1000  # `round` writes the digits down for it
 
     def placed(self, sequence: int, attempt: int, decision: Decision, cause: str, trace: str) -> None:
@@ -111,7 +111,7 @@ class RequestRecord:
         self.sequences[sequence].attempts.append(record)
 
     def attempt_ended(self, sequence: int, failure: str) -> None:
-        """The current attempt of a sequence is over; one that was never placed leaves none. `failure` empty: well."""
+        """The current attempt of a sequence is over. `failure` is empty if it succeeded."""
         attempts = self.sequences[sequence].attempts
         if attempts and attempts[-1].ended_ms is None:
             attempts[-1].ended_ms, attempts[-1].failure = self.elapsed_ms(), failure
@@ -123,17 +123,17 @@ class RequestRecord:
         attempt.reassigned.append({"decode": attempt.decode, "cause": cause, "at_ms": self.elapsed_ms()})
 
     def workers(self) -> set[str]:
-        """All that took part in any attempt."""
+        """Returns the workers of all attempts."""
         attempts = [attempt for sequence in self.sequences for attempt in sequence.attempts]
         named = {name for attempt in attempts for name in (attempt.prefill, attempt.decode) if name}
         return named | {each["decode"] for attempt in attempts for each in attempt.reassigned if each["decode"]}
 
     def first_token_ms(self) -> float | None:
-        """Of any sequence, since the request was submitted."""
+        """Returns the time from submission to the first token of any sequence."""
         return min((each.first_token_ms for each in self.sequences if each.first_token_ms is not None), default=None)
 
     def finished_ms(self) -> float | None:
-        """When its last sequence ended; None while one goes on."""
+        """Returns the time from submission to the end of the last sequence, or None while one runs."""
         ends = [sequence.finished_ms for sequence in self.sequences]
         return max((end for end in ends if end is not None), default=None) if None not in ends else None
 
@@ -172,14 +172,14 @@ class RequestRecords:
         self._records: OrderedDict[str, RequestRecord] = OrderedDict()
 
     def add(self, record: RequestRecord) -> None:
-        """Forgets the oldest where there are too many."""
+        """Drops the oldest record if there are too many."""
         self._records[record.request_id] = record
         self._records.move_to_end(record.request_id)
         while len(self._records) > self._capacity:
             self._records.popitem(last=False)
 
     def get(self, request_id: str) -> RequestRecord | None:
-        """None where it is unknown or forgotten."""
+        """Returns None if the id is unknown or its record was dropped."""
         return self._records.get(request_id)
 
     def latest(self, limit: int) -> list[RequestRecord]:
@@ -187,7 +187,7 @@ class RequestRecords:
         return list(islice(reversed(self._records.values()), limit))
 
     def usage_came_late(self, request_id: str, sequence: int, usage: SequenceUsage) -> None:
-        """Block counters of a sequence that the router ended itself, by a stop string."""
+        """Adds the block counters of a sequence that the router ended itself because of a stop string."""
         record = self._records.get(request_id)
         if record is not None and sequence < len(record.sequences):
             record.sequences[sequence].usage = usage

@@ -1,4 +1,4 @@
-"""What happened to a request when, and how long the latest ones took: for the dashboard and `kvrelay top`."""
+"""The timeline of a request, and latency percentiles, for the dashboard and `kvrelay top`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ PERCENTILES = (50, 90, 99)
 
 
 def timeline_of(record: RequestRecord, stages: Mapping[str, list[Stage]]) -> dict[str, Any]:
-    """JSON-ready. `stages`: what each worker says. Times in milliseconds since the request was submitted; those of
-    workers by their machines' clocks."""
+    """JSON-ready. `stages` are the workers' own records.
+
+    Times are milliseconds since the request was submitted. Times of workers come from the clocks of their machines.
+    """
     events = [event for index, sequence in enumerate(record.sequences) for event in _of_router(index, sequence)]
     for worker, found in stages.items():
         events += [_of_worker(worker, each, record.submitted_unix_s) for each in found]
@@ -60,7 +62,7 @@ def _event(
 
 
 def latency_of(records: Iterable[RequestRecord]) -> dict[str, Any]:
-    """Percentiles over the requests that finished well, from the moment they were submitted. JSON-ready."""
+    """Percentiles over the successful requests, from their submission. JSON-ready."""
     first_tokens, per_token, num_requests = [], [], 0
     for record in records:
         first_ms, finished_ms = record.first_token_ms(), record.finished_ms()
@@ -75,6 +77,6 @@ def latency_of(records: Iterable[RequestRecord]) -> dict[str, Any]:
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
-    """By nearest rank: the least value that so many per cent of all do not exceed. Empty where there is none."""
+    """By nearest rank: the smallest value that p percent of all values do not exceed. Empty without values."""
     ordered = sorted(values)
     return {f"p{p}": round(ordered[-(-len(ordered) * p // 100) - 1], 3) for p in PERCENTILES} if ordered else {}

@@ -27,20 +27,19 @@ def receive_tokens(
     intake: TokenIntake,
     worker: PeerRef,
     entry: TokenEntry,
-    *,
-    from_prefill: bool = False,
-    handle_entry: Callable[[TokenEntry], SequenceDelta | None] | None = None,
+    from_prefill: bool,
+    handle_entry: Callable[[TokenEntry], SequenceDelta | None],
 ) -> tuple[SequenceDelta | None, list[Event]]:
     """Returns the delta to deliver, and then the events for the attempt machine: none for most entries.
 
     `handle_entry` is `intake.handle`, or that with a recording around it.
     Raises IllegalEvent if the worker cannot have sent this; then nothing has changed.
     """
-    if not attempts.accepts_tokens(worker, entry.attempt, from_prefill=from_prefill):
+    if not attempts.accepts_tokens(worker, entry.attempt, from_prefill):
         return None, NO_EVENTS
     if intake.prompt_logprobs_due:
-        _check_prompt_logprobs(attempts, entry, from_prefill=from_prefill)
-    delta = (handle_entry or intake.handle)(entry)
+        _check_prompt_logprobs(attempts, entry, from_prefill)
+    delta = handle_entry(entry)
     if attempts.is_streaming and entry.finish is None and (delta is None or delta.finish is None):
         return delta, NO_EVENTS
     events: list[Event] = []
@@ -73,7 +72,7 @@ def entry_of(header: Header, first: FirstToken) -> TokenEntry:
     )
 
 
-def _check_prompt_logprobs(attempts: SequenceAttempts, entry: TokenEntry, *, from_prefill: bool) -> None:
+def _check_prompt_logprobs(attempts: SequenceAttempts, entry: TokenEntry, from_prefill: bool) -> None:
     """The worker that computed the prompt sends the prompt's log-probabilities with its first token."""
     computed_prompt = from_prefill or attempts.prefill is None
     if computed_prompt and entry.index == attempts.num_resumed and not entry.prompt_logprobs:

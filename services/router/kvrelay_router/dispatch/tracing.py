@@ -1,6 +1,6 @@
-"""The attempts of a request as spans: `kvrelay.attempt`, children of the request's own, parents of what workers record.
+"""The attempts of a request as spans, `kvrelay.attempt`: children of the request's span, parents of the workers' spans.
 
-Written from the request's record when it is over.
+They are written from the request's record when the request is over.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from kvrelay_router.dispatch.records import AttemptRecord, RequestRecord
 
 
 class AttemptTracing:
-    """See the module's text."""
+    """Records one span per attempt."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
 
     def begin(self, request_trace: str) -> str:
-        """The context of an attempt's span, for its messages. What is no valid context stays as it is."""
+        """Returns the trace context for an attempt's messages. An invalid request context is returned unchanged."""
         context = parse_traceparent(request_trace)
         return str(context.child()) if context is not None else request_trace
 
     def ended(self, record: RequestRecord, request_trace: str) -> None:
-        """A request is over, and with it all its attempts."""
+        """Records the attempts of a finished request."""
         parent = parse_traceparent(request_trace)
         if parent is None or not parent.is_sampled:
             return

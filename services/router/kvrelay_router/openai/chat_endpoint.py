@@ -6,8 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvrelay_router.http.body import read_json_object
-from kvrelay_router.openai.answers.chat_format import ChatFormat
-from kvrelay_router.openai.answers.prompt_scores import extended
+from kvrelay_router.openai.answers.chat_format import chat_format
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.delivery import GenerationResponse
 from kvrelay_router.openai.planning import EndpointFields, TokenizedPrompt, check_request, plan_generation
@@ -32,14 +31,8 @@ class ChatEndpoint:
         check_tokenized(token_ids, service.text.tokenizer.vocab_size, limits, fields.prompt_param)
         prompt = TokenizedPrompt(request.truncated(token_ids, fields.output.prompt_room(limits)))
         runs = plan_generation(service, names, request, fields, [prompt], limits)
-        answer = ChatFormat(service, f"chatcmpl-{names.unique}", request)
-        return GenerationResponse(
-            service,
-            runs,
-            extended(answer, request, service.text.tokenizer, runs),
-            stream=request.stream,
-            include_usage=request.include_usage,
-        )
+        answer = chat_format(service, f"chatcmpl-{names.unique}", request, runs)
+        return GenerationResponse(service, runs, answer, stream=request.stream)
 
 
 def _endpoint_fields(request: ChatRequest) -> EndpointFields:

@@ -8,8 +8,8 @@ from starlette.responses import Response
 from kvrelay_router.dispatch.interface import ModelLimits
 from kvrelay_router.http.api_error import ApiError
 from kvrelay_router.http.body import read_json_object
-from kvrelay_router.openai.answers.completion_format import CompletionFormat
-from kvrelay_router.openai.answers.prompt_scores import extended, most
+from kvrelay_router.openai.answers.completion_format import completion_format
+from kvrelay_router.openai.answers.prompt_scores import most
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.delivery import GenerationResponse
 from kvrelay_router.openai.planning import EndpointFields, TokenizedPrompt, check_request, plan_generation
@@ -47,14 +47,8 @@ class CompletionsEndpoint:
         ]
         runs = plan_generation(service, names, request, fields, prompts, limits)
         echoed = [prompt.echo for prompt in prompts if prompt.echo is not None]
-        answer = CompletionFormat(service, f"cmpl-{names.unique}", request, runs, echoed)
-        return GenerationResponse(
-            service,
-            runs,
-            extended(answer, request, service.text.tokenizer, runs),
-            stream=request.stream,
-            include_usage=request.include_usage,
-        )
+        answer = completion_format(service, f"cmpl-{names.unique}", request, runs, echoed)
+        return GenerationResponse(service, runs, answer, stream=request.stream)
 
     async def _tokenize(self, item: PromptItem, request: CompletionRequest, limits: ModelLimits) -> list[int]:
         if isinstance(item, str):

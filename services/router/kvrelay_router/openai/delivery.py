@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from contextlib import aclosing, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from orjson import dumps
 from starlette.datastructures import Headers
@@ -13,14 +13,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvrelay_router.access.request_names import RequestNames
-from kvrelay_router.dispatch.interface import SequenceDelta
-from kvrelay_router.http.api_error import ApiError, json_response
+from kvrelay_router.http.api_error import ApiError
 from kvrelay_router.http.client_watch import ClientGone, ClientWatch, TaskTimeout
 from kvrelay_router.http.event_writer import EVENT_WRITER, EventWriter
-from kvrelay_router.openai.answers.answer_format import AnswerFormat, Collected, usage_of
+from kvrelay_router.openai.answers.answer_format import AnswerFormat, usage_of
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.error_mapping import as_api_error
-from kvrelay_router.openai.generation import Generation, PromptRun, Step
+from kvrelay_router.openai.generation import Generation, PromptRun
 from kvrelay_router.openai.request_metrics import CLIENT_GONE, TIMINGS, RequestTimings
 
 TIMEOUT_GRACE_S = 5.0
@@ -38,50 +37,17 @@ STREAM_HEADERS = (
 )
 
 
-def _events(answer: AnswerFormat, steps: list[Step]) -> bytes:
-    return answer.chunk(steps[0]) if len(steps) == 1 else b"".join([answer.chunk(step) for step in steps])
-
-
-class _EventSink:
-    """Writes deltas of the only prompt as events, at once."""
-
-    def __init__(self, generation: Generation, answer: AnswerFormat, writer: EventWriter) -> None:
-        self._generation, self._answer, self._writer = generation, answer, writer
-        self._choices = [(choice, answer.around_text(choice.index)) for choice in generation.runs[0].choices]
-        self.is_ready = writer.is_ready
-
-    def take(self, deltas: list[SequenceDelta]) -> None:
-        """A batch; nothing is written while all of it is withheld."""
-        events = b""
-        for delta in deltas:
-            choice, around = self._choices[delta.sequence]
-            if around is None or (text := choice.next_text(delta)) is None:
-                events += _events(self._answer, self._generation.take([delta]))
-            elif text:
-                events += around[0] + dumps(text) + around[1]
-        if events:
-            self._writer.write(events)
-
-
 class GenerationResponse(Response):
     """Serves one validated generation. Nothing is submitted before it is called."""
 
-    def __init__(
-        self,
-        service: ApiService,
-        runs: Sequence[PromptRun],
-        answer: AnswerFormat,
-        *,
-        stream: bool,
-        include_usage: bool,
-    ) -> None:
+    def __init__(self, service: ApiService, runs: Sequence[PromptRun], answer: AnswerFormat, *, stream: bool) -> None:
         self.background = None
         self._service = service
         self._runs = runs
         self._answer = answer
         self._stream = stream
-        self._include_usage = include_usage
         self._timeout_s = service.settings.request_timeout_s + TIMEOUT_GRACE_S
+        self._writer: EventWriter | None = None
         self._stream_started = False
         self._whole_started = False
         self._wants_route = False
@@ -111,59 +77,61 @@ class GenerationResponse(Response):
             names: RequestNames = scope["state"]["names"]
             with self._service.in_progress:
                 async with self._service.rate_limiter.admit(names.key, names.unique, self._timeout_s):
-                    generation = Generation(self._service.dispatcher, self._runs)
+                    generation = Generation(self._service.dispatcher, self._runs, self._answer.add, self._note_tokens)
                     await generation.prepare()
-                    with generation:
-                        if self._stream:
-                            await self._send_stream(generation, send, scope["state"].pop(EVENT_WRITER, None))
-                            return
-                        response = await self._whole(generation)
+                    self._writer = scope["state"].pop(EVENT_WRITER, None)
+                    if self._stream:
+                        await self._send_stream(generation, send)
+                        return
+                    response = await self._whole(generation)
         self._whole_started = True
-        writer: EventWriter | None = scope["state"].pop(EVENT_WRITER, None)
-        with writer.in_one_write() if writer is not None else nullcontext():
+        with self._in_one_write():
             await response(scope, receive, send)
 
     async def _whole(self, generation: Generation) -> Response:
-        collected = [Collected(run, choice) for run in self._runs for choice in run.choices]
-        by_choice = {id(each.choice): each for each in collected}
-        async with aclosing(generation.steps()) as batches:
-            async for steps in batches:
-                self._note_tokens()
-                for step in steps:
-                    by_choice[id(step.choice)].add(step.output)
-        self._note_end()
-        content = self._answer.whole(collected, usage_of(self._runs))
-        return json_response(content, headers=self._answer_headers(generation))
+        with generation.submit(can_push=lambda: True, push=_drop):
+            while not generation.is_over:
+                await generation.wait()
+                generation.take()
+            self._note_end()
+            content = self._answer.end(usage_of(self._runs))
+            return Response(content, 200, self._answer_headers(generation), media_type="application/json")
 
-    async def _send_stream(self, generation: Generation, send: Send, writer: EventWriter | None) -> None:
-        """The answer starts with the first delta, so whatever fails before it still gets its status.
+    async def _send_stream(self, generation: Generation, send: Send) -> None:
+        """The answer starts with the first tokens, so a failure before them still gets its own status.
 
-        Most of the others go to the connection in the callback that brings them; here come those that must wait for it,
-        and the end, which is written at once with the last events. So is the head with the first ones.
+        Head and first events go out in one write, and so do the last events and the end. Nearly all other events are
+        written by the callback that receives their tokens.
         """
+        writer = self._writer
+        push: Callable[[bytes], None]
         if writer is not None:
             writer.carries_events = True
-            generation.push_to(_EventSink(generation, self._answer, writer))
-        one_write = writer.in_one_write if writer is not None else nullcontext
+            can_push, push = writer.is_ready, writer.write
+        else:  # another server: only `send` can write
+            can_push, push = _never, _drop
         events = b""
-        async with aclosing(generation.steps()) as batches:
-            async for steps in batches:
-                self._note_tokens()
-                events = _events(self._answer, steps)
+        with generation.submit(can_push, push):
+            while not generation.is_over:
+                await generation.wait()
+                events = generation.take()
                 if generation.is_over:
-                    continue  # they go out with the end
-                with one_write() if not self._stream_started else nullcontext():
+                    break  # these events go out with the end
+                with self._in_one_write() if not self._stream_started else nullcontext():
                     if not self._stream_started:
                         await self._start_stream(generation, send)
                     if events:
                         await send({"type": "http.response.body", "body": events, "more_body": True})
                 events = b""
-        self._note_end()
-        usage = self._answer.usage_chunk(usage_of(self._runs)) if self._include_usage else b""
-        with one_write():
-            if not self._stream_started:
-                await self._start_stream(generation, send)
-            await send({"type": "http.response.body", "body": events + usage + DONE})
+            self._note_end()
+            events += self._answer.end(usage_of(self._runs)) + DONE
+            with self._in_one_write():
+                if not self._stream_started:
+                    await self._start_stream(generation, send)
+                await send({"type": "http.response.body", "body": events})
+
+    def _in_one_write(self) -> AbstractContextManager[None]:
+        return self._writer.in_one_write() if self._writer is not None else nullcontext()
 
     def _answer_headers(self, generation: Generation) -> dict[str, str]:
         headers = generation.served_by_headers()
@@ -197,3 +165,11 @@ class GenerationResponse(Response):
             return
         event = b"data: " + dumps(error.body()) + b"\n\n" + DONE
         await send({"type": "http.response.body", "body": event})
+
+
+def _never() -> bool:
+    return False
+
+
+def _drop(events: bytes) -> None:
+    """An answer in one piece has no events."""

@@ -1,22 +1,17 @@
-"""The run of one HTTP request: all its prompts at once, each with its choices."""
+"""Runs the prompts of one HTTP request: submits them, and turns their tokens into the parts of an answer."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from bisect import bisect
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TypeVar
-
-import msgspec
 
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay_router.dispatch.interface import (
-    DeltaSink,
     Dispatcher,
     GenerateRequest,
     PreparedPrompt,
@@ -24,15 +19,11 @@ from kvrelay_router.dispatch.interface import (
     RequestHandle,
     SequenceDelta,
 )
-from kvrelay_router.openai.answers.choice import Choice, ChoiceOutput
-
-T = TypeVar("T")
+from kvrelay_router.openai.answers.choice import Choice
 
 MAX_ROUTES_BYTES = 4096
 MAX_NAMES_BYTES = 1024
 NOTE_BYTES = 32
-
-Source = Callable[[], AsyncIterator[list[SequenceDelta]]]
 
 
 @dataclass(slots=True)
@@ -54,53 +45,136 @@ class PromptRun:
         self.least_cached = num_tokens if self.least_cached is None else min(self.least_cached, num_tokens)
 
 
-class Step(msgspec.Struct, frozen=True):
-    """What one delta added to one choice."""
-
-    run: PromptRun
-    choice: Choice
-    output: ChoiceOutput
+AddText = Callable[[PromptRun, Choice, str], bytes]
+"""`AnswerFormat.add`."""
 
 
 class Generation:
-    """Submits all prompts, and brings their outputs until every choice has finished.
+    """All prompts of a request. Use as a context manager: prompts that still run at its end are cancelled.
 
-    Use as a context manager: whatever is still running at its end is cancelled.
+    Tokens are handled in the callback that receives them, which costs less than a task that wakes for each. The task
+    that owns the generation sleeps in `wait`. It wakes for the first tokens of a stream, tokens that cannot be written
+    at once, the end of a sequence, and failures; `take` then handles the tokens that came meanwhile.
     """
 
-    def __init__(self, dispatcher: Dispatcher, runs: Sequence[PromptRun]) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, runs: Sequence[PromptRun], add: AddText, on_first_tokens: Callable[[], None]
+    ) -> None:
+        """`add` gets all text. `on_first_tokens` is called for the first tokens of each prompt."""
         self.runs = runs
+        self.on_first_tokens = on_first_tokens
         self._dispatcher = dispatcher
-        self._handles: list[RequestHandle] = []
+        self._add = add
+        self._sinks: list[PromptSink] = []
         self._prepared: list[PreparedPrompt] = []
         self._num_unfinished = sum(len(run.choices) for run in runs)
+        self._waiter: asyncio.Future[None] | None = None
+        self._failure: Exception | None = None  # raised by a callback
 
     async def prepare(self) -> None:
-        """What takes a while and is better done before the prompts are submitted."""
+        """Does what takes a while and can be done before the prompts are submitted."""
         for run in self.runs:
             self._prepared.append(await self._dispatcher.prepare(run.request))
 
-    def __enter__(self) -> Generation:
+    def submit(self, can_push: Callable[[], bool], push: Callable[[bytes], None]) -> Generation:
+        """Starts all prompts. `push` gets what `add` returns from a callback, but only while `can_push` allows it."""
         try:
             for number, run in enumerate(self.runs):
                 prepared = self._prepared[number] if self._prepared else None
-                self._handles.append(self._dispatcher.submit(run.request, prepared))
+                handle = self._dispatcher.submit(run.request, prepared)
+                self._sinks.append(PromptSink(self, run, handle, self._add, can_push, push))
         except BaseException:
-            self._cancel_all()
+            self._close(cancel=True)
             raise
+        for sink in self._sinks:
+            sink.handle.connect(sink)
+        return self
+
+    def __enter__(self) -> Generation:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if exc_info[0] is not None or self._num_unfinished:
-            self._cancel_all()
+        self._close(cancel=exc_info[0] is not None or not self.is_over)
 
-    def _cancel_all(self) -> None:
-        for handle in self._handles:
-            handle.cancel()
+    def _close(self, *, cancel: bool) -> None:
+        for sink in self._sinks:
+            if cancel:
+                sink.handle.cancel()
+            sink.handle.disconnect()
+        self._sinks = []  # they refer to the generation: without this cycle all is freed at once
+
+    @property
+    def is_over(self) -> bool:
+        """Every choice has finished."""
+        return not self._num_unfinished
+
+    async def wait(self) -> None:
+        """Sleeps until `take` has something to do, or the generation is over."""
+        if self._has_news():
+            return
+        self._waiter = asyncio.get_running_loop().create_future()
+        self._set_waiting(True)
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+            self._set_waiting(False)
+
+    def _set_waiting(self, is_waiting: bool) -> None:
+        for sink in self._sinks:
+            sink.is_waiting = is_waiting
+
+    def _has_news(self) -> bool:
+        handles = [sink.handle for sink in self._sinks]
+        return (
+            self.is_over
+            or self._failure is not None
+            or any(handle.has_deltas or handle.error is not None for handle in handles)
+            or all(handle.is_over for handle in handles)
+        )
+
+    def wake(self) -> None:
+        """Ends `wait`."""
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            self._set_waiting(False)
+            waiter.set_result(None)
+
+    def take(self) -> bytes:
+        """Handles the tokens that came since the last call, and returns what `add` returned for them.
+
+        Raises RequestFailed once there are no more tokens before the failure.
+        """
+        if self._failure is not None:
+            raise self._failure
+        events, has_deltas = b"", False
+        for sink in self._sinks:
+            if sink.handle.has_deltas:
+                has_deltas = True
+                events += sink.feed(sink.handle.take())
+        if not has_deltas and not self.is_over:
+            self._raise_failure()
+        return events
+
+    def _raise_failure(self) -> None:
+        for sink in self._sinks:
+            if sink.handle.error is not None:
+                raise sink.handle.error
+        if all(sink.handle.is_over for sink in self._sinks):
+            raise RequestFailed("the request ended without a finish reason", FailureKind.PROTOCOL_ERROR)
+
+    def choices_finished(self, num_choices: int = 1) -> None:
+        """Called by the sinks."""
+        self._num_unfinished -= num_choices
+
+    def fail(self, failure: Exception) -> None:
+        """A callback failed. The task raises it."""
+        self._failure = failure
+        self.wake()
 
     def served_by_headers(self) -> dict[str, str]:
         """Which workers took part, as far as is known by now, and as many as a header of 1 KiB names."""
-        served = [handle.served_by for handle in self._handles]
+        served = [sink.handle.served_by for sink in self._sinks]
         headers = {
             "x-kvrelay-prefill": _joined([each.prefill for each in served]),
             "x-kvrelay-decode": _joined([each.decode for each in served]),
@@ -112,7 +186,7 @@ class Generation:
 
         Those that do not fit 4 KiB, which is what proxies take of a header, are left out; the last item counts them.
         """
-        routes = [json.dumps(handle.served_by.tell_route(), separators=(",", ":")) for handle in self._handles]
+        routes = [json.dumps(sink.handle.served_by.describe_route(), separators=(",", ":")) for sink in self._sinks]
         if len(routes) == 1 and len(routes[0]) <= MAX_ROUTES_BYTES:
             return routes[0]
         fitting = _fitting(routes, MAX_ROUTES_BYTES, 1)
@@ -120,48 +194,49 @@ class Generation:
             fitting.append(f'{{"left_out":{len(routes) - len(fitting)}}}')
         return f"[{','.join(fitting)}]"
 
-    @property
-    def is_over(self) -> bool:
-        """Every choice has finished."""
-        return not self._num_unfinished
 
-    def push_to(self, sink: DeltaSink) -> None:
-        """Deltas of a single prompt go to the sink, while it is ready and whoever iterates `steps` waits there. Those
-        of several prompts go through a queue, whose order a way beside it would break."""
-        if len(self._handles) == 1:
-            self._handles[0].push_to(sink)
+class PromptSink:
+    """Takes the tokens of one prompt: the `DeltaSink` of its request handle."""
 
-    def take(self, deltas: list[SequenceDelta]) -> list[Step]:
-        """For a sink: what deltas of the only prompt add to its choices."""
-        return self._take(0, deltas)
+    __slots__ = ("_add", "_generation", "_has_tokens", "_push", "_run", "can_take", "handle", "is_waiting")
 
-    async def steps(self) -> AsyncGenerator[list[Step], None]:
-        """Batches of steps, one a wake-up. Raises RequestFailed, also for a sequence that ends without a reason."""
-        if len(self._handles) == 1:
-            batches = self._handles[0].deltas()
-            try:
-                async for deltas in batches:
-                    yield self._take(0, deltas)
-                    if not self._num_unfinished:
-                        return
-            finally:
-                await _close(batches)
-        else:
-            async with aclosing(_merged([handle.deltas for handle in self._handles])) as numbered:
-                async for number, deltas in numbered:
-                    yield self._take(number, deltas)
-                    if not self._num_unfinished:
-                        return
-        if self._num_unfinished:
-            raise RequestFailed("the request ended without a finish reason", FailureKind.PROTOCOL_ERROR)
+    def __init__(
+        self,
+        generation: Generation,
+        run: PromptRun,
+        handle: RequestHandle,
+        add: AddText,
+        can_push: Callable[[], bool],
+        push: Callable[[bytes], None],
+    ) -> None:
+        self.handle = handle
+        self._generation, self._run = generation, run
+        self._add, self._push = add, push
+        self.can_take = can_push
+        self.is_waiting = False
+        self._has_tokens = False
 
-    def _take(self, number: int, deltas: list[SequenceDelta]) -> list[Step]:
-        run = self.runs[number]
-        steps = []
+    def take(self, deltas: list[SequenceDelta]) -> None:
+        """Handles and writes tokens in the callback that receives them."""
+        try:
+            events = self.feed(deltas)
+            if events:
+                self._push(events)
+        except Exception as failure:
+            # The callback belongs to all requests: the failure must end this one only.
+            self._generation.fail(failure)
+
+    def wake(self) -> None:
+        """Leaves the tokens to the task."""
+        self._generation.wake()
+
+    def feed(self, deltas: list[SequenceDelta]) -> bytes:
+        """Returns what `add` returns for the new text."""
+        if not self._has_tokens:
+            self._has_tokens = True
+            self._generation.on_first_tokens()
+        events, run = b"", self._run
         for delta in deltas:
-            if delta.beams:
-                steps += self._take_beams(run, delta)
-                continue
             choice = run.choices[delta.sequence]
             if choice.finish_reason is not None:
                 continue
@@ -169,27 +244,27 @@ class Generation:
                 run.saw_cached(delta.cached_tokens)
             if delta.prompt_logprobs:
                 run.prompt_logprobs = delta.prompt_logprobs
-            output = choice.feed(delta)
+            if delta.beams:
+                events += self._feed_beams(delta)
+                continue
+            text = choice.feed(delta)
             if choice.finish_reason is not None:
-                self._num_unfinished -= 1
-                if delta.finish is None:
-                    self._handles[number].stop(delta.sequence)
-            steps.append(Step(run, choice, output))
-        return steps
+                self._generation.choices_finished()
+                if delta.finish is None:  # a stop string matched
+                    self.handle.stop(delta.sequence)
+            events += self._add(run, choice, text)
+        return events
 
-    def _take_beams(self, run: PromptRun, delta: SequenceDelta) -> list[Step]:
-        """The texts of a beam search, all at once, best first."""
+    def _feed_beams(self, delta: SequenceDelta) -> bytes:
+        """A beam search brings all texts at once, the best first."""
+        run, events = self._run, b""
         if len(delta.beams) != len(run.choices):
             message = f"the beam search found {len(delta.beams)} texts, {len(run.choices)} were asked for"
             raise RequestFailed(message, FailureKind.PROTOCOL_ERROR)
-        run.saw_cached(delta.cached_tokens or 0)
-        steps = []
         for choice, beam in zip(run.choices, delta.beams, strict=True):
-            output = choice.feed(SequenceDelta(choice.index, beam.token_ids, finish=beam.finish))
-            output.beam = beam
-            self._num_unfinished -= 1
-            steps.append(Step(run, choice, output))
-        return steps
+            events += self._add(run, choice, choice.feed_beam(beam))
+        self._generation.choices_finished(len(run.choices))
+        return events
 
 
 def _joined(names: list[str | None]) -> str:
@@ -207,46 +282,3 @@ def _fitting(texts: list[str], num_bytes: int, separator_bytes: int) -> list[str
     """As many of the first texts, joined, as fit beside a note of how many do not."""
     ends = accumulate(len(text) + separator_bytes for text in texts)
     return texts[: bisect(list(ends), num_bytes - NOTE_BYTES)]
-
-
-@asynccontextmanager
-async def _closing(batches: AsyncIterator[T]) -> AsyncIterator[AsyncIterator[T]]:
-    """Closes what is iterated, if it can be closed, and does not leave that to the garbage collector."""
-    try:
-        yield batches
-    finally:
-        await _close(batches)
-
-
-async def _close(batches: AsyncIterator[T]) -> None:
-    if isinstance(batches, AsyncGenerator):
-        await batches.aclose()
-
-
-async def _merged(sources: list[Source]) -> AsyncGenerator[tuple[int, list[SequenceDelta]], None]:
-    """Batches of all sources as they come; the first failure ends all."""
-    queue: asyncio.Queue[tuple[int, list[SequenceDelta] | BaseException | None]] = asyncio.Queue()
-
-    async def pump(number: int) -> None:
-        try:
-            async with _closing(sources[number]()) as batches:
-                async for deltas in batches:
-                    queue.put_nowait((number, deltas))
-            queue.put_nowait((number, None))
-        except Exception as error:
-            queue.put_nowait((number, error))
-
-    tasks = [asyncio.create_task(pump(number)) for number in range(len(sources))]
-    num_running = len(tasks)
-    try:
-        while num_running:
-            number, item = await queue.get()
-            if isinstance(item, BaseException):
-                raise item
-            if item is None:
-                num_running -= 1
-            else:
-                yield number, item
-    finally:
-        for task in tasks:
-            task.cancel()

@@ -102,6 +102,7 @@ def _choices(service: ApiService, request: BeamFields, prompt: TokenizedPrompt, 
             service.text.detokenizer(prompt.token_ids, skip_special_tokens=request.skip_special_tokens),
             stop,
             text_offset=0 if prompt.echo is None else len(prompt.echo.text),
+            keeps_token_ids=request.return_token_ids or request.running_usage,
         )
         for sequence in range(request.num_sequences)
     ]

@@ -1,10 +1,12 @@
-"""The other policies: for comparison, and for fleets whose operators want them.
+"""Simple policies, for comparison and for special fleets.
 
-`random` draws by the request's id. `round_robin` takes turns. `least_loaded` takes the prefill worker with the fewest
-prompt tokens ahead, and the decode worker with the fewest sequences (then the most free blocks). `prefix_only` takes
-who holds most of the prompt, however long the queue there is; equals take turns. `sticky` sends what belongs together
-(a session, a user, a prompt's beginning) to the same worker, by the highest of the hashes of the two (rendezvous
-hashing, Thaler and Ravishankar, 1998): when a worker comes or goes, only its own share moves.
+- `random` uses the request's id as its seed.
+- `round_robin` takes turns.
+- `least_loaded` takes the prefill worker with the fewest queued prompt tokens, and the decode worker with the fewest
+  sequences, then with the most free blocks.
+- `prefix_only` takes the worker with the longest cached prefix, however long its queue is. Equal workers take turns.
+- `sticky` sends requests of one session, user or prompt beginning to one worker by rendezvous hashing (Thaler and
+  Ravishankar, 1998): if a worker joins or leaves, only its own share moves.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ from kvrelay_router.routing.cost import in_turn
 from kvrelay_router.routing.estimates import Estimates
 
 AFFINITY_SHOWN = 64
-"""Of an affinity, in a reason: clients choose it, and reasons go into headers."""
+"""Reasons show this many characters of an affinity: clients choose it, and reasons are sent in headers."""
 
 
 def least_loaded(candidates: Sequence[Candidate], estimates: Estimates) -> tuple[Candidate, str]:
-    """Fewest tokens, or fewest sequences."""
+    """Fewest queued prompt tokens for prefill, fewest sequences for decode."""
     turns = in_turn(candidates, estimates.demand.ordinal)
     if candidates[0].role == "prefill":
         chosen = min(turns, key=lambda candidate: candidate.queued_tokens)
@@ -34,28 +36,26 @@ def least_loaded(candidates: Sequence[Candidate], estimates: Estimates) -> tuple
 
 
 def round_robin(candidates: Sequence[Candidate], estimates: Estimates) -> tuple[Candidate, str]:
-    """One after the other."""
     turn = estimates.demand.ordinal % len(candidates)
     return candidates[turn], f"{candidates[turn].worker_id} is next, number {turn + 1} of {len(candidates)}"
 
 
 def random(candidates: Sequence[Candidate], estimates: Estimates) -> tuple[Candidate, str]:
-    """Any."""
     demand = estimates.demand
     seed = f"{demand.request_id}/{demand.ordinal}/{candidates[0].role}"
     draw = random_numbers.Random(seed).randrange(len(candidates))
-    return candidates[draw], f"{candidates[draw].worker_id} was drawn out of {len(candidates)}"
+    return candidates[draw], f"{candidates[draw].worker_id} was chosen at random out of {len(candidates)}"
 
 
 def prefix_only(candidates: Sequence[Candidate], estimates: Estimates) -> tuple[Candidate, str]:
-    """Most of the prompt."""
+    """Longest cached prefix."""
     turns = in_turn(candidates, estimates.demand.ordinal)
     chosen = max(turns, key=estimates.cached_tokens)
-    return chosen, f"{chosen.worker_id} holds {estimates.cached_tokens(chosen)} tokens of the prompt, nobody more"
+    return chosen, f"{chosen.worker_id} holds {estimates.cached_tokens(chosen)} tokens of the prompt, the most of all"
 
 
 def sticky(candidates: Sequence[Candidate], estimates: Estimates) -> tuple[Candidate, str]:
-    """Always the same for the same affinity, while it is there."""
+    """Highest hash of affinity and worker."""
     affinity = estimates.demand.affinity or estimates.demand.request_id
     chosen = max(candidates, key=lambda candidate: _weight(affinity, candidate.worker_id))
     return chosen, f"{chosen.worker_id} has the highest hash with {affinity[:AFFINITY_SHOWN]!r}"

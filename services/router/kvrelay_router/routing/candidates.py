@@ -1,6 +1,6 @@
-"""What routing knows: the workers that may be chosen, and the request to be placed.
+"""The input and output of routing: the workers that may be chosen, the request, and the decision.
 
-Structs and not dataclasses: dozens are made for each request, at a tenth of a frozen dataclass's cost.
+These are structs because each request makes dozens, and a frozen dataclass costs ten times as much.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ Role = Literal["prefill", "decode"]
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A worker that takes new requests, with its load and its speeds as known at this moment."""
+    """A worker that accepts new requests, with its present load and its measured speeds."""
 
     peer: PeerRef
     role: Role
     fingerprint: str
-    queued_tokens: int = 0  # prompt tokens that wait for their computation or are in it, without cached ones
-    num_sequences: int = 0  # that run, wait, or are to be handed over to it
-    num_free_blocks: int = 0  # free, or cached and evictable, less those of handoffs to come
-    queued_pairs: float = 0.0  # of the queued tokens and what they attend to
-    head_tokens: int = 0  # of the queued tokens: those of the prompt that is being computed
+    queued_tokens: int = 0  # prompt tokens to compute, without cached ones
+    num_sequences: int = 0  # running, waiting, and handoffs on their way
+    num_free_blocks: int = 0  # free or evictable, minus those of handoffs on their way
+    queued_pairs: float = 0.0  # pairs of a queued token and a token it attends to
+    head_tokens: int = 0  # queued tokens of the prompt in computation
     head_pairs: float = 0.0
     head_since_s: float = 0.0  # by the clock of `Demand.now_s`
-    num_pending: int = 0  # of the sequences, those whose handoff is still to come
-    context_tokens: int = 0  # of the running sequences
-    recent_tokens: float = 0.0  # prompt tokens that it got to compute of late: how fast its cache turns over
-    num_blocks: int = 0  # of the pool; 0: not known
+    num_pending: int = 0  # sequences whose handoff is on its way
+    context_tokens: int = 0  # tokens in the contexts of the running sequences
+    recent_tokens: float = 0.0  # recent prompt tokens to compute: how fast its cache is replaced
+    num_blocks: int = 0  # blocks in the pool; 0: unknown
     block_size: int = 16
-    block_bytes: int = 0  # 0: not known
-    token_budget: int = 0  # 0: not known
-    step_cost: StepCost | None = None  # None: nothing was measured yet
-    transfer_bytes_s: float | None = None  # at which it pushes blocks; None: nothing was measured yet
+    block_bytes: int = 0  # 0: unknown
+    token_budget: int = 0  # 0: unknown
+    step_cost: StepCost | None = None  # None: not measured yet
+    transfer_bytes_s: float | None = None  # measured speed of block pushes; None: not measured yet
 
     @property
     def worker_id(self) -> str:
@@ -46,14 +46,14 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 class CandidateWorkers(msgspec.Struct, frozen=True):
-    """All workers that take new requests, in the order of their names."""
+    """All workers that accept new requests, in the order of their names."""
 
     prefill: tuple[Candidate, ...] = ()
     decode: tuple[Candidate, ...] = ()
 
     @classmethod
     def of(cls, candidates: Iterable[Candidate]) -> CandidateWorkers:
-        """Sorts them into their roles."""
+        """Groups workers by role."""
         ordered = sorted(candidates, key=lambda candidate: candidate.worker_id)
         return cls(
             tuple(candidate for candidate in ordered if candidate.role == "prefill"),
@@ -62,36 +62,36 @@ class CandidateWorkers(msgspec.Struct, frozen=True):
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be placed. `ordinal` counts the decisions; with `request_id` it makes policies pure functions."""
+    """The request to place. `ordinal` counts the decisions; with `request_id` it makes policies pure functions."""
 
     request_id: str
     num_prompt_tokens: int
-    needs_decode: bool  # more than one token is to come
+    needs_decode: bool  # more than one token has to be generated
     ordinal: int = 0
-    avoid: frozenset[str] = frozenset()  # worker ids to be taken only where no others are
-    local_prefill_tokens: int | None = None  # up to so many go to decode alone; None: the policy's own judgement
-    popularity: float = 0.0  # other requests of late that share what is cached of the prompt, see `PrefixPopularity`
-    now_s: float = 0.0  # when it is placed
-    reuse: float = 0.0  # share of the prompt tokens of late that were found cached: what a cached token is good for
-    affinity: str = ""  # what `sticky` keeps together: a session, a user, or the prompt's beginning
+    avoid: frozenset[str] = frozenset()  # worker ids to use only if there are no others
+    local_prefill_tokens: int | None = None  # longest prompt that decode computes alone; None: the policy decides
+    popularity: float = 0.0  # recent requests with the same cached prefix, see `PrefixPopularity`
+    now_s: float = 0.0  # monotonic time of the placement
+    reuse: float = 0.0  # share of recent prompt tokens found in a cache: the value of a cached token
+    affinity: str = ""  # for `sticky`: a session, a user, or the prompt's beginning
 
 
 class ExpectedLatency(msgspec.Struct, frozen=True):
-    """Seconds until a request's tokens flow, as far as the measured speeds tell."""
+    """Seconds until a request's first token, estimated from the measured speeds."""
 
-    queue_s: float = 0.0  # prompts ahead of it
-    compute_s: float = 0.0  # its own prompt, without what is cached
-    transfer_s: float = 0.0  # what of the handoff is not hidden behind the computation
-    is_measured: bool = False  # some worker has measured its speed: the seconds are real ones
+    queue_s: float = 0.0  # for the prompts ahead of it
+    compute_s: float = 0.0  # for the uncached part of its own prompt
+    transfer_s: float = 0.0  # the part of the transfer that does not overlap with the computation
+    is_measured: bool = False  # False: no worker has measured its speed, so only ratios are meaningful
 
     @property
     def ttft_s(self) -> float:
-        """All of it."""
+        """Time to first token."""
         return self.queue_s + self.compute_s + self.transfer_s
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """Where a request goes, and why. `is_fallback`: decode works alone because no prefill worker is ready."""
+    """The chosen workers and the reasons. `is_fallback`: decode works alone because no prefill worker is ready."""
 
     prefill: Candidate | None
     decode: Candidate | None
@@ -99,22 +99,22 @@ class Decision(msgspec.Struct, frozen=True):
     reasons: tuple[str, ...]
     is_fallback: bool = False
     expected: ExpectedLatency = ExpectedLatency()
-    num_cached_tokens: int = 0  # of the prompt, expected on the worker that computes it
-    num_cached_blocks: int = 0  # expected on the decode worker
+    num_cached_tokens: int = 0  # expected in the cache of the worker that computes the prompt
+    num_cached_blocks: int = 0  # expected in the cache of the decode worker
 
     @property
     def fingerprint(self) -> str:
-        """Of the workers chosen."""
+        """The fingerprint of the chosen workers."""
         chosen = self.prefill or self.decode
         return chosen.fingerprint if chosen is not None else ""
 
     @property
     def computes(self) -> Candidate | None:
-        """Who computes the prompt."""
+        """The worker that computes the prompt."""
         return self.prefill or self.decode
 
 
 class NoPlacement(msgspec.Struct, frozen=True):
-    """Nobody can take the request now."""
+    """The request cannot be placed, because no worker is ready for it."""
 
     reason: str

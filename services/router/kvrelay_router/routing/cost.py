@@ -1,27 +1,28 @@
-"""The policy `cost`: where a request is expected to be served soonest, with a view to the requests after it.
+"""The policy `cost`: chooses the workers with the lowest expected latency plus the cost for later requests.
 
-Prefill: the prompts ahead and the uncached part, in seconds by the worker's own measured speeds, which is what the
-request itself feels; and two prices for what others lose by it:
+Prefill: the latency is the time for the prompts ahead and for the uncached part of the prompt, by the worker's measured
+speeds. Two prices are added:
 
-- What another worker holds and this one computes again delays everybody behind it, the more the longer the queues are:
-  it costs `BASE_WEIGHT` times its time less once, and up to `MOST_WEIGHT` times as the fleet's mean queue grows against
-  it. A prefix that others ask for is worth having twice: computing it again is shared among them, who will ask at the
-  same rate again, so it costs less by the square of their number, and a hot prefix spreads before a queue has grown.
-- What is computed pushes something else out of that worker's cache, and brings its next turns there: it costs up to
-  `BALANCE_WEIGHT` times its time, more on a worker that has had more to compute of late than the mean and less than
-  nothing on one that has had less, in proportion to what cached tokens have been good for: where prompts share nothing,
-  nothing. So caches of equal size forget at equal ages, together like one large cache, and sessions spread.
+- Computing again a prefix that another worker has cached delays all later requests. The price is `BASE_WEIGHT - 1`
+  times the computation, and rises to `MOST_WEIGHT - 1` times as the fleet's mean queue grows. If other requests use the
+  same prefix, they profit from a second copy, so the price is divided by the square of their number: a popular prefix
+  spreads before a queue has formed.
+- Computed blocks evict other blocks, and later requests of the session come to this worker. The price is up to
+  `BALANCE_WEIGHT` times the computation on workers that computed more than the mean lately, and negative on workers
+  that computed less. It is multiplied by the share of prompt tokens that caches have saved lately. So caches of equal
+  size evict blocks of equal age, like one large cache, and sessions spread over the workers.
 
-As every decision is counted at once, a worker that holds a prefix is chosen until the wait for it is longer than the
-price of computing it elsewhere; then it is computed elsewhere, which is how it replicates. Workers between which the
-request itself feels no more than `TIE_SHARE` are one choice: the one that has had the least to compute of late takes
-it, then they take turns, so that routers that see the same fleet at the same moment do not all run to the same worker.
+Each decision is counted at once. A worker that holds a prefix is chosen until waiting for it costs more than computing
+the prefix elsewhere; then another worker computes it, and the prefix has a second copy. Workers whose latencies differ
+by `TIE_SHARE` at most are equal. The one that computed least lately is chosen, and then they take turns: routers with
+the same view of the fleet should not all choose the same worker.
 
-Decode: what the computation does not hide of the transfer (blocks that it holds need none), and the first tokens in its
-batch with the handoffs on their way; workers without room for the prompt come last.
+Decode: the latency is the part of the transfer that does not overlap with the computation (cached blocks need no
+transfer), and the time of the first tokens in the worker's batch, with the handoffs on their way. Workers without room
+for the prompt come last.
 
-A prompt whose uncached part fits one step of a decode worker stays there, without a handoff, where that is expected
-sooner, counting also what it takes from the streams there.
+A prompt whose uncached part fits into one step of a decode worker is computed there, without a handoff, if that is
+expected to be faster, including the delay of the streams there.
 """
 
 from __future__ import annotations
@@ -37,20 +38,20 @@ T = TypeVar("T")
 TIE_SHARE = 0.05
 TIE_S = 1e-4
 BASE_WEIGHT = 8.0
-QUEUE_WEIGHT = 2.0  # for each time that the mean queue is as long as the longest uncached part
+QUEUE_WEIGHT = 2.0  # per multiple of the longest uncached part in the mean queue
 MOST_WEIGHT = 16.0
 BALANCE_WEIGHT = 3.0
 MOST_IMBALANCE = 0.5
 
 
 def in_turn(candidates: Sequence[T], ordinal: int) -> list[T]:
-    """The candidates, beginning with another one at each decision: `min` takes the first of equals."""
+    """Rotates the candidates by one at each decision, because `min` returns the first of equals."""
     turn = ordinal % len(candidates)
     return [*candidates[turn:], *candidates[:turn]]
 
 
 def pick_prefill(candidates: Sequence[Candidate], estimates: Estimates) -> tuple[Candidate, str]:
-    """The worker that has the prompt computed soonest, at the least price for others."""
+    """Returns the worker with the lowest sum of latency and price, and the reason."""
     waits = [estimates.alone(candidate) for candidate in candidates]
     own = [wait.ttft_s for wait in waits]
     totals = [own_s + price_s for own_s, price_s in zip(own, prices_s(candidates, waits, estimates), strict=True)]
@@ -72,7 +73,7 @@ def pick_prefill(candidates: Sequence[Candidate], estimates: Estimates) -> tuple
 
 
 def prices_s(candidates: Sequence[Candidate], waits: Sequence[ExpectedLatency], estimates: Estimates) -> list[float]:
-    """Seconds that placing the request on each costs others; see the module's text. `waits`: its own, there."""
+    """Returns the price of each candidate in seconds. `waits` are the request's own latencies there."""
     cached = [estimates.cached_tokens(candidate) for candidate in candidates]
     most_cached = max(cached)
     longest_s = max([wait.compute_s for wait in waits])
@@ -82,7 +83,7 @@ def prices_s(candidates: Sequence[Candidate], waits: Sequence[ExpectedLatency], 
     reuse, shared_by = estimates.demand.reuse, (1 + estimates.demand.popularity) ** 2
     prices = []
     for candidate, num_cached, wait in zip(candidates, cached, waits, strict=True):
-        # Both by this worker's speed: what is left of the difference between two workers is what one of them holds.
+        # Both use this worker's speed, so the difference between two workers comes from their caches alone.
         compute_s = wait.compute_s
         fresh_s = compute_s if num_cached == most_cached else estimates.compute_s(candidate, most_cached)
         again_s = max(0.0, compute_s - fresh_s) / shared_by
@@ -96,7 +97,7 @@ def prices_s(candidates: Sequence[Candidate], waits: Sequence[ExpectedLatency], 
 def pick_decode(
     candidates: Sequence[Candidate], prefill: Candidate | None, estimates: Estimates
 ) -> tuple[Candidate, str]:
-    """The worker on which the sequence is expected to go on soonest."""
+    """Returns the worker with the lowest expected latency, and the reason."""
     compute_s = estimates.compute_s(prefill) if prefill is not None else 0.0
 
     def key(candidate: Candidate) -> tuple[bool, float, int]:
@@ -111,15 +112,15 @@ def pick_decode(
         f"{chosen.worker_id} with {chosen.num_sequences} sequences ({chosen.num_pending} to come), "
         f"{chosen.num_free_blocks} free blocks, holds {estimates.held_blocks(chosen)} of the prompt's"
     )
-    return chosen, reason if estimates.has_room(chosen) else f"{reason}; nobody has room now"
+    return chosen, reason if estimates.has_room(chosen) else f"{reason}; no worker has room now"
 
 
 def better_alone(
     handed_over: ExpectedLatency, decode: Candidate, decodes: Sequence[Candidate], estimates: Estimates
 ) -> tuple[Candidate, str] | None:
-    """The decode worker that does better alone than `handed_over` does with `decode`, if there is one.
+    """Returns a decode worker that is faster alone than `handed_over` with `decode`, or None.
 
-    Speeds that nobody has measured decide nothing.
+    Returns None if no decode worker has measured its speed.
     """
     if all(candidate.step_cost is None for candidate in decodes):
         return None
@@ -143,6 +144,6 @@ def better_alone(
 
 
 def _alone_s(decode: Candidate, estimates: Estimates) -> float:
-    """Without a handoff, counting what it takes from the streams there."""
+    """The latency without a handoff, plus the delay of the streams there."""
     alone_s = estimates.queue_s(decode) + estimates.compute_s(decode)
     return alone_s + estimates.stall_s(decode) + estimates.decode_s(decode)

@@ -1,8 +1,8 @@
-"""What a placement is expected to take, from the workers' own measured speeds and what they hold of the prompt.
+"""Estimates the latency of a placement from the workers' measured speeds and their cached blocks.
 
-A worker's steps cost `StepCost`: so much a step, a token, and a pair of a token and what it attends to. A worker that
-has measured nothing yet is taken for the typical one of its role, and while nobody has, for a default one: the ratio
-between workers is what decides, and it is right whatever the unit.
+`StepCost` is the cost of a step, of a token, and of a pair of a token and a token it attends to. A worker without
+measurements gets the typical cost of its role. If no worker has measurements, a default cost is used: only the ratio
+between workers matters then.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from kvrelay_router.routing.prefix_view import WorkerId
 DEFAULT_COST = StepCost()
 DEFAULT_BUDGET = 512
 HORIZON_TOKENS = 64
-"""Output tokens over which a decode worker's slowness counts against the time that its handoff takes."""
+"""The number of output tokens whose decode time is added to the transfer time."""
 
 
 class TypicalSpeeds(msgspec.Struct, frozen=True):
-    """Medians over those workers that have measured something, for those that have not. `transfer_bytes_s` 0: nobody
-    has."""
+    """Medians over the workers with measurements, for those without. `transfer_bytes_s` is 0 if there is none."""
 
     prefill: StepCost = DEFAULT_COST
     decode: StepCost = DEFAULT_COST
@@ -33,9 +32,9 @@ class TypicalSpeeds(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, candidates: CandidateWorkers) -> TypicalSpeeds:
-        """A role of which nothing is known borrows the other's: they run the same model."""
+        """A role without measurements uses those of the other role, which runs the same model."""
         rates = [c.transfer_bytes_s for c in candidates.prefill if c.transfer_bytes_s]
-        if all(c.step_cost is not None for c in (*candidates.prefill, *candidates.decode)):  # none is taken for one
+        if all(c.step_cost is not None for c in (*candidates.prefill, *candidates.decode)):
             return cls(transfer_bytes_s=median(rates) if rates else 0.0, is_measured=True)
         prefill, decode = _median_cost(candidates.prefill), _median_cost(candidates.decode)
         return cls(
@@ -47,20 +46,20 @@ class TypicalSpeeds(msgspec.Struct, frozen=True):
 
 
 class Estimates(msgspec.Struct, frozen=True):
-    """About one request. `cached_blocks`: leading blocks of the prompt by worker; who is not in it has none."""
+    """Estimates for one request. `cached_blocks`: leading blocks of the prompt by worker; 0 for missing workers."""
 
     demand: Demand
     typical: TypicalSpeeds = TypicalSpeeds()
     cached_blocks: Mapping[WorkerId, int] = {}
 
     def cost(self, worker: Candidate) -> StepCost:
-        """Of the worker's steps."""
+        """Returns the cost of the worker's steps."""
         if worker.step_cost is not None:
             return worker.step_cost
         return self.typical.prefill if worker.role == "prefill" else self.typical.decode
 
     def cached_tokens(self, worker: Candidate) -> int:
-        """Of the prompt, on this worker; at least one token is always computed."""
+        """Returns the prompt tokens cached on this worker. At least one token is always computed."""
         num_blocks = self.cached_blocks.get(worker.peer.peer_id)
         if not num_blocks:
             return 0
@@ -68,13 +67,16 @@ class Estimates(msgspec.Struct, frozen=True):
         return min(num_blocks, max(0, self.demand.num_prompt_tokens - 1) // size) * size
 
     def held_blocks(self, worker: Candidate) -> int:
-        """Full blocks of the prompt that need not be sent to this worker."""
+        """Returns the number of full prompt blocks that need not be sent to this worker."""
         num_blocks = self.cached_blocks.get(worker.peer.peer_id)
         return min(num_blocks, self.demand.num_prompt_tokens // worker.block_size) if num_blocks else 0
 
     def queue_s(self, worker: Candidate) -> float:
-        """Until the prompts are computed that are ahead. Of the first one the time that has passed is done, at most all
-        of it: what takes longer than expected goes on, and the others wait."""
+        """Returns the time until the queued prompts are computed.
+
+        The time since the first prompt began is subtracted, but never more than its whole estimate: a prompt that takes
+        longer than estimated does not shorten the queue.
+        """
         if worker.queued_tokens <= 0:
             return 0.0
         queue_s = self._work_s(worker, worker.queued_tokens, worker.queued_pairs)
@@ -84,23 +86,23 @@ class Estimates(msgspec.Struct, frozen=True):
         return max(0.0, queue_s)
 
     def compute_s(self, worker: Candidate, num_cached: int | None = None) -> float:
-        """For what the worker does not have of the prompt; or for what it would not have with `num_cached` tokens."""
+        """Returns the time for the uncached part of the prompt, or for the part after `num_cached` tokens."""
         cached = self.cached_tokens(worker) if num_cached is None else num_cached
         num_tokens = self.demand.num_prompt_tokens - cached
         return self._work_s(worker, num_tokens, pairs(cached, num_tokens))
 
     def alone(self, worker: Candidate) -> ExpectedLatency:
-        """On this worker, without a handoff."""
+        """Returns the latency on this worker without a handoff."""
         return ExpectedLatency(self.queue_s(worker), self.compute_s(worker), is_measured=self.typical.is_measured)
 
     def handed_over(self, prefill: Candidate, decode: Candidate) -> ExpectedLatency:
-        """From one to the other. Only what the computation does not hide of the transfer counts."""
+        """Returns the latency with a handoff. Of the transfer, only the part after the computation counts."""
         compute_s = self.compute_s(prefill)
         transfer_s = self.transfer_s(prefill, decode, compute_s)
         return ExpectedLatency(self.queue_s(prefill), compute_s, transfer_s, self.typical.is_measured)
 
     def stall_s(self, decode: Candidate) -> float:
-        """What computing the prompt on a decode worker takes from the streams there, in sum."""
+        """Returns the sum of the delays of all streams on a decode worker that computes the prompt."""
         num_streams = decode.num_sequences - decode.num_pending
         if not num_streams:
             return 0.0
@@ -111,23 +113,23 @@ class Estimates(msgspec.Struct, frozen=True):
         return added_s * num_streams
 
     def decode_s(self, decode: Candidate) -> float:
-        """For the first tokens in the batch as it will be, with the handoffs that are on their way."""
+        """Returns the time for the first tokens in the worker's batch, with the handoffs on their way."""
         num_ahead = decode.num_sequences
         num_running = max(1, num_ahead - decode.num_pending)
         context = decode.context_tokens / num_running if decode.context_tokens else self.demand.num_prompt_tokens
         return HORIZON_TOKENS * self.cost(decode).step_s(num_ahead + 1, context * (num_ahead + 1))
 
     def has_room(self, decode: Candidate) -> bool:
-        """Whether the prompt's missing blocks and one more fit; true where the pool is not known."""
+        """Returns whether the prompt's missing blocks and one more fit. True if the pool size is unknown."""
         num_blocks = -(-self.demand.num_prompt_tokens // decode.block_size) + 1
         return not decode.num_blocks or num_blocks - self.held_blocks(decode) <= decode.num_free_blocks
 
     def chunk_room(self, decode: Candidate) -> int:
-        """Prompt tokens that one of its steps holds beside the decodes."""
+        """Returns the number of prompt tokens that fit into one step beside the decodes."""
         return max(1, (decode.token_budget or DEFAULT_BUDGET) - decode.num_sequences)
 
     def _work_s(self, worker: Candidate, num_tokens: int, num_pairs: float) -> float:
-        """Prompt chunks in steps that they share with the worker's decodes."""
+        """Returns the time of prompt chunks that share their steps with the worker's decodes."""
         if num_tokens <= 0:
             return 0.0
         cost = self.cost(worker)
@@ -140,14 +142,14 @@ class Estimates(msgspec.Struct, frozen=True):
         return num_steps * step_s + cost.token_s * num_tokens + cost.pair_s * num_pairs
 
     def transfer_s(self, prefill: Candidate, decode: Candidate, compute_s: float) -> float:
-        """What a computation of so long on `prefill` does not hide of the handoff."""
+        """Returns the part of the transfer that does not overlap with a computation of `compute_s` on `prefill`."""
         rate = prefill.transfer_bytes_s or self.typical.transfer_bytes_s
         if not rate or not decode.block_bytes:
             return 0.0
         size = decode.block_size
         num_missing = -(-self.demand.num_prompt_tokens // size) - self.held_blocks(decode)
         num_uncached = self.demand.num_prompt_tokens - self.cached_tokens(prefill)
-        # Blocks leave while later chunks are computed; those of the last chunk cannot.
+        # Blocks are pushed while later chunks are computed. The blocks of the last chunk are pushed after it.
         num_last = min(num_missing, -(-min(num_uncached, prefill.token_budget or DEFAULT_BUDGET) // size))
         block_s = decode.block_bytes / rate
         return max(num_missing * block_s - compute_s, num_last * block_s)

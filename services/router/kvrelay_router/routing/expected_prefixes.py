@@ -1,9 +1,9 @@
-"""Prefixes by worker without an index, and until the index has heard: what this router itself sent where.
+"""The prefixes that this router's own decisions have put into the workers' caches.
 
-A worker that gets a prompt will hold its blocks. An index learns that after the computation; requests that come before
-would scatter. So each decision is remembered: as a bounded guess of the worker's cache, least recently used blocks out
-first, a chain's end before its beginning, as workers evict. What two sources say of a worker is not added: the longer
-match counts.
+A worker that gets a prompt will cache its blocks, but an index reports them only after the computation. Requests that
+arrive before would go to other workers. So each decision is kept here, as an estimate of the worker's cache with the
+same eviction: least recently used blocks first, the end of a chain before its beginning. If the index and the estimate
+differ for a worker, the longer match counts.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from kvrelay_router.routing.prefix_view import BlockHash, PrefixView, WorkerId
 
 
 class NoPrefixes:
-    """A `PrefixView` that knows of nothing."""
+    """A `PrefixView` without prefixes."""
 
     def match(self, hashes: Sequence[BlockHash]) -> Mapping[WorkerId, int]:
-        """Empty."""
+        """Returns no workers."""
         return {}
 
 
 class ExpectedPrefixes:
     """A `PrefixView` over `base` and this router's own decisions.
 
-    A decision counts for `lifetime_s` (monotonic seconds; the index is right by then), or, with None, until the
-    worker's pool has been filled by later ones: for fleets without an index.
+    A decision counts for `lifetime_s` seconds, after which the index has reported it. Without an index, `lifetime_s` is
+    None: a decision counts until later ones have filled the worker's pool.
     """
 
     def __init__(self, base: PrefixView | None = None, lifetime_s: float | None = None) -> None:
@@ -35,10 +35,10 @@ class ExpectedPrefixes:
         self._lifetime_s = inf if lifetime_s is None else lifetime_s
         self._workers: dict[WorkerId, PrefixTree] = {}
         self.now = 0.0
-        """To be set before each use by whoever owns the clock."""
+        """Monotonic seconds. The caller sets it before each use."""
 
     def match(self, hashes: Sequence[BlockHash]) -> Mapping[WorkerId, int]:
-        """See `PrefixView`. Of each worker as many steps as the chain has nodes there."""
+        """See `PrefixView`. Takes one step per worker and tree node of the chain."""
         found = dict(self._base.match(hashes))
         oldest = self.now - self._lifetime_s
         for worker_id, tree in self._workers.items():
@@ -52,7 +52,7 @@ class ExpectedPrefixes:
         return found
 
     def sent(self, worker_id: WorkerId, hashes: Sequence[BlockHash], num_blocks: int) -> None:
-        """A prompt with these blocks went to a worker whose pool has `num_blocks` (0: not known, nothing is kept)."""
+        """A prompt with these blocks went to a worker whose pool has `num_blocks` (0: unknown, nothing is kept)."""
         if not num_blocks:
             return
         tree = self._workers.get(worker_id)

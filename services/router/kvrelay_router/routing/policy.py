@@ -1,7 +1,8 @@
-"""Placing a request: a pure function from the request, the fleet and what it holds of the prompt to a decision.
+"""Places a request: a pure function of the request, the fleet and the cached prefixes.
 
-The policies (`cost.py`, `baselines.py`) choose among workers that may be taken at all; who that is, is decided here and
-is the same for all: only workers of one fingerprint are paired, and where an attempt has failed is avoided.
+This file decides which workers are eligible, in the same way for all policies: prefill and decode must have the same
+fingerprint, and workers on which an attempt failed are avoided. The policies in `cost.py` and `baselines.py` choose
+among the eligible workers.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ def decide(
     candidates: CandidateWorkers,
     cached_blocks: Mapping[WorkerId, int] = NOTHING_CACHED,
 ) -> Decision | NoPlacement:
-    """Places a request. `cached_blocks`: leading blocks of its prompt that each worker holds, as a `PrefixView` says.
+    """Places a request. `cached_blocks`: leading blocks of its prompt that each worker holds, see `PrefixView`.
 
-    Prefill and decode where both are needed and there; prefill alone for a request of one token; decode alone for a
-    short prompt, or where no prefill worker goes with it.
+    A request of one token goes to prefill alone. A short prompt goes to decode alone, and so does any prompt if no
+    prefill worker has a decode worker's fingerprint. All others go to a prefill and a decode worker.
     """
     estimates = Estimates(demand, TypicalSpeeds.of(candidates), cached_blocks)
     if not demand.needs_decode and candidates.prefill:
@@ -67,7 +68,7 @@ def decide_decode(
     fingerprint: str,
     cached_blocks: Mapping[WorkerId, int] = NOTHING_CACHED,
 ) -> Candidate | None:
-    """Another decode worker for a handoff whose first one is out of reach, and is no candidate."""
+    """Returns another decode worker for a handoff. The unreachable one must not be among the candidates."""
     fitting = _with_fingerprint(candidates.decode, {fingerprint})
     if not fitting:
         return None

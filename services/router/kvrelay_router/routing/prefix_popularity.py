@@ -1,7 +1,7 @@
-"""How much a prefix is asked for: what is asked for often is worth having twice.
+"""The popularity of prefixes: a popular prefix is worth a second copy.
 
-Each use of a block counts one, and counts half after `HALF_LIFE_S`. Blocks that were not used for `FORGET_S` are
-forgotten, and of more than `MAX_BLOCKS` the longest unused ones.
+Each use of a block counts one, and half after `HALF_LIFE_S`. Blocks without a use in `FORGET_S` are dropped, and so are
+the least recently used ones beyond `MAX_BLOCKS`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ MAX_BLOCKS = 1 << 18
 
 
 class PrefixPopularity:
-    """Uses of each block of late. `now` is the caller's monotonic seconds."""
+    """Counts recent uses of each block. `now` is in monotonic seconds."""
 
     def __init__(self) -> None:
-        self._tree = PrefixTree()  # with the uses by the time that each was last used
+        self._tree = PrefixTree()  # `count` is the number of uses, decayed to the time `at`
 
     def used(self, hashes: Sequence[BlockHash], now: float) -> None:
         """A prompt with these blocks was placed."""
@@ -30,7 +30,7 @@ class PrefixPopularity:
         self._tree.forget(now - FORGET_S, MAX_BLOCKS)
 
     def of(self, hashes: Sequence[BlockHash], now: float) -> float:
-        """Uses of late of the last of a chain's blocks."""
+        """Returns the recent uses of the last block of a chain."""
         for node, num_blocks in self._tree.walk(hashes):
             if num_blocks == len(hashes):
                 return _decayed(node, now)

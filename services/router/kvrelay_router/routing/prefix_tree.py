@@ -1,8 +1,8 @@
-"""Chains of blocks as a tree of their common beginnings, of which those are forgotten first that were longest unused.
+"""Chains of block hashes as a radix tree that drops the least recently used nodes first.
 
-A node is a run of blocks that were always used together, so that a prompt of hundreds of blocks is a few nodes: those
-that it shares with others, and the rest of it. Because a block's hash covers all before it, two runs that have one
-block in common have all before that in common as well.
+A node is a run of blocks that were always used together, so a prompt of hundreds of blocks is a few nodes: those that
+it shares with other prompts, and the rest. A block's hash covers all blocks before it. If two chains have a block in
+common, they have all blocks before it in common, too.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from kvrelay_router.routing.prefix_view import BlockHash
 
 
 class PrefixNode:
-    """A run of blocks. `at`: when it was last used; `count` is the owner's."""
+    """A run of blocks. `at` is the time of the last use; `count` belongs to the owner of the tree."""
 
     __slots__ = ("at", "children", "count", "hashes", "parent")
 
     def __init__(self, hashes: list[BlockHash], parent: PrefixNode | None) -> None:
         self.hashes = hashes
-        self.parent = parent  # None: the root, which has no blocks
-        self.children: dict[BlockHash, PrefixNode] = {}  # by their first blocks
+        self.parent = parent  # None for the root, which has no blocks
+        self.children: dict[BlockHash, PrefixNode] = {}  # keyed by their first blocks
         self.at = 0.0
         self.count = 0.0
 
 
 class PrefixTree:
-    """See the module's text. Who uses a chain sets `at` of its nodes, to times that never decrease."""
+    """The caller of `use` sets `at` of the returned nodes, to times that never decrease."""
 
     def __init__(self) -> None:
         self.num_blocks = 0
         self._root = PrefixNode([], None)
-        self._by_use: OrderedDict[PrefixNode, None] = OrderedDict()  # the longest unused first, children before parents
+        self._by_use: OrderedDict[PrefixNode, None] = OrderedDict()  # oldest use first, children before parents
 
     def use(self, hashes: Sequence[BlockHash]) -> list[PrefixNode]:
-        """The nodes that are this chain, from its beginning; the last one may be new, with `at` and `count` 0."""
+        """Returns the nodes of this chain from its beginning. The last one may be new, with `at` and `count` 0."""
         path, node, position = [], self._root, 0
         while position < len(hashes):
             child = node.children.get(hashes[position])
@@ -53,8 +53,10 @@ class PrefixTree:
         return path
 
     def walk(self, hashes: Sequence[BlockHash]) -> Iterator[tuple[PrefixNode, int]]:
-        """The nodes on this chain's way, each with the number of the chain's blocks up to its end, or to where the
-        chain leaves it."""
+        """Yields the nodes along this chain, with the number of the chain's blocks up to and including the node.
+
+        The last node may have more blocks than the chain shares with it.
+        """
         node, position = self._root, 0
         while position < len(hashes):
             child = node.children.get(hashes[position])
@@ -68,8 +70,10 @@ class PrefixTree:
             node = child
 
     def forget(self, before: float, num_kept: int) -> None:
-        """What was last used before a time, and of more than `num_kept` blocks the longest unused: of a chain the end
-        before its beginning."""
+        """Drops blocks last used before a time, and the least recently used ones beyond `num_kept`.
+
+        The end of a chain is dropped before its beginning.
+        """
         while self._by_use:
             node = next(iter(self._by_use))
             num_gone = len(node.hashes) if node.at < before else self.num_blocks - num_kept
@@ -82,7 +86,7 @@ class PrefixTree:
             self._remove(node)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where something would never be forgotten, or before what is behind it."""
+        """Raises AssertionError if a block would never be dropped, or dropped before the blocks behind it."""
         order = {node: place for place, node in enumerate(self._by_use)}
         assert self.num_blocks == sum(len(node.hashes) for node in order)
         for node, place in order.items():
@@ -97,7 +101,7 @@ class PrefixTree:
         return node
 
     def _split(self, node: PrefixNode, num_blocks: int) -> PrefixNode:
-        """Cuts off its first blocks as a node before it, which is about to be used: the rest keeps its place."""
+        """Makes a parent node of the first blocks, which is about to be used. The rest keeps its place in the order."""
         assert node.parent is not None
         first = node.parent.children[node.hashes[0]] = PrefixNode(node.hashes[:num_blocks], node.parent)
         first.at, first.count = node.at, node.count
@@ -107,7 +111,7 @@ class PrefixTree:
         return first
 
     def _remove(self, node: PrefixNode) -> None:
-        """One without children: they are forgotten before."""
+        """The node must not have children: they are dropped first."""
         assert node.parent is not None and not node.children
         del node.parent.children[node.hashes[0]]
         del self._by_use[node]
@@ -115,7 +119,7 @@ class PrefixTree:
 
 
 def _num_common(run: list[BlockHash], hashes: Sequence[BlockHash], position: int) -> int:
-    """Of a run's blocks, those that stand at this place of a chain; the first one does."""
+    """Returns how many blocks of a run match a chain at this position. The first one does."""
     if run == hashes[position : position + len(run)]:
         return len(run)
     low, high = 1, min(len(run), len(hashes) - position)

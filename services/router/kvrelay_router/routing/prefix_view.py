@@ -1,4 +1,4 @@
-"""Which worker holds which prefix, as routing sees it."""
+"""The interface of routing to the prefix index."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ BlockHash = bytes
 
 
 class PrefixView(Protocol):
-    """The prefix index of the fleet, or what stands in for it."""
+    """The prefix index of the fleet, or an estimate of it."""
 
     def match(self, hashes: Sequence[BlockHash]) -> Mapping[WorkerId, int]:
-        """For a chain of block hashes: the number of leading blocks that each worker holds. Workers with 0 are left
-        out."""
+        """Returns the number of leading blocks of a chain that each worker holds. Workers with 0 are left out."""
         ...

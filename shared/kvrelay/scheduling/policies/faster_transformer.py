@@ -1,37 +1,37 @@
-"""Request-level batches, as NVIDIA's FasterTransformer runs them: a batch is formed when the one before has completely
-finished. Its prompts are computed first, then all decode together; a sequence that ends early leaves a gap that nobody
-fills, and an arrival waits for the longest output of the batch before it.
+"""Request-level batches, as in NVIDIA's FasterTransformer: a batch is formed when the one before has finished
+completely. Its prompts are computed first, then all its sequences decode together. The place of a sequence that ends
+early stays empty, and an arrival waits for the longest output of the batch before it.
 
-A sequence that was adopted with its prompt computed joins the decodes as it comes.
+A handoff joins the decodes as soon as it is complete.
 """
 
 from __future__ import annotations
 
-from kvrelay.scheduling.memory.block_manager import WholeSequenceBlocks
+from kvrelay.scheduling.memory.block_manager import BlockManager, WholeSequenceBlocks
 from kvrelay.scheduling.plan import PlanDraft
 from kvrelay.scheduling.policies.chunk_sizes import Chunks, WholePrompts
-from kvrelay.scheduling.scheduler import BatchScheduler
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
+from kvrelay.scheduling.step_planner import StepPlanner
 
 
-class FasterTransformerScheduler(BatchScheduler):
+class FasterTransformerPolicy:
     """One batch from its first prompt to its last token."""
 
-    block_manager = WholeSequenceBlocks
+    block_manager: type[BlockManager] = WholeSequenceBlocks
+    mixes_prompts_and_decodes: bool = False
 
-    def make_chunks(self) -> Chunks:
-        """Prompts are not cut; a batch's prompts may take several steps."""
+    def make_chunks(self, limits: SchedulerLimits, settings: SchedulerSettings) -> Chunks:
         return WholePrompts()
 
-    def fill(self, draft: PlanDraft) -> None:
-        """A new batch; or the rest of its prompts; or its decodes."""
-        if not self.running:
-            self.admit_prompts(draft, beyond_budget=True)
-            if not draft.prompts:  # what was admitted comes back from the host in the middle of its output
-                self.plan_decodes(draft)
+    def fill(self, planner: StepPlanner, draft: PlanDraft) -> None:
+        if not planner.running:
+            planner.admit_prompts(draft, beyond_budget=True)
+            if not draft.prompts:  # the admitted sequences were swapped, and continue their output
+                planner.plan_decodes(draft)
             return
-        self.admit_rest_of_groups(draft)
-        self.admit_handoffs(draft)
-        draft.held_back = "a batch is running" if self.waiting else "queue empty"
-        self.plan_prompts(draft)
+        planner.admit_rest_of_groups(draft)
+        planner.admit_handoffs(draft)
+        draft.held_back = "a batch is running" if planner.waiting else "queue empty"
+        planner.plan_prompts(draft)
         if not draft.prompts:
-            self.plan_decodes(draft)
+            planner.plan_decodes(draft)

@@ -1,31 +1,30 @@
 """Iteration-level scheduling (Yu et al., Orca, OSDI 2022, section 3): sequences join and leave at every step.
 
-Prompts run in one piece, mixed with the decodes: no step is without decodes, but one with a long prompt is long. Room
-for the longest possible output is reserved at admission, so that nobody is ever preempted, and most of it lies idle.
-Orca bounds a batch by its sequences alone; here the token budget bounds the prompts that start in one step, too, except
-that the first one may be longer.
+Prompts run in one piece, mixed with the decodes, so decodes never wait, but a step with a long prompt is long. Blocks
+for the longest possible output are reserved at admission, so no sequence is ever preempted, and most of these blocks
+stay empty. Orca bounds a batch by its number of sequences only. Here the token budget also bounds the prompts that
+start in one step, except that the first one may be longer.
 """
 
 from __future__ import annotations
 
-from kvrelay.scheduling.memory.block_manager import WholeSequenceBlocks
+from kvrelay.scheduling.memory.block_manager import BlockManager, WholeSequenceBlocks
 from kvrelay.scheduling.plan import PlanDraft
 from kvrelay.scheduling.policies.chunk_sizes import Chunks, WholePrompts
-from kvrelay.scheduling.scheduler import BatchScheduler
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
+from kvrelay.scheduling.step_planner import StepPlanner
 
 
-class OrcaScheduler(BatchScheduler):
+class OrcaPolicy:
     """All decodes, and whole prompts beside them."""
 
-    block_manager = WholeSequenceBlocks
-    mixes_prompts_and_decodes = True
+    block_manager: type[BlockManager] = WholeSequenceBlocks
+    mixes_prompts_and_decodes: bool = True
 
-    def make_chunks(self) -> Chunks:
-        """Prompts are not cut."""
+    def make_chunks(self, limits: SchedulerLimits, settings: SchedulerSettings) -> Chunks:
         return WholePrompts()
 
-    def fill(self, draft: PlanDraft) -> None:
-        """Decodes, then prompts: first those whose step failed because of others, or beams that lost their blocks."""
-        self.plan_decodes(draft)
-        self.plan_prompts(draft)
-        self.admit_prompts(draft)
+    def fill(self, planner: StepPlanner, draft: PlanDraft) -> None:
+        planner.plan_decodes(draft)
+        planner.plan_prompts(draft)
+        planner.admit_prompts(draft)

@@ -6,22 +6,23 @@ two tokens of a stream is bounded by one step of the budget, whatever the length
 
 from __future__ import annotations
 
+from kvrelay.scheduling.memory.block_manager import BlockManager
 from kvrelay.scheduling.plan import PlanDraft
 from kvrelay.scheduling.policies.chunk_sizes import Chunks, make_chunks
-from kvrelay.scheduling.scheduler import BatchScheduler
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
+from kvrelay.scheduling.step_planner import StepPlanner
 
 
-class SarathiScheduler(BatchScheduler):
+class SarathiPolicy:
     """Decodes first, then chunks; a decode that finds no block preempts others."""
 
-    mixes_prompts_and_decodes = True
+    block_manager: type[BlockManager] = BlockManager
+    mixes_prompts_and_decodes: bool = True
 
-    def make_chunks(self) -> Chunks:
-        """Chunks of fixed size or of equal time."""
-        return make_chunks(self.settings.chunking, self.limits.token_budget)
+    def make_chunks(self, limits: SchedulerLimits, settings: SchedulerSettings) -> Chunks:
+        return make_chunks(settings.chunking, limits.token_budget)
 
-    def fill(self, draft: PlanDraft) -> None:
-        """Decodes, chunks of prompts that run, chunks of new ones."""
-        self.plan_decodes(draft)
-        self.plan_prompts(draft)
-        self.admit_prompts(draft)
+    def fill(self, planner: StepPlanner, draft: PlanDraft) -> None:
+        planner.plan_decodes(draft)
+        planner.plan_prompts(draft)
+        planner.admit_prompts(draft)

@@ -1,7 +1,8 @@
-"""Schedulers by name: the built-in ones, and those that other packages offer.
+"""Schedulers by name: the built-in policies, and those of other packages.
 
-A package offers its own through the entry point group `kvrelay.schedulers`; the entry point leads to a callable such as
-`BatchScheduler.build` of a subclass. Nothing is imported until it is chosen.
+A package adds its own by an entry point in the group `kvrelay.schedulers`. The entry point names either a class that
+implements `SchedulingPolicy`, which is called without arguments for every scheduler, or a `SchedulerFactory`, for a
+scheduler that does not use `BatchScheduler`. Nothing is imported before it is chosen.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast
 
 from kvrelay.kv.cache import Cache
 from kvrelay.kv.pool import BlockPool
 from kvrelay.scheduling.scheduler_protocol import Scheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
+
+if TYPE_CHECKING:
+    from kvrelay.scheduling.policies.scheduling_policy import SchedulingPolicy
 
 ENTRY_POINT_GROUP = "kvrelay.schedulers"
 DEFAULT_SCHEDULER = "sarathi"
@@ -22,28 +26,28 @@ DEFAULT_SCHEDULER = "sarathi"
 SchedulerFactory = Callable[[SchedulerLimits, BlockPool, Cache, SchedulerSettings], Scheduler]
 
 BUILT_IN: dict[str, tuple[str, str]] = {
-    "sarathi": ("kvrelay.scheduling.policies.sarathi", "SarathiScheduler"),
-    "vllm": ("kvrelay.scheduling.policies.vllm", "VllmScheduler"),
-    "simple_chunking": ("kvrelay.scheduling.policies.simple_chunking", "SimpleChunkingScheduler"),
-    "orca": ("kvrelay.scheduling.policies.orca", "OrcaScheduler"),
-    "faster_transformer": ("kvrelay.scheduling.policies.faster_transformer", "FasterTransformerScheduler"),
+    "sarathi": ("kvrelay.scheduling.policies.sarathi", "SarathiPolicy"),
+    "vllm": ("kvrelay.scheduling.policies.vllm", "VllmPolicy"),
+    "simple_chunking": ("kvrelay.scheduling.policies.simple_chunking", "SimpleChunkingPolicy"),
+    "orca": ("kvrelay.scheduling.policies.orca", "OrcaPolicy"),
+    "faster_transformer": ("kvrelay.scheduling.policies.faster_transformer", "FasterTransformerPolicy"),
 }
 WHOLE_PROMPTS = frozenset({"vllm", "orca", "faster_transformer"})
 """Built-in schedulers that do not cut prompts, so that `chunking` means nothing to them."""
 
 
 class UnknownScheduler(ValueError):
-    """A name that nobody offers a scheduler under."""
+    """No scheduler has this name."""
 
 
 def scheduler_names() -> list[str]:
-    """All names, the built-in ones first."""
+    """Returns all names, the built-in ones first."""
     offered = {entry_point.name for entry_point in entry_points(group=ENTRY_POINT_GROUP)}
     return [*BUILT_IN, *sorted(offered - BUILT_IN.keys())]
 
 
 def check_scheduler_name(name: str) -> str:
-    """The name. Raises UnknownScheduler, naming those that there are."""
+    """Returns the name. Raises UnknownScheduler, which lists all names."""
     names = scheduler_names()
     if name not in names:
         raise UnknownScheduler(f"must be one of {', '.join(names)}")
@@ -51,19 +55,32 @@ def check_scheduler_name(name: str) -> str:
 
 
 def find_scheduler(name: str) -> SchedulerFactory:
-    """What makes a scheduler of this name; a built-in name cannot be taken over. Raises UnknownScheduler."""
+    """Returns the factory of a scheduler. Other packages cannot replace a built-in name. Raises UnknownScheduler."""
     if name in BUILT_IN:
-        module, scheduler = BUILT_IN[name]
-        return cast(SchedulerFactory, getattr(import_module(module), scheduler).build)
+        module, policy = BUILT_IN[name]
+        return _factory_of(getattr(import_module(module), policy))
     found = list(entry_points(group=ENTRY_POINT_GROUP, name=check_scheduler_name(name)))
     if len(found) > 1:
         offers = ", ".join(entry_point.value for entry_point in found)
         raise UnknownScheduler(f"{name} is offered more than once: {offers}")
-    return cast(SchedulerFactory, found[0].load())
+    return _factory_of(found[0].load())
+
+
+def _factory_of(target: Any) -> SchedulerFactory:
+    """Returns the factory itself, or one that makes a `BatchScheduler` with a new object of the policy class."""
+    if not hasattr(target, "fill"):
+        return cast(SchedulerFactory, target)
+    # Imported here, because the planner and everything below it are not needed to list and check names.
+    from kvrelay.scheduling.scheduler import BatchScheduler
+
+    def make(limits: SchedulerLimits, pool: BlockPool, cache: Cache, settings: SchedulerSettings) -> Scheduler:
+        return BatchScheduler.build(cast("SchedulingPolicy", target()), limits, pool, cache, settings)
+
+    return make
 
 
 def make_scheduler(
     name: str, limits: SchedulerLimits, pool: BlockPool, cache: Cache, settings: SchedulerSettings
 ) -> Scheduler:
-    """A scheduler with its block manager. Raises UnknownScheduler."""
+    """Returns a scheduler with its block manager. Raises UnknownScheduler."""
     return find_scheduler(name)(limits, pool, cache, settings)

@@ -5,28 +5,32 @@ every chunk's step is one without decodes.
 
 from __future__ import annotations
 
+from kvrelay.scheduling.memory.block_manager import BlockManager
 from kvrelay.scheduling.plan import PlanDraft
 from kvrelay.scheduling.policies.chunk_sizes import Chunks, make_chunks
-from kvrelay.scheduling.scheduler import BatchScheduler
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
+from kvrelay.scheduling.step_planner import StepPlanner
 
 
-class SimpleChunkingScheduler(BatchScheduler):
-    """Prompts' turn, decodes' turn; whoever has nothing to do leaves its turn to the other."""
+class SimpleChunkingPolicy:
+    """Steps of prompt chunks and steps of decodes alternate. A step without work is left to the other kind."""
 
-    _decodes_are_next = False
+    block_manager: type[BlockManager] = BlockManager
+    mixes_prompts_and_decodes: bool = False
 
-    def make_chunks(self) -> Chunks:
-        """Chunks of fixed size or of equal time."""
-        return make_chunks(self.settings.chunking, self.limits.token_budget)
+    def __init__(self) -> None:
+        self._decodes_are_next = False
 
-    def fill(self, draft: PlanDraft) -> None:
-        """A turn."""
+    def make_chunks(self, limits: SchedulerLimits, settings: SchedulerSettings) -> Chunks:
+        return make_chunks(settings.chunking, limits.token_budget)
+
+    def fill(self, planner: StepPlanner, draft: PlanDraft) -> None:
         if self._decodes_are_next:
-            self.plan_decodes(draft)
+            planner.plan_decodes(draft)
             draft.held_back = "it was the decodes' turn" if draft.decodes else ""
         if not draft.decodes:
-            self.plan_prompts(draft)
-            self.admit_prompts(draft)
+            planner.plan_prompts(draft)
+            planner.admit_prompts(draft)
         if not draft.rows:
-            self.plan_decodes(draft)
+            planner.plan_decodes(draft)
         self._decodes_are_next = bool(draft.prompts)

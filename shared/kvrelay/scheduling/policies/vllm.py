@@ -6,24 +6,24 @@ decodes wait for as long as the prompts are long.
 
 from __future__ import annotations
 
-from kvrelay.scheduling.memory.block_manager import OnDemandBlocks
+from kvrelay.scheduling.memory.block_manager import BlockManager, OnDemandBlocks
 from kvrelay.scheduling.plan import PlanDraft
 from kvrelay.scheduling.policies.chunk_sizes import Chunks, WholePrompts
-from kvrelay.scheduling.scheduler import BatchScheduler
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
+from kvrelay.scheduling.step_planner import StepPlanner
 
 
-class VllmScheduler(BatchScheduler):
+class VllmPolicy:
     """A step of prompts, within the token budget or one alone that is longer; decodes when there are none to admit."""
 
-    block_manager = OnDemandBlocks
+    block_manager: type[BlockManager] = OnDemandBlocks
+    mixes_prompts_and_decodes: bool = False
 
-    def make_chunks(self) -> Chunks:
-        """Prompts are not cut."""
+    def make_chunks(self, limits: SchedulerLimits, settings: SchedulerSettings) -> Chunks:
         return WholePrompts()
 
-    def fill(self, draft: PlanDraft) -> None:
-        """Prompts if any can be admitted, or run: because their step failed, or as beams that lost their blocks."""
-        self.plan_prompts(draft)
-        self.admit_prompts(draft)
+    def fill(self, planner: StepPlanner, draft: PlanDraft) -> None:
+        planner.plan_prompts(draft)
+        planner.admit_prompts(draft)
         if not draft.prompts:
-            self.plan_decodes(draft)
+            planner.plan_decodes(draft)

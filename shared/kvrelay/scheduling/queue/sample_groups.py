@@ -16,36 +16,51 @@ admitted forms a group of its own. A sequence that was handed over was admitted 
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
 from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.scheduling.memory.block_manager import BlockManager
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 
 
+@dataclass(frozen=True, slots=True)
+class GroupReturn:
+    """How a preempted group resumes. `given`: samples that get all their blocks at once. `reserved`: samples that wait
+    for blocks which the first one recomputes, and the number of blocks reserved for each. `num_blocks`: blocks that
+    must be available, not counting cached ones."""
+
+    given: list[Sequence]
+    reserved: dict[Sequence, int]
+    num_blocks: int
+
+
 class SampleGroups:
-    """Who belongs together, of the sequences that a scheduler knows. A sequence without a group is one of its own.
+    """The groups of one scheduler's sequences. A sequence without a group forms one of its own. A sequence that only
+    computes its prompt for a handoff leaves with its first token, so it is in no group."""
 
-    A sequence that is here for its prompt alone leaves with its first token, whatever becomes of the others: it is in
-    none.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, blocks: BlockManager, limits: SchedulerLimits) -> None:
+        self._blocks = blocks
+        self._limits = limits
         self._members: dict[str, dict[SequenceKey, Sequence]] = {}
-        self._reserved: dict[SequenceKey, int] = {}  # blocks of those RESERVED
-        self._lost: set[SequenceKey] = set()  # of those that were reserved
+        self._reserved: dict[SequenceKey, int] = {}  # blocks of RESERVED samples
+        self._lost: set[SequenceKey] = set()  # samples that were RESERVED before
         self.num_reserved_blocks = 0
-        """Blocks that are set aside for samples of admitted groups."""
+        """Number of blocks that are reserved for samples of admitted groups."""
 
     @property
     def num_reserved_slots(self) -> int:
-        """Running sequences that are set aside for samples of admitted groups."""
+        """Number of running sequences that are reserved for samples of admitted groups."""
         return len(self._reserved)
 
     def enter(self, sequence: Sequence) -> None:
-        """The scheduler knows it now."""
+        """A sequence joined the scheduler."""
         if sequence.sample_group and not sequence.prefill_only:
             self._members.setdefault(sequence.sample_group, {})[sequence.key] = sequence
 
     def leave(self, sequence: Sequence) -> None:
-        """The scheduler has forgotten it."""
+        """A sequence left the scheduler."""
         self.settle(sequence)
         members = self._members.get(sequence.sample_group)
         if members is not None:
@@ -54,35 +69,35 @@ class SampleGroups:
                 del self._members[sequence.sample_group]
 
     def has_reserved_capacity(self, sequence: Sequence) -> bool:
-        """Whether room is set aside for it."""
+        """Returns whether capacity is reserved for the sequence."""
         return sequence.key in self._reserved
 
-    def fresh_with(self, sequence: Sequence) -> list[Sequence]:
-        """Those to set room aside for when this one, which is fresh, is admitted; not itself."""
+    def _fresh_with(self, sequence: Sequence) -> list[Sequence]:
+        """Returns the other fresh samples of a fresh sequence's group."""
         members = self._members.get(sequence.sample_group)
         if members is None or not self._is_fresh(sequence):
             return []
         return [each for each in members.values() if each is not sequence and self._is_fresh(each)]
 
     def reserve(self, sequence: Sequence, num_blocks: int) -> None:
-        """Sets room aside for a fresh one, until it is settled."""
+        """Reserves capacity for a fresh sample, until `settle`."""
         self._reserved[sequence.key] = num_blocks
         self.num_reserved_blocks += num_blocks
 
     def settle(self, sequence: Sequence) -> None:
-        """It has its room, or goes."""
+        """The sequence has its blocks, or leaves: its reserved capacity ends."""
         self.num_reserved_blocks -= self._reserved.pop(sequence.key, 0)
         self._lost.discard(sequence.key)
 
     def running_with(self, sequence: Sequence) -> list[Sequence]:
-        """The running sequences that go when this one goes, itself included."""
+        """Returns the running sequences that are preempted with this one, and itself."""
         members = self._members.get(sequence.sample_group)
         if members is None:
             return [sequence]
         return [each for each in members.values() if each.state is SequenceState.RUNNING]
 
     def lose_reserved(self, sequence: Sequence) -> list[Sequence]:
-        """The group's running samples go: those RESERVED are LOST with them. Returns these."""
+        """The running samples of the group are preempted: its RESERVED samples become LOST. Returns them."""
         members = self._members.get(sequence.sample_group, {})
         reserved = [each for each in members.values() if each.key in self._reserved]
         for each in reserved:
@@ -91,7 +106,7 @@ class SampleGroups:
         return reserved
 
     def lost_with(self, sequence: Sequence) -> list[Sequence]:
-        """Those that come back when this one does, itself included."""
+        """Returns the sequences that resume together with this one, and itself."""
         members = self._members.get(sequence.sample_group)
         if members is None:
             return [sequence]
@@ -110,3 +125,39 @@ class SampleGroups:
     @staticmethod
     def _waits(sequence: Sequence) -> bool:
         return sequence.state in (SequenceState.WAITING, SequenceState.SWAPPED)
+
+    # -- capacity -----------------------------------------------------------------------------------------------------
+
+    def followers_of(self, sequence: Sequence) -> dict[Sequence, int]:
+        """Returns the samples that are admitted with this one, and for each the blocks that it takes besides. Empty if
+        all of them could never run at once: then they are admitted one by one."""
+        followers = {each: self._blocks.num_own(each, sequence) for each in self._fresh_with(sequence)}
+        num_blocks = self._blocks.num_at_admission(sequence) + sum(followers.values())
+        fits = 1 + len(followers) <= self._limits.max_running and num_blocks <= self._blocks.pool.num_blocks
+        return followers if fits else {}
+
+    def plan_return(self, group: Seq[Sequence]) -> GroupReturn:
+        """Plans how a group resumes whose first sample comes first. O(samples x log blocks)."""
+        blocks, first = self._blocks, group[0]
+        num_common = [0] + [self._num_to_wait_for(each, first) for each in group[1:]]
+        reserved = {each: blocks.num_own(each, first) for each, num in zip(group, num_common, strict=True) if num}
+        given = [each for each in group if each not in reserved]
+        missing = sum(blocks.num_at_admission(each) - blocks.num_cached_blocks(each) for each in given)
+        # Also the blocks that running samples of the group need next: otherwise they would preempt the whole group at
+        # once, again and again.
+        running = self.running_with(first)
+        owed = sum(max(0, blocks.num_at_admission(each) - each.table.num_blocks) for each in running)
+        return GroupReturn(given, reserved, missing + owed + sum(reserved.values()))
+
+    def num_evictable(self, sequences: Seq[Sequence]) -> int:
+        """Returns how many blocks count as available and would be found in the cache and held by these sequences.
+        Counts as a use of them. O(blocks)."""
+        found = {block for each in sequences for block in self._blocks.cached_prefix(each)}
+        return sum(not self._blocks.pool.is_held(block) for block in found)
+
+    def _num_to_wait_for(self, sequence: Sequence, first: Sequence) -> int:
+        """Returns the number of blocks that a sequence lacks and that `first` recomputes if it is admitted before."""
+        if sequence.state is SequenceState.SWAPPED:
+            return 0
+        missing = self._blocks.num_in_common(sequence, first) - self._blocks.num_cached_blocks(sequence)
+        return max(0, missing)

@@ -55,12 +55,12 @@ class _Entry:
     arrival: int
     joined: int  # admissions before it joined
     priority: int = _LAST
-    version: int = _GONE  # of its one valid place in the heap; _GONE: it has none
+    version: int = _GONE  # matches its only valid place in the heap; _GONE if there is none
     missing: BlockHash | None = None  # the first block that is not cached, as far as was looked
 
 
 class WaitingQueue(Collection[Sequence]):
-    """See the module's text. `len` and iteration cover resumed, listed and parked sequences alike."""
+    """The waiting sequences. `len` and iteration cover all of them, wherever they are."""
 
     def __init__(
         self,
@@ -78,15 +78,15 @@ class WaitingQueue(Collection[Sequence]):
         self.num_remote = 0
         """Handoffs among the waiting sequences."""
         self._reserved: dict[SequenceKey, Sequence] = {}
-        self._reserved_entries: dict[SequenceKey, _Entry] = {}  # of those that were listed or parked before
+        self._reserved_entries: dict[SequenceKey, _Entry] = {}  # RESERVED sequences that were LISTED or PARKED before
         self._limited: dict[_Entry, None] = {}  # parked because their sender holds its share of the pool
         self._resumed: deque[Sequence] = deque()
-        self._entries: dict[SequenceKey, _Entry] = {}  # by arrival
+        self._entries: dict[SequenceKey, _Entry] = {}  # in the order of arrival
         self._heap: list[tuple[int, int, int, _Entry]] = []
         self._numbers = count()
         self._num_admitted = 0
         self._waits_for: dict[BlockHash, dict[_Entry, None]] = {}
-        self._changed: dict[_Entry, None] = {}  # to be ranked anew
+        self._changed: dict[_Entry, None] = {}  # entries whose priority must be computed again
         self._num_parked = 0
         self._probes_left = PROBES_A_STEP
         self._steps_since_arranged = REARRANGE_STEPS
@@ -132,7 +132,7 @@ class WaitingQueue(Collection[Sequence]):
         self._reserved[sequence.key] = sequence
 
     def withdraw_reservation(self, sequence: Sequence) -> None:
-        """The room is no longer set aside: the sequence waits at its old place. O(waiting)."""
+        """Ends the reserved capacity of a sequence, which waits at its old place again. O(waiting)."""
         del self._reserved[sequence.key]
         entry = self._reserved_entries.pop(sequence.key)
         self._entries[sequence.key] = entry
@@ -190,7 +190,7 @@ class WaitingQueue(Collection[Sequence]):
         return None
 
     def _oldest(self) -> _Entry | None:
-        """The entry that joined first, without those that wait for their sender."""
+        """The entry that joined first, without LIMITED ones."""
         for entry in self._entries.values():
             if entry in self._limited:
                 continue
@@ -201,11 +201,12 @@ class WaitingQueue(Collection[Sequence]):
 
     @property
     def has_reserved(self) -> bool:
-        """Whether room is set aside for any of them."""
+        """Whether any waiting sequence has reserved capacity."""
         return bool(self._reserved)
 
     def reserved_head(self) -> Sequence | None:
-        """The first of the samples with room set aside whose prompt nobody is computing or sending."""
+        """The first sequence with reserved capacity that may be admitted now: its next block is neither being computed
+        nor sent, and its sender is within its limit."""
         parked: set[str] = set()
         for sequence in self._reserved.values():
             if sequence.sample_group not in parked and not self._is_limited(sequence):
@@ -280,7 +281,7 @@ class WaitingQueue(Collection[Sequence]):
         return True
 
     def _is_limited(self, sequence: Sequence) -> bool:
-        """Whether its sender may not have the blocks reserved that it misses."""
+        """Whether the blocks that a handoff misses are more than its sender may hold now."""
         remote = sequence.remote
         if remote is None or not remote.is_limited:
             return False

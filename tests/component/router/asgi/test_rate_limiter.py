@@ -112,7 +112,7 @@ async def test_the_routes_of_many_prompts_fit_a_header(guarded: Router) -> None:
 
     def routed(request: GenerateRequest, prepared: PreparedPrompt | None = None) -> ScriptedHandle:
         handle = submit(request, prepared)
-        handle.served_by.tell_route = lambda: route
+        handle.served_by.describe_route = lambda: route
         handle.served_by.decode = f"decode-worker-{len(handles)}"
         return handle
 

@@ -1,83 +1,50 @@
-"""What completions and chat completions have in common when they are written."""
+"""The parts that chat and text completions share when they are written."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kvrelay.protocol.sampling import BeamResult, TokenLogprobs
-from kvrelay_router.openai.answers.choice import Choice, ChoiceOutput
-from kvrelay_router.openai.generation import PromptRun, Step
+import orjson
 
-
-@dataclass(slots=True)
-class Collected:
-    """All outputs of one choice."""
-
-    run: PromptRun
-    choice: Choice
-    texts: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
-    stop_reason: str | int | None = None
-    beam: BeamResult | None = None
-
-    def add(self, output: ChoiceOutput) -> None:
-        """Takes the next output."""
-        self.texts.append(output.text)
-        self.token_ids += output.token_ids
-        self.logprobs += output.logprobs
-        self.offsets += output.offsets
-        if output.stop_reason is not None:
-            self.stop_reason = output.stop_reason
-        if output.beam is not None:
-            self.beam = output.beam
-
-    def whole(self) -> ChoiceOutput:
-        """All of it as one output."""
-        return ChoiceOutput(
-            "".join(self.texts),
-            self.token_ids,
-            self.logprobs,
-            self.offsets,
-            self.choice.finish_reason,
-            self.stop_reason,
-            self.beam,
-        )
+from kvrelay_router.openai.answers.choice import Choice
+from kvrelay_router.openai.generation import PromptRun
 
 
 class AnswerFormat(Protocol):
-    """How one kind of answer is written, in whole or as a stream."""
+    """Writes one answer. There is an implementation for each kind of answer, as a stream and in one piece."""
 
-    def chunk(self, step: Step) -> bytes:
-        """The stream's events for a step; empty if nothing is to be said yet."""
+    def add(self, run: PromptRun, choice: Choice, text: str) -> bytes:
+        """Takes new text of a choice. Returns the events of a stream; an answer in one piece returns no bytes."""
         ...
 
-    def around_text(self, index: int) -> tuple[bytes, bytes] | None:
-        """What stands before and after the text, a JSON string, of an event of this choice that has begun and tells
-        nothing else. None: each of its events tells more."""
-        ...
-
-    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
-        """The event that ends a stream with its usage."""
-        ...
-
-    def whole(self, choices: list[Collected], usage: dict[str, Any]) -> dict[str, Any]:
-        """The plain answer."""
+    def end(self, usage: dict[str, Any]) -> bytes:
+        """Returns the last event of a stream if it reports usage, or the JSON of an answer in one piece."""
         ...
 
 
-def beam_scores(output: ChoiceOutput) -> dict[str, Any]:
-    """What a choice that a beam search found says beside its text."""
-    if output.beam is None:
+class CollectedTexts:
+    """The texts of all choices of an answer in one piece."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[int, list[str]] = {}
+
+    def add(self, choice: Choice, text: str) -> None:
+        self._pieces.setdefault(choice.index, []).append(text)
+
+    def of(self, choice: Choice) -> str:
+        return "".join(self._pieces.get(choice.index, ()))
+
+
+def beam_scores(choice: Choice) -> dict[str, Any]:
+    """The fields that a choice has only if a beam search found it."""
+    if choice.beam is None:
         return {}
-    return {"score": output.beam.score, "cumulative_logprob": output.beam.logprob}
+    return {"score": choice.beam.score, "cumulative_logprob": choice.beam.logprob}
 
 
 def usage_of(runs: Sequence[PromptRun]) -> dict[str, Any]:
-    """Tokens of all prompts (each once) and of all sequences that were drawn."""
+    """Counts the tokens of all prompts, each prompt once, and of all sampled sequences."""
     prompt_tokens = sum(len(run.request.prompt_ids) for run in runs)
     completion_tokens = sum(choice.num_tokens for run in runs for choice in run.choices)
     return {
@@ -86,3 +53,38 @@ def usage_of(runs: Sequence[PromptRun]) -> dict[str, Any]:
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(run.cached_tokens for run in runs)},
     }
+
+
+class EventUsage:
+    """The `usage` field of a stream's events.
+
+    Without `include_usage` there is none. With it, the field is null until the last event, or, with
+    `continuous_usage_stats`, counts the choice's tokens up to and including the event.
+    """
+
+    def __init__(self, *, is_included: bool, is_continuous: bool) -> None:
+        self.is_included = is_included
+        self.is_continuous = is_continuous
+        self._num_sent: dict[int, int] = {}  # tokens of each choice in the events so far
+
+    def field(self, run: PromptRun, choice: Choice, num_new_tokens: int) -> bytes:
+        """Returns the field for an event that brings this many tokens, with a comma before it, or no bytes."""
+        if not self.is_included:
+            return b""
+        if not self.is_continuous:
+            return b',"usage":null'
+        prompt_tokens = len(run.request.prompt_ids)
+        completion_tokens = self._num_sent.get(choice.index, 0) + num_new_tokens
+        self._num_sent[choice.index] = completion_tokens
+        usage = {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+        }
+        return b',"usage":' + orjson.dumps(usage)
+
+    def last_event(self, head: dict[str, Any], usage: dict[str, Any]) -> bytes:
+        """Returns the event after the last choice, which has no choice but the usage, or no bytes."""
+        if not self.is_included:
+            return b""
+        return b"data: " + orjson.dumps({**head, "choices": [], "usage": usage}) + b"\n\n"

@@ -1,102 +1,140 @@
-"""Chat completions as JSON and as server-sent events."""
+"""Chat completions as server-sent events and as one JSON object."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
 
-from kvrelay_router.openai.answers.answer_format import Collected, beam_scores
-from kvrelay_router.openai.answers.choice import ChoiceOutput
+from kvrelay.protocol.sampling import TokenLogprobs
+from kvrelay_router.openai.answers.answer_format import AnswerFormat, CollectedTexts, EventUsage, beam_scores
+from kvrelay_router.openai.answers.choice import Choice
 from kvrelay_router.openai.answers.logprob_format import chat_logprobs
+from kvrelay_router.openai.answers.prompt_scores import PromptScores, prompt_scores
 from kvrelay_router.openai.api_service import ApiService
-from kvrelay_router.openai.generation import Step
+from kvrelay_router.openai.generation import PromptRun
 from kvrelay_router.openai.schema.chat_request import ChatRequest
+from kvrelay_router.text.tokenizer import Tokenizer
 
-NOTHING_ELSE = b',"logprobs":null,"finish_reason":null'
+NO_DETAILS = b',"logprobs":null,"finish_reason":null'
 
 
-class ChatFormat:
-    """Writes chat completions."""
+def chat_format(service: ApiService, answer_id: str, request: ChatRequest, runs: Sequence[PromptRun]) -> AnswerFormat:
+    """Returns the format that the request asks for."""
+    tokenizer = service.text.tokenizer
+    if request.stream:
+        return ChatStream(service.answer_head(answer_id, "chat.completion.chunk"), tokenizer, request)
+    head = service.answer_head(answer_id, "chat.completion")
+    return ChatAnswer(head, tokenizer, request, runs, prompt_scores(tokenizer, request))
 
-    def __init__(self, service: ApiService, answer_id: str, request: ChatRequest) -> None:
-        self._tokenizer = service.text.tokenizer
+
+class ChatStream:
+    """Sends the role of each choice first, and then its text. `head`: the fields that all events begin with."""
+
+    def __init__(self, head: dict[str, Any], tokenizer: Tokenizer, request: ChatRequest) -> None:
+        self._tokenizer = tokenizer
         self._request = request
-        self._head = service.answer_head(answer_id, "chat.completion")
-        self._chunk_head = {**self._head, "object": "chat.completion.chunk"}
-        self._prefix = b"data: " + orjson.dumps(self._chunk_head)[:-1] + b',"choices":[{"index":'
-        self._suffix = b'}],"usage":null}\n\n' if request.include_usage else b"}]}\n\n"
-        self._is_plain = not request.logprobs and not request.return_token_ids
+        self._head = head
+        self._prefix = b"data: " + orjson.dumps(head)[:-1] + b',"choices":[{"index":'
+        self._usage = EventUsage(is_included=request.include_usage, is_continuous=request.running_usage)
+        self._has_details = request.logprobs or request.return_token_ids
+        self._opened: set[int] = set()
+        self._around_text: dict[int, tuple[bytes, bytes]] = {}  # see `_open`
 
-    def chunk(self, step: Step) -> bytes:
-        """The role at first; then an event a output, none while everything is withheld."""
-        output, choice = step.output, step.choice
-        opening = b""
-        if not choice.started:
-            choice.started = True
-            opening = self._opening(step)
-        if not output.text and output.finish_reason is None:
+    def add(self, run: PromptRun, choice: Choice, text: str) -> bytes:
+        """Returns the events for new text of a choice."""
+        around = self._around_text.get(choice.index)
+        if around is not None and choice.finish_reason is None:
+            return around[0] + orjson.dumps(text) + around[1] if text else b""
+        opening = b"" if choice.index in self._opened else self._open(run, choice)
+        if not text and choice.finish_reason is None:
             return opening
-        around = self.around_text(choice.index) if output.finish_reason is None else None
-        if around is not None:
-            return opening + around[0] + orjson.dumps(output.text) + around[1]
-        delta = b'{"content":' + orjson.dumps(output.text) + b"}" if output.text else b"{}"
-        rest: dict[str, Any] = {
-            "logprobs": self._logprobs(output),
-            "finish_reason": output.finish_reason,
-            "stop_reason": output.stop_reason,
-        }
-        rest |= beam_scores(output)
+        return opening + self._event_with_details(run, choice, text)
+
+    def end(self, usage: dict[str, Any]) -> bytes:
+        """Returns the event with the usage, if it was asked for."""
+        return self._usage.last_event(self._head, usage)
+
+    def _open(self, run: PromptRun, choice: Choice) -> bytes:
+        self._opened.add(choice.index)
+        usage = self._usage.field(run, choice, 0)
+        if not self._has_details and not self._usage.is_continuous:
+            # Events of this choice bring text alone until the last one, so everything around it is written once.
+            before = b'%b%d,"delta":{"content":' % (self._prefix, choice.index)
+            self._around_text[choice.index] = before, b"}%b}]%b}\n\n" % (NO_DETAILS, usage)
+        prompt = b""
         if self._request.return_token_ids:
-            rest["token_ids"] = output.token_ids
-        return opening + self._event(choice.index, delta, b"," + orjson.dumps(rest)[1:-1])
+            prompt = b',"prompt_token_ids":' + orjson.dumps(run.request.prompt_ids)
+        return self._event(choice, b'{"role":"assistant","content":""}', NO_DETAILS, usage + prompt)
 
-    def around_text(self, index: int) -> tuple[bytes, bytes] | None:
-        """See `AnswerFormat`."""
-        if not self._is_plain:
-            return None
-        return b'%b%d,"delta":{"content":' % (self._prefix, index), b"}%b%b" % (NOTHING_ELSE, self._suffix)
+    def _event_with_details(self, run: PromptRun, choice: Choice, text: str) -> bytes:
+        records = choice.take_records()
+        delta = b'{"content":' + orjson.dumps(text) + b"}" if text else b"{}"
+        usage = self._usage.field(run, choice, len(records.token_ids))
+        if not self._has_details and choice.finish_reason is None:
+            return self._event(choice, delta, NO_DETAILS, usage)
+        details: dict[str, Any] = {
+            "logprobs": _logprobs(self._tokenizer, self._request, records.logprobs),
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+            **beam_scores(choice),
+        }
+        if self._request.return_token_ids:
+            details["token_ids"] = records.token_ids
+        return self._event(choice, delta, b"," + orjson.dumps(details)[1:-1], usage)
 
-    def _opening(self, step: Step) -> bytes:
-        delta = b'{"role":"assistant","content":""}'
-        event = self._event(step.choice.index, delta, NOTHING_ELSE)
-        if not self._request.return_token_ids:
-            return event
-        prompt = b',"prompt_token_ids":' + orjson.dumps(step.run.request.prompt_ids) + b"}\n\n"
-        return event[: -len(b"}\n\n")] + prompt
+    def _event(self, choice: Choice, delta: bytes, details: bytes, end: bytes) -> bytes:
+        return b'%b%d,"delta":%b%b}]%b}\n\n' % (self._prefix, choice.index, delta, details, end)
 
-    def _event(self, index: int, delta: bytes, rest: bytes) -> bytes:
-        return b'%b%d,"delta":%b%b%b' % (self._prefix, index, delta, rest, self._suffix)
 
-    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
-        """The last event: no choice, but the usage."""
-        return b"data: " + orjson.dumps({**self._chunk_head, "choices": [], "usage": usage}) + b"\n\n"
+class ChatAnswer:
+    """One JSON object with all choices."""
 
-    def whole(self, choices: list[Collected], usage: dict[str, Any]) -> dict[str, Any]:
-        """The plain answer."""
+    def __init__(
+        self,
+        head: dict[str, Any],
+        tokenizer: Tokenizer,
+        request: ChatRequest,
+        runs: Sequence[PromptRun],
+        scores: PromptScores | None,
+    ) -> None:
+        self._head, self._tokenizer, self._request, self._scores = head, tokenizer, request, scores
+        (self._run,) = runs
+        self._texts = CollectedTexts()
+
+    def add(self, run: PromptRun, choice: Choice, text: str) -> bytes:
+        """Keeps the text."""
+        self._texts.add(choice, text)
+        return b""
+
+    def end(self, usage: dict[str, Any]) -> bytes:
+        """Returns the JSON."""
         answer: dict[str, Any] = {
             **self._head,
-            "choices": [self._choice(each.choice.index, each.whole()) for each in choices],
+            "choices": [self._choice(choice) for choice in self._run.choices],
             "usage": usage,
         }
         if self._request.return_token_ids:
-            answer["prompt_token_ids"] = choices[0].run.request.prompt_ids
-        return answer
+            answer["prompt_token_ids"] = self._run.request.prompt_ids
+        if self._scores is not None:
+            answer["prompt_logprobs"] = self._scores.of(self._run)
+        return orjson.dumps(answer)
 
-    def _choice(self, index: int, output: ChoiceOutput) -> dict[str, Any]:
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        records = choice.take_records()
         content: dict[str, Any] = {
-            "index": index,
-            "message": {"role": "assistant", "content": output.text, "refusal": None},
-            "logprobs": self._logprobs(output),
-            "finish_reason": output.finish_reason,
-            "stop_reason": output.stop_reason,
-            **beam_scores(output),
+            "index": choice.index,
+            "message": {"role": "assistant", "content": self._texts.of(choice), "refusal": None},
+            "logprobs": _logprobs(self._tokenizer, self._request, records.logprobs),
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+            **beam_scores(choice),
         }
         if self._request.return_token_ids:
-            content["token_ids"] = output.token_ids
+            content["token_ids"] = records.token_ids
         return content
 
-    def _logprobs(self, output: ChoiceOutput) -> dict[str, Any] | None:
-        if not self._request.logprobs:
-            return None
-        return chat_logprobs(self._tokenizer, output.logprobs, self._request.top_logprobs)
+
+def _logprobs(tokenizer: Tokenizer, request: ChatRequest, entries: list[TokenLogprobs]) -> dict[str, Any] | None:
+    return chat_logprobs(tokenizer, entries, request.top_logprobs) if request.logprobs else None

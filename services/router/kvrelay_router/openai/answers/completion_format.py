@@ -1,109 +1,172 @@
-"""Text completions as JSON and as server-sent events."""
+"""Text completions as server-sent events and as one JSON object."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
 
-from kvrelay_router.openai.answers.answer_format import Collected, beam_scores
-from kvrelay_router.openai.answers.choice import ChoiceOutput
+from kvrelay_router.openai.answers.answer_format import AnswerFormat, CollectedTexts, EventUsage, beam_scores
+from kvrelay_router.openai.answers.choice import Choice, TokenRecords
 from kvrelay_router.openai.answers.logprob_format import ScoredToken, completion_logprobs
+from kvrelay_router.openai.answers.prompt_scores import PromptScores, prompt_scores
 from kvrelay_router.openai.api_service import ApiService
-from kvrelay_router.openai.generation import PromptRun, Step
+from kvrelay_router.openai.generation import PromptRun
 from kvrelay_router.openai.schema.completion_request import CompletionRequest
 from kvrelay_router.text.service import DecodedPrompt
+from kvrelay_router.text.tokenizer import Tokenizer
 
-NOTHING_ELSE = b'"logprobs":null,"finish_reason":null,"stop_reason":null'
+NO_DETAILS = b'"logprobs":null,"finish_reason":null,"stop_reason":null'
 
 
-class CompletionFormat:
-    """Writes text completions."""
+def completion_format(
+    service: ApiService,
+    answer_id: str,
+    request: CompletionRequest,
+    runs: Sequence[PromptRun],
+    echoed: Sequence[DecodedPrompt],
+) -> AnswerFormat:
+    """Returns the format that the request asks for. `echoed`: the prompts' texts, if the answer begins with them."""
+    tokenizer = service.text.tokenizer
+    head = service.answer_head(answer_id, "text_completion")
+    fields = _ChoiceFields(tokenizer, request, runs, echoed)
+    if request.stream:
+        return CompletionStream(head, request, runs, fields)
+    return CompletionAnswer(head, request, runs, fields, prompt_scores(tokenizer, request))
+
+
+class CompletionStream:
+    """`head`: the fields that all events begin with."""
+
+    def __init__(
+        self, head: dict[str, Any], request: CompletionRequest, runs: Sequence[PromptRun], fields: _ChoiceFields
+    ) -> None:
+        self._head, self._request, self._fields = head, request, fields
+        self._prefix = b"data: " + orjson.dumps(head)[:-1] + b',"choices":['
+        self._usage = EventUsage(is_included=request.include_usage, is_continuous=request.running_usage)
+        self._opened: set[int] = set()
+        self._around_text: dict[int, tuple[bytes, bytes]] = {}  # by choice; only if events bring text alone
+        has_details = request.echo or request.return_token_ids or request.logprobs is not None or request.running_usage
+        if not has_details:
+            for run in runs:
+                for choice in run.choices:
+                    self._around_text[choice.index] = self._around(run, choice)
+
+    def _around(self, run: PromptRun, choice: Choice) -> tuple[bytes, bytes]:
+        """Everything before and after the text of an event that brings nothing else."""
+        before = b'%b{"index":%d,"text":' % (self._prefix, choice.index)
+        return before, b",%b}]%b}\n\n" % (NO_DETAILS, self._usage.field(run, choice, 0))
+
+    def add(self, run: PromptRun, choice: Choice, text: str) -> bytes:
+        """Returns the event for new text of a choice."""
+        around = self._around_text.get(choice.index)
+        if around is not None and choice.finish_reason is None:
+            return around[0] + orjson.dumps(text) + around[1] if text else b""
+        is_first = choice.index not in self._opened
+        has_text = bool(text) or choice.finish_reason is not None
+        if not has_text and not (is_first and self._request.echo):
+            return b""
+        self._opened.add(choice.index)
+        # The records of withheld text wait for it: an event with the echoed prompt alone has none.
+        records = choice.take_records() if has_text else TokenRecords()
+        content = self._fields.of(run, choice, choice.index, text, records, is_first=is_first)
+        usage = self._usage.field(run, choice, len(records.token_ids))
+        return b"%b%b]%b}\n\n" % (self._prefix, orjson.dumps(content), usage)
+
+    def end(self, usage: dict[str, Any]) -> bytes:
+        """Returns the event with the usage, if it was asked for."""
+        return self._usage.last_event(self._head, usage)
+
+
+class CompletionAnswer:
+    """One JSON object with the best choices of each prompt."""
 
     def __init__(
         self,
-        service: ApiService,
-        answer_id: str,
+        head: dict[str, Any],
         request: CompletionRequest,
-        runs: list[PromptRun],
-        echoed: list[DecodedPrompt],
+        runs: Sequence[PromptRun],
+        fields: _ChoiceFields,
+        scores: PromptScores | None,
     ) -> None:
-        self._tokenizer = service.text.tokenizer
-        self._request = request
-        self._head = service.answer_head(answer_id, "text_completion")
-        self._prefix = b"data: " + orjson.dumps(self._head)[:-1] + b',"choices":['
-        self._suffix = b'],"usage":null}\n\n' if request.include_usage else b"]}\n\n"
-        self._is_plain = not (request.echo or request.return_token_ids or request.logprobs is not None)
+        self._head, self._request, self._runs = head, request, runs
+        self._fields, self._scores = fields, scores
+        self._texts = CollectedTexts()
+
+    def add(self, run: PromptRun, choice: Choice, text: str) -> bytes:
+        """Keeps the text."""
+        self._texts.add(choice, text)
+        return b""
+
+    def end(self, usage: dict[str, Any]) -> bytes:
+        """Returns the JSON."""
+        contents: list[dict[str, Any]] = []
+        for run in self._runs:
+            scores = self._scores.of(run) if self._scores is not None else None
+            for choice in self._best(run):
+                contents.append(self._content(run, choice, len(contents)))
+                if scores is not None:
+                    contents[-1]["prompt_logprobs"] = scores
+        return orjson.dumps({**self._head, "choices": contents, "usage": usage})
+
+    def _best(self, run: PromptRun) -> list[Choice]:
+        """The `n` of a prompt's `best_of` sequences with the highest mean log-probability, best first."""
+        if self._request.num_sequences == self._request.n:
+            return run.choices
+        return sorted(run.choices, key=_mean_logprob, reverse=True)[: self._request.n]
+
+    def _content(self, run: PromptRun, choice: Choice, index: int) -> dict[str, Any]:
+        text, records = self._texts.of(choice), choice.take_records()
+        return self._fields.of(run, choice, index, text, records, is_first=True)
+
+
+class _ChoiceFields:
+    """The fields of a choice, which an event and an answer in one piece share."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        request: CompletionRequest,
+        runs: Sequence[PromptRun],
+        echoed: Sequence[DecodedPrompt],
+    ) -> None:
+        self._tokenizer, self._request = tokenizer, request
         self._echoed = {id(run): echo for run, echo in zip(runs, echoed, strict=False)}
 
-    def chunk(self, step: Step) -> bytes:
-        """One event; none while everything is withheld."""
-        output, choice = step.output, step.choice
-        first = not choice.started
-        if not output.text and output.finish_reason is None and not (first and self._request.echo):
-            return b""
-        choice.started = True
-        content = self._choice(step.run, choice.index, output, first=first)
-        return self._prefix + orjson.dumps(content) + self._suffix
-
-    def around_text(self, index: int) -> tuple[bytes, bytes] | None:
-        """See `AnswerFormat`."""
-        if not self._is_plain:
-            return None
-        return b'%b{"index":%d,"text":' % (self._prefix, index), b",%b}%b" % (NOTHING_ELSE, self._suffix)
-
-    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
-        """The last event: no choice, but the usage."""
-        return b"data: " + orjson.dumps({**self._head, "choices": [], "usage": usage}) + b"\n\n"
-
-    def whole(self, choices: list[Collected], usage: dict[str, Any]) -> dict[str, Any]:
-        """The plain answer, with the best choices of each prompt."""
-        chosen = self._best(choices)
-        contents = [self._choice(each.run, index, each.whole(), first=True) for index, each in enumerate(chosen)]
-        return {**self._head, "choices": contents, "usage": usage}
-
-    def _best(self, choices: list[Collected]) -> list[Collected]:
-        """Of each prompt's `best_of` sequences the `n` with the highest mean logprob, best first."""
-        drawn, kept = self._request.num_sequences, self._request.n
-        if drawn == kept:
-            return choices
-        best = []
-        for start in range(0, len(choices), drawn):
-            ranked = sorted(choices[start : start + drawn], key=_mean_logprob, reverse=True)
-            best += ranked[:kept]
-        return best
-
-    def _choice(self, run: PromptRun, index: int, output: ChoiceOutput, *, first: bool) -> dict[str, Any]:
-        """`first`: the output begins the choice, so it carries what belongs to the prompt."""
-        echo = self._echoed.get(id(run)) if first else None
+    def of(
+        self, run: PromptRun, choice: Choice, index: int, text: str, records: TokenRecords, *, is_first: bool
+    ) -> dict[str, Any]:
+        """`is_first`: the text begins the choice, so the fields of the prompt go with it."""
+        echo = self._echoed.get(id(run)) if is_first else None
         content: dict[str, Any] = {
             "index": index,
-            "text": output.text if echo is None else echo.text + output.text,
-            "logprobs": self._logprobs(run, output, echo),
-            "finish_reason": output.finish_reason,
-            "stop_reason": output.stop_reason,
-            **beam_scores(output),
+            "text": text if echo is None else echo.text + text,
+            "logprobs": self._logprobs(run, records, echo),
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+            **beam_scores(choice),
         }
         if self._request.return_token_ids:
-            content["token_ids"] = output.token_ids
-            if first:
+            content["token_ids"] = records.token_ids
+            if is_first:
                 content["prompt_token_ids"] = run.request.prompt_ids
         return content
 
-    def _logprobs(self, run: PromptRun, output: ChoiceOutput, echo: DecodedPrompt | None) -> dict[str, Any] | None:
+    def _logprobs(self, run: PromptRun, records: TokenRecords, echo: DecodedPrompt | None) -> dict[str, Any] | None:
         num_top = self._request.logprobs
         if num_top is None:
             return None
         tokens = _scored_prompt(run, echo) if echo is not None else []
         tokens += [
             ScoredToken(entry.token_id, offset, entry)
-            for entry, offset in zip(output.logprobs, output.offsets, strict=True)
+            for entry, offset in zip(records.logprobs, records.offsets, strict=True)
         ]
         return completion_logprobs(self._tokenizer, tokens, num_top)
 
 
 def _scored_prompt(run: PromptRun, echo: DecodedPrompt) -> list[ScoredToken]:
-    """The prompt's tokens; the first one follows nothing, so it has no logprob."""
+    """The prompt's tokens. The first one has no log-probability, because it follows nothing."""
     entries = [None, *run.prompt_logprobs]
     return [
         ScoredToken(token_id, offset, entry)
@@ -111,5 +174,5 @@ def _scored_prompt(run: PromptRun, echo: DecodedPrompt) -> list[ScoredToken]:
     ]
 
 
-def _mean_logprob(collected: Collected) -> float:
-    return collected.choice.logprob_sum / max(1, collected.choice.num_tokens)
+def _mean_logprob(choice: Choice) -> float:
+    return choice.logprob_sum / max(1, choice.num_tokens)

@@ -1,0 +1,202 @@
+"""The life of sequences in a scheduler: how they join, run, lose their blocks and leave."""
+
+from __future__ import annotations
+
+from kvrelay.kv.pool import BlockState
+from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.scheduling.beams.beam_groups import BeamGroup, BeamGroups
+from kvrelay.scheduling.memory.block_manager import BlockManager
+from kvrelay.scheduling.memory.new_token_ratio import NewTokenRatio
+from kvrelay.scheduling.memory.swapping import Swapper
+from kvrelay.scheduling.plan import PlannedRow
+from kvrelay.scheduling.queue.prefixes_in_progress import PrefixesInProgress
+from kvrelay.scheduling.queue.remote_kv import RemoteSequences
+from kvrelay.scheduling.queue.sample_groups import SampleGroups
+from kvrelay.scheduling.queue.waiting_queue import WaitingQueue
+from kvrelay.scheduling.scheduler_settings import SchedulerLimits
+from kvrelay.scheduling.sequence import Sequence, SequenceState
+
+
+class SequenceLifecycle:
+    """The sequences of one scheduler and their transitions (states: `sequence.py`).
+
+    Planning, admission and commit read its collaborators, and change sequences only by its methods.
+    """
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        blocks: BlockManager,
+        *,
+        running: dict[SequenceKey, Sequence],
+        waiting: WaitingQueue,
+        in_progress: PrefixesInProgress,
+        remote: RemoteSequences,
+        swaps: Swapper,
+        beams: BeamGroups,
+        sample_groups: SampleGroups,
+        new_token_ratio: NewTokenRatio,
+    ) -> None:
+        self.limits = limits
+        self.blocks = blocks
+        self.running = running
+        self.waiting = waiting
+        self.in_progress = in_progress
+        self.remote = remote
+        self.swaps = swaps
+        self.beams = beams
+        self.sample_groups = sample_groups
+        self.new_token_ratio = new_token_ratio
+        self._sequences: dict[SequenceKey, Sequence] = {}
+        self._ended_in_flight: set[Sequence] = set()  # a step may still write into their blocks
+
+    # -- join ---------------------------------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence. Raises ValueError for a known one."""
+        if sequence.key in self._sequences:
+            raise ValueError(f"sequence {sequence.key} is known already")
+        sampling = sequence.sampling
+        stop_tokens = frozenset() if sampling.ignore_eos else self.limits.eos_token_ids
+        sequence.stop_tokens = stop_tokens.union(sampling.stop_token_ids)
+        sequence.max_length = min(sequence.num_prompt + sampling.max_tokens, self.limits.max_model_len)
+        self.beams.enter(sequence)
+        self._sequences[sequence.key] = sequence
+        if sequence.remote is None:
+            self.sample_groups.enter(sequence)
+            self.waiting.add(sequence)
+        else:
+            self.remote.add(sequence)
+
+    def admitted(self, sequence: Sequence) -> None:
+        """A waiting sequence got its blocks: it runs."""
+        if not sequence.num_preemptions:
+            sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt)
+        self.swaps.resumed(sequence)
+        self.waiting.admitted(sequence)
+        self.sample_groups.settle(sequence)
+        sequence.state = SequenceState.RUNNING
+        self.running[sequence.key] = sequence
+        if sequence.beams is not None:
+            self.beams.admitted(sequence.beams)
+        if self.blocks.shares_prefixes:
+            hashes = sequence.block_hashes(sequence.num_full_blocks)
+            self.in_progress.promise(sequence.key, hashes[sequence.num_published :])
+
+    def received(self, sequence: Sequence) -> None:
+        """A handoff is complete: the sequence runs."""
+        self.remote.arrived(sequence)
+        sequence.remote = None
+        self.sample_groups.enter(sequence)
+        self.blocks.change_block_state(sequence, BlockState.RUNNING)
+        sequence.state = SequenceState.RUNNING
+        self.running[sequence.key] = sequence
+
+    # -- run ----------------------------------------------------------------------------------------------------------
+
+    def publish(self, sequence: Sequence) -> None:
+        """Offers its computed blocks to the prefix cache. Sequences that wait for these blocks are listed again."""
+        published = self.blocks.publish(sequence)
+        self.in_progress.kept(sequence.key, len(published))
+        self.waiting.prefixes_changed(published)
+
+    def row_ended(self, row: PlannedRow) -> bool:
+        """The row's step has ended or will not run. Returns False if its sequence had ended before.
+
+        The result of such a row is dropped. Its blocks are freed here, when no step writes into them any more.
+        """
+        sequence = row.sequence
+        sequence.num_planned -= row.num_tokens
+        if row.sample:
+            sequence.num_expected -= 1
+        if sequence.state is not SequenceState.FINISHED:
+            return True
+        if not sequence.num_planned:
+            self._ended_in_flight.remove(sequence)
+            self.blocks.free(sequence)
+        return False
+
+    def lose_blocks(self, sequence: Sequence) -> None:
+        """A running sequence stops and its blocks are released. The caller queues it again."""
+        self._stop_running(sequence)
+        self.blocks.free(sequence)
+
+    def requeue_swapped(self, sequence: Sequence) -> None:
+        """A sequence was to be copied back from the host, and was not: it waits again, its KV still on the host."""
+        self.lose_blocks(sequence)
+        sequence.state = SequenceState.SWAPPED
+        self.waiting.resume(sequence)
+
+    def _stop_running(self, sequence: Sequence) -> None:
+        del self.running[sequence.key]
+        self.waiting.prefixes_changed(self.in_progress.withdraw(sequence.key))
+
+    # -- leave --------------------------------------------------------------------------------------------------------
+
+    def abort(self, key: SequenceKey) -> bool:
+        """Ends a sequence without output, after the commit of its step if it is in one. Returns whether it is known."""
+        sequence = self._sequences.get(key)
+        if sequence is None:
+            return False
+        if sequence.num_planned or (sequence.beams is not None and sequence.beams.is_in_flight):
+            sequence.abort_requested = True
+        else:
+            self.leave(sequence)
+        return True
+
+    def leave(self, sequence: Sequence) -> None:
+        """A sequence ends, in whatever state it is, and is forgotten."""
+        if sequence.state is SequenceState.RUNNING and sequence.beams is not None:
+            self._leave_beams(sequence.beams)
+        elif sequence.state is SequenceState.RUNNING:
+            self._stop_running(sequence)
+            # A planned step still writes into its blocks: they must not be allocated to others before it has ended.
+            if sequence.num_planned:
+                self._ended_in_flight.add(sequence)
+            else:
+                self.blocks.free(sequence)
+        elif sequence.remote is not None:
+            self.remote.leave(sequence)
+        else:
+            self.waiting.remove(sequence)
+        self.swaps.drop(sequence)
+        sequence.state = SequenceState.FINISHED
+        del self._sequences[sequence.key]
+        self.sample_groups.leave(sequence)
+        if not self.running:
+            self.new_token_ratio.idle()
+
+    def _leave_beams(self, group: BeamGroup) -> None:
+        # Beams are never planned ahead, so that no step is behind the one that ended them: blocks are freed at once.
+        self.beams.leave(group)
+        self.waiting.prefixes_changed(self.in_progress.withdraw(group.leader.key))
+
+    # -- numbers ------------------------------------------------------------------------------------------------------
+
+    def get(self, key: SequenceKey) -> Sequence | None:
+        """Returns the sequence if it waits, is being received, or runs."""
+        return self._sequences.get(key)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a sequence is known, or has ended in a step that has not."""
+        return bool(self._sequences or self._ended_in_flight)
+
+    @property
+    def num_slots(self) -> int:
+        """Number of running sequences, with those that capacity is reserved for: beams, samples and handoffs."""
+        reserved = self.beams.num_reserved_slots + self.sample_groups.num_reserved_slots
+        return len(self.running) + reserved + self.remote.num_slots
+
+    @property
+    def num_reserved_blocks(self) -> int:
+        """Number of blocks that are reserved for samples, beams and handoffs."""
+        return self.beams.num_reserved_blocks + self.sample_groups.num_reserved_blocks + self.remote.num_reserved_blocks
+
+    @property
+    def num_headroom_blocks(self) -> int:
+        """Number of blocks that admission leaves free: reserved ones, and those that running sequences will need.
+
+        O(running), unless the new-token ratio is off.
+        """
+        return self.new_token_ratio.headroom(self.running.values(), self.blocks) + self.num_reserved_blocks

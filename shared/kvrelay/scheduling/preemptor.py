@@ -1,0 +1,75 @@
+"""Frees blocks for a running sequence by preempting others."""
+
+from __future__ import annotations
+
+from kvrelay.scheduling.lifecycle import SequenceLifecycle
+from kvrelay.scheduling.plan import NeedsCommit, PlanDraft
+from kvrelay.scheduling.scheduler_settings import Retraction
+from kvrelay.scheduling.sequence import Sequence, SequenceState
+
+
+class Preemptor:
+    """Preempts sequences of one scheduler. `retraction` selects the victim."""
+
+    def __init__(self, lifecycle: SequenceLifecycle, retraction: Retraction) -> None:
+        self._lifecycle = lifecycle
+        self._retraction = retraction
+        self.num_preemptions = 0
+
+    def make_room(self, sequence: Sequence, num_tokens: int, draft: PlanDraft) -> bool:
+        """Gives a sequence blocks for `num_tokens` tokens. Returns False if it was preempted itself.
+
+        Raises NeedsCommit instead of preempting if the draft is for a step behind the one in flight.
+        """
+        lifecycle = self._lifecycle
+        while not lifecycle.blocks.grow(sequence, num_tokens):
+            if draft.ahead:
+                raise NeedsCommit
+            latest = self._victim()
+            for reserved in reversed(lifecycle.sample_groups.lose_reserved(latest)):
+                lifecycle.waiting.remove(reserved)
+                lifecycle.waiting.resume(reserved)
+            for victim in reversed(lifecycle.sample_groups.running_with(latest)):
+                self.preempt(victim, draft)
+            if sequence.state is not SequenceState.RUNNING:
+                return False
+        return True
+
+    def _victim(self) -> Sequence:
+        """Returns the latest admitted sequence, or with `least_progress` the one with the least output."""
+        latest_first = reversed(self._lifecycle.running.values())
+        if self._retraction == "latest":
+            return next(latest_first)
+        return min(latest_first, key=lambda sequence: sequence.num_output)
+
+    def preempt(self, sequence: Sequence, draft: PlanDraft) -> None:
+        """Takes a sequence's blocks and queues it again. Its KV is swapped to the host or recomputed later.
+
+        A recomputed sequence computes its output along with its prompt; blocks that it published may still be cached.
+        The beams of a search are preempted together, and their common prefix is recomputed.
+        """
+        lifecycle, is_swapped = self._lifecycle, False
+        if sequence.beams is not None:
+            sequence = sequence.beams.leader
+            self._preempt_beams(sequence, draft)
+        elif lifecycle.swaps.undo(sequence, draft):
+            draft.preempt(sequence)
+            lifecycle.requeue_swapped(sequence)
+            return
+        else:
+            is_swapped = lifecycle.swaps.preempt(sequence, draft)
+            lifecycle.lose_blocks(sequence)
+        draft.preempt(sequence)
+        sequence.state = SequenceState.SWAPPED if is_swapped else SequenceState.WAITING
+        if not is_swapped:
+            draft.recomputed.append(sequence)
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        lifecycle.waiting.resume(sequence)
+        lifecycle.new_token_ratio.retracted(lifecycle.running.values())
+
+    def _preempt_beams(self, leader: Sequence, draft: PlanDraft) -> None:
+        lifecycle = self._lifecycle
+        assert leader.beams is not None
+        lifecycle.beams.preempt(leader.beams, draft.drop_row)
+        lifecycle.waiting.prefixes_changed(lifecycle.in_progress.withdraw(leader.key))

@@ -1,0 +1,215 @@
+"""Admission: gives the next waiting sequence its blocks, or says why it waits.
+
+One queue holds local prompts, preempted sequences and pending handoffs. The first sequence that does not fit ends the
+admission of a step: no sequence is admitted before one that is ahead of it in the queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+
+from kvrelay.kv.pool import BlockState
+from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.scheduling.lifecycle import SequenceLifecycle
+from kvrelay.scheduling.plan import NeedsCommit, PlanDraft, PlannedRow
+from kvrelay.scheduling.policies.chunk_sizes import Chunks
+from kvrelay.scheduling.scheduler_protocol import PrefillGate
+from kvrelay.scheduling.sequence import Sequence, SequenceState
+
+
+class SequenceAdmission:
+    """Admits sequences of one scheduler.
+
+    `decodes_beside_prompts`: whether a sequence that was swapped decodes in the step that admits it.
+    """
+
+    def __init__(self, lifecycle: SequenceLifecycle, chunks: Chunks, *, decodes_beside_prompts: bool) -> None:
+        self.prefill_gate: PrefillGate | None = None
+        self._lifecycle = lifecycle
+        self._limits = lifecycle.limits
+        self._blocks = lifecycle.blocks
+        self._waiting = lifecycle.waiting
+        self._remote = lifecycle.remote
+        self._swaps = lifecycle.swaps
+        self._groups = lifecycle.sample_groups
+        self._chunks = chunks
+        self._decodes_beside_prompts = decodes_beside_prompts
+        self._refused: tuple[SequenceKey, int, int] | None = None  # sequence, available blocks and headroom then
+
+    def admit_next(self, draft: PlanDraft, *, beyond_budget: bool = False, handoffs_only: bool = False) -> str:
+        """Admits the next sequence of the queue and returns "", or returns why it is not admitted.
+
+        `beyond_budget`: admit it even if the token budget is spent. `handoffs_only`: stop at a local prompt.
+        """
+        if draft.preempted:
+            return "decodes were preempted in this step"
+        if not self._waiting:
+            return "queue empty"
+        num_slots = self._lifecycle.num_slots
+        if num_slots >= self._limits.max_running and not self._waiting.has_reserved:
+            return "max_running reached"
+        sequence = self._waiting.head()
+        if sequence is None:
+            return "its prefix is being computed or sent"
+        if handoffs_only and sequence.remote is None:
+            return "a local prompt is next"
+        has_reserved_capacity = self._groups.has_reserved_capacity(sequence) or self._remote.has_capacity(sequence)
+        followers = self._groups.followers_of(sequence)
+        if not has_reserved_capacity:
+            num_wanted = sequence.num_slots + len(followers) + self._remote.num_to_come(sequence)
+            if reason := self._why_not_now(sequence, num_slots, num_wanted, draft):
+                return reason
+        if sequence.remote is not None:
+            return "" if self._remote.reserve(sequence, self._handoff_headroom(sequence)) else "no blocks"
+        if not has_reserved_capacity and len(group := self._groups.lost_with(sequence)) > 1 and sequence in group:
+            if self._admit_group(group, draft):
+                return ""
+            if self._lifecycle.running or self._remote.receiving:
+                return "no room for the whole group"
+            if draft.ahead:
+                raise NeedsCommit
+        if sequence.state is SequenceState.SWAPPED:
+            return self._admit_swapped(sequence, draft, beyond_budget)
+        return self._admit_prompt(sequence, followers, draft, beyond_budget)
+
+    def _why_not_now(self, sequence: Sequence, num_slots: int, num_wanted: int, draft: PlanDraft) -> str:
+        """Returns why a sequence waits whatever blocks are free: too few places among the running sequences for the
+        `num_wanted` that it and its group become, or the prefill gate."""
+        max_running = self._limits.max_running
+        if num_slots + num_wanted > max_running:
+            is_full = num_slots >= max_running
+            return "max_running reached" if is_full else "max_running leaves no room for all its samples or beams"
+        if self.prefill_gate is None or sequence.state is SequenceState.SWAPPED or sequence.remote is not None:
+            return ""
+        pool = self._blocks.pool
+        reason = self.prefill_gate.ask(len(self._lifecycle.running), 1 - pool.num_available / pool.num_blocks)
+        draft.delayed = draft.delayed or bool(reason)
+        return reason
+
+    # -- prompts ------------------------------------------------------------------------------------------------------
+
+    def _admit_prompt(
+        self, sequence: Sequence, followers: Mapping[Sequence, int], draft: PlanDraft, beyond_budget: bool
+    ) -> str:
+        position = self._blocks.num_cached_blocks(sequence) * self._blocks.pool.block_size
+        num_tokens = self._chunks.size(sequence.num_tokens - position, position, draft)
+        if not num_tokens and not beyond_budget:
+            return "budget spent"
+        if not self._give_blocks(sequence, position + num_tokens, followers):
+            return "no blocks for the whole group" if followers else "no blocks"
+        self._admitted(sequence, draft)
+        self._reserve(followers)
+        if num_tokens:
+            draft.add_chunk(sequence, num_tokens)
+        return ""
+
+    def _give_blocks(self, sequence: Sequence, num_next: int, followers: Mapping[Sequence, int]) -> bool:
+        """Gives a sequence the blocks of its first chunk.
+
+        As in SGLang's paper, free and evictable blocks must hold the part of the prompt that is not cached, and the
+        expected needs of running sequences. After a refusal the cache is not asked again until more blocks are
+        available.
+        """
+        available = self._blocks.num_available
+        headroom = 0 if self._groups.has_reserved_capacity(sequence) else self._lifecycle.num_headroom_blocks
+        headroom += sum(followers.values())
+        if sequence.beams is not None:
+            headroom += sequence.beams.num_reserved_blocks()
+        if self._refused is not None:
+            key, available_then, headroom_then = self._refused
+            if key == sequence.key and available <= available_then and headroom >= headroom_then:
+                return False
+        admitted = self._blocks.admit(sequence, BlockState.COMPUTING, num_next=num_next, headroom=headroom)
+        self._refused = None if admitted else (sequence.key, available, headroom)
+        return admitted
+
+    def _admitted(self, sequence: Sequence, draft: PlanDraft) -> None:
+        self._lifecycle.admitted(sequence)
+        draft.admitted.append(sequence)
+
+    def _reserve(self, num_blocks_of: Mapping[Sequence, int]) -> None:
+        for sequence, num_blocks in num_blocks_of.items():
+            self._groups.reserve(sequence, num_blocks)
+            self._waiting.reserve(sequence)
+
+    # -- handoffs -----------------------------------------------------------------------------------------------------
+
+    def _handoff_headroom(self, sequence: Sequence) -> int:
+        """Blocks that must stay available besides a handoff's own: a sequence whose KV arrives cannot be preempted."""
+        lifecycle = self._lifecycle
+        headroom = 0 if self._remote.has_capacity(sequence) else lifecycle.num_reserved_blocks
+        if sequence.beams is not None:
+            headroom += sequence.beams.num_reserved_blocks()
+        if lifecycle.running or self._remote.receiving:
+            # At least a block for each running sequence: else one that grows would preempt another at once.
+            expected = lifecycle.new_token_ratio.headroom(lifecycle.running.values(), self._blocks)
+            headroom += max(len(lifecycle.running) + 1, expected)
+        return headroom
+
+    # -- preempted sequences ------------------------------------------------------------------------------------------
+
+    def _admit_swapped(self, sequence: Sequence, draft: PlanDraft, beyond_budget: bool) -> str:
+        """Resumes a sequence whose KV is copied back from the host.
+
+        Copies of two steps must not overlap, so this raises NeedsCommit if a step is in flight, and there is room. If
+        there is none, steps can still be planned ahead.
+        """
+        position, headroom = self._swaps.num_tokens(sequence), self._lifecycle.num_headroom_blocks
+        if draft.ahead:
+            if self._blocks.num_missing(sequence, position) + headroom > self._blocks.num_available:
+                return "no blocks"
+            raise NeedsCommit
+        num_remaining = sequence.num_tokens - position
+        decodes = num_remaining == 1 and sequence.num_output > 0
+        num_tokens = min(1, max(0, draft.budget_left)) if decodes else self._chunks.size(num_remaining, position, draft)
+        if not num_tokens and not beyond_budget:
+            return "budget spent"
+        if not self._swaps.resume(sequence, num_tokens, headroom, draft):
+            return "no blocks"
+        self._admitted(sequence, draft)
+        if not decodes and num_tokens:
+            draft.add_chunk(sequence, num_tokens)
+        elif num_tokens and self._decodes_beside_prompts:
+            draft.add_decode(PlannedRow(sequence, position, 1, False, True))
+        return ""
+
+    def _admit_group(self, group: Seq[Sequence], draft: PlanDraft) -> bool:
+        """Resumes all samples of a preempted group, whatever the budget, or none. Returns whether it did.
+
+        Samples that lack blocks which the first one recomputes wait for them, with reserved capacity. Raises
+        NeedsCommit if there is room and a step is in flight, as samples may be swapped.
+        """
+        back = self._groups.plan_return(group)
+        num_blocks = back.num_blocks + self._lifecycle.num_headroom_blocks
+        num_available = self._blocks.num_available
+        if self._lifecycle.num_slots + len(group) > self._limits.max_running or num_blocks > num_available:
+            return False
+        # Blocks that these samples find in the cache count as available until the samples hold them.
+        if num_blocks + self._groups.num_evictable(back.given) > num_available:
+            return False
+        if draft.ahead:
+            raise NeedsCommit
+        for index, sequence in enumerate(back.given):
+            if not self._give_all_blocks(sequence, draft, sum(back.reserved.values())):
+                for before in reversed(back.given[:index]):
+                    self._swaps.undo(before, draft)
+                    self._blocks.free(before)
+                return False
+        for sequence in back.given:
+            self._admitted(sequence, draft)
+            if sequence.is_decoding:
+                if self._decodes_beside_prompts and draft.budget_left > 0:
+                    draft.add_decode(PlannedRow(sequence, sequence.num_computed, 1, False, True))
+            elif num_tokens := self._chunks.size(sequence.num_remaining, sequence.next_position, draft):
+                draft.add_chunk(sequence, num_tokens)
+        self._reserve(back.reserved)
+        return True
+
+    def _give_all_blocks(self, sequence: Sequence, draft: PlanDraft, num_reserved: int) -> bool:
+        """Gives a preempted sequence blocks for all its tokens. `num_reserved` blocks must stay available besides."""
+        headroom = self._lifecycle.num_headroom_blocks + num_reserved
+        if sequence.state is SequenceState.SWAPPED:
+            num_next = sequence.num_tokens - self._swaps.num_tokens(sequence)
+            return self._swaps.resume(sequence, num_next, headroom, draft)
+        return self._blocks.admit(sequence, BlockState.COMPUTING, num_next=sequence.num_tokens, headroom=headroom)

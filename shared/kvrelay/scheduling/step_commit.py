@@ -1,0 +1,110 @@
+"""Commit of a step: appends new tokens, publishes computed blocks, and ends sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from kvrelay.engine.batch import RowResult
+from kvrelay.kv.pool import BlockState
+from kvrelay.protocol.sampling import FinishReason
+from kvrelay.scheduling.beams.beam_groups import BeamGroup
+from kvrelay.scheduling.lifecycle import SequenceLifecycle
+from kvrelay.scheduling.plan import PlannedRow, SequenceOutput
+from kvrelay.scheduling.sequence import Sequence
+
+
+class StepCommit:
+    """Commits the rows of steps to the sequences of one scheduler."""
+
+    def __init__(self, lifecycle: SequenceLifecycle) -> None:
+        self._lifecycle = lifecycle
+        self._block_size = lifecycle.blocks.pool.block_size
+
+    def commit_rows(self, rows: Seq[PlannedRow], results: Seq[RowResult]) -> list[SequenceOutput]:
+        """Appends each row's new tokens, up to the first one that ends its sequence. Finished sequences have left.
+
+        The KV of all new tokens but the last is computed, see `RowResult`.
+        """
+        outputs: list[SequenceOutput] = []
+        groups: dict[BeamGroup, None] = {}
+        lifecycle, computing, block_size = self._lifecycle, BlockState.COMPUTING, self._block_size
+        row_ended = lifecycle.row_ended
+        for row, given in zip(rows, results, strict=True):
+            sequence = row.sequence
+            if sequence.beams is not None:
+                self._commit_beam(row, given)
+                groups[sequence.beams] = None
+                continue
+            if not row_ended(row):
+                continue
+            num_computed = sequence.num_computed = sequence.num_computed + row.num_tokens
+            if sequence.abort_requested:
+                lifecycle.leave(sequence)
+                continue
+            # Not `row.is_prefill`: the last token of a resumed prompt, alone in its step, looks like a decode.
+            prefilled = sequence.block_state is computing and num_computed == sequence.tokens.num_tokens
+            token_ids, logprobs, finish = given.token_ids, given.logprobs, None
+            start = end = sequence.tokens.num_tokens
+            for token_id in token_ids:
+                end = sequence.tokens.append(token_id)
+                if token_id in sequence.stop_tokens or end >= sequence.max_length:
+                    finish = FinishReason.STOP_TOKEN if token_id in sequence.stop_tokens else FinishReason.LENGTH
+                    token_ids, logprobs = token_ids[: end - start], logprobs[: end - start]
+                    break
+            if (num_new := end - start) > 1:
+                num_computed = sequence.num_computed = num_computed + num_new - 1
+            if num_computed - sequence.num_published * block_size >= block_size:
+                lifecycle.publish(sequence)
+            if prefilled:
+                finish = self._prefilled(sequence, finish)
+            if finish:
+                lifecycle.leave(sequence)
+            scores = given.prompt_logprobs
+            if token_ids or scores or prefilled:
+                index = start - sequence.num_prompt
+                outputs.append(SequenceOutput(sequence, index, token_ids, logprobs, scores, finish, prefilled))
+        return outputs + [output for group in groups if (output := self.advance_beams(group)) is not None]
+
+    def _prefilled(self, sequence: Sequence, finish: FinishReason | None) -> FinishReason | None:
+        """Called when the KV of the whole prompt is computed. Returns why the sequence ends, or None."""
+        if finish is None and not sequence.wants_token:
+            return FinishReason.LENGTH
+        if finish is None and not sequence.prefill_only:
+            self._lifecycle.blocks.change_block_state(sequence, BlockState.RUNNING)
+        return finish
+
+    # -- beams --------------------------------------------------------------------------------------------------------
+
+    def _commit_beam(self, row: PlannedRow, given: RowResult) -> None:
+        sequence = row.sequence
+        assert sequence.beams is not None
+        self._lifecycle.row_ended(row)  # beams end only in `advance_beams`, so the sequence is always there
+        sequence.num_computed += row.num_tokens
+        if given.candidates is not None:
+            sequence.beams.offer(sequence, given.candidates)
+
+    def advance_beams(self, group: BeamGroup) -> SequenceOutput | None:
+        """Makes a step of a beam search once the candidates of all its beams are there. Returns its output, if any."""
+        lifecycle, leader = self._lifecycle, group.leader
+        if leader.abort_requested:
+            lifecycle.leave(leader)
+            return None
+        is_prefix = not group.has_beams
+        if is_prefix:
+            lifecycle.publish(leader)  # beams publish nothing: a beam that no other follows is not worth caching
+        if not group.is_ready:
+            return None
+        step = lifecycle.beams.advance(group)
+        finish = step.results[0].finish if step.results else None
+        if finish:
+            lifecycle.leave(leader)
+        if not finish and not (is_prefix and step.first is not None):
+            return None
+        return SequenceOutput(
+            leader,
+            0,
+            finish=finish,
+            prefilled=is_prefix,
+            candidates=step.first if is_prefix else None,
+            beams=step.results,
+        )

@@ -1,0 +1,131 @@
+"""Planning of a step out of the parts that policies combine: decodes, chunks of running prompts, new sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from kvrelay.kv.pool import BlockState
+from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.scheduling.lifecycle import SequenceLifecycle
+from kvrelay.scheduling.plan import PlanDraft, PlannedRow
+from kvrelay.scheduling.policies.chunk_sizes import Chunks
+from kvrelay.scheduling.preemptor import Preemptor
+from kvrelay.scheduling.sequence import Sequence, SequenceState
+from kvrelay.scheduling.sequence_admission import SequenceAdmission
+
+
+class StepPlanner:
+    """Puts rows into the draft of a step. A policy calls these methods in its order of preference."""
+
+    def __init__(
+        self,
+        lifecycle: SequenceLifecycle,
+        admission: SequenceAdmission,
+        preemptor: Preemptor,
+        chunks: Chunks,
+        num_lookahead: int,
+    ) -> None:
+        self._lifecycle = lifecycle
+        self._running = lifecycle.running
+        self._waiting = lifecycle.waiting
+        self._blocks = lifecycle.blocks
+        self._admission = admission
+        self._preemptor = preemptor
+        self._chunks = chunks
+        self._max_lookahead = num_lookahead
+
+    @property
+    def running(self) -> Mapping[SequenceKey, Sequence]:
+        """Sequences that hold blocks, in the order of their admission."""
+        return self._running
+
+    @property
+    def waiting(self) -> Collection[Sequence]:
+        """Sequences in the queue."""
+        return self._waiting
+
+    # -- running sequences --------------------------------------------------------------------------------------------
+
+    def plan_decodes(self, draft: PlanDraft) -> None:
+        """Adds a row for every running decode. A sequence that finds no free block preempts others, or is preempted."""
+        rows: list[PlannedRow] = []
+        short: list[Sequence] = []  # sequences that need a block
+        looks_ahead = self._max_lookahead > 0
+        draft.prompting = prompting = []
+        for sequence in self._running.values():
+            is_beam = sequence.beams is not None
+            if (is_beam or sequence.block_state is not BlockState.RUNNING) and not sequence.is_decoding:
+                prompting.append(sequence)
+                continue
+            if sequence.num_planned and not _continues(sequence):
+                continue
+            position = sequence.num_computed + sequence.num_planned
+            num_lookahead = self._num_lookahead(sequence) if looks_ahead else 0
+            rows.append(PlannedRow(sequence, position, 1, False, True, num_lookahead))
+            if is_beam or position + num_lookahead >= sequence.table.capacity_tokens:
+                short.append(sequence)
+        if short and not looks_ahead:
+            short = self._blocks.grow_each(short)
+        for sequence in short:
+            if sequence.state is SequenceState.RUNNING:
+                num_tokens = sequence.next_position + 1 + self._num_lookahead(sequence)
+                self._preemptor.make_room(sequence, num_tokens, draft)
+        draft.add_decodes(rows)
+
+    def _num_lookahead(self, sequence: Sequence) -> int:
+        """Returns the tokens beyond one that its next row may bring. Never beyond its max_length, so that a sequence
+        needs no more blocks than with one token per step."""
+        if sequence.beams is not None:
+            return 0
+        num_tokens = sequence.num_tokens + sequence.num_expected
+        return max(0, min(self._max_lookahead, sequence.max_length - num_tokens - 1))
+
+    def plan_prompts(self, draft: PlanDraft) -> None:
+        """Adds the next chunks of running prompts, in the order of their admission."""
+        if draft.prompting is None:
+            draft.prompting = [s for s in self._running.values() if not s.is_decoding]
+        for sequence in draft.prompting:
+            if not sequence.num_remaining or (sequence.num_planned and not _continues(sequence)):
+                continue
+            if sequence.state is SequenceState.RUNNING:
+                num_tokens = self._chunks.size(sequence.num_remaining, sequence.next_position, draft)
+                num_tokens = self._room_for_chunk(sequence, num_tokens, draft)
+                if not num_tokens:
+                    return
+                draft.add_chunk(sequence, num_tokens)
+
+    def _room_for_chunk(self, sequence: Sequence, num_tokens: int, draft: PlanDraft) -> int:
+        """Returns how many tokens of the chunk get blocks: as many as fit, and by preemption at least one."""
+        table, position = sequence.table, sequence.next_position
+        num_available_tokens = self._blocks.num_available * table.block_size
+        room = table.capacity_tokens + num_available_tokens - position
+        num_tokens = min(num_tokens, max(room, 1))
+        return num_tokens if self._preemptor.make_room(sequence, position + num_tokens, draft) else 0
+
+    # -- waiting sequences --------------------------------------------------------------------------------------------
+
+    def admit_prompts(self, draft: PlanDraft, *, beyond_budget: bool = False) -> None:
+        """Admits waiting sequences in the queue's order, until one does not fit.
+
+        With `beyond_budget` sequences are admitted even if the budget is spent; later steps compute their prompts.
+        """
+        while not draft.held_back:
+            draft.held_back = self._admission.admit_next(draft, beyond_budget=beyond_budget)
+
+    def admit_handoffs(self, draft: PlanDraft) -> None:
+        """Admits waiting handoffs in the queue's order, until a local prompt is next or one does not fit."""
+        while self._waiting.num_remote and not self._admission.admit_next(draft, handoffs_only=True):
+            pass
+
+    def admit_rest_of_groups(self, draft: PlanDraft) -> None:
+        """Admits samples with reserved capacity whose prompt is computed, even if the budget is spent."""
+        while self._waiting.reserved_head() is not None and not self._admission.admit_next(draft, beyond_budget=True):
+            pass
+
+
+def _continues(sequence: Sequence) -> bool:
+    """Returns whether a sequence in the step in flight gets a row in the next one. A stop token may still end it."""
+    if sequence.abort_requested:
+        return False
+    expected = sequence.num_expected
+    return not expected or not (sequence.prefill_only or sequence.num_tokens + expected >= sequence.max_length)

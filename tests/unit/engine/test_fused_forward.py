@@ -1,0 +1,138 @@
+"""Fused decoder layers against the modules of transformers: which models they take, and that the logits agree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from kvrelay.backends.backend import AttentionParams, PackedRows, allocate_pool
+from kvrelay.engine.causal_model import CausalModel, load_model, open_source
+from kvrelay.engine.fused.weights import FAMILIES, NotFusable, decoder_weights
+from tests.tiny_models import ARCHITECTURES, build_model
+
+BLOCK_SIZE = 16
+FUSED = ("llama", "qwen2", "qwen3", "wide-qwen3", "mistral")
+
+
+def load(directory: Path, *, dtype: str = "float32", fused: bool = True, kv_cache_dtype: str = "auto") -> CausalModel:
+    source = open_source(str(directory), dtype, kv_cache_dtype=kv_cache_dtype)
+    return load_model(source, BLOCK_SIZE, fused_layers=fused)
+
+
+def run(model: CausalModel, prompts: list[torch.Tensor], chunks: list[int]) -> list[torch.Tensor]:
+    """Logits of all positions, with all prompts of one length in the same step and in the same chunks."""
+    length = len(prompts[0])
+    num_blocks = -(-length // BLOCK_SIZE)
+    tables = np.random.default_rng(0).permutation(num_blocks * len(prompts)).astype(np.int32).reshape(len(prompts), -1)
+    pool = allocate_pool(model.layout, tables.size, torch.device("cpu"))
+    found: list[list[torch.Tensor]] = [[] for _ in prompts]
+    start = 0
+    for chunk in chunks:
+        rows = PackedRows(
+            np.full(len(prompts), chunk, np.int32), np.full(len(prompts), start, np.int32), block_tables=tables
+        )
+        ids = torch.cat([prompt[start : start + chunk] for prompt in prompts])
+        positions = torch.from_numpy(rows.token_positions.astype(np.int64))
+        with torch.inference_mode():
+            hidden = model.hidden_states(ids, positions, model.backend.plan(pool, rows))
+            logits = model.logits(hidden).float()
+        for each, part in zip(found, logits.split(chunk), strict=True):
+            each.append(part)
+        start += chunk
+    return [torch.cat(parts) for parts in found]
+
+
+def distance(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    return max(float(((a - b).norm(dim=-1) / b.norm(dim=-1)).mean()) for a, b in zip(found, expected, strict=True))
+
+
+def random_prompts(count: int, length: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(0, 256, (length,), generator=generator) for _ in range(count)]
+
+
+@pytest.mark.parametrize("architecture", FUSED)
+@pytest.mark.parametrize("chunks", [[90], [40, 33, 16, 1], [1] * 12])
+def test_float32_logits_equal_the_modules(architecture: str, chunks: list[int], tmp_path: Path) -> None:
+    build_model(architecture, tmp_path)
+    fused, eager = load(tmp_path), load(tmp_path, fused=False)
+    assert (fused.forward.name, eager.forward.name) == ("fused", "eager")
+    prompts = random_prompts(3, sum(chunks))
+    assert distance(run(fused, prompts, chunks), run(eager, prompts, chunks)) < 1e-5
+
+
+@pytest.mark.parametrize("architecture", FUSED)
+def test_bfloat16_is_no_further_from_float32_than_the_modules_are(architecture: str, tmp_path: Path) -> None:
+    build_model(architecture, tmp_path)
+    prompts, chunks = random_prompts(2, 80), [64, 15, 1]
+    exact = run(load(tmp_path, fused=False), prompts, chunks)
+    eager = distance(run(load(tmp_path, dtype="bfloat16", fused=False), prompts, chunks), exact)
+    fused = load(tmp_path, dtype="bfloat16")
+    assert fused.forward.name == "fused"
+    assert distance(run(fused, prompts, chunks), exact) <= 1.1 * eager
+
+
+def test_a_pool_of_8_bits_takes_the_fused_layers_too(tmp_path: Path) -> None:
+    build_model("qwen3", tmp_path)
+    prompts, chunks = random_prompts(2, 40), [36, 3, 1]
+    fused = load(tmp_path, kv_cache_dtype="fp8_e4m3")
+    eager = load(tmp_path, kv_cache_dtype="fp8_e4m3", fused=False)
+    assert fused.forward.name == "fused"
+    assert distance(run(fused, prompts, chunks), run(eager, prompts, chunks)) < 1e-2
+
+
+@pytest.mark.parametrize("architecture", sorted(set(ARCHITECTURES) - set(FUSED)))
+def test_other_families_keep_their_modules(architecture: str, tmp_path: Path) -> None:
+    build_model(architecture, tmp_path)
+    assert load(tmp_path).forward.name == "eager"
+
+
+def test_merged_weights_are_the_modules_own(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(build_model("qwen2", tmp_path))
+    before = model(torch.arange(20)[None]).logits
+    layers = model.config.num_hidden_layers
+    weights = decoder_weights(model, [AttentionParams(1.0)] * layers)
+    assert torch.equal(model(torch.arange(20)[None]).logits, before)
+    attention = model.model.layers[0].self_attn
+    assert attention.k_proj.weight.data_ptr() > weights.layers[0].qkv.weight.data_ptr()
+    with torch.no_grad():
+        attention.v_proj.weight.fill_(7.0)
+    assert bool((weights.layers[0].qkv.weight[-attention.v_proj.out_features :] == 7.0).all())
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("activation", "gelu"),
+        ("sinks", "sinks"),
+        ("linear", "not a plain linear layer"),
+        ("dtype", "float16"),
+        ("epsilon", "epsilons"),
+        ("rotary", "rotates"),
+        ("family", "Odd is not one of"),
+    ],
+)
+def test_what_the_kernels_do_not_compute_is_named(change: str, reason: str, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(build_model("llama", tmp_path))
+    params = AttentionParams(1.0, sinks=torch.zeros(4) if change == "sinks" else None)
+    match change:
+        case "activation":
+            model.config.hidden_act = "gelu"
+        case "linear":
+            odd = type("QuantizedLinear", (torch.nn.Linear,), {})
+            model.model.layers[1].mlp.down_proj = odd(192, 128)
+        case "dtype":
+            model.half()
+        case "epsilon":
+            model.model.norm.variance_epsilon = 0.5
+        case "rotary":
+            model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq[:8]
+        case "family":
+            model.__class__ = type("Odd", (type(model),), {})
+    assert type(model).__name__ in FAMILIES or change == "family"
+    with pytest.raises(NotFusable, match=reason):
+        decoder_weights(model, [params] * 2)

@@ -1,0 +1,153 @@
+"""The pieces of the fused decoder layers against the same formulas in torch."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch.nn import functional
+
+from kvrelay.backends.backend import AttentionParams
+from kvrelay.backends.cpu_build import KernelBuildError
+from kvrelay.engine.fused.kernel import DecoderKernel
+from kvrelay.engine.fused.weights import DecoderWeights, LayerWeights, LinearWeights
+
+DTYPES = st.sampled_from((torch.float32, torch.bfloat16))
+EPS = 1e-6
+
+
+def make_kernel(
+    dtype: torch.dtype,
+    *,
+    num_in: int = 48,
+    num_out: int = 20,
+    head_dim: int = 32,
+    bias: bool = False,
+    norms: bool = True,
+) -> tuple[DecoderKernel, DecoderWeights]:
+    generator = torch.Generator().manual_seed(num_in * 1000 + num_out)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    def linear(rows: int, columns: int) -> LinearWeights:
+        return LinearWeights(random(rows, columns).to(dtype), random(rows).to(dtype) if bias else None)
+
+    heads, kv_heads, intermediate = 3, 1, 24
+    layer = LayerWeights(
+        input_norm=random(num_in),
+        qkv=linear((heads + 2 * kv_heads) * head_dim, num_in),
+        query_norm=random(head_dim) if norms else None,
+        key_norm=random(head_dim) if norms else None,
+        attention=AttentionParams(head_dim**-0.5),
+        output=linear(num_in, heads * head_dim),
+        mlp_norm=random(num_in),
+        gate_up=linear(2 * intermediate, num_in),
+        down=linear(num_in, intermediate),
+    )
+    rotary = cast("Any", SimpleNamespace())
+    embedding = random(num_out, num_in).to(dtype)
+    weights = DecoderWeights(
+        *(embedding, (layer,), random(num_in), linear(num_out, num_in), rotary, EPS, heads, kv_heads),
+        *(head_dim, intermediate),
+    )
+    try:
+        return DecoderKernel(weights), weights
+    except KernelBuildError as error:
+        pytest.skip(str(error))
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    """To the rounding of `dtype`, in relation to the largest value."""
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+    scale = float(expected.float().abs().max()) or 1.0
+    assert float((found.float() - expected.float()).abs().max()) <= tolerance * scale
+
+
+@settings(max_examples=60)
+@given(
+    dtype=DTYPES,
+    num_tokens=st.integers(1, 11),
+    num_in=st.integers(1, 150),
+    num_out=st.integers(1, 75),
+    bias=st.booleans(),
+    to_float=st.booleans(),
+)
+def test_products_of_any_shape(
+    dtype: torch.dtype, num_tokens: int, num_in: int, num_out: int, bias: bool, to_float: bool
+) -> None:
+    kernel, weights = make_kernel(dtype, num_in=num_in, num_out=num_out, bias=bias)
+    x = torch.randn(num_tokens, num_in).to(dtype)
+    out = torch.full((num_tokens, num_out), torch.nan, dtype=torch.float32 if to_float else dtype)
+    kernel.linear(weights.head, x, out)
+    added = None if weights.head.bias is None else weights.head.bias.double()
+    expected = functional.linear(x.double(), weights.head.weight.double(), added)
+    assert_close(out, expected, torch.float32 if to_float else dtype)
+
+
+@settings(max_examples=20)
+@given(dtype=DTYPES, others=st.integers(0, 9), threads=st.sampled_from((1, 2)))
+def test_a_product_does_not_depend_on_the_batch_or_the_threads(dtype: torch.dtype, others: int, threads: int) -> None:
+    kernel, weights = make_kernel(dtype, num_in=100, num_out=70)
+    x = torch.randn(others + 1, 100).to(dtype)
+    alone, together = torch.empty(1, 70), torch.empty(others + 1, 70)
+    kernel.linear(weights.head, x[-1:].contiguous(), alone)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        kernel.linear(weights.head, x, together)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(alone[0], together[-1])
+
+
+@settings(max_examples=30)
+@given(dtype=DTYPES, num_tokens=st.integers(1, 9), size=st.integers(1, 70), adds=st.booleans())
+def test_residual_and_norm(dtype: torch.dtype, num_tokens: int, size: int, adds: bool) -> None:
+    kernel, weights = make_kernel(dtype, num_in=size)
+    hidden = torch.randn(num_tokens, size) * 3
+    delta = torch.randn(num_tokens, size).to(dtype) if adds else None
+    expected = hidden.double() + (0 if delta is None else delta.double())
+    normed = torch.full((num_tokens, size), torch.nan, dtype=dtype)
+    kernel.add_and_norm(hidden, delta, weights.norm, normed)
+    scale = torch.rsqrt(expected.pow(2).mean(-1, keepdim=True) + EPS)
+    assert_close(hidden, expected, torch.float32)
+    assert_close(normed, expected * scale * weights.norm.double(), dtype)
+
+
+@settings(max_examples=30)
+@given(dtype=DTYPES, num_tokens=st.integers(1, 6), head_dim=st.sampled_from((16, 32, 48, 64, 128)), norms=st.booleans())
+def test_queries_and_keys_are_normed_and_rotated_and_values_are_not(
+    dtype: torch.dtype, num_tokens: int, head_dim: int, norms: bool
+) -> None:
+    kernel, weights = make_kernel(dtype, head_dim=head_dim, norms=norms)
+    qkv = torch.randn(num_tokens, 5, head_dim).to(dtype)
+    angles = torch.randn(num_tokens, head_dim // 2)
+    found = qkv.clone().view(num_tokens, -1)
+    kernel.norm_and_rotate(0, found, angles.cos(), angles.sin())
+    expected, layer = qkv.double(), weights.layers[0]
+    if layer.query_norm is not None and layer.key_norm is not None:
+        normed = expected * torch.rsqrt(expected.pow(2).mean(-1, keepdim=True) + EPS)
+        scales = torch.stack([layer.query_norm] * 3 + [layer.key_norm] + [torch.ones(head_dim)]).double()
+        expected = torch.cat([(normed * scales)[:, :4], expected[:, 4:]], dim=1)
+    left, right = expected[:, :4].chunk(2, dim=-1)
+    cos, sin = angles.cos().double()[:, None], angles.sin().double()[:, None]
+    rotated = torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
+    assert_close(found.view(num_tokens, 5, head_dim)[:, :4], rotated, dtype)
+    assert torch.equal(found.view(num_tokens, 5, head_dim)[:, 4], qkv[:, 4])
+
+
+@settings(max_examples=30)
+@given(dtype=DTYPES, num_tokens=st.integers(1, 5), from_float=st.booleans())
+def test_gated_activation(dtype: torch.dtype, num_tokens: int, from_float: bool) -> None:
+    kernel, _ = make_kernel(dtype)
+    gate_up = (torch.randn(num_tokens, 48) * 30).to(torch.float32 if from_float else dtype)
+    gate_up[0, :4] = torch.tensor([0.0, -200.0, 200.0, -88.5])
+    activated = torch.full((num_tokens, 24), torch.nan, dtype=dtype)
+    kernel.silu_and_multiply(gate_up, activated)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    assert_close(activated, functional.silu(gate) * up, dtype)

@@ -154,7 +154,7 @@ def test_a_handoff_that_waits_for_a_place_is_granted_when_another_goes_into_quar
     worker.reserve("b", [6] * 4, OTHER)
     assert isinstance(worker.sent[-1][1], Deferred)
     worker.abort("a")
-    assert worker.granted(OTHER)
+    assert worker.granted(OTHER).slots
 
 
 @pytest.mark.parametrize("one_sided", [True, False])
@@ -167,7 +167,7 @@ def test_a_lost_prefill_worker_is_granted_nothing_any_more(one_sided: bool) -> N
     worker.role.on_peer_lost(PREFILL, "silent", replaced=False)
     assert len([to for to, _ in worker.sent if to == PREFILL]) == num_sent
     assert worker.num_quarantined == one_sided
-    assert worker.granted(OTHER)
+    assert worker.granted(OTHER).slots
 
 
 def test_a_prefill_worker_that_asks_again_after_its_reservation_went_into_quarantine_is_refused() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvrelay.transfer.base import BlockCopy, Landed
+from kvrelay.transfer.base import BlockPush, Landed
 from kvrelay.transfer.nixl_agent import Region, import_api
 from kvrelay.transfer.nixl_endpoint import NixlEndpoint
 from kvrelay.transfer.wire import Bytes
@@ -36,7 +36,7 @@ class NaiveSender:
         self._agent = make_agent("naive-sender", self._region)
         self._peers: set[str] = set()
 
-    def push(self, reservation: str, words: dict[str, str], copies: Sequence[BlockCopy]) -> None:
+    def push(self, reservation: str, words: dict[str, str], copies: Sequence[BlockPush]) -> None:
         """Raises AssertionError if it fails."""
         endpoint = NixlEndpoint.decode(words)
         if endpoint.agent not in self._peers:

@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.naive_nixl import NaiveReceiver, NaiveSender
-from kvrelay.transfer.base import BlockCopy, Landed, ReceiverEvent, TransferReceiver, TransferSender
+from kvrelay.transfer.base import BlockPush, Landed, ReceiverEvent, TransferReceiver, TransferSender
 from kvrelay.transfer.checksums import PoolChecksums
 from kvrelay.transfer.nixl_agent import import_api
 from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender, TransportUnavailable
@@ -108,7 +108,7 @@ def send_as_ordered(memory_name: str, block_bytes: int, with_nixl: bool, orders:
             sender.start(lambda event: None)
         while (order := await asyncio.to_thread(orders.recv)).transport:
             pairs = zip(order.sources, order.slots, strict=True)
-            copies = [BlockCopy(index, source, slot) for index, (source, slot) in enumerate(pairs)]
+            copies = [BlockPush(index, source, slot) for index, (source, slot) in enumerate(pairs)]
             nixl = senders.get(("nixl", False))
             orders.send((time.monotonic(), nixl.counters.post_s if isinstance(nixl, NixlSender) else 0.0))
             pusher = (

@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from kvrelay.transfer.base import (
-    BlockCopy,
+    BlockPush,
     Pushed,
     ReceiverEvent,
     SenderDrained,
@@ -28,8 +28,8 @@ from kvrelay.transfer.base import (
     TransferSender,
 )
 from kvrelay.transfer.checksums import PoolChecksums
-from kvrelay.transfer.plan import Copies
 from kvrelay.transfer.pool_memory import PoolLike
+from kvrelay.transfer.push_pieces import Copies
 from kvrelay.transfer.wire import Bytes
 from tests.fakes.fault_schedule import Fault, Faults, Point
 
@@ -47,7 +47,7 @@ class Message:
 
     reservation: str
     endpoint: dict[str, str]
-    copies: tuple[BlockCopy, ...]
+    copies: tuple[BlockPush, ...]
 
 
 class Gate(Generic[Item]):
@@ -142,7 +142,7 @@ class FaultySender:
         self._drained = Gate[SenderDrained](Point.DRAINED, self._faults, self._tell_drained, self._repeat)
         self._inner.start(self._take)
 
-    def push(self, reservation: str, endpoint: dict[str, str], copies: Sequence[BlockCopy]) -> None:
+    def push(self, reservation: str, endpoint: dict[str, str], copies: Sequence[BlockPush]) -> None:
         """Raises ValueError as every sender does."""
         Copies.of(copies, len(self._pool))
         self._active.add(reservation)

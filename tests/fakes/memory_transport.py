@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvrelay.transfer.base import BlockCopy, Pushed, ReceiverEvent, SenderDrained, SenderEvent, TransferFailed
+from kvrelay.transfer.base import BlockPush, Pushed, ReceiverEvent, SenderDrained, SenderEvent, TransferFailed
 from kvrelay.transfer.checksums import PoolChecksums
 from kvrelay.transfer.counters import SenderCounters
-from kvrelay.transfer.plan import Copies
+from kvrelay.transfer.push_pieces import Copies
 from kvrelay.transfer.receiver_thread import ReceiverThread
 from kvrelay.transfer.wire import Bytes, encode_header
 
@@ -70,7 +70,7 @@ class MemorySender:
         self._loop = asyncio.get_running_loop()
         self._on_event = on_event
 
-    def push(self, reservation: str, endpoint: dict[str, str], copies: Sequence[BlockCopy]) -> None:
+    def push(self, reservation: str, endpoint: dict[str, str], copies: Sequence[BlockPush]) -> None:
         """Delivers at the earliest in the loop's next turn."""
         address = endpoint.get("memory", "")
         if not address:

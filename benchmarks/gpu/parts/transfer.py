@@ -16,7 +16,7 @@ from benchmarks.gpu.figures import figures, ratios
 from benchmarks.gpu.part import Part
 from benchmarks.transfer import has_nixl
 from kvrelay.engine.device_pool import DevicePool
-from kvrelay.transfer.base import BlockCopy, Landed, ReceiverEvent, TransferFailed, TransferReceiver, TransferSender
+from kvrelay.transfer.base import BlockPush, Landed, ReceiverEvent, TransferFailed, TransferReceiver, TransferSender
 from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender
 from kvrelay.transfer.zmq_transport import ZmqReceiver, ZmqSender
 
@@ -75,7 +75,7 @@ def send_as_ordered(device: str, num_blocks: int, block_bytes: int, transports: 
         orders.send("ready")
         while (order := await asyncio.to_thread(orders.recv)).transport:
             pairs = zip(order.sources, order.slots, strict=True)
-            copies = [BlockCopy(index, source, slot) for index, (source, slot) in enumerate(pairs)]
+            copies = [BlockPush(index, source, slot) for index, (source, slot) in enumerate(pairs)]
             began = time.monotonic()
             senders[order.transport].push(order.reservation, order.endpoint or {}, copies)
             orders.send((began, list(failures)))

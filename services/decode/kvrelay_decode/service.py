@@ -30,8 +30,8 @@ from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.requests import OpenRequests, deadline_of
 from kvrelay.worker.sequences import sequence_key
 from kvrelay.worker.step_loop import StepCallbacks
+from kvrelay_decode.receiver_driver import ReceiverDriver
 from kvrelay_decode.receiver_handoff import ReceiverState
-from kvrelay_decode.receiving import Receiving
 from kvrelay_decode.request import DecodeRequest
 from kvrelay_decode.stream import TokenStream, entry_of
 
@@ -45,7 +45,7 @@ class DecodeRole:
         self._context = context
         self._requests: OpenRequests[DecodeRequest] = OpenRequests(context, self.name, self._cancel)
         self._stream = TokenStream(context.messenger.send)
-        self._receiving = Receiving(context, receivers, self._requests, self._stream)
+        self._receiving = ReceiverDriver(context, receivers, self._requests, self._stream)
         self._totals: dict[str, float] = dict.fromkeys(("local_prompts", "failed", "cancelled"), 0)
 
     # -- called by the shell ------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.protocol.messages import PeerRef
-from kvrelay.transfer.base import BlockCopy
+from kvrelay.transfer.base import BlockPush
 
 
 @dataclass(slots=True)
@@ -34,9 +34,9 @@ class Grant:
         self.num_pushed += len(ready)
         return ready
 
-    def copies(self, indices: Iterable[int], blocks: Sequence[int]) -> tuple[BlockCopy, ...]:
+    def copies(self, indices: Iterable[int], blocks: Sequence[int]) -> tuple[BlockPush, ...]:
         """Returns the copies to push for these blocks of the sequence, and counts them as in flight."""
-        made = tuple(BlockCopy(index, blocks[index], self.slots[index - self.first_block]) for index in indices)
+        made = tuple(BlockPush(index, blocks[index], self.slots[index - self.first_block]) for index in indices)
         self.in_flight.update(copy.index for copy in made)
         return made
 

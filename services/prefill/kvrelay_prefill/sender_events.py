@@ -6,7 +6,7 @@ import msgspec
 
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import FirstToken, Granted, PeerRef
-from kvrelay.transfer.base import BlockCopy, Pushed, SenderDrained, TransferFailed
+from kvrelay.transfer.base import BlockPush, Pushed, SenderDrained, TransferFailed
 
 # -- events from the scheduler ----------------------------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ class PushBlocks(msgspec.Struct, frozen=True):
     reservation: str
     transport: str
     endpoint: dict[str, str]
-    copies: tuple[BlockCopy, ...]
+    copies: tuple[BlockPush, ...]
 
 
 class SendHandoff(msgspec.Struct, frozen=True):

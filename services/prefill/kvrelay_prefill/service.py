@@ -1,6 +1,6 @@
 """The role of a prefill worker: computes prompts in chunks and sends their first tokens to the router.
 
-`sending.py` hands the sequences over to decode workers.
+`sender_driver.py` hands the sequences over to decode workers.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from kvrelay.worker.requests import OpenRequests, deadline_of
 from kvrelay.worker.sequences import sequence_key
 from kvrelay.worker.step_loop import StepCallbacks
 from kvrelay_prefill.request import PrefillRequest
+from kvrelay_prefill.sender_driver import SenderDriver
 from kvrelay_prefill.sender_handoff import PushWhen, ReservationState, SenderHandoff, SenderState
-from kvrelay_prefill.sending import Sending
 
 
 class PrefillRole:
@@ -33,7 +33,7 @@ class PrefillRole:
         self._push_when = push_when
         self._context = context
         self._requests: OpenRequests[PrefillRequest] = OpenRequests(context, self.name, self._cancel)
-        self._sending = Sending(context, senders, self._requests)
+        self._sending = SenderDriver(context, senders, self._requests)
         self._totals: dict[str, float] = dict.fromkeys(
             ("requests", "cancelled", "prompt_blocks", "cached_blocks", "computed_blocks"), 0
         )

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from kvrelay.engine.batch import ModelSpec
 from kvrelay.simulated.profiles import Profile
-from kvrelay.transfer.base import BlockCopy, Pushed, SenderEvent, TransferSender
-from kvrelay.transfer.plan import Copies
+from kvrelay.transfer.base import BlockPush, Pushed, SenderEvent, TransferSender
+from kvrelay.transfer.push_pieces import Copies
 
 PIECE_S = 5e-3
 """Approximate time of a piece, and so the delay of an abort."""
@@ -24,7 +24,7 @@ PIECE_S = 5e-3
 class _Piece:
     reservation: str
     endpoint: dict[str, str]
-    copies: Sequence[BlockCopy]
+    copies: Sequence[BlockPush]
 
 
 class PacedSender:
@@ -47,7 +47,7 @@ class PacedSender:
         self._loop = asyncio.get_running_loop()
         self._inner.start(self._told)
 
-    def push(self, reservation: str, endpoint: dict[str, str], copies: Sequence[BlockCopy]) -> None:
+    def push(self, reservation: str, endpoint: dict[str, str], copies: Sequence[BlockPush]) -> None:
         Copies.of(copies, self._num_blocks)  # raises the inner sender's errors in the call
         step = max(1, int(PIECE_S / self._block_s))
         for first in range(0, len(copies), step):

@@ -16,7 +16,7 @@ from kvrelay.transfer.counters import SenderCounters
 
 
 @dataclass(frozen=True, slots=True)
-class BlockCopy:
+class BlockPush:
     """One block of a push: its index in the prompt, its block at the sender and its slot at the receiver."""
 
     index: int
@@ -80,7 +80,7 @@ class TransferSender(Protocol):
         """Must be called on the event loop's thread, which then gets the events."""
         ...
 
-    def push(self, reservation: str, endpoint: dict[str, str], copies: Sequence[BlockCopy]) -> None:
+    def push(self, reservation: str, endpoint: dict[str, str], copies: Sequence[BlockPush]) -> None:
         """Queues a push. Neighbouring blocks are coalesced. The caller keeps the source blocks until `Pushed`."""
         ...
 

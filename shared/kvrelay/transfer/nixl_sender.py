@@ -38,8 +38,8 @@ from kvrelay.transfer.endpoints import MalformedEndpoint
 from kvrelay.transfer.nixl_agent import NixlAgent, NixlError, Region, Write
 from kvrelay.transfer.nixl_endpoint import NixlEndpoint
 from kvrelay.transfer.outbox import InFlightSend, Outbox
-from kvrelay.transfer.plan import Copies, Piece
 from kvrelay.transfer.pool_memory import PoolLike, as_pool
+from kvrelay.transfer.push_pieces import Copies, Piece
 from kvrelay.transfer.sender_thread import Push, SenderThread, TransportDriver
 from kvrelay.transfer.wire import encode_header
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from kvrelay.transfer.base import Pushed, SenderDrained, SenderEvent, TransferFailed
-from kvrelay.transfer.plan import Piece
+from kvrelay.transfer.push_pieces import Piece
 
 
 class PeerState(Enum):

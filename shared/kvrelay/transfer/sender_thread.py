@@ -15,12 +15,12 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Protocol
 
-from kvrelay.transfer.base import BlockCopy, SenderEvent, TransferFailed
+from kvrelay.transfer.base import BlockPush, SenderEvent, TransferFailed
 from kvrelay.transfer.counters import SenderCounters
 from kvrelay.transfer.endpoints import Endpoint, Unreachable
 from kvrelay.transfer.loop_port import LoopPort, ended_in_time
 from kvrelay.transfer.outbox import InFlightSend, Outbox
-from kvrelay.transfer.plan import Copies
+from kvrelay.transfer.push_pieces import Copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class SenderThread:
         thread.start()
         self._thread = thread
 
-    def push(self, reservation: str, endpoint: Endpoint, copies: Sequence[BlockCopy]) -> None:
+    def push(self, reservation: str, endpoint: Endpoint, copies: Sequence[BlockPush]) -> None:
         """Queues a push; a `Pushed` for each piece of it, or `TransferFailed` for a receiver that cannot be reached.
 
         The caller keeps the source blocks until `Pushed`, or `SenderDrained` after a failure. Raises ValueError for a

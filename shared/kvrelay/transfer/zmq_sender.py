@@ -23,8 +23,8 @@ from kvrelay.transfer.checksums import PoolChecksums
 from kvrelay.transfer.counters import SenderCounters
 from kvrelay.transfer.endpoints import MalformedEndpoint, choose_address, machine_id
 from kvrelay.transfer.outbox import InFlightSend, Outbox
-from kvrelay.transfer.plan import FrameSizes, Piece, cut, frame_blocks
 from kvrelay.transfer.pool_memory import PoolLike, PoolMemory, as_pool
+from kvrelay.transfer.push_pieces import FrameSizes, Piece, cut, frame_blocks
 from kvrelay.transfer.sender_thread import Push, SenderThread, TransportDriver
 from kvrelay.transfer.wire import Bytes, Checksums, encode_header
 

@@ -17,7 +17,7 @@ from kvrelay.curve import BadKeyFile, CurveKey
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings, PeerLost
 from kvrelay.protocol.messages import Cancel
-from kvrelay.transfer.base import BlockCopy, Landed
+from kvrelay.transfer.base import BlockPush, Landed
 from kvrelay.transfer.select import make_receivers, make_senders
 from kvrelay.transfer.zmq_transport import ZmqReceiver
 from tests.component.transfer.rig import Log
@@ -108,10 +108,10 @@ async def test_blocks_of_another_key_do_not_land(local: bool) -> None:
     strangers = [zmq_sender(source, curve=THEIRS), zmq_sender(source)]
     for stranger in strangers:
         stranger.start(lambda event: None)
-        stranger.push("r", receiver.endpoint, [BlockCopy(0, 0, 0)])
+        stranger.push("r", receiver.endpoint, [BlockPush(0, 0, 0)])
     friend = zmq_sender(source, curve=OURS)
     friend.start(lambda event: None)
-    friend.push("r", receiver.endpoint, [BlockCopy(1, 1, 1)])
+    friend.push("r", receiver.endpoint, [BlockPush(1, 1, 1)])
     await landed.until(lambda: any(isinstance(event, Landed) for event in landed.events))
     for sender in (*strangers, friend):
         sender.close()

@@ -12,7 +12,7 @@ import sys
 from dataclasses import astuple
 from typing import Any
 
-from kvrelay.transfer.base import BlockCopy, ReceiverEvent, SenderEvent
+from kvrelay.transfer.base import BlockPush, ReceiverEvent, SenderEvent
 from kvrelay.transfer.wire import Bytes
 from tests.component.transfer.rig import ReceivingEnd, Rig, SendingEnd
 from tests.component.transfer.transports import TRANSPORTS, source_pool, target_pool
@@ -37,7 +37,7 @@ def obey(end: SendingEnd | ReceivingEnd, order: list[Any]) -> None:
     """`["push", reservation, endpoint, copies]`, `["admit", reservation, first, slots]` or `["digest", slots]`."""
     match (end, order):
         case (SendingEnd(), ["push", reservation, endpoint, copies]):
-            end.push(reservation, endpoint, [BlockCopy(*copy) for copy in copies])
+            end.push(reservation, endpoint, [BlockPush(*copy) for copy in copies])
         case (ReceivingEnd(), ["admit", reservation, first_block, slots]):
             end.receiver.admit(reservation, first_block, slots)
             say("admitted")

@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 
 from kvrelay.transfer.base import (
-    BlockCopy,
+    BlockPush,
     Landed,
     Pushed,
     ReceiverEvent,
@@ -58,7 +58,7 @@ class SendingEnd:
     sender: TransferSender
     log: Log = field(default_factory=Log)
 
-    def push(self, reservation: str, endpoint: dict[str, str], copies: Iterable[BlockCopy]) -> None:
+    def push(self, reservation: str, endpoint: dict[str, str], copies: Iterable[BlockPush]) -> None:
         """Pushes."""
         self.sender.push(reservation, endpoint, list(copies))
 
@@ -161,9 +161,9 @@ class Plan:
         return range(self.first_block, self.first_block + len(self.slots))
 
     @property
-    def copies(self) -> list[BlockCopy]:
+    def copies(self) -> list[BlockPush]:
         """What the sender pushes."""
-        return [BlockCopy(*numbers) for numbers in zip(self.blocks, self.sources, self.slots, strict=True)]
+        return [BlockPush(*numbers) for numbers in zip(self.blocks, self.sources, self.slots, strict=True)]
 
     def admit(self, end: ReceivingEnd) -> None:
         """Lets these blocks land."""
@@ -204,7 +204,7 @@ async def push_each_alone(pool: Bytes, sender: TransferSender, target: TransferR
         target.admit("r", 0, range(num_blocks))
         end.sender.start(end.log.add)
         for block in range(num_blocks):
-            end.push("r", target.endpoint, [BlockCopy(block, block, block)])
+            end.push("r", target.endpoint, [BlockPush(block, block, block)])
             await end.until_pushed("r", range(block + 1))
     finally:
         end.sender.close()

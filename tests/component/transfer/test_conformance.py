@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvrelay.transfer.base import BlockCopy, SenderDrained
+from kvrelay.transfer.base import BlockPush, SenderDrained
 from kvrelay.transfer.zmq_transport import SenderSettings
 from tests.component.transfer.rig import Plan, Rig, scattered, send_all
 from tests.component.transfer.transports import source_pool, target_pool
@@ -197,7 +197,7 @@ async def test_an_abort_drains_although_nobody_takes_the_blocks(rig: Rig) -> Non
     source, target = rig.sender(source_pool(64, 512 * KIB)), rig.receiver(target_pool(64, 512 * KIB))
     gone = target.endpoint
     target.receiver.close()
-    source.push("r", gone, [BlockCopy(i, i, i) for i in range(64)])
+    source.push("r", gone, [BlockPush(i, i, i) for i in range(64)])
     await source.until_begun()
     await source.abort("r")
     in_window = SenderSettings().window * 2  # frames of two blocks
@@ -224,7 +224,7 @@ async def test_a_new_receiver_elsewhere_takes_over(rig: Rig, random: np.random.G
 @pytest.mark.parametrize("endpoint", [{}, {"address": "nonsense"}, {"address": "tcp://host:0"}])
 async def test_a_push_to_a_malformed_endpoint_fails(rig: Rig, endpoint: dict[str, str]) -> None:
     source = rig.sender(source_pool(1, KIB))
-    source.push("r", endpoint, [BlockCopy(0, 0, 0)])
+    source.push("r", endpoint, [BlockPush(0, 0, 0)])
     await source.log.until(lambda: len(source.failures("r")) == 1)
 
 
@@ -232,7 +232,7 @@ async def test_bad_numbers_are_refused_at_once(rig: Rig) -> None:
     source, target = rig.sender(source_pool(4, KIB)), rig.receiver(target_pool(4, KIB))
     for bad in (-1, 4):
         with pytest.raises(ValueError, match="source"):
-            source.push("r", target.endpoint, [BlockCopy(0, bad, 0)])
+            source.push("r", target.endpoint, [BlockPush(0, bad, 0)])
         with pytest.raises(ValueError, match="slots"):
             target.receiver.admit("r", 0, [bad])
     target.receiver.admit("r", 0, [1, 2])
@@ -244,7 +244,7 @@ async def test_bad_numbers_are_refused_at_once(rig: Rig) -> None:
 
 async def test_closing_twice_is_closing_once(rig: Rig) -> None:
     source, target = rig.sender(source_pool(64, 16 * KIB)), rig.receiver(target_pool(64, 16 * KIB))
-    source.push("r", target.endpoint, [BlockCopy(i, i, i) for i in range(64)])
+    source.push("r", target.endpoint, [BlockPush(i, i, i) for i in range(64)])
     for _ in range(2):
         source.sender.close()
         target.receiver.close()

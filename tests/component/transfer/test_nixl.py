@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvrelay.transfer.base import BlockCopy, SenderDrained
+from kvrelay.transfer.base import BlockPush, SenderDrained
 from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender, NixlSettings, TransportUnavailable
 from kvrelay.transfer.wire import Bytes
 from tests.component.transfer.rig import Plan, Rig, check_both_count, push_each_alone, scattered
@@ -104,8 +104,8 @@ async def test_a_slot_outside_the_pool_or_blocks_of_another_size_are_never_writt
     """Nobody at the other end would notice."""
     source, target = rig.sender(source_pool(8, BLOCK_BYTES)), rig.receiver(target_pool(4, BLOCK_BYTES))
     other = rig.receiver(target_pool(8, 2 * BLOCK_BYTES))
-    source.push("outside", target.endpoint, [BlockCopy(0, 0, 4)])
-    source.push("size", other.endpoint, [BlockCopy(0, 0, 0)])
+    source.push("outside", target.endpoint, [BlockPush(0, 0, 4)])
+    source.push("size", other.endpoint, [BlockPush(0, 0, 0)])
     await source.log.until(lambda: bool(source.failures("outside") and source.failures("size")))
     assert "slot 4" in source.failures("outside")[0]
     other.assert_untouched(range(8))
@@ -116,10 +116,10 @@ async def test_a_slot_outside_the_pool_or_blocks_of_another_size_are_never_writt
 )
 async def test_an_endpoint_with_a_bad_word_fails_the_push_and_nothing_else(rig: Rig, word: str, value: str) -> None:
     source, target = rig.sender(source_pool(4, BLOCK_BYTES)), rig.receiver(target_pool(4, BLOCK_BYTES))
-    source.push("bad", target.endpoint | {word: value}, [BlockCopy(0, 0, 0)])
+    source.push("bad", target.endpoint | {word: value}, [BlockPush(0, 0, 0)])
     await source.log.until(lambda: len(source.failures("bad")) == 1)
     target.receiver.admit("good", 0, [1])
-    source.push("good", target.endpoint, [BlockCopy(0, 0, 1)])
+    source.push("good", target.endpoint, [BlockPush(0, 0, 1)])
     await target.until_landed("good", [0])
 
 

@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from kvrelay.ports import HeldPort
-from kvrelay.transfer.base import BlockCopy, Corrupted, Landed
+from kvrelay.transfer.base import BlockPush, Corrupted, Landed
 from kvrelay.transfer.checksums import checksums_of
 from kvrelay.transfer.endpoints import tcp_address
 from kvrelay.transfer.wire import Bytes, encode_header
@@ -157,7 +157,7 @@ async def test_an_unreachable_peer_holds_up_nobody_else(rig: Rig, random: np.ran
     plan = scattered("r", 1000, 2000, random)
     plan.admit(target)
     nobody = {"address": tcp_address("127.0.0.1", held.port)}
-    source.push("lost", nobody, [BlockCopy(i, i, i) for i in range(2000)])
+    source.push("lost", nobody, [BlockPush(i, i, i) for i in range(2000)])
     source.push("r", target.endpoint, plan.copies)
     await target.until_landed("r", plan.blocks)
     plan.assert_arrived(source.pool, target.pool)
@@ -190,12 +190,12 @@ async def test_a_connection_that_was_reset_is_forgotten_when_idle(held: HeldPort
         target.admit("r", 0, range(64))
         end.sender.start(end.log.add)
         for _ in range(2):
-            end.push("lost", nobody, [BlockCopy(i, i, i) for i in range(64)])
+            end.push("lost", nobody, [BlockPush(i, i, i) for i in range(64)])
             await end.until_begun()
             await end.abort("lost")
             end.log.events.clear()
         assert sender.counters.num_resets == 2
-        end.push("r", target.endpoint, [BlockCopy(i, i, i) for i in range(64)])
+        end.push("r", target.endpoint, [BlockPush(i, i, i) for i in range(64)])
         await end.until_pushed("r", range(64))
     finally:
         end.sender.close()

@@ -17,7 +17,7 @@ from kvrelay.protocol.sampling import Sampling
 from kvrelay_decode import reservations
 from kvrelay_decode.quarantine import SETTLE_TICKS, Due
 from kvrelay_decode.service import DecodeRole
-from kvrelay_prefill import sending
+from kvrelay_prefill import sender_driver
 from tests.component.transfer.transports import NO_NIXL
 from tests.component.workers.rig import Fleet, cancel_and_stop_at_any_moment, fleet, prompt_of, run
 from tests.fakes.hash_runner import HashRunner, expected_tokens

@@ -17,7 +17,7 @@ from kvrelay.protocol.messages import Cancel, Reassign
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.transfer.base import TransferReceiver, TransferSender
 from kvrelay.worker.context import Role, WorkerContext
-from kvrelay_decode import receiving
+from kvrelay_decode import receiver_driver
 from kvrelay_decode.service import DecodeRole
 from kvrelay_prefill.service import PrefillRole
 from tests.component.transfer.transports import WRAPPED, Transport

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from kvrelay.protocol.messages import FirstToken, Granted, Handoff, PeerRef
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay.state_machine import IllegalEvent
-from kvrelay.transfer.base import BlockCopy, Corrupted, Landed, Pushed, SenderDrained
+from kvrelay.transfer.base import BlockPush, Corrupted, Landed, Pushed, SenderDrained
 from kvrelay_decode import receiver_events as decode
 from kvrelay_decode import receiver_handoff
 from kvrelay_decode.receiver_handoff import ReceiverHandoff, ReceiverState
@@ -449,7 +449,7 @@ def test_a_corrupted_block_that_is_still_in_flight_is_pushed_again_when_it_has_l
     sender.handle(prefill.BlocksComputed(1))
     assert sender.handle(prefill.ResendRequested("r", (0, 1), 1, corrupted=True)) == []  # 1 was never pushed
     [again] = sender.handle(Pushed("r", (0,), 1))
-    assert again == prefill.PushBlocks("r", "t", {}, (BlockCopy(0, 10, 5),))
+    assert again == prefill.PushBlocks("r", "t", {}, (BlockPush(0, 10, 5),))
     assert prefill.SendHandoff(first, "r", 2, resend=0) in sender.handle(
         prefill.PrefillFinished(FirstToken(index=0, token_id=1))
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Sequence
 import pytest
 
 from kvrelay.simulated.timed_transport import PIECE_S, PacedSender
-from kvrelay.transfer.base import BlockCopy, Pushed, SenderDrained, SenderEvent
+from kvrelay.transfer.base import BlockPush, Pushed, SenderDrained, SenderEvent
 from kvrelay.transfer.counters import SenderCounters
 from tests.fakes.virtual_time import VirtualTimeLoop
 
@@ -29,7 +29,7 @@ class Instant:
     def start(self, on_event: Callable[[SenderEvent], None]) -> None:
         self._on_event = on_event
 
-    def push(self, reservation: str, endpoint: dict[str, str], copies: Sequence[BlockCopy]) -> None:
+    def push(self, reservation: str, endpoint: dict[str, str], copies: Sequence[BlockPush]) -> None:
         assert endpoint == ENDPOINT
         blocks = [copy.index for copy in copies]
         self.pushes.append((asyncio.get_running_loop().time(), reservation, blocks))
@@ -42,8 +42,8 @@ class Instant:
         pass
 
 
-def copies_of(count: int) -> list[BlockCopy]:
-    return [BlockCopy(index, index, index) for index in range(count)]
+def copies_of(count: int) -> list[BlockPush]:
+    return [BlockPush(index, index, index) for index in range(count)]
 
 
 def started() -> tuple[PacedSender, Instant, list[SenderEvent]]:

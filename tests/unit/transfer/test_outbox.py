@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvrelay.transfer.base import Pushed, SenderDrained, SenderEvent, TransferFailed
 from kvrelay.transfer.outbox import InFlightSend, Outbox
-from kvrelay.transfer.plan import Copies, Piece
+from kvrelay.transfer.push_pieces import Copies, Piece
 from tests.thoroughness import examples
 
 pytestmark = pytest.mark.unit

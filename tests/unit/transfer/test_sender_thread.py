@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvrelay.transfer import loop_port
-from kvrelay.transfer.base import BlockCopy, SenderEvent
+from kvrelay.transfer.base import BlockPush, SenderEvent
 from kvrelay.transfer.outbox import InFlightSend, Outbox
 from kvrelay.transfer.sender_thread import Push, SenderThread
 
@@ -54,7 +54,7 @@ def test_closing_does_not_wait_for_ever_and_says_whether_the_pool_is_still_read(
     async def test() -> None:
         sender = SenderThread("stuck", 4, make)
         sender.start(lambda event: None)
-        sender.push("r", {}, [BlockCopy(0, 0, 0)])
+        sender.push("r", {}, [BlockPush(0, 0, 0)])
         assert await asyncio.to_thread(driver.is_stuck.wait, 30)
         monkeypatch.setattr(loop_port, "END_TIMEOUT_S", 0.01)
         sender.close()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvrelay.transfer.base import BlockCopy
+from kvrelay.transfer.base import BlockPush
 from kvrelay.transfer.wire import Bytes, Checksums, Indices
 
 
@@ -32,7 +32,7 @@ class Copies:
     slots: Indices
 
     @staticmethod
-    def of(copies: Sequence[BlockCopy], num_blocks: int) -> Copies:
+    def of(copies: Sequence[BlockPush], num_blocks: int) -> Copies:
         """Raises ValueError for a source outside the pool, and for numbers the header cannot carry."""
         flat = np.fromiter(
             (number for copy in copies for number in (copy.index, copy.source, copy.slot)), np.int64, 3 * len(copies)

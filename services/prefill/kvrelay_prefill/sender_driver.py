@@ -39,8 +39,8 @@ from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.packed_candidates import pack_candidates
 from kvrelay.worker.requests import OpenRequests
 from kvrelay.worker.sequences import sequence_key
+from kvrelay_prefill.in_flight_pushes import InFlightPushes
 from kvrelay_prefill.offers import TransportOffers
-from kvrelay_prefill.pushes import Pushes
 from kvrelay_prefill.request import PrefillRequest
 from kvrelay_prefill.sender_events import (
     AbortTransfer,
@@ -72,7 +72,7 @@ from kvrelay_prefill.sender_handoff import SenderHandoff, SenderState
 log = logging.getLogger(__name__)
 
 
-class Sending:
+class SenderDriver:
     """Feeds the handoff machines and carries out their instructions. `requests` are all requests of the role."""
 
     def __init__(
@@ -86,7 +86,7 @@ class Sending:
         self._requests = requests
         self._offers = TransportOffers(senders)
         self._process = own_identity()
-        self._pushes = Pushes()
+        self._pushes = InFlightPushes()
         self._meter = HandoffMeter(
             "prefill", context.spec.block_bytes, context.instruments, context.metrics, context.tracer, context.recent
         )

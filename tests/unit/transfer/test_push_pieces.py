@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.transfer.base import BlockCopy
-from kvrelay.transfer.plan import Copies, FrameSizes, Piece, cut, frame_blocks
+from kvrelay.transfer.base import BlockPush
+from kvrelay.transfer.push_pieces import Copies, FrameSizes, Piece, cut, frame_blocks
 
 pytestmark = pytest.mark.unit
 
@@ -18,7 +18,7 @@ SIZES = FrameSizes()
 
 
 def pieces_of(sources: list[int], block_bytes: int, sizes: FrameSizes = SIZES) -> list[Piece]:
-    copies = [BlockCopy(10 + i, source, 5000 - i) for i, source in enumerate(sources)]
+    copies = [BlockPush(10 + i, source, 5000 - i) for i, source in enumerate(sources)]
     return list(cut("r", Copies.of(copies, NUM_BLOCKS), block_bytes, sizes))
 
 
@@ -74,8 +74,8 @@ def test_blocks_larger_than_a_frame_go_one_by_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "copy", [BlockCopy(0, NUM_BLOCKS, 0), BlockCopy(0, -1, 0), BlockCopy(-1, 0, 0), BlockCopy(0, 0, 1 << 32)]
+    "copy", [BlockPush(0, NUM_BLOCKS, 0), BlockPush(0, -1, 0), BlockPush(-1, 0, 0), BlockPush(0, 0, 1 << 32)]
 )
-def test_numbers_out_of_range_are_refused(copy: BlockCopy) -> None:
+def test_numbers_out_of_range_are_refused(copy: BlockPush) -> None:
     with pytest.raises(ValueError, match="block"):
-        Copies.of([BlockCopy(0, 0, 0), copy], NUM_BLOCKS)
+        Copies.of([BlockPush(0, 0, 0), copy], NUM_BLOCKS)

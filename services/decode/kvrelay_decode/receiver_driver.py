@@ -68,7 +68,7 @@ RESEND_AFTER_S = 1.0
 and so on."""
 
 
-class Receiving:
+class ReceiverDriver:
     """`requests` are all requests of the role, local prompts included."""
 
     def __init__(

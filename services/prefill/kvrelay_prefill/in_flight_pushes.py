@@ -7,7 +7,7 @@ from kvrelay.transfer.base import Pushed, SenderEvent
 from kvrelay.worker.load_report import PushClock
 
 
-class Pushes:
+class InFlightPushes:
     """The pushes of one worker, by reservation. Times are seconds of the caller's clock."""
 
     def __init__(self) -> None:

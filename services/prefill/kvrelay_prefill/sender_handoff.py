@@ -68,7 +68,7 @@ class SenderState(StrEnum):
 
 
 class ReservationState(StrEnum):
-    """What the current decode worker has answered to Reserve."""
+    """The answer of the current decode worker to Reserve."""
 
     NONE = "none"
     ASKED = "asked"
@@ -199,7 +199,7 @@ class SenderHandoff:
         grant = self._grant_of(event.reservation)
         if grant is None:
             return []
-        again = grant.ask(event.indices, event.number, corrupted=event.corrupted)
+        again = grant.request_resend(event.indices, event.number, corrupted=event.corrupted)
         return [*self._push_indices(grant, again), *self._answer_resend(grant)]
 
     # -- from the router ----------------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ class SenderHandoff:
         grant = self._grant_of(event.reservation)
         if grant is None:
             return []
-        return [*self._push_indices(grant, grant.left(event.blocks)), *self._answer_resend(grant)]
+        return [*self._push_indices(grant, grant.note_left(event.blocks)), *self._answer_resend(grant)]
 
     def _transfer_failed(self, event: TransferFailed) -> list[SenderInstruction]:
         grant = self._grant_of(event.reservation)
@@ -284,7 +284,7 @@ class SenderHandoff:
         return instructions
 
     def _answer_resend(self, grant: Grant) -> list[SenderInstruction]:
-        if not grant.take_answer():
+        if not grant.take_resend_answer():
             return []
         return [self._handoff(grant)] if self.state is SenderState.HANDED else []
 

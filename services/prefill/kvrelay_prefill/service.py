@@ -1,6 +1,6 @@
-"""The prefill service's role: takes prompts, computes them in chunks, and tells the router their first tokens.
+"""The role of a prefill worker: computes prompts in chunks and sends their first tokens to the router.
 
-What is handed over, and how, is `sending.py`'s.
+`sending.py` hands the sequences over to decode workers.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class PrefillRole:
             beams=list(output.beams),
         )
         request.candidates = output.candidates
-        if output.candidates is None or output.finish is not None:  # of a beam search the router gets its end alone
+        if output.candidates is None or output.finish is not None:  # of a beam search the router gets only the end
             self._requests.send(sequence.router, sequence.key, message)
         num_cached = blocks_for(sequence.num_cached_tokens, self._context.spec.block_size)
         num_blocks = blocks_for(request.prompt.num_tokens, self._context.spec.block_size)  # the first token has none

@@ -79,7 +79,7 @@ class SwapSpace:
             raise BlockError("a slot is named twice in one operation")
         for slot in slots:
             if not 0 <= slot < self.num_slots or not self._num_holders[slot]:
-                raise BlockError(f"slot {slot} is held by nobody")
+                raise BlockError(f"slot {slot} is not held")
         freed = []
         for slot in slots:
             self._num_holders[slot] -= 1

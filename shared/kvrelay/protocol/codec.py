@@ -21,11 +21,11 @@ class MalformedMessage(ValueError):
 
 
 class MessageTooLarge(ValueError):
-    """No peer would take this message."""
+    """The message exceeds the size that peers accept."""
 
 
 _DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""All that msgspec raises on foreign bytes; the latter two do not pass as its own."""
+"""All errors of msgspec on invalid bytes. The last two are not subclasses of its own."""
 
 _encoder = msgspec.msgpack.Encoder()
 _header_decoder = msgspec.msgpack.Decoder(Header)

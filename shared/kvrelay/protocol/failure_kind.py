@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class FailureKind(StrEnum):
-    """Travels in `Failed`, stands in `/requests/{id}`, and decides the HTTP status and the error code."""
+    """`Failed` and `/requests/{id}` carry it, and the HTTP status and error code are derived from it."""
 
     # The request itself.
     DEADLINE = "deadline"  # its time limit passed, on a worker or on the router
@@ -15,7 +15,7 @@ class FailureKind(StrEnum):
 
     # A step of the engine.
     BAD_LOGITS = "bad_logits"  # NaN or infinite logits
-    OUT_OF_MEMORY = "out_of_memory"  # of the device or the host, while a step ran
+    OUT_OF_MEMORY = "out_of_memory"  # the device or the host ran out of memory in a step
     DEVICE_LOST = "device_lost"  # the device accepts no more work from the worker's process
     ENGINE_ERROR = "engine_error"  # any other error of a step
 
@@ -26,6 +26,6 @@ class FailureKind(StrEnum):
     PROTOCOL_ERROR = "protocol_error"  # the worker sent a message that cannot be right
 
     # The router.
-    NO_WORKER = "no_worker"  # no worker became ready in time
+    NO_WORKER = "no_worker"  # none became ready in time
     ROUTER_SHUTDOWN = "router_shutdown"
     INTERNAL_ERROR = "internal_error"

@@ -1,22 +1,23 @@
 """The reliable link under all control messages: pure state, no socket, no clock.
 
 Sockets drop silently (reconnects, high-water marks), so every message that changes state is numbered, acknowledged,
-repeated until it is acknowledged, and delivered once and in order. What lies above may rely on that for as long as the
-peer is not reported lost, and starts afresh after it was.
+repeated until it is acknowledged, and delivered once and in order. Callers may rely on this until the
+peer is reported lost, and must start over afterwards.
 
-A link joins one incarnation of this process with one incarnation of a peer. Its states:
+A link joins one incarnation of this process with one incarnation of a peer. While it exists, it sends `Alive` every
+`alive_interval_s`, which carries the acknowledgement. The first message that the peer addresses to this link, or to no
+link, pairs it with the peer's link number. A link ends in one of two ways, each reported once, and its unacknowledged
+messages are dropped:
 
-1. OPEN     numbers run; `Alive` goes out every `alive_interval_s` and carries the acknowledgement. The first message
-            that the peer addresses to this link, or to nobody in particular, pairs it with the peer's link number.
-2. LOST     the peer was silent for `peer_timeout_s`, came back under a newer incarnation, or says (by a new link
-            number) that it lost us. Reported once; the link object is gone, its unsent and unacknowledged messages too.
-3. REFUSED  the peer, or we, found the other's protocol version or model unfit. Reported once with the reason.
+- `PeerLost`: the peer was silent for `peer_timeout_s`, was replaced by a newer incarnation, or has lost this link, as
+  its new link number shows.
+- `PeerRefused`: one side does not accept the other's protocol version or model. The event has the reason.
 
 Incarnations sort by age (they start with the process's start time), so a message of an older one is dropped. Clocks may
-be set back, so of two that were both heard the newer is the one that was first heard later, whatever their names. The
-link numbers of one incarnation sort too: once paired, an older number is dropped, and a newer one means that the peer
-lost us. A message meant for an earlier incarnation or link of ours is void; the next `Alive` of ours (at once, if the
-message opened the link) tells the peer so by its numbers.
+be set back, so of two incarnations that both sent messages, the newer is the one whose first message came later. Link
+numbers of one incarnation sort too: once paired, a message with an older number is dropped, and a newer number means
+that the peer has lost this link. A message for an earlier incarnation or link of this process is dropped. The next
+`Alive` (sent at once if the message opened the link) shows the peer the current numbers.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Delivered(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """This incarnation of the peer is gone, or has forgotten everything about us.
+    """This incarnation of the peer is gone, or has lost its state of this link.
 
     `replaced`: a newer incarnation was heard, so this process is no more. Otherwise it may live on, stopped or cut off.
     `by_peer`: it lives, and is the one that lost us.
@@ -144,7 +145,7 @@ class Links:
     ) -> None:
         """Queues a message. If the peer has been replaced by a newer incarnation, it is reported lost instead.
 
-        That one incarnation is newer than another is proven by having heard both, not by a name that somebody told us.
+        Only messages of both incarnations prove which one is newer; the address of a caller does not.
 
         Raises MessageTooLarge.
         """
@@ -206,13 +207,13 @@ class Links:
         return outgoing
 
     def take_events(self) -> list[LinkEvent]:
-        """What happened since the last call, in order."""
+        """Returns the events since the last call, in order."""
         events, self._events = self._events, []
         return events
 
     @property
     def has_events(self) -> bool:
-        """Whether `take_events` would return any."""
+        """True if `take_events` would return any."""
         return bool(self._events)
 
     @property
@@ -228,7 +229,7 @@ class Links:
         return now - link.last_heard
 
     def addresses(self) -> set[str]:
-        """Of all peers with an open link."""
+        """Returns the addresses of all peers with a link."""
         return {link.peer.address for link in self._links.values()}
 
     # -- what comes in ------------------------------------------------------------------------------------------------
@@ -251,7 +252,7 @@ class Links:
         if link is None:
             return
         if header.to_incarnation != self.me.incarnation or header.to_link not in (0, link.number):
-            return  # our next Alive tells it our numbers
+            return  # the next Alive shows it the current numbers
         link.peer_number = header.link
         link.last_heard = now
         if link.unacked:
@@ -269,7 +270,7 @@ class Links:
         link = self._links.get(header.sender)
         if link is not None:
             if header.link == link.peer_number and header.incarnation == link.peer.incarnation:
-                return link  # as nearly always
+                return link  # the usual case
             if header.incarnation != link.peer.incarnation:
                 if not self._is_newer(link, header.incarnation):
                     return None

@@ -33,7 +33,7 @@ def pack_tokens(token_ids: list[int] | NDArray[np.int32]) -> bytes:
     """Token ids as little-endian int32 bytes. Raises OverflowError for one beyond int32."""
     if isinstance(token_ids, list):
         try:
-            return struct.pack(f"<{len(token_ids)}i", *token_ids)  # in half the time that an array of them takes
+            return struct.pack(f"<{len(token_ids)}i", *token_ids)  # takes half as long as an array
         except struct.error as error:
             raise OverflowError(str(error)) from error
     return np.asarray(token_ids, dtype="<i4").tobytes()
@@ -48,7 +48,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Who sends what about which request. `seq` and `ack` belong to the link, see `kvrelay.protocol.link`."""
 
     version: int = PROTOCOL_VERSION
-    fingerprint: str = ""  # of the model; empty from a router that serves any
+    fingerprint: str = ""  # the model's; empty from a router that serves any model
     sender: str
     incarnation: str
     reply_to: str  # the sender's inbox
@@ -64,7 +64,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class PeerRef(msgspec.Struct, frozen=True):
-    """Where a peer can be reached, and which start of it is meant."""
+    """The address and the incarnation of a peer."""
 
     peer_id: str
     incarnation: str
@@ -87,12 +87,12 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sampling: Sampling
     cache_salt: str = ""
     priority: int = 0
-    num_samples: int = 1  # that the request wants of this prompt; this is one of them
-    timeout_s: float = 600.0  # what is left of the request's deadline when this is sent
+    num_samples: int = 1  # samples of the request with this prompt, including this one
+    timeout_s: float = 600.0  # the time until the request's deadline when this is sent
 
     @property
     def num_tokens(self) -> int:
-        """Of `tokens`."""
+        """The number of token ids in `tokens`."""
         return len(self.tokens) // TOKEN_BYTES
 
 
@@ -155,11 +155,11 @@ class NeedDecode(Body, frozen=True, kw_only=True, tag="need_decode"):
     reason: str
     excluded: list[str]
     lacks: PeerRef | None = None
-    """Who cannot take it; None: nobody was named, or this worker's version does not tell."""
+    """The decode worker that cannot take the sequence; None if none was named."""
 
 
 class Reassign(Body, frozen=True, kw_only=True, tag="reassign"):
-    """R>P: hand over to this decode worker instead; None: there is none, give up."""
+    """R>P: hand over to this decode worker instead. None: no decode worker is left."""
 
     decode: PeerRef | None
 
@@ -331,7 +331,7 @@ class HistogramReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a router needs for its choice. `own_*`: of the same sum, what came from the router that reads it.
+    """The load that routers choose workers by. `own_*` is the share of the router that reads it.
 
     `queued_tokens`: prompt tokens to be computed, without those that are cached; `queued_pairs`: pairs of one of them
     and a token it attends to. `step_cost`: seconds a step, a token and a pair, as measured; None: not yet.
@@ -339,13 +339,13 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     queued_tokens: int = 0
     queued_pairs: float = 0.0
-    num_sequences: int = 0  # that wait or run
-    context_tokens: int = 0  # of those that decode
+    num_sequences: int = 0  # waiting and running ones
+    context_tokens: int = 0  # tokens of the decoding sequences
     own_queued_tokens: int = 0
     own_queued_pairs: float = 0.0
     own_sequences: int = 0
     step_cost: tuple[float, float, float] | None = None
-    transfer_bytes_s: float | None = None  # at which blocks are pushed
+    transfer_bytes_s: float | None = None  # the measured rate of pushes
 
 
 class Status(Body, frozen=True, kw_only=True, tag="status"):
@@ -360,7 +360,7 @@ class Status(Body, frozen=True, kw_only=True, tag="status"):
     swap: dict[str, int] = {}
     histograms: dict[str, HistogramReport] = {}
     load: LoadReport | None = None  # a worker of an older version sends none
-    stages: list[Stage] = []  # of the request that was asked about
+    stages: list[Stage] = []  # stages of the request in the query
 
 
 class GroupLoad(Body, frozen=True, kw_only=True, tag="group_load"):

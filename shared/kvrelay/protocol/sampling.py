@@ -59,7 +59,7 @@ class FinishReason(StrEnum):
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities at one position, of the model's own distribution (before temperature and penalties)."""
 
-    token_id: int  # the token that stands at this position
+    token_id: int  # the token at this position
     logprob: float
     top_ids: list[int]  # most likely first
     top_logprobs: list[float]
@@ -70,5 +70,5 @@ class BeamResult(msgspec.Struct, frozen=True, array_like=True):
 
     token_ids: list[int]
     score: float  # logprob / len(token_ids) ** length_penalty
-    logprob: float  # of all its tokens, after penalties and biases
+    logprob: float  # the sum over its tokens, after penalties and biases
     finish: FinishReason

@@ -107,14 +107,17 @@ class SequenceLifecycle:
         """
         sequence = row.sequence
         sequence.num_planned -= row.num_tokens
-        if row.sample:
-            sequence.num_expected -= 1
+        sequence.num_expected -= row.sample
         if sequence.state is not SequenceState.FINISHED:
             return True
+        self.free_ended(sequence)
+        return False
+
+    def free_ended(self, sequence: Sequence) -> None:
+        """Frees the blocks of a sequence that ended while it was in a step, unless another step is still planned."""
         if not sequence.num_planned:
             self._ended_in_flight.remove(sequence)
             self.blocks.free(sequence)
-        return False
 
     def lose_blocks(self, sequence: Sequence) -> None:
         """A running sequence stops and its blocks are released. The caller queues it again."""

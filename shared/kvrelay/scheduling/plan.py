@@ -45,9 +45,9 @@ def work_of(rows: Iterable[PlannedRow]) -> tuple[int, float]:
 
 @dataclass(slots=True, eq=False)
 class SwapCopy:
-    """A preempted sequence's K/V on the host: the first `num_tokens` tokens', one slot a block, in table order.
+    """The KV of a preempted sequence on the host: its first `num_tokens` tokens, one slot per block, in table order.
 
-    `is_made`: the step that copies it out has landed. `gain_s`: what giving it up costs, by the estimate at its making.
+    `is_made`: the step that copies it out has ended. `gain_s`: estimated time that is lost if it is dropped.
     """
 
     sequence: Sequence
@@ -60,10 +60,10 @@ class SwapCopy:
 
 @dataclass(frozen=True, slots=True)
 class SwapPlan:
-    """What a step copies between pool and host before its forward: first out, then in.
+    """The copies between pool and host that a step makes before its forward: first out, then in.
 
-    `leaving` and `returning`: whose K/V that is. `held_blocks`: the pool's blocks that these copies read or write. They
-    are held as `in_flight` from the plan's end until the step has landed, besides any other holds.
+    `leaving` and `returning`: the sequences' copies. `held_blocks`: the pool's blocks that the copies read or write.
+    They are held as `in_flight` from the plan until the step has ended, besides any other holds.
     """
 
     out: SwapCopies
@@ -74,20 +74,20 @@ class SwapPlan:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks copied, both ways."""
+        """Number of blocks copied, both ways."""
         return len(self.out.blocks) + len(self.back.blocks)
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Rows of one step, prefill chunks first. `held_back` says why the head of the queue was not admitted.
+    """The plan of one step: its rows, prefill chunks first, and its effects.
 
-    `preempted` lost their blocks; `recomputed` lost their K/V, in this step or since the one before: those preempted
-    without a copy, and those whose copy was given up. `swaps`: what is copied to the host and back, if anything; such
-    a step is to be executed even where it has no rows. `copies`: blocks that the step copies after that and before it
-    computes. `delayed`: a prefill gate held the head back. That is decided anew in the next pass, whether or not
-    anything happened. A beam search is preempted as its leader alone. `reservations`: handoffs whose blocks are
-    reserved now, so that their transfer may begin; they are in no row.
+    `preempted`: sequences that lost their blocks; a beam search is represented by its leader. `recomputed`: sequences
+    whose KV was lost since the plan before: preempted without a copy, or with a copy that was dropped. `held_back`: why
+    the head of the queue was not admitted. `delayed`: the prefill gate held it back, and is asked again in the next
+    pass whether or not anything has changed. `swaps`: copies to and from the host, made even if there are no rows.
+    `copies`: blocks that are copied after that and before the forward. `reservations`: handoffs whose blocks are
+    reserved now, so that their transfer may begin. They have no rows.
     """
 
     step: int
@@ -103,28 +103,28 @@ class StepPlan:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is anything to execute."""
+        """Whether the step has anything to execute."""
         return bool(self.rows or self.copies) or self.swaps is not None
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Tokens of prompt chunks."""
+        """Number of tokens in prompt chunks."""
         return sum(row.num_tokens for row in self.rows if row.is_prefill)
 
     @property
     def num_decode_tokens(self) -> int:
-        """Tokens of decoding sequences, one each."""
+        """Number of tokens of decoding sequences, one each."""
         return sum(row.num_tokens for row in self.rows if not row.is_prefill)
 
 
 class NeedsCommit(Exception):
-    """A step cannot be planned before the one in flight is committed: it would have to take blocks from somebody."""
+    """The step in flight must be committed first, because planning this one would preempt or swap a sequence."""
 
 
 class PlanDraft:
-    """A plan while it is made. `budget_left` may fall below 0 where a policy runs a prompt longer than the budget.
+    """A plan while it is made. `budget_left` may fall below 0 if a policy runs a prompt longer than the budget.
 
-    `ahead`: a step is in flight; nobody may be preempted.
+    `ahead`: a step is in flight, and no sequence may be preempted.
     """
 
     def __init__(self, token_budget: int, *, ahead: bool = False) -> None:
@@ -132,7 +132,7 @@ class PlanDraft:
         self.ahead = ahead
         self.prompts: dict[Sequence, PlannedRow] = {}
         self.decodes: dict[Sequence, PlannedRow] = {}
-        self.prompting: list[Sequence] | None = None  # that run and do not decode; None: nobody has looked
+        self.prompting: list[Sequence] | None = None  # running prompts; None: not collected yet
         self.admitted: list[Sequence] = []
         self.preempted: list[Sequence] = []
         self.recomputed: list[Sequence] = []
@@ -143,7 +143,7 @@ class PlanDraft:
 
     @property
     def rows(self) -> tuple[PlannedRow, ...]:
-        """Prompt chunks first."""
+        """The rows, prompt chunks first."""
         return (*self.prompts.values(), *self.decodes.values())
 
     def add_chunk(self, sequence: Sequence, num_tokens: int) -> None:
@@ -153,24 +153,24 @@ class PlanDraft:
         self.budget_left -= num_tokens
 
     def add_decode(self, row: PlannedRow) -> None:
-        """Adds a decode."""
+        """Adds the row of a decode."""
         self.decodes[row.sequence] = row
         self.budget_left -= 1
 
     def add_decodes(self, rows: Seq[PlannedRow]) -> None:
-        """Adds decodes, but for those of sequences that were preempted since."""
+        """Adds rows of decodes, without those of sequences that were preempted since."""
         if self.preempted:
             rows = [row for row in rows if row.sequence.state is SequenceState.RUNNING]
         self.decodes |= {row.sequence: row for row in rows}
         self.budget_left -= len(rows)
 
     def preempt(self, sequence: Sequence) -> None:
-        """A sequence loses its part, if it had one, and its blocks."""
+        """Records a preempted sequence and drops its row."""
         self.drop_row(sequence)
         self.preempted.append(sequence)
 
     def drop_row(self, sequence: Sequence) -> None:
-        """A sequence loses its part, if it had one."""
+        """Drops a sequence's row, if it has one."""
         row = self.prompts.pop(sequence, None) or self.decodes.pop(sequence, None)
         if row is not None:
             self.budget_left += row.num_tokens
@@ -182,7 +182,7 @@ class PlanDraft:
         copies: Seq[BlockCopy] = (),
         reservations: Seq[Sequence] = (),
     ) -> StepPlan:
-        """The plan."""
+        """Returns the plan."""
         return StepPlan(
             *(step, self.rows, self.admitted, self.preempted, self.held_back, self.recomputed, swaps, self.delayed),
             copies=copies,

@@ -213,8 +213,9 @@ class BatchScheduler:
         if self.prefill_gate is not None:
             self.prefill_gate.passed(len(self.running), len(plan.admitted) - len(draft.returning))
         for row in plan.rows:
-            row.sequence.num_planned += row.num_tokens
-            row.sequence.num_expected += row.sample
+            sequence = row.sequence
+            sequence.num_planned += row.num_tokens
+            sequence.num_expected += row.sample
         if plan.has_work:
             self._uncommitted.append(plan)
         return plan

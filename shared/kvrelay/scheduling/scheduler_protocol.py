@@ -1,4 +1,4 @@
-"""The interface of every scheduler, and of the two gates that may hold back an admission."""
+"""The interface of schedulers, and of the gate that may hold prompts back."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from kvrelay.scheduling.step_cost import StepCost
 
 
 class PrefillGate(Protocol):
-    """Has a say in whether prompts are admitted in a pass at all (a pass is one plan)."""
+    """May hold back all prompts of a pass. A pass is one plan."""
 
     def ask(self, num_running: int, kv_usage: float) -> str:
-        """Why no prompt may be admitted in this pass; empty: they may. Asked when there is one that could be."""
+        """Returns why no prompt may be admitted in this pass, or "". Asked if a prompt could be admitted."""
         ...
 
     def passed(self, num_running: int, num_admitted: int) -> None:
@@ -28,136 +28,135 @@ class PrefillGate(Protocol):
         ...
 
     def remaining_delay_s(self) -> float:
-        """How long prompts that are held back will be, at the most."""
+        """Returns the longest time in seconds that prompts will still be held back."""
         ...
 
 
 class Scheduler(Protocol):
-    """Decides what each step computes, and books what it gave. Pure: no I/O, no clock, no tensor."""
+    """Plans steps and commits their results. No I/O, no clock, no tensors."""
 
     prefill_gate: PrefillGate | None
-    """Asked in each pass with a prompt to admit. A prompt that was begun goes on without."""
+    """Asked in each pass with a prompt to admit. Running prompts continue without asking."""
 
     @property
     def limits(self) -> SchedulerLimits:
-        """What a step may hold."""
+        """The limits of a step."""
         ...
 
     @property
     def blocks(self) -> BlockManager:
-        """Who gives the sequences their blocks."""
+        """Gives sequences their blocks."""
         ...
 
     @property
     def waiting(self) -> Collection[Sequence]:
-        """Sequences that hold nothing: preempted ones first, then by arrival."""
+        """Sequences in the queue: preempted ones first, then in the order of their arrival."""
         ...
 
     @property
     def num_pending_handoffs(self) -> int:
-        """Sequences among `waiting` whose KV comes from another worker."""
+        """Number of waiting sequences whose KV comes from another worker."""
         ...
 
     @property
     def running(self) -> Mapping[SequenceKey, Sequence]:
-        """Sequences that hold blocks, by the time they got them."""
+        """Sequences that hold blocks, in the order of their admission."""
         ...
 
     @property
     def num_preemptions(self) -> int:
-        """How often a sequence lost its blocks to others, since the start."""
+        """Number of preemptions since the start."""
         ...
 
     @property
     def swap_use(self) -> SwapUse:
-        """What was copied to the host and back, since the start, and what lies there now."""
+        """Copies to and from the host since the start, and the use of the swap space now."""
         ...
 
     @property
     def num_headroom_blocks(self) -> int:
-        """Blocks that admission leaves to the running sequences, beyond those they have, and to the rest of groups."""
+        """Number of blocks that admission leaves free: reserved ones, and those that running sequences will need."""
         ...
 
     @property
     def num_slots(self) -> int:
-        """Running sequences, those that beam searches among them will become, and the rest of their groups: at most
-        `max_running`."""
+        """Number of running sequences, with those that capacity is reserved for. At most `max_running`."""
         ...
 
     @property
     def group_samples(self) -> bool:
-        """Whether the samples of a request run at once."""
+        """Whether the samples of a request run at the same time."""
         ...
 
     @property
     def num_reserved_samples(self) -> int:
-        """Waiting sequences for which room is set aside: the rest of groups that were admitted."""
+        """Number of waiting samples with reserved capacity."""
         ...
 
     @property
     def has_work(self) -> bool:
-        """Whether any sequence waits or runs."""
+        """Whether any sequence waits, is being received or runs."""
         ...
 
     def calibrate(self, cost: StepCost) -> None:
-        """What steps cost here was measured; for policies that cut prompts by time."""
+        """Takes the cost of steps that was measured at the start."""
         ...
 
     def add(self, sequence: Sequence) -> None:
-        """Queues a sequence. Raises ValueError for one that is known already."""
+        """Queues a sequence. Raises ValueError for a known one."""
         ...
 
     def reserve(self) -> Seq[Sequence]:
-        """Admits handoffs between steps, as `schedule` does in one: as long as a handoff is next and there is room.
+        """Admits handoffs between steps, as long as a handoff is next and fits.
 
         Returns those whose transfer may begin and that no plan or call has returned before.
         """
         ...
 
     def adopt(self, sequence: Sequence, candidates: BeamCandidates | None = None) -> SequenceOutput | None:
-        """A handoff is complete: its prompt's KV is in its blocks, and its tokens end with the first new one. It runs.
+        """A handoff is complete: its prompt's KV is in its blocks, and its first new token in its tokens. It runs.
 
-        A beam search comes with the candidates that follow its prompt; its output is returned if they end it. Raises
-        ValueError, and changes nothing, for a sequence that is not being received, and for candidates that are missing
-        or out of place.
+        A beam search brings the candidates that follow its prompt. Returns its output if they end it. Raises
+        ValueError, and changes nothing, for a sequence that is not being received, and for missing or unexpected
+        candidates.
         """
         ...
 
     def quarantine(self, sequence: Sequence) -> None:
-        """A handoff was given up while its sender may still write: it keeps its blocks until `release`."""
+        """A handoff was dropped while its sender may still write: it keeps its blocks until `release`."""
         ...
 
     def release(self, sequence: Sequence, num_computed: int) -> None:
-        """A handoff ends and its sender writes nothing any more. The KV of its first `num_computed` tokens is true."""
+        """A handoff ends, and its sender no longer writes. The KV of its first `num_computed` tokens is valid."""
         ...
 
     def abort(self, key: SequenceKey) -> bool:
-        """Ends a sequence without output. One in a step in flight ends when that step is committed. Whether known."""
+        """Ends a sequence without output, after the commit of its step if it is in one. Returns whether it is known."""
         ...
 
     def get(self, key: SequenceKey) -> Sequence | None:
-        """A sequence that is waiting or running."""
+        """Returns the sequence if it waits, is being received, or runs."""
         ...
 
     def schedule(self) -> StepPlan:
-        """Plans the next step; a plan with rows is to be committed or failed before the next call."""
+        """Plans the next step. A plan with work is committed or failed before the next call."""
         ...
 
     def schedule_ahead(self) -> StepPlan | None:
-        """Plans the step behind the one in flight; None where that one must be committed first. Preempts nobody.
+        """Plans the step behind the one in flight. Returns None if that one must be committed first. Never preempts.
 
         Plans are committed in order. If the step in flight fails, `cancel_plan` comes before `fail_step`.
         """
         ...
 
     def cancel_plan(self, plan: StepPlan) -> None:
-        """A step that was planned ahead does not run: its sequences are where they were. Who was admitted stays."""
+        """A step that was planned ahead does not run. Its sequences are as before the plan; admitted ones stay."""
         ...
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
-        """Books a step's result; returns what is to be told about it. Finished sequences have left."""
+        """Commits a step's result and returns the outputs of its sequences. Finished sequences have left."""
         ...
 
     def fail_step(self, plan: StepPlan, keys: Collection[SequenceKey] | None = None) -> list[Sequence]:
-        """The step could not be computed: the sequences with these keys leave (None: all of them). Returns them."""
+        """The step failed: ends the sequences with these keys (None: all of the step) and returns them."""
         ...

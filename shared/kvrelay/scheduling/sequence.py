@@ -1,17 +1,19 @@
-"""One sequence as a worker sees it: its tokens, how far their K/V is computed, and its block table.
+"""One sequence on a worker: its tokens, how many of them have KV, and its block table.
 
-1. WAITING    queued; holds nothing. A preempted sequence is here again, with its output as part of what to compute.
-              A sequence with `remote` waits here until blocks are reserved for the KV that another worker sends.
-   WAITING_FOR_REMOTE_KV, QUARANTINED   only of sequences with `remote`; `remote_kv.py` explains them.
-2. RUNNING    holds blocks; `num_computed` of its tokens have K/V. Prefilling until all but the newest token have it.
-3. SWAPPED    preempted and queued; holds no block, but its K/V has a copy on the host. RUNNING again when that is to be
-              copied back; WAITING when the copy is given up.
-4. FINISHED   left the scheduler, holds nothing there. Terminal.
+1. WAITING                in the queue, without blocks. A preempted sequence waits again, with its output as part of the
+                          tokens to compute. A sequence with `remote` waits until blocks are reserved for its KV.
+   WAITING_FOR_REMOTE_KV  only with `remote`: its KV is being received (`queue/remote_kv.py`).
+   QUARANTINED            only with `remote`: its transfer was dropped, and its sender may still write into its blocks.
+2. RUNNING                holds blocks; the first `num_computed` tokens have KV. It prefills until all tokens but the
+                          newest have KV.
+3. SWAPPED                preempted and in the queue, without blocks; its KV has a copy on the host. It becomes RUNNING
+                          when the copy back is planned, and WAITING if the copy is dropped.
+4. FINISHED               left the scheduler and holds nothing there. Terminal.
 
-Committed and planned lengths are kept apart: `num_computed` and the tokens move only when a step's result is committed;
-`num_planned` says how many tokens the steps that are planned and not committed compute, and `num_expected` how many
-they draw. There may be two such steps: one in flight, and the one planned behind it. What is asked about the next step
-(`next_position`, `num_remaining`, `is_decoding`) counts as if they had gone well.
+Committed and planned lengths are separate. `num_computed` and the tokens change only when a step is committed.
+`num_planned` counts the tokens that uncommitted steps compute, and `num_expected` the tokens that they sample. There
+may be two such steps: one in flight, and one planned behind it. Properties of the next row (`next_position`,
+`num_remaining`, `is_decoding`) count as if these steps had succeeded.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class SequenceState(StrEnum):
-    """See the module's text."""
+    """The module's text explains the states."""
 
     WAITING = "waiting"
     WAITING_FOR_REMOTE_KV = "waiting_for_remote_kv"
@@ -46,7 +48,8 @@ class SequenceState(StrEnum):
 
 
 class TokenBuffer:
-    """A growing array of token ids whose slices are views. `num_tokens` is for reading; it is read very often."""
+    """A growing array of token ids whose slices are views. Reads of `num_tokens` are frequent, so it is an
+    attribute."""
 
     def __init__(self, token_ids: NDArray[np.int32]) -> None:
         self._data = np.array(token_ids, dtype=np.int32)
@@ -90,7 +93,7 @@ class RemoteKV:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Bookkeeping of one sequence; see the module's text for its states."""
+    """The state of one sequence; the module's text explains its life."""
 
     key: SequenceKey
     tokens: TokenBuffer
@@ -101,58 +104,58 @@ class Sequence:
     router: PeerRef
     trace: str = ""
     priority: int = 0
-    remote: RemoteKV | None = None  # until it is adopted
+    remote: RemoteKV | None = None  # None once the handoff is complete
     prefill_only: bool = False  # leaves the scheduler when its first token is sampled
     state: SequenceState = SequenceState.WAITING
-    block_state: BlockState = BlockState.COMPUTING  # of the blocks in its table
+    block_state: BlockState = BlockState.COMPUTING  # the state of the blocks in its table
     num_computed: int = 0
     num_planned: int = 0
     num_expected: int = 0
-    num_cached_tokens: int = 0  # of the prompt, found in this worker's cache at first admission
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     num_published: int = 0  # blocks offered to the cache
-    stop_tokens: frozenset[int] = frozenset()  # that end it; set when it joins a scheduler, as is the next one
-    max_length: int = 0  # tokens, prompt and output, that end it
+    stop_tokens: frozenset[int] = frozenset()  # set by the scheduler, like max_length
+    max_length: int = 0  # number of prompt and output tokens at which it ends
     hashes: list[BlockHash] = field(default_factory=list)
-    abort_requested: bool = False  # while a step in flight computes it
-    needs_commit_first: bool = False  # its next step depends on what the host makes of this one: no planning ahead
+    abort_requested: bool = False  # ends at the commit of the step in flight
+    needs_commit_first: bool = False  # the host must see its results before its next step can be planned
     num_preemptions: int = 0
-    sample_group: str = ""  # that it is preempted and resumed with; empty: none
-    beams: BeamGroup | None = None  # of the beam search that it is a beam of
-    num_borrowed: int = 0  # blocks at its table's start that its beam group holds for it
+    sample_group: str = ""  # admitted, preempted and resumed together; empty: none
+    beams: BeamGroup | None = None  # the beam search that it belongs to
+    num_borrowed: int = 0  # first blocks of its table, which its beam group holds
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens."""
+        """Number of prompt and output tokens."""
         return self.tokens.num_tokens
 
     @property
     def num_output(self) -> int:
-        """Output tokens, those of earlier attempts included."""
+        """Number of output tokens, with those of earlier attempts."""
         return self.tokens.num_tokens - self.num_prompt
 
     @property
     def next_position(self) -> int:
-        """Where the next step goes on."""
+        """Position of the first token of the next row."""
         return self.num_computed + self.num_planned
 
     @property
     def num_remaining(self) -> int:
-        """Tokens without K/V, and not planned; 1 for a decoding sequence."""
+        """Number of tokens without KV that are not planned; 1 for a decoding sequence."""
         return self.tokens.num_tokens + self.num_expected - self.num_computed - self.num_planned
 
     @property
     def num_slots(self) -> int:
-        """Running sequences that a waiting one becomes: all beams of a search."""
+        """Number of running sequences that it becomes: the width of a beam search, else 1."""
         return 1 if self.sampling.beams is None or self.prefill_only else self.sampling.beams.width
 
     @property
     def num_full_blocks(self) -> int:
-        """Blocks that its tokens fill."""
+        """Number of blocks that its tokens fill."""
         return self.tokens.num_tokens // self.table.block_size
 
     @property
     def is_decoding(self) -> bool:
-        """Only the newest token lacks K/V, and that token is output."""
+        """Whether only the newest token lacks KV, and that token is output."""
         num_tokens = self.tokens.num_tokens + self.num_expected
         position = self.num_computed + self.num_planned
         is_last = num_tokens - position == 1 and num_tokens > self.num_prompt and position > 0
@@ -160,13 +163,13 @@ class Sequence:
 
     @property
     def wants_token(self) -> bool:
-        """Whether a token is to be drawn once all K/V is there; a prompt that is only scored wants none."""
+        """Whether a token is sampled once all KV is computed. A prompt that is only scored needs none."""
         if self.beams is not None:
             return self.beams.wants_candidates
         return self.sampling.max_tokens > self.num_output
 
     def block_hashes(self, num_blocks: int, start: int = 0) -> list[BlockHash]:
-        """The hashes of the full blocks [start, num_blocks); each is computed once."""
+        """Returns the hashes of the full blocks [start, num_blocks). Each is computed once."""
         have = len(self.hashes)
         if have < num_blocks:
             size = self.table.block_size

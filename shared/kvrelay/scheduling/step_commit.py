@@ -10,7 +10,7 @@ from kvrelay.protocol.sampling import FinishReason
 from kvrelay.scheduling.beams.beam_groups import BeamGroup
 from kvrelay.scheduling.lifecycle import SequenceLifecycle
 from kvrelay.scheduling.plan import PlannedRow, SequenceOutput
-from kvrelay.scheduling.sequence import Sequence
+from kvrelay.scheduling.sequence import Sequence, SequenceState
 
 
 class StepCommit:
@@ -27,26 +27,31 @@ class StepCommit:
         """
         outputs: list[SequenceOutput] = []
         groups: dict[BeamGroup, None] = {}
-        lifecycle, computing, block_size = self._lifecycle, BlockState.COMPUTING, self._block_size
-        row_ended = lifecycle.row_ended
+        lifecycle, block_size = self._lifecycle, self._block_size
+        computing, finished = BlockState.COMPUTING, SequenceState.FINISHED
         for row, given in zip(rows, results, strict=True):
             sequence = row.sequence
             if sequence.beams is not None:
                 self._commit_beam(row, given)
                 groups[sequence.beams] = None
                 continue
-            if not row_ended(row):
+            # `SequenceLifecycle.row_ended` without the call, which would be 5% of the whole commit.
+            sequence.num_planned -= row.num_tokens
+            sequence.num_expected -= row.sample
+            if sequence.state is finished:
+                lifecycle.free_ended(sequence)
                 continue
+            tokens = sequence.tokens
             num_computed = sequence.num_computed = sequence.num_computed + row.num_tokens
             if sequence.abort_requested:
                 lifecycle.leave(sequence)
                 continue
             # Not `row.is_prefill`: the last token of a resumed prompt, alone in its step, looks like a decode.
-            prefilled = sequence.block_state is computing and num_computed == sequence.tokens.num_tokens
+            prefilled = sequence.block_state is computing and num_computed == tokens.num_tokens
             token_ids, logprobs, finish = given.token_ids, given.logprobs, None
-            start = end = sequence.tokens.num_tokens
+            start = end = tokens.num_tokens
             for token_id in token_ids:
-                end = sequence.tokens.append(token_id)
+                end = tokens.append(token_id)
                 if token_id in sequence.stop_tokens or end >= sequence.max_length:
                     finish = FinishReason.STOP_TOKEN if token_id in sequence.stop_tokens else FinishReason.LENGTH
                     token_ids, logprobs = token_ids[: end - start], logprobs[: end - start]

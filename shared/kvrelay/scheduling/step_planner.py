@@ -50,7 +50,7 @@ class StepPlanner:
         """Adds a row for every running decode. A sequence that finds no free block preempts others, or is preempted."""
         rows: list[PlannedRow] = []
         short: list[Sequence] = []  # sequences that need a block
-        looks_ahead = self._max_lookahead > 0
+        looks_ahead, num_lookahead = self._max_lookahead > 0, 0
         draft.prompting = prompting = []
         for sequence in self._running.values():
             is_beam = sequence.beams is not None
@@ -60,7 +60,8 @@ class StepPlanner:
             if sequence.num_planned and not _continues(sequence):
                 continue
             position = sequence.num_computed + sequence.num_planned
-            num_lookahead = self._num_lookahead(sequence) if looks_ahead else 0
+            if looks_ahead:
+                num_lookahead = self._num_lookahead(sequence)
             rows.append(PlannedRow(sequence, position, 1, False, True, num_lookahead))
             if is_beam or position + num_lookahead >= sequence.table.capacity_tokens:
                 short.append(sequence)

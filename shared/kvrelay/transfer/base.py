@@ -17,7 +17,7 @@ from kvrelay.transfer.counters import SenderCounters
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """One block of a push: index in the prompt, where it lies at the sender, where it goes at the receiver."""
+    """One block of a push: its index in the prompt, its block at the sender and its slot at the receiver."""
 
     index: int
     source: int
@@ -102,7 +102,7 @@ class TransferReceiver(Protocol):
 
     @property
     def endpoint(self) -> dict[str, str]:
-        """What a sender needs to reach this pool; travels in Granted."""
+        """The address of this pool for senders. `Granted` carries it."""
         ...
 
     def start(self, on_event: Callable[[ReceiverEvent], None]) -> None:

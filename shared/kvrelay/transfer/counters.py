@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from kvrelay.transfer.admission import DropCause
+from kvrelay.transfer.write_permits import DropCause
 
 
 @dataclass(slots=True)

@@ -17,11 +17,11 @@ Endpoint = dict[str, str]
 
 
 class Unreachable(Exception):
-    """A push to this receiver cannot be made; the text says why."""
+    """A push to this receiver cannot be made. The message has the cause."""
 
 
 class MalformedEndpoint(Unreachable, ValueError):
-    """No receiver can be reached by these words."""
+    """The endpoint of a receiver has missing or invalid fields."""
 
 
 def machine_id() -> str | None:

@@ -1,12 +1,11 @@
-"""NIXL (https://github.com/ai-dynamo/nixl) with its UCX backend, as little of it as this transport needs, with types.
+"""A typed wrapper around the part of NIXL (https://github.com/ai-dynamo/nixl, UCX backend) that this transport needs.
 
-The library is imported only when an agent is made: it is optional, and brings 60 MB of shared objects along.
+The library is imported only when an agent is made: it is optional, and loads 60 MB of shared objects.
 
-What NIXL 1.5 does that one has to know: descriptors of a prepared list that are neighbours on both sides, and stand in
-that order, become one write (a request made in one go, by `initialize_xfer`, is not merged). Within one machine a write
-is one `process_vm_writev` per descriptor (UCX's `cma`), made inside `post` by the posting thread. A handle that is
-released while its write is in flight says ok, and the data lands all the same.
-"""
+Facts about NIXL 1.5: descriptors of a prepared list that are neighbours on both sides, in list order, become one write
+(a request made in one go, by `initialize_xfer`, is not merged). Within one machine a write is one `process_vm_writev`
+per descriptor (UCX's `cma`), made inside `post` by the posting thread. A handle that is released while its write is in
+flight says ok, and the data lands all the same."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ class Region:
 
     @staticmethod
     def of(memory: PoolLike) -> Region:
-        """Where a pool lies. Raises ValueError for an array that is no pool."""
+        """The memory region of a pool. Raises ValueError for an array that is no pool."""
         pool = as_pool(memory)
         return Region(pool.address, pool.num_blocks, pool.block_bytes, pool.segment, pool.device_id)
 
@@ -137,11 +136,11 @@ class NixlAgent:
 
     def end(self, write: Write) -> None:
         """Gives the handle of a write back that is complete or failed."""
-        with suppress(Exception):  # of a failed one NIXL may say so again
+        with suppress(Exception):  # NIXL may raise the error of a failed write again
             write.handle.release()
 
     def notifications(self) -> list[bytes]:
-        """What came since the last call. Raises NixlError."""
+        """Returns notifications since the last call. Raises NixlError."""
         with _errors("notifications"):
             news = self._agent.get_new_notifs()
         return [bytes(note) for notes in news.values() for note in notes]

@@ -1,4 +1,4 @@
-"""How a NIXL sender learns to reach a receiver's pool: it travels in Granted, so that no third party takes part."""
+"""The endpoint of a NIXL receiver. `Granted` carries it, so no metadata server is needed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class NixlEndpoint:
     region: Region
 
     def encode(self) -> Endpoint:
-        """As words."""
+        """Encodes the endpoint as strings for `Granted`."""
         return {
             "agent": self.agent,
             "metadata": base64.b64encode(self.metadata).decode(),

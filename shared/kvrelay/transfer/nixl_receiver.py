@@ -1,13 +1,14 @@
-"""The receiving end over NIXL: senders write into the pool by themselves; here their notifications are read.
+"""The receiver over NIXL: senders write into the pool themselves, and this thread reads their notifications.
 
-A write carries no identity and cannot be refused: whoever was told the endpoint may write at any moment, also after
-`release`. What can be refused is its notification: a block counts as landed only if its reservation is admitted here,
-and once. So slots stay in quarantine until the sender said that it drained, or its process is gone.
+A write has no sender identity and cannot be refused: any process that has the endpoint may write at any moment, also
+after `release`. Only the notification can be refused: a block counts as landed if its reservation is admitted, and
+once. Therefore slots stay in quarantine until the sender has reported Drained or its process has ended.
 
-NIXL has no descriptor to wait for, so a thread asks: every 0.2 ms while blocks come, every 0.5 ms while a reservation
-is open, and every 50 ms otherwise, unless `admit` wakes it. Transports that copy on this side do so while it asks.
+NIXL has no descriptor to wait for, so a thread polls: every 0.2 ms while blocks arrive, every 0.5 ms while a
+reservation is open, and every 50 ms otherwise, unless `admit` wakes it. UCX transports that copy on this side do so
+during a poll.
 
-Checksums are taken of what lies in the slots when the notification is read, so they also find a write that went astray.
+Checksums are computed from the slots when the notification is read, so they also detect a write to a wrong slot.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class NixlReceiver(ReceiverThread):
     def _pause(self, *, is_busy: bool) -> None:
         if is_busy:
             time.sleep(BUSY_POLL_S)
-        elif len(self._book):
+        elif len(self._permits):
             time.sleep(OPEN_POLL_S)
         else:
             self._wake.wait(IDLE_POLL_S)

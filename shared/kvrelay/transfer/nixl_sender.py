@@ -1,18 +1,19 @@
 """The sending end over NIXL: one agent, whose writes the sender's thread posts (see `sender_thread`).
 
-What is to be written, and in which order, stands in `outbox`; here are the agent and the clock. A push is cut into
-pieces of at most 64 MiB, each one posted write with its own notification: posting may block for the copy, and what was
-asked meanwhile (an abort above all) is obeyed between two pieces. A piece's blocks are sorted by source, so that
-neighbours become one write.
+`outbox` decides which piece is written next; this module has the agent and the clock. A push is cut into pieces of at
+most 64 MiB. Each piece is one posted write with its own notification: posting may block for the copy, and commands
+(above all an abort) are carried out between two pieces. A piece's blocks are sorted by source, so that neighbours
+become one write.
 
-States of a peer, known by its agent's name, which is another one after each start:
+A peer is known by its agent's name, which changes with each start. Its states:
 
-1. CONNECTING  its metadata is loaded, its pool's descriptors are prepared; no write has completed. Now and then UCX
-               1.23 never finishes to connect and says nothing (over TCP with several network devices, once in some
-               hundred connections): so after `connect_timeout_s` the connection is torn down, which ends its writes.
+1. CONNECTING  its metadata is loaded and its pool's descriptors are prepared; no write has completed. UCX 1.23
+               sometimes never finishes connecting and reports nothing (over TCP with several network devices, about
+               once in some hundred connections), so after `connect_timeout_s` the connection is closed, which ends its
+               writes.
 2. CONNECTED   a write has completed.
-3. BROKEN      a write failed. Nothing more is posted; what waited has failed. With its last write ended it is
-               forgotten, and a later push begins anew.
+3. BROKEN      a write failed, and with it all waiting pieces. No more writes are posted. The peer is forgotten when its
+               last write has ended, and a later push connects again.
 
 A write that is in flight cannot be taken back: an aborted reservation has drained when the last of its writes is
 complete or failed, however long a stopped peer makes that last.
@@ -25,6 +26,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 import numpy as np
@@ -35,10 +37,10 @@ from kvrelay.transfer.counters import SenderCounters
 from kvrelay.transfer.endpoints import MalformedEndpoint
 from kvrelay.transfer.nixl_agent import NixlAgent, NixlError, Region, Write
 from kvrelay.transfer.nixl_endpoint import NixlEndpoint
-from kvrelay.transfer.outbox import Loan, Outbox
+from kvrelay.transfer.outbox import InFlightSend, Outbox
 from kvrelay.transfer.plan import Copies, Piece
 from kvrelay.transfer.pool_memory import PoolLike, as_pool
-from kvrelay.transfer.sender_thread import Courier, Push, SenderThread
+from kvrelay.transfer.sender_thread import Push, SenderThread, TransportDriver
 from kvrelay.transfer.wire import encode_header
 
 log = logging.getLogger(__name__)
@@ -46,14 +48,14 @@ log = logging.getLogger(__name__)
 POLL_S = 0.0001
 SLOW_POLL_S = 0.005
 SLOW_AFTER_S = 1.0
-"""Writes that have not moved for so long are asked for less often."""
+"""Writes that have made no progress for this long are polled less often."""
 IDLE_WAIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class NixlSettings:
-    """`piece_bytes` and `piece_blocks` bound one write, and with it how long posting may keep an abort waiting (10 to
-    20 ms for 64 MiB by memory copy); `window` of them per receiver may be in flight at once. A receiver that nobody
+    """`piece_bytes` and `piece_blocks` bound one write, and thereby how long posting may delay an abort (10 to
+    20 ms for 64 MiB by memory copy); `window` of them per receiver may be in flight at once. A receiver that was not
     used for `idle_forget_s` is disconnected. `close` waits `close_timeout_s` for writes in flight.
     """
 
@@ -66,18 +68,25 @@ class NixlSettings:
     close_timeout_s: float = 1.0
 
 
+class NixlPeerState(Enum):
+    """The module's docstring describes each state."""
+
+    CONNECTING = auto()
+    CONNECTED = auto()
+    BROKEN = auto()
+
+
 @dataclass(slots=True, eq=False)
 class _Peer:
     region: Region
     blocks: Any
-    connected: bool = False
-    broken: str = ""
-    """Why, once it is."""
+    state: NixlPeerState = NixlPeerState.CONNECTING
+    error: str = ""  # set in BROKEN
 
 
 @dataclass(frozen=True, slots=True)
-class _InFlight:
-    loan: Loan
+class _PostedWrite:
+    send: InFlightSend
     write: Write
     posted_at: float
 
@@ -101,21 +110,21 @@ class NixlSender(SenderThread):
         self._pool.enter_thread()
         self._region = Region.of(self._pool)
         self._agent = NixlAgent(self._region, ucx_transports=self._settings.ucx_transports)
-        super().__init__("kv-sender-nixl", self._region.num_blocks, self._courier)
+        super().__init__("kv-sender-nixl", self._region.num_blocks, self._driver)
 
     def close(self) -> None:
-        """As the base's; and leaves UCX, unless the thread is still there."""
+        """Stops the thread, and leaves UCX if the thread has ended. Idempotent."""
         super().close()
         if self.has_ended:
             self._agent.close()
 
-    def _courier(self, wake: Callable[[], None]) -> Courier:
+    def _driver(self, wake: Callable[[], None]) -> TransportDriver:
         self._pool.enter_thread()
-        return _NixlCourier(self._agent, self._region, self._settings, self._checksums, self.counters)
+        return _NixlDriver(self._agent, self._region, self._settings, self._checksums, self.counters)
 
 
-class _NixlCourier:
-    """The agent, the peers, and the writes in flight."""
+class _NixlDriver:
+    """Owns the agent, the peers and the writes in flight."""
 
     def __init__(
         self,
@@ -135,17 +144,17 @@ class _NixlCourier:
             region.block_bytes, window=settings.window, drain_timeout_s=math.inf, idle_close_s=settings.idle_forget_s
         )
         self._peers: dict[str, _Peer] = {}
-        self._in_flight: list[_InFlight] = []
+        self._in_flight: list[_PostedWrite] = []
         self._moved_at = 0.0
 
     def enqueue(self, push: Push) -> None:
-        """Gets to know the peer first, where it has to."""
+        """Connects to the peer first if it is new."""
         endpoint = NixlEndpoint.decode(push.endpoint)
         self._check(push.copies, self._peer_at(endpoint))
         self.outbox.push(endpoint.agent, self._cut(push.reservation, push.copies))
 
     def close(self) -> None:
-        """Gives writes in flight a moment, and lets go of everything."""
+        """Waits up to `close_timeout_s` for writes in flight, then releases all descriptors."""
         deadline = time.monotonic() + self._settings.close_timeout_s
         while self._in_flight and time.monotonic() < deadline:
             self.collect()
@@ -155,7 +164,7 @@ class _NixlCourier:
         self._agent.discard(self._blocks)
 
     def patience_s(self) -> float:
-        """NIXL has nothing to wait for: writes in flight are asked for."""
+        """NIXL offers no event to wait for, so writes in flight are polled."""
         now = time.monotonic()
         if self._in_flight:
             return POLL_S if now - self._moved_at < SLOW_AFTER_S else SLOW_POLL_S
@@ -169,12 +178,12 @@ class _NixlCourier:
             if name != endpoint.agent:
                 raise MalformedEndpoint(f"the metadata is that of {name}, not of {endpoint.agent}")
             peer = self._peers[name] = _Peer(endpoint.region, self._agent.prepare(endpoint.region, name))
-        if peer.broken:
-            raise NixlError(peer.broken)
+        if peer.state is NixlPeerState.BROKEN:
+            raise NixlError(peer.error)
         return peer
 
     def _check(self, copies: Copies, peer: _Peer) -> None:
-        """Nobody at the other end checks where a write goes."""
+        """Raises MalformedEndpoint. NIXL does not check at the other end where a write goes."""
         if peer.region.block_bytes != self._region.block_bytes:
             raise MalformedEndpoint(f"blocks of {peer.region.block_bytes} bytes there, {self._region.block_bytes} here")
         if copies.slots.max() >= peer.region.num_blocks:
@@ -187,18 +196,18 @@ class _NixlCourier:
         for first in range(0, len(ordered), step):
             yield Piece(reservation, ordered.take(slice(first, first + step)), direct=True)
 
-    def send(self, loan: Loan) -> list[SenderEvent]:
+    def send(self, in_flight: InFlightSend) -> list[SenderEvent]:
         """Posts a write, which may take as long as the copy itself."""
-        copies, peer = loan.piece.copies, self._peers[loan.peer]
+        copies, peer = in_flight.piece.copies, self._peers[in_flight.peer]
         checksums = None if self._checksums is None else self._checksums.of(copies.sources)
         header = encode_header(
-            loan.piece.reservation, self._region.block_bytes, copies.indices, copies.slots, checksums
+            in_flight.piece.reservation, self._region.block_bytes, copies.indices, copies.slots, checksums
         )
         began = time.perf_counter()
         try:
             write = self._agent.post(self._blocks, copies.sources, peer.blocks, copies.slots, header)
         except NixlError as error:
-            return self._failed(loan, error)
+            return self._failed(in_flight, error)
         finally:
             self._counters.post_s += time.perf_counter() - began
         self._moved_at = time.monotonic()
@@ -206,52 +215,58 @@ class _NixlCourier:
         self._counters.num_blocks += len(copies)
         self._counters.num_runs += copies.num_runs
         self._counters.num_bytes += len(copies) * self._region.block_bytes
-        self._in_flight.append(_InFlight(loan, write, self._moved_at))
+        self._in_flight.append(_PostedWrite(in_flight, write, self._moved_at))
         return []
 
     def collect(self) -> list[SenderEvent]:
-        """Writes that have ended."""
+        """Returns the events of writes that have ended."""
         events: list[SenderEvent] = []
         for flight in list(self._in_flight):
             try:
                 if not self._agent.poll(flight.write):
-                    self._give_up_connecting(flight)
+                    self._check_connect_timeout(flight)
                     continue
             except NixlError as error:
                 self._end(flight)
-                events += self._failed(flight.loan, error)
+                events += self._failed(flight.send, error)
             else:
-                self._peers[flight.loan.peer].connected = True
+                self._note_connected(self._peers[flight.send.peer])
                 self._end(flight)
-                events += self.outbox.give_back(flight.loan.number, time.monotonic()).events
+                events += self.outbox.complete(flight.send.number, time.monotonic()).events
         return events
 
-    def _give_up_connecting(self, flight: _InFlight) -> None:
-        peer, settings = self._peers[flight.loan.peer], self._settings
-        if peer.connected or peer.broken or time.monotonic() - flight.posted_at < settings.connect_timeout_s:
-            return
-        peer.broken = f"no connection within {settings.connect_timeout_s:g} s"
-        log.warning("%s: %s", flight.loan.peer, peer.broken)
-        self._disconnect(flight.loan.peer)
+    @staticmethod
+    def _note_connected(peer: _Peer) -> None:
+        if peer.state is NixlPeerState.CONNECTING:  # a write may still complete after another one failed
+            peer.state = NixlPeerState.CONNECTED
 
-    def _end(self, flight: _InFlight) -> None:
+    def _check_connect_timeout(self, flight: _PostedWrite) -> None:
+        peer, settings = self._peers[flight.send.peer], self._settings
+        is_due = time.monotonic() - flight.posted_at >= settings.connect_timeout_s
+        if peer.state is not NixlPeerState.CONNECTING or not is_due:
+            return
+        peer.state, peer.error = NixlPeerState.BROKEN, f"no connection within {settings.connect_timeout_s:g} s"
+        log.warning("%s: %s", flight.send.peer, peer.error)
+        self._disconnect(flight.send.peer)
+
+    def _end(self, flight: _PostedWrite) -> None:
         self._in_flight.remove(flight)
         self._moved_at = time.monotonic()
         self._agent.end(flight.write)
 
-    def _failed(self, loan: Loan, error: NixlError) -> list[SenderEvent]:
-        peer = self._peers[loan.peer]
-        if not peer.broken:
-            log.warning("the connection to %s broke: %s", loan.peer, error)
-            peer.broken = str(error)
+    def _failed(self, in_flight: InFlightSend, error: NixlError) -> list[SenderEvent]:
+        peer = self._peers[in_flight.peer]
+        if peer.state is not NixlPeerState.BROKEN:
+            log.warning("the connection to %s broke: %s", in_flight.peer, error)
+            peer.state, peer.error = NixlPeerState.BROKEN, str(error)
         self._counters.num_resets += 1
-        events = self.outbox.lose(loan.number, f"NIXL: {error}", time.monotonic())
-        if not any(flight.loan.peer == loan.peer for flight in self._in_flight):
-            self._forget(loan.peer)
+        events = self.outbox.fail(in_flight.number, f"NIXL: {error}", time.monotonic())
+        if not any(flight.send.peer == in_flight.peer for flight in self._in_flight):
+            self._forget(in_flight.peer)
         return events
 
     def expire(self) -> None:
-        """Forgets peers that nobody used for long."""
+        """Forgets peers that were not used for `idle_forget_s`."""
         for name in self.outbox.expire(time.monotonic()).idle:
             if name in self._peers:
                 self._forget(name)

@@ -1,4 +1,4 @@
-"""The NIXL transport's door: both ends, the sender's settings, and what is raised where NIXL does not work."""
+"""The public names of the NIXL transport. `TransportUnavailable` is raised if NIXL or UCX does not work here."""
 
 from kvrelay.transfer.nixl_agent import TransportUnavailable
 from kvrelay.transfer.nixl_receiver import NixlReceiver

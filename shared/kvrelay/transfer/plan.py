@@ -49,7 +49,7 @@ class Copies:
 
     @property
     def num_runs(self) -> int:
-        """Of blocks that are neighbours on both sides."""
+        """The number of runs of blocks that are neighbours on both sides."""
         is_next = (np.diff(self.sources) == 1) & (np.diff(self.slots) == 1)
         return len(self) - int(np.count_nonzero(is_next))
 
@@ -60,7 +60,7 @@ class Copies:
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """One message to be: some blocks of one reservation, in the order in which they stand in the data frame."""
+    """The content of one message: blocks of one reservation, in the order of the data frame."""
 
     reservation: str
     copies: Copies
@@ -69,11 +69,11 @@ class Piece:
     staging: Bytes | None = None
     """The buffer the blocks were gathered into, [num_blocks, block_bytes]; None before, and for direct pieces."""
     checksums: Checksums | None = None
-    """Of its blocks, once they were taken."""
+    """The checksums of its blocks; None before they are computed."""
 
 
 def frame_blocks(block_bytes: int, sizes: FrameSizes) -> int:
-    """How many blocks a frame holds at most."""
+    """Returns the largest number of blocks in a frame."""
     return max(1, sizes.frame_bytes // block_bytes)
 
 

@@ -1,4 +1,4 @@
-"""Where a pool's blocks lie, and how transports get at them: in place on a host, through staging on a device.
+"""The memory of a pool for transports: read and written in place on a host, through staging buffers on a device.
 
 `HostPool` is an array. A pool in an accelerator's memory is `kvrelay.engine.device_pool.DevicePool`; transports know
 neither torch nor CUDA.
@@ -18,9 +18,9 @@ Segment = Literal["DRAM", "VRAM"]
 
 
 class PoolMemory(Protocol):
-    """A pool of `num_blocks` blocks of `block_bytes` bytes, one behind the other from `address` on.
+    """`num_blocks` contiguous blocks of `block_bytes` bytes, starting at `address`.
 
-    Safe to use from several threads. What is given back or was written is complete when a method returns.
+    Safe to use from several threads. Reads and writes are complete when a method returns.
     """
 
     @property
@@ -37,7 +37,7 @@ class PoolMemory(Protocol):
 
     @property
     def device_id(self) -> int:
-        """Of the accelerator; 0 for a host."""
+        """The index of the accelerator; 0 for a host."""
         ...
 
     def enter_thread(self) -> None:
@@ -83,7 +83,7 @@ class HostPool:
 
     @property
     def is_writable(self) -> bool:
-        """Whether `scatter` may be called."""
+        """True if `scatter` may be called."""
         return self._memory.flags.writeable
 
     def enter_thread(self) -> None:

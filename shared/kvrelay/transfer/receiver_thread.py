@@ -1,11 +1,10 @@
-"""What the receiving ends have in common: a thread of their own, the book of what may land, and what becomes of a
-message.
+"""The thread that all receivers share the code of: it checks messages against the write permits and lands blocks.
 
-A block lands once. With checksums it lands only if its bytes are those that were sent; others are reported as
-`Corrupted`, and may be sent again.
+A block lands once. With checksums it lands only if its bytes are those that were sent; other blocks are reported as
+`Corrupted` and may be sent again.
 
-The book is under a lock, which the event loop takes too, and which nobody holds while bytes are copied or summed. What
-is being copied is noted instead, and only the release of that very reservation waits for it.
+A lock guards the permits. The event loop takes it too, so it is not held while bytes are copied or summed. Instead the
+reservation that is being copied is noted, and only the release of that reservation waits.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from threading import Condition, Thread
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.transfer.admission import AdmissionBook, Dropped, Writes
 from kvrelay.transfer.base import Corrupted, Landed, ReceiverEvent
 from kvrelay.transfer.checksums import checksums_of
 from kvrelay.transfer.counters import ReceiverCounters
 from kvrelay.transfer.loop_port import LoopPort
 from kvrelay.transfer.pool_memory import PoolLike, as_pool
 from kvrelay.transfer.wire import BlocksHeader, Bytes, Checksums, MalformedBlocks, decode_header
+from kvrelay.transfer.write_permits import Dropped, WritePermits, Writes
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +36,9 @@ class ReceiverThread:
     def __init__(self, thread_name: str, pool: PoolLike) -> None:
         self._thread_name = thread_name
         self._pool = as_pool(pool, writable=True)
-        self._pool.enter_thread()  # for a subclass that makes its library's objects here
-        self._book = AdmissionBook(self._pool.num_blocks, self._pool.block_bytes)
-        self._changed = Condition()  # over the book and over `_copying`
+        self._pool.enter_thread()  # a subclass may make objects of its library on this thread
+        self._permits = WritePermits(self._pool.num_blocks, self._pool.block_bytes)
+        self._changed = Condition()  # guards the permits and `_copying`
         self._copying: str | None = None  # the reservation into whose slots a message is copied
         self.counters = ReceiverCounters()
         self._thread: Thread | None = None
@@ -59,7 +58,7 @@ class ReceiverThread:
         named twice, or still claimed by another reservation (a slot is free again once its block landed).
         """
         with self._changed:
-            self._book.admit(reservation, first_block, slots)
+            self._permits.admit(reservation, first_block, slots)
 
     def release(self, reservation: str) -> None:
         """Ends a reservation, known or not; nothing of it is taken in after this returns.
@@ -67,7 +66,7 @@ class ReceiverThread:
         Waits for the copy of the message that is just going into its slots, if there is one.
         """
         with self._changed:
-            self._book.release(reservation)  # first: no other message of it begins meanwhile
+            self._permits.release(reservation)  # first: no other message of it begins meanwhile
             while self._copying == reservation:
                 self._changed.wait()
 
@@ -108,7 +107,7 @@ class ReceiverThread:
         rows = None if data is None else np.frombuffer(data, np.uint8)
         size = header.indices.size * header.block_bytes if rows is None else rows.size
         with self._changed:
-            writes = self._book.check(header, size)
+            writes = self._permits.check(header, size)
             self.counters.num_duplicate_blocks += header.indices.size - len(writes.blocks)
             if header.checksums is None:
                 self._copying = header.reservation
@@ -118,7 +117,7 @@ class ReceiverThread:
             if not is_whole.all():
                 events.append(self._corrupted(header, writes.take(~is_whole)))
             with self._changed:
-                writes = self._book.check(header, size).take(is_whole)  # it may have been released meanwhile
+                writes = self._permits.check(header, size).take(is_whole)  # it may have been released meanwhile
                 self._copying = header.reservation
         try:
             return self._copy_and_land(header, writes, rows) + events
@@ -133,9 +132,9 @@ class ReceiverThread:
         if rows is not None:
             self._write(rows.reshape(-1, header.block_bytes), writes)
         with self._changed:
-            if header.reservation not in self._book:
+            if header.reservation not in self._permits:
                 raise Dropped("unknown_reservation")  # released meanwhile, which waits for this
-            self._book.land(header.reservation, writes.blocks)
+            self._permits.land(header.reservation, writes.blocks)
         self.counters.num_blocks += len(writes.blocks)
         self.counters.num_bytes += len(writes.blocks) * header.block_bytes
         return [Landed(header.reservation, writes.blocks)]

@@ -1,8 +1,8 @@
-"""What the sending ends have in common: a thread of their own, the commands to it, and the turns it takes.
+"""The thread that all senders share the code of: it takes commands, reports completed sends and submits pieces.
 
-The event loop only ever puts commands into a queue. The thread obeys them, gives out what ended, and lends the next
-piece of the outbox to its transport (the courier); between two pieces it obeys what was asked meanwhile, an abort above
-all. It never waits for anything but that queue.
+The event loop only puts commands into a queue. The thread carries them out, reports completed sends, and submits the
+next piece of the outbox to the transport driver. It looks at the queue between two pieces, so that an abort does not
+wait for a long push. It waits for nothing but that queue.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvrelay.transfer.base import BlockCopy, SenderEvent, TransferFailed
 from kvrelay.transfer.counters import SenderCounters
 from kvrelay.transfer.endpoints import Endpoint, Unreachable
 from kvrelay.transfer.loop_port import LoopPort, ended_in_time
-from kvrelay.transfer.outbox import Loan, Outbox
+from kvrelay.transfer.outbox import InFlightSend, Outbox
 from kvrelay.transfer.plan import Copies
 
 
@@ -50,8 +50,8 @@ class _Close:
 _Command = Push | _Abort | _Wake | _Close
 
 
-class Courier(Protocol):
-    """One transport's part of the work. All of it is called on the sender's thread."""
+class TransportDriver(Protocol):
+    """The part of a sender that differs between transports. All methods are called on the sender's thread."""
 
     outbox: Outbox
 
@@ -60,40 +60,40 @@ class Courier(Protocol):
         ...
 
     def collect(self) -> list[SenderEvent]:
-        """Gives loans back that ended since the last call."""
+        """Returns the events of sends that have completed since the last call."""
         ...
 
     def expire(self) -> None:
         """Closes connections whose time is over."""
         ...
 
-    def send(self, loan: Loan) -> list[SenderEvent]:
+    def send(self, in_flight: InFlightSend) -> list[SenderEvent]:
         """Begins to send a piece."""
         ...
 
     def patience_s(self) -> float | None:
-        """How long to wait for a command when there is nothing to lend; None: until one comes."""
+        """Seconds to wait for a command if there is nothing to submit. None: until one comes."""
         ...
 
     def close(self) -> None:
-        """Lets go of everything. The pool is not read after this returns."""
+        """Releases all resources. The pool is not read after this returns."""
         ...
 
 
-CourierFactory = Callable[[Callable[[], None]], Courier]
+TransportDriverFactory = Callable[[Callable[[], None]], TransportDriver]
 
 
 class SenderThread:
-    """A sender whose courier is made and used on a thread named `thread_name`. `num_blocks`: of the sender's pool.
+    """A sender whose driver is made and used on a thread named `thread_name`. `num_blocks`: of the sender's pool.
 
-    `make_courier` gets a function that may be called from anywhere and ends the thread's wait.
+    `make_driver` gets a function that may be called from anywhere and ends the thread's wait.
     """
 
-    def __init__(self, thread_name: str, num_blocks: int, make_courier: CourierFactory) -> None:
+    def __init__(self, thread_name: str, num_blocks: int, make_driver: TransportDriverFactory) -> None:
         self.counters = SenderCounters()
         self._thread_name = thread_name
         self._num_blocks = num_blocks
-        self._make_courier = make_courier
+        self._make_driver = make_driver
         self._commands: SimpleQueue[_Command] = SimpleQueue()
         self._thread: Thread | None = None
 
@@ -125,7 +125,7 @@ class SenderThread:
 
     @property
     def has_ended(self) -> bool:
-        """Whether there is no thread (any more)."""
+        """True if the thread has not started or has ended."""
         return self._thread is None or not self._thread.is_alive()
 
     def _wake(self) -> None:
@@ -133,30 +133,30 @@ class SenderThread:
 
     def _run(self, port: LoopPort[SenderEvent]) -> None:
         try:
-            courier = self._make_courier(self._wake)
+            driver = self._make_driver(self._wake)
             try:
-                self._serve(courier, port.emit)
+                self._serve(driver, port.emit)
             finally:
-                courier.close()
+                driver.close()
         except Exception as error:
             port.report_crash(self._thread_name, error)
 
-    def _serve(self, courier: Courier, emit: Callable[[SenderEvent], None]) -> None:
+    def _serve(self, driver: TransportDriver, emit: Callable[[SenderEvent], None]) -> None:
         wait_s: float | None = None
         while True:
             for command in self._take_commands(wait_s):
                 if isinstance(command, _Close):
                     return
-                _emit_all(self._obey(courier, command), emit)
-            _emit_all(courier.collect(), emit)
-            courier.expire()
-            loan = courier.outbox.lend()
-            if loan is not None:
-                _emit_all(courier.send(loan), emit)
-            wait_s = courier.patience_s() if loan is None else 0.0
+                _emit_all(self._carry_out(driver, command), emit)
+            _emit_all(driver.collect(), emit)
+            driver.expire()
+            send = driver.outbox.submit()
+            if send is not None:
+                _emit_all(driver.send(send), emit)
+            wait_s = driver.patience_s() if send is None else 0.0
 
     def _take_commands(self, wait_s: float | None) -> list[_Command]:
-        """What is there now, and no more, so that a steady flow of commands holds up no piece."""
+        """Returns the commands that are queued now and no later ones, so that many commands do not delay the pieces."""
         commands: list[_Command] = []
         if wait_s is None or wait_s > 0:
             with suppress(Empty):
@@ -165,17 +165,17 @@ class SenderThread:
         return commands
 
     @staticmethod
-    def _obey(courier: Courier, command: Push | _Abort | _Wake) -> list[SenderEvent]:
+    def _carry_out(driver: TransportDriver, command: Push | _Abort | _Wake) -> list[SenderEvent]:
         match command:
             case _Wake():
                 return []
             case _Abort(reservation):
-                return courier.outbox.abort(reservation, time.monotonic())
-            case Push(reservation) if courier.outbox.is_aborting(reservation):
+                return driver.outbox.abort(reservation, time.monotonic())
+            case Push(reservation) if driver.outbox.is_aborting(reservation):
                 return [TransferFailed(reservation, "the reservation is being aborted")]
             case Push(reservation):
                 try:
-                    courier.enqueue(command)
+                    driver.enqueue(command)
                 except Unreachable as error:
                     return [TransferFailed(reservation, str(error))]
                 return []

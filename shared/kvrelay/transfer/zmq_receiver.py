@@ -21,17 +21,16 @@ from kvrelay.transfer.receiver_thread import ReceiverThread
 from kvrelay.transfer.wire import MalformedBlocks
 
 QUEUED_MESSAGES_PER_SENDER = 8
-"""What waits in this process per sender; beyond it the connection's flow control stops the sender."""
+"""Messages queued in this process per sender. With more, the connection's flow control stops the sender."""
 MIN_MESSAGE_LIMIT_BYTES = 64 << 20
 
 
 class ZmqReceiver(ReceiverThread):
     """Takes blocks into `pool`, or into a writable array as `as_pool` takes it.
 
-    Binds at once, so that `endpoint` can be told to others before `start`. Loopback only unless `host` says otherwise;
-    `advertise_host` is what senders are told, and is needed where `host` is a wildcard. With `local`, senders on this
-    machine are offered a Unix socket. With `curve`, only senders with the same key are let in. Raises ValueError for a
-    pool or host of another kind, OSError if it cannot bind.
+    Binds at once, so `endpoint` is valid before `start`. `advertise_host` is the host that senders connect to; it is
+    required if `host` is a wildcard. With `local`, senders on this machine get a Unix socket. With `curve`, only
+    senders with the same key are accepted. Raises ValueError for an invalid pool or host, OSError if it cannot bind.
     """
 
     name = "zmq"

@@ -1,10 +1,9 @@
 """The sending end over ZMQ: one PUSH socket per receiver, and one thread that owns them all.
 
-What is to be sent, and in which order, stands in `outbox`, the thread's turns in `sender_thread`; here are the sockets,
-the clock, and the copies. Nothing waits for a socket: ZMQ takes every frame, and the outbox's window bounds how many it
-holds. ZMQ is done with a frame's memory when it drops the last reference to the view it was given, which a weak
-reference reports and wakes the thread; nothing is polled.
-"""
+`outbox` decides which piece is sent next and `sender_thread` runs the thread; this module has the sockets, the clock
+and the copies. No call waits for a socket: ZMQ accepts every frame, and the outbox's window bounds how many it holds.
+ZMQ has finished with a frame's memory when it drops the last reference to the view that it was given. A weak reference
+reports this and wakes the thread, so nothing is polled."""
 
 from __future__ import annotations
 
@@ -23,10 +22,10 @@ from kvrelay.transfer.base import SenderEvent
 from kvrelay.transfer.checksums import PoolChecksums
 from kvrelay.transfer.counters import SenderCounters
 from kvrelay.transfer.endpoints import MalformedEndpoint, choose_address, machine_id
-from kvrelay.transfer.outbox import Loan, Outbox
+from kvrelay.transfer.outbox import InFlightSend, Outbox
 from kvrelay.transfer.plan import FrameSizes, Piece, cut, frame_blocks
 from kvrelay.transfer.pool_memory import PoolLike, PoolMemory, as_pool
-from kvrelay.transfer.sender_thread import Courier, Push, SenderThread
+from kvrelay.transfer.sender_thread import Push, SenderThread, TransportDriver
 from kvrelay.transfer.wire import Bytes, Checksums, encode_header
 
 log = logging.getLogger(__name__)
@@ -36,8 +35,8 @@ RECONNECT_AT_MOST_MS = 1000
 
 @dataclass(frozen=True, slots=True)
 class SenderSettings:
-    """`window` frames per receiver may be with ZMQ at once. An abort that has not drained after `drain_timeout_s`
-    closes the connection; one that nobody used for `idle_close_s` is closed too.
+    """ZMQ holds up to `window` frames per receiver. A connection is closed if an abort has not drained after
+    `drain_timeout_s`, or if the connection was not used for `idle_close_s`.
     """
 
     sizes: FrameSizes = field(default_factory=FrameSizes)
@@ -68,14 +67,14 @@ class ZmqSender(SenderThread):
         self._pool = as_pool(pool)
         self._checksums = checksums
         self._curve = curve
-        super().__init__("kv-sender", self._pool.num_blocks, self._courier)
+        super().__init__("kv-sender", self._pool.num_blocks, self._driver)
 
-    def _courier(self, wake: Callable[[], None]) -> Courier:
+    def _driver(self, wake: Callable[[], None]) -> TransportDriver:
         self._pool.enter_thread()
-        return _ZmqCourier(self._pool, self._settings, self._checksums, self._curve, self.counters, wake)
+        return _ZmqDriver(self._pool, self._settings, self._checksums, self._curve, self.counters, wake)
 
 
-class _ZmqCourier:
+class _ZmqDriver:
     """The sockets by address, the views that ZMQ holds, and staging buffers to gather into."""
 
     def __init__(
@@ -105,21 +104,21 @@ class _ZmqCourier:
         self._context = ZmqContext()
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
         self._views: dict[int, weakref.ref[Bytes]] = {}
-        self._given_back: deque[int] = deque()
+        self._completed: deque[int] = deque()
         self._spare_buffers: list[Bytes] = []
 
     def enqueue(self, push: Push) -> None:
-        """Connects first, where it has to."""
+        """Connects to the receiver first if there is no connection."""
         address = choose_address(push.endpoint, self._machine)
         self._socket_to(address)
         sizes = self._settings.sizes
         self.outbox.push(address, cut(push.reservation, push.copies, self._block_bytes, sizes, in_place=self._in_place))
 
     def collect(self) -> list[SenderEvent]:
-        """Frames whose memory ZMQ let go of."""
+        """Returns the events of frames whose memory ZMQ has released."""
         events: list[SenderEvent] = []
-        while self._given_back:
-            events += self._take_back(self._given_back.popleft())
+        while self._completed:
+            events += self._remove(self._completed.popleft())
         return events
 
     def patience_s(self) -> float | None:
@@ -128,7 +127,7 @@ class _ZmqCourier:
         return None if deadline is None else max(0.0, deadline - time.monotonic())
 
     def close(self) -> None:
-        """Closes all sockets and waits until ZMQ let go of every frame."""
+        """Closes all sockets and waits until ZMQ has released every frame."""
         self._context.close()
 
     def _socket_to(self, address: str) -> zmq.Socket[bytes]:
@@ -148,20 +147,20 @@ class _ZmqCourier:
             self._sockets[address] = socket
         return self._sockets[address]
 
-    def send(self, loan: Loan) -> list[SenderEvent]:
-        """Gives a frame to ZMQ, which takes every one; gathers its blocks before, where they are scattered."""
-        piece = loan.piece
+    def send(self, in_flight: InFlightSend) -> list[SenderEvent]:
+        """Gives a frame to ZMQ, which accepts every one. Blocks that are not neighbours are gathered first."""
+        piece = in_flight.piece
         events: list[SenderEvent] = []
         if not piece.direct and piece.staging is None:
             piece.staging = self._gather(piece)
             events = [self.outbox.pushed(piece)]
         # A view that only ZMQ will hold: its end says that the memory is no longer read.
         view = self._view_of(piece)
-        self._views[loan.number] = weakref.ref(view, lambda _: self._gave_back(loan.number))
+        self._views[in_flight.number] = weakref.ref(view, lambda _: self._note_completed(in_flight.number))
         copies = piece.copies
         checksums = self._checksums_of(piece)
         header = encode_header(piece.reservation, self._block_bytes, copies.indices, copies.slots, checksums)
-        socket = self._socket_to(loan.peer)
+        socket = self._socket_to(in_flight.peer)
         socket.send(header, zmq.SNDMORE)
         socket.send(zmq.Frame(view, copy=False))
         self._counters.num_messages += 1
@@ -192,14 +191,14 @@ class _ZmqCourier:
             raise RuntimeError("a piece without staging, of a pool that cannot be read in place")
         return view
 
-    def _gave_back(self, number: int) -> None:
+    def _note_completed(self, number: int) -> None:
         """On whatever thread dropped the last reference."""
-        self._given_back.append(number)
+        self._completed.append(number)
         self._wake()
 
-    def _take_back(self, number: int) -> list[SenderEvent]:
+    def _remove(self, number: int) -> list[SenderEvent]:
         del self._views[number]
-        returned = self.outbox.give_back(number, time.monotonic())
+        returned = self.outbox.complete(number, time.monotonic())
         staging = returned.piece.staging
         if staging is not None and not returned.queued_again and len(self._spare_buffers) < self._settings.window:
             self._spare_buffers.append(staging)

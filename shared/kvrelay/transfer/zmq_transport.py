@@ -1,4 +1,4 @@
-"""The ZMQ transport's door: both ends, and the sender's settings."""
+"""The public names of the ZMQ transport."""
 
 from kvrelay.transfer.zmq_receiver import ZmqReceiver
 from kvrelay.transfer.zmq_sender import SenderSettings, ZmqSender

@@ -162,7 +162,7 @@ async def test_a_sender_whose_thread_fails_closes_its_context(monkeypatch: pytes
     reported: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context))
     sender = ZmqSender(POOL.copy())
-    make = sender._make_courier
+    make = sender._make_driver
     made: list[Any] = []
 
     def make_failing(wake: Callable[[], None]) -> Any:
@@ -170,7 +170,7 @@ async def test_a_sender_whose_thread_fails_closes_its_context(monkeypatch: pytes
         monkeypatch.setattr(made[0], "collect", lambda: 1 / 0)
         return made[0]
 
-    monkeypatch.setattr(sender, "_make_courier", make_failing)
+    monkeypatch.setattr(sender, "_make_driver", make_failing)
     sender.start(lambda event: None)
     sender.abort("r")
     await until(lambda: reported)

@@ -10,11 +10,11 @@ import pytest
 import zmq
 
 from kvrelay.ports import HeldPort
-from kvrelay.transfer.admission import DropCause
 from kvrelay.transfer.base import BlockCopy, Corrupted, Landed
 from kvrelay.transfer.checksums import checksums_of
 from kvrelay.transfer.endpoints import tcp_address
 from kvrelay.transfer.wire import Bytes, encode_header
+from kvrelay.transfer.write_permits import DropCause
 from kvrelay.transfer.zmq_transport import SenderSettings, ZmqReceiver, ZmqSender
 from tests.component.transfer.rig import Plan, Rig, SendingEnd, check_both_count, push_each_alone, scattered
 from tests.component.transfer.transports import TRANSPORTS, source_pool, target_pool

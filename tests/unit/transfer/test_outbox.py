@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.transfer.base import Pushed, SenderDrained, SenderEvent, TransferFailed
-from kvrelay.transfer.outbox import Loan, Outbox
+from kvrelay.transfer.outbox import InFlightSend, Outbox
 from kvrelay.transfer.plan import Copies, Piece
 from tests.thoroughness import examples
 
@@ -36,57 +36,57 @@ def new_outbox() -> Outbox:
     return Outbox(BLOCK_BYTES, window=WINDOW, drain_timeout_s=DRAIN_S, idle_close_s=IDLE_S)
 
 
-def lend_all(outbox: Outbox) -> list[Loan]:
-    loans = []
-    while loan := outbox.lend():
-        loans.append(loan)
+def submit_all(outbox: Outbox) -> list[InFlightSend]:
+    sends = []
+    while in_flight := outbox.submit():
+        sends.append(in_flight)
     outbox.check_integrity()
-    return loans
+    return sends
 
 
 def test_no_more_than_the_window_is_lent(outbox: Outbox) -> None:
     outbox.push("p", [piece("r", block) for block in range(5)])
-    first, second = lend_all(outbox)
-    assert outbox.give_back(first.number, 0.0).events == [Pushed("r", (0,), BLOCK_BYTES)]
-    [third] = lend_all(outbox)
-    assert [loan.piece.copies.indices.tolist() for loan in (first, second, third)] == [[0], [1], [2]]
+    first, second = submit_all(outbox)
+    assert outbox.complete(first.number, 0.0).events == [Pushed("r", (0,), BLOCK_BYTES)]
+    [third] = submit_all(outbox)
+    assert [in_flight.piece.copies.indices.tolist() for in_flight in (first, second, third)] == [[0], [1], [2]]
 
 
 def test_peers_take_turns(outbox: Outbox) -> None:
     for peer in ("p", "q"):
         outbox.push(peer, [piece("r", block) for block in range(5)])
-    assert [loan.peer for loan in lend_all(outbox)] == ["p", "q", "p", "q"]
+    assert [in_flight.peer for in_flight in submit_all(outbox)] == ["p", "q", "p", "q"]
 
 
 def test_a_gathered_piece_is_not_reported_again_when_it_comes_back(outbox: Outbox) -> None:
     outbox.push("p", [piece("r", 0, direct=False)])
-    [loan] = lend_all(outbox)
-    assert outbox.give_back(loan.number, 0.0).events == []
+    [in_flight] = submit_all(outbox)
+    assert outbox.complete(in_flight.number, 0.0).events == []
 
 
 def test_an_abort_drops_what_waits_and_drains_with_the_last_loan(outbox: Outbox) -> None:
     outbox.push("p", [piece("r", block) for block in range(5)])
     outbox.push("q", [piece("r", 5)])
-    loans = lend_all(outbox)
+    sends = submit_all(outbox)
     assert outbox.abort("r", 0.0) == []
     assert outbox.is_aborting("r")
     assert outbox.abort("r", 0.0) == []
-    assert lend_all(outbox) == []
-    for loan in loans[:-1]:
-        assert outbox.give_back(loan.number, 0.0).events == []
-    assert outbox.give_back(loans[-1].number, 0.0).events == [SenderDrained("r")]
+    assert submit_all(outbox) == []
+    for in_flight in sends[:-1]:
+        assert outbox.complete(in_flight.number, 0.0).events == []
+    assert outbox.complete(sends[-1].number, 0.0).events == [SenderDrained("r")]
     assert not outbox.is_aborting("r")
 
 
 def test_a_lost_loan_fails_what_waits_for_its_peer_and_nobody_else(outbox: Outbox) -> None:
     for peer, reservations in (("p", "aabbc"), ("q", "d")):
         outbox.push(peer, [piece(name, block) for block, name in enumerate(reservations)])
-    first, other, second = lend_all(outbox)
-    assert outbox.lose(first.number, "gone", 0.0) == [TransferFailed(name, "gone") for name in "abc"]
-    assert lend_all(outbox) == []
+    first, other, second = submit_all(outbox)
+    assert outbox.fail(first.number, "gone", 0.0) == [TransferFailed(name, "gone") for name in "abc"]
+    assert submit_all(outbox) == []
     assert outbox.abort("a", 0.0) == []
-    assert outbox.lose(second.number, "gone", 0.0) == [SenderDrained("a")]
-    assert outbox.give_back(other.number, 0.0).events == [Pushed("d", (0,), BLOCK_BYTES)]
+    assert outbox.fail(second.number, "gone", 0.0) == [SenderDrained("a")]
+    assert outbox.complete(other.number, 0.0).events == [Pushed("d", (0,), BLOCK_BYTES)]
     outbox.check_integrity()
 
 
@@ -94,31 +94,31 @@ def test_aborting_what_is_not_lent_drains_at_once(outbox: Outbox) -> None:
     assert outbox.abort("unknown", 0.0) == [SenderDrained("unknown")]
     outbox.push("p", [piece("r", 0)])
     assert outbox.abort("r", 0.0) == [SenderDrained("r")]
-    assert lend_all(outbox) == []
+    assert submit_all(outbox) == []
 
 
 def test_a_late_abort_resets_its_peer_and_sends_the_others_pieces_again(outbox: Outbox) -> None:
     outbox.push("p", [piece("doomed", 0), piece("kept", 1), piece("kept", 2)])
     outbox.push("q", [piece("kept", 3)])
-    loans = {loan.piece.copies.indices.item(): loan.number for loan in lend_all(outbox)}
+    sends = {in_flight.piece.copies.indices.item(): in_flight.number for in_flight in submit_all(outbox)}
     outbox.abort("doomed", 10.0)
     assert outbox.next_deadline() == 15.0
     assert outbox.expire(14.9).reset == ()
     assert outbox.expire(15.0).reset == ("p",)
     assert outbox.expire(16.0).reset == (), "once is enough"
-    assert lend_all(outbox) == [], "nothing goes to a peer that is being reset"
-    returned = outbox.give_back(loans[1], 16.0)
+    assert submit_all(outbox) == [], "nothing goes to a peer that is being reset"
+    returned = outbox.complete(sends[1], 16.0)
     assert (returned.queued_again, returned.events) == (True, [])
-    assert outbox.give_back(loans[0], 16.0).events == [SenderDrained("doomed")]
-    assert [loan.piece.copies.indices.item() for loan in lend_all(outbox)] == [1, 2]
-    assert outbox.give_back(loans[3], 16.0).events == [Pushed("kept", (3,), BLOCK_BYTES)]
+    assert outbox.complete(sends[0], 16.0).events == [SenderDrained("doomed")]
+    assert [in_flight.piece.copies.indices.item() for in_flight in submit_all(outbox)] == [1, 2]
+    assert outbox.complete(sends[3], 16.0).events == [Pushed("kept", (3,), BLOCK_BYTES)]
 
 
 def test_a_peer_without_work_is_forgotten_after_a_while(outbox: Outbox) -> None:
     outbox.push("p", [piece("r", 0)])
-    [loan] = lend_all(outbox)
+    [in_flight] = submit_all(outbox)
     assert outbox.next_deadline() is None
-    outbox.give_back(loan.number, 10.0)
+    outbox.complete(in_flight.number, 10.0)
     assert outbox.next_deadline() == 70.0
     assert outbox.expire(69.0).idle == ()
     assert outbox.expire(70.0).idle == ("p",)
@@ -130,8 +130,8 @@ PEERS = st.sampled_from("pq")
 STEPS = st.one_of(
     st.tuples(st.just("push"), RESERVATIONS, PEERS, st.booleans()),
     st.tuples(st.just("abort"), RESERVATIONS),
-    st.tuples(st.just("lend")),
-    st.tuples(st.just("give back"), st.integers(0, 100)),
+    st.tuples(st.just("submit")),
+    st.tuples(st.just("complete"), st.integers(0, 100)),
     st.tuples(st.just("wait"), st.sampled_from([1.0, DRAIN_S, IDLE_S])),
 )
 
@@ -142,7 +142,7 @@ class History:
     def __init__(self) -> None:
         self.outbox = new_outbox()
         self.now = 0.0
-        self.loans: list[Loan] = []
+        self.sends: list[InFlightSend] = []
         self.pushed: Counter[int] = Counter()
         self.num_drained: Counter[str] = Counter()
         self.num_aborted: Counter[str] = Counter()
@@ -153,8 +153,8 @@ class History:
         for event in events:
             if isinstance(event, SenderDrained):
                 self.num_drained[event.reservation] += 1
-                lent = [loan.piece.reservation for loan in self.loans]
-                assert event.reservation not in lent, "drained means that nothing is lent"
+                submitted = [in_flight.piece.reservation for in_flight in self.sends]
+                assert event.reservation not in submitted, "drained means that nothing is submitted"
             elif isinstance(event, Pushed):
                 self.pushed.update(event.blocks)
 
@@ -169,35 +169,35 @@ class History:
                 self.num_aborted[reservation] += not self.outbox.is_aborting(reservation)
                 self.dropped |= {block for block, owner in self.block_of.items() if owner == reservation}
                 self.tell(self.outbox.abort(reservation, self.now))
-            case "lend", ():
-                self.lend()
-            case "give back", (int(number),):
-                self.give_back(number)
+            case "submit", ():
+                self.submit()
+            case "complete", (int(number),):
+                self.complete(number)
             case "wait", (float(seconds),):
                 self.now += seconds
                 self.outbox.expire(self.now)
         self.outbox.check_integrity()
 
-    def lend(self) -> bool:
-        loan = self.outbox.lend()
-        if loan is None:
+    def submit(self) -> bool:
+        in_flight = self.outbox.submit()
+        if in_flight is None:
             return False
-        assert not self.outbox.is_aborting(loan.piece.reservation)
-        if not loan.piece.direct and loan.piece.staging is None:
-            loan.piece.staging = np.zeros((1, BLOCK_BYTES), np.uint8)
-            self.tell([self.outbox.pushed(loan.piece)])
-        self.loans.append(loan)
+        assert not self.outbox.is_aborting(in_flight.piece.reservation)
+        if not in_flight.piece.direct and in_flight.piece.staging is None:
+            in_flight.piece.staging = np.zeros((1, BLOCK_BYTES), np.uint8)
+            self.tell([self.outbox.pushed(in_flight.piece)])
+        self.sends.append(in_flight)
         return True
 
-    def give_back(self, number: int) -> None:
-        if self.loans:
-            loan = self.loans.pop(number % len(self.loans))
-            self.tell(self.outbox.give_back(loan.number, self.now).events)
+    def complete(self, number: int) -> None:
+        if self.sends:
+            in_flight = self.sends.pop(number % len(self.sends))
+            self.tell(self.outbox.complete(in_flight.number, self.now).events)
 
     def settle(self) -> None:
         """The transport works again: everything is sent and comes back."""
-        while self.lend() or self.loans:
-            self.give_back(0)
+        while self.submit() or self.sends:
+            self.complete(0)
 
 
 @settings(max_examples=examples(300), deadline=None)

@@ -108,7 +108,7 @@ def test_only_the_release_of_what_is_copied_waits_for_the_copy() -> None:
 
     releasing = Thread(target=release, daemon=True)
     releasing.start()
-    wait_until(lambda: "a" not in receiver._book)
+    wait_until(lambda: "a" not in receiver._permits)
     assert not released.is_set()
     go_on.set()
     assert released.wait(PATIENCE_S)

@@ -11,13 +11,13 @@ import pytest
 
 from kvrelay.transfer import loop_port
 from kvrelay.transfer.base import BlockCopy, SenderEvent
-from kvrelay.transfer.outbox import Loan, Outbox
+from kvrelay.transfer.outbox import InFlightSend, Outbox
 from kvrelay.transfer.sender_thread import Push, SenderThread
 
 pytestmark = pytest.mark.unit
 
 
-class StuckCourier:
+class StuckDriver:
     """A call of its library returns only when it is `released`."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class StuckCourier:
 
     def expire(self) -> None: ...
 
-    def send(self, loan: Loan) -> list[SenderEvent]:
+    def send(self, in_flight: InFlightSend) -> list[SenderEvent]:
         raise AssertionError("nothing was queued")
 
     def patience_s(self) -> float | None:
@@ -46,22 +46,22 @@ class StuckCourier:
 def test_closing_does_not_wait_for_ever_and_says_whether_the_pool_is_still_read(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    courier = StuckCourier()
+    driver = StuckDriver()
 
     def make(wake: Callable[[], None]) -> Any:
-        return courier
+        return driver
 
     async def test() -> None:
         sender = SenderThread("stuck", 4, make)
         sender.start(lambda event: None)
         sender.push("r", {}, [BlockCopy(0, 0, 0)])
-        assert await asyncio.to_thread(courier.is_stuck.wait, 30)
+        assert await asyncio.to_thread(driver.is_stuck.wait, 30)
         monkeypatch.setattr(loop_port, "END_TIMEOUT_S", 0.01)
         sender.close()
-        assert not sender.has_ended and "left behind" in caplog.text and not courier.is_closed.is_set()
+        assert not sender.has_ended and "left behind" in caplog.text and not driver.is_closed.is_set()
         monkeypatch.setattr(loop_port, "END_TIMEOUT_S", 30.0)
-        courier.released.set()
+        driver.released.set()
         sender.close()
-        assert sender.has_ended and courier.is_closed.is_set()
+        assert sender.has_ended and driver.is_closed.is_set()
 
     asyncio.run(test())

@@ -66,7 +66,7 @@ def test_a_sequence_that_preempted_itself_is_planned_again_at_once() -> None:
 @pytest.mark.parametrize("known", [False, True])
 def test_the_sampler_forgets_a_sequence_that_the_scheduler_refuses(known: bool) -> None:
     """But not one that goes on under the same key."""
-    sequence: Any = Mock()
+    sequence: Any = Mock(remote=None)
     refuse = Mock(side_effect=ValueError("no"))
     scheduler: Any = Mock(add=refuse, adopt=refuse, get=lambda key: sequence if known else None)
     for join in ("add", "adopt"):

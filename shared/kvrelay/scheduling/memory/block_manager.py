@@ -1,8 +1,7 @@
-"""Blocks for sequences: admission with the cached prefix, growth, publication, release. One pool, shared with the
-cache.
+"""Blocks for sequences: admission with the cached prefix, growth, publication and release.
 
-Three managers differ in how many tokens a sequence gets blocks for when it is admitted; from then on all of them give
-blocks as tokens come. `slot_use` measures what each choice wastes (Kwon et al., SOSP 2023, figure 2).
+The managers differ in the number of tokens that a sequence gets blocks for at admission. From then on all give blocks
+as tokens come. `slot_use` measures the waste of each (Kwon et al., SOSP 2023, figure 2).
 """
 
 from __future__ import annotations
@@ -22,14 +21,15 @@ from kvrelay.scheduling.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class SlotUse:
-    """Token slots in the blocks of some sequences; `committed`: those whose K/V is there. A shared one counts twice."""
+    """Token slots in the blocks of sequences. `committed`: slots with computed KV. A shared slot counts once per
+    sequence."""
 
     allocated: int
     committed: int
 
     @property
     def wasted(self) -> int:
-        """Slots that nobody else can have and that hold nothing."""
+        """Number of slots that are allocated and empty."""
         return self.allocated - self.committed
 
 
@@ -41,7 +41,7 @@ class BlockManager:
         self.cache = cache
         self.max_model_len = max_model_len
         self.copies = BlockCopies(pool)
-        self._replaced: list[int] = []  # that a step in flight reads, and no table names
+        self._replaced: list[int] = []  # blocks that a step in flight reads and that are in no table
         self.shares_prefixes = not isinstance(cache, NullCache)
 
     @property
@@ -50,11 +50,12 @@ class BlockManager:
         return self.pool.num_available
 
     def cached_prefix(self, sequence: Sequence) -> list[int]:
-        """Blocks of the longest cached prefix that leaves at least one token to compute (logits need one)."""
+        """Returns the blocks of the longest cached prefix that leaves at least one token to compute, because logits
+        need one."""
         return self.cache.match(sequence.block_hashes(self._num_reusable(sequence)))
 
     def num_cached_blocks(self, sequence: Sequence) -> int:
-        """How many blocks `cached_prefix` would find; does not count as a use."""
+        """Returns the number of blocks that `cached_prefix` would find. Does not count as a use."""
         return self.first_missing(sequence)[0]
 
     def first_missing(self, sequence: Sequence) -> tuple[int, BlockHash | None]:
@@ -64,27 +65,29 @@ class BlockManager:
         return num_cached, hashes[num_cached] if num_cached < len(hashes) else None
 
     def num_missing(self, sequence: Sequence, num_computed: int) -> int:
-        """Blocks that `readmit` takes at least; not a use. O(log blocks)."""
+        """Returns the least number of blocks that `readmit` takes. Does not count as a use. O(log blocks)."""
         size = self.pool.block_size
         return blocks_for(num_computed, size) - self.cache.peek(sequence.block_hashes(num_computed // size))
 
     def num_at_admission(self, sequence: Sequence) -> int:
-        """Blocks that a sequence takes when it is admitted, and its next token. Cached ones count."""
+        """Returns the number of blocks for admission and the next token, cached ones included."""
         num_tokens = self._num_at_admission(sequence, sequence.num_tokens)
         num_tokens = max(num_tokens, min(sequence.num_tokens + 1, self.max_model_len))
         return blocks_for(num_tokens, self.pool.block_size)
 
     def num_own(self, sequence: Sequence, other: Sequence) -> int:
-        """Those of them that it will not share with the other when that one is computed."""
+        """Returns the blocks of `num_at_admission` that the sequence will not share with `other` once that is
+        computed."""
         return self.num_at_admission(sequence) - self.num_in_common(sequence, other)
 
     def num_in_common(self, sequence: Sequence, other: Sequence) -> int:
-        """Blocks of the other that a sequence shares, once they are computed. O(log blocks)."""
+        """Returns the number of blocks of `other` that the sequence will share once they are computed. O(log
+        blocks)."""
         if not self.shares_prefixes:
             return 0
         low, high = 0, min(self._num_reusable(sequence), other.num_full_blocks)
         mine, theirs = sequence.block_hashes(high), other.block_hashes(high)
-        while low < high:  # a hash stands for all before it
+        while low < high:  # equal hashes mean equal prefixes
             middle = (low + high + 1) // 2
             if mine[middle - 1] == theirs[middle - 1]:
                 low = middle
@@ -94,7 +97,7 @@ class BlockManager:
 
     def _num_reusable(self, sequence: Sequence) -> int:
         if sequence.sampling.prompt_logprobs is not None:
-            return 0  # every position's logits are wanted
+            return 0  # the logits of every position are needed
         return blocks_for(sequence.num_tokens, self.pool.block_size) - 1
 
     # -- admission ----------------------------------------------------------------------------------------------------
@@ -136,7 +139,7 @@ class BlockManager:
         shared = list(self.cache.match(hashes[:num_cached])) if num_cached else []
         if shared:
             pool.hold(shared, state)
-        if num_missing + headroom > pool.num_available:  # now that what it shares cannot be evicted
+        if num_missing + headroom > pool.num_available:  # again, now that shared blocks are held and cannot be evicted
             pool.release(shared, state)
             return False
         sequence.block_state = state
@@ -145,11 +148,12 @@ class BlockManager:
         return True
 
     def _num_at_admission(self, sequence: Sequence, num_next: int) -> int:
-        """Tokens to make room for. `num_next`: how many are computed or in the next step."""
+        """Returns the number of tokens to make room for. `num_next`: tokens computed by the end of the next step."""
         return sequence.num_tokens
 
     def adopt(self, sequence: Sequence) -> None:
-        """A sequence with blocks for all its tokens joined: makes the room that an admission would, if there is any."""
+        """A sequence with blocks for all its tokens joined: takes the blocks that an admission would give it, if
+        available."""
         self._lengthen(sequence, self._num_at_admission(sequence, sequence.num_tokens))
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -203,18 +207,18 @@ class BlockManager:
         return True
 
     def remaining_output(self, sequence: Sequence) -> int:
-        """Tokens that a sequence may still draw here, at most."""
+        """Returns the number of tokens that a sequence may still sample here at most."""
         if sequence.prefill_only:
             return 0
         left = sequence.sampling.max_tokens - sequence.num_output
         return max(0, min(left, self.max_model_len - sequence.num_tokens))
 
     def publish(self, sequence: Sequence) -> list[BlockHash]:
-        """Offers the blocks whose K/V is complete to the cache; returns the hashes of the new ones.
+        """Offers newly computed blocks to the cache and returns the hashes of the published ones.
 
-        Where the cache has some of them already, the sequence takes the cached ones for its own. Where that cannot be
-        (a transfer uses its own) nothing is published: what is published under others' blocks pins them, and a
-        sequence that computed a cached prefix anew would keep it in the pool twice.
+        If the cache has some of them already, the sequence takes the cached ones instead of its own. If that is not
+        possible, because a transfer reads its own, nothing is published: blocks published behind cached ones would pin
+        these, and the pool would keep the same prefix twice.
         """
         num_full = sequence.num_computed // self.pool.block_size
         start = sequence.num_published
@@ -230,9 +234,9 @@ class BlockManager:
         return hashes
 
     def _share(self, sequence: Sequence, num_known: int) -> bool:
-        """Puts cached blocks in the place of the sequence's own copies: `num_known` of them, behind those it published.
+        """Replaces the sequence's own copies of blocks by `num_known` cached ones, behind those it published.
 
-        A step that is planned reads the own ones: nobody else may have them before that has landed.
+        A planned step reads its own copies, so they stay held until that step has ended.
         """
         if sequence.prefill_only:
             return False
@@ -250,17 +254,17 @@ class BlockManager:
         return True
 
     def step_landed(self) -> None:
-        """The step that was planned behind the last one committed has landed, or will not run."""
+        """The step that was planned when the last one was committed has ended, or will not run."""
         replaced, self._replaced = self._replaced, []
         self.pool.release(replaced, BlockState.IN_FLIGHT)
 
     def change_block_state(self, sequence: Sequence, state: BlockState) -> None:
-        """Lets a sequence's blocks count as `state` from now on."""
+        """Moves the holds on a sequence's blocks to another state."""
         self.pool.move(sequence.table.ids.tolist(), sequence.block_state, state)
         sequence.block_state = state
 
     def free(self, sequence: Sequence) -> None:
-        """Lets go of a sequence's blocks; published ones stay cached. Committed K/V is given up exactly once."""
+        """Releases a sequence's blocks. Published ones stay cached. Drops its computed length with them."""
         blocks = sequence.table.clear()[sequence.num_borrowed :]
         self.copies.drop(blocks)
         self.pool.release(blocks, sequence.block_state)
@@ -269,7 +273,7 @@ class BlockManager:
         sequence.num_published = 0
 
     def slot_use(self, sequences: Iterable[Sequence]) -> SlotUse:
-        """What these sequences' blocks have room for, and what is there."""
+        """Returns the use of these sequences' blocks."""
         allocated = committed = 0
         for sequence in sequences:
             allocated += sequence.table.capacity_tokens
@@ -278,17 +282,17 @@ class BlockManager:
 
 
 class OnDemandBlocks(BlockManager):
-    """Blocks as tokens come: at admission for the first chunk alone (Kwon et al., SOSP 2023, section 4.3)."""
+    """Gives blocks as tokens come: at admission for the first chunk only (Kwon et al., SOSP 2023, section 4.3)."""
 
     def _num_at_admission(self, sequence: Sequence, num_next: int) -> int:
         return min(num_next, sequence.num_tokens)
 
 
 class WholeSequenceBlocks(BlockManager):
-    """Room for the longest sequence that this can become, at once (Yu et al., Orca, OSDI 2022, section 4.2)."""
+    """Gives blocks for the longest possible output at admission (Yu et al., Orca, OSDI 2022, section 4.2)."""
 
     def _num_at_admission(self, sequence: Sequence, num_next: int) -> int:
         if sequence.beams is not None:
-            return sequence.num_tokens  # a prefix draws nothing; its beams take blocks as tokens come
-        # The last token drawn is never computed.
+            return sequence.num_tokens  # a common prefix samples nothing; its beams take blocks as tokens come
+        # The KV of the last sampled token is never computed.
         return max(sequence.num_tokens, sequence.num_tokens + self.remaining_output(sequence) - 1)

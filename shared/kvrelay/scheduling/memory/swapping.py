@@ -1,18 +1,18 @@
-"""Preemption by swapping: the scheduler's side of the host's swap space. Pure bookkeeping, no tensor.
+"""Preemption by swapping: the scheduler's side of the host's swap space. Bookkeeping only, no tensors.
 
-The rules, which make it safe beside writers from outside (handoffs write one-sidedly into what they are granted):
+Peers may write one-sidedly into blocks that are granted to them. These rules make swapping safe beside such writes:
 
-1. Only what a running sequence has committed is copied out, never a reservation's blocks, nor those of a sequence that
-   is here for its prompt alone (a transfer may read them).
-2. A step copies out, then in, then computes. So rows of a step may take the blocks that it copies out, at once.
-3. Whoever is not in the step may not: from the plan's end until the step has landed, every block that its copies read
-   or write is held as `in_flight` besides. Only then may it be evicted, granted or given away.
-4. A slot that a step copies in is held until that step has landed, so that no copy out of it can overwrite the slot.
-5. A copy belongs to a queued sequence, or to the step that copies it in. Resuming moves it from the one to the other;
-   the landing of the step, or the sequence's end, or giving it up frees its slots, once.
+1. Only committed KV of running sequences is copied out, never a reservation's blocks, nor those of a sequence that only
+   computes its prompt for a handoff (a transfer may read them).
+2. A step copies out, then in, then computes. So rows of a step may use the blocks that it copies out.
+3. From the plan until the step has ended, every block that its copies read or write is held as `in_flight` besides
+   other holds. So it is neither evicted nor granted.
+4. A slot that a step copies in is held until that step has ended, so that no copy out can overwrite the slot.
+5. A copy belongs to a queued sequence, or to the step that copies it in. Its slots are freed once: when the step ends,
+     when the sequence ends, or when the copy is dropped.
 
-A copy is whole: a resumed sequence computes nothing again. On the way back it shares what the prefix cache still has.
-Copies yield to those that are resumed before them, the one that is resumed last first.
+A copy is whole, so a resumed sequence recomputes nothing. On the way back it shares blocks that are still in the prefix
+cache. If the swap space is full, copies of sequences that resume later are dropped, the last one first.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from kvrelay.scheduling.step_cost import CalibratedCost
 
 @dataclass(slots=True)
 class SwapUse:
-    """Sums since the start, but for the last three: slots, those in use, and sequences that wait with a copy."""
+    """Use of the swap space. Sums since the start, except the last three: slots, slots in use, and swapped
+    sequences."""
 
     num_preemptions: int = 0
     num_blocks_out: int = 0
@@ -50,23 +51,23 @@ class SwapUse:
 
 
 class Swapper:
-    """See the module's text. Without slots, or with `recompute`, it never copies."""
+    """Plans copies to and from the host for one scheduler. Never copies without slots, or with `recompute`."""
 
     def __init__(self, blocks: BlockManager, settings: SchedulerSettings) -> None:
         self._blocks = blocks
         self._preemption = settings.preemption
         self.space = SwapSpace(0 if settings.preemption == "recompute" else settings.num_swap_slots)
-        self._copies: dict[SequenceKey, SwapCopy] = {}  # of queued sequences; the one that is resumed last first
-        self._lost: list[Sequence] = []  # their copies were not made; told with the next plan
+        self._copies: dict[SequenceKey, SwapCopy] = {}  # copies of queued sequences; the one resumed last comes first
+        self._lost: list[Sequence] = []  # their copies were not made: the next plan reports them as recomputed
         self._use = SwapUse(num_slots=self.space.num_slots)
         self.cost = CalibratedCost()
         self.block_s = RunningMean(settings.swap_block_s or COPY_BLOCK_S)
         self.lost_share = RunningMean(1.0)
-        self._expected: dict[SequenceKey, tuple[int, int]] = {}  # blocks that others held, and all full ones, then
+        self._expected: dict[SequenceKey, tuple[int, int]] = {}  # (full blocks that others held, all full blocks)
 
     @property
     def use(self) -> SwapUse:
-        """What was copied, and what lies on the host."""
+        """The current use."""
         self._use.num_used_slots = self.space.num_used
         self._use.num_sequences = len(self._copies)
         return self._use
@@ -74,7 +75,7 @@ class Swapper:
     # -- a sequence loses its blocks ----------------------------------------------------------------------------------
 
     def preempt(self, sequence: Sequence, draft: PlanDraft) -> bool:
-        """Plans the copy of a victim that still has its blocks; False where it is to be computed again instead."""
+        """Plans the copy of a victim that still has its blocks. Returns False if it is to be recomputed instead."""
         if not self.space.num_slots or sequence.prefill_only or not sequence.num_computed:
             return False
         size = self._blocks.pool.block_size
@@ -102,7 +103,8 @@ class Swapper:
         return True
 
     def _num_shared(self, sequence: Sequence, num_full: int) -> int:
-        """Its first blocks that are cached and held by others, too. Who holds one holds those before it: bisected."""
+        """Returns the number of its first blocks that are cached and held by others. A sequence that holds a block
+        holds those before it, so this bisects."""
         pool, table = self._blocks.pool, sequence.table.ids
         low, high = 0, num_full
         while low < high:
@@ -115,13 +117,13 @@ class Swapper:
         return low
 
     def _yielding(self, hashes: Seq[BlockHash | None], num_new: int) -> list[SwapCopy] | None:
-        """The copies to give up for room for `num_new` blocks; None if all of them are not enough."""
+        """Returns the copies to drop for `num_new` free slots, or None if dropping all copies is not enough."""
         missing = num_new - self.space.num_free
         yielding: list[SwapCopy] = []
         for copy in self._copies.values():
             if missing <= 0:
                 break
-            if copy.is_made:  # else the step under way, or in the making, writes its slots
+            if copy.is_made:  # otherwise a step in flight, or this one, still writes its slots
                 yielding.append(copy)
                 missing -= self.space.num_released_by(copy.slots, keep=hashes)
         return yielding if missing <= 0 else None
@@ -133,7 +135,8 @@ class Swapper:
         self._use.num_dropped += 1
 
     def undo(self, sequence: Sequence, draft: PlanDraft) -> bool:
-        """The victim was to be copied back in this very step, and is not: its copy stays. Whether that was so."""
+        """If the victim was to be copied back in the step that is being planned, keeps its copy. Returns whether it
+        was."""
         for copy in draft.returning:
             if copy.sequence is sequence:
                 del draft.returning[copy]
@@ -144,11 +147,12 @@ class Swapper:
     # -- a sequence gets blocks again ---------------------------------------------------------------------------------
 
     def num_tokens(self, sequence: Sequence) -> int:
-        """Tokens of a swapped sequence whose K/V is on the host."""
+        """Returns the number of a swapped sequence's tokens whose KV is on the host."""
         return self._copies[sequence.key].num_tokens
 
     def resume(self, sequence: Sequence, num_next: int, headroom: int, draft: PlanDraft) -> bool:
-        """Gives a swapped sequence blocks, room for `num_next` more tokens among them, and plans the copy back."""
+        """Gives a swapped sequence blocks, with room for `num_next` more tokens, and plans the copy back. Returns False
+        if there are too few blocks, or its copy out has not ended."""
         copy = self._copies[sequence.key]
         if not copy.is_made:
             return False
@@ -160,7 +164,7 @@ class Swapper:
         return True
 
     def resumed(self, sequence: Sequence) -> None:
-        """A preempted sequence has blocks again, swapped or not: what of its prefix has the cache kept?"""
+        """A preempted sequence has blocks again: records how much of its prefix the cache had kept."""
         expected = self._expected.pop(sequence.key, None)
         if expected is not None and expected[1] > expected[0]:
             num_shared, num_full = expected
@@ -177,7 +181,7 @@ class Swapper:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def seal(self, draft: PlanDraft) -> SwapPlan | None:
-        """The plan is made: from here on nobody else may touch what its copies read and write."""
+        """The plan is complete: holds all blocks that its copies read and write."""
         draft.recomputed += [sequence for sequence in self._lost if sequence.state is not SequenceState.FINISHED]
         self._lost.clear()
         if not draft.leaving and not draft.returning:
@@ -188,7 +192,7 @@ class Swapper:
         return SwapPlan(out, back, tuple(draft.leaving), tuple(draft.returning), held_blocks)
 
     def landed(self, plan: StepPlan, forward_s: float, copy_s: float) -> None:
-        """The step's copies are made."""
+        """The step has ended and its copies are made."""
         swaps = plan.swaps
         if swaps is not None:
             self._blocks.pool.release(swaps.held_blocks, BlockState.IN_FLIGHT)
@@ -205,8 +209,8 @@ class Swapper:
             self.cost.observe(*work_of(plan.rows), forward_s)
 
     def failed(self, plan: StepPlan) -> list[Sequence]:
-        """The step's copies may not be made. Returns the running sequences whose K/V is still on the host alone: they
-        are to lose their blocks, and are swapped again."""
+        """The step failed and its copies may not be made. Returns running sequences whose KV is only on the host: the
+        caller takes their blocks and queues them as swapped."""
         swaps = plan.swaps
         if swaps is None:
             return []

@@ -1,8 +1,8 @@
-"""Request-level batches, as NVIDIA's FasterTransformer runs them: a batch is formed when the one before has completely
-finished. Its prompts are computed first, then all decode together; a sequence that ends early leaves a gap that nobody
-fills, and an arrival waits for the longest output of the batch before it.
+"""Request-level batches, as in NVIDIA's FasterTransformer: a batch is formed when the one before has finished
+completely. Its prompts are computed first, then all its sequences decode together. The place of a sequence that ends
+early stays empty, and an arrival waits for the longest output of the batch before it.
 
-A sequence that was adopted with its prompt computed joins the decodes as it comes.
+A handoff joins the decodes as soon as it is complete.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class FasterTransformerPolicy:
     def fill(self, planner: StepPlanner, draft: PlanDraft) -> None:
         if not planner.running:
             planner.admit_prompts(draft, beyond_budget=True)
-            if not draft.prompts:  # what was admitted comes back from the host in the middle of its output
+            if not draft.prompts:  # the admitted sequences were swapped, and continue their output
                 planner.plan_decodes(draft)
             return
         planner.admit_rest_of_groups(draft)

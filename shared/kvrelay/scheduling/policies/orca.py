@@ -1,9 +1,9 @@
 """Iteration-level scheduling (Yu et al., Orca, OSDI 2022, section 3): sequences join and leave at every step.
 
-Prompts run in one piece, mixed with the decodes: no step is without decodes, but one with a long prompt is long. Room
-for the longest possible output is reserved at admission, so that nobody is ever preempted, and most of it lies idle.
-Orca bounds a batch by its sequences alone; here the token budget bounds the prompts that start in one step, too, except
-that the first one may be longer.
+Prompts run in one piece, mixed with the decodes, so decodes never wait, but a step with a long prompt is long. Blocks
+for the longest possible output are reserved at admission, so no sequence is ever preempted, and most of these blocks
+stay empty. Orca bounds a batch by its number of sequences only. Here the token budget also bounds the prompts that
+start in one step, except that the first one may be longer.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from kvrelay.scheduling.step_planner import StepPlanner
 
 
 class SimpleChunkingPolicy:
-    """Prompts' turn, decodes' turn; whoever has nothing to do leaves its turn to the other."""
+    """Steps of prompt chunks and steps of decodes alternate. A step without work is left to the other kind."""
 
     block_manager: type[BlockManager] = BlockManager
     mixes_prompts_and_decodes: bool = False

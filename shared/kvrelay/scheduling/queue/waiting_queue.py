@@ -55,12 +55,12 @@ class _Entry:
     arrival: int
     joined: int  # admissions before it joined
     priority: int = _LAST
-    version: int = _GONE  # of its one valid place in the heap; _GONE: it has none
+    version: int = _GONE  # matches its only valid place in the heap; _GONE if there is none
     missing: BlockHash | None = None  # the first block that is not cached, as far as was looked
 
 
 class WaitingQueue(Collection[Sequence]):
-    """See the module's text. `len` and iteration cover resumed, listed and parked sequences alike."""
+    """The waiting sequences. `len` and iteration cover all of them, wherever they are."""
 
     def __init__(
         self,
@@ -81,12 +81,12 @@ class WaitingQueue(Collection[Sequence]):
         self._reserved_entries: dict[SequenceKey, _Entry] = {}  # RESERVED sequences that were LISTED or PARKED before
         self._limited: dict[_Entry, None] = {}  # parked because their sender holds its share of the pool
         self._resumed: deque[Sequence] = deque()
-        self._entries: dict[SequenceKey, _Entry] = {}  # by arrival
+        self._entries: dict[SequenceKey, _Entry] = {}  # in the order of arrival
         self._heap: list[tuple[int, int, int, _Entry]] = []
         self._numbers = count()
         self._num_admitted = 0
         self._waits_for: dict[BlockHash, dict[_Entry, None]] = {}
-        self._changed: dict[_Entry, None] = {}  # to be ranked anew
+        self._changed: dict[_Entry, None] = {}  # entries whose priority must be computed again
         self._num_parked = 0
         self._probes_left = PROBES_A_STEP
         self._steps_since_arranged = REARRANGE_STEPS

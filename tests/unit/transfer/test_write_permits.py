@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.transfer.admission import AdmissionBook, Dropped
 from kvrelay.transfer.wire import BlocksHeader
+from kvrelay.transfer.write_permits import Dropped, WritePermits
 
 pytestmark = pytest.mark.unit
 
@@ -23,18 +23,18 @@ def header(
 
 
 @pytest.fixture
-def book() -> AdmissionBook:
-    made = AdmissionBook(NUM_BLOCKS, BLOCK_BYTES)
+def book() -> WritePermits:
+    made = WritePermits(NUM_BLOCKS, BLOCK_BYTES)
     made.admit("r", 10, [3, 1, 4])
     return made
 
 
-def test_blocks_go_to_the_slots_they_were_admitted_to(book: AdmissionBook) -> None:
+def test_blocks_go_to_the_slots_they_were_admitted_to(book: WritePermits) -> None:
     writes = book.check(header([12, 10], [4, 3]), 2 * BLOCK_BYTES)
     assert (writes.rows.tolist(), writes.slots.tolist(), writes.blocks) == ([0, 1], [4, 3], (12, 10))
 
 
-def test_what_landed_is_left_out_of_the_next_message(book: AdmissionBook) -> None:
+def test_what_landed_is_left_out_of_the_next_message(book: WritePermits) -> None:
     book.land("r", (11,))
     writes = book.check(header([10, 11, 12], [3, 1, 4]), 3 * BLOCK_BYTES)
     assert (writes.rows.tolist(), writes.slots.tolist(), writes.blocks) == ([0, 2], [3, 4], (10, 12))
@@ -54,26 +54,26 @@ def test_what_landed_is_left_out_of_the_next_message(book: AdmissionBook) -> Non
     ],
 )
 def test_a_message_that_disagrees_is_dropped(
-    book: AdmissionBook, cause: str, message: BlocksHeader, num_bytes: int
+    book: WritePermits, cause: str, message: BlocksHeader, num_bytes: int
 ) -> None:
     with pytest.raises(Dropped) as dropped:
         book.check(message, num_bytes)
     assert dropped.value.cause == cause
 
 
-def test_a_message_of_landed_blocks_alone_is_a_duplicate(book: AdmissionBook) -> None:
+def test_a_message_of_landed_blocks_alone_is_a_duplicate(book: WritePermits) -> None:
     book.land("r", (10, 11))
     with pytest.raises(Dropped, match="duplicate"):
         book.check(header([11, 10], [1, 3]), 2 * BLOCK_BYTES)
 
 
-def test_nothing_is_written_after_release(book: AdmissionBook) -> None:
+def test_nothing_is_written_after_release(book: WritePermits) -> None:
     book.release("r")
     with pytest.raises(Dropped, match="unknown_reservation"):
         book.check(header([10], [3]), BLOCK_BYTES)
 
 
-def test_a_slot_is_free_again_after_release_or_landing(book: AdmissionBook) -> None:
+def test_a_slot_is_free_again_after_release_or_landing(book: WritePermits) -> None:
     for slot in (3, 1, 4):
         with pytest.raises(ValueError, match="slot"):
             book.admit("s", 0, [slot])
@@ -85,7 +85,7 @@ def test_a_slot_is_free_again_after_release_or_landing(book: AdmissionBook) -> N
         book.admit("u", 0, [3])
 
 
-def test_releasing_does_not_free_a_landed_slot_that_another_reservation_holds(book: AdmissionBook) -> None:
+def test_releasing_does_not_free_a_landed_slot_that_another_reservation_holds(book: WritePermits) -> None:
     book.land("r", (10,))
     book.admit("s", 0, [3])
     book.release("r")
@@ -94,7 +94,7 @@ def test_releasing_does_not_free_a_landed_slot_that_another_reservation_holds(bo
 
 
 @pytest.mark.parametrize("slots", [[0, 0], [NUM_BLOCKS], [-1], [0, 3]])
-def test_a_refused_admission_changes_nothing(book: AdmissionBook, slots: list[int]) -> None:
+def test_a_refused_admission_changes_nothing(book: WritePermits, slots: list[int]) -> None:
     with pytest.raises(ValueError, match="slot"):
         book.admit("s", 0, slots)
     assert len(book) == 1
@@ -103,7 +103,7 @@ def test_a_refused_admission_changes_nothing(book: AdmissionBook, slots: list[in
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(0, 9), min_size=1, unique=True)), max_size=20))
 def test_each_block_is_written_once_in_the_life_of_a_reservation(messages: list[tuple[int, list[int]]]) -> None:
-    book = AdmissionBook(100, BLOCK_BYTES)
+    book = WritePermits(100, BLOCK_BYTES)
     for reservation in range(6):
         book.admit(str(reservation), 0, range(10 * reservation, 10 * reservation + 10))
     written: list[int] = []

@@ -1,7 +1,7 @@
-"""Which blocks of which reservation may be written, and where: the receiver's book. Pure, and not thread-safe.
+"""Permits to write blocks into slots, held by the receiver. Pure, and not thread-safe.
 
-A slot is claimed from `admit` until its block has landed or the reservation is released. A block that landed is not
-written again, so a repeated push can do nothing to a slot that decode reads already.
+A slot has a permit from `admit` until its block has landed or the reservation is released. A block that has landed is
+not written again, so a repeated push cannot change a slot that decode already reads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DropCause = Literal[
 
 
 class Dropped(Exception):
-    """A message that must not be written; `cause` is for the counters."""
+    """The message must not be written. `cause` is for the counters."""
 
     def __init__(self, cause: DropCause) -> None:
         super().__init__(cause)
@@ -59,14 +59,14 @@ class Writes:
         return Writes(self.rows[chosen], self.slots[chosen], tuple(self.blocks[i] for i in chosen.tolist()))
 
 
-class AdmissionBook:
+class WritePermits:
     """Slots of one pool of `num_blocks` blocks of `block_bytes` bytes."""
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         self._num_blocks = num_blocks
         self._block_bytes = block_bytes
         self._admitted: dict[str, _Admitted] = {}
-        self._claimed = np.zeros(num_blocks, np.bool_)
+        self._permitted = np.zeros(num_blocks, np.bool_)
 
     def __len__(self) -> int:
         return len(self._admitted)
@@ -81,19 +81,19 @@ class AdmissionBook:
             raise ValueError(f"reservation {reservation} is admitted already")
         if wanted.size and (wanted.min() < 0 or wanted.max() >= self._num_blocks):
             raise ValueError(f"slots {wanted.min()}..{wanted.max()} in a pool of {self._num_blocks} blocks")
-        if np.unique(wanted).size != wanted.size or self._claimed[wanted].any():
+        if np.unique(wanted).size != wanted.size or self._permitted[wanted].any():
             raise ValueError(f"a slot of reservation {reservation} is named twice, or another reservation's")
-        self._claimed[wanted] = True
+        self._permitted[wanted] = True
         self._admitted[reservation] = _Admitted(first_block, wanted, np.zeros(wanted.size, np.bool_))
 
     def release(self, reservation: str) -> None:
         """Forgets a reservation; an unknown one is no error."""
         admitted = self._admitted.pop(reservation, None)
         if admitted is not None:
-            self._claimed[admitted.slots[~admitted.landed]] = False
+            self._permitted[admitted.slots[~admitted.landed]] = False
 
     def check(self, header: BlocksHeader, data_bytes: int) -> Writes:
-        """What of this message is to be written. Changes nothing; raises Dropped."""
+        """Returns the rows of this message that must be written. Changes nothing. Raises Dropped."""
         admitted = self._admitted.get(header.reservation)
         if admitted is None:
             raise Dropped("unknown_reservation")
@@ -115,8 +115,8 @@ class AdmissionBook:
         return Writes(rows, slots[rows], tuple(header.indices[rows].tolist()))
 
     def land(self, reservation: str, blocks: Sequence[int]) -> None:
-        """These blocks, from `check`, are in their slots."""
+        """Blocks that `check` returned have been written into their slots."""
         admitted = self._admitted[reservation]
         offsets = np.array(blocks, np.int64) - admitted.first_block
         admitted.landed[offsets] = True
-        self._claimed[admitted.slots[offsets]] = False
+        self._permitted[admitted.slots[offsets]] = False

@@ -2,7 +2,7 @@
 
 As in the services: prefill asks decode when a prompt's first chunk is scheduled, holds the blocks until decode has
 committed, and its first token does not wait for the transfer; decode queues handoffs in its scheduler, runs them once
-their KV has arrived, and computes whole prompts if the router asks for it.
+their KV has arrived, and computes whole prompts that the router sends to it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Request:
     computed_by: str = ""
     decode: SimulatedDecode | None = None
     held: list[int] = field(default_factory=list)  # blocks kept on prefill for the handoff
-    link_free_s: float | None = None  # when early blocks are sent; None: not granted
+    link_free_s: float | None = None  # when the early blocks have left; None: not granted
     num_missing_blocks: int = 0
     prefilled_s: float | None = None
 

@@ -137,7 +137,7 @@ class Receiving:
                     self._meter.first_step(timings, row.sequence.key)
 
     def made_room(self) -> None:
-        """Blocks were freed."""
+        """Blocks or places among the running sequences were freed."""
         self._context.steps.wake()
         self.admit()
 
@@ -153,12 +153,14 @@ class Receiving:
 
     def peer_lost(self, peer: PeerRef, *, replaced: bool) -> None:
         """A prefill worker is silent or gone. Only if it was `replaced` is it certain that it is gone."""
-        for request in list(self._requests.values()):
-            if request.prefill == peer and request.handoff is not None:
-                if request.handoff.state in NOT_COMMITTED:
-                    self._meter.failed("prefill_lost", request.timings)
-                self._leave_queue(request)
-                self._feed(request, PrefillLost())
+        lost = [each for each in self._requests.values() if each.prefill == peer and each.handoff is not None]
+        # All leave the queue first: what one of them frees must not be reserved for another one.
+        for request in lost:
+            if _machine_of(request).state in NOT_COMMITTED:
+                self._meter.failed("prefill_lost", request.timings)
+            self._leave_queue(request)
+        for request in lost:
+            self._feed(request, PrefillLost())
         self._reservations.peer_lost(peer)
         self._quarantine.lost(peer, time.monotonic(), replaced=replaced)
 
@@ -193,7 +195,7 @@ class Receiving:
             return
         self._requests.supersede(key)
         known = self._requests.get(key)
-        if known is not None and known.prefill == prefill:
+        if known is not None and known.prefill == prefill and not known.is_quarantined:
             return  # Reserve was repeated: the handoff waits in the queue already
         if known is not None:
             self._requests.cancel(key, "another prefill worker took over")
@@ -322,6 +324,7 @@ class Receiving:
                 self.totals["quarantines"] += 1
                 self._quarantine.add(sequence.key, request.prefill, request.process)
                 self._scheduler.quarantine(sequence)
+                self.made_room()  # a place among the running sequences; others may also have waited for its prefix
             case FreeBlocks(num_whole):
                 # A commit that failed has appended the first token, whose KV is not here.
                 prompt_end = sequence.num_prompt + request.first_index

@@ -23,10 +23,9 @@ class Grant:
     in_flight: set[int] = field(default_factory=set)
     resend: int = 0  # the number of the last resend request
     answered: int = 0
-    requested: set[int] = field(default_factory=set)  # by the last request, and have not left since
-    again: set[int] = field(
-        default_factory=set
-    )  # corrupted while still in flight: pushed once more when they have left
+    requested: set[int] = field(default_factory=set)  # blocks of the last resend request that have not left yet
+    # Blocks corrupted while still in flight: pushed once more when they have left.
+    again: set[int] = field(default_factory=set)
 
     def take_ready(self, num_complete: int) -> list[int]:
         """Returns the blocks below `num_complete` that were not pushed yet, and counts them as pushed."""

@@ -25,8 +25,6 @@ from kvrelay_prefill.sending import Sending
 
 
 class PrefillRole:
-    """See the module's text."""
-
     name = "prefill"
 
     def __init__(
@@ -154,7 +152,7 @@ class PrefillRole:
             beams=list(output.beams),
         )
         request.candidates = output.candidates
-        if output.candidates is None or output.finish is not None:  # of a beam search the router gets only the end
+        if output.candidates is None or output.finish is not None:  # a beam search sends only its end to the router
             self._requests.send(sequence.router, sequence.key, message)
         num_cached = blocks_for(sequence.num_cached_tokens, self._context.spec.block_size)
         num_blocks = blocks_for(request.prompt.num_tokens, self._context.spec.block_size)  # the first token has none

@@ -15,7 +15,7 @@ def _run(config: RouterConfig) -> None:
 
 
 def main() -> int:
-    """Runs a router until it is told to stop; returns the exit status."""
+    """Runs a router until a stop signal. Returns the exit status."""
     return service_main(
         PROG,
         "router",

@@ -111,7 +111,7 @@ class FleetWatch:
 
     @property
     def registry_state(self) -> str:
-        """For display: `ok`, `none`, or the reason of the failure."""
+        """The registry's state for display: `ok`, `none`, or the reason of the failure."""
         return "none" if self._list_workers is None else self.registry_is_away or "ok"
 
     async def look(self) -> None:

@@ -20,7 +20,8 @@ class FleetPrefixes:
 
     def __init__(self, feed: IndexFeed) -> None:
         self._feed = feed
-        self._answers: OrderedDict[BlockHash, dict[WorkerId, int]] = OrderedDict()  # by the chain's last hash
+        # Key: the last hash of a chain. Value: its cached blocks by worker.
+        self._answers: OrderedDict[BlockHash, dict[WorkerId, int]] = OrderedDict()
         self._num_lookups: Counter[str] = Counter()
 
     def start(self) -> None:
@@ -43,7 +44,8 @@ class FleetPrefixes:
         return answer or {}
 
     async def prepare(self, hashes: Sequence[BlockHash]) -> None:
-        """Makes `match` know this chain. Takes a round trip while the replica lags, else nothing."""
+        """Looks the chain up in Redis while the replica is still loading, so that `match` can answer for it. Otherwise
+        returns at once."""
         if not hashes or self._feed.state is not FeedState.LOADING:
             return
         self._answers[hashes[-1]] = await self._feed.lookup(hashes)

@@ -58,7 +58,7 @@ class ProcessDisplay(Display):
             self._member.died()
 
     def note(self, text: str) -> None:
-        """A line."""
+        """Logs the text as a line."""
         log.info("%s", text)
 
 

@@ -115,7 +115,7 @@ class LayerKind(NamedTuple):
         return -1 if self.sliding_window is None else self.sliding_window - 1
 
     def sees_all(self, num_keys: int) -> bool:
-        """Whether the last of `num_keys` tokens sees all of them."""
+        """Whether the query at the last of `num_keys` tokens attends to all of them."""
         return self.sliding_window is None or num_keys <= self.sliding_window
 
     @property
@@ -135,7 +135,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def is_eight_bit(dtype: torch.dtype) -> bool:
-    """Whether it is one of the `KV_DTYPES`."""
+    """Whether the dtype is one of the 8-bit `KV_DTYPES`."""
     return dtype in KV_DTYPES.values()
 
 

@@ -25,14 +25,14 @@ _GRAPH_BYTES = 512 * 2**20  # the host launches a layer's kernels one by one: 16
 
 @dataclass(frozen=True, slots=True)
 class CascadeCosts:
-    """The savings at which sharing pays, in tokens of one layer whose keys and values are not read again."""
+    """Costs of sharing. The unit is one token of one layer whose keys and values are not read again."""
 
     row_tokens: int
-    """For each row of a group: its second output is written, read and merged."""
+    """Cost per row of a group: its second output is written, read and merged."""
     step_tokens: int
-    """For the step: two more kernels run, one of them to merge."""
+    """Cost per step: two more kernels run, one of them to merge."""
     graph_tokens: int = 0
-    """For a step that would otherwise be a CUDA graph: it is launched kernel by kernel."""
+    """Cost per step that would otherwise be a CUDA graph: it is launched kernel by kernel."""
 
     @classmethod
     def of(cls, group: int, token_bytes: int) -> CascadeCosts:

@@ -28,7 +28,7 @@ _SPLIT_KEYS = 512  # keys per piece of a decoding row; fixed, so that results de
 _TILE_ROWS = 64  # query tokens times heads of a group that share a tile of keys
 _HEADS_MULTIPLE = 16
 _MAX_HEAD_DIM = 256
-# In the order of the kernel's own numbers for them.
+# The index of a dtype in this tuple is its number in cpu_kernel.c.
 _POOL_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 _DTYPES = _POOL_DTYPES[:2]  # dtypes of queries and outputs
 

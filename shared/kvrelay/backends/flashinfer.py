@@ -315,7 +315,7 @@ class FlashInferStep:
 
 
 def _on_host(*arrays: Int32Array) -> list[torch.Tensor]:
-    """The host's copy of a plan's inputs. Reading them back from the device would wait for it."""
+    """Returns a plan's inputs as host tensors. Copying device tensors back would wait for the device."""
     return [torch.from_numpy(array) for array in arrays]
 
 

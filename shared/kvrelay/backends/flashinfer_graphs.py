@@ -66,7 +66,7 @@ class FlashInferFixedStep:
         self._page_ids = shared.positions_and_pages[pages:]
         self._host: tuple[torch.Tensor, torch.Tensor, int] | None = None  # page starts, lengths of last pages, pages
         self._wrappers: dict[LayerKind, Any] = {}
-        self._dtype = shared.pool.dtype  # dtype of queries; beside 8 bits, the first layer gives it
+        self._dtype = shared.pool.dtype  # dtype of queries; with an 8-bit pool it is taken from the first layer
 
     def replan(self, rows: PackedRows) -> None:
         paged = page_rows(rows, self._shared.pool.shape[3])

@@ -53,9 +53,8 @@ def try_layers(
         pool = allocate_pool(small, int(rows.block_tables.max()) + 1, device)
         pool.copy_(draw(*pool.shape))
         num_tokens = int(rows.query_starts[-1])
-        query = 4 * draw(
-            num_tokens, kind.num_heads, layout.head_dim
-        )  # makes some keys weigh more than all others together
+        # Scaled, so that some keys weigh more than all others together.
+        query = 4 * draw(num_tokens, kind.num_heads, layout.head_dim)
         key, value = draw(2, num_tokens, layout.num_kv_heads, layout.head_dim)
         expected_pool = pool.clone()
         expected = TorchBackend().plan(expected_pool, rows).attend(1, query, key, value, kind.params)

@@ -131,7 +131,7 @@ class RowResult(msgspec.Struct, frozen=True, gc=False):
     token_ids: Sequence[int] = ()
     logprobs: Sequence[TokenLogprobs] = ()
     prompt_logprobs: Sequence[TokenLogprobs] = ()
-    candidates: BeamCandidates | None = None  # for a beam's row
+    candidates: BeamCandidates | None = None  # set for a `BeamRow`
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,11 +80,9 @@ class CausalModel:
         self.forward = forward
 
     def hidden_states(self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepAttention) -> torch.Tensor:
-        """See `Forward.hidden_states`."""
         return self.forward.hidden_states(token_ids, positions, step)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See `Forward.logits`."""
         return self.forward.logits(hidden)
 
 

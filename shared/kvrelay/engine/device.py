@@ -138,7 +138,7 @@ def start_copy(source: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | N
 
 
 def to_host(*parts: torch.Tensor) -> list[NDArray[np.float64]]:
-    """Copies parts `[rows]` or `[rows, columns]` to the host as one transfer and waits for it; see `HostCopy`."""
+    """Copies tensors of shape `[rows]` or `[rows, columns]` to the host in one transfer, and waits for it."""
     return HostCopy(*parts).read()
 
 

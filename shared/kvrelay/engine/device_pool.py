@@ -38,7 +38,6 @@ class DevicePool:
         self._staged = self.buffer(max(1, _STAGING_BYTES // self.block_bytes))
 
     def enter_thread(self) -> None:
-        """See `use_on_this_thread`."""
         use_on_this_thread(self._device)
 
     def view(self, first: int, count: int) -> Bytes | None:

@@ -45,7 +45,6 @@ class EagerForward:
 
     @torch.inference_mode()
     def hidden_states(self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepAttention) -> torch.Tensor:
-        """See `Forward.hidden_states`."""
         with attending(step):
             output = self._backbone(
                 input_ids=token_ids[None], position_ids=positions[None], use_cache=False, return_dict=True
@@ -54,7 +53,7 @@ class EagerForward:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See `Forward.logits`: in the model's dtype."""
+        """Returns logits in the model's dtype."""
         self._head.set(hidden[None])
         return self._model(inputs_embeds=hidden[None], use_cache=False).logits[0]  # type: ignore[no-any-return]
 

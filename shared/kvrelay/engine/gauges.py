@@ -66,7 +66,7 @@ class CudaGauge:
         self._step = 0
 
     def total(self) -> int:
-        """As the driver reports it."""
+        """The GPU's memory as the driver reports it."""
         return self._memory.total()
 
     def rest(self) -> int:
@@ -153,7 +153,7 @@ class _Nvml:
             api.nvmlInit()
             found = cls(api, api.nvmlDeviceGetHandleByUUID(uuid))
             found.used()
-        except Exception as error:  # NVML raises classes of its own, which cannot be named without it
+        except Exception as error:  # NVML's exception classes cannot be named: the module may be missing
             log.info("this process's CUDA context is not counted as its memory: NVML does not tell (%r)", error)
             return None
         return found

@@ -35,7 +35,9 @@ class HostBuffer:
             raise ValueError(f"swap_space: the host does not give {num_bytes} bytes of memory ({error})") from error
 
     def swap(self, out: SwapCopies, back: SwapCopies) -> float:
-        """Copies blocks out to their slots, then others in from their slots. Returns the seconds it took.
+        """Copies the blocks of `out` from the pool to host slots, then those of `back` from host slots into the pool.
+
+        Returns the seconds that the copies took.
 
         Raises:
             IndexError: a block or slot does not exist.
@@ -62,7 +64,7 @@ class HostBuffer:
         if not count:
             return 0.0
         copies = SwapCopies(tuple(range(count)), tuple(range(count)))
-        self.swap(copies, copies)  # the first writes allocate the pages
+        self.swap(copies, copies)  # warm-up: the first write to a host page allocates it
         return self.swap(copies, copies) / (2 * count)
 
     def _check(self, copies: SwapCopies) -> None:

@@ -117,7 +117,7 @@ class StepInFlight:
 
     @property
     def is_stale(self) -> bool:
-        """Whether it took a token from device memory that turned out wrong."""
+        """Whether this step read a token from device memory that differs from the sampled one."""
         if self.took_from is None or not self.took_from.resampled:
             return False
         return any(row.has_placeholder and row.key in self.took_from.resampled for row in self.batch.rows)
@@ -142,12 +142,8 @@ class StepInFlight:
         except Exception as error:
             self._failed(error)
             raise
-        asked, self._asked, self._ask, self.took_from = (
-            self._asked,
-            Asked(),
-            None,
-            None,
-        )  # so that steps do not keep each other alive
+        # References are dropped so that steps do not keep each other alive.
+        asked, self._asked, self._ask, self.took_from = self._asked, Asked(), None, None
         results = []
         for index in range(len(self.batch.rows)):
             token_ids, logprobs = tokens.get(index, _NO_TOKENS)
@@ -209,7 +205,7 @@ class StepInFlight:
         begin, end = self._asked.begin, self._asked.end
         if not began_behind or begin is None or end is None:
             return seconds
-        with suppress(RuntimeError):  # of a device that is lost; the next call on it reports that
+        with suppress(RuntimeError):  # raised if the device is lost; the next call reports that
             seconds = max(seconds, end.seconds_since(begin))
         return seconds
 
@@ -227,7 +223,7 @@ class StepInFlight:
         settled = is_settled(self._steps.device)
         with self._steps.lock:
             if self._asked.tokens is not None:
-                with suppress(RuntimeError):  # of a device that is lost
+                with suppress(RuntimeError):  # raised if the device is lost
                     self._asked.tokens.discard()
             self._steps.end(self)
         self._asked, self._ask, self.took_from = Asked(), None, None

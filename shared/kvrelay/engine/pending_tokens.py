@@ -84,7 +84,7 @@ class SampledOnDevice:
     token_ids: torch.Tensor  # int64
     peaks: torch.Tensor  # the greatest logits, as the model gave them
     settled: torch.Tensor | None = None  # bool: False if sampling must look at more tokens; None: all are settled
-    exact: ExactSampling | None = None  # for the rows that may not be settled
+    exact: ExactSampling | None = None  # exact sampling of rows that may not be settled
 
 
 class PendingTokens:
@@ -183,7 +183,7 @@ class SampledTokens:
         self.waiting = waiting
         self._state = state
         self._device = device
-        self._pending: list[PendingTokens] = []  # in the order of their launches
+        self._pending: list[PendingTokens] = []  # ordered by launch
         self.share_resampled = 0.0
         """Moving average, 0 to 1, of the landed batches in which a token differed from the one on the device."""
 

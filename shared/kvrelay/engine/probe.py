@@ -34,8 +34,8 @@ PackedLogits = Callable[[torch.Tensor, torch.Tensor, StepAttention], torch.Tenso
 """Logits `[tokens, vocab]` of packed token ids and positions, which attend through the step."""
 
 _log = logging.getLogger(__name__)
-# Mean over positions of |paged - own| / |own|. A wrong mask, scale or position gives 0.1 and more; rounding of 16-bit
-# weights gives up to a few hundredths.
+# Mean over positions of |paged - own| / |own|. A wrong mask, scale or position gives 0.1 or more. Rounding of
+# 16-bit weights gives a few hundredths at most.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 2e-2}
 _EIGHT_BIT_TOLERANCE = 1e-2
 # Chunks may differ by this share of the error that 8 bits cause. Other dtypes have few bits themselves: matrix products
@@ -55,7 +55,7 @@ class ObservedLayers:
     dtype: torch.dtype
     vocab_size: int
     kinds: frozenset[LayerKind]
-    params: tuple[AttentionParams, ...]  # of each layer
+    params: tuple[AttentionParams, ...]  # one per layer
 
 
 class _LayerRecorder:

@@ -103,7 +103,7 @@ class MemoryGauge(Protocol):
         ...
 
     def total(self) -> int:
-        """All memory."""
+        """All of this memory, used or free."""
         ...
 
     def rest(self) -> int:

@@ -77,8 +77,8 @@ class Sampler:
     def last_on_device(self, keys: Sequence[SequenceKey]) -> torch.Tensor:
         """The newest token of each key, `[keys]` int64 on the device, without a wait. Read only.
 
-        Pending tokens count. For tokens that landed it returns what they landed with, discarded tokens do not count,
-        and 0 stands for none. A sequence that was dropped and added again begins anew.
+        Includes pending tokens and ignores discarded ones. A landed token has its final value. 0: the sequence has no
+        token. A sequence that was dropped and added again starts without tokens.
 
         Raises:
             KeyError: an unknown key.

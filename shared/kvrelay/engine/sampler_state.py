@@ -57,8 +57,8 @@ class SamplerState:
         self._slots: dict[SequenceKey, int] = {}
         self._free: list[int] = []
         self._parameters = np.zeros(0, _PARAMETERS)
-        self._biases: dict[int, SparseLogits] = {}  # by slot
-        self._end_ids: dict[int, NDArray[np.int64]] = {}  # by slot; only with min_tokens
+        self._biases: dict[int, SparseLogits] = {}  # key: slot
+        self._end_ids: dict[int, NDArray[np.int64]] = {}  # key: slot; only for sequences with min_tokens
         self._lives = count(1)
         self.counts = PenaltyCounts(vocab_size)
 
@@ -208,7 +208,7 @@ class PenaltyCounts:
         return which, self._tokens[rows[which], place], self._in_output[rows[which], place]
 
     def _grow(self) -> None:
-        """Adds rows."""
+        """Doubles the number of rows; the least number added is 4."""
         size = len(self._lengths)
         added = max(4, size)
         self._place = np.concatenate([self._place, np.zeros((added, self._vocab_size), np.int32)])

@@ -42,9 +42,8 @@ def resolve_max_model_len(config: PreTrainedConfig, requested: int | None) -> in
 
 
 def _causal_lm_class(config: PreTrainedConfig) -> type[Any] | None:
-    mapping = (
-        AutoModelForCausalLM._model_mapping
-    )  # transformers has no public way to find the class without building it
+    # transformers has no public way to find the class without building the model.
+    mapping = AutoModelForCausalLM._model_mapping
     if type(config) not in mapping:
         return None
     found = mapping[type(config)]

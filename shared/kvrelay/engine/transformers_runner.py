@@ -76,9 +76,8 @@ class TransformersRunner:
         self._pool = self._blocks[:num_blocks]
         self._graphs: DecodeGraphs | None = None
         self._host = HostBuffer(self._pool, num_swap_slots)
-        self._lock = (
-            threading.Lock()
-        )  # guards the sampler and the scored prompts; released while waiting for the device
+        # Guards the sampler and the scored prompts. Released while waiting for the device.
+        self._lock = threading.Lock()
         self._sampler = Sampler(model.vocab_size, model.eos_token_ids, source.device, self._lock)
         self._scored: dict[SequenceKey, _ScoredPrompt] = {}
         self._spec = ModelSpec(

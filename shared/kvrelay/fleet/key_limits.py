@@ -127,9 +127,8 @@ class SharedLimits:
         self._clock = clock
         self._local = LocalLimits()
         self._away_until = 0.0  # 0: the last call was answered
-        self._unreported: deque[tuple[str, str]] = deque(
-            maxlen=MAX_UNREPORTED
-        )  # ended requests not yet reported to Redis
+        # Ended requests not yet reported to Redis.
+        self._unreported: deque[tuple[str, str]] = deque(maxlen=MAX_UNREPORTED)
 
     async def enter(self, key: str, limits: KeyLimits, request_id: str, lease_s: float) -> Refusal | None:
         """Counts a request, or returns the refusal. `request_id` must be unique in the fleet. Never fails."""

@@ -16,7 +16,7 @@ from kvrelay.kv.pool import BlockPool
 
 
 class NullCache:
-    """Caches nothing: every prompt is computed anew."""
+    """Caches nothing: every prompt is computed completely."""
 
     num_cached = 0
     num_evictable = 0
@@ -146,7 +146,7 @@ class TableCache:
         return [block for entry in entries for block in self._withdraw(entry)]
 
     def clear(self) -> list[int]:
-        """Withdraws everything."""
+        """Removes all entries. Returns their blocks."""
         return [block for entry in list(self._entries.values()) for block in self._withdraw(entry)]
 
     def drain_events(self) -> list[CacheEvent]:

@@ -15,11 +15,11 @@ _MIN_DROPPED = 16
 
 
 class BlockIndex:
-    """A mapping of hashes to block ids; hashes are at least a byte long, and random in their first."""
+    """A mapping of hashes to block ids. The first byte of a hash must be random: it selects the shard."""
 
     def __init__(self) -> None:
         self.shards: list[dict[BlockHash, int]] = [{} for _ in range(256)]
-        """shards[hash[0]] has the entry of `hash`. For reading; a shard is replaced when entries go."""
+        """`shards[hash[0]]` contains the entry of `hash`. Read only. Removals may replace a shard by a new dict."""
         self._num_dropped = [0] * 256
         self._num_entries = 0
 

@@ -18,8 +18,8 @@ class FreeRuns:
     """The set of free blocks out of `num_blocks`, all free at first.
 
     Invariants: runs are maximal (two never touch); `_length[i]` is a run's length where a run starts or ends at i, and
-    0 for every block that is not free. What it says inside a run means nothing, and is never read.
-    The caller checks what it passes: giving a free block back would corrupt the runs.
+    0 for every block that is not free. Values inside a run are undefined and never read.
+    Arguments are not checked: freeing a free block would corrupt the runs.
     """
 
     def __init__(self, num_blocks: int) -> None:

@@ -1,8 +1,8 @@
-"""Block hashes: a chain of them names a prefix, on every worker alike.
+"""Block hashes: a chain of hashes identifies a prefix, in the same way on every worker.
 
 A block's hash covers its parent's hash and its tokens; the chain starts at a root that covers whatever else makes K/V
 differ (model, adapter, the client's salt). Two prefixes that differ anywhere therefore share no hash from there on, and
-a hash alone stands for the whole prefix up to its block. The digest is long enough that a match of hashes is taken as a
+a hash alone identifies the whole prefix up to its block. The digest is long enough that a match of hashes is taken as a
 match of content.
 """
 

@@ -157,7 +157,7 @@ class BlockPool:
         return blocks
 
     def allocate_each(self, after: Sequence[int], state: BlockState) -> list[int]:
-        """One block behind each of these (others' last ones, not free): its free neighbour where there is one.
+        """Allocates one block for each block of `after` (the last blocks of tables): the next block id if it is free.
 
         Raises OutOfBlocks. All or nothing.
         """
@@ -169,7 +169,7 @@ class BlockPool:
             blocks = []
             for block in after:
                 if block + 1 in neighbours:
-                    neighbours.remove(block + 1)  # another table may end in the same block
+                    neighbours.remove(block + 1)  # used once: several entries of `after` may be the same block
                     blocks.append(block + 1)
                 else:
                     blocks.append(others.pop())

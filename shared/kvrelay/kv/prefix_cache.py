@@ -211,7 +211,7 @@ class PrefixCache:
             raise IntegrityError("the list by last use lacks evictable blocks")
 
     def _publish(self, parent_hash: BlockHash | None, hashes: Sequence[BlockHash], blocks: Sequence[int]) -> list[int]:
-        """Puts what is new of a chain under the cached `parent_hash`; its blocks are held, so the chain is pinned."""
+        """Adds the new blocks of a chain below the cached `parent_hash`. They are held, so the chain is pinned."""
         num_known = self._check_chain(parent_hash, hashes, blocks)
         stored = self._blocks_of(hashes[:num_known])
         if num_known == len(hashes):

@@ -111,10 +111,11 @@ class CopyInstruction:
 def copy_on_write(
     pool: BlockPool, table: BlockTable, index: int, state: BlockState = BlockState.RUNNING
 ) -> CopyInstruction | None:
-    """Makes the block at `index` the table's own, before a write into it; None when it is already.
+    """Replaces the block at `index`, which is about to be written, by a private one. Returns the copy to make, or None
+    if the block is private already.
 
-    The sequence's hold on the source lasts until `finish_copy`: otherwise the other holders could release it, and
-    whoever gets it next overwrite it, before the copy is made. Raises OutOfBlocks.
+    The sequence holds the source until `finish_copy`. Otherwise the other holders could release it, and another
+    sequence could overwrite it before the copy is made. Raises OutOfBlocks.
     """
     source = int(table.ids[index])
     if not pool.is_shared(source):

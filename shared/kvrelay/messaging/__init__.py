@@ -1,1 +1,1 @@
-"""The thin shell that carries links over ZMQ sockets."""
+"""Control messages between processes: the links of `kvrelay.protocol.link` over ZMQ sockets."""

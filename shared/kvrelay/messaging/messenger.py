@@ -35,7 +35,7 @@ MAX_MESSAGES_PER_WAKEUP = 256
 
 
 def new_incarnation() -> str:
-    """A unique name for this start of a process. Names sort by start time."""
+    """A unique name for this run of a process. Names sort by start time."""
     return f"{time.time_ns():016x}{secrets.token_hex(4)}"
 
 
@@ -203,7 +203,9 @@ class Messenger:
         self._send_out()
         events = self._links.take_events()
         if PeerLost in map(type, events):
-            self._close_unused()  # before a callback sends there again, which would keep the old queue
+            # Closed before the callbacks run: a callback that sends to the lost peer would otherwise reuse the old
+            # socket, with the messages still queued in it.
+            self._close_unused()
         for event in events:
             if self._sockets is None:
                 return

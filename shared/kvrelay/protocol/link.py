@@ -58,8 +58,8 @@ class Delivered(msgspec.Struct, frozen=True):
 class PeerLost:
     """This incarnation of the peer is gone, or has lost its state of this link.
 
-    `replaced`: a newer incarnation was heard, so this process is no more. Otherwise it may live on, stopped or cut off.
-    `by_peer`: it lives, and is the one that lost us.
+    `replaced`: messages of a newer incarnation arrived, so this process has ended. Otherwise it may still exist,
+    stopped or unreachable. `by_peer`: the peer is alive and has declared this process lost.
     """
 
     peer: PeerRef
@@ -107,15 +107,15 @@ class Links:
     results."""
 
     MAX_EARLY = 4096
-    """How far ahead of a gap messages are kept; those beyond are dropped and come again."""
+    """Maximum number of messages kept ahead of a gap. Later ones are dropped, and the peer resends them."""
     MAX_RESENT_PER_TICK = 64
     MAX_RESENT_BYTES_PER_TICK = 256 * 1024
-    """To one peer; the oldest go first, and one goes in any case."""
+    """Limit per peer. The oldest messages are resent first, and at least one is resent."""
     MAX_REFUSALS_KEPT = 1024
     """Peers without a link whose refusal is remembered, so that it is reported once."""
     MAX_STARTS_KEPT = 8
     MAX_NAMES_KEPT = 4096
-    """The order of how many starts is remembered, of how many peers."""
+    """The last `MAX_STARTS_KEPT` incarnations of each peer are kept in order of arrival, for `MAX_NAMES_KEPT` peers."""
 
     def __init__(self, me: PeerRef, fingerprint: str = "", settings: LinkSettings | None = None) -> None:
         self.me = me
@@ -126,7 +126,7 @@ class Links:
         self._last_number = 0
         self._last_tick: float | None = None
         self._refusals: set[tuple[str, str]] = set()  # (peer id, incarnation)
-        self._heard: dict[str, list[str]] = {}  # peer id: incarnations, in the order in which they were first heard
+        self._heard: dict[str, list[str]] = {}  # peer id: incarnations, ordered by their first message
         self._outgoing: list[tuple[str, list[bytes]]] = []
         self._events: list[LinkEvent] = []
 
@@ -222,7 +222,7 @@ class Links:
         return sum(len(link.unacked) for link in self._links.values())
 
     def silent_s(self, peer: PeerRef, now: float) -> float:
-        """Seconds since this incarnation of a peer was heard, or our link to it began; infinite without one."""
+        """Seconds since the last message of this incarnation, or since the link began. Infinite without a link."""
         link = self._links.get(peer.peer_id)
         if link is None or link.peer.incarnation != peer.incarnation:
             return math.inf

@@ -180,7 +180,7 @@ class FirstToken(Body, frozen=True, kw_only=True, tag="first_token"):
 
 
 class PackedCandidates(msgspec.Struct, frozen=True, array_like=True):
-    """What may follow the prompt of a beam search, the likeliest first: ids as int32, log-probabilities as float32."""
+    """First-token candidates of a beam search, the likeliest first: ids as int32, log-probabilities as float32."""
 
     token_ids: bytes
     logprobs: bytes

@@ -1,7 +1,7 @@
 """A step's plan as plain data: what runs, how much of it, and why the rest does not.
 
-Rows and outputs are made for every sequence in every step: they are msgspec's structs, whose making costs a tenth of a
-frozen dataclass's. They are in no cycle, so that the garbage collector need not look at them (`gc=False`).
+Rows and outputs are created for every sequence in every step, so they are msgspec structs: creating one costs a tenth
+of a frozen dataclass. They form no reference cycles, so the garbage collector skips them (`gc=False`).
 """
 
 from __future__ import annotations

@@ -312,7 +312,7 @@ class BatchScheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a sequence is known, or has ended in a step that has not."""
+        """Whether a sequence is known, or one that was ended is still in a step in flight."""
         return self.lifecycle.has_work
 
 

@@ -1,8 +1,8 @@
 """Times of steps and transfers on a device: built-in rooflines, or measured coefficients from a JSON file.
 
-A roofline step takes the longer of its arithmetic and its reading of weights and KV, plus a fixed overhead. Peaks are
-from vendors' data sheets (dense, 16-bit), shapes from the models' published configurations. The share of each peak and
-the overhead are assumptions, named below. Use rooflines to compare policies and ratios; for figures of a machine,
+A roofline step takes the longer of its compute time and its memory time (weights and KV), plus a fixed overhead. Peaks
+are from vendors' data sheets (dense, 16-bit), shapes from the models' published configurations. The share of each peak
+and the overhead are assumptions, named below. Use rooflines to compare policies and ratios; for figures of a machine,
 measure it.
 
 Sources: NVIDIA H100 SXM data sheet (989 TFLOP/s, 3.35 TB/s, 80 GB), H200 SXM (989 TFLOP/s, 4.8 TB/s, 141 GB), A100 80GB

@@ -125,7 +125,7 @@ class SimulatedRunner:
 
     @property
     def pool_bytes(self) -> NDArray[np.uint8]:
-        """The words that stand for the K/V, `[num_blocks, 8 * block_size]`."""
+        """Simulated K/V: one 8-byte word per token slot, `[num_blocks, 8 * block_size]`."""
         return self._words.view(np.uint8)
 
     @property

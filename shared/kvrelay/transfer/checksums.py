@@ -17,7 +17,7 @@ from kvrelay.transfer.wire import Bytes, Checksums, Indices
 
 
 class PoolChecksums:
-    """Of blocks where they lie in a pool, or in an array as `as_pool` takes it."""
+    """Checksums of the blocks of a pool, or of an array that `as_pool` accepts. The blocks are read in place."""
 
     def __init__(self, pool: PoolLike) -> None:
         self._pool = as_pool(pool)

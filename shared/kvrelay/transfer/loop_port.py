@@ -32,7 +32,7 @@ class LoopPort(Generic[Event]):
         self._on_event = on_event
 
     def emit(self, event: Event) -> None:
-        """From any thread."""
+        """Passes the event to the event loop. Callable from any thread."""
         self._call(self._on_event, event)
 
     def report_crash(self, thread_name: str, error: Exception) -> None:

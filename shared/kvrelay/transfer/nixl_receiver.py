@@ -32,10 +32,10 @@ IDLE_POLL_S = 0.05
 
 
 class NixlReceiver(ReceiverThread):
-    """Takes blocks into `pool`, or into a writable array as `as_pool` takes it.
+    """Receives blocks into `pool`, or into a writable array that `as_pool` accepts.
 
-    Reachable at once, so that `endpoint` can be told to others before `start`. Raises ValueError for a pool of another
-    kind, TransportUnavailable where NIXL or UCX does not work.
+    `endpoint` is valid from the construction on, before `start`. Raises ValueError for a pool of another kind, and
+    TransportUnavailable if NIXL or UCX does not work.
     """
 
     name = "nixl"
@@ -50,7 +50,6 @@ class NixlReceiver(ReceiverThread):
 
     @property
     def endpoint(self) -> Endpoint:
-        """See `nixl_endpoint`."""
         return dict(self._endpoint)
 
     def admit(self, reservation: str, first_block: int, slots: Sequence[int]) -> None:

@@ -1,7 +1,7 @@
-"""Cuts a push into pieces of about one frame; pure arithmetic over arrays of block numbers.
+"""Cuts a push into pieces of about one frame each: pure arithmetic over arrays of block ids.
 
-A piece whose blocks lie side by side in the pool can be sent from where it lies. Others have to be gathered first,
-which is cheaper than a frame per run as long as runs are short: a frame costs about as much as copying 256 KiB.
+A piece whose blocks are contiguous in the pool is sent in place. The blocks of other pieces are gathered first, which
+is cheaper than a frame per run while runs are short: a frame costs about as much as copying 256 KiB.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class PoolMemory(Protocol):
         ...
 
     def rows(self, blocks: Indices) -> Iterator[Bytes]:
-        """The bytes of each block, contiguous, in turn; each only good until the next one."""
+        """Yields the bytes of each block, contiguous. Each is valid only until the next one is taken."""
         ...
 
 
@@ -90,20 +90,16 @@ class HostPool:
         """Any thread may read and write a host's memory."""
 
     def view(self, first: int, count: int) -> Bytes | None:
-        """See `PoolMemory.view`."""
         return self._memory[first : first + count]
 
     def buffer(self, num_blocks: int) -> Bytes:
-        """See `PoolMemory.buffer`."""
         return np.empty((num_blocks, self.block_bytes), np.uint8)
 
     def gather(self, blocks: Indices, out: Bytes) -> None:
-        """See `PoolMemory.gather`."""
         # mode="clip" writes straight into `out`; "raise" would copy once more.
         np.take(self._memory, blocks, axis=0, out=out[: len(blocks)], mode="clip")
 
     def scatter(self, slots: Indices, rows: Bytes) -> None:
-        """See `PoolMemory.scatter`."""
         first, last = int(slots[0]), int(slots[-1])
         if last - first + 1 == slots.size and (np.diff(slots) == 1).all():
             self._memory[first : last + 1] = rows
@@ -111,7 +107,6 @@ class HostPool:
             self._memory[slots] = rows
 
     def rows(self, blocks: Indices) -> Iterator[Bytes]:
-        """See `PoolMemory.rows`."""
         return (self._memory[block] for block in blocks.tolist())
 
 

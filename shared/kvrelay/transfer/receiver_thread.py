@@ -61,12 +61,13 @@ class ReceiverThread:
             self._permits.admit(reservation, first_block, slots)
 
     def release(self, reservation: str) -> None:
-        """Ends a reservation, known or not; nothing of it is taken in after this returns.
+        """Ends a reservation, known or not. No block of it is written after this returns.
 
-        Waits for the copy of the message that is just going into its slots, if there is one.
+        If a message is being copied into its slots, waits for that copy.
         """
         with self._changed:
-            self._permits.release(reservation)  # first: no other message of it begins meanwhile
+            # Released before the wait: afterwards no further message of the reservation starts to be copied.
+            self._permits.release(reservation)
             while self._copying == reservation:
                 self._changed.wait()
 

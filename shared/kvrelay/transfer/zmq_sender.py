@@ -180,7 +180,7 @@ class _ZmqDriver:
             buffer = self._spare_buffers.pop()
         else:
             buffer = self._pool.buffer(frame_blocks(self._block_bytes, self._settings.sizes))
-        self._pool.gather(piece.copies.sources, buffer)  # which were checked in `push`
+        self._pool.gather(piece.copies.sources, buffer)  # `push` has checked the sources
         return buffer
 
     def _view_of(self, piece: Piece) -> Bytes:

@@ -1,4 +1,4 @@
-"""The workers that delay prompts together: what they exchange, and which of them count.
+"""The workers that delay prompts together: the loads they exchange, and which members count.
 
 Each worker is a process of its own. They do not step together, and no worker waits for another: a pass is decided with
 the loads known at that moment.

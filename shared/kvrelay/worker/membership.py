@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class NoMembership:
-    """Stands in for `Membership` in a worker without Redis. Routers find such a worker by its HTTP page."""
+    """Replaces `Membership` in a worker without Redis. Routers find such a worker by its HTTP page."""
 
     def __init__(self) -> None:
         self._joined = asyncio.Event()

@@ -45,7 +45,7 @@ class PrefillDelayer:
         self._clock = clock
         self._state = DelayerState()
         self._largest_prefill = 0
-        self._decision: DelayDecision | None = None  # of this pass, if this rank has asked
+        self._decision: DelayDecision | None = None  # the decision of this pass; None: not decided yet
         self._waiting_since: float | None = None
 
     def ask(self, num_running: int, kv_usage: float) -> str:

@@ -35,8 +35,8 @@ class Reports:
         self._role = role
         self._spans = spans
         self._more_totals = more_totals
-        self._routers: dict[str, PeerRef] = {}  # by id
-        self._news_from: set[str] = set()  # routers whose requests came since the others last got a report
+        self._routers: dict[str, PeerRef] = {}  # key: router id
+        self._news_from: set[str] = set()  # routers that sent requests since the last report to the others
 
     def answer(self, event: Delivered, query: StatusQuery) -> None:
         """Answers a router's query and remembers the router."""

@@ -45,7 +45,7 @@ class OpenRequests(Mapping[SequenceKey, RequestT]):
         self._context = context
         self._role = role
         self._open: dict[SequenceKey, RequestT] = {}
-        self._samples: dict[str, dict[SequenceKey, RequestT]] = {}  # by the router's request
+        self._samples: dict[str, dict[SequenceKey, RequestT]] = {}  # key: the router's request id
 
     def __getitem__(self, key: SequenceKey) -> RequestT:
         return self._open[key]

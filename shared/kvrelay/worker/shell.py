@@ -244,7 +244,7 @@ class WorkerShell:
 
 
 def _report_crash(loop: asyncio.AbstractEventLoop, context: dict[str, Any], crash: asyncio.Future[None]) -> None:
-    """Ends the worker if one of its threads has died: it would look ready and serve nobody."""
+    """Ends the worker if one of its threads has died. Otherwise it would report ready and serve no request."""
     loop.default_exception_handler(context)
     if context.get("fatal") and not crash.done():
         crash.set_exception(context["exception"])

@@ -48,7 +48,7 @@ class StartedWorker:
     membership: Membership | NoMembership
     delayer: PrefillDelayer | None  # None: prompts are not delayed
     group: DelayerGroup | None  # None: this worker delays prompts on its own
-    discovery: GroupDiscovery | None  # of the group's other members
+    discovery: GroupDiscovery | None  # finds the group's other members
     cache_events: CacheEvents | None  # None: there is no prefix index to publish to
 
 

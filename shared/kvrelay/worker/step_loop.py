@@ -66,7 +66,7 @@ class StepTotals:
     schedule_s: float = 0.0
     forward_s: float = 0.0
     commit_s: float = 0.0
-    durations: Histogram = field(default_factory=lambda: Histogram("s", SECONDS))  # of forwards
+    durations: Histogram = field(default_factory=lambda: Histogram("s", SECONDS))  # forward times
     sizes: Histogram = field(default_factory=lambda: Histogram("{token}", TOKENS))
 
     @property
@@ -178,9 +178,8 @@ class StepLoop:
         self._last_planned = 0
         self._last_landed = 0
         self._stopping = False
-        self._forget: deque[tuple[int, SequenceKey]] = (
-            deque()
-        )  # with the number of the last step that may have a row for it
+        # Ended sequences, each with the number of the last step that may have a row for it.
+        self._forget: deque[tuple[int, SequenceKey]] = deque()
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence. Raises ValueError if its key is known or the sampler cannot take its parameters."""

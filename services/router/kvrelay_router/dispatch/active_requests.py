@@ -84,8 +84,8 @@ class ActiveSequence:
     index: int
     attempts: SequenceAttempts
     intake: TokenIntake
-    handle_event: Callable[[Event], list[Instruction]]  # of `attempts`, recorded if an event log is kept
-    handle_entry: Callable[[TokenEntry], SequenceDelta | None]  # of `intake`, recorded likewise
+    handle_event: Callable[[Event], list[Instruction]]  # `attempts.handle`, recorded if an event log is kept
+    handle_entry: Callable[[TokenEntry], SequenceDelta | None]  # `intake.handle`, recorded likewise
     request: ActiveRequest
     record: SequenceHistory
     held: Held = field(default_factory=Held)
@@ -94,7 +94,7 @@ class ActiveSequence:
     fingerprint: str = ""  # identifies the model of the current attempt's workers
     work: Work = field(default_factory=Work)  # the load that placement expects from the current attempt
     waiting_for: FindPlacement | AwaitLostWorkers | FindDecode | None = None  # while no worker is ready
-    waiting_timer: asyncio.TimerHandle | None = None  # also ends the pause before a retry
+    waiting_timer: asyncio.TimerHandle | None = None  # also the timer of the pause before a retry
 
     @property
     def request_id(self) -> str:

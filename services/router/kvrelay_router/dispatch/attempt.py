@@ -84,7 +84,7 @@ class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     priority: int = 0
     num_samples: int = 1  # sequences of the request
-    max_attempts: int = 3  # that count, see `RetryBudget`
+    max_attempts: int = 3  # only attempts that count, see `RetryBudget`
 
 
 class SequenceAttempts:

@@ -169,20 +169,17 @@ class RouterDispatcher:
     # -- for the HTTP layer -------------------------------------------------------------------------------------------
 
     def limits(self) -> ModelLimits | None:
-        """See `Dispatcher`."""
         return self.view.limits(time.monotonic())
 
     def ready(self) -> bool:
-        """See `Dispatcher`."""
         return self._is_accepting and self._placement.is_possible()
 
     def ready_workers(self) -> dict[str, int]:
-        """See `Dispatcher`."""
         candidates = self.view.candidates(time.monotonic())
         return {"prefill": len(candidates.prefill), "decode": len(candidates.decode)}
 
     async def prepare(self, request: GenerateRequest) -> PromptPrefixes:
-        """See `Dispatcher`. Long prompts are hashed on another thread."""
+        """Hashes long prompts on another thread."""
         prompt = self._unprepared(request)
         for fingerprint, block_size in self._placement.namings():
             if prompt.num_tokens > LONG_PROMPT_TOKENS:
@@ -223,7 +220,6 @@ class RouterDispatcher:
         return PromptPrefixes(request.prompt_ids, request.cache_salt, request.session)
 
     async def fleet(self) -> dict[str, Any]:
-        """See `Dispatcher`."""
         live = await self.watch.ask_all(self.settings.live_timeout_s)
         me = self.messenger.me
         return {
@@ -275,16 +271,13 @@ class RouterDispatcher:
         return workers
 
     def recent_request(self, request_id: str) -> dict[str, Any] | None:
-        """See `Dispatcher`."""
         record = self._records.get(request_id)
         return record.as_json() if record is not None else None
 
     def recent_requests(self, limit: int) -> list[dict[str, Any]]:
-        """See `Dispatcher`."""
         return [record.summary() for record in self._records.latest(limit)]
 
     async def timeline(self, request_id: str) -> dict[str, Any] | None:
-        """See `Dispatcher`."""
         record = self._records.get(request_id)
         if record is None:
             return None

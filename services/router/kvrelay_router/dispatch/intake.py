@@ -83,7 +83,10 @@ class TokenIntake:
         return delta
 
     def _check(self, entry: TokenEntry) -> None:
-        """Rejects entries that contradict the past. The first entry of a new attempt drops those held for the old."""
+        """Raises IllegalEvent if the entry is of the wrong kind or starts before the output that its attempt resumed.
+
+        The first entry of a new attempt clears the entries held for the previous one.
+        """
         if self._is_beam_search and not _is_of_beam_search(entry):
             raise IllegalEvent("tokens of a beam search, or its end without texts")
         num_resumed = self._num_resumed if entry.attempt == self._attempt else len(self.output)

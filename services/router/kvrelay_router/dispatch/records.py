@@ -34,7 +34,6 @@ class AttemptRecord:
     reassigned: list[dict[str, Any]] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """JSON-ready."""
         return {
             "attempt": self.attempt,
             "prefill": self.prefill,
@@ -67,7 +66,6 @@ class SequenceHistory:
         self.error, self.failure_kind = str(error), error.kind
 
     def as_json(self) -> dict[str, Any]:
-        """JSON-ready."""
         return {
             "attempts": [attempt.as_json() for attempt in self.attempts],
             "num_output_tokens": self.num_output_tokens,
@@ -151,7 +149,6 @@ class RequestRecord:
         }
 
     def as_json(self) -> dict[str, Any]:
-        """JSON-ready."""
         return {
             "request_id": self.request_id,
             "state": self.state,

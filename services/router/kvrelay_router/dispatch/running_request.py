@@ -60,26 +60,21 @@ class RunningRequest:
 
     @property
     def is_over(self) -> bool:
-        """See `RequestHandle`."""
         return not self._unfinished or self.error is not None
 
     @property
     def has_deltas(self) -> bool:
-        """See `RequestHandle`."""
         return bool(self._deltas)
 
     # -- for the HTTP layer -------------------------------------------------------------------------------------------
 
     def connect(self, sink: DeltaSink) -> None:
-        """See `RequestHandle`."""
         self._sink = sink
 
     def disconnect(self) -> None:
-        """See `RequestHandle`."""
         self._sink = None
 
     def take(self) -> list[SequenceDelta]:
-        """See `RequestHandle`."""
         deltas, self._deltas = self._deltas, []
         return deltas if len(deltas) <= 1 else self._joined(deltas)
 
@@ -93,13 +88,11 @@ class RunningRequest:
         return [join_deltas(each) for each in by_sequence.values()]
 
     def stop(self, sequence: int) -> None:
-        """See `RequestHandle`."""
         self._deltas = [delta for delta in self._deltas if delta.sequence != sequence]
         if sequence in self._unfinished and self.error is None:
             self._on_stop(self, sequence)
 
     def cancel(self) -> None:
-        """See `RequestHandle`."""
         if not self.is_over:
             self._on_cancel(self)
 

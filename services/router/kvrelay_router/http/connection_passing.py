@@ -45,7 +45,7 @@ class ServingProcess:
 
     @property
     def descriptor(self) -> int:
-        """The descriptor of the end that the process inherits. It stays the same over restarts."""
+        """File descriptor of the channel's end that the process inherits. A restart does not change it."""
         return self._theirs.fileno()
 
     def restarted(self) -> None:
@@ -200,7 +200,7 @@ class PassedConnections:
         self._make_protocol: Callable[[], asyncio.Protocol] | None = None
         self._starting: set[asyncio.Task[None]] = set()
         self._num_taken = 0
-        self._num_ended = 0  # as reported to the owner
+        self._num_ended = 0  # ended connections that were reported to the owner
 
     def start(self, make_protocol: Callable[[], asyncio.Protocol]) -> None:
         """Gives each received connection a protocol. None arrives before `report_ready`."""
@@ -215,7 +215,7 @@ class PassedConnections:
     def report_open(self, num_open: int) -> None:
         """Reports to the owner how many connections have ended if `num_open` protocols are left."""
         num_ended = self._num_taken - len(self._starting) - num_open
-        with contextlib.suppress(BlockingIOError, BrokenPipeError):  # they are reported with the next ones
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):  # a full channel: reported with the next call
             if num_ended > self._num_ended:
                 self._num_ended += self._channel.send(ENDED * (num_ended - self._num_ended))
 

@@ -23,7 +23,7 @@ from kvrelay_router.openai.generation import Generation, PromptRun
 from kvrelay_router.openai.request_metrics import CLIENT_GONE, TIMINGS, RequestTimings
 
 TIMEOUT_GRACE_S = 5.0
-"""Dispatch keeps the deadline; this much later the HTTP layer gives up on its own, so that nothing ever hangs."""
+"""Dispatch enforces the deadline. If it has not ended the request after this time, the HTTP layer does."""
 
 ROUTE_HEADER = "x-kvrelay-route"
 """Sent with any value, it asks for the decision of the router, with its reasons, in the answer's header."""

@@ -28,7 +28,7 @@ NOTE_BYTES = 32
 
 @dataclass(slots=True)
 class PromptRun:
-    """One prompt and its choices; the choice of sequence i stands at place i."""
+    """One prompt and its choices: `choices[i]` is the choice of sequence i."""
 
     request: GenerateRequest
     choices: list[Choice]
@@ -255,7 +255,7 @@ class PromptSink:
             if events:
                 self._write(events)
         except Exception as failure:
-            # The callback belongs to all requests: the failure must end this one only.
+            # One receive callback serves all requests: the failure must end only this request.
             self._generation.fail(failure)
 
     def _feed_beams(self, delta: SequenceDelta) -> bytes:

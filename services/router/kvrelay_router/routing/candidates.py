@@ -73,14 +73,14 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     popularity: float = 0.0  # recent requests with the same cached prefix, see `PrefixPopularity`
     now_s: float = 0.0  # monotonic time of the placement
     reuse: float = 0.0  # share of recent prompt tokens found in a cache: the value of a cached token
-    affinity: str = ""  # for `sticky`: a session, a user, or the prompt's beginning
+    affinity: str = ""  # key of the `sticky` policy: a session, a user, or the prompt's beginning
 
 
 class ExpectedLatency(msgspec.Struct, frozen=True):
     """Seconds until a request's first token, estimated from the measured speeds."""
 
-    queue_s: float = 0.0  # for the prompts ahead of it
-    compute_s: float = 0.0  # for the uncached part of its own prompt
+    queue_s: float = 0.0  # computing the prompts ahead of this one
+    compute_s: float = 0.0  # computing the uncached part of this prompt
     transfer_s: float = 0.0  # the part of the transfer that does not overlap with the computation
     is_measured: bool = False  # False: no worker has measured its speed, so only ratios are meaningful
 

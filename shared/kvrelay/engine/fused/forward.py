@@ -31,7 +31,6 @@ class FusedForward:
 
     @torch.inference_mode()
     def hidden_states(self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepAttention) -> torch.Tensor:
-        """See `Forward.hidden_states`."""
         weights = self._weights
         hidden = functional.embedding(token_ids, weights.embedding).float()
         cos, sin = (

@@ -72,7 +72,7 @@ class DecoderWeights:
 
 
 def decoder_weights(model: PreTrainedModel, attention: Sequence[AttentionParams]) -> DecoderWeights:
-    """The model's weights as the kernels take them; `attention` is what each layer asks of its attention.
+    """Returns the model's weights in the kernels' layout. `attention`: the attention parameters of each layer.
 
     Merged weights replace those of the modules, which keep views: the model stays usable and takes no more memory.
 

@@ -87,7 +87,7 @@ class Publication:
         self._incarnation = incarnation
         self._generation = 0
         self._max_pending = max_pending_blocks
-        self._allowance = 0  # waiting operations of the replacement
+        self._allowance = 0  # operations of the complete mirror still pending; they do not count against the limit
         self._pending: deque[Run] = deque()
         self.num_pending = 0
         self._in_flight: Apply | None = None

@@ -45,7 +45,7 @@ class BeamGroup:
         self._width = spec.width
         self._offered: dict[SequenceKey, BeamCandidates] = {}
         self._prefix_blocks: list[int] = []
-        self._texts: list[TokenBuffer] = []  # of the live beams, while the leader recomputes their prefix
+        self._texts: list[TokenBuffer] = []  # texts of the live beams while the leader recomputes their prefix
 
     @property
     def wants_candidates(self) -> bool:

@@ -45,7 +45,8 @@ class _Hypothesis:
 
 
 def num_candidates(width: int, num_ends: int) -> int:
-    """Continuations to look at in all: so many that `width` of them do not end, unless the length ends them all."""
+    """Number of continuations to consider: enough that at least `width` of them continue, unless the length limit ends
+    all."""
     return max(2, 1 + num_ends) * width
 
 
@@ -77,7 +78,7 @@ class BeamSearch:
 
     @property
     def tokens(self) -> NDArray[np.int64]:
-        """For each live beam, its newest token."""
+        """The newest token of each live beam."""
         return self._steps[-1].tokens
 
     def advance(self, rows: Sequence[BeamCandidates]) -> None:

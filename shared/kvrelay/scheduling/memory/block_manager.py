@@ -289,7 +289,7 @@ class OnDemandBlocks(BlockManager):
 
 
 class WholeSequenceBlocks(BlockManager):
-    """Gives blocks for the longest possible output at admission (Yu et al., Orca, OSDI 2022, section 4.2)."""
+    """Allocates blocks for the longest possible output at admission (Yu et al., Orca, OSDI 2022, section 4.2)."""
 
     def _num_at_admission(self, sequence: Sequence, num_next: int) -> int:
         if sequence.beams is not None:

@@ -27,7 +27,7 @@ class Preempted:
 
     num_computed: int
     num_shared: int
-    num_new_blocks: int  # that the swap space does not have yet
+    num_new_blocks: int  # blocks without a copy in the swap space
 
     def num_lost(self, lost_share: float, block_size: int) -> int:
         """Returns the number of tokens whose KV is lost if `lost_share` of the blocks that only this sequence holds are

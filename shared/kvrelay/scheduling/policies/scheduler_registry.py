@@ -37,7 +37,7 @@ WHOLE_PROMPTS = frozenset({"vllm", "orca", "faster_transformer"})
 
 
 class UnknownScheduler(ValueError):
-    """No scheduler has this name."""
+    """No scheduler is registered under the name."""
 
 
 def scheduler_names() -> list[str]:

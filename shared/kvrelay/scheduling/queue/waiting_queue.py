@@ -43,7 +43,7 @@ from kvrelay.scheduling.sequence import Sequence
 PROBES_A_STEP = 64
 REARRANGE_STEPS = 8
 REARRANGE_WINDOW = 256
-"""Depth-first order is found anew at most every so many steps, among the oldest so many sequences."""
+"""At most every `REARRANGE_STEPS` steps, the oldest `REARRANGE_WINDOW` sequences are put in depth-first order."""
 
 _LAST = 1 << 62
 _GONE = -1
@@ -81,7 +81,7 @@ class WaitingQueue(Collection[Sequence]):
         self._reserved_entries: dict[SequenceKey, _Entry] = {}  # RESERVED sequences that were LISTED or PARKED before
         self._limited: dict[_Entry, None] = {}  # parked because their sender holds its share of the pool
         self._resumed: deque[Sequence] = deque()
-        self._entries: dict[SequenceKey, _Entry] = {}  # in the order of arrival
+        self._entries: dict[SequenceKey, _Entry] = {}  # ordered by arrival
         self._heap: list[tuple[int, int, int, _Entry]] = []
         self._numbers = count()
         self._num_admitted = 0

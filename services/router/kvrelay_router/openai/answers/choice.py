@@ -16,7 +16,7 @@ from kvrelay_router.text.stop_strings import StopMatcher
 
 
 class StopRules(msgspec.Struct, frozen=True):
-    """What ends a choice before its maximum length."""
+    """Stop conditions other than the maximum length."""
 
     strings: list[str]
     token_ids: frozenset[int]

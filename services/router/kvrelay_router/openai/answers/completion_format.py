@@ -46,7 +46,8 @@ class CompletionStream:
         self._prefix = b"data: " + orjson.dumps(head)[:-1] + b',"choices":['
         self._usage = EventUsage(is_included=request.include_usage, is_continuous=request.running_usage)
         self._opened: set[int] = set()
-        self._around_text: dict[int, tuple[bytes, bytes]] = {}  # by choice; only if events bring text alone
+        # By choice: the bytes before and after its text. Filled only if events carry nothing but text.
+        self._around_text: dict[int, tuple[bytes, bytes]] = {}
         has_details = request.echo or request.return_token_ids or request.logprobs is not None or request.running_usage
         if not has_details:
             for run in runs:

@@ -9,7 +9,7 @@ from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay_router.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0
-"""Stands for minus infinity, which JSON has no word for."""
+"""Written for minus infinity, which JSON cannot represent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,5 +69,5 @@ def _completion_top(tokenizer: Tokenizer, entry: TokenLogprobs | None, num_top: 
 
 
 def finite(logprob: float) -> float:
-    """As JSON can write it."""
+    """Replaces minus infinity by `LOWEST`: JSON cannot represent it."""
     return logprob if logprob > LOWEST else LOWEST

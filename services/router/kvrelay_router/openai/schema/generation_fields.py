@@ -62,7 +62,7 @@ def _not_zero(value: Any) -> Any:
 
 
 def _side(value: Any, _: Any) -> Any:
-    """Replaces pydantic's messages, of which there would be one for each literal."""
+    """Accepts None, "left" or "right" and reports one error; pydantic would report one for each literal."""
     if value in (None, "left", "right"):
         return value
     raise invalid("it must be 'left' or 'right'")

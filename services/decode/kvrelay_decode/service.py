@@ -118,6 +118,11 @@ class DecodeRole:
             else:
                 self._receiving.check_overdue(request, now)
         self._receiving.admit()
+        scheduler = self._context.scheduler
+        if scheduler.waiting and not scheduler.running:
+            # A pass looks up a bounded number of prefixes. If all of them are being received, no step follows whose
+            # pass would look further.
+            self._context.steps.wake()
 
     def on_peer_lost(self, peer: PeerRef, reason: str, *, replaced: bool) -> None:
         for key, request in list(self._requests.items()):

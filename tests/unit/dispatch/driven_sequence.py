@@ -12,7 +12,7 @@ from kvrelay_router.dispatch.attempt import AttemptState, SequenceAttempts, Sequ
 from kvrelay_router.dispatch.events import AttemptFailed, Ended, Event, Instruction, WorkerLost, WorkersAssigned
 from kvrelay_router.dispatch.intake import TokenIntake
 from kvrelay_router.dispatch.interface import SequenceDelta
-from kvrelay_router.dispatch.token_path import entry_of, receive_tokens
+from kvrelay_router.dispatch.token_path import entry_of, token_events
 from tests.unit.handoff.check.values import clone
 
 
@@ -79,11 +79,12 @@ class DrivenSequence:
 
     def _receive(self, event: Received) -> list[Done]:
         from_prefill = isinstance(event, FirstTokenReceived)
-        delta, events = receive_tokens(
-            self.attempts, self.intake, event.worker, event.entry, from_prefill, self.handle_entry
-        )
+        worker, entry = event.worker, event.entry
+        if not self.attempts.accepts_tokens(worker, entry, from_prefill):
+            return []
+        delta = self.handle_entry(entry)
         done: list[Done] = [] if delta is None else [Deliver(delta)]
-        for each in events:
+        for each in token_events(self.attempts, worker, entry, delta, len(self.output), from_prefill):
             done += self._carried_out(self.handle_event(each))
         return done
 

@@ -17,11 +17,12 @@ from kvrelay_router.dispatch.attempt import AttemptState
 from kvrelay_router.dispatch.events import (
     Cancelled,
     Ended,
+    Event,
     FindPlacement,
+    Instruction,
     Send,
     WorkersAssigned,
 )
-from kvrelay_router.dispatch.token_path import receive_tokens
 from tests.unit.dispatch.attempt_events import (
     D2,
     LENGTH,
@@ -40,31 +41,30 @@ from tests.unit.dispatch.world import PROMPT, spec
 # -- what the attempt machine hears of tokens -------------------------------------------------------------------------
 
 
+def events_of(machine: DrivenSequence, received: Received) -> list[str]:
+    heard: list[str] = []
+    handle = machine.attempts.handle
+
+    def recorded(event: Event) -> list[Instruction]:
+        heard.append(type(event).__name__)
+        return handle(event)
+
+    machine.handle_event = recorded
+    machine.handle(received)
+    return heard
+
+
 def test_the_attempt_machine_gets_events_for_the_first_and_the_last_tokens_only() -> None:
     machine = placed()
-    received: list[Received] = [
-        first(5),
-        tokens(0, 5),
-        tokens(1, 6),
-        tokens(2, 7, 8),
-        tokens(4, 9, finish=LENGTH),
-    ]
-    heard = []
-    for each in received:
-        from_prefill = isinstance(each, FirstTokenReceived)
-        _, events = receive_tokens(
-            machine.attempts, machine.intake, each.worker, each.entry, from_prefill, machine.intake.handle
-        )
-        for event in events:
-            machine.handle(event)
-        heard.append([type(event).__name__ for event in events])
-    assert heard == [["FirstTokenDelivered"], ["DecodeStarted"], [], [], ["SequenceFinished"]]
+    assert events_of(machine, first(5)) == ["FirstTokenDelivered"]
+    assert events_of(machine, tokens(0, 5)) == ["DecodeStarted"]
+    assert events_of(machine, tokens(1, 6)) == []
+    assert events_of(machine, tokens(2, 7, 8)) == []
+    assert events_of(machine, tokens(4, 9, finish=LENGTH)) == ["SequenceFinished"]
 
 
 def test_decode_that_is_first_starts_both() -> None:
-    machine = placed()
-    _, events = receive_tokens(machine.attempts, machine.intake, D, tokens(0, 5).entry, False, machine.intake.handle)
-    assert [type(event).__name__ for event in events] == ["DecodeStarted", "FirstTokenDelivered"]
+    assert events_of(placed(), tokens(0, 5)) == ["DecodeStarted", "FirstTokenDelivered"]
 
 
 def test_tokens_after_the_end_are_dropped() -> None:

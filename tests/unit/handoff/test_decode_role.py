@@ -28,6 +28,7 @@ from kvrelay.protocol.messages import (
     pack_tokens,
 )
 from kvrelay.protocol.sampling import Sampling
+from kvrelay.scheduling.queue.waiting_queue import PROBES_A_STEP
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.telemetry.instruments import Instruments
 from kvrelay.telemetry.stages import RecentStages
@@ -185,3 +186,17 @@ def test_a_prefill_worker_that_asks_again_after_its_reservation_went_into_quaran
     assert not worker.num_quarantined
     worker.reserve("a", [5] * 4)
     assert isinstance(worker.sent[-1][1], Granted)
+
+
+def test_a_prompt_behind_many_that_wait_for_one_handoff_does_not_wait_for_it() -> None:
+    """More than a pass looks up. Nothing runs, so that no step follows in which the rest is looked up."""
+    worker = DecodeWorker(num_blocks=32)
+    worker.reserve("a", [5] * 12)
+    for number in range(PROBES_A_STEP + 1):
+        worker.generate(f"b{number}", [5] * 12)
+    worker.generate("c", [6] * 4)
+    assert not worker.scheduler.schedule().has_work
+    woken = worker.num_wakes
+    worker.role.on_tick(time.monotonic())
+    assert worker.num_wakes > woken
+    assert [row.sequence.key[0] for row in worker.scheduler.schedule().rows] == ["c"]

@@ -193,7 +193,7 @@ BUGS: dict[str, tuple[Callable[[], AbstractContextManager[None]], str, str]] = {
         "deadline", "a good end",
     ),
     "a token is delivered twice": (
-        lambda: broken(TokenIntake, "_accept", _repeats_the_first_token), "", "tokens [0, 0]",
+        lambda: broken(TokenIntake, "handle", _repeats_the_first_token), "", "tokens [0, 0]",
     ),
 }  # fmt: skip
 

@@ -30,6 +30,7 @@ from kvrelay.protocol.messages import (
     Prompt,
     Reassign,
     Stop,
+    TokenEntry,
     pack_tokens,
 )
 from kvrelay.protocol.sampling import FinishReason, Sampling
@@ -68,6 +69,9 @@ class AttemptState(StrEnum):
     STREAMING = "streaming"
     DONE = "done"
     FAILED = "failed"
+
+
+_WITH_WORKERS = AttemptState.STREAMING, AttemptState.PREFILLING
 
 
 class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,24 +147,31 @@ class SequenceAttempts:
         """Returns whether this incarnation is a worker of the current attempt."""
         return self._workers.is_prefill(worker) or self._workers.is_decode(worker)
 
-    def accepts_tokens(self, worker: PeerRef, attempt: int, from_prefill: bool) -> bool:
+    def accepts_tokens(self, worker: PeerRef, entry: TokenEntry, from_prefill: bool) -> bool:
         """Returns False for tokens of the past: of an earlier attempt, or of a decode worker that was replaced.
 
         Raises IllegalEvent if this worker cannot have such tokens.
         """
-        state = self.state
-        if attempt != self.attempt or (state is not AttemptState.STREAMING and state is not AttemptState.PREFILLING):
-            if self.is_over or attempt < self.attempt:
+        if entry.attempt != self.attempt or self.state not in _WITH_WORKERS:
+            if self.is_over or entry.attempt < self.attempt:
                 return False
-            raise IllegalEvent(f"tokens of attempt {attempt}, but attempt {self.attempt} is {state}")
+            raise IllegalEvent(f"tokens of attempt {entry.attempt}, but attempt {self.attempt} is {self.state}")
         workers = self._workers
         sender = workers.prefill if from_prefill else workers.decode
-        if sender is not None and worker.peer_id == sender.peer_id and worker.incarnation == sender.incarnation:
-            return True
-        if not from_prefill and workers.was_decode(worker):
-            return False
-        role = "prefill" if from_prefill else "decode"
-        raise IllegalEvent(f"{worker.peer_id} is not the {role} worker of this attempt")
+        if sender is None or worker.peer_id != sender.peer_id or worker.incarnation != sender.incarnation:
+            if not from_prefill and workers.was_decode(worker):
+                return False
+            role = "prefill" if from_prefill else "decode"
+            raise IllegalEvent(f"{worker.peer_id} is not the {role} worker of this attempt")
+        if not self.is_streaming and self._lacks_prompt_logprobs(entry, from_prefill):
+            raise IllegalEvent("the prompt's log-probabilities were asked for and did not come")
+        return True
+
+    def _lacks_prompt_logprobs(self, entry: TokenEntry, from_prefill: bool) -> bool:
+        """The worker that computed the prompt must send the prompt's log-probabilities with its first token."""
+        computed_prompt = from_prefill or self._workers.prefill is None
+        is_first = computed_prompt and entry.index == self.num_resumed
+        return is_first and self._needs_prefill_output and not entry.prompt_logprobs
 
     # -- placement ----------------------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from kvrelay_router.dispatch.events import (
 from kvrelay_router.dispatch.interface import RequestFailed, SequenceDelta
 from kvrelay_router.dispatch.load import OutstandingLoad
 from kvrelay_router.dispatch.placement import Placement, as_json, work_of
-from kvrelay_router.dispatch.token_path import receive_tokens
+from kvrelay_router.dispatch.token_path import token_events
 from kvrelay_router.dispatch.tracing import AttemptTracing
 from kvrelay_router.routing.candidates import Decision
 
@@ -86,26 +86,29 @@ class AttemptDriver:
             self._carry_out(sequence, instruction)
         self._move_load(sequence)
 
-    def receive(
-        self, sequence: ActiveSequence, worker: PeerRef, entry: TokenEntry, *, from_prefill: bool = False
-    ) -> None:
+    def receive(self, sequence: ActiveSequence, worker: PeerRef, entry: TokenEntry, from_prefill: bool = False) -> None:
         """Delivers the tokens of an entry, once the tokens before them have come."""
+        attempts = sequence.attempts
         try:
-            delta, events = receive_tokens(
-                sequence.attempts, sequence.intake, worker, entry, from_prefill, sequence.handle_entry
-            )
+            if not attempts.accepts_tokens(worker, entry, from_prefill):
+                return
+            delta = sequence.handle_entry(entry)
         except IllegalEvent as error:
             self._report_illegal(sequence, error)
             # The client must not wait for tokens that were dropped: the attempt ends here.
             self._fail_attempt(sequence, worker, f"{worker.peer_id} broke the protocol: {error}")
             return
+        has_events = not attempts.is_streaming or entry.finish is not None
         if delta is not None:
+            has_events = has_events or delta.finish is not None
             sequence.record.num_output_tokens += len(delta.token_ids)
-            if events or delta.cached_tokens is not None or delta.usage is not None:
+            if has_events or delta.cached_tokens is not None or delta.usage is not None:
                 self._record_details(sequence, delta)
             sequence.request.handle.deliver(delta)
-        for event in events:
-            self.feed(sequence, event)
+        if has_events:
+            num_output = len(sequence.intake.output)
+            for event in token_events(attempts, worker, entry, delta, num_output, from_prefill):
+                self.feed(sequence, event)
 
     def _fail_attempt(self, sequence: ActiveSequence, worker: PeerRef, cause: str) -> None:
         attempts = sequence.attempts

@@ -7,7 +7,7 @@ until it is filled. Decode's first entry repeats prefill's first token: the one 
 from __future__ import annotations
 
 from kvrelay.protocol.messages import SequenceUsage, TokenEntry
-from kvrelay.protocol.sampling import FinishReason
+from kvrelay.protocol.sampling import FinishReason, TokenLogprobs
 from kvrelay.state_machine import IllegalEvent
 from kvrelay_router.dispatch.interface import SequenceDelta, join_deltas
 
@@ -26,6 +26,7 @@ class TokenIntake:
         self._usage: SequenceUsage | None = None  # the next delta takes it
         self._cached_tokens: int | None = None  # the next delta takes it
         self._cached_tokens_reported = False
+        self._has_details = is_beam_search or prompt_logprobs_due  # the next delta brings more than tokens
 
     def handle(self, entry: TokenEntry) -> SequenceDelta | None:
         """Returns the tokens that can be delivered now, in one delta. Nothing follows a delta with a finish reason.
@@ -43,23 +44,43 @@ class TokenIntake:
             if num_known > len(token_ids):
                 finish = None  # another worker has already gone beyond this end
             token_ids, logprobs = token_ids[num_known:], logprobs[num_known:]
-        if finish is FinishReason.ABORT:
+        if finish is not None and finish is FinishReason.ABORT:  # the attribute of an enum is slow to read
             finish = None  # the attempt failed, and the sequence goes on with the next one
-        if entry.usage is not None:
-            self._usage = entry.usage
-        if entry.cached_tokens is not None and not self._cached_tokens_reported:
-            self._cached_tokens, self._cached_tokens_reported = entry.cached_tokens, True
+        if entry.usage is not None or entry.cached_tokens is not None:
+            self._keep_details(entry)
         delta = None
         if token_ids or finish is not None:
             self.output += token_ids
-            prompt_logprobs = entry.prompt_logprobs if self.prompt_logprobs_due else []
-            delta = SequenceDelta(
-                self._sequence, token_ids, logprobs, prompt_logprobs, self._cached_tokens, finish, self._usage,
-                entry.beams if self._is_beam_search else [],
-            )  # fmt: skip
-            self.prompt_logprobs_due = False
-            self._cached_tokens = self._usage = None
+            if self._has_details:
+                delta = self._delta_with_details(entry, token_ids, logprobs, finish)
+            else:
+                delta = SequenceDelta(self._sequence, token_ids, logprobs, [], None, finish)
         return self._release_held(delta) if self._held else delta
+
+    def _keep_details(self, entry: TokenEntry) -> None:
+        """Keeps the values that are not tokens for the next delta. Cached tokens are reported once."""
+        if entry.usage is not None:
+            self._usage, self._has_details = entry.usage, True
+        if entry.cached_tokens is not None and not self._cached_tokens_reported:
+            self._cached_tokens, self._cached_tokens_reported = entry.cached_tokens, True
+            self._has_details = True
+
+    def _delta_with_details(
+        self, entry: TokenEntry, token_ids: list[int], logprobs: list[TokenLogprobs], finish: FinishReason | None
+    ) -> SequenceDelta:
+        delta = SequenceDelta(
+            self._sequence,
+            token_ids,
+            logprobs,
+            entry.prompt_logprobs if self.prompt_logprobs_due else [],
+            self._cached_tokens,
+            finish,
+            self._usage,
+            entry.beams if self._is_beam_search else [],
+        )
+        self.prompt_logprobs_due = self._has_details = False
+        self._cached_tokens = self._usage = None
+        return delta
 
     def _check(self, entry: TokenEntry) -> None:
         """Raises IllegalEvent if the entry is of the wrong kind or starts before the output that its attempt resumed.

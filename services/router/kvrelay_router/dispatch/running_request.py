@@ -76,8 +76,10 @@ class RunningRequest:
 
     def take(self) -> list[SequenceDelta]:
         deltas, self._deltas = self._deltas, []
-        if len(deltas) <= 1:
-            return deltas
+        return deltas if len(deltas) <= 1 else self._joined(deltas)
+
+    def _joined(self, deltas: list[SequenceDelta]) -> list[SequenceDelta]:
+        """Joins deltas to one per sequence."""
         if self.request.num_sequences == 1:
             return [join_deltas(deltas)]
         by_sequence: dict[int, list[SequenceDelta]] = {}
@@ -115,11 +117,12 @@ class RunningRequest:
 
     def push(self) -> None:
         """Gives the deltas to the sink."""
-        sink = self._sink
-        if sink is None or not self._deltas:
+        sink, deltas = self._sink, self._deltas
+        if sink is None or not deltas:
             return
         if sink.is_waiting and sink.can_take():
-            sink.take(self.take())
+            self._deltas = []
+            sink.take(deltas if len(deltas) == 1 else self._joined(deltas))
         else:
             sink.wake()
 

@@ -1,13 +1,14 @@
-"""The step of the token path that both pure classes of a sequence share: from a worker's entry to a delta. No I/O."""
+"""The token path connects the two pure classes of a sequence, `SequenceAttempts` and `TokenIntake`.
+
+For each entry of a worker, three calls follow each other: `SequenceAttempts.accepts_tokens` checks the sender,
+`TokenIntake.handle` returns the delta to deliver, and `token_events` returns the events for the attempt machine.
+"""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import FirstToken, Header, PeerRef, TokenEntry
 from kvrelay.protocol.sampling import FinishReason
-from kvrelay.state_machine import IllegalEvent
 from kvrelay_router.dispatch.attempt import AttemptState, SequenceAttempts
 from kvrelay_router.dispatch.events import (
     AttemptFailed,
@@ -16,32 +17,21 @@ from kvrelay_router.dispatch.events import (
     FirstTokenDelivered,
     SequenceFinished,
 )
-from kvrelay_router.dispatch.intake import TokenIntake
 from kvrelay_router.dispatch.interface import SequenceDelta
 
-NO_EVENTS: list[Event] = []
 
-
-def receive_tokens(
+def token_events(
     attempts: SequenceAttempts,
-    intake: TokenIntake,
     worker: PeerRef,
     entry: TokenEntry,
+    delta: SequenceDelta | None,
+    num_output: int,
     from_prefill: bool,
-    handle_entry: Callable[[TokenEntry], SequenceDelta | None],
-) -> tuple[SequenceDelta | None, list[Event]]:
-    """Returns the delta to deliver, and then the events for the attempt machine: none for most entries.
+) -> list[Event]:
+    """Returns the events that the attempt machine must get after an entry: none between the first and the last tokens.
 
-    `handle_entry` is `intake.handle`, or that with a recording around it.
-    Raises IllegalEvent if the worker cannot have sent this; then nothing has changed.
+    `delta` is what the intake returned for the entry, and `num_output` the number of tokens delivered since the start.
     """
-    if not attempts.accepts_tokens(worker, entry.attempt, from_prefill):
-        return None, NO_EVENTS
-    if intake.prompt_logprobs_due:
-        _check_prompt_logprobs(attempts, entry, from_prefill)
-    delta = handle_entry(entry)
-    if attempts.is_streaming and entry.finish is None and (delta is None or delta.finish is None):
-        return delta, NO_EVENTS
     events: list[Event] = []
     if not from_prefill and attempts.state is AttemptState.PREFILLING:
         events.append(DecodeStarted())
@@ -52,8 +42,8 @@ def receive_tokens(
     elif entry.finish is FinishReason.ABORT:
         cause = f"{worker.peer_id} gave the sequence up"
         kind = FailureKind.WORKER_LOST
-        events.append(AttemptFailed(worker, entry.attempt, len(intake.output), kind, cause, retriable=True))
-    return delta, events
+        events.append(AttemptFailed(worker, entry.attempt, num_output, kind, cause, retriable=True))
+    return events
 
 
 def entry_of(header: Header, first: FirstToken) -> TokenEntry:
@@ -70,10 +60,3 @@ def entry_of(header: Header, first: FirstToken) -> TokenEntry:
         finish=first.finish,
         beams=first.beams,
     )
-
-
-def _check_prompt_logprobs(attempts: SequenceAttempts, entry: TokenEntry, from_prefill: bool) -> None:
-    """The worker that computed the prompt sends the prompt's log-probabilities with its first token."""
-    computed_prompt = from_prefill or attempts.prefill is None
-    if computed_prompt and entry.index == attempts.num_resumed and not entry.prompt_logprobs:
-        raise IllegalEvent("the prompt's log-probabilities were asked for and did not come")

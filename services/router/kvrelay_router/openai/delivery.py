@@ -51,6 +51,7 @@ class GenerationResponse(Response):
         self._stream_started = False
         self._whole_started = False
         self._wants_route = False
+        self._has_tokens = False
         self._timings: RequestTimings | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -89,7 +90,7 @@ class GenerationResponse(Response):
             await response(scope, receive, send)
 
     async def _whole(self, generation: Generation) -> Response:
-        with generation.submit(can_push=lambda: True, push=_drop):
+        with generation.submit(can_push=lambda: self._has_tokens, push=_drop):
             while not generation.is_over:
                 await generation.wait()
                 generation.take()
@@ -144,6 +145,7 @@ class GenerationResponse(Response):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     def _note_tokens(self) -> None:
+        self._has_tokens = True
         if self._timings is not None:
             self._timings.got_tokens()
 

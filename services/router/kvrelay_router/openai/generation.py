@@ -58,11 +58,11 @@ class Generation:
     """
 
     def __init__(
-        self, dispatcher: Dispatcher, runs: Sequence[PromptRun], add: AddText, on_first_tokens: Callable[[], None]
+        self, dispatcher: Dispatcher, runs: Sequence[PromptRun], add: AddText, on_tokens: Callable[[], None]
     ) -> None:
-        """`add` gets all text. `on_first_tokens` is called for the first tokens of each prompt."""
+        """`add` gets all text. `on_tokens` is called whenever `take` has handled tokens, and so for the first ones."""
         self.runs = runs
-        self.on_first_tokens = on_first_tokens
+        self.on_tokens = on_tokens
         self._dispatcher = dispatcher
         self._add = add
         self._sinks: list[PromptSink] = []
@@ -77,7 +77,10 @@ class Generation:
             self._prepared.append(await self._dispatcher.prepare(run.request))
 
     def submit(self, can_push: Callable[[], bool], push: Callable[[bytes], None]) -> Generation:
-        """Starts all prompts. `push` gets what `add` returns from a callback, but only while `can_push` allows it."""
+        """Starts all prompts. `push` gets what `add` returns from a callback, but only while `can_push` allows it.
+
+        `can_push` must not allow it before the first `take`.
+        """
         try:
             for number, run in enumerate(self.runs):
                 prepared = self._prepared[number] if self._prepared else None
@@ -145,16 +148,19 @@ class Generation:
 
         Raises RequestFailed once there are no more tokens before the failure.
         """
+        events: list[bytes] = []
+        has_deltas = False
+        for sink in self._sinks:
+            if sink.handle.has_deltas and self._failure is None:
+                has_deltas = True
+                sink.take_waiting(events.append)
         if self._failure is not None:
             raise self._failure
-        events, has_deltas = b"", False
-        for sink in self._sinks:
-            if sink.handle.has_deltas:
-                has_deltas = True
-                events += sink.feed(sink.handle.take())
-        if not has_deltas and not self.is_over:
+        if has_deltas:
+            self.on_tokens()
+        elif not self.is_over:
             self._raise_failure()
-        return events
+        return b"".join(events)
 
     def _raise_failure(self) -> None:
         for sink in self._sinks:
@@ -198,7 +204,7 @@ class Generation:
 class PromptSink:
     """Takes the tokens of one prompt: the `DeltaSink` of its request handle."""
 
-    __slots__ = ("_add", "_generation", "_has_tokens", "_push", "_run", "can_take", "handle", "is_waiting")
+    __slots__ = ("_add", "_generation", "_run", "_write", "can_take", "handle", "is_waiting")
 
     def __init__(
         self,
@@ -211,49 +217,46 @@ class PromptSink:
     ) -> None:
         self.handle = handle
         self._generation, self._run = generation, run
-        self._add, self._push = add, push
+        self._add, self._write = add, push
         self.can_take = can_push
         self.is_waiting = False
-        self._has_tokens = False
-
-    def take(self, deltas: list[SequenceDelta]) -> None:
-        """Handles and writes tokens in the callback that receives them."""
-        try:
-            events = self.feed(deltas)
-            if events:
-                self._push(events)
-        except Exception as failure:
-            # One receive callback serves all requests: the failure must end only this request.
-            self._generation.fail(failure)
 
     def wake(self) -> None:
         """Leaves the tokens to the task."""
         self._generation.wake()
 
-    def feed(self, deltas: list[SequenceDelta]) -> bytes:
-        """Returns what `add` returns for the new text."""
-        if not self._has_tokens:
-            self._has_tokens = True
-            self._generation.on_first_tokens()
+    def take_waiting(self, write: Callable[[bytes], None]) -> None:
+        """Takes the deltas that wait in the handle, and passes their events to `write`."""
+        push, self._write = self._write, write
+        self.take(self.handle.take())
+        self._write = push
+
+    def take(self, deltas: list[SequenceDelta]) -> None:
+        """Adds the text of the tokens to the answer, and writes its events."""
         events, run = b"", self._run
-        for delta in deltas:
-            choice = run.choices[delta.sequence]
-            if choice.finish_reason is not None:
-                continue
-            if delta.cached_tokens is not None:
-                run.saw_cached(delta.cached_tokens)
-            if delta.prompt_logprobs:
-                run.prompt_logprobs = delta.prompt_logprobs
-            if delta.beams:
-                events += self._feed_beams(delta)
-                continue
-            text = choice.feed(delta)
-            if choice.finish_reason is not None:
-                self._generation.choices_finished()
-                if delta.finish is None:  # a stop string matched
-                    self.handle.stop(delta.sequence)
-            events += self._add(run, choice, text)
-        return events
+        try:
+            for delta in deltas:
+                choice = run.choices[delta.sequence]
+                if choice.finish_reason is not None:
+                    continue
+                if delta.cached_tokens is not None:
+                    run.saw_cached(delta.cached_tokens)
+                if delta.prompt_logprobs:
+                    run.prompt_logprobs = delta.prompt_logprobs
+                if delta.beams:
+                    events += self._feed_beams(delta)
+                    continue
+                text = choice.feed(delta)
+                if choice.finish_reason is not None:
+                    self._generation.choices_finished()
+                    if delta.finish is None:  # a stop string matched
+                        self.handle.stop(delta.sequence)
+                events += self._add(run, choice, text)
+            if events:
+                self._write(events)
+        except Exception as failure:
+            # One receive callback serves all requests: the failure must end only this request.
+            self._generation.fail(failure)
 
     def _feed_beams(self, delta: SequenceDelta) -> bytes:
         """A beam search brings all texts at once, the best first."""

@@ -123,11 +123,13 @@ def answer_of(tokenizer: Tokenizer, case: dict[str, Any], api: str, *, stream: b
         answer = completion_format(service, "a", parse_completion(body), [run], [echo] if echo is not None else [])
     generation = Generation(cast(Any, None), [run], answer.add, lambda: None)
     handle = Handle()
-    sink = PromptSink(generation, run, cast(RequestHandle, handle), answer.add, lambda: True, lambda events: None)
-    events = b"".join(sink.feed([delta]) for delta in deltas_of(case, one_by_one=one_by_one))
+    events: list[bytes] = []
+    sink = PromptSink(generation, run, cast(RequestHandle, handle), answer.add, lambda: True, events.append)
+    for delta in deltas_of(case, one_by_one=one_by_one):
+        sink.take([delta])
     assert generation.is_over
     assert handle.num_stopped <= 1
-    return events + answer.end(usage_of([run]))
+    return b"".join(events) + answer.end(usage_of([run]))
 
 
 def joined(events: bytes) -> dict[str, Any]:

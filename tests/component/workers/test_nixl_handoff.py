@@ -107,7 +107,7 @@ def test_slots_of_a_silent_prefill_worker_stay_in_quarantine_until_its_process_h
             await f.until_clean()
 
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
-        monkeypatch.setattr(sending, "own_identity", lambda: identity_of(process.pid))
+        monkeypatch.setattr(sender_driver, "own_identity", lambda: identity_of(process.pid))
         try:
             run(lambda: test(process))
         finally:
@@ -140,7 +140,7 @@ def test_slots_of_a_silent_prefill_worker_elsewhere_are_free_when_its_successor_
     async def then(decode: LocalWorker) -> None:
         assert decode.started.role.totals()["quarantines"] == 1
 
-    monkeypatch.setattr(sending, "own_identity", lambda: "another-machine:pid:[1]/1/1")
+    monkeypatch.setattr(sender_driver, "own_identity", lambda: "another-machine:pid:[1]/1/1")
     run(lambda: successor_speaks(redis_url, then))
 
 
@@ -167,7 +167,7 @@ def test_slots_stay_in_quarantine_while_the_silent_prefill_worker_is_seen_to_liv
             process.kill()
 
         process.send_signal(signal.SIGSTOP)
-        monkeypatch.setattr(sending, "own_identity", lambda: identity_of(process.pid))
+        monkeypatch.setattr(sender_driver, "own_identity", lambda: identity_of(process.pid))
         try:
             run(lambda: successor_speaks(redis_url, then))
         finally:

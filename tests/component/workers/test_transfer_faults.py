@@ -35,7 +35,7 @@ SHARES = dict.fromkeys((Fault.DELAY, Fault.REORDER, Fault.DROP, Fault.CORRUPT, F
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiving, "RESEND_AFTER_S", 0.1)
+    monkeypatch.setattr(receiver_driver, "RESEND_AFTER_S", 0.1)
 
 
 @pytest.fixture(params=list(WRAPPED.values()), ids=list(WRAPPED))
@@ -152,7 +152,7 @@ def test_late_or_doubled_reports_cost_time_and_no_token(
 def test_a_transport_that_never_delivers_is_given_up_and_another_decode_worker_is_asked_for(
     inner: tuple[Transport, InnerSender], redis_url: str, fault: Fault, cause: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(receiving, "RESEND_AFTER_S", 0.01)
+    monkeypatch.setattr(receiver_driver, "RESEND_AFTER_S", 0.01)
 
     async def test(f: Fleet) -> None:
         got = f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt_of(60), GREEDY)

@@ -107,7 +107,7 @@ def page(body: bytes, status: HTTPStatus = HTTPStatus.OK) -> bytes:
         (page(b"\xff\xfe"), "/worker is not a worker record"),
         (page(b" " * MAX_ANSWER_BYTES + GOOD), "more than"),
         (page(record_as_json(worker_record(model="other"))), "it serves the model other, this router m"),
-        (page(record_as_json(worker_record(address="ipc://x"))), "its address is 'ipc://x'"),
+        (page(record_as_json(worker_record(address="ipc://x"))), "its address 'ipc://x' is not tcp://HOST:PORT"),
         (b"+PONG\r\n", "does not speak HTTP"),
         (b"", "does not speak HTTP"),
     ],

@@ -19,7 +19,7 @@ class _Linear(ctypes.Structure):
     _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("num_out", c_int64), ("num_in", c_int64)]
 
 
-class _Layer(ctypes.Structure):
+class _DecoderLayer(ctypes.Structure):
     _fields_ = [
         *((name, _Linear) for name in ("qkv", "output", "gate_up", "down")),
         *((name, c_void_p) for name in ("input_norm", "mlp_norm", "query_norm", "key_norm", "sinks")),
@@ -38,7 +38,7 @@ class _Decoder(ctypes.Structure):
     ]
 
 
-class _Step(ctypes.Structure):
+class _DecoderStep(ctypes.Structure):
     _fields_ = [
         ("num_tokens", c_int64),
         *((name, c_void_p) for name in ("hidden", "cos", "sin", "attention", "pool")),
@@ -61,17 +61,17 @@ class DecoderKernel:
         self._weights = weights
         self._type = DTYPES.index(weights.dtype)
         self._keep: list[Any] = []  # biases in float32, to which the structs point
-        self._layers = (_Layer * len(weights.layers))(*map(self._layer, weights.layers))
+        self._layers = (_DecoderLayer * len(weights.layers))(*map(self._layer, weights.layers))
         self._linears = {id(each): self._linear(each) for each in _all_linears(weights)}
         self._decoder = _Decoder(
             *(ctypes.addressof(self._layers), len(weights.layers), self._type, weights.hidden_size, weights.num_heads),
             *(weights.num_kv_heads, weights.head_dim, weights.intermediate_size, weights.norm_eps),
         )
 
-    def _layer(self, layer: LayerWeights) -> _Layer:
+    def _layer(self, layer: LayerWeights) -> _DecoderLayer:
         params = layer.attention
         norms = (layer.input_norm, layer.mlp_norm, layer.query_norm, layer.key_norm)
-        return _Layer(
+        return _DecoderLayer(
             *map(self._linear, (layer.qkv, layer.output, layer.gate_up, layer.down)),
             *(None if norm is None else norm.data_ptr() for norm in norms),
             None,  # sinks: `decoder_weights` refuses them
@@ -131,7 +131,7 @@ class DecoderKernel:
             count * 2 * weights.intermediate_size * 4,
             count * weights.intermediate_size * size,
         )
-        step = _Step(
+        step = _DecoderStep(
             *(count, hidden.data_ptr(), cos.data_ptr(), sin.data_ptr(), attention.plan, attention.pool),
             *(attention.layer_bytes, attention.write_blocks, attention.write_slots, *buffers[1]),
         )
@@ -166,7 +166,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         function = getattr(library, f"kvrelay_{name}")
         function.argtypes, function.restype = types, None
     library.kvrelay_decoder_struct_bytes.restype = c_int64
-    sizes = [ctypes.sizeof(struct) for struct in (_Linear, _Layer, _Decoder, _Step)]
+    sizes = [ctypes.sizeof(struct) for struct in (_Linear, _DecoderLayer, _Decoder, _DecoderStep)]
     ours = sizes[0] * 10**9 + sizes[1] * 10**6 + sizes[2] * 10**3 + sizes[3]
     if library.kvrelay_decoder_struct_bytes() != ours:
         raise KernelBuildError("the structs of cpu_decoder.c differ from their declarations in Python")

@@ -59,7 +59,8 @@ def pytest_enter_pdb() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if not xdist.is_xdist_controller(session):
+    # A process of pytest-xdist that is done waits for the others, for minutes; the controller ends it with them.
+    if not xdist.is_xdist_controller(session) and not xdist.is_xdist_worker(session):
         faulthandler.dump_traceback_later(END_LIMIT_S, exit=True, file=session.config.stash[_STDERR])
 
 

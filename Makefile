@@ -3,7 +3,7 @@ ARGS ?=
 
 PARALLEL = -n auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: serve install test test-all test-faults check wheel clean
+.PHONY: serve install test test-all test-faults test-soak check wheel clean
 
 serve: install
 	@exec .venv/bin/kvrelay up $(ARGS)
@@ -20,6 +20,10 @@ test-all: test
 
 test-faults: install
 	@scripts/test -m "faults and not gpu" $(ARGS)
+
+# An hour of mixed load; make test-soak ARGS="--seconds 600" is shorter.
+test-soak: install
+	@.venv/bin/python -m tests.faults.soak $(ARGS)
 
 check: install
 	@scripts/check

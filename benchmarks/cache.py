@@ -60,7 +60,6 @@ def row(arguments: argparse.Namespace, requests: list[Request], case: int, best:
 
 
 def main() -> None:
-    """Runs all cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--requests", type=int, default=600)

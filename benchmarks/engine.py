@@ -49,7 +49,6 @@ class Job:
 
     @property
     def gaps(self) -> list[float]:
-        """Between its tokens."""
         return np.diff(self.token_times).tolist()
 
 
@@ -151,7 +150,6 @@ def long_row(outcomes: list[Outcome]) -> list[str]:
 
 
 def table(header: list[str], rows: list[list[str]]) -> list[str]:
-    """Markdown."""
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     return [*lines, *("| " + " | ".join(row) + " |" for row in rows)]
 
@@ -160,7 +158,6 @@ Results = dict[tuple[str, Chunking], list[Outcome]]
 
 
 def report(mixed: Results, long: Results, arguments: argparse.Namespace) -> str:
-    """Both tables."""
     lines = [
         "# Schedulers on the real engine",
         "",

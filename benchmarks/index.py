@@ -67,8 +67,6 @@ def make_chains(num_blocks: int) -> list[list[Hash]]:
 
 
 class Index:
-    """The design of kvrelay."""
-
     name = "kvrelay"
 
     def __init__(self, client: Any) -> None:
@@ -78,14 +76,14 @@ class Index:
 
     def store(self, worker: str, hashes: Sequence[Hash]) -> None:
         if worker not in self._ranges:
-            claim = f"{len(self._ranges):016x}:00000000"
-            slot = self._scripts.run("open", [worker, claim[:16], claim, 600_000, MAX_SLOTS])
-            self._ranges[worker] = (slot, claim, 0)
-        slot, claim, seq = self._ranges[worker]
+            range_id = f"{len(self._ranges):016x}:00000000"
+            slot = self._scripts.run("open", [worker, range_id[:16], range_id, 600_000, MAX_SLOTS])
+            self._ranges[worker] = (slot, range_id, 0)
+        slot, range_id, seq = self._ranges[worker]
         operations = encode_operations([(STORED, hashes)])
-        event = encode_batch(Batch(slot, claim, seq + 1, operations))
-        assert self._scripts.run("apply", [slot, claim, seq + 1, 600_000, operations, event]) == b"OK"
-        self._ranges[worker] = (slot, claim, seq + 1)
+        event = encode_batch(Batch(slot, range_id, seq + 1, operations))
+        assert self._scripts.run("apply", [slot, range_id, seq + 1, 600_000, operations, event]) == b"OK"
+        self._ranges[worker] = (slot, range_id, seq + 1)
 
     def lookup(self, *chains: Sequence[Hash]) -> list[dict[str, int]]:
         answers = self._scripts.run("lookup", [MAX_BATCH_BLOCKS, *map(b"".join, chains)])
@@ -128,8 +126,7 @@ class HashPerBlock:
             held.update((worker.decode(), number) for worker in holders)
         return held
 
-    def drop_stream(self) -> None:
-        """There is none."""
+    def drop_stream(self) -> None: ...
 
 
 Design = Index | HashPerBlock
@@ -303,7 +300,6 @@ async def until(condition: Callable[[], bool], within_s: float = 120.0) -> None:
 
 
 def report(version: str, num_blocks: int, found: dict[str, dict[str, float]], fleet: dict[str, float]) -> str:
-    """As Markdown."""
     ours, theirs = found[Index.name], found[HashPerBlock.name]
 
     def row(title: str, key: str, unit: str, *, less_is_better: bool = False) -> str:

@@ -70,12 +70,10 @@ class NaiveReceiver:
         self._thread: Thread | None = None
 
     def start(self, on_landed: Callable[[Landed], None]) -> None:
-        """Polls in a thread."""
         self._thread = Thread(target=self._run, args=(on_landed,), daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stops polling."""
         self._closed = True
         if self._thread is not None:
             self._thread.join()

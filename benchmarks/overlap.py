@@ -41,8 +41,6 @@ RUNNING = (1, 16, 64, 256)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One run."""
-
     tokens_per_s: float
     totals: StepTotals
 
@@ -73,11 +71,9 @@ class Run:
             self.loop.stop()
 
     def failed(self, sequences: list[Sequence], kind: FailureKind, cause: str) -> None:
-        """Nothing to measure then."""
         raise RuntimeError(cause)
 
     async def serve(self) -> Outcome:
-        """All of them."""
         rng = np.random.default_rng(1)
         for number in range(self.num_sequences):
             prompt = rng.integers(5, 2000, PROMPT_TOKENS)
@@ -106,7 +102,6 @@ def row(num_sequences: int, pairs: list[tuple[Outcome, Outcome]]) -> str:
 
 
 def main() -> None:
-    """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(DEMO))
     parser.add_argument("--threads", type=int, default=1)

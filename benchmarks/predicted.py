@@ -39,7 +39,6 @@ Found = dict[str, float]
 
 
 def write_trace(path: Path, num_requests: int, rate: float) -> None:
-    """See the module's text."""
     rng = np.random.default_rng(5)
     fresh = iter(range(1000, 1_000_000))
     at_s = 0.0
@@ -104,7 +103,6 @@ def spread(values: Sequence[float], form: str) -> str:
 
 
 def rows(rounds: Sequence[dict[str, Found]], rate: float) -> list[str]:
-    """Of the table."""
     lines = []
     for name in FIGURES:
         by_system = defaultdict(list)
@@ -120,7 +118,6 @@ def rows(rounds: Sequence[dict[str, Found]], rate: float) -> list[str]:
 
 
 def main() -> None:
-    """Runs all rounds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=80)

@@ -53,8 +53,6 @@ class Run:
 
 
 class Router:
-    """A running router."""
-
     def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
         self.process, self.port = process, port
 
@@ -133,7 +131,6 @@ def measure_cost(router: Router, arguments: argparse.Namespace, *flags: str) -> 
 
 
 def spread(values: list[float], digits: int = 0) -> str:
-    """`median (least to most)`."""
     return f"{median(values):,.{digits}f} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
 
 
@@ -172,7 +169,6 @@ def measure(arguments: argparse.Namespace) -> list[str]:
 
 
 def main() -> None:
-    """See the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--requests", type=int, default=600)

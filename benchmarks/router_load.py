@@ -97,7 +97,6 @@ class Connection:
         outcome.total_s.append(time.perf_counter() - started)
 
     def close(self) -> None:
-        """Ends the connection."""
         if self._writer is not None:
             self._writer.close()
 
@@ -164,7 +163,6 @@ async def run(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """See the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--model", required=True)

@@ -70,7 +70,6 @@ def compare(measure: Measure, before: Router, after: Router, num_pairs: int) -> 
 
 
 def row(name: str, pairs: list[tuple[float, float]], digits: int = 1) -> str:
-    """Of a table."""
     befores, afters = ([pair[side] for pair in pairs] for side in (0, 1))
     ratios = [after / before for before, after in pairs]
     return f"| {name} | {spread(befores, digits)} | {spread(afters, digits)} | {spread(ratios, 2)} |"
@@ -90,7 +89,6 @@ def measures() -> dict[str, tuple[Measure, int]]:
 
 
 def main() -> None:
-    """See the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path, help="the other checkout")
     parser.add_argument("--pairs", type=int, default=5)

@@ -48,6 +48,7 @@ from kvrelay_router.dispatch.active_requests import DispatchSettings
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.http.event_writer import EVENT_WRITER
 from kvrelay_router.openai.settings import ApiSettings
+from kvrelay_router.pending_memory import BodyBytes, PendingMemory
 from kvrelay_router.text.service import TextService
 
 NUM_REQUESTS = 64
@@ -66,15 +67,13 @@ class Recorder(Messenger):
         super().__init__("router", on_event)
         self.prefills: list[tuple[PeerRef, PeerRef, str, int, int]] = []  # prefill, decode, request, attempt, sequence
 
-    def start(self) -> None:
-        """Nothing to receive."""
+    def start(self) -> None: ...
 
     def silent_s(self, peer: PeerRef) -> float:
         """Everybody was heard just now."""
         return 0.0
 
     def send(self, peer: PeerRef, body: Any, **about: Any) -> None:
-        """Keeps the prompts."""
         codec.encode_body(body)
         if isinstance(body, Prefill):
             assert body.decode is not None
@@ -195,26 +194,22 @@ class Writer:
     """As a connection's `EventWriter`; counts and drops."""
 
     def __init__(self, path: Path, body: bytes) -> None:
+        self.body = BodyBytes(PendingMemory())
         self._path, self._body = path, body
         self.has_begun = False
         self.carries_events = False
 
     def whole_body(self) -> bytes:
-        """Of the request."""
         return self._body
 
     def is_ready(self) -> bool:
-        """After the headers."""
         return self.has_begun
 
-    def watch(self, on_gone: Callable[[], None]) -> None:
-        """Nobody goes."""
+    def watch(self, on_gone: Callable[[], None]) -> None: ...
 
-    def unwatch(self) -> None:
-        """See `watch`."""
+    def unwatch(self) -> None: ...
 
     def in_one_write(self) -> AbstractContextManager[None]:
-        """Nothing is written."""
         return nullcontext()
 
     def write(self, events: bytes) -> None:
@@ -256,7 +251,6 @@ def _scope(body: bytes, writer: Writer) -> Scope:
 
 
 async def measure(num_rounds: int) -> None:
-    """Prints one line."""
     path = Path()
     settle_garbage()
     for _ in range(3):
@@ -273,7 +267,6 @@ async def measure(num_rounds: int) -> None:
 
 
 def main() -> None:
-    """See the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=25)
     with asyncio.Runner(loop_factory=event_loop_factory()) as runner:

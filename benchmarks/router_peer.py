@@ -47,8 +47,6 @@ Key = tuple[str, int, int]
 
 @dataclass(slots=True)
 class Stream:
-    """A sequence that decodes."""
-
     key: Key
     router: PeerRef
     index: int
@@ -56,8 +54,6 @@ class Stream:
 
 
 class Worker:
-    """One of either role."""
-
     def __init__(self, fleet: dict[str, Worker], worker_id: str, role: Literal["prefill", "decode"]) -> None:
         self.worker_id, self.role = worker_id, role
         self.streams: dict[Key, Stream] = {}
@@ -66,7 +62,6 @@ class Worker:
         fleet[worker_id] = self
 
     def record(self, model: str) -> WorkerRecord:
-        """What it registers with."""
         return WorkerRecord(
             worker_id=self.worker_id,
             role=self.role,
@@ -165,7 +160,6 @@ async def serve(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """See the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prefill", type=int, default=2)
     parser.add_argument("--decode", type=int, default=4)

@@ -48,7 +48,6 @@ class Run:
     profile: str
 
     def measure(self) -> RunFigures:
-        """In virtual time."""
         settings = FleetSettings(find_profile(self.profile), self.workers, 0, self.policy)
         fleet = SimulatedFleet(settings)
         requests = fleet.run(self.trace)
@@ -74,7 +73,6 @@ def at_fraction(trace: Sequence[TracedRequest], fraction: float, saturated: floa
 
 
 def runs(arguments: argparse.Namespace) -> Iterator[Run]:
-    """All of them."""
     for file in arguments.trace:
         trace = read_trace(file, arguments.requests)
         saturated = saturation(trace, arguments)
@@ -97,7 +95,6 @@ def runs(arguments: argparse.Namespace) -> Iterator[Run]:
 
 
 def report(results: Sequence[tuple[Run, RunFigures]], arguments: argparse.Namespace) -> str:
-    """The tables."""
     lines = [
         "# Routing policies",
         "",
@@ -130,7 +127,6 @@ def report(results: Sequence[tuple[Run, RunFigures]], arguments: argparse.Namesp
 
 
 def main() -> None:
-    """Runs all policies."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, required=True, action="append", help="may come again")
     parser.add_argument("--requests", type=int)

@@ -118,7 +118,6 @@ def row(name: str, order: str, steps: Iterator[tuple[float, ...]]) -> str:
 
 
 def report(arguments: argparse.Namespace) -> str:
-    """The table."""
     cases = [(DEFAULT_SCHEDULER, order) for order in get_args(QueueOrderName)]
     cases += [(name, "fcfs") for name in BUILT_IN if name != DEFAULT_SCHEDULER]
     lines = [

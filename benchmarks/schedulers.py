@@ -82,7 +82,6 @@ class Measured:
 
 
 def synthetic_trace(num_requests: int, rate: float, seed: int) -> list[Request]:
-    """See the module's text."""
     rng = np.random.default_rng(seed)
     prefixes = rng.integers(0, 50_000, (8, 256))
     arrivals = np.cumsum(rng.exponential(1 / rate, num_requests))
@@ -227,7 +226,6 @@ def table(title: str, requests: list[Request], arguments: argparse.Namespace) ->
 
 
 def report(arguments: argparse.Namespace) -> str:
-    """The tables."""
     head = HEAD.format(
         machine=f"{platform.machine()} with {os.cpu_count()} cores",
         python=platform.python_version(),
@@ -251,7 +249,6 @@ def report(arguments: argparse.Namespace) -> str:
 
 
 def main() -> None:
-    """Runs all schedulers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--requests", type=int, default=600)

@@ -86,12 +86,10 @@ class Outcome:
 
     @property
     def tokens_per_s(self) -> float:
-        """Prompt and output tokens."""
         return (self.num_prompt + sum(len(request.token_times_s) for request in self.requests)) / self.seconds
 
     @property
     def waste(self) -> float:
-        """See the module's text."""
         allocated = sum(step.num_allocated_slots * step.forward_s for step in self.steps)
         committed = sum(step.num_committed_slots * step.forward_s for step in self.steps)
         return 1 - committed / allocated if allocated else 0.0
@@ -189,7 +187,6 @@ def long_row(outcomes: list[Outcome], length: int) -> list[str]:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Markdown."""
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     return [*lines, *("| " + " | ".join(row) + " |" for row in rows)]
 
@@ -201,12 +198,10 @@ def full_step_ms(outcomes: list[Outcome], budget: int) -> float:
 
 
 def num_tokens(step: StepRecord) -> int:
-    """Tokens of a step."""
     return step.num_prefill_tokens + step.num_decode_tokens
 
 
 def scheduler_report(results: dict[Case, list[Outcome]], arguments: argparse.Namespace) -> list[str]:
-    """Both loads."""
     names = ["mode", "scheduler", "chunks"]
     header = [*names, "TTFT p50", "p99", "TPOT p50", "p99", "worst gap p99", "tokens/s", "waste, %"]
     lines = ["## The trace", "", *table(header, [[*case.names, *trace_row(o)] for case, o in results.items()]), ""]
@@ -271,7 +266,6 @@ def draw(results: dict[Case, list[Outcome]], best: float, path: Path) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--trace", type=Path)
@@ -291,7 +285,6 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def head(load: list[Request], arguments: argparse.Namespace) -> list[str]:
-    """What ran, and where."""
     name = f"{arguments.trace.name}, {arguments.speed:g} times as fast" if arguments.trace else "synthetic"
     return [
         f"# {'The prefix cache' if arguments.ablation else 'Schedulers'} through the whole system",
@@ -309,7 +302,6 @@ def head(load: list[Request], arguments: argparse.Namespace) -> list[str]:
 
 
 def main() -> None:
-    """Runs all cases."""
     arguments = parse_arguments()
     if arguments.trace:
         load = traced_load(arguments.trace, arguments.requests, arguments.speed)

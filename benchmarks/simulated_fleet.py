@@ -35,24 +35,20 @@ COLUMNS = ["workers", "processes", "ready, s", "memory, MiB", "idle before", "id
 
 
 def cpu_s(processes: list[psutil.Process]) -> float:
-    """User and system."""
     return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
 def idle_share(processes: list[psutil.Process], seconds: float) -> float:
-    """Of one core."""
     before = cpu_s(processes)
     time.sleep(seconds)
     return (cpu_s(processes) - before) / seconds
 
 
 def num_steps(stack: Stack) -> float:
-    """Of all workers."""
     return float(sum(worker["totals"]["steps"] for worker in stack.fleet()["workers"]))
 
 
 def row(size: int, arguments: argparse.Namespace, directory: Path) -> list[str]:
-    """Of the table."""
     each, per_process = str(size // 2), str(min(PER_PROCESS, size // 2))
     flags = ["--backend", "simulated", "--profile", arguments.profile, "--workers-per-process", per_process]
     started = time.monotonic()

@@ -64,8 +64,6 @@ class Run:
 
 
 class System:
-    """One `kvrelay up`."""
-
     def __init__(self, stack: Stack) -> None:
         self.stack = stack
         self._pids = {name.partition("-")[0]: pid for name, pid in stack.children().items()}
@@ -268,7 +266,6 @@ def part_rows(costs: dict[str, float], spans_each: float, num_output: int, off_m
 
 
 def main() -> None:
-    """See the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=12)
     parser.add_argument("--requests", type=int, default=64)

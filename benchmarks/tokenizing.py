@@ -47,14 +47,12 @@ def conversations(turns: list[str]) -> list[str]:
 
 
 def cpu_us(encode: Callable[[str], list[int]], text: str) -> float:
-    """Of one text."""
     began = time.thread_time()
     encode(text)
     return (time.thread_time() - began) * 1e6
 
 
 def main() -> None:
-    """See the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(demo_model_path()))
     parser.add_argument("--seed", type=int, default=3)

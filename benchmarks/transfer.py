@@ -277,7 +277,6 @@ def spread(figures: list[float]) -> str:
 
 
 def ratio(figures: list[float]) -> str:
-    """The median alone."""
     return f"{statistics.median(figures):.2f}"
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvrelay.fleet.embedded import EmbeddedRedis
 from tests.fakes import zmq_contexts
-from tests.thoroughness import register_profiles
+from tests.thoroughness import device_of, mark_slow_cases, register_profiles
 
 pytest_plugins = ["tests.time_limit"]
 
@@ -40,11 +40,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int | None:
-    """One per core, if the memory is there."""
+    """One more than there are cores, because tests wait a quarter of their time; fewer if the memory is not there."""
     if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
         return None
     num_fitting = int(psutil.virtual_memory().available // BYTES_PER_PROCESS)
-    return max(1, min(len(os.sched_getaffinity(0)), num_fitting))
+    return max(1, min(len(os.sched_getaffinity(0)) + 1, num_fitting))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -55,13 +55,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("component")
         elif kind_of(item) in KINDS:
             item.add_marker(kind_of(item))
+    mark_slow_cases(items)
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: KINDS.index(kind_of(item)) if kind_of(item) in KINDS else 0, reverse=True)
 
 
 def runs_on_cpu(item: pytest.Item) -> bool:
-    callspec = getattr(item, "callspec", None)
-    return callspec is not None and callspec.params.get("device") in ("cpu", "pretended")
+    return device_of(item) in ("cpu", "pretended")
 
 
 def kind_of(item: pytest.Item) -> str:

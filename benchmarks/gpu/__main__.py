@@ -124,7 +124,6 @@ def run_limited(
 
 
 def _run_child(arguments: argparse.Namespace, device: torch.device) -> None:
-    """The part itself."""
     logging.basicConfig(level=logging.INFO, format="  %(name)s: %(message)s")
     name, folder = arguments.child, arguments.folder
     deadline = time.monotonic() + arguments.limit[name]

@@ -35,8 +35,6 @@ class Job:
 
 @dataclass
 class Course:
-    """A run of jobs."""
-
     jobs: list[Job]
     wall_s: float
     loop: StepLoop

@@ -44,8 +44,6 @@ class Floors:
 
 @dataclass
 class Part:
-    """A part's surroundings."""
-
     name: str
     device: torch.device
     scale: Scale
@@ -56,13 +54,11 @@ class Part:
 
     @property
     def known_floors(self) -> Floors:
-        """Those of this run."""
         assert self.floors is not None, "floors are measured before all other parts"
         return self.floors
 
     @property
     def dtype(self) -> torch.dtype:
-        """The model's."""
         return torch.bfloat16 if self.scale.dtype == "bfloat16" else torch.float32
 
     def model_dir(self) -> Path:

@@ -44,7 +44,6 @@ class Report:
     machine: dict[str, str] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Before anything has run."""
         self.machine = machine(self.device)
 
     def write(self, page: Path) -> None:
@@ -137,7 +136,6 @@ def versions() -> dict[str, str]:
 
 
 def machine(device: torch.device) -> dict[str, str]:
-    """What it ran on."""
     found = {"cores": str(os.cpu_count()), "load average before": f"{os.getloadavg()[0]:.1f}"}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

@@ -25,7 +25,6 @@ def identity_of(process_id: int) -> str:
 
 
 def own_identity() -> str:
-    """Identity of this process."""
     return identity_of(os.getpid())
 
 

@@ -99,7 +99,6 @@ class Client:
             return await connection.fetch(self.request("GET", self.endpoint.path(name)))
 
     async def close(self) -> None:
-        """Closes all connections."""
         for connection in list(self._open):
             connection.close()
         await asyncio.sleep(0)

@@ -68,7 +68,6 @@ class RunFigures:
         return self.hit_rate / self.best_hit_rate if self.best_hit_rate else 1.0
 
     def as_json(self) -> dict[str, Any]:
-        """The figures as JSON types."""
         return asdict(self) | {"hit_share": self.hit_share}
 
 

@@ -38,6 +38,7 @@ class TracedRequest:
     num_output_tokens: int
     hash_ids: tuple[int, ...]
     session: str = ""
+    tenant: str = ""
 
     def tokens(self) -> Tokens:
         """Token ids; equal hash ids give equal tokens."""

@@ -72,6 +72,7 @@ class Request:
     on_committed: Callable[[Request], None] = _nothing
     on_finished: Callable[[Request], None] = _nothing
     max_tokens: int = 0
+    tenant: str = ""
     first_token_s: float | None = None
     finished_s: float | None = None
     num_cached_tokens: int = 0
@@ -94,6 +95,7 @@ class Request:
             root=root_hash(model=FINGERPRINT),
             table=BlockTable(block_size),
             router=ROUTER,
+            tenant=self.tenant,
         )
         sequence.hashes = list(self.hashes)
         return sequence
@@ -133,7 +135,6 @@ class SimulatedWorker:
         return PeerRef(self.name, "1", f"tcp://{self.name}")
 
     def record(self) -> WorkerRecord:
-        """The worker's registry record."""
         return WorkerRecord(
             worker_id=self.name,
             role="prefill" if self.role == "prefill" else "decode",

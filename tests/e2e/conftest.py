@@ -1,4 +1,4 @@
-"""One stack per model and set of flags, kept for the whole run of a module."""
+"""What several files share: small models, and one running system with the demo model."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return build
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def demo_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """One prefill and one decode worker with the demo model."""
+    """One prefill and one decode worker with the demo model, for files that leave nothing behind."""
     with Stack(DEMO_MODEL, tmp_path_factory.mktemp("stack"), "--dtype", "float32", "--token-budget", "512") as stack:
         yield stack

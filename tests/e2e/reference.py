@@ -20,7 +20,6 @@ def load(model: Path) -> Any:
 
 @torch.inference_mode()
 def greedy(model: Path, prompt: list[int], max_tokens: int, *, ignore_eos: bool = True) -> list[int]:
-    """`generate`'s new tokens."""
     reference = load(model)
     end = None if ignore_eos else reference.generation_config.eos_token_id
     output = reference.generate(

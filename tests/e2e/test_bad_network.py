@@ -21,7 +21,7 @@ from tests.e2e import reference
 from tests.e2e.conftest import DEMO_MODEL
 from tests.fakes.waiting import PATIENCE_S
 
-pytestmark = [pytest.mark.e2e]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 FAULTS = '{"seed": 5, "shares": {"drop": 0.08, "corrupt": 0.08, "delay": 0.1, "reorder": 0.1, "stall": 0.02}}'
 WORKER = ["--model", str(DEMO_MODEL), "--dtype", "float32", "--threads", "1", "--num-blocks", "400"]
 WORKER += ["--token-budget", "128", "--max-running", "16", "--transfer-checksums"]

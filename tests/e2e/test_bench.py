@@ -18,7 +18,6 @@ pytestmark = pytest.mark.timeout(400)
 
 
 def bench(*flags: str, out: Path) -> dict[str, Any]:
-    """The command's results."""
     command = [sys.executable, "-m", "kvrelay", "bench", *flags, "--json", str(out), "--save-requests"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -16,6 +16,7 @@ from scripts.screenshots import find_chromium
 from tests.fakes.stack import Stack
 from tests.fakes.waiting import PATIENCE_S
 
+pytestmark = pytest.mark.slow
 DEMO_MODEL = Path(__file__).parents[2] / "models" / "demo"
 CHROMIUM = find_chromium() or ""
 LOOKS_MS = 15_000

@@ -16,6 +16,7 @@ BENCHMARK = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--smoke
 SLOWEST_S = 600
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(len(LIMITS_S) * SLOWEST_S)
 def test_every_part_runs_on_a_cpu_and_is_written_with_its_spread(tmp_path: Path) -> None:
     page = tmp_path / "gpu.md"

@@ -36,6 +36,7 @@ def check(given: list[int], expected: driving.Driven) -> None:
             return
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3"])
 def test_tokens_are_those_of_one_process(
     kv_cache_dtype: str, tiny_model: Callable[[str], Path], tmp_path: Path

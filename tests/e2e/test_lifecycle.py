@@ -220,6 +220,7 @@ def family_of(stack: Stack) -> Iterator[list[psutil.Process]]:
     assert not alive
 
 
+@pytest.mark.slow
 def test_two_of_each_share_the_work_and_ctrl_c_lets_every_stream_end(tmp_path: Path) -> None:
     with (
         # Every other policy may choose one worker for all: the one that caches the prompt, or the one that was faster.
@@ -246,6 +247,7 @@ def test_two_of_each_share_the_work_and_ctrl_c_lets_every_stream_end(tmp_path: P
     assert "Stopping" in output
 
 
+@pytest.mark.slow
 def test_decode_alone_serves_when_there_is_no_prefill_and_kill_9_leaves_no_process(tmp_path: Path) -> None:
     with Stack(DEMO_MODEL, tmp_path, *SMALL, "--prefill", "0") as stack, family_of(stack):
         body = body_of(stack, prompt=prompt_of(40))
@@ -265,6 +267,7 @@ def test_decode_alone_serves_when_there_is_no_prefill_and_kill_9_leaves_no_proce
         stack.process.kill()
 
 
+@pytest.mark.slow
 def test_a_small_pool_serves_more_than_it_holds_and_refuses_what_it_never_can(tmp_path: Path) -> None:
     flags = ("--dtype", "float32", "--threads", "1", "--token-budget", "128", "--max-running", "64")
     with Stack(DEMO_MODEL, tmp_path, *flags, "--num-blocks", "40") as stack:
@@ -338,6 +341,7 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     assert "--port" in output
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_loaded_ends_the_start_with_its_reason(tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()

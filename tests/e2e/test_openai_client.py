@@ -10,7 +10,7 @@ from typing import Any
 
 import openai
 import pytest
-from openai import AsyncOpenAI, OpenAI
+from openai import AsyncOpenAI, BadRequestError, OpenAI
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
 
@@ -230,6 +230,17 @@ def test_a_seed_gives_the_same_text_alone_streamed_and_among_others(client: Open
             return answer.choices[0].text
 
     assert asyncio.run(among_others()) == alone.text
+
+
+def test_every_seed_of_64_bits_gives_a_text_of_its_own(client: OpenAI, stack: Stack) -> None:
+    seeds = [0, -1, 2**63 - 1, -(2**63), -(2**63) + 1, 1 << 32, -(1 << 32)]
+    parameters: dict[str, Any] = {"temperature": 1.5, "max_tokens": 24, "extra_body": {"ignore_eos": True}}
+    texts = [complete(client, stack, **parameters, seed=seed).choices[0].text for seed in seeds]
+    assert len(set(texts)) == len(seeds)
+    assert complete(client, stack, **parameters, seed=-1).choices[0].text == texts[1]
+    for beyond in (2**63, -(2**63) - 1):
+        with pytest.raises(BadRequestError, match="seed"):
+            complete(client, stack, **parameters, seed=beyond)
 
 
 def test_no_seed_gives_different_texts(client: OpenAI, stack: Stack) -> None:

@@ -46,7 +46,10 @@ def check_logprobs(model: Path, prompt: list[int], choice: dict[str, Any]) -> No
         assert top and all(min(abs(value - b) for b in [*best, logprob]) < 1e-4 for value in top.values())
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "mistral", "gemma"])
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "qwen3", "mistral", "gemma")]
+
+
+@pytest.fixture(scope="module", params=["llama", *OTHERS])
 def small(
     request: pytest.FixtureRequest, tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Path, Stack]]:
@@ -127,6 +130,7 @@ def test_many_at_once_with_staggered_arrivals_and_early_stops(small: tuple[Path,
     assert sum(worker["totals"]["computed_blocks"] for worker in stack.workers("decode")) == 0
 
 
+@pytest.mark.slow
 def test_the_demo_model_up_to_its_full_context(demo_stack: Stack) -> None:
     size = vocab_size(DEMO_MODEL)
     for length, max_tokens in ((1, 30), (512, 30), (513, 30), (1500, 20), (8192 - 4, 4)):

@@ -18,6 +18,7 @@ from tests.e2e.conftest import DEMO_MODEL
 from tests.fakes.stack import Stack
 from tests.fakes.waiting import PATIENCE_S
 
+pytestmark = pytest.mark.slow  # six services start
 SMALL = ("--dtype", "float32", "--threads", "1", "--token-budget", "256", "--max-running", "64", "--num-blocks", "600")
 FLAGS = (*SMALL, "--prefill", "2", "--decode", "2", "--routing-policy", "prefix_only")
 PROMPT = 320
@@ -117,6 +118,7 @@ def test_the_index_heals_when_redis_comes_back_empty(stack: Stack) -> None:
         assert ask(stack, [*prompt_of(seed), 7])[:2] == (prefill, decode)
 
 
+@pytest.mark.slow
 def test_without_an_index_requests_are_served(tmp_path: Path) -> None:
     with Stack(DEMO_MODEL, tmp_path, *SMALL, "--no-prefix-index") as stack:
         ask(stack, prompt_of(1))

@@ -17,11 +17,13 @@ import pytest
 
 from kvrelay.cli.keys import keys
 from kvrelay.fleet.embedded import EmbeddedRedis
+from tests.component.transfer.transports import NO_NIXL
 from tests.fakes.stack import Stack
 from tests.fakes.waiting import PATIENCE_S
 
 DEADLINE_S = 240.0
 pytestmark = pytest.mark.timeout(600)  # models are loaded three times over
+NEEDS_NIXL = pytest.mark.skipif(bool(NO_NIXL), reason=NO_NIXL)
 
 
 def open_ports(pid: int) -> list[tuple[str, int]]:
@@ -36,13 +38,16 @@ def open_ports(pid: int) -> list[tuple[str, int]]:
     return found
 
 
-def test_nothing_listens_beyond_loopback_unless_told_to(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["zmq", pytest.param("nixl", marks=NEEDS_NIXL)])
+def test_nothing_listens_beyond_loopback_unless_told_to(
+    tiny_model: Callable[[str], Path], tmp_path: Path, transport: str
+) -> None:
     """Everything that a stack starts, health pages included, after a request that opened all its connections."""
     environ = {"KVRELAY_HTTP_PORT": "0"}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environ.items():
             patch.setenv(name, value)
-        with Stack(tiny_model("llama"), tmp_path, "--prefill", "1", "--decode", "1", "--transfer", "zmq") as stack:
+        with Stack(tiny_model("llama"), tmp_path, "--prefill", "1", "--decode", "1", "--transfer", transport) as stack:
             stack.complete([5, 6, 7], 3)
             ports = open_ports(stack.process.pid)
     assert len(ports) >= 5  # HTTP, Redis, three inboxes, and decode's for blocks
@@ -71,6 +76,7 @@ def until_state(stack: Stack, worker_id: str, state: str) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_a_fleet_with_a_key_serves_and_takes_no_worker_with_another(
     tiny_model: Callable[[str], Path], tmp_path: Path, redis_server: EmbeddedRedis
 ) -> None:

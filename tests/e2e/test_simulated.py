@@ -123,6 +123,7 @@ def test_samples_text_and_logprobs_come_as_with_a_model(start: Callable[..., Sta
     assert answer["choices"][0]["message"]["content"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_process_of_many_workers_that_is_killed_costs_no_stream_a_token(
     start: Callable[..., Stack], role: str

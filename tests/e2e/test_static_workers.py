@@ -21,7 +21,7 @@ from tests.e2e.conftest import DEMO_MODEL
 from tests.e2e.test_parity import prompt_of, vocab_size
 from tests.fakes.waiting import PATIENCE_S, wait_until
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 
 START_S = 150.0
 """In which processes start on a slow machine, torch and all."""
@@ -109,6 +109,7 @@ class Services:
         self._stack.close()
 
 
+@pytest.mark.slow
 def test_a_fleet_without_redis_serves_and_finds_a_worker_again(tmp_path: Path) -> None:
     with Services(tmp_path, "none") as services:
         services.start("router", "--key-requests-per-minute", "0.001", "--key-burst", "2")

@@ -83,7 +83,6 @@ class FakeMemory:
     # -- what a process does ------------------------------------------------------------------------------------------
 
     def allocate(self, num_bytes: int) -> None:
-        """A tensor. Raises torch.OutOfMemoryError."""
         self._touch()
         from_cache = min(num_bytes, self.process.cached)
         if num_bytes - from_cache > self._gpu.total - self._gpu.used:

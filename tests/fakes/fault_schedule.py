@@ -125,7 +125,6 @@ class Faults:
         self._commands.setdefault(point, []).extend(faults)
 
     def at(self, point: Point) -> Fault:
-        """Something passes."""
         self._counts[point] += 1
         number = self._counts[point]
         commands = self._commands.get(point)

@@ -196,7 +196,6 @@ class FaultySender:
                 self.die()
 
     def die(self) -> None:
-        """The connection breaks."""
         self._is_dead = True
         self._pushes.close()
         for reservation in sorted(self._active):

@@ -13,6 +13,7 @@ from kvrelay.transfer.base import TransferReceiver, TransferSender
 from kvrelay.transfer.checksums import PoolChecksums
 from kvrelay.transfer.nixl_transport import NixlSender, NixlSettings
 from kvrelay.transfer.select import make_receivers
+from kvrelay.transfer.ucx_devices import devices_for
 from kvrelay.transfer.wire import Bytes
 from kvrelay.transfer.zmq_transport import ZmqSender
 from kvrelay.worker.context import Role, WorkerContext
@@ -24,7 +25,6 @@ from tests.fakes.faulty_transport import FaultyReceiver, FaultySender
 
 
 def faults() -> Faults:
-    """What the environment says."""
     return Faults(parse_schedule(os.environ["KVRELAY_TEST_FAULTS"]))
 
 
@@ -32,7 +32,8 @@ def prefill_role(context: WorkerContext, config: WorkerConfig) -> Role:
     """With the senders that the configuration asks for, each wrapped."""
 
     def nixl(pool: Bytes, checksums: PoolChecksums | None) -> TransferSender:
-        return NixlSender(pool, settings=NixlSettings(ucx_transports=config.nixl_transports), checksums=checksums)
+        settings = NixlSettings(ucx_transports=config.nixl_transports, ucx_devices=devices_for(config.host))
+        return NixlSender(pool, settings=settings, checksums=checksums)
 
     def zmq(pool: Bytes, checksums: PoolChecksums | None) -> TransferSender:
         return ZmqSender(pool, checksums=checksums)

@@ -40,7 +40,6 @@ class _Landing:
     host: torch.Tensor
 
     def synchronize(self) -> None:
-        """The copy is there."""
         self.copies.on_wait()
         self.host.copy_(self.source)
         self.copies.landed.append(self.number)

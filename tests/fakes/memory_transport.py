@@ -44,7 +44,6 @@ class MemoryReceiver(ReceiverThread):
         self._on_event = on_event
 
     def deliver(self, header: bytes, slots: Sequence[int], data: Bytes) -> None:
-        """One piece."""
         if self.needs_quarantine:
             self._pool.scatter(np.asarray(slots, np.int64), data)
         for event in self._take(header, None if self.needs_quarantine else data.reshape(-1).data):
@@ -82,7 +81,6 @@ class MemorySender:
         self._plan_turn()
 
     def abort(self, reservation: str) -> None:
-        """Drops what waits."""
         self._queue = deque(item for item in self._queue if item[0] != reservation)
         self._loop.call_soon(self._on_event, SenderDrained(reservation))
 

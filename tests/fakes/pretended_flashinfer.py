@@ -88,11 +88,11 @@ class _OnDevice(fake_flashinfer._Wrapper):
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_OnDevice, fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper):
-    """Chunks."""
+    pass
 
 
 class BatchDecodeWithPagedKVCacheWrapper(_OnDevice, fake_flashinfer.BatchDecodeWithPagedKVCacheWrapper):
-    """Single tokens."""
+    pass
 
 
 def append_paged_kv_cache(*args: Any) -> None:

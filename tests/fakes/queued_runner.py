@@ -195,8 +195,6 @@ class QueuedRunner(HashRunner):
 
 
 class QueuedStep:
-    """A `LaunchedStep`."""
-
     def __init__(self, runner: QueuedRunner, batch: WorkerBatch, behind: QueuedStep | None) -> None:
         self.runner = runner
         self.batch = batch

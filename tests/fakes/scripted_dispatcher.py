@@ -33,6 +33,7 @@ class Script:
     pause_s: float = 0.0
     hang_after: int | None = None  # deltas before nothing comes any more, or not until `resume`
     resume: asyncio.Event | None = None
+    awaits_worker: bool = False  # meanwhile no worker is ready
     fail_after: int | None = None  # deltas before RequestFailed
     failure: RequestFailed | None = None
     end_silently: bool = False  # the last delta says no finish reason
@@ -58,6 +59,7 @@ class ScriptedHandle:
         self.num_pushed = 0
         self.error: RequestFailed | None = None
         self.is_over = False
+        self.awaits_worker = False
         self._dispatcher = dispatcher
         self._deltas: list[SequenceDelta] = []
         self._taken = asyncio.Event()
@@ -70,28 +72,23 @@ class ScriptedHandle:
         return bool(self._deltas)
 
     def connect(self, sink: DeltaSink) -> None:
-        """Starts the script."""
         self._sink = sink
         self._script = asyncio.create_task(self._run())
 
     def disconnect(self) -> None:
-        """Ends the script."""
         self._sink = None
         if self._script is not None:
             self._script.cancel()
 
     def take(self) -> list[SequenceDelta]:
-        """The script goes on."""
         deltas, self._deltas = self._deltas, []
         self._taken.set()
         return deltas
 
     def stop(self, sequence: int) -> None:
-        """Recorded."""
         self.stopped.append(sequence)
 
     def cancel(self) -> None:
-        """Recorded with its time."""
         if self.cancelled_at is None:
             self.cancelled_at = time.monotonic()
 
@@ -105,7 +102,6 @@ class ScriptedHandle:
             self._sink.wake()
 
     async def _play(self) -> None:
-        """All sequences in step."""
         scripts = [self._dispatcher.script(self.request, i) for i in range(self.request.num_sequences)]
         plans = [self._plan(sequence, script) for sequence, script in enumerate(scripts)]
         for number in range(max(map(len, plans)) + 1):
@@ -115,12 +111,19 @@ class ScriptedHandle:
                 if script.fail_after == number:
                     raise script.failure or RequestFailed("all workers are gone", FailureKind.WORKER_LOST)
                 if script.hang_after == number:
-                    await (script.resume or asyncio.Event()).wait()
+                    await self._hang(script)
             if batch := [plan[number] for plan in plans if number < len(plan)]:
                 await asyncio.sleep(0)
                 await self._deliver(batch)
                 if len(set(self.stopped)) == len(plans):
                     return
+
+    async def _hang(self, script: Script) -> None:
+        self.awaits_worker = script.awaits_worker
+        if self.awaits_worker and self._sink is not None:
+            self._sink.wake()
+        await (script.resume or asyncio.Event()).wait()
+        self.awaits_worker = False
 
     async def _deliver(self, batch: list[SequenceDelta]) -> None:
         if self._sink is None:
@@ -166,8 +169,6 @@ class ScriptedHandle:
 
 @dataclass
 class ScriptedDispatcher:
-    """Implements `Dispatcher`."""
-
     script: Callable[[GenerateRequest, int], Script]
     model_limits: ModelLimits | None = field(default_factory=lambda: ModelLimits(512, 400, 64, 200, 16))
     is_ready: bool = True
@@ -177,19 +178,15 @@ class ScriptedDispatcher:
 
     @property
     def requests(self) -> list[GenerateRequest]:
-        """Everything that was submitted."""
         return [handle.request for handle in self.handles]
 
     def limits(self) -> ModelLimits | None:
-        """As set."""
         return self.model_limits
 
     def ready(self) -> bool:
-        """As set."""
         return self.is_ready
 
     def ready_workers(self) -> dict[str, int]:
-        """One of each."""
         return {"prefill": 1, "decode": 1}
 
     async def prepare(self, request: GenerateRequest) -> PreparedPrompt:
@@ -197,23 +194,21 @@ class ScriptedDispatcher:
         return PromptPrefixes(request.prompt_ids)
 
     def submit(self, request: GenerateRequest, prepared: PreparedPrompt | None = None) -> ScriptedHandle:
-        """Refused when not ready."""
         if not self.is_ready or self.refuse_after == len(self.handles):
             raise NoWorkerReady("no worker is ready", retry_after_s=2.5)
         self.handles.append(ScriptedHandle(self, request))
         return self.handles[-1]
 
-    async def fleet(self) -> dict[str, Any]:
-        """A fixed answer."""
+    async def fleet(self, owner: str | None = None) -> dict[str, Any]:
         return {"workers": []}
 
-    def recent_requests(self, limit: int) -> list[dict[str, Any]]:
-        return [{"request_id": request.request_id} for request in self.requests][:limit]
+    def recent_requests(self, limit: int, owner: str | None = None) -> list[dict[str, Any]]:
+        return [{"request_id": each.request_id} for each in self.requests if owner in (None, each.owner)][:limit]
 
-    async def timeline(self, request_id: str) -> dict[str, Any] | None:
-        found = self.recent_request(request_id)
+    async def timeline(self, request_id: str, owner: str | None = None) -> dict[str, Any] | None:
+        found = self.recent_request(request_id, owner)
         return found and {**found, "events": []}
 
-    def recent_request(self, request_id: str) -> dict[str, Any] | None:
-        """Only its id."""
-        return next(({"id": each.request_id} for each in self.requests if each.request_id == request_id), None)
+    def recent_request(self, request_id: str, owner: str | None = None) -> dict[str, Any] | None:
+        known = [each for each in self.requests if each.request_id == request_id and owner in (None, each.owner)]
+        return {"id": known[0].request_id} if known else None

@@ -1,6 +1,7 @@
 """Services without a model: they read the real configuration, register for real, and drain on SIGTERM.
 
-The environment makes them misbehave: FAKE_FAIL=ROLE ends that role at start, FAKE_STUBBORN=ROLE ignores SIGTERM.
+The environment makes them misbehave: FAKE_FAIL=ROLE ends that role at start, FAKE_SLOW_START=ROLE never becomes ready,
+FAKE_STUBBORN=ROLE ignores SIGTERM.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ def _begin(config: CommonConfig, role: str) -> None:
     print(f"{role} runs with {config.printable()}", flush=True)
     if os.environ.get("FAKE_FAIL") == role:
         sys.exit(f"{role} cannot start: this is its last word")
+    if os.environ.get("FAKE_SLOW_START") == role:
+        print(f"{role} waits", flush=True)
+        signal.pause()
 
 
 def _stop_event(role: str) -> asyncio.Event:

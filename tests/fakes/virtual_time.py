@@ -18,8 +18,6 @@ class _Selector(selectors.DefaultSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """For `asyncio.Runner(loop_factory=VirtualTimeLoop)`."""
-
     def __init__(self) -> None:
         self._virtual = _Selector()
         super().__init__(self._virtual)

@@ -39,11 +39,12 @@ IDLE_STATES = {BlockState.FREE.value, BlockState.CACHED.value, "total"}
 
 
 def prefill_role(context: WorkerContext, config: WorkerConfig) -> Role:
-    return PrefillRole(context, make_senders(config.transfer, context.pool_memory), push_when=config.push_when)
+    senders = make_senders(config.transfer, context.pool_memory, host=config.host)
+    return PrefillRole(context, senders, push_when=config.push_when)
 
 
 def decode_role(context: WorkerContext, config: WorkerConfig) -> Role:
-    receivers = make_receivers(config.transfer, context.pool_memory, host="127.0.0.1", port=0, advertise_host=None)
+    receivers = make_receivers(config.transfer, context.pool_memory, host=config.host, port=0, advertise_host=None)
     return DecodeRole(context, receivers)
 
 

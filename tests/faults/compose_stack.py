@@ -131,7 +131,6 @@ class Load:
         await until(reached, lambda: f"{wanted} requests; {self.num_done} have ended")
 
     async def client(self, first: int) -> None:
-        """One client, for ever."""
         while True:
             for prompt in PROMPTS[first:] + PROMPTS[:first]:
                 try:

@@ -69,7 +69,7 @@ async def _end_with(troubling: asyncio.Task[None], num_jobs: int, fleet: LocalFl
         fleet.check_nobody_crashed()
         if troubling.done():
             troubling.result()
-        counts = fleet.dispatcher._counts
+        counts = fleet.dispatcher._counts.of(None)
         if counts["finished"] + counts["cancelled"] + counts["failed"] >= num_jobs:
             return
 

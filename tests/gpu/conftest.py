@@ -27,7 +27,7 @@ KERNELS_TIMEOUT_S = 1200
 """Without precompiled kernels, FlashInfer compiles those of a head size when they are first asked for."""
 
 
-ON_PRETENDED = ("test_graphs", "test_transfers", "test_launch_ahead")
+ON_PRETENDED = ("test_graphs", "test_transfers", "test_launch_ahead", "test_seeds")
 """Others are about kernels, about memory of a real size, or start processes, which would have to pretend as well."""
 
 

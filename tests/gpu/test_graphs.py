@@ -73,6 +73,7 @@ class _DenseStep:
         return torch.einsum("nhk,nkhd->nhd", weights, values).contiguous()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gemma3"])
 def test_float32_tokens_are_those_of_steps_launched_kernel_by_kernel(
     device: torch.device, architecture: str, tmp_path: Path
@@ -144,6 +145,7 @@ def captured(model: CausalModel, pool: torch.Tensor) -> DecodeGraphs:
     return capture_graphs(model, pool, SIZES, recorder_of(pool.device))
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.timeout(KERNELS_TIMEOUT_S)
 def test_replays_through_flashinfer_agree_with_its_launches(device: torch.device, model: CausalModel) -> None:
     pool = random_pool(model.layout, device)
@@ -162,6 +164,7 @@ def test_replays_through_flashinfer_agree_with_its_launches(device: torch.device
         torch.testing.assert_close(pool[:NUM_BLOCKS].float(), written[:NUM_BLOCKS].float(), atol=5e-2, rtol=rtol)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.timeout(KERNELS_TIMEOUT_S)
 def test_steps_behind_one_another_neither_wait_nor_mix(device: torch.device, model: CausalModel) -> None:
     """All are asked for before the first is done: no buffer is filled anew while a step may still read it."""

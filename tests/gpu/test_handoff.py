@@ -63,7 +63,6 @@ def start(device: torch.device, tmp_path: Path) -> Iterator[StartStack]:
 
 
 def complete_all(stack: Stack, given: list[list[int]], max_tokens: int) -> list[list[int]]:
-    """All at once."""
     with ThreadPoolExecutor(len(given)) as pool:
         choices = pool.map(lambda prompt: stack.complete(prompt, max_tokens, ignore_eos=True), given)
         return [choice["token_ids"] for choice in choices]
@@ -73,6 +72,7 @@ def total(stack: Stack, role: str, name: str) -> int:
     return int(sum(worker["totals"][name] for worker in stack.workers(role)))
 
 
+@pytest.mark.slow
 @transport
 def test_float32_tokens_are_those_of_transformers(
     device: torch.device, start: StartStack, model_dir: Path, transport: str
@@ -87,6 +87,7 @@ def test_float32_tokens_are_those_of_transformers(
     stack.wait_until_clean()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(KERNELS_TIMEOUT_S)
 @transport
 def test_bfloat16_tokens_are_the_best_by_float32_or_nearly_so(
@@ -110,6 +111,7 @@ def test_bfloat16_tokens_are_the_best_by_float32_or_nearly_so(
     stack.wait_until_clean()
 
 
+@pytest.mark.slow
 @transport
 def test_clients_that_leave_free_everything(
     device: torch.device, start: StartStack, model_dir: Path, transport: str

@@ -56,6 +56,7 @@ def following_row(sequence: driving.Driven, num_drawn: int) -> WorkerRow:
     return WorkerRow(sequence.key, np.zeros(1, np.int32), position, sequence.blocks, True, False, has_placeholder=True)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("resamples", [False, True])
 def test_float32_tokens_are_those_of_one_step_after_the_other(

@@ -34,6 +34,7 @@ def _start(config: WorkerConfig, cache_dir: Path) -> tuple[int, int]:
     return runner.pool.nbytes, reserved
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(KERNELS_TIMEOUT_S)
 def test_each_gets_its_share_and_both_run(device: torch.device, tmp_path: Path) -> None:
     config = WorkerConfig(

@@ -71,7 +71,6 @@ class Window:
 
     @property
     def step_s(self) -> float:
-        """The mean."""
         return (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
 
     @property

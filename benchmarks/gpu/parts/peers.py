@@ -77,7 +77,6 @@ def make_requests(part: Part) -> list[np.ndarray]:
 
 
 def ours(part: Part, runner: TransformersRunner, requests: list[np.ndarray]) -> Turn:
-    """On the step loop."""
     jobs = [Job(prompt, part.scale.request_output) for prompt in requests]
     course = serve(runner, jobs, token_budget=_TOKEN_BUDGET)
     times = [job.token_times for job in course.jobs]

@@ -135,7 +135,6 @@ class Pair:
         return float(ended - began)
 
     def close(self) -> None:
-        """Ends the other process."""
         self._orders.send(Order())
         self._process.join()
         for receiver in self.receivers.values():

@@ -26,6 +26,8 @@ from kvrelay.protocol.sequence_key import SequenceKey
 SETTLE_TICKS = 5
 FIRST_ASK_S = 1.0
 ASK_AT_MOST_EVERY_S = 60.0
+OVERDUE_AFTER_S = 10.0
+"""A sender that lives and has sent no Drained for this long counts as stalled."""
 
 
 class QuarantineState(StrEnum):
@@ -35,9 +37,10 @@ class QuarantineState(StrEnum):
 
 
 @dataclass(slots=True, eq=False)
-class _Entry:
+class QuarantinedReservation:
     peer: PeerRef
     process: str
+    since: float
     state: QuarantineState = QuarantineState.AWAITED
     ticks_left: int = 0  # once PROVEN
     ask_at: float = 0.0
@@ -59,7 +62,7 @@ class Quarantine:
     def __init__(self, has_ended: Callable[[str], bool], can_be_seen: Callable[[str], bool]) -> None:
         self._has_ended = has_ended
         self._can_be_seen = can_be_seen
-        self._entries: dict[SequenceKey, _Entry] = {}
+        self._entries: dict[SequenceKey, QuarantinedReservation] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -69,9 +72,18 @@ class Quarantine:
         """Reservations whose sender is silent and not proven to have stopped."""
         return sum(entry.state is QuarantineState.LOST for entry in self._entries.values())
 
-    def add(self, key: SequenceKey, peer: PeerRef, process: str) -> None:
+    def overdue(self, now: float) -> frozenset[SequenceKey]:
+        """Sequences whose blocks may stay here for ever: their sender is lost, or has stalled."""
+        return frozenset(
+            key
+            for key, entry in self._entries.items()
+            if entry.state is QuarantineState.LOST
+            or (entry.state is QuarantineState.AWAITED and now - entry.since > OVERDUE_AFTER_S)
+        )
+
+    def add(self, key: SequenceKey, peer: PeerRef, process: str, now: float) -> None:
         """A reservation ended while `peer` may still write. `process`: the identity of the sender's process."""
-        self._entries[key] = _Entry(peer, process)
+        self._entries[key] = QuarantinedReservation(peer, process, now)
 
     def drained(self, key: SequenceKey) -> None:
         """The sender says that no write is in flight and none will follow."""
@@ -108,7 +120,7 @@ class Quarantine:
         return Due(tuple(safe), tuple(ask))
 
     @staticmethod
-    def _prove(entry: _Entry) -> None:
+    def _prove(entry: QuarantinedReservation) -> None:
         if entry.state is not QuarantineState.PROVEN:
             entry.state = QuarantineState.PROVEN
             entry.ticks_left = SETTLE_TICKS

@@ -23,8 +23,6 @@ from kvrelay.protocol.messages import (
     Released,
     Resend,
     Reserve,
-    SequenceUsage,
-    TokenEntry,
 )
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import StepPlan
@@ -36,13 +34,13 @@ from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.packed_candidates import unpack_candidates
 from kvrelay.worker.requests import OpenRequests, deadline_of
 from kvrelay.worker.sequences import make_sequence, sequence_key
+from kvrelay_decode.overdue import OverdueTransfers
 from kvrelay_decode.quarantine import Quarantine
 from kvrelay_decode.receiver_events import (
     AdoptionRefused,
     Commit,
     FreeBlocks,
     HandoffAborted,
-    HandoffOverdue,
     HandoffReceived,
     PrefillLost,
     QuarantineBlocks,
@@ -58,14 +56,14 @@ from kvrelay_decode.receiver_events import (
 from kvrelay_decode.receiver_handoff import ReceiverHandoff, ReceiverState
 from kvrelay_decode.request import DecodeRequest
 from kvrelay_decode.reservations import Reservations
-from kvrelay_decode.stream import TokenStream, entry_of
+from kvrelay_decode.stream import TokenStream, entry_of, first_entry_of
 
 log = logging.getLogger(__name__)
 
 NOT_COMMITTED = (ReceiverState.ASKED, ReceiverState.RESERVED, ReceiverState.FILLING)
-RESEND_AFTER_S = 1.0
-"""Missing blocks are requested again this long after the handoff message or the last block, then after twice this time,
-and so on."""
+RECEIVING = (ReceiverState.RESERVED, ReceiverState.FILLING)
+STALLED_AFTER_S = 10.0
+"""If no block of a handoff has come for this long, other sequences do not wait for its prefix any more."""
 
 
 class ReceiverDriver:
@@ -86,10 +84,12 @@ class ReceiverDriver:
         self._reservations = Reservations(receivers, context.messenger.me.incarnation)
         self._requests = requests
         self._stream = stream
+        self._overdue = OverdueTransfers(self._reservations.needs_quarantine)
         self._quarantine = Quarantine(has_ended, can_be_seen)
         self._meter = HandoffMeter(
             "decode", context.spec.block_bytes, context.instruments, context.metrics, context.tracer, context.recent
         )
+        self._withheld: frozenset[SequenceKey] = frozenset()  # quarantined sequences that may stay here for ever
         self._not_stepped: dict[SequenceKey, HandoffTimings] = {}  # committed, and in no step so far
 
     def start(self) -> None:
@@ -97,7 +97,6 @@ class ReceiverDriver:
         self._reservations.start(self._on_transfer)
 
     def close(self) -> None:
-        """Stops the transports."""
         self._reservations.close()
 
     @property
@@ -161,7 +160,9 @@ class ReceiverDriver:
             self._leave_queue(request)
         for request in lost:
             self._feed(request, PrefillLost())
+        self._scheduler.sender_gone(peer)
         self._reservations.peer_lost(peer)
+        self._overdue.peer_lost(peer)
         self._quarantine.lost(peer, time.monotonic(), replaced=replaced)
 
     def tick_quarantine(self, now: float) -> None:
@@ -174,15 +175,26 @@ class ReceiverDriver:
             request = self._requests[key]
             reservation = _machine_of(request).reservation
             self._send_prefill(request, Released(reservation=reservation, reason="its sender was silent"))
+        overdue = self._quarantine.overdue(now)
+        if overdue != self._withheld:
+            self._withheld = overdue
+            tables = [self._requests[key].sequence.table.ids.tolist() for key in overdue]
+            self._scheduler.withhold(frozenset(block for table in tables for block in table))
 
     def check_overdue(self, request: DecodeRequest, now: float) -> None:
-        """Requests blocks again that were lost on the way."""
-        if request.handoff is None:
+        """Requests lost blocks again, ends a transfer that stands still, and lets no sequence wait for one."""
+        if request.handoff is None or request.handoff.state not in RECEIVING:
             return
-        # The time doubles with each request: resends must not add to the load of a crowded network.
-        if now - request.last_progress > RESEND_AFTER_S * 2**request.handoff.num_silent_rounds:
-            request.last_progress = now
-            self._feed(request, HandoffOverdue())
+        if now - request.last_block > STALLED_AFTER_S and self._scheduler.transfer_stalled(request.sequence):
+            log.warning(
+                "%s has sent no block for %g s: other sequences do not wait for what it sends",
+                request.prefill.peer_id if request.prefill is not None else "a prefill worker",
+                STALLED_AFTER_S,
+                extra=self._requests.log_fields(request.sequence.key),
+            )
+            self.made_room()
+        if (event := self._overdue.check(request, now)) is not None:
+            self._feed(request, event)
 
     # -- from prefill -------------------------------------------------------------------------------------------------
 
@@ -196,7 +208,11 @@ class ReceiverDriver:
         self._requests.supersede(key)
         known = self._requests.get(key)
         if known is not None and known.prefill == prefill and not known.is_quarantined:
-            return  # Reserve was repeated: the handoff waits in the queue already
+            if _machine_of(known).state is ReceiverState.ASKED:
+                return  # Reserve was repeated: the answer comes when the handoff is admitted
+            if _machine_of(known).state is ReceiverState.RUNNING:
+                self._requests.send(prefill, key, Refused(reason="the handoff was committed here before"))
+                return
         if known is not None:
             self._requests.cancel(key, "another prefill worker took over")
         if key in self._requests:
@@ -224,8 +240,8 @@ class ReceiverDriver:
         match body:
             case Handoff():
                 self._meter.complete(request.timings)
-                request.last_progress = time.monotonic()
                 self._feed(request, HandoffReceived(body))
+                self._overdue.handed(request, time.monotonic(), is_repeated=body.resend > 0)
             case Abort():  # after the commit it changes nothing: from then on only the router ends the request
                 if request.handoff.state in NOT_COMMITTED:
                     self._meter.failed("aborted", request.timings)
@@ -276,6 +292,7 @@ class ReceiverDriver:
         slots = blocks[first_block:]
         granted = self._reservations.open(reservation, request.transport, first_block, slots)
         self._send_prefill(request, granted)
+        request.last_block = time.monotonic()
         self._meter.granted(request.timings, request.transport)
         request.timings.num_blocks = len(slots)
         self._context.steps.wake()  # a local prompt may be next in the queue
@@ -297,7 +314,10 @@ class ReceiverDriver:
         request = self._requests.get(self._reservations.key_of(event.reservation))
         if request is None:
             return
-        request.last_progress = time.monotonic()
+        now = time.monotonic()
+        request.last_block = now
+        self._overdue.landed(request, now)
+        self._scheduler.transfer_progressed(request.sequence)
         if isinstance(event, Corrupted):
             self.totals["corrupted_blocks"] += len(event.blocks)
         self._feed(request, event)
@@ -322,7 +342,7 @@ class ReceiverDriver:
             case QuarantineBlocks():
                 assert request.prefill is not None
                 self.totals["quarantines"] += 1
-                self._quarantine.add(sequence.key, request.prefill, request.process)
+                self._quarantine.add(sequence.key, request.prefill, request.process, time.monotonic())
                 self._scheduler.quarantine(sequence)
                 self.made_room()  # a place among the running sequences; others may also have waited for its prefix
             case FreeBlocks(num_whole):
@@ -359,7 +379,10 @@ class ReceiverDriver:
         self._send_prefill(request, Committed(reservation=handoff.reservation))
         self._meter.committed(request.timings, sequence.key)
         self._not_stepped[sequence.key] = request.timings
-        self._stream.put(sequence.router, _first_entry(request, handoff))
+        machine = _machine_of(request)
+        self._stream.put(
+            sequence.router, first_entry_of(sequence.key, handoff, machine.num_received, machine.first_block)
+        )
         self.totals["handoffs_committed"] += 1
         if output is not None:  # a beam search that ends with the prompt, which prefill saw differently
             self._stream.put(sequence.router, entry_of(output))
@@ -376,19 +399,3 @@ class ReceiverDriver:
 def _machine_of(request: DecodeRequest) -> ReceiverHandoff:
     assert request.handoff is not None
     return request.handoff
-
-
-def _first_entry(request: DecodeRequest, handoff: Handoff) -> TokenEntry:
-    """The first token, in case prefill's message with it was lost, and where the prompt's blocks came from."""
-    received, cached = _machine_of(request).num_received, _machine_of(request).first_block
-    key = request.sequence.key
-    return TokenEntry(
-        request=key[0],
-        attempt=key[1],
-        sequence=key[2],
-        index=handoff.index,
-        token_ids=[handoff.token_id] if handoff.token_id is not None else [],
-        logprobs=[handoff.logprobs] if handoff.logprobs is not None else [],
-        cached_tokens=handoff.cached_tokens,
-        usage=SequenceUsage(prompt_blocks=received + cached, received_blocks=received, cached_blocks=cached),
-    )

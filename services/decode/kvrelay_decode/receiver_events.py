@@ -32,6 +32,12 @@ class HandoffOverdue(msgspec.Struct, frozen=True):
     """Nothing has arrived for this reservation for a while."""
 
 
+class TransferStalled(msgspec.Struct, frozen=True):
+    """The transport of this reservation brings nothing more, so asking again is of no use."""
+
+    cause: str
+
+
 class HandoffAborted(msgspec.Struct, frozen=True):
     """Prefill ended the handoff. It sends Drained when no write is in flight."""
 
@@ -62,6 +68,7 @@ ReceiverHandoffEvent = (
     | Corrupted
     | HandoffReceived
     | HandoffOverdue
+    | TransferStalled
     | HandoffAborted
     | ReceiveCancelled
     | PrefillLost

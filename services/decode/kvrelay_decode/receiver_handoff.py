@@ -39,6 +39,7 @@ from kvrelay_decode.receiver_events import (
     SendReleased,
     SendResend,
     StopReceiving,
+    TransferStalled,
     WritesDrained,
 )
 
@@ -87,6 +88,11 @@ class ReceiverHandoff:
     def awaits_blocks(self) -> bool:
         """Whether the handoff message is here, and blocks or the answer to a resend request are missing."""
         return self.state is ReceiverState.FILLING and self._handoff is not None
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether prefill has said of the last resend request that its blocks have left."""
+        return self._handoff is not None and self._handoff.resend >= self._num_resend_requests
 
     @property
     def awaits_resend(self) -> bool:
@@ -156,6 +162,9 @@ class ReceiverHandoff:
         self._num_silent_rounds += 1
         return [self._request_again(self._missing, corrupted=False)]
 
+    def _stalled(self, event: TransferStalled) -> list[ReceiverInstruction]:
+        return self._end(event.cause, transport_failed=True) if self.awaits_blocks else []
+
     def _aborted(self, event: HandoffAborted | PrefillLost) -> list[ReceiverInstruction]:
         return self._end(None)
 
@@ -214,6 +223,7 @@ _WHILE_DEFERRED: _Row = {
     ReservationOpened: _M._open,
     HandoffReceived: _M._ignore,
     HandoffOverdue: _M._ignore,
+    TransferStalled: _M._ignore,
     HandoffAborted: _M._leave_queue,
     ReceiveCancelled: _M._leave_queue,
     PrefillLost: _M._leave_queue,
@@ -223,6 +233,7 @@ _WHILE_RECEIVING: _Row = {
     Corrupted: _M._corrupted,
     HandoffReceived: _M._received,
     HandoffOverdue: _M._overdue,
+    TransferStalled: _M._stalled,
     HandoffAborted: _M._aborted,
     ReceiveCancelled: _M._cancelled,
     PrefillLost: _M._aborted,
@@ -234,6 +245,7 @@ _AFTERWARDS: _Row = {
     Corrupted: _M._ignore,
     HandoffReceived: _M._ignore,
     HandoffOverdue: _M._ignore,
+    TransferStalled: _M._ignore,
     HandoffAborted: _M._ignore,
     ReceiveCancelled: _M._ignore,
     PrefillLost: _M._ignore,

@@ -24,7 +24,9 @@ class DecodeRequest:
     prefill: PeerRef | None = None
     process: str = ""  # the prefill worker's, see `kvrelay.process_identity`
     transport: str = ""
-    last_progress: float = 0.0
+    last_progress: float = 0.0  # the last block or handoff message, by the clock of `OverdueTransfers`
+    last_request: float = 0.0  # or the last resend request, whichever is later
+    last_block: float = 0.0  # of the grant or a block, by the monotonic clock
     first_index: int = 0  # output index of the first token of this attempt
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     timings: HandoffTimings = field(default_factory=HandoffTimings)
@@ -33,3 +35,8 @@ class DecodeRequest:
     def is_quarantined(self) -> bool:
         """Whether the handoff has ended, but its sender may still write into its blocks."""
         return self.handoff is not None and self.handoff.state is ReceiverState.QUARANTINED
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether the handoff waits for its reservation and holds nothing."""
+        return self.handoff is not None and self.handoff.state is ReceiverState.ASKED

@@ -104,7 +104,7 @@ class DecodeRole:
         self._receiving.begin_drain()
 
     def abandon(self, reason: str) -> None:
-        for key in list(self._requests):
+        for key, _ in self._asked_first():
             self._fail(key, FailureKind.DRAINING, reason, retriable=True)
 
     def on_tick(self, now: float) -> None:
@@ -117,6 +117,7 @@ class DecodeRole:
                 self._fail(key, FailureKind.DEADLINE, cause, retriable=False)
             else:
                 self._receiving.check_overdue(request, now)
+        self._fail_what_never_fits()
         self._receiving.admit()
         scheduler = self._context.scheduler
         if scheduler.waiting and not scheduler.running:
@@ -124,8 +125,25 @@ class DecodeRole:
             # pass would look further.
             self._context.steps.wake()
 
+    def _fail_what_never_fits(self) -> None:
+        """The router tries another worker at once. Here the sequence would only hold up those behind it."""
+        scheduler = self._context.scheduler
+        num_withheld, num_blocks = len(scheduler.blocks.withheld), scheduler.blocks.pool.num_blocks
+        for sequence in scheduler.never_fitting():
+            cause = (
+                f"{sequence.num_tokens} tokens need more blocks than the decode worker has at present: {num_withheld} "
+                f"of {num_blocks} are in quarantine, because their sender is silent"
+            )
+            self._fail(sequence.key, FailureKind.OUT_OF_MEMORY, cause, retriable=True, refused=True)
+
+    def _asked_first(self) -> list[tuple[SequenceKey, DecodeRequest]]:
+        """All requests, in an order in which they can be ended: what one of them frees must not be granted to another
+        one that ends next, so the handoffs that only wait come first."""
+        requests = list(self._requests.items())
+        return sorted(requests, key=lambda item: not item[1].is_deferred)
+
     def on_peer_lost(self, peer: PeerRef, reason: str, *, replaced: bool) -> None:
-        for key, request in list(self._requests.items()):
+        for key, request in self._asked_first():
             if request.sequence.router == peer:
                 self._cancel(key, f"the router is gone: {reason}")
         self._receiving.peer_lost(peer, replaced=replaced)
@@ -204,7 +222,7 @@ class DecodeRole:
         else:
             self._receiving.cancel(request, reason)
 
-    def _fail(self, key: SequenceKey, kind: FailureKind, cause: str, *, retriable: bool) -> None:
+    def _fail(self, key: SequenceKey, kind: FailureKind, cause: str, *, retriable: bool, refused: bool = False) -> None:
         request = self._requests.get(key)
         if request is None or request.is_quarantined:
             return
@@ -212,7 +230,8 @@ class DecodeRole:
         handoff = request.handoff
         if handoff is None or handoff.state is ReceiverState.RUNNING:
             # Before the commit prefill owns the request: it receives Released and finds another decode worker.
-            self._requests.send(request.sequence.router, key, Failed(failure=kind, cause=cause, retriable=retriable))
+            failed = Failed(failure=kind, cause=cause, retriable=retriable, refused=refused)
+            self._requests.send(request.sequence.router, key, failed)
         self._cancel(key, cause)
 
     def _end(self, key: SequenceKey) -> None:

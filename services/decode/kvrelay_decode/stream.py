@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvrelay.protocol.messages import PeerRef, SequenceUsage, TokenBatch, TokenEntry
+from kvrelay.protocol.messages import Handoff, PeerRef, SequenceUsage, TokenBatch, TokenEntry
 from kvrelay.protocol.sampling import TokenLogprobs
+from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput
 
 
@@ -30,7 +31,6 @@ class TokenStream:
             self.totals["computed_blocks"] += usage.computed_blocks
 
     def flush(self) -> None:
-        """Sends what was collected."""
         pending, self._pending = self._pending, {}
         for router, entries in pending.items():
             self._send(router, TokenBatch(entries=entries))
@@ -53,4 +53,21 @@ def entry_of(
         finish=output.finish,
         usage=usage,
         beams=list(output.beams),
+    )
+
+
+def first_entry_of(key: SequenceKey, handoff: Handoff, num_received: int, num_cached: int) -> TokenEntry:
+    """The entry for the first token of a handoff, in case prefill's message with it was lost. `num_received` and
+    `num_cached`: the prompt's blocks that were sent, and that decode had."""
+    return TokenEntry(
+        request=key[0],
+        attempt=key[1],
+        sequence=key[2],
+        index=handoff.index,
+        token_ids=[handoff.token_id] if handoff.token_id is not None else [],
+        logprobs=[handoff.logprobs] if handoff.logprobs is not None else [],
+        cached_tokens=handoff.cached_tokens,
+        usage=SequenceUsage(
+            prompt_blocks=num_received + num_cached, received_blocks=num_received, cached_blocks=num_cached
+        ),
     )

@@ -16,9 +16,11 @@ def make_role(context: WorkerContext, config: WorkerConfig) -> PrefillRole:
     senders = make_senders(
         config.transfer_choice,
         context.pool_memory,
+        host=config.host,
         ucx_transports=config.nixl_transports,
         checksums=config.transfer_checksums,
         curve=config.curve_key(),
+        max_peers=config.max_peers,
     )
     if config.backend == "simulated":
         senders = paced(senders, find_profile(config.profile), context.spec)

@@ -15,7 +15,7 @@ class InFlightPushes:
         self._num_open: dict[str, int] = {}  # blocks in flight
         self._clock = PushClock()
 
-    def know(self, reservation: str, key: SequenceKey) -> None:
+    def register(self, reservation: str, key: SequenceKey) -> None:
         """Maps the reservation to its sequence until `forget`."""
         self._keys[reservation] = key
 
@@ -27,10 +27,10 @@ class InFlightPushes:
         """Returns the sequence of the reservation; None for an unknown or forgotten one."""
         return self._keys.get(reservation)
 
-    def begun(self, reservation: str, num_blocks: int, now: float) -> None:
+    def started(self, reservation: str, num_blocks: int, now: float) -> None:
         """The transport got `num_blocks` blocks."""
         self._num_open[reservation] = self._num_open.get(reservation, 0) + num_blocks
-        self._clock.begun(num_blocks, now)
+        self._clock.started(num_blocks, now)
 
     def ended(self, event: SenderEvent, now: float) -> None:
         """Some blocks have left, or the reservation has ended, which ends all of its blocks."""

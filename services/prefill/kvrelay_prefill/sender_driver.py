@@ -97,7 +97,6 @@ class SenderDriver:
             sender.start(self._on_transfer)
 
     def close(self) -> None:
-        """Stops the transports."""
         for sender in self._senders.values():
             sender.close()
 
@@ -246,7 +245,7 @@ class SenderDriver:
             case PushBlocks(reservation, transport, endpoint, copies):
                 self._know_reservation(request, reservation)
                 self._hold(request, [copy.source for copy in copies])
-                self._pushes.begun(reservation, len(copies), time.monotonic())
+                self._pushes.started(reservation, len(copies), time.monotonic())
                 self._senders[transport].push(reservation, endpoint, copies)
                 self._meter.pushed(request.timings, len(copies))
             case SendHandoff(decode, reservation, num_blocks, resend):
@@ -312,7 +311,7 @@ class SenderDriver:
         request.held.update(new)
 
     def _know_reservation(self, request: PrefillRequest, reservation: str) -> None:
-        self._pushes.know(reservation, request.sequence.key)
+        self._pushes.register(reservation, request.sequence.key)
         request.reservations.add(reservation)
 
     def _forget_reservation(self, request: PrefillRequest, reservation: str) -> None:

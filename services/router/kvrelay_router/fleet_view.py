@@ -78,6 +78,7 @@ class FleetView:
         self._on_state = on_state
         self._workers: dict[str, KnownWorker] = {}  # sorted by id
         self._limits: tuple[list[WorkerRecord], ModelLimits | None] = ([], None)  # cached for these records
+        self._last_records: list[WorkerRecord] = []  # the ready ones when a decode worker last was
         self._ready: list[KnownWorker] | None = None  # cached with `_namings` until the next event
         self._namings: frozenset[tuple[str, int]] = frozenset()
 
@@ -164,8 +165,13 @@ class FleetView:
         return self._namings
 
     def limits(self, now: float) -> ModelLimits | None:
-        """The smallest limits of the ready workers, or of all workers if none is ready."""
+        """The smallest limits of the ready workers, or of all workers if none was ready yet. While no decode worker is
+        ready, the last ones count too: requests that wait for a worker are checked against them."""
         records = [known.record for known in self._ready_workers(now)]
+        if any(record.role == "decode" for record in records):
+            self._last_records = records
+        else:
+            records = self._last_records + [each for each in records if each not in self._last_records]
         records = records or [known.record for known in self._workers.values() if not known.refused]
         if records != self._limits[0]:
             self._limits = records, _limits_of(records) if records else None

@@ -66,7 +66,6 @@ class FleetWatch:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def on_status(self, peer: PeerRef, status: Status) -> None:
-        """Takes a worker's status."""
         self._view.answered(peer, status, time.monotonic())
         question = self._questions.get(status.query)
         if question is not None:

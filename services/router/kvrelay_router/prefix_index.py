@@ -29,7 +29,6 @@ class FleetPrefixes:
         self._feed.start()
 
     async def close(self) -> None:
-        """Stops following the index."""
         await self._feed.close()
 
     def match(self, hashes: Sequence[BlockHash]) -> Mapping[WorkerId, int]:

@@ -11,7 +11,6 @@ ENDINGS = ("finished", "failed", "timed_out", "cancelled", "refused")
 
 
 def router_samples(figures: dict[str, Any]) -> MetricSamples:
-    """Samples of `RouterDispatcher.figures`."""
     requests, cache = figures["requests"], figures["cache"]
     samples: MetricSamples = {
         "kvrelay.requests.submitted": single_sample(requests["submitted"]),

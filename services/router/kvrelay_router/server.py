@@ -18,10 +18,11 @@ from kvrelay.fleet import Registry
 from kvrelay.fleet.index import IndexFeed, IndexReader
 from kvrelay.fleet.key_limits import OwnLimits, SharedLimits
 from kvrelay.messaging.messenger import Messenger
+from kvrelay.open_files import TooFewOpenFiles, allow_peers, files_for_peers
 from kvrelay.process import StartFailed, event_loop_factory, settle_garbage
-from kvrelay.protocol.link import LinkEvent, LinkSettings
+from kvrelay.protocol.link import LinkEvent
 from kvrelay.telemetry.instruments import Instruments
-from kvrelay.telemetry.metric_samples import MetricSamples, merged
+from kvrelay.telemetry.metric_samples import MetricSamples, merged, samples_by
 from kvrelay.telemetry.otlp import open_export
 from kvrelay.telemetry.pages import Page, Pages
 from kvrelay.telemetry.process_samples import process_samples
@@ -34,6 +35,7 @@ from kvrelay_router.http.connection_limits import ConnectionLimits, allowed_conn
 from kvrelay_router.http.http_server import HttpServer, bind, serve
 from kvrelay_router.openai.request_metrics import RequestMetrics
 from kvrelay_router.openai.settings import ApiSettings
+from kvrelay_router.pending_memory import PendingMemory
 from kvrelay_router.prefix_index import FleetPrefixes
 from kvrelay_router.processes import inherited_connections
 from kvrelay_router.router_samples import router_samples
@@ -58,6 +60,7 @@ class RouterServer:
         self._dispatcher: RouterDispatcher | None = None
         self._http: HttpServer | None = None
         self._instruments = Instruments()
+        self._memory = PendingMemory(int(config.max_pending_bytes))
         self.pages: Pages | None = None
         self._closing = contextlib.AsyncExitStack()
 
@@ -82,7 +85,9 @@ class RouterServer:
         """Loads the tokenizer, connects to the fleet and opens the HTTP endpoint."""
         config = self.config
         started = time.monotonic()
-        text = await asyncio.to_thread(TextService.load, config.model)
+        text = await asyncio.to_thread(
+            TextService.load, config.model, content_special_tokens=config.content_special_tokens
+        )
         self._closing.callback(text.close)
         log.info("tokenizer of %s loaded in %.1f s", config.model, time.monotonic() - started)
         events = config.open_event_log(config.router_id)
@@ -105,16 +110,19 @@ class RouterServer:
         limits = _limits(config)
         self._closing.push_async_callback(limits.close)
         metrics = RequestMetrics(config.served_model_name, self._instruments, export.tracer)
-        app = create_app(api, self._dispatcher, text, limits, metrics)
+        app = create_app(api, self._dispatcher, text, limits, metrics, self._memory)
         export.start(self._metric_samples)
         await self._open_pages()
         await self._meet_workers(self._dispatcher)
         source = inherited_connections(config.port) or bind(config.host, config.port)
         connections = ConnectionLimits(
-            max_connections=allowed_connections(config.max_connections), max_header_bytes=int(config.max_header_bytes)
+            max_connections=allowed_connections(
+                config.max_connections, files_for_peers(config.max_peers, transfers_blocks=False)
+            ),
+            max_header_bytes=int(config.max_header_bytes),
         )
         grace_s = config.drain_timeout_s + HTTP_GRACE_S
-        self._http = await serve(app, source, graceful_timeout_s=grace_s, limits=connections)
+        self._http = await serve(app, source, graceful_timeout_s=grace_s, limits=connections, memory=self._memory)
         self._closing.push_async_callback(self._http.stop)
         self._closing.push_async_callback(self._dispatcher.close)  # closed first: the HTTP server waits for the answers
         log.info("serving %s at http://%s:%d", config.served_model_name, config.reachable_host, self._http.port)
@@ -157,10 +165,10 @@ class RouterServer:
         return Page(b"no worker is ready\n", HTTPStatus.SERVICE_UNAVAILABLE)
 
     def _metric_samples(self) -> MetricSamples:
-        """All metrics now."""
         assert self._dispatcher is not None
-        parts = [process_samples(), self._instruments.samples(), router_samples(self._dispatcher.figures())]
-        return merged(parts)
+        dropped = {"kvrelay.messages.dropped": samples_by("cause", self._dispatcher.messenger.num_dropped)}
+        figures = router_samples(self._dispatcher.figures())
+        return merged([process_samples(), dropped, self._instruments.samples(), figures, self._memory.samples()])
 
     async def main_loop(self) -> None:
         """Serves until a signal arrives, then drains: running requests finish within the drain timeout."""
@@ -210,13 +218,17 @@ class RouterServer:
             host=config.message_host or config.host,
             port=config.message_port,
             advertise_host=_message_address(config),
-            settings=LinkSettings(alive_interval_s=config.peer_interval_s, peer_timeout_s=config.peer_timeout_s),
+            settings=config.link_settings,
             curve=config.curve_key(),
         )
 
 
 def run_router(config: RouterConfig) -> None:
-    """Runs a router process until it has drained."""
+    """Runs a router process until it has drained. Raises StartFailed."""
+    try:
+        allow_peers(config.max_peers, transfers_blocks=False)
+    except TooFewOpenFiles as error:
+        raise StartFailed(str(error)) from error
     with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=event_loop_factory()) as runner:
         runner.run(_serve(config))
 
@@ -255,6 +267,7 @@ def _dispatch_settings(config: RouterConfig, api: ApiSettings) -> DispatchSettin
         local_prefill_tokens=config.local_prefill_tokens,
         ttft_deadline_s=config.ttft_deadline_s,
         max_attempts=config.max_attempts,
+        max_wait_for_worker_s=config.max_wait_for_worker_s,
         # The HTTP layer bounds its requests; one of them may still bring many prompts.
         max_requests=config.max_queued_requests + api.max_sequences,
         registry_interval_s=config.fleet_interval_s,

@@ -45,7 +45,6 @@ class StaticWorkers:
         self._tasks = [asyncio.create_task(self._watch(worker, on_change)) for worker in self._workers]
 
     async def close(self) -> None:
-        """Stops polling."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -32,7 +32,6 @@ class KVLayout:
 
     @property
     def pool_dtype(self) -> torch.dtype:
-        """The dtype of the pool's elements."""
         return self.stored or self.dtype
 
     @property
@@ -120,7 +119,6 @@ class LayerKind(NamedTuple):
 
     @property
     def params(self) -> AttentionParams:
-        """The attention parameters of a layer of this kind."""
         return AttentionParams(self.scaling, self.sliding_window, self.softcap)
 
 

@@ -25,7 +25,7 @@ from kvrelay.backends.backend import (
 from kvrelay.backends.cpu_build import KernelBuildError, load_kernel
 
 _SPLIT_KEYS = 512  # keys per piece of a decoding row; fixed, so that results depend on the row alone
-_TILE_ROWS = 64  # query tokens times heads of a group that share a tile of keys
+_TILE_ROWS = 96  # query tokens times heads of a group that share a tile of keys
 _HEADS_MULTIPLE = 16
 _MAX_HEAD_DIM = 256
 # The index of a dtype in this tuple is its number in cpu_kernel.c.
@@ -228,7 +228,7 @@ def cut_work(rows: PackedRows, num_kv_heads: int, group: int, num_threads: int) 
     tile_tokens = max(1, _TILE_ROWS // group)
     chunk_items = _cut_chunks(rows, chunks, num_keys, num_kv_heads, tile_tokens)
     num_splits = -(-num_keys[decoding] // _SPLIT_KEYS)
-    heads = num_kv_heads if num_splits.sum() >= 4 * num_threads else 1
+    heads = _heads_together(num_kv_heads, int(num_splits.sum()), num_threads)
     decode_items, split_rows, num_partials = _cut_decodes(decoding, num_splits, num_keys, num_kv_heads, group, heads)
     items = np.concatenate([chunk_items, decode_items])
     # The longest items first, so that no thread begins a long one while the others are done.
@@ -237,6 +237,12 @@ def cut_work(rows: PackedRows, num_kv_heads: int, group: int, num_threads: int) 
     item_rows = -(-(items["query_end"] - items["query_begin"]) * group // 8) * 8
     states = item_rows * (items["head_end"] - items["head_begin"])
     return _Work(items, split_rows, num_partials, int(item_rows.max()), int(states.max()))
+
+
+def _heads_together(num_kv_heads: int, num_pieces: int, num_threads: int) -> int:
+    """KV heads that an item takes: as many as leave two items for each thread."""
+    groups = (each for each in range(1, num_kv_heads + 1) if num_kv_heads % each == 0)
+    return num_kv_heads // next((each for each in groups if num_pieces * each >= 2 * num_threads), num_kv_heads)
 
 
 def _cut_chunks(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -15,11 +16,12 @@ from pathlib import Path
 
 import torch
 
-_SOURCE = Path(__file__).with_name("cpu_decoder.c")
-_INCLUDED = Path(__file__).with_name("cpu_kernel.c")
+_log = logging.getLogger(__name__)
+_SOURCE = Path(__file__).with_name("cpu_decoder.c")  # includes the others
+_INCLUDED = sorted(each for each in _SOURCE.parent.glob("cpu_*.c") if each != _SOURCE)
 _FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fno-math-errno", "-ffp-contract=fast", "-fopenmp")
 _COMPILERS = ("gcc", "cc", "clang")
-_TIMEOUT_S = 120.0
+_TIMEOUT_S = 300.0
 
 
 class KernelBuildError(Exception):
@@ -39,9 +41,12 @@ def load_kernel() -> ctypes.CDLL:
         raise KernelBuildError(f"none of {', '.join(_COMPILERS)} is installed")
     library = build_kernel(compiler, cache_dir(), link_openmp=not openmp)
     try:
-        return ctypes.CDLL(str(library))
+        kernel = ctypes.CDLL(str(library))
     except OSError as error:
         raise KernelBuildError(f"{library} does not load: {error}") from error
+    if not kernel.kvrelay_check_tiles():
+        _log.warning("AMX gives other sums than the vector units on this CPU: it is not used")
+    return kernel
 
 
 def cache_dir() -> Path:
@@ -90,7 +95,7 @@ def _run(command: Sequence[str]) -> None:
 def _key(compiler: str, link_openmp: bool) -> str:
     """A name from everything that the machine code depends on: source, flags, compiler, CPU."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-    sources = _SOURCE.read_text() + _INCLUDED.read_text()
+    sources = "".join(path.read_text() for path in (_SOURCE, *_INCLUDED))
     parts = (sources, " ".join(_FLAGS), str(link_openmp), version.stdout, _cpu_features())
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=12).hexdigest()
 

@@ -1,4 +1,4 @@
-/* Attention over paged KV on a CPU, in plain C with GCC's vector extensions (GCC 9 or newer, or a recent clang).
+/* Attention over paged KV on a CPU.
  *
  * The pool is read where it lies. Work comes as items: some query tokens of one row, some KV heads, a range of keys. The
  * queries of all heads that share a KV head are the rows of one small matrix, M of them:
@@ -11,34 +11,11 @@
  * Strides are in elements. Queries and output are float or bfloat16; the pool has the same, or 8-bit floats, which are
  * widened as they are loaded.
  */
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-#if defined(__F16C__)
-#include <immintrin.h>
-#endif
+#include "cpu_panels.c"
 
-#if defined(__AVX512F__)
-#define LANES 16
-#else
-#define LANES 8
-#endif
 #define TILE 32                         /* keys looked at between two updates of the running maximum */
 #define DIRECT_ROWS 8                   /* up to so many rows, the keys are not worth transposing */
 #define ROWS (LANES == 16 ? 8 : 4)      /* rows of an outer product kept in registers */
-#define UNROLL _Pragma("GCC unroll 16")
-#define INLINE static inline __attribute__((always_inline))
-
-typedef float vfloat __attribute__((vector_size(LANES * 4)));
-typedef int32_t vint __attribute__((vector_size(LANES * 4)));
-typedef uint32_t vuint __attribute__((vector_size(LANES * 4)));
-typedef uint16_t vhalf __attribute__((vector_size(LANES * 2)));
-typedef int16_t vshort __attribute__((vector_size(LANES * 2)));
-typedef uint8_t vbyte __attribute__((vector_size(LANES)));
-
-/* Element types, numbered as in cpu.py. */
-enum { FLOAT32, BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2 };
 
 typedef struct {
     int64_t block, key_to_value, token, head; /* of the pool */
@@ -73,158 +50,6 @@ typedef struct {
     int64_t window;                  /* 0: none */
     double scaling, softcap;         /* softcap 0: none */
 } Attention;
-
-/* ---- vectors ---- */
-
-INLINE vfloat splat(float x) { return x - (vfloat){}; }
-
-INLINE vfloat choose(vint mask, vfloat yes, vfloat no) { return (vfloat)((mask & (vint)yes) | (~mask & (vint)no)); }
-
-INLINE vfloat larger(vfloat a, vfloat b) { return choose(a > b, a, b); }
-
-INLINE int64_t bytes_of(const int type) { return type == FLOAT32 ? 4 : type == BFLOAT16 ? 2 : 1; }
-
-#if defined(__F16C__)
-INLINE vfloat from_half(vhalf x) {
-#if LANES == 16
-    return (vfloat)_mm512_cvtph_ps((__m256i)x);
-#else
-    return (vfloat)_mm256_cvtph_ps((__m128i)x);
-#endif
-}
-
-/* E5M2 is the upper byte of a half. So is E4M3 with its exponent moved into a half's, whose bias is larger by 8. */
-INLINE vfloat widen(vbyte raw, const int type) {
-    const vhalf upper = __builtin_convertvector(raw, vhalf) << 8;
-    if (type == FLOAT8_E5M2) return from_half(upper);
-    const vhalf moved = (vhalf)((vshort)upper >> 1) & 0xbfff;
-    const vhalf is_nan = (vhalf)((moved & 0x3fff) == 0x3f80); /* all ones are the one NaN; there is no infinity */
-    return from_half(moved | is_nan) * 256.0f;
-}
-#else
-/* Exponent and mantissa are moved to where a float has them, and the exponent is biased anew. What is below the least
- * normal number gets that one's exponent, and the leading 1 is taken off again. */
-INLINE vfloat widen(vbyte narrow, const int type) {
-    const int mantissa = type == FLOAT8_E4M3 ? 3 : 2, bias = type == FLOAT8_E4M3 ? 120 : 112;
-    const vuint raw = __builtin_convertvector(narrow, vuint), magnitude = raw & 0x7f, moved = magnitude << (23 - mantissa);
-    const vfloat least = (vfloat)((vuint){} + ((uint32_t)(bias + 1) << 23));
-    const vfloat normal = (vfloat)(moved + ((uint32_t)bias << 23));
-    const vfloat subnormal = (vfloat)(moved + ((uint32_t)(bias + 1) << 23)) - least;
-    const vfloat special = (vfloat)(moved | 0x7f800000); /* infinity or NaN; E4M3 has but the one NaN */
-    const vint is_special = (vint)magnitude >= (type == FLOAT8_E4M3 ? 0x7f : 0x7c);
-    const vfloat x = choose((vint)magnitude < 1 << mantissa, subnormal, choose(is_special, special, normal));
-    return (vfloat)((vuint)x | (raw & 0x80) << 24);
-}
-#endif
-
-INLINE vfloat load(const char *base, int64_t index, const int type) {
-    if (type == FLOAT8_E4M3 || type == FLOAT8_E5M2) {
-        vbyte raw;
-        memcpy(&raw, base + index, sizeof raw);
-        return widen(raw, type);
-    }
-    if (type == BFLOAT16) {
-        vhalf raw;
-        memcpy(&raw, base + index * 2, sizeof raw);
-        return (vfloat)(__builtin_convertvector(raw, vuint) << 16);
-    }
-    vfloat x;
-    memcpy(&x, base + index * 4, sizeof x);
-    return x;
-}
-
-INLINE void store(char *base, int64_t index, vfloat x, const int type) {
-    if (type == BFLOAT16) {
-        vuint bits = (vuint)x;
-        vuint rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16; /* to nearest, ties to even */
-        vint is_nan = x != x;
-        vuint kept = ((vuint)is_nan & ((bits >> 16) | 0x40)) | (~(vuint)is_nan & rounded);
-        vhalf raw = __builtin_convertvector(kept, vhalf);
-        memcpy(base + index * 2, &raw, sizeof raw);
-    } else {
-        memcpy(base + index * 4, &x, sizeof x);
-    }
-}
-
-/* exp for x <= 88, about 1e-7 relative; below -87 it is 0. NaN stays NaN. */
-INLINE vfloat vexp(vfloat x) {
-    const vfloat magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
-    vint tiny = x < splat(-87.0f);
-    vfloat shifted = x * 1.44269504089f + magic;
-    vfloat n = shifted - magic;
-    vfloat r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    vfloat p = splat(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    vint exponent = ((vint)shifted - (vint)magic + 127) << 23;
-    return choose(tiny, splat(0.0f), p * (vfloat)exponent);
-}
-
-INLINE vfloat vtanh(vfloat x) {
-    x = choose(x > splat(15.0f), splat(15.0f), choose(x < splat(-15.0f), splat(-15.0f), x));
-    return 1.0f - 2.0f / (vexp(2.0f * x) + 1.0f);
-}
-
-INLINE float horizontal_sum(vfloat x) {
-    float sum = 0;
-    UNROLL for (int i = 0; i < LANES; i++) sum += x[i];
-    return sum;
-}
-
-INLINE float horizontal_max(vfloat x) {
-    float max = x[0];
-    UNROLL for (int i = 1; i < LANES; i++) max = x[i] > max ? x[i] : max;
-    return max;
-}
-
-/* Butterflies: of two vectors, the halves of each pair of runs of s lanes. LOW keeps lanes without bit s of both, HIGH
- * those with it, so that lane e of LOW(a, b) and HIGH(a, b) comes from a where e lacks bit s, and from b elsewhere. */
-#define LOW_LANE(e, s) (((e) & (s)) ? LANES + (e) - (s) : (e))
-#define HIGH_LANE(e, s) (((e) & (s)) ? LANES + (e) : (e) + (s))
-#define EIGHT(lane, e, s) \
-    lane(e, s), lane(e + 1, s), lane(e + 2, s), lane(e + 3, s), lane(e + 4, s), lane(e + 5, s), lane(e + 6, s), lane(e + 7, s)
-#if LANES == 16
-#define ALL_LANES(lane, s) EIGHT(lane, 0, s), EIGHT(lane, 8, s)
-#else
-#define ALL_LANES(lane, s) EIGHT(lane, 0, s)
-#endif
-#if defined(__clang__)
-#define SHUFFLE(a, b, lane, s) __builtin_shufflevector(a, b, ALL_LANES(lane, s))
-#else
-#define SHUFFLE(a, b, lane, s) __builtin_shuffle(a, b, (vint){ALL_LANES(lane, s)})
-#endif
-
-#define FOLD(s)                        \
-    UNROLL for (int i = 0; i < (s); i++)      \
-        v[i] = SHUFFLE(v[i], v[i + (s)], LOW_LANE, s) + SHUFFLE(v[i], v[i + (s)], HIGH_LANE, s);
-
-/* Lane e of the result is the sum of the lanes of v[e]; v is spoilt. */
-INLINE vfloat sum_each(vfloat v[LANES]) {
-#if LANES == 16
-    FOLD(8)
-#endif
-    FOLD(4) FOLD(2) FOLD(1)
-    return v[0];
-}
-
-#define SWAP(s)                                                  \
-    UNROLL for (int i = 0; i < LANES; i++)                              \
-        if (!(i & (s))) {                                        \
-            vfloat low = SHUFFLE(v[i], v[i + (s)], LOW_LANE, s); \
-            v[i + (s)] = SHUFFLE(v[i], v[i + (s)], HIGH_LANE, s); \
-            v[i] = low;                                          \
-        }
-
-INLINE void transpose(vfloat v[LANES]) {
-#if LANES == 16
-    SWAP(8)
-#endif
-    SWAP(4) SWAP(2) SWAP(1)
-}
 
 /* ---- one item ---- */
 
@@ -401,9 +226,6 @@ INLINE void add_all_values(const char *values, const int64_t *offsets, int64_t c
     }
 }
 
-INLINE int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
-INLINE int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
-
 /* One tile of keys for one KV head: scores, weights, values. */
 INLINE void do_tile(const Attention *a, const Scratch *s, const Item *item, int64_t head, int64_t begin, int64_t count,
                     const int64_t *offsets, const int64_t dim, const int type, const int direct) {
@@ -552,19 +374,50 @@ INLINE void join_splits(const Attention *a, const SplitRow *split, int64_t query
     finish(a, joined, max, sum, a->query_starts[split->row], query_head, dim, type);
 }
 
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#define HAS_PAIRS 1
+#include "cpu_attention_pairs.c"
+#else
+#define HAS_PAIRS 0
+#endif
+
+/* A thread's scratch, kept between calls: new pages cost more than a small step. */
+static char *scratch_space(int64_t bytes) {
+    static __thread char *space;
+    static __thread int64_t size;
+    if (bytes > size) {
+        void *fresh = NULL;
+        free(space);
+        if (posix_memalign(&fresh, 64, bytes)) abort();
+        space = fresh, size = bytes;
+    }
+    return space;
+}
+
 INLINE void attend(const Attention *a, const int64_t dim, const int type) {
     const int64_t heads = a->num_kv_heads * a->group;
+#if HAS_PAIRS
+    const int in_pairs = type == BFLOAT16;
+#endif
 #pragma omp parallel num_threads((int)a->num_threads)
     {
-        void *space = NULL;
-        if (posix_memalign(&space, 64, scratch_floats(a) * sizeof(float))) abort();
-        const Scratch scratch = lay_out(a, space);
+#if HAS_PAIRS
+        if (in_pairs) {
+            const PairScratch pairs = lay_out_pairs(a, scratch_space(pair_scratch_bytes(a)));
+            begin_tiles();
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < a->num_items; i++) do_item(a, &scratch, &a->items[i], dim, type);
+            for (int64_t i = 0; i < a->num_items; i++) pair_item(a, &pairs, i, dim);
+            end_tiles();
+        } else
+#endif
+        {
+            const Scratch scratch = lay_out(a, (float *)scratch_space(scratch_floats(a) * sizeof(float)));
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t i = 0; i < a->num_items; i++) do_item(a, &scratch, &a->items[i], dim, type);
+        }
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < a->num_split_rows * heads; i++)
             join_splits(a, &a->split_rows[i / heads], i % heads, dim, type);
-        free(space);
     }
 }
 

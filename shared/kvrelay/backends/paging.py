@@ -20,7 +20,6 @@ class PagedRows:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows."""
         return len(self.last_page_lens)
 
     def take(self, first: int, last: int) -> PagedRows:

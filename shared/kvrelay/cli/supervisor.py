@@ -21,8 +21,10 @@ from kvrelay.cli.readiness import ReadyCheck
 from kvrelay.process import die_with_parent
 
 READY_POLL_S = 0.1
-FIRST_BACKOFF_S = 0.5
-LAST_BACKOFF_S = 15.0
+FIRST_PAUSE_S = 0.5
+LAST_PAUSE_S = 15.0
+LAST_PAUSE_OF_READY_S = 2.0
+"""A service that became ready can start. It is killed from outside, or by a request that is not tried for ever."""
 HEALTHY_AFTER_S = 60.0
 """A service that ran this long restarts with the shortest pause."""
 KILL_GRACE_S = 5.0
@@ -48,6 +50,21 @@ class ServiceSpec:
     where: str = ""  # location shown to users, such as a GPU
 
 
+class RestartPauses:
+    """The pauses before the restarts of one service, which double."""
+
+    def __init__(self) -> None:
+        self._next_s = FIRST_PAUSE_S
+
+    def after(self, ran_s: float, *, became_ready: bool) -> float:
+        """Returns the pause in seconds after a run of `ran_s` seconds."""
+        if ran_s > HEALTHY_AFTER_S:
+            self._next_s = FIRST_PAUSE_S
+        pause_s = min(self._next_s, LAST_PAUSE_OF_READY_S if became_ready else LAST_PAUSE_S)
+        self._next_s = 2 * pause_s
+        return pause_s
+
+
 class Service:
     """A child process and its restarts."""
 
@@ -58,10 +75,11 @@ class Service:
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = False
         self._was_ready = False
+        self._became_ready = False  # the present run did
 
     async def run(self) -> None:
         """Keeps the service running until `stop`. Raises ServiceStartFailed if it never becomes ready."""
-        backoff_s = FIRST_BACKOFF_S
+        pauses = RestartPauses()
         while not self._stopping:
             started = time.monotonic()
             status = await self._run_once()
@@ -71,13 +89,11 @@ class Service:
                 raise ServiceStartFailed(
                     f"{self.spec.name} {describe_exit(status)} before it was ready{self._log_tail()}"
                 )
-            if time.monotonic() - started > HEALTHY_AFTER_S:
-                backoff_s = FIRST_BACKOFF_S
+            pause_s = pauses.after(time.monotonic() - started, became_ready=self._became_ready)
             self._display.update(
-                self.spec.name, DIED, f"{describe_exit(status)}; restarts in {backoff_s:g} s {self._log_hint()}"
+                self.spec.name, DIED, f"{describe_exit(status)}; restarts in {pause_s:g} s {self._log_hint()}"
             )
-            await asyncio.sleep(backoff_s)
-            backoff_s = min(backoff_s * 2, LAST_BACKOFF_S)
+            await asyncio.sleep(pause_s)
             self.spec.ready.restarted()
 
     async def stop(self) -> None:
@@ -100,7 +116,6 @@ class Service:
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kills the process."""
         self._stopping = True
         self._signal(signal.SIGKILL)
 
@@ -109,6 +124,7 @@ class Service:
         where = f"{self.spec.where} " if self.spec.where else ""
         self._display.update(self.spec.name, STARTING, f"{where}{self._log_hint()}")
         started = time.monotonic()
+        self._became_ready = False
         process = await self._spawn()
         self._process = process
         if self._stopping:  # stop was requested during the spawn
@@ -117,7 +133,7 @@ class Service:
         while not (is_ready := await self.spec.ready.is_ready()) and not ended.done():
             await asyncio.wait([ended], timeout=READY_POLL_S)
         if is_ready and not self._stopping:  # it may have become ready and ended since the last poll
-            self._was_ready = True
+            self._was_ready = self._became_ready = True
             self.ready.set()
             self._display.update(self.spec.name, READY, f"{where}after {time.monotonic() - started:.1f} s")
         status = await ended
@@ -204,6 +220,5 @@ class Supervisor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def kill(self) -> None:
-        """Kills all processes."""
         for service in (self._front, *self._others):
             service.kill()

@@ -20,6 +20,7 @@ from typing import Any
 from kvrelay.cli.display import DIED, READY, Display, make_display
 from kvrelay.cli.gpu_workers import AssignedGpu, place_workers
 from kvrelay.cli.gpus import VISIBLE, Gpu, list_gpus
+from kvrelay.cli.instance_lock import InstanceLock
 from kvrelay.cli.readiness import RouterReady, WorkerReady
 from kvrelay.cli.supervisor import Service, ServiceSpec, ServiceStartFailed, Supervisor, describe_exit
 from kvrelay.config.common import CommonConfig, is_wildcard
@@ -85,7 +86,11 @@ def up(argv: Sequence[str]) -> int:
     try:
         with ExitStack() as stack:
             own = resolve(UpConfig, flags, os.environ)
+            if own.port:  # first, because its message names the other instance
+                stack.enter_context(_hold_instance(own, own.port))
             held = stack.enter_context(hold_port(own.host, own.port))
+            if not own.port:
+                stack.enter_context(_hold_instance(own, held.port))
             plan = make_plan({**flags, "port": str(held.port)}, os.environ)
             server = None if plan.up.redis_url else stack.enter_context(EmbeddedRedis())
             display = stack.enter_context(make_display(sys.stdout, plain=plan.up.verbose))
@@ -316,12 +321,19 @@ class _Run:
         )
 
     def _log_path(self, name: str) -> Path:
-        """Path of a new log. Each port has its own directory, so two instances do not share logs."""
-        directory = self._plan.up.state_dir / str(self._plan.up.port)
-        directory.mkdir(parents=True, exist_ok=True)
-        path = directory / f"{name}.log"
+        """Path of a new log."""
+        path = _log_directory(self._plan.up, self._plan.up.port) / f"{name}.log"
         path.write_bytes(b"")
         return path
+
+
+def _hold_instance(own: UpConfig, port: int) -> InstanceLock:
+    return InstanceLock(port, None if own.verbose else _log_directory(own, port))
+
+
+def _log_directory(own: UpConfig, port: int) -> Path:
+    """Each port has its own directory, so two instances do not share logs. `InstanceLock` creates it."""
+    return own.state_dir / str(port)
 
 
 def greeting(plan: LaunchPlan) -> str:

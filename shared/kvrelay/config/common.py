@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from kvrelay.config.demo import DEMO_MODEL_NAME, demo_model_path
 from kvrelay.curve import CurveKey
 from kvrelay.fleet.connect import check_redis_url
+from kvrelay.protocol.link import LinkSettings
 from kvrelay.telemetry.event_log import EventLog
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -114,6 +115,13 @@ class CommonConfig(BaseModel):
         default=5.0, ge=0.5, le=600, description="seconds of silence after which a peer counts as dead"
     )
     peer_interval_s: float = Field(default=0.5, ge=0.05, le=60, description="seconds between life signs to a peer")
+    max_peers: int = Field(
+        default=2048,
+        ge=4,
+        le=16384,
+        description="routers and workers that this process may be connected to at a time; each needs up to 5 file "
+        "descriptors, for which the soft limit is raised at the start",
+    )
     curve_key_file: Path | None = Field(
         default=None,
         description="file with the fleet's key, from `kvrelay keys`: encrypts all traffic between routers and workers, "
@@ -188,6 +196,13 @@ class CommonConfig(BaseModel):
     def uses_redis(self) -> bool:
         """Whether Redis is configured, reachable or not."""
         return self.redis_url != NO_REDIS
+
+    @property
+    def link_settings(self) -> LinkSettings:
+        """How the messenger treats its peers."""
+        return LinkSettings(
+            alive_interval_s=self.peer_interval_s, peer_timeout_s=self.peer_timeout_s, max_peers=self.max_peers
+        )
 
     @property
     def reachable_host(self) -> str:

@@ -254,7 +254,7 @@ def _explanations(config_class: type[BaseModel], error: ValidationError, sources
         name = str(detail["loc"][0])
         field = config_class.model_fields.get(name)
         limits = allowed(field) if field is not None else ""
-        secret = name == "api_keys"
+        secret = name in ("api_keys", "admin_api_keys")
         given = "" if secret or detail["type"] == "missing" else f" = {detail['input']!r}"
         yield f"{sources.get(name, flag_names(name)[0])}{given}: {message}" + (
             f" (allowed: {limits})" if limits else ""

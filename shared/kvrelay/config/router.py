@@ -21,6 +21,7 @@ from pydantic import (
 )
 
 from kvrelay.config.common import CommonConfig
+from kvrelay.protocol.messages import LEAST_WEIGHT, MOST_WEIGHT
 
 LEAST_PER_MINUTE = 0.001
 """One request in 17 hours. Redis stores the time of the next request, whose precision limits the rate."""
@@ -34,7 +35,8 @@ MAX_ID_OF_SEVERAL = 61
 
 
 class OwnKeyLimits(BaseModel):
-    """One [[key]] table of key_limits_file. Missing fields use the limits for all keys."""
+    """One [[key]] table of key_limits_file. Missing fields use the limits for all keys; a key without `tenant` is a
+    tenant of its own."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -43,6 +45,8 @@ class OwnKeyLimits(BaseModel):
     burst: int = Field(default=10, ge=1, le=1 << 20)
     concurrency: int | None = Field(default=None, ge=1, le=1 << 20)
     least_priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
+    tenant: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    weight: float = Field(default=1.0, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
 
 
 class RouterConfig(CommonConfig):
@@ -87,6 +91,20 @@ class RouterConfig(CommonConfig):
     api_keys_file: Path | None = Field(
         default=None, description="file with one API key per line; blank lines and lines that start with # are ignored"
     )
+    admin_api_keys: tuple[SecretStr, ...] = Field(
+        default=(),
+        description="further API keys, which see the requests of all keys in /requests, /fleet and timelines; other "
+        "keys see their own",
+        json_schema_extra={"flags": None, "list": True},
+    )
+    admin_api_keys_file: Path | None = Field(
+        default=None, description="file with one such key per line, as in api_keys_file"
+    )
+    content_special_tokens: bool = Field(
+        default=False,
+        description="special tokens that message contents spell out become control tokens, so a content can end its "
+        "turn and begin another; off: they are text, and only the chat template writes control tokens",
+    )
     allowed_origins: tuple[str, ...] = Field(
         default=(),
         description="origins of web pages that may use the API, as in https://chat.example, or * for all; repeat the "
@@ -95,6 +113,18 @@ class RouterConfig(CommonConfig):
     )
     max_body_bytes: ByteSize = Field(
         default=ByteSize(8 << 20), ge=1024, le=1 << 30, description="largest request body, as in 8MiB"
+    )
+    max_answer_bytes: ByteSize = Field(
+        default=ByteSize(64 << 20),
+        ge=1024,
+        le=1 << 30,
+        description="largest answer, as in 64MiB: 4 bytes per token of text, 8 per token id and 64 per log-probability",
+    )
+    max_pending_bytes: ByteSize = Field(
+        default=ByteSize(512 << 20),
+        ge=1 << 20,
+        le=1 << 40,
+        description="bytes of unfinished bodies and of requests in progress per process, as in 512MiB; more get 503",
     )
     max_header_bytes: ByteSize = Field(
         default=ByteSize(64 << 10), ge=1024, le=16 << 20, description="largest request line and headers, as in 64KiB"
@@ -109,6 +139,14 @@ class RouterConfig(CommonConfig):
         default=600.0, gt=0, le=86400, description="seconds that a request may take from its arrival"
     )
     max_attempts: int = Field(default=3, ge=1, le=100, description="counted attempts before a request fails")
+    max_wait_for_worker_s: float = Field(
+        default=120.0,
+        ge=0,
+        le=86400,
+        description="seconds that a request waits while no worker is ready for it, as after a worker's death; enough "
+        "for its restart with the load of the model; 0: such requests are refused with 503",
+        json_schema_extra={"flags": ["--max-wait-for-worker"]},
+    )
     max_queued_requests: int = Field(
         default=1024, ge=1, le=1 << 20, description="requests in progress per process; more get 429"
     )
@@ -132,8 +170,18 @@ class RouterConfig(CommonConfig):
     )
     key_limits_file: Path | None = Field(
         default=None,
-        description="TOML file with limits for single keys: [[key]] tables with key, requests_per_minute, burst, "
-        "concurrency, least_priority",
+        description="TOML file with settings of single keys: [[key]] tables with key, requests_per_minute, burst, "
+        "concurrency, least_priority, and tenant (a name that keys may share) and weight (of the tenant's fair share)",
+    )
+    fair_queueing: Literal["key", "user", "off"] = Field(
+        default="key",
+        description="who gets fair shares of busy workers: key: tenants (an API key, or the keys that key_limits_file "
+        "gives one tenant); user: the users of each tenant, by the field user of requests; off: nobody",
+    )
+    key_cache_salt: bool = Field(
+        default=False,
+        description="tenants share no cached prefixes: each request gets a cache_salt derived from its tenant, before "
+        "its own one",
     )
     ttft_deadline_s: float | None = Field(
         default=None,
@@ -167,6 +215,12 @@ class RouterConfig(CommonConfig):
     drain_timeout_s: float = Field(
         default=30.0, ge=0, le=3600, description="seconds for open requests to finish after SIGTERM"
     )
+
+    @model_validator(mode="after")
+    def _bodies_fit(self) -> Self:
+        if self.max_pending_bytes < self.max_body_bytes:
+            raise ValueError("max_pending_bytes must be at least max_body_bytes, or no such body could be received")
+        return self
 
     @model_validator(mode="after")
     def _processes_have_names_and_ports(self) -> Self:
@@ -203,7 +257,7 @@ class RouterConfig(CommonConfig):
                 )
         return tuple(dict.fromkeys(origins))
 
-    @field_validator("api_keys")
+    @field_validator("api_keys", "admin_api_keys")
     @classmethod
     def _no_empty_key(cls, keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
         if any(not key.get_secret_value().strip() for key in keys):
@@ -219,12 +273,23 @@ class RouterConfig(CommonConfig):
 
     @model_validator(mode="after")
     def _limits_are_of_known_keys(self) -> Self:
-        known = {key.get_secret_value() for key in self.api_keys}
+        known = {key.get_secret_value() for key in (*self.api_keys, *self.admin_api_keys)}
         for number, key in enumerate(self.own_key_limits(), 1):
             if key not in known:
                 raise ValueError(
                     f"key_limits_file: {self.key_limits_file}: [[key]] number {number} has a key that is neither in "
                     f"api_keys nor in api_keys_file"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _tenants_have_one_weight(self) -> Self:
+        weights: dict[str, float] = {}
+        for each in self.own_key_limits().values():
+            if each.tenant is not None and weights.setdefault(each.tenant, each.weight) != each.weight:
+                raise ValueError(
+                    f"key_limits_file: {self.key_limits_file}: tenant {each.tenant} has the weights "
+                    f"{weights[each.tenant]:g} and {each.weight:g}; give all its keys the same one"
                 )
         return self
 
@@ -235,18 +300,25 @@ class RouterConfig(CommonConfig):
     @model_validator(mode="before")
     @classmethod
     def _read_keys(cls, values: Any) -> Any:
-        """Adds the keys of `api_keys_file`, so the frozen object contains all."""
-        if not isinstance(values, dict) or not values.get("api_keys_file"):
+        """Adds the keys of the files, so the frozen object contains all."""
+        if not isinstance(values, dict):
             return values
-        path = Path(values["api_keys_file"])
-        try:
-            lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-        except OSError as error:
-            raise ValueError(f"api_keys_file: cannot read {path}: {error.strerror}") from error
-        keys = [SecretStr(line) for line in lines if line and not line.startswith("#")]
-        if not keys:
-            raise ValueError(f"api_keys_file: {path} holds no key")
-        return {**values, "api_keys": (*values.get("api_keys", ()), *keys)}
+        for name in ("api_keys", "admin_api_keys"):
+            path = values.get(f"{name}_file")
+            if path:
+                values = {**values, name: (*values.get(name, ()), *_read_key_file(f"{name}_file", Path(path)))}
+        return values
+
+
+def _read_key_file(field: str, path: Path) -> list[SecretStr]:
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except OSError as error:
+        raise ValueError(f"{field}: cannot read {path}: {error.strerror}") from error
+    keys = [SecretStr(line) for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise ValueError(f"{field}: {path} holds no key")
+    return keys
 
 
 def static_worker_address(url: str) -> tuple[str, int]:

@@ -117,6 +117,11 @@ class WorkerConfig(CommonConfig):
         description="on a CPU, run the decoder layers of Llama, Mistral, Qwen2 and Qwen3 models through fused C "
         "kernels; off: through the modules of transformers",
     )
+    quantization: Literal["none", "int8", "int4"] = Field(
+        default="none",
+        description="on a CPU, round the weights of the fused layers at load: int8 (a scale for each output) or int4 "
+        "(a scale for each output and 64 inputs); the log says what that costs; other models are refused",
+    )
     threads: int | None = Field(
         default=None, ge=1, le=1024, description="CPU threads of the forward pass (default: one per core)"
     )
@@ -259,6 +264,13 @@ class WorkerConfig(CommonConfig):
         default=5.0, ge=0.5, le=600, description="seconds after which a silent worker leaves the registry"
     )
     lease_interval_s: float = Field(default=1.0, ge=0.05, le=60, description="seconds between renewals of the lease")
+    router_timeout_s: float = Field(
+        default=30.0,
+        ge=0.5,
+        le=3600,
+        description="seconds of silence after which a router counts as dead although its process has not ended; "
+        "peer_timeout_s if that is longer",
+    )
     drain_timeout_s: float = Field(
         default=30.0, ge=0, le=3600, description="seconds for running requests to finish after SIGTERM"
     )

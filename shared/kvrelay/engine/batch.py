@@ -196,6 +196,8 @@ def failure_kind(error: Exception) -> FailureKind:
     # By name: torch's error is no MemoryError, and simulated workers do not import torch.
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return FailureKind.OUT_OF_MEMORY
+    if isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error):
+        return FailureKind.OUT_OF_MEMORY  # torch has no type of its own for it on a CPU
     return FailureKind.ENGINE_ERROR
 
 

@@ -24,8 +24,10 @@ from kvrelay.engine.attention import ATTENTION_NAME, UnsupportedModel, register
 from kvrelay.engine.checkpoint import check_quantization, read_config, read_model
 from kvrelay.engine.eager import EagerForward, Forward
 from kvrelay.engine.fused.forward import FusedForward
-from kvrelay.engine.fused.weights import NotFusable, decoder_weights
-from kvrelay.engine.probe import ObservedLayers, check_forward, check_paged_forward, observe_layers
+from kvrelay.engine.fused.quantization import Quantization
+from kvrelay.engine.fused.weights import NotFusable, WeightPacker, decoder_weights, require_fusable
+from kvrelay.engine.probe import ForwardCheck, ObservedLayers, check_paged_forward, observe_layers
+from kvrelay.engine.quantization_cost import QuantizationCost
 from kvrelay.engine.support import check_config, check_positions, resolve_max_model_len
 
 LoadFormat = Literal["auto", "dummy"]
@@ -52,12 +54,14 @@ class ModelSource:
     max_model_len: int
     load_format: LoadFormat = "auto"
     stored: torch.dtype | None = None  # dtype of keys and values in the pool; None: as computed
+    quantization: Quantization = "none"
 
     @property
     def weights_salt(self) -> str:
-        """Returns a salt that separates random weights from the checkpoint's and from each other; empty for the
-        checkpoint's."""
-        return f"dummy {_DUMMY_SEED} {self.device.type}" if self.load_format == "dummy" else ""
+        """Returns a salt that separates random and rounded weights from the checkpoint's and from each other; empty for
+        the checkpoint's."""
+        parts = [f"dummy {_DUMMY_SEED} {self.device.type}"] if self.load_format == "dummy" else []
+        return " ".join([*parts, self.quantization] if self.quantization != "none" else parts)
 
 
 class CausalModel:
@@ -93,6 +97,7 @@ def open_source(
     max_model_len: int | None = None,
     load_format: LoadFormat = "auto",
     kv_cache_dtype: str = "auto",
+    quantization: Quantization = "none",
 ) -> ModelSource:
     """Reads and checks the config, and resolves `auto`.
 
@@ -111,7 +116,10 @@ def open_source(
     if kv_cache_dtype not in ("auto", *KV_DTYPES):
         raise ValueError(f"kv_cache_dtype {kv_cache_dtype!r} is none of auto, {', '.join(KV_DTYPES)}")
     computed = resolve_dtype(dtype, config, target)
-    return ModelSource(name, config, computed, target, length, load_format, KV_DTYPES.get(kv_cache_dtype))
+    if quantization != "none" and target.type != "cpu":
+        raise UnsupportedModel(f"quantization = {quantization}: only the CPU's fused layers round weights")
+    stored = KV_DTYPES.get(kv_cache_dtype)
+    return ModelSource(name, config, computed, target, length, load_format, stored, quantization)
 
 
 def resolve_dtype(requested: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
@@ -160,7 +168,7 @@ def load_model(
     if backend is None:
         backend = select_backend(source.device, layout, observed.kinds, cascade=cascade_attention)
     check_paged_forward(model, layout, backend, source.max_model_len)
-    forward = _choose_forward(model, observed, layout, backend, source.max_model_len, fused_layers)
+    forward = _choose_forward(model, observed, layout, backend, source, fused_layers)
     eos_token_ids = _eos_token_ids(model, observed.vocab_size)
     return CausalModel(source, forward, layout, backend, observed.vocab_size, eos_token_ids)
 
@@ -170,18 +178,34 @@ def _choose_forward(
     observed: ObservedLayers,
     layout: KVLayout,
     backend: AttentionBackend,
-    max_model_len: int,
+    source: ModelSource,
     fused_layers: bool,
 ) -> Forward:
-    """The fused kernels if they are wanted, know the model, and give its logits; else the model's own modules."""
+    """The fused kernels if they are wanted, know the model, and give its logits; else the model's own modules.
+
+    Raises:
+        UnsupportedModel: the weights are to be rounded, and the fused kernels cannot run.
+    """
+    wanted, reason = source.quantization, "it needs the fused layers of the C kernels on a CPU"
     if fused_layers and isinstance(backend, CpuBackend):
+        packer = WeightPacker(wanted)
         try:
-            fused = FusedForward(decoder_weights(model, observed.params))
-            check_forward(model, fused, layout, backend, max_model_len)
-            log.info("decoder layers: fused kernels")
+            require_fusable(model, observed.params)
+            check = ForwardCheck(model, source.max_model_len)
+            cost = QuantizationCost(model, source.name, source.max_model_len) if wanted != "none" else None
+            fused = FusedForward(decoder_weights(model, observed.params, packer))
+            check.run(fused, layout, backend, exact=cost is None)
+            log.info("decoder layers: fused kernels (%s)", fused.instructions)
+            if cost is not None:
+                cost.report(wanted, fused, layout, backend)
             return fused
         except (NotFusable, KernelBuildError, UnsupportedModel) as error:
-            log.info("decoder layers: the modules of transformers, since %s", error)
+            reason = str(error)
+            if wanted == "none":
+                packer.restore()
+                log.info("decoder layers: the modules of transformers, since %s", reason)
+    if wanted != "none":
+        raise UnsupportedModel(f"{type(model).__name__}: quantization = {wanted} is not possible: {reason}")
     return EagerForward(model)
 
 

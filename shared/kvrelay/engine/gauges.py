@@ -18,9 +18,7 @@ log = logging.getLogger(__name__)
 class GpuMemory(Protocol):
     """The accounting of one GPU's memory, in bytes."""
 
-    def total(self) -> int:
-        """All memory of the GPU."""
-        ...
+    def total(self) -> int: ...
 
     def free(self) -> int:
         """Memory that no process uses."""
@@ -66,7 +64,6 @@ class CudaGauge:
         self._step = 0
 
     def total(self) -> int:
-        """The GPU's memory as the driver reports it."""
         return self._memory.total()
 
     def rest(self) -> int:

@@ -10,6 +10,7 @@ import torch
 from kvrelay.backends.backend import AttentionBackend, KVLayout
 from kvrelay.engine.causal_model import CausalModel, LoadFormat, load_model, open_source
 from kvrelay.engine.device import use_on_this_thread
+from kvrelay.engine.fused.quantization import Quantization
 from kvrelay.engine.gauges import make_gauge
 from kvrelay.engine.graphs import GraphSettings
 from kvrelay.engine.profile import SWAP_PART, MemoryGauge, blocks_for_profile, measure_kept, profile_memory
@@ -50,36 +51,29 @@ def make_runner(
     graphs: GraphSettings | None = None,
     cascade_attention: bool = False,
     fused_layers: bool = True,
+    quantization: Quantization = "none",
 ) -> TransformersRunner:
     """Loads `model` (a directory or a hub name) and allocates its pool: `num_blocks`, or as many as fit `memory_bytes`.
 
     With `size_pool`, the pool is the stated share of the machine's memory minus what a profile of the largest step
-    takes. `kv_cache_dtype`: "auto" stores keys and values in the model's dtype, else one of `KV_DTYPES`. `swap_bytes`
-    is the host's swap space; None: a quarter of the pool's memory. Without a `backend`, the fastest one that works is
-    used, on a GPU with `cascade_attention` if wanted. With `load_format` "dummy", weights are random. Without
-    `fused_layers`, a CPU runs the modules of transformers. With `graphs`, decoding steps are captured in CUDA graphs if
-    model and backend allow it. Their scratch block is part of the memory,
+    takes. `kv_cache_dtype` is one of `KV_DTYPES`, or "auto" for the model's dtype. `swap_bytes` is the host's swap
+    space; None: a quarter of the pool's memory. Without a `backend`, the fastest one that works is used. With `graphs`,
+    decoding steps are captured in CUDA graphs if model and backend allow it. Their scratch block is part of the memory,
     and one more than `num_blocks` if that is given.
 
-    Raises:
-        UnsupportedModel: the engine cannot run it; the message says why.
-        ValueError: an unknown dtype or kv_cache_dtype, memory for less than one block, or CUDA graphs that the device
-            refuses.
-        PoolDoesNotFit: the share of memory is too small.
-        OSError: there is no such model.
+    Raises UnsupportedModel with the reason; ValueError for an unknown dtype, memory for less than one block, or CUDA
+    graphs that the device refuses; PoolDoesNotFit for a share of memory that is too small; OSError for no such model.
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
-    source = open_source(model, dtype, device, max_model_len, load_format, kv_cache_dtype)
+    source = open_source(model, dtype, device, max_model_len, load_format, kv_cache_dtype, quantization)
     gauge = make_gauge(source.device)
     use_on_this_thread(source.device)
     loaded = load_model(source, block_size, backend, cascade_attention=cascade_attention, fused_layers=fused_layers)
     if num_blocks is None and size_pool is not None:
         num_blocks = _profiled_num_blocks(loaded, size_pool, swap_bytes, gauge, graphs)
     elif num_blocks is None:
-        num_blocks = memory_bytes // loaded.layout.block_bytes - (graphs is not None)
-    if num_blocks < 1:
-        raise ValueError(f"a block takes {loaded.layout.block_bytes} bytes, more than the pool's {memory_bytes}")
+        num_blocks = _num_blocks_of(loaded.layout, memory_bytes, with_scratch=graphs is not None)
     if max_model_len is not None:
         _check_holds(loaded.layout, num_blocks, max_model_len)
     num_slots = _num_swap_slots(loaded.layout, num_blocks, swap_bytes)
@@ -88,6 +82,14 @@ def make_runner(
         runner.try_graphs(graphs)
     gauge.keep()
     return runner
+
+
+def _num_blocks_of(layout: KVLayout, memory_bytes: int, *, with_scratch: bool) -> int:
+    """Raises ValueError if that memory does not hold one block, beside the scratch block of CUDA graphs."""
+    num_blocks = memory_bytes // layout.block_bytes - with_scratch
+    if num_blocks < 1:
+        raise ValueError(f"a block takes {layout.block_bytes} bytes, more than the pool's {memory_bytes}")
+    return num_blocks
 
 
 def _check_holds(layout: KVLayout, num_blocks: int, max_model_len: int) -> None:

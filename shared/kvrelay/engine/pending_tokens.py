@@ -21,6 +21,7 @@ from kvrelay.engine.batch import RowsFailed
 from kvrelay.engine.device import HostCopy, to_device, to_host
 from kvrelay.engine.pending_logprobs import PendingLogprobs
 from kvrelay.engine.sampler_state import Parameters, SamplerState
+from kvrelay.engine.token_masks import TokenMasks
 from kvrelay.engine.truncation import Limits, sample_from_more
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sampling import TokenLogprobs
@@ -108,7 +109,7 @@ class PendingTokens:
         self._logprobs = logprobs
         settled = () if sampled.settled is None else (sampled.settled,)
         self._copy: HostCopy | None = HostCopy(sampled.token_ids, sampled.peaks, *settled)
-        owner.begun(self)
+        owner.started(self)
 
     def land(self) -> tuple[NDArray[np.int64], list[TokenLogprobs | None]]:
         """Waits for these tokens alone, and appends them `[rows]` to the histories of the sequences that are still
@@ -177,17 +178,22 @@ class SampledTokens:
     """
 
     def __init__(
-        self, state: SamplerState, device: torch.device, waiting: Callable[[], AbstractContextManager[None]]
+        self,
+        state: SamplerState,
+        device: torch.device,
+        waiting: Callable[[], AbstractContextManager[None]],
+        masks: TokenMasks,
     ) -> None:
         """`waiting` returns a context in which the sampler's lock is released."""
         self.waiting = waiting
         self._state = state
+        self._masks = masks
         self._device = device
         self._pending: list[PendingTokens] = []  # ordered by launch
         self.share_resampled = 0.0
         """Moving average, 0 to 1, of the landed batches in which a token differed from the one on the device."""
 
-    def begun(self, pending: PendingTokens) -> None:
+    def started(self, pending: PendingTokens) -> None:
         """Adds a launched batch of tokens."""
         self._pending.append(pending)
 
@@ -201,19 +207,23 @@ class SampledTokens:
             if np.isin(earlier.rows.parameters["life"], pending.rows.parameters["life"]).any():
                 raise RuntimeError("tokens of a sequence must land in the order in which they were launched")
 
-    def count_for(self, parameters: Parameters) -> bool:
-        """Whether tokens are pending for one of these sequences that has penalties."""
-        counted = parameters["life"][parameters["counts"] >= 0] if self._pending else ()
+    def miss_tokens(self, parameters: Parameters) -> bool:
+        """Whether tokens are pending for one of these sequences that has penalties or a grammar."""
+        counted = parameters["life"][(parameters["counts"] >= 0) | parameters["constrained"]] if self._pending else ()
         return any(bool(np.isin(counted, pending.rows.parameters["life"]).any()) for pending in self._pending)
 
     def remember(self, rows: SampledRows, token_ids: NDArray[np.int64], *, changed: bool) -> None:
         """Records the tokens `[rows]`. `changed`: some of them differ from those on the device.
 
-        Sequences that were dropped meanwhile are left out.
+        A sequence with several new tokens has a row for each, in their order. Sequences that were dropped meanwhile are
+        left out.
         """
         self.share_resampled += _NEWEST_WEIGHT * (changed - self.share_resampled)
         stays = self._state.holds(rows.slots, rows.parameters["life"])
         self._state.set_last(rows.slots[stays], token_ids[stays])
+        constrained = stays & rows.parameters["constrained"]
+        if constrained.any():
+            self._masks.accept(rows.slots[constrained], token_ids[constrained])
         counts = rows.parameters["counts"]
         counted = stays & (counts >= 0)
         if counted.any():
@@ -235,8 +245,8 @@ class SampledTokens:
 
 
 def _find(wanted: NDArray[np.int64], among: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Indices of elements of `wanted` that occur in `among`, and their indices there. `among` has no duplicates."""
-    order = np.argsort(among)
-    at = order[np.searchsorted(among, wanted, sorter=order).clip(max=len(among) - 1)]
+    """Indices of elements of `wanted` that occur in `among`, and the index of the last one of each there."""
+    order = np.argsort(among, kind="stable")
+    at = order[(np.searchsorted(among, wanted, side="right", sorter=order) - 1).clip(min=0)]
     found = np.flatnonzero(among[at] == wanted)
     return found, at[found]

@@ -1,12 +1,12 @@
 """Samples one token per row, vectorised over the rows of a step.
 
-The order is penalties, logit_bias, min_tokens, temperature, min_p, top_k, top_p (of what is left), then sampling. Steps
-that are greedy and unadjusted take one argmax.
+The order is penalties, logit_bias, min_tokens, the grammar, temperature, min_p, top_k, top_p (of what is left), then
+sampling. Steps that are greedy and unadjusted take one argmax.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
 
@@ -19,7 +19,9 @@ from kvrelay.engine.pending_logprobs import PendingLogprobs
 from kvrelay.engine.pending_tokens import ExactSampling, PendingTokens, SampledOnDevice, SampledRows, SampledTokens
 from kvrelay.engine.randoms import uniforms
 from kvrelay.engine.sampler_state import Parameters, SamplerState
+from kvrelay.engine.token_masks import TokenMasks
 from kvrelay.engine.truncation import Limits, sample_from_all, sample_from_few
+from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarError
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey
 
@@ -33,14 +35,21 @@ class Sampler:
     """Sampler state and sampling. Not thread-safe: the owner locks and passes the lock."""
 
     def __init__(
-        self, vocab_size: int, eos_token_ids: Sequence[int], device: torch.device, lock: Lock | None = None
+        self,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        device: torch.device,
+        lock: Lock | None = None,
+        make_compiler: Callable[[], GrammarCompiler] | None = None,
     ) -> None:
         """`lock` is held during every call of a method, and of a method of pending tokens. They release it while they
-        wait."""
+        wait. `make_compiler` makes the compiler of grammars at the first use; None: there is none.
+        """
         self._device = device
         self._lock = lock
         self._state = SamplerState(vocab_size, eos_token_ids)
-        self._sampled = SampledTokens(self._state, device, self.waiting)
+        self._masks = TokenMasks(make_compiler or _no_compiler, vocab_size, device, self.waiting)
+        self._sampled = SampledTokens(self._state, device, self.waiting, self._masks)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -59,11 +68,16 @@ class Sampler:
 
     def add(self, key: SequenceKey, sampling: Sampling, token_ids: Sequence[int], num_prompt: int) -> None:
         """Adds a sequence. The `token_ids` from `num_prompt` on are output already. A known key keeps its state."""
-        self._state.add(key, sampling, token_ids, num_prompt)
+        if key not in self._state:
+            self._state.add(key, sampling, token_ids, num_prompt)
+            if sampling.grammar is not None:
+                self._masks.add(self._state.slot_of(key), sampling.grammar, token_ids[num_prompt:])
 
     def drop(self, key: SequenceKey) -> None:
         """Drops a sequence. Unknown keys are ignored."""
-        self._state.drop(key)
+        slot = self._state.drop(key)
+        if slot is not None:
+            self._masks.drop(slot)
 
     def last_sampled(self, keys: Sequence[SequenceKey]) -> NDArray[np.int64]:
         """The newest landed token of each key, `[keys]`; 0 if there is none.
@@ -99,12 +113,14 @@ class Sampler:
     ) -> tuple[NDArray[np.int64], list[TokenLogprobs | None]]:
         """Samples one token per row for `positions[row]` of its sequence, and appends it to its history.
 
-        `logits` is `[rows, vocab]` of any float type; keys are distinct. Returns token ids `[rows]`, and
-        log-probabilities for the rows that ask for them. A sequence that is dropped meanwhile gets a token that is not
-        recorded.
+        `logits` is `[rows, vocab]` of any float type. Returns token ids `[rows]`, and log-probabilities for the rows
+        that ask for them. A sequence that is dropped meanwhile gets a token that is not recorded. A key may repeat, for
+        consecutive positions in their order: all its rows are penalised for the tokens before the first of them, and
+        its history gets the tokens of all.
 
         Raises:
             BadLogits: rows whose logits are not finite.
+            GrammarFailed: rows whose grammars cannot go on.
             KeyError: an unknown key.
             RuntimeError: a token of one of the keys is pending.
         """
@@ -114,14 +130,15 @@ class Sampler:
         """Launches what `sample` computes, and does not wait.
 
         Raises:
+            GrammarFailed: rows whose grammars cannot go on.
             KeyError: an unknown key.
-            RuntimeError: penalties would miss tokens that have not landed.
+            RuntimeError: penalties or grammars would miss tokens that have not landed.
         """
         slots, parameters = self._state.gather(keys)
-        if self._sampled.count_for(parameters):
-            raise RuntimeError("penalties would miss tokens that have not landed")
+        if self._sampled.miss_tokens(parameters):
+            raise RuntimeError("penalties or grammars would miss tokens that have not landed")
         if parameters["adjusted"].any() or parameters["temperature"].any():
-            sampled = self._sample(slots, parameters, positions, logits)
+            sampled = self._sample(keys, slots, parameters, positions, logits)
         else:
             sampled = _most_likely(logits)
         logprobs = None
@@ -144,16 +161,30 @@ class Sampler:
             self._add_biases(scores, slots)
             self._forbid_ends(scores, slots, parameters, positions)
 
+    def needs_landed(self, keys: Sequence[SequenceKey]) -> NDArray[np.bool_]:
+        """Whether each row can only be sampled when all earlier tokens have landed, `[rows]`: with penalties or a
+        grammar. Raises KeyError for an unknown key."""
+        _, parameters = self._state.gather(keys)
+        constrained: NDArray[np.bool_] = parameters["constrained"]
+        return constrained | self._penalised(parameters)
+
     def penalises(self, keys: Sequence[SequenceKey]) -> NDArray[np.bool_]:
         """Whether each row has a penalty, `[rows]`. Raises KeyError for an unknown key."""
-        _, parameters = self._state.gather(keys)
+        return self._penalised(self._state.gather(keys)[1])
+
+    def _penalised(self, parameters: Parameters) -> NDArray[np.bool_]:
         penalised: NDArray[np.bool_] = (
             (parameters["presence"] != 0) | (parameters["frequency"] != 0) | (parameters["repetition"] != 1)
         )
         return penalised
 
     def _sample(
-        self, slots: NDArray[np.int64], parameters: Parameters, positions: NDArray[np.int64], logits: torch.Tensor
+        self,
+        keys: Sequence[SequenceKey],
+        slots: NDArray[np.int64],
+        parameters: Parameters,
+        positions: NDArray[np.int64],
+        logits: torch.Tensor,
     ) -> SampledOnDevice:
         # Tokens sampled from logits that are not finite are never used: landing them raises.
         work = logits.to(torch.float32, copy=True)
@@ -161,6 +192,7 @@ class Sampler:
         self._penalise(work, parameters)
         self._add_biases(work, slots)
         self._forbid_ends(work, slots, parameters, positions)
+        self._masks.apply(work, keys, slots)
         random = parameters["temperature"] > 0
         token_ids = torch.empty(len(slots), dtype=torch.int64, device=self._device)
         if not random.all():
@@ -236,6 +268,10 @@ class Sampler:
 
     def _column(self, parameters: Parameters, name: str) -> torch.Tensor:
         return to_device(parameters[name].copy(), self._device)
+
+
+def _no_compiler() -> GrammarCompiler:
+    raise GrammarError("this model has no tokenizer to compile grammars for")
 
 
 def _some_rows(tensor: torch.Tensor, chosen: NDArray[np.bool_]) -> torch.Tensor:

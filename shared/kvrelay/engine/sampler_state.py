@@ -31,7 +31,8 @@ _PARAMETERS = np.dtype(
         ("min_length", np.int64),  # prompt and min_tokens: no end below this position
         ("logprobs", np.int64),  # -1: off
         ("counts", np.int64),  # row of the penalty tables, or -1
-        ("adjusted", np.bool_),  # logits change before sampling: penalties, bias, or min_tokens
+        ("constrained", np.bool_),  # a grammar decides which tokens may come next
+        ("adjusted", np.bool_),  # logits change before sampling: penalties, bias, min_tokens or a grammar
         ("last", np.int64),  # the newest landed token
         ("life", np.int64),  # unique for each sequence that ever had the slot; 0: the slot is free
     ]
@@ -99,23 +100,29 @@ class SamplerState:
             num_prompt + sampling.min_tokens,
             -1 if sampling.logprobs is None else sampling.logprobs,
             counts,
-            penalised or bool(sampling.logit_bias) or bool(sampling.min_tokens),
+            sampling.grammar is not None,
+            penalised or bool(sampling.logit_bias) or bool(sampling.min_tokens) or sampling.grammar is not None,
             0,
             next(self._lives),
         )
         self._slots[key] = slot
 
-    def drop(self, key: SequenceKey) -> None:
-        """Frees the slot of `key` if it has one."""
+    def drop(self, key: SequenceKey) -> int | None:
+        """Frees the slot of `key` and returns it; None for an unknown key."""
         slot = self._slots.pop(key, None)
         if slot is None:
-            return
+            return None
         self._parameters["life"][slot] = 0
         self._biases.pop(slot, None)
         self._end_ids.pop(slot, None)
         if self._parameters["counts"][slot] >= 0:
             self.counts.drop(int(self._parameters["counts"][slot]))
         self._free.append(slot)
+        return slot
+
+    def slot_of(self, key: SequenceKey) -> int:
+        """Raises KeyError for an unknown key."""
+        return self._slots[key]
 
     def gather(self, keys: Sequence[SequenceKey]) -> tuple[NDArray[np.int64], Parameters]:
         """Returns the slots `[rows]` of the keys and their parameters, a structured array `[rows]`.
@@ -132,7 +139,7 @@ class SamplerState:
         return found
 
     def set_last(self, slots: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
-        """Records the newest tokens of the sequences in `slots`."""
+        """Records the newest tokens of the sequences in `slots`. Of a repeated slot the last token is the newest."""
         self._parameters["last"][slots] = token_ids
 
     def biases(self, slots: NDArray[np.int64]) -> list[tuple[int, SparseLogits]]:
@@ -185,20 +192,23 @@ class PenaltyCounts:
         return row
 
     def drop(self, row: int) -> None:
-        """Frees a row."""
         self._free.append(row)
 
     def append(self, rows: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
-        """Counts one more output token in each of `rows`, which are distinct."""
-        fresh = self._place[rows, token_ids] == 0
-        if fresh.any():
+        """Counts output tokens: `token_ids[i]` is the next one of `rows[i]`. A row occurs once for each of its
+        tokens."""
+        fresh = np.flatnonzero(self._place[rows, token_ids] == 0)
+        if len(fresh):
+            # A new token that occurs several times in a row is listed once, at its first place.
+            fresh = fresh[np.unique(rows[fresh] * self._vocab_size + token_ids[fresh], return_index=True)[1]]
+            fresh = fresh[np.lexsort((fresh, rows[fresh]))]
             fresh_rows, fresh_ids = rows[fresh], token_ids[fresh]
-            ends = self._lengths[fresh_rows]
+            ends = self._lengths[fresh_rows] + _places_in_row(fresh_rows)
             self._widen(int(ends.max()) + 1)
             self._tokens[fresh_rows, ends], self._in_output[fresh_rows, ends] = fresh_ids, 0
             self._place[fresh_rows, fresh_ids] = ends + 1
-            self._lengths[fresh_rows] += 1
-        self._in_output[rows, self._place[rows, token_ids] - 1] += 1
+            self._lengths[fresh_rows] = np.maximum(self._lengths[fresh_rows], ends + 1)
+        np.add.at(self._in_output, (rows, self._place[rows, token_ids] - 1), 1)
 
     def seen(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]:
         """All tokens seen in `rows`, flat: index into `rows`, token id, count in the output."""
@@ -224,3 +234,10 @@ class PenaltyCounts:
             added = max(missing, self._tokens.shape[1])
             self._tokens = np.pad(self._tokens, ((0, 0), (0, added)))
             self._in_output = np.pad(self._in_output, ((0, 0), (0, added)))
+
+
+def _places_in_row(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """0, 1, .. for the entries of each row. `rows` is sorted."""
+    starts = np.flatnonzero(np.diff(rows, prepend=-1))
+    lengths = np.diff(starts, append=len(rows))
+    return np.arange(len(rows)) - np.repeat(starts, lengths)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import cast
 
 import numpy as np
@@ -22,6 +22,7 @@ from kvrelay.engine.fingerprint import find_model_dir, fingerprint
 from kvrelay.engine.graphs import DecodeGraphs, GraphSettings, try_to_capture
 from kvrelay.engine.host_buffer import HostBuffer
 from kvrelay.engine.in_flight import Asked, StepInFlight, StepsInFlight, TokensOnDevice
+from kvrelay.engine.model_grammars import make_grammar_compiler
 from kvrelay.engine.packing import pack_rows
 from kvrelay.engine.pending_logprobs import token_logprobs
 from kvrelay.engine.sampler import Sampler
@@ -78,7 +79,8 @@ class TransformersRunner:
         self._host = HostBuffer(self._pool, num_swap_slots)
         # Guards the sampler and the scored prompts. Released while waiting for the device.
         self._lock = threading.Lock()
-        self._sampler = Sampler(model.vocab_size, model.eos_token_ids, source.device, self._lock)
+        compiler = partial(make_grammar_compiler, source.name, model.vocab_size, model.eos_token_ids)
+        self._sampler = Sampler(model.vocab_size, model.eos_token_ids, source.device, self._lock, compiler)
         self._scored: dict[SequenceKey, _ScoredPrompt] = {}
         self._spec = ModelSpec(
             name=name or source.name,
@@ -161,8 +163,8 @@ class TransformersRunner:
         return self.launch(batch).land()
 
     def can_launch_behind(self, batch: WorkerBatch) -> bool:
-        """See `LaunchingRunner.can_launch_behind`. False for penalties, which need all earlier tokens on the host, and
-        for log-probabilities of prompts, which come to the host in slices."""
+        """See `LaunchingRunner.can_launch_behind`. False for penalties and grammars, which need all earlier tokens on
+        the host, and for log-probabilities of prompts, which come to the host in slices."""
         if not self.launches_ahead or not batch.is_plain:
             return False
         with self._lock:
@@ -171,7 +173,7 @@ class TransformersRunner:
             following = [row.key for row in batch.rows if row.has_placeholder and row.key in self._sampler]
             if following and self._sampler.resamples_often:
                 return False
-            return not self._sampler.penalises(following).any()
+            return not self._sampler.needs_landed(following).any()
 
     @torch.inference_mode()
     def launch(self, batch: WorkerBatch) -> StepInFlight:

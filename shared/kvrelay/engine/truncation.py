@@ -27,7 +27,6 @@ class Limits:
     top_p: torch.Tensor  # float64; 1: off
 
     def of(self, rows: torch.Tensor) -> Limits:
-        """Returns the limits of some rows."""
         return Limits(self.min_p[rows], self.top_k[rows], self.top_p[rows])
 
 

@@ -17,7 +17,11 @@ if concurrency > 0 then
   end
 end
 if interval > 0 then
-  local arrival = math.max(tonumber(redis.call('GET', KEYS[1]) or '0'), now)
+  local stored = tonumber(redis.call('GET', KEYS[1]) or '0')
+  if stored > now + burst * interval + 1 then
+    stored = 0 -- the clock was set back: the key must not be refused until it is as late again
+  end
+  local arrival = math.max(stored, now)
   local wait = arrival + interval - burst * interval - now
   if wait > 0 then
     return {'rate', math.ceil(wait)}

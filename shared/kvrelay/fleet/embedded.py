@@ -91,7 +91,6 @@ class RedisServer:
         return self._process.poll()
 
     def kill(self) -> None:
-        """Kills the server, as in a crash."""
         self._process.kill()
         self._process.wait()
 

@@ -9,12 +9,15 @@
 local worker, incarnation = ARGV[1], ARGV[2]
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
+-- The longest lease that a worker may ask for (`lease_ttl_s`). A later expiry is from before the clock was set back.
+local longest = 600000
 
 local taken = {}
 local leases = redis.call('HGETALL', KEYS[1])
 for i = 1, #leases, 2 do
   local expiry, holder, owner = string.match(leases[i + 1], '^(%d+) (%S+) (.*)$')
-  if tonumber(expiry) <= now or owner == worker then
+  local is_held = tonumber(expiry) > now and tonumber(expiry) <= now + longest
+  if not is_held or owner == worker then
     redis.call('HDEL', KEYS[1], leases[i])
     redis.call('HDEL', KEYS[2], leases[i])
   else

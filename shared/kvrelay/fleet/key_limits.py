@@ -112,8 +112,7 @@ class OwnLimits:
         """Ends a request."""
         self._local.leave(key, request_id)
 
-    async def close(self) -> None:
-        """Does nothing."""
+    async def close(self) -> None: ...
 
 
 class SharedLimits:
@@ -176,7 +175,6 @@ class SharedLimits:
             self._away_until = 0.0
 
     async def close(self) -> None:
-        """Closes the connections."""
         await self._redis.aclose()
 
     async def _report_ended(self) -> None:

@@ -7,11 +7,14 @@
 local worker, incarnation, record, slot = ARGV[1], ARGV[2], ARGV[3], ARGV[5]
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
+-- The longest lease that a worker may ask for (`lease_ttl_s`). A later expiry is from before the clock was set back.
+local longest = 600000
 
 local leases = redis.call('HGETALL', KEYS[1])
 for i = 1, #leases, 2 do
   local expiry, holder, owner = string.match(leases[i + 1], '^(%d+) (%S+) (.*)$')
-  if holder ~= incarnation and tonumber(expiry) > now and (leases[i] == slot or owner == worker) then
+  local is_held = tonumber(expiry) > now and tonumber(expiry) <= now + longest
+  if holder ~= incarnation and is_held and (leases[i] == slot or owner == worker) then
     return holder
   end
 end

@@ -59,7 +59,6 @@ _decoder = msgspec.msgpack.Decoder(WorkerRecord)
 
 
 def encode_record(record: WorkerRecord) -> bytes:
-    """Encodes a record as msgpack."""
     return _encoder.encode(record)
 
 
@@ -69,7 +68,6 @@ def decode_record(data: bytes) -> WorkerRecord:
 
 
 def record_as_json(record: WorkerRecord) -> bytes:
-    """Encodes a record as JSON."""
     return msgspec.json.encode(record)
 
 

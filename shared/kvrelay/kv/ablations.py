@@ -50,7 +50,7 @@ class NullCache:
 
 
 @dataclass(slots=True, eq=False)
-class _Entry:
+class CachedSequence:
     """A whole sequence in the table. Its key is its last hash; it is evictable while `num_pins` is 0."""
 
     hashes: list[BlockHash]
@@ -68,9 +68,9 @@ class TableCache:
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._entries: dict[BlockHash, _Entry] = {}
-        self._idle: OrderedDict[BlockHash, _Entry] = OrderedDict()  # nothing held; by last use, oldest first
-        self._entry_of: dict[int, _Entry] = {}
+        self._entries: dict[BlockHash, CachedSequence] = {}
+        self._idle: OrderedDict[BlockHash, CachedSequence] = OrderedDict()  # nothing held; by last use, oldest first
+        self._entry_of: dict[int, CachedSequence] = {}
         self._num_evictable = 0
         pool.attach(self)
 
@@ -110,7 +110,7 @@ class TableCache:
         if num_known and entry is not None and entry.hashes[-1] == hashes[num_known - 1]:
             self._lengthen(entry, hashes[num_known:], blocks[num_known:])
         else:
-            self._lengthen(_Entry([], []), hashes, blocks)
+            self._lengthen(CachedSequence([], []), hashes, blocks)
         return list(blocks)
 
     def extend(self, parent_hash: BlockHash | None, hashes: Sequence[BlockHash], blocks: Sequence[int]) -> list[int]:
@@ -193,7 +193,7 @@ class TableCache:
             raise ValueError(f"{len(hashes)} hashes for {len(blocks)} blocks")
         self._pool.check_all_held(blocks)
 
-    def _lengthen(self, entry: _Entry, hashes: Sequence[BlockHash], blocks: Sequence[int]) -> None:
+    def _lengthen(self, entry: CachedSequence, hashes: Sequence[BlockHash], blocks: Sequence[int]) -> None:
         """Adds held blocks to an entry's end; nothing where one of them belongs to an entry already."""
         if any(block in self._entry_of for block in blocks):
             return
@@ -207,24 +207,24 @@ class TableCache:
         self._entry_of.update(dict.fromkeys(blocks, entry))
         self._pool.cache(blocks)
 
-    def _withdraw(self, entry: _Entry) -> list[int]:
+    def _withdraw(self, entry: CachedSequence) -> list[int]:
         self._pool.uncache(self._forget(entry))
         return entry.blocks
 
-    def _forget(self, entry: _Entry) -> list[int]:
+    def _forget(self, entry: CachedSequence) -> list[int]:
         self._not_idle(entry)
         del self._entries[entry.hashes[-1]]
         for block in entry.blocks:
             del self._entry_of[block]
         return entry.blocks
 
-    def _use(self, key: BlockHash) -> _Entry:
+    def _use(self, key: BlockHash) -> CachedSequence:
         """The entry, which counts as used now."""
         if key in self._idle:
             self._idle.move_to_end(key)
         return self._entries[key]
 
-    def _not_idle(self, entry: _Entry) -> None:
+    def _not_idle(self, entry: CachedSequence) -> None:
         """Takes an entry off the evictable ones, if it is there."""
         if self._idle.pop(entry.hashes[-1], None) is not None:
             self._num_evictable -= len(entry.blocks)

@@ -118,7 +118,6 @@ class BlockPool:
         return dict(zip(_STATES, self._state_counts, strict=True))
 
     def state_of(self, block: int) -> BlockState:
-        """Returns the block's state."""
         self._check_ids((block,))
         if holds := self._holds[block]:
             return _STATES[_STATE_BY_BIT_LENGTH[holds.bit_length()]]

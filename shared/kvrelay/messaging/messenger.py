@@ -17,21 +17,27 @@ import asyncio
 import logging
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable
 from enum import Enum, auto
+from functools import partial
 
 import msgspec
 import zmq
 
 from kvrelay.curve import CurveKey
+from kvrelay.messaging.process_probe import ProcessProbes
 from kvrelay.messaging.sockets import MessengerSockets, tcp_host
 from kvrelay.protocol.link import LinkEvent, Links, LinkSettings, PeerLost
 from kvrelay.protocol.messages import AnyBody, PeerRef
+from kvrelay.telemetry.limited_log import LimitedLog
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.05
 MAX_MESSAGES_PER_WAKEUP = 256
+MAX_WAKEUP_S = 0.005
+"""Messages and events are handled for about this time, then other callbacks run."""
 
 
 def new_incarnation() -> str:
@@ -68,9 +74,13 @@ class Messenger:
         self._state = _State.NEW
         self._sockets: MessengerSockets | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._probes = ProcessProbes()
+        self._events: deque[LinkEvent] = deque()  # to be reported
         self._tick: asyncio.TimerHandle | None = None
         self._flush_due = False
         self._drain_due = False
+        self._log = LimitedLog(log)
+        self._logged_dropped = self.num_dropped
 
     @property
     def me(self) -> PeerRef:
@@ -84,7 +94,7 @@ class Messenger:
         RuntimeError if it was opened before."""
         if self._state is not _State.NEW:
             raise RuntimeError(f"the messenger cannot be opened: it is {self._state.name}")
-        self._sockets = sockets = MessengerSockets(self._host, self._port, self._curve)
+        self._sockets = sockets = MessengerSockets(self._host, self._port, self._curve, self._links.settings.max_peers)
         address = f"{tcp_host(self._advertise_host)}:{sockets.port}"
         self._links.me = msgspec.structs.replace(self._links.me, address=address)
         self._state = _State.OPEN
@@ -132,6 +142,15 @@ class Messenger:
         return self._links.num_unacked
 
     @property
+    def num_dropped(self) -> dict[str, int]:
+        """Messages that were dropped, by cause."""
+        return {
+            "malformed": self._links.num_malformed,
+            "beyond_limit": self._links.num_beyond_limit,
+            "unsent": self._sockets.num_unsent if self._sockets is not None else 0,
+        }
+
+    @property
     def alive_interval_s(self) -> float:
         """Time between life signs."""
         return self._links.settings.alive_interval_s
@@ -155,6 +174,7 @@ class Messenger:
         finally:
             self._state = _State.CLOSED
             self._sockets = None
+            self._probes.close()
             if sockets is not None:
                 sockets.close(linger_s)
 
@@ -163,9 +183,13 @@ class Messenger:
             return
         assert self._loop is not None
         self._tick = self._loop.call_later(TICK_S, self._on_tick)
-        self._links.tick(time.monotonic())
+        now = time.monotonic()
+        self._links.tick(now)
+        for peer in self._links.silent_routers(now):
+            self._probes.probe(peer.address, partial(self._links.process_ended, peer))
         self._flush()
         self._close_unused()
+        self._log_dropped()
 
     def _drain_inbox(self) -> None:
         self._drain_due = False
@@ -180,6 +204,9 @@ class Messenger:
                 break
             self._links.receive(frames, now)
             if not sockets.may_receive():
+                break
+            if time.monotonic() - now > MAX_WAKEUP_S:
+                self._drain_soon()
                 break
         else:
             self._drain_soon()  # the descriptor is edge-triggered: it does not report the messages that are left
@@ -206,21 +233,34 @@ class Messenger:
             # Closed before the callbacks run: a callback that sends to the lost peer would otherwise reuse the old
             # socket, with the messages still queued in it.
             self._close_unused()
-        for event in events:
-            if self._sockets is None:
-                return
+        self._events += events
+        self._report_events()
+        self._send_out()
+        if self._events or self._links.has_events:
+            self._flush_soon()
+
+    def _report_events(self) -> None:
+        until = time.monotonic() + MAX_WAKEUP_S
+        while self._events and self._sockets is not None:
+            event = self._events.popleft()
             try:
                 self._on_event(event)
             except Exception:
                 log.exception("handling %s failed", type(event).__name__)
-        self._send_out()
-        if self._links.has_events:
-            self._flush_soon()
+            if self._events and time.monotonic() > until:
+                return
 
     def _send_out(self) -> None:
         if self._sockets is not None:
             for address, frames in self._links.take_outgoing():
                 self._sockets.send(address, frames)
+
+    def _log_dropped(self) -> None:
+        dropped = self.num_dropped
+        if dropped == self._logged_dropped:
+            return
+        self._logged_dropped = dropped
+        self._log.warning("dropped", "messages of peers were dropped, in total since the start: %s", dropped)
 
     def _close_unused(self) -> None:
         """Closes the sockets to addresses without a link."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import zmq
 
 from kvrelay.curve import OVERHEAD_BYTES, CurveKey
 from kvrelay.messaging.zmq_context import ZmqContext
 from kvrelay.protocol.codec import MAX_FRAME_BYTES
+from kvrelay.telemetry.limited_log import LimitedLog
 
 log = logging.getLogger(__name__)
 
@@ -16,6 +18,11 @@ EVENTS, NOBLOCK, POLLIN, SNDMORE = int(zmq.EVENTS), int(zmq.NOBLOCK), int(zmq.PO
 """Plain integers: pyzmq takes them several times as fast as its enumerations."""
 OUTBOX_LINGER_MS = 200
 """How long the last messages to a peer without a link (a refusal, mostly) may take to leave."""
+SPARE_SOCKETS = 512
+"""Sockets besides one for each peer: the inbox, the gate, refusals, and outboxes that linger."""
+
+
+INBOX_ADDRESS = re.compile(r"tcp://(\[[0-9A-Fa-f:.%\w]+\]|[^\s:/\[\]*;]+):[0-9]{1,5}", re.ASCII)
 
 
 def tcp_host(host: str) -> str:
@@ -26,9 +33,12 @@ def tcp_host(host: str) -> str:
 class MessengerSockets:
     """Binds the inbox to `port`, or to a free one if it is 0. Raises zmq.ZMQError if that is not possible."""
 
-    def __init__(self, host: str, port: int, curve: CurveKey | None) -> None:
+    def __init__(self, host: str, port: int, curve: CurveKey | None, max_peers: int) -> None:
+        self.num_unsent = 0
+        """Messages that could not be given to a socket. The link repeats those that matter."""
+        self._log = LimitedLog(log)
         self._curve = curve
-        self._context = ZmqContext()
+        self._context = ZmqContext(max_peers + SPARE_SOCKETS)
         self._outboxes: dict[str, zmq.Socket[bytes]] = {}
         try:
             self._inbox = self._context.socket(zmq.PULL)
@@ -66,20 +76,27 @@ class MessengerSockets:
         return bool(int(self._inbox.getsockopt(EVENTS)) & POLLIN)
 
     def send(self, address: str, frames: list[bytes]) -> None:
-        """Queues a message. If that fails, a warning is logged, and the link repeats the message."""
-        outbox = self._outboxes.get(address) or self._connect(address)
-        if outbox is None:
-            return
-        *before, last = frames
+        """Queues a message. If that fails, it is counted and logged, and the link repeats the message.
+
+        An error concerns this peer alone: it must not keep messages for others from leaving.
+        """
+        outbox = self._outboxes.get(address)
         try:
+            if outbox is None:
+                outbox = self._outboxes[address] = self._connect(address)
+            *before, last = frames
             # The methods of the backend skip the checks of flags and frames in those of `zmq.Socket`.
             for frame in before:
                 zmq.backend.Socket.send(outbox, frame, SNDMORE | NOBLOCK)
             zmq.backend.Socket.send(outbox, last, NOBLOCK)
-        except zmq.Again:
-            log.warning("no room to send to %s; the link will repeat it", address)
+        except (zmq.ZMQError, ValueError) as error:
+            self.num_unsent += 1
+            self._log.warning("unsent", "cannot send to %r: %s; the link repeats it", address, error)
 
-    def _connect(self, address: str) -> zmq.Socket[bytes] | None:
+    def _connect(self, address: str) -> zmq.Socket[bytes]:
+        """Raises zmq.ZMQError, and ValueError for what is no inbox: addresses come from peers."""
+        if INBOX_ADDRESS.fullmatch(address) is None:
+            raise ValueError("not tcp://HOST:PORT")
         outbox = self._context.socket(zmq.PUSH)
         outbox.set_hwm(0)
         outbox.setsockopt(zmq.IPV6, int("[" in address))
@@ -89,11 +106,9 @@ class MessengerSockets:
             self._curve.guard_client(outbox)
         try:
             outbox.connect(address)
-        except zmq.ZMQError as error:
-            log.warning("cannot send to %s: %s", address, error)
+        except zmq.ZMQError:
             self._context.close_socket(outbox)
-            return None
-        self._outboxes[address] = outbox
+            raise
         return outbox
 
     def keep_only(self, addresses: set[str]) -> None:

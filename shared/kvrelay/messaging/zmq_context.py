@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import zmq
 
 Socket = zmq.Socket[bytes]
+DEFAULT_MAX_SOCKETS = 1023
+"""The default of libzmq."""
 
 
 @dataclass(slots=True)
@@ -30,8 +32,9 @@ class ZmqContext:
     `hand_over`: it must close the socket as soon as a call to it raises zmq.ContextTerminated.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_sockets: int = DEFAULT_MAX_SOCKETS) -> None:
         context: zmq.Context[Socket] = zmq.Context()
+        context.set(zmq.MAX_SOCKETS, max_sockets)
         self._context = context
         self._sockets = _Sockets()
         # The finalizer holds the context and its sockets, so neither can become garbage before it has run. When the
@@ -45,7 +48,7 @@ class ZmqContext:
         return not self._finalizer.alive
 
     def socket(self, kind: int) -> Socket:
-        """A new socket. Raises zmq.ZMQError after `close`."""
+        """A new socket. Raises zmq.ZMQError after `close`, at `max_sockets`, and without a free file descriptor."""
         socket = self._context.socket(kind)
         socket.linger = 0
         self._sockets.own.add(socket)

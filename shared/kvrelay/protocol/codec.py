@@ -24,7 +24,7 @@ class MessageTooLarge(ValueError):
     """The message exceeds the size that peers accept."""
 
 
-_DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """All errors of msgspec on invalid bytes. The last two are not subclasses of its own."""
 
 _encoder = msgspec.msgpack.Encoder()
@@ -58,7 +58,7 @@ def decode_header(frames: Sequence[Frame]) -> Header:
         raise MalformedMessage(f"a frame is larger than {MAX_FRAME_BYTES} bytes")
     try:
         return _header_decoder.decode(frames[0])
-    except _DECODE_ERRORS as error:
+    except DECODE_ERRORS as error:
         raise MalformedMessage(f"header: {error}") from error
 
 
@@ -66,7 +66,7 @@ def decode_body(frames: Sequence[Frame]) -> AnyBody:
     """The body of a message whose header was accepted. Raises MalformedMessage."""
     try:
         return _body_decoder.decode(frames[1])
-    except _DECODE_ERRORS as error:
+    except DECODE_ERRORS as error:
         raise MalformedMessage(f"body: {error}") from error
 
 

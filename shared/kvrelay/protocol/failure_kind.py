@@ -15,7 +15,9 @@ class FailureKind(StrEnum):
 
     # A step of the engine.
     BAD_LOGITS = "bad_logits"  # NaN or infinite logits
-    OUT_OF_MEMORY = "out_of_memory"  # the device or the host ran out of memory in a step
+    OUT_OF_MEMORY = (
+        "out_of_memory"  # of the device or the host in a step, or of the pool for as long as can be foreseen
+    )
     DEVICE_LOST = "device_lost"  # the device accepts no more work from the worker's process
     ENGINE_ERROR = "engine_error"  # any other error of a step
 

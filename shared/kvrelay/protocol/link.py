@@ -9,8 +9,8 @@ A link joins one incarnation of this process with one incarnation of a peer. Whi
 link, pairs it with the peer's link number. A link ends in one of two ways, each reported once, and its unacknowledged
 messages are dropped:
 
-- `PeerLost`: the peer was silent for `peer_timeout_s`, was replaced by a newer incarnation, or has lost this link, as
-  its new link number shows.
+- `PeerLost`: the peer was silent for `peer_timeout_s` (a router for `router_timeout_s` unless its process has ended),
+  was replaced by a newer incarnation, left too much unacknowledged, or has lost this link, as its new number shows.
 - `PeerRefused`: one side does not accept the other's protocol version or model. The event has the reason.
 
 Incarnations sort by age (they start with the process's start time), so a message of an older one is dropped. Clocks may
@@ -41,9 +41,13 @@ class LinkSettings:
 
     alive_interval_s: float = 0.5
     peer_timeout_s: float = 5.0
+    router_timeout_s: float = 0.0
+    """A silent router whose process has not ended keeps its link for this long, if it is longer than `peer_timeout_s`:
+    no client waits for a worker's judgement, and a router that stood still goes on with its streams."""
     resend_after_s: float = 0.6
     resend_at_most_s: float = 2.0
     ack_within_s: float = 0.05
+    max_peers: int = 2048  # peers with a link at a time; further ones get no answer
 
 
 class Delivered(msgspec.Struct, frozen=True):
@@ -92,7 +96,7 @@ class _Unacked:
 class _Link:
     number: int
     peer: PeerRef
-    last_heard: float
+    last_received_at: float
     peer_number: int = 0
     next_seq: int = 1
     received: int = 0  # highest seq received in order
@@ -100,6 +104,10 @@ class _Link:
     unacked: deque[_Unacked] = field(default_factory=deque)
     last_sent: float = -math.inf
     ack_owed_since: float | None = None
+    is_router: bool = False  # as its messages show: they have no fingerprint
+    has_ended: bool = False  # its process refuses connections
+    unacked_bytes: int = 0
+    early_bytes: int = 0
 
 
 class Links:
@@ -107,26 +115,31 @@ class Links:
     results."""
 
     MAX_EARLY = 4096
-    """Maximum number of messages kept ahead of a gap. Later ones are dropped, and the peer resends them."""
+    MAX_EARLY_BYTES = 64 << 20
+    """Maximum number and bytes of messages kept ahead of a gap. Others are dropped, and the peer resends them."""
+    MAX_UNACKED_BYTES = 256 << 20
+    """A peer that leaves more than this unacknowledged is lost."""
     MAX_RESENT_PER_TICK = 64
     MAX_RESENT_BYTES_PER_TICK = 256 * 1024
     """Limit per peer. The oldest messages are resent first, and at least one is resent."""
     MAX_REFUSALS_KEPT = 1024
     """Peers without a link whose refusal is remembered, so that it is reported once."""
-    MAX_STARTS_KEPT = 8
-    MAX_NAMES_KEPT = 4096
-    """The last `MAX_STARTS_KEPT` incarnations of each peer are kept in order of arrival, for `MAX_NAMES_KEPT` peers."""
+    MAX_INCARNATIONS_KEPT = 8
+    MAX_PEER_IDS_KEPT = 4096
+    """Up to `MAX_PEER_IDS_KEPT` peers are kept, each with its last `MAX_INCARNATIONS_KEPT` incarnations in order of
+    arrival."""
 
     def __init__(self, me: PeerRef, fingerprint: str = "", settings: LinkSettings | None = None) -> None:
         self.me = me
         self.fingerprint = fingerprint
         self.settings = settings or LinkSettings()
         self.num_malformed = 0
+        self.num_beyond_limit = 0  # messages of peers beyond `max_peers`
         self._links: dict[str, _Link] = {}
         self._last_number = 0
         self._last_tick: float | None = None
         self._refusals: set[tuple[str, str]] = set()  # (peer id, incarnation)
-        self._heard: dict[str, list[str]] = {}  # peer id: incarnations, ordered by their first message
+        self._known_incarnations: dict[str, list[str]] = {}  # peer id: incarnations, ordered by their first message
         self._outgoing: list[tuple[str, list[bytes]]] = []
         self._events: list[LinkEvent] = []
 
@@ -143,7 +156,8 @@ class Links:
         sequence: int = 0,
         trace: str = "",
     ) -> None:
-        """Queues a message. If the peer has been replaced by a newer incarnation, it is reported lost instead.
+        """Queues a message. If a newer incarnation replaced the peer, or `max_peers` others have links, it is reported
+        lost instead.
 
         Only messages of both incarnations prove which one is newer; the address of a caller does not.
 
@@ -152,14 +166,19 @@ class Links:
         encoded = codec.encode_body(body)
         link = self._links.get(peer.peer_id)
         if link is not None and link.peer.incarnation != peer.incarnation:
-            both_heard = {peer.incarnation, link.peer.incarnation} <= set(self._heard.get(peer.peer_id, ()))
+            both_known = {peer.incarnation, link.peer.incarnation} <= set(
+                self._known_incarnations.get(peer.peer_id, ())
+            )
             if self._is_newer(link, peer.incarnation):
-                self._lose(link, REPLACED, replaced=both_heard)
+                self._lose(link, REPLACED, replaced=both_known)
                 link = None
             else:
-                self._events.append(PeerLost(peer, REPLACED, replaced=both_heard))
+                self._events.append(PeerLost(peer, REPLACED, replaced=both_known))
                 return
         if link is None:
+            if self._is_full:
+                self._events.append(PeerLost(peer, f"this process has its {self.settings.max_peers} peers: max_peers"))
+                return
             link = self._open(peer, now)
         header = Header(
             fingerprint=self.fingerprint,
@@ -179,6 +198,10 @@ class Links:
         link.next_seq += 1
         message = _Unacked(header.seq, header, encoded, now, self.settings.resend_after_s)
         link.unacked.append(message)
+        link.unacked_bytes += len(encoded)
+        if link.unacked_bytes > self.MAX_UNACKED_BYTES and len(link.unacked) > 1:
+            self._lose(link, f"it has not acknowledged {link.unacked_bytes} bytes")
+            return
         self._transmit(link, header, message.body, now)
 
     def tick(self, now: float) -> None:
@@ -190,16 +213,40 @@ class Links:
             stalled = now - self._last_tick - 2 * settings.alive_interval_s
             if stalled > 0:
                 for link in self._links.values():
-                    link.last_heard = min(now, link.last_heard + stalled)
+                    link.last_received_at = min(now, link.last_received_at + stalled)
         self._last_tick = now
         for link in list(self._links.values()):
-            if now - link.last_heard > settings.peer_timeout_s:
-                self._lose(link, f"silent for {settings.peer_timeout_s:g} s")
-                continue
-            self._resend(link, now)
+            silent_s = now - link.last_received_at
+            if silent_s > settings.peer_timeout_s:
+                timeout_s = self._timeout_s(link)
+                if silent_s > timeout_s:
+                    self._lose(link, f"silent for {timeout_s:g} s")
+                    continue
+            else:  # repeats to a silent peer would only fill its queue
+                self._resend(link, now)
             ack_due = link.ack_owed_since is not None and now - link.ack_owed_since >= settings.ack_within_s
             if ack_due or now - link.last_sent >= settings.alive_interval_s:
                 self._send_alive(link, now)
+
+    def _timeout_s(self, link: _Link) -> float:
+        if not link.is_router or link.has_ended:
+            return self.settings.peer_timeout_s
+        return max(self.settings.peer_timeout_s, self.settings.router_timeout_s)
+
+    def silent_routers(self, now: float) -> list[PeerRef]:
+        """Routers that have been silent for longer than other peers may be."""
+        timeout_s = self.settings.peer_timeout_s
+        return [
+            link.peer
+            for link in self._links.values()
+            if link.is_router and not link.has_ended and now - link.last_received_at > timeout_s
+        ]
+
+    def process_ended(self, peer: PeerRef) -> None:
+        """The process of this peer is known to have ended."""
+        link = self._links.get(peer.peer_id)
+        if link is not None and link.peer == peer:
+            link.has_ended = True
 
     def take_outgoing(self) -> list[tuple[str, list[bytes]]]:
         """(address, frames) of everything to be sent."""
@@ -226,7 +273,7 @@ class Links:
         link = self._links.get(peer.peer_id)
         if link is None or link.peer.incarnation != peer.incarnation:
             return math.inf
-        return now - link.last_heard
+        return now - link.last_received_at
 
     def addresses(self) -> set[str]:
         """Returns the addresses of all peers with a link."""
@@ -254,15 +301,20 @@ class Links:
         if header.to_incarnation != self.me.incarnation or header.to_link not in (0, link.number):
             return  # the next Alive shows it the current numbers
         link.peer_number = header.link
-        link.last_heard = now
+        link.last_received_at = now
+        link.is_router, link.has_ended = not header.fingerprint, False
         if link.unacked:
             self._take_ack(link, header.ack)
         if header.seq == 0:
             return
         if link.ack_owed_since is None:
             link.ack_owed_since = now
-        if link.received < header.seq <= link.received + self.MAX_EARLY:
+        if link.received < header.seq <= link.received + self.MAX_EARLY and header.seq not in link.early:
+            num_bytes = len(frames[1])
+            if header.seq > link.received + 1 and link.early_bytes + num_bytes > self.MAX_EARLY_BYTES:
+                return
             link.early[header.seq] = (header, frames)
+            link.early_bytes += num_bytes
             self._deliver(link)
 
     def _link_of(self, header: Header, now: float) -> _Link | None:
@@ -281,29 +333,33 @@ class Links:
             elif link.peer_number and header.link > link.peer_number:
                 self._lose(link, "the peer lost its link to us", by_peer=True)
                 link = None
+        if link is None and self._is_full:
+            self.num_beyond_limit += 1
+            return None
         self._remember(header.sender, header.incarnation)
         return link or self._open(_sender_of(header), now)
 
     def _is_newer(self, link: _Link, incarnation: str) -> bool:
         """Whether this incarnation of the link's peer, another one than the link's, began after it."""
-        heard = self._heard.get(link.peer.peer_id, [])
-        if incarnation in heard and link.peer.incarnation in heard:
-            return heard.index(incarnation) > heard.index(link.peer.incarnation)
+        known = self._known_incarnations.get(link.peer.peer_id, [])
+        if incarnation in known and link.peer.incarnation in known:
+            return known.index(incarnation) > known.index(link.peer.incarnation)
         return incarnation > link.peer.incarnation
 
     def _remember(self, peer_id: str, incarnation: str) -> None:
-        heard = self._heard.setdefault(peer_id, [])
-        if incarnation not in heard:
-            heard.append(incarnation)
-            del heard[: -self.MAX_STARTS_KEPT]
-            if len(self._heard) > self.MAX_NAMES_KEPT:
-                oldest = next((name for name in self._heard if name not in self._links), peer_id)
-                del self._heard[oldest]
+        known = self._known_incarnations.setdefault(peer_id, [])
+        if incarnation not in known:
+            known.append(incarnation)
+            del known[: -self.MAX_INCARNATIONS_KEPT]
+            if len(self._known_incarnations) > self.MAX_PEER_IDS_KEPT:
+                oldest = next((name for name in self._known_incarnations if name not in self._links), peer_id)
+                del self._known_incarnations[oldest]
 
     def _deliver(self, link: _Link) -> None:
         while (early := link.early.pop(link.received + 1, None)) is not None:
             header, frames = early
             link.received += 1
+            link.early_bytes -= len(frames[1])
             try:
                 body = codec.decode_body(frames)
             except codec.MalformedMessage as error:
@@ -314,13 +370,17 @@ class Links:
 
     def _take_ack(self, link: _Link, ack: int) -> None:
         while link.unacked and link.unacked[0].seq <= ack:
-            link.unacked.popleft()
+            link.unacked_bytes -= len(link.unacked.popleft().body)
 
     # -- the life of a link -------------------------------------------------------------------------------------------
 
+    @property
+    def _is_full(self) -> bool:
+        return len(self._links) >= self.settings.max_peers
+
     def _open(self, peer: PeerRef, now: float) -> _Link:
         self._last_number += 1
-        link = _Link(number=self._last_number, peer=peer, last_heard=now)
+        link = _Link(number=self._last_number, peer=peer, last_received_at=now)
         self._links[peer.peer_id] = link
         return link
 

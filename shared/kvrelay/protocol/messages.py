@@ -10,7 +10,7 @@ Token ids travel as little-endian int32 bytes: one memcpy instead of one object 
 from __future__ import annotations
 
 import struct
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
@@ -27,6 +27,8 @@ RejectCode = Literal["version", "fingerprint", "malformed"]
 
 
 TOKEN_BYTES = 4
+
+LEAST_WEIGHT, MOST_WEIGHT = 0.001, 1000.0
 
 
 def pack_tokens(token_ids: list[int] | NDArray[np.int32]) -> bytes:
@@ -89,6 +91,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     priority: int = 0
     num_samples: int = 1  # samples of the request with this prompt, including this one
     timeout_s: float = 600.0  # the time until the request's deadline when this is sent
+    tenant: Annotated[str, msgspec.Meta(max_length=64)] = ""  # opaque; waiting tenants get fair shares of a worker
+    weight: Annotated[float, msgspec.Meta(ge=LEAST_WEIGHT, le=MOST_WEIGHT)] = 1.0  # of the tenant's share
 
     @property
     def num_tokens(self) -> int:

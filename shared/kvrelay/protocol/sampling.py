@@ -7,6 +7,8 @@ from typing import Literal
 
 import msgspec
 
+from kvrelay.protocol.grammar import Grammar
+
 EarlyStopping = bool | Literal["never"]
 
 
@@ -45,15 +47,15 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     beams: BeamSpec | None = None  # temperature, truncation and seed do not matter then
+    grammar: Grammar | None = None  # the output tokens follow it, and an end-of-sequence token ends it; not for beams
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended."""
+    """Why a sequence ended. A failure or a cancelled request is no finish: it travels as `Failed`."""
 
     STOP_TOKEN = "stop_token"  # an end-of-sequence or stop token; it is the last output token
     STOP_STRING = "stop_string"  # matched by the router
     LENGTH = "length"  # max_tokens, or the model's context is full
-    ABORT = "abort"  # cancelled, or failed; the cause stands beside it
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

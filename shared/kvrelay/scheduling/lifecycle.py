@@ -9,6 +9,7 @@ from kvrelay.scheduling.memory.block_manager import BlockManager
 from kvrelay.scheduling.memory.new_token_ratio import NewTokenRatio
 from kvrelay.scheduling.memory.swapping import Swapper
 from kvrelay.scheduling.plan import PlannedRow
+from kvrelay.scheduling.queue.fair_shares import FairShares
 from kvrelay.scheduling.queue.prefixes_in_progress import PrefixesInProgress
 from kvrelay.scheduling.queue.remote_kv import RemoteSequences
 from kvrelay.scheduling.queue.sample_groups import SampleGroups
@@ -35,6 +36,7 @@ class SequenceLifecycle:
         swaps: Swapper,
         beams: BeamGroups,
         sample_groups: SampleGroups,
+        shares: FairShares,
         new_token_ratio: NewTokenRatio,
     ) -> None:
         self.limits = limits
@@ -46,6 +48,7 @@ class SequenceLifecycle:
         self.swaps = swaps
         self.beams = beams
         self.sample_groups = sample_groups
+        self.shares = shares
         self.new_token_ratio = new_token_ratio
         self._sequences: dict[SequenceKey, Sequence] = {}
         self._ended_in_flight: set[Sequence] = set()  # a step may still write into their blocks
@@ -62,6 +65,7 @@ class SequenceLifecycle:
         sequence.max_length = min(sequence.num_prompt + sampling.max_tokens, self.limits.max_model_len)
         self.beams.enter(sequence)
         self._sequences[sequence.key] = sequence
+        self.shares.enter(sequence)
         if sequence.remote is None:
             self.sample_groups.enter(sequence)
             self.waiting.add(sequence)
@@ -165,6 +169,7 @@ class SequenceLifecycle:
         self.swaps.drop(sequence)
         sequence.state = SequenceState.FINISHED
         del self._sequences[sequence.key]
+        self.shares.leave(sequence)
         self.sample_groups.leave(sequence)
         if not self.running:
             self.new_token_ratio.idle()

@@ -182,7 +182,6 @@ class PlanDraft:
         copies: Seq[BlockCopy] = (),
         reservations: Seq[Sequence] = (),
     ) -> StepPlan:
-        """Returns the plan."""
         return StepPlan(
             *(step, self.rows, self.admitted, self.preempted, self.held_back, self.recomputed, swaps, self.delayed),
             copies=copies,

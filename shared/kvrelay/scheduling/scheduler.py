@@ -18,8 +18,10 @@ from kvrelay.engine.batch import BeamCandidates, StepResult
 from kvrelay.kv.cache import Cache
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.table import blocks_for
+from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.beams.beam_groups import BeamGroups
+from kvrelay.scheduling.beams.beam_search import BeamSearch
 from kvrelay.scheduling.lifecycle import SequenceLifecycle
 from kvrelay.scheduling.memory.block_manager import BlockManager
 from kvrelay.scheduling.memory.new_token_ratio import NewTokenRatio
@@ -27,6 +29,7 @@ from kvrelay.scheduling.memory.swapping import Swapper, SwapUse
 from kvrelay.scheduling.plan import NeedsCommit, PlanDraft, PlannedRow, SequenceOutput, StepPlan
 from kvrelay.scheduling.policies.scheduling_policy import SchedulingPolicy
 from kvrelay.scheduling.preemptor import Preemptor
+from kvrelay.scheduling.queue.fair_shares import FairShares
 from kvrelay.scheduling.queue.prefixes_in_progress import PrefixesInProgress
 from kvrelay.scheduling.queue.queue_orders import ORDERS
 from kvrelay.scheduling.queue.remote_kv import RemoteSequences
@@ -56,7 +59,8 @@ class BatchScheduler:
         self.in_progress = PrefixesInProgress()
         senders = SenderLimits(blocks.pool.num_blocks)
         order, starvation_bound = ORDERS[settings.queue_order], settings.queue_starvation_bound
-        self.waiting = WaitingQueue(order, blocks, self.in_progress, starvation_bound, senders)
+        self.shares = FairShares(self.running)
+        self.waiting = WaitingQueue(order, blocks, self.in_progress, starvation_bound, senders, self.shares)
         self.remote = RemoteSequences(blocks, limits, self.waiting, self.in_progress, senders)
         self.swaps = Swapper(blocks, settings)
         self.sample_groups = SampleGroups(blocks, limits)
@@ -71,6 +75,7 @@ class BatchScheduler:
             swaps=self.swaps,
             beams=BeamGroups(blocks, self.running),
             sample_groups=self.sample_groups,
+            shares=self.shares,
             new_token_ratio=self.new_token_ratio,
         )
         self.chunks = policy.make_chunks(limits, settings)
@@ -111,8 +116,10 @@ class BatchScheduler:
 
         A beam search brings the candidates that follow its prompt. Returns its output if they end it.
         """
-        if (sequence.sampling.beams is None) != (candidates is None or not len(candidates.token_ids)):
+        if (sequence.sampling.beams is None) != (candidates is None):
             raise ValueError(f"sequence {sequence.key}: a beam search needs candidates, and no other sequence has any")
+        if candidates is not None:
+            BeamSearch.check(candidates)
         if sequence.state is not SequenceState.WAITING_FOR_REMOTE_KV:
             raise ValueError(f"sequence {sequence.key} is {sequence.state}: it receives no KV")
         self.lifecycle.received(sequence)
@@ -121,8 +128,32 @@ class BatchScheduler:
             output = self._commit.advance_beams(sequence.beams)
             return output if output is not None and output.finish is not None else None
         self.lifecycle.publish(sequence)
-        self.blocks.adopt(sequence)
+        self.blocks.adopt(sequence, self.lifecycle.num_reserved_blocks)
         return None
+
+    def transfer_stalled(self, sequence: Sequence) -> bool:
+        """Nothing has come for a handoff for too long: other sequences no longer wait for the prefix that its sender
+        brings. Returns whether some may be admitted now."""
+        return self.remote.stalled(sequence)
+
+    def transfer_progressed(self, sequence: Sequence) -> None:
+        """A block came for a handoff."""
+        self.remote.progressed(sequence)
+
+    def sender_gone(self, sender: PeerRef) -> None:
+        """This sender of handoffs has ended."""
+        self.remote.sender_gone(sender)
+
+    def withhold(self, blocks: frozenset[int]) -> None:
+        """These quarantined blocks, and no others, may never be released."""
+        self.blocks.withheld = blocks
+
+    def never_fitting(self) -> list[Sequence]:
+        """Returns the waiting sequences that need more blocks than the pool has without the withheld ones. They would
+        hold up those behind them for ever. O(waiting) while any block is withheld."""
+        if not self.blocks.withheld:
+            return []
+        return [sequence for sequence in self.waiting if not self.blocks.may_ever_fit(sequence)]
 
     def quarantine(self, sequence: Sequence) -> None:
         """A handoff was dropped while its sender may still write: it keeps its blocks until `release`."""
@@ -198,6 +229,7 @@ class BatchScheduler:
                 self.lifecycle.leave(sequence)
 
     def _refresh(self) -> None:
+        self.shares.refresh()
         self.waiting.refresh()
         self.remote.refresh(self.running.values())
 

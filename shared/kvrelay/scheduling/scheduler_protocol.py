@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from kvrelay.engine.batch import BeamCandidates, StepResult
+from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.memory.block_manager import BlockManager
 from kvrelay.scheduling.memory.swapping import SwapUse
@@ -39,14 +40,10 @@ class Scheduler(Protocol):
     """Asked in each pass with a prompt to admit. Running prompts continue without asking."""
 
     @property
-    def limits(self) -> SchedulerLimits:
-        """The limits of a step."""
-        ...
+    def limits(self) -> SchedulerLimits: ...
 
     @property
-    def blocks(self) -> BlockManager:
-        """Gives sequences their blocks."""
-        ...
+    def blocks(self) -> BlockManager: ...
 
     @property
     def waiting(self) -> Collection[Sequence]:
@@ -120,6 +117,27 @@ class Scheduler(Protocol):
         ValueError, and changes nothing, for a sequence that is not being received, and for missing or unexpected
         candidates.
         """
+        ...
+
+    def transfer_stalled(self, sequence: Sequence) -> bool:
+        """Nothing has come for a handoff for too long: other sequences no longer wait for the prefix that its sender
+        brings. Returns whether some may be admitted now."""
+        ...
+
+    def transfer_progressed(self, sequence: Sequence) -> None:
+        """A block came for a handoff."""
+        ...
+
+    def sender_gone(self, sender: PeerRef) -> None:
+        """This sender of handoffs has ended."""
+        ...
+
+    def withhold(self, blocks: frozenset[int]) -> None:
+        """These quarantined blocks, and no others, may never be released."""
+        ...
+
+    def never_fitting(self) -> list[Sequence]:
+        """Returns the waiting sequences that need more blocks than the pool has without the withheld ones."""
         ...
 
     def quarantine(self, sequence: Sequence) -> None:

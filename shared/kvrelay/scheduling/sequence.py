@@ -104,6 +104,8 @@ class Sequence:
     router: PeerRef
     trace: str = ""
     priority: int = 0
+    tenant: str = ""  # whose share of the worker it uses (`queue/fair_shares.py`), with this weight
+    weight: float = 1.0
     remote: RemoteKV | None = None  # None once the handoff is complete
     prefill_only: bool = False  # leaves the scheduler when its first token is sampled
     state: SequenceState = SequenceState.WAITING
@@ -112,6 +114,7 @@ class Sequence:
     num_planned: int = 0
     num_expected: int = 0
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
+    num_charged: int = 0  # output tokens that count towards its tenant's share
     num_published: int = 0  # blocks offered to the cache
     stop_tokens: frozenset[int] = frozenset()  # set by the scheduler, like max_length
     max_length: int = 0  # number of prompt and output tokens at which it ends

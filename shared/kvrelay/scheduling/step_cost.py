@@ -31,7 +31,6 @@ class StepCost:
     pair_s: float = 1e-4 / 8192
 
     def step_s(self, num_tokens: float, num_pairs: float) -> float:
-        """A step's time."""
         return self.fixed_s + self.token_s * num_tokens + self.pair_s * num_pairs
 
     def tokens_within(self, seconds: float, position: int) -> int:

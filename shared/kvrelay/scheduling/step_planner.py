@@ -29,6 +29,7 @@ class StepPlanner:
         self._running = lifecycle.running
         self._waiting = lifecycle.waiting
         self._blocks = lifecycle.blocks
+        self._shares = lifecycle.shares
         self._admission = admission
         self._preemptor = preemptor
         self._chunks = chunks
@@ -82,9 +83,12 @@ class StepPlanner:
         return max(0, min(self._max_lookahead, sequence.max_length - num_tokens - 1))
 
     def plan_prompts(self, draft: PlanDraft) -> None:
-        """Adds the next chunks of running prompts, in the order of their admission."""
+        """Adds the next chunks of running prompts, those of the tenant that was served least first, and those of a
+        tenant in the order of their admission."""
         if draft.prompting is None:
             draft.prompting = [s for s in self._running.values() if not s.is_decoding]
+        if self._shares.is_contested:
+            draft.prompting.sort(key=lambda sequence: self._shares.counter(sequence.tenant))
         for sequence in draft.prompting:
             if not sequence.num_remaining or (sequence.num_planned and not _continues(sequence)):
                 continue
@@ -112,6 +116,19 @@ class StepPlanner:
         """
         while not draft.held_back:
             draft.held_back = self._admission.admit_next(draft, beyond_budget=beyond_budget)
+
+    def admit_neglected(self, draft: PlanDraft) -> None:
+        """Admits waiting sequences whose tenants were served less than those of all running prompts, so that they do
+        not wait for the rest of a long prompt. Call it after `plan_decodes` and before `plan_prompts`."""
+        if not self._shares.is_contested or not draft.prompting:
+            return
+        counter = self._shares.counter
+        least = min(counter(sequence.tenant) for sequence in draft.prompting)
+        while not draft.held_back:
+            head = self._waiting.head()
+            if head is None or counter(head.tenant) >= least:
+                return
+            draft.held_back = self._admission.admit_next(draft)
 
     def admit_handoffs(self, draft: PlanDraft) -> None:
         """Admits waiting handoffs in the queue's order, until a local prompt is next or one does not fit."""

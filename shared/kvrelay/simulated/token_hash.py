@@ -52,10 +52,10 @@ def digest(token_ids: Sequence[int]) -> int:
 
 
 def salt_of(sampling: Sampling, sequence: int) -> int:
-    """Distinguishes continuations of one prompt; 0 for greedy sampling."""
+    """Distinguishes continuations of one prompt by all 64 bits of the seed; 0 for greedy sampling."""
     if sampling.temperature == 0:
         return 0
-    return (sampling.seed * int(_TOKEN) + (sequence + 1) * int(_POSITION)) % _MODULUS | 1
+    return (sampling.seed * int(_TOKEN) + (sequence + 1) * int(_POSITION)) % _MODULUS
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -57,6 +57,9 @@ _METRICS = (
     Metric("kvrelay.requests.active", "gauge", "{request}", ROUTER, "Prompts in progress"),
     Metric("kvrelay.sequences.active", "gauge", "{sequence}", ROUTER, "Sequences in progress"),
     Metric("kvrelay.sequences.waiting", "gauge", "{sequence}", ROUTER, "Retries that wait for a ready worker"),
+    Metric("kvrelay.pending.memory", "gauge", "By", ROUTER, "Unfinished bodies and requests in progress", ("kind",)),
+    Metric("kvrelay.pending.limit", "gauge", "By", ROUTER, "The value of max_pending_bytes"),
+    Metric("kvrelay.pending.refused", "counter", "{request}", ROUTER, "Requests refused because of max_pending_bytes"),
     Metric("kvrelay.retries", "counter", "{attempt}", ROUTER, "Attempts that failed and were followed by another"),
     Metric("kvrelay.protocol_errors", "counter", "{message}", ROUTER, "Messages that contradict their request"),
     Metric("kvrelay.placements", "counter", "{attempt}", ROUTER, "Attempts by the roles that take part", ("kind",)),
@@ -124,7 +127,8 @@ _METRICS = (
     Metric("kvrelay.index.gaps", "counter", "{batch}", WORKERS, "Losses of published data in Redis"),
     Metric("kvrelay.index.replacements", "counter", "{range}", WORKERS, "Complete republications"),
     Metric("kvrelay.index.dropped", "counter", "{change}", WORKERS, "Changes dropped because too many waited"),
-    # -- the process
+    # -- messages and the process
+    Metric("kvrelay.messages.dropped", "counter", "{message}", ALL, "Messages that were dropped, by cause", ("cause",)),
     Metric("process.cpu.time", "counter", "s", ALL, "CPU time of the process", ("cpu.mode",)),
 )  # fmt: skip
 

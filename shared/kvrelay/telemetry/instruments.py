@@ -101,7 +101,6 @@ class Instruments:
         return iter(sorted(self._counters.items()))
 
     def samples(self) -> MetricSamples:
-        """Current samples of all instruments."""
         found: MetricSamples = {name: [MetricSample((), each.report())] for name, each in self._histograms.items()}
         for name, family in self._families.items():
             found[name] = [MetricSample(labels, each.report()) for labels, each in family.members.items()]

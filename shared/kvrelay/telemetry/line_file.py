@@ -33,7 +33,6 @@ class LineFile:
 
     @property
     def is_closed(self) -> bool:
-        """Whether `close` was called."""
         return self._file.closed
 
     def write(self, lines: bytes | bytearray) -> None:

@@ -13,16 +13,20 @@ from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Any, Literal
 
+from kvrelay.telemetry.background_log import BackgroundHandler
+
 _BUILT_IN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
 
 def setup_logging(level: str = "info", log_format: Literal["text", "json"] = "text", **fields: str) -> None:
-    """Logs to standard error. Every record gets `fields`, such as `worker_id`."""
-    handler = logging.StreamHandler(sys.stderr)
+    """Logs to standard error, on a thread. Every record gets `fields`, such as `worker_id`."""
+    handler = BackgroundHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(fields) if log_format == "json" else TextFormatter(fields))
     root = logging.getLogger()
     for old in root.handlers[:]:
         root.removeHandler(old)
+        if isinstance(old, BackgroundHandler):
+            old.close()
     root.addHandler(handler)
     root.setLevel(level.upper())
     logging.captureWarnings(True)

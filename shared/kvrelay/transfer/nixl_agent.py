@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -72,23 +72,25 @@ class Write:
 class NixlAgent:
     """One agent with one registered pool. Not thread-safe: one thread at a time calls it.
 
-    `ucx_transports` is what UCX_TLS says ("" leaves it as it is). UCX has no thread of its own here: it works while
-    `post`, `poll` and `notifications` are called, which transports need that copy on the receiving side. Its progress
-    thread made both ends slower and less even where cores are shared. Raises TransportUnavailable.
+    `ucx_transports` and `ucx_devices` become UCX_TLS and UCX_NET_DEVICES ("" leaves them as they are). UCX has no
+    thread of its own here: it works while `post`, `poll` and `notifications` are called, which transports need that
+    copy on the receiving side. Its progress thread made both ends slower and less even where cores are shared. Raises
+    TransportUnavailable.
     """
 
-    def __init__(self, region: Region, *, ucx_transports: str = "") -> None:
+    def __init__(self, region: Region, *, ucx_transports: str = "", ucx_devices: str = "") -> None:
         api = import_api()
+        given = {"UCX_TLS": ucx_transports, "UCX_NET_DEVICES": ucx_devices}
         self.name = f"kvrelay-{secrets.token_hex(12)}"
         try:
             config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
             self._agent: Any = api.nixl_agent(self.name, config)
-            with _environment("UCX_TLS", ucx_transports):
+            with _environment(given):
                 self._agent.create_backend("UCX")
             pool = (region.address, region.num_blocks * region.block_bytes, region.device_id, "")
             self._registered = self._agent.register_memory([pool], region.segment, _BACKENDS)
         except Exception as error:  # NIXL's errors have no base of their own
-            asked = f" with UCX_TLS={ucx_transports}" if ucx_transports else ""
+            asked = "".join(f" with {name}={value}" for name, value in given.items() if value)
             raise TransportUnavailable(f"NIXL cannot start UCX{asked}: {error!r}") from error
 
     def metadata(self) -> bytes:
@@ -172,18 +174,20 @@ def import_api() -> Any:
 
 
 @contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    """UCX takes lists from the environment only: NIXL's own `engine_config` splits at commas."""
-    before = os.environ.get(name)
-    if value:
-        os.environ[name] = value
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables that are not "". UCX takes lists from the environment only: NIXL's own `engine_config` splits at
+    commas."""
+    given = {name: value for name, value in values.items() if value}
+    before = {name: os.environ.get(name) for name in given}
+    os.environ.update(given)
     try:
         yield
     finally:
-        if value and before is None:
-            del os.environ[name]
-        elif value and before is not None:
-            os.environ[name] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 @contextmanager

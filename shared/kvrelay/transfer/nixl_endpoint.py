@@ -38,7 +38,7 @@ class NixlEndpoint:
 
     @staticmethod
     def decode(words: Mapping[str, str]) -> NixlEndpoint:
-        """Raises MalformedEndpoint."""
+        """Raises MalformedEndpoint if a word is missing or has no valid value."""
         try:
             metadata = base64.b64decode(words["metadata"], validate=True)
             segment = words["segment"]

@@ -41,10 +41,10 @@ class NixlReceiver(ReceiverThread):
     name = "nixl"
     needs_quarantine = True
 
-    def __init__(self, pool: PoolLike, *, ucx_transports: str = "") -> None:
+    def __init__(self, pool: PoolLike, *, ucx_transports: str = "", ucx_devices: str = "") -> None:
         super().__init__("kv-receiver-nixl", pool)  # which keeps it alive: others write there
         region = Region.of(self._pool)
-        self._agent = NixlAgent(region, ucx_transports=ucx_transports)
+        self._agent = NixlAgent(region, ucx_transports=ucx_transports, ucx_devices=ucx_devices)
         self._endpoint = NixlEndpoint(self._agent.name, self._agent.metadata(), region).encode()
         self._wake = Event()
 

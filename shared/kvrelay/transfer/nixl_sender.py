@@ -7,16 +7,19 @@ become one write.
 
 A peer is known by its agent's name, which changes with each start. Its states:
 
-1. CONNECTING  its metadata is loaded and its pool's descriptors are prepared; no write has completed. UCX 1.23
-               sometimes never finishes connecting and reports nothing (over TCP with several network devices, about
-               once in some hundred connections), so after `connect_timeout_s` the connection is closed, which ends its
-               writes.
-2. CONNECTED   a write has completed.
-3. BROKEN      a write failed, and with it all waiting pieces. No more writes are posted. The peer is forgotten when its
-               last write has ended, and a later push connects again.
+1. OPEN    its metadata is loaded and its pool's descriptors are prepared.
+2. BROKEN  a write failed or hung, and with it all waiting pieces. No more writes are posted, and pushes fail at once
+           for `retry_after_s`. A later push connects again.
+
+UCX 1.23 sometimes never finishes a write and reports nothing, while it connects or later. So a write that is not
+complete after `stall_timeout_s`, and the time its bytes take at `slow_bytes_per_s`, breaks the connection: its pieces
+are reported as failed at once. If no write over the connection was ever complete, closing it ends its writes. Otherwise
+it stays open: once its peer is removed, NIXL reports an error for each write without asking UCX, which may still carry
+the write out.
 
 A write that is in flight cannot be taken back: an aborted reservation has drained when the last of its writes is
-complete or failed, however long a stopped peer makes that last.
+complete or failed, however long a stopped peer makes that last. A write that UCX never ends keeps its reservation from
+draining for ever.
 """
 
 from __future__ import annotations
@@ -26,11 +29,11 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any
 
 import numpy as np
 
+from kvrelay.awake_clock import AwakeClock
 from kvrelay.transfer.base import SenderEvent
 from kvrelay.transfer.checksums import PoolChecksums
 from kvrelay.transfer.counters import SenderCounters
@@ -55,40 +58,41 @@ IDLE_WAIT_S = 60.0
 @dataclass(frozen=True, slots=True)
 class NixlSettings:
     """`piece_bytes` and `piece_blocks` bound one write, and thereby how long posting may delay an abort (10 to
-    20 ms for 64 MiB by memory copy); `window` of them per receiver may be in flight at once. A receiver that was not
-    used for `idle_forget_s` is disconnected. `close` waits `close_timeout_s` for writes in flight.
+    20 ms for 64 MiB by memory copy); `window` of them per receiver may be in flight at once. `slow_bytes_per_s`: a
+    connection that is slower may be taken for a broken one. A receiver that was not used for `idle_forget_s` is
+    disconnected. `close` waits `close_timeout_s` for writes in flight.
     """
 
     ucx_transports: str = ""
+    ucx_devices: str = ""
     piece_bytes: int = 64 << 20
     piece_blocks: int = 4096
     window: int = 2
-    connect_timeout_s: float = 3.0
+    stall_timeout_s: float = 3.0
+    slow_bytes_per_s: float = 20e6
+    retry_after_s: float = 60.0
     idle_forget_s: float = 300.0
     close_timeout_s: float = 1.0
 
 
-class NixlPeerState(Enum):
-    """The module's docstring describes each state."""
-
-    CONNECTING = auto()
-    CONNECTED = auto()
-    BROKEN = auto()
-
-
 @dataclass(slots=True, eq=False)
-class _Peer:
+class NixlPeer:
     region: Region
     blocks: Any
-    state: NixlPeerState = NixlPeerState.CONNECTING
-    error: str = ""  # set in BROKEN
+    is_connected: bool = False  # a write was complete
+
+
+@dataclass(frozen=True, slots=True)
+class _Broken:
+    error: str
+    until: float
 
 
 @dataclass(frozen=True, slots=True)
 class _PostedWrite:
     send: InFlightSend
     write: Write
-    posted_at: float
+    stalled_at: float  # by the AwakeClock of the driver
 
 
 class NixlSender(SenderThread):
@@ -109,7 +113,9 @@ class NixlSender(SenderThread):
         self._pool = as_pool(pool)  # kept alive: UCX reads there
         self._pool.enter_thread()
         self._region = Region.of(self._pool)
-        self._agent = NixlAgent(self._region, ucx_transports=self._settings.ucx_transports)
+        self._agent = NixlAgent(
+            self._region, ucx_transports=self._settings.ucx_transports, ucx_devices=self._settings.ucx_devices
+        )
         super().__init__("kv-sender-nixl", self._region.num_blocks, self._driver)
 
     def close(self) -> None:
@@ -143,8 +149,10 @@ class _NixlDriver:
         self.outbox = Outbox(
             region.block_bytes, window=settings.window, drain_timeout_s=math.inf, idle_close_s=settings.idle_forget_s
         )
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, NixlPeer] = {}
+        self._broken: dict[str, _Broken] = {}  # also in `_peers` while writes are in flight
         self._in_flight: list[_PostedWrite] = []
+        self._clock = AwakeClock()
         self._moved_at = 0.0
 
     def enqueue(self, push: Push) -> None:
@@ -171,18 +179,18 @@ class _NixlDriver:
         deadline = self.outbox.next_deadline()
         return IDLE_WAIT_S if deadline is None else min(IDLE_WAIT_S, max(POLL_S, deadline - now))
 
-    def _peer_at(self, endpoint: NixlEndpoint) -> _Peer:
+    def _peer_at(self, endpoint: NixlEndpoint) -> NixlPeer:
+        if (broken := self._broken.get(endpoint.agent)) is not None:
+            raise NixlError(broken.error)
         peer = self._peers.get(endpoint.agent)
         if peer is None:
             name = self._agent.add_peer(endpoint.metadata)
             if name != endpoint.agent:
                 raise MalformedEndpoint(f"the metadata is that of {name}, not of {endpoint.agent}")
-            peer = self._peers[name] = _Peer(endpoint.region, self._agent.prepare(endpoint.region, name))
-        if peer.state is NixlPeerState.BROKEN:
-            raise NixlError(peer.error)
+            peer = self._peers[name] = NixlPeer(endpoint.region, self._agent.prepare(endpoint.region, name))
         return peer
 
-    def _check(self, copies: Copies, peer: _Peer) -> None:
+    def _check(self, copies: Copies, peer: NixlPeer) -> None:
         """Raises MalformedEndpoint. NIXL does not check at the other end where a write goes."""
         if peer.region.block_bytes != self._region.block_bytes:
             raise MalformedEndpoint(f"blocks of {peer.region.block_bytes} bytes there, {self._region.block_bytes} here")
@@ -215,39 +223,52 @@ class _NixlDriver:
         self._counters.num_blocks += len(copies)
         self._counters.num_runs += copies.num_runs
         self._counters.num_bytes += len(copies) * self._region.block_bytes
-        self._in_flight.append(_PostedWrite(in_flight, write, self._moved_at))
+        stalled_at = self._clock.read(self._moved_at) + self._allowed_s(in_flight)
+        self._in_flight.append(_PostedWrite(in_flight, write, stalled_at))
         return []
 
+    def _allowed_s(self, in_flight: InFlightSend) -> float:
+        """How long a write may take that is posted now, behind those in flight, which may use the same network card."""
+        ahead = sum(len(flight.send.piece.copies) for flight in self._in_flight)
+        num_bytes = (ahead + len(in_flight.piece.copies)) * self._region.block_bytes
+        return self._settings.stall_timeout_s + num_bytes / self._settings.slow_bytes_per_s
+
     def collect(self) -> list[SenderEvent]:
-        """Returns the events of writes that have ended."""
+        """Returns the events of writes that have ended or hang."""
         events: list[SenderEvent] = []
+        now = self._clock.read(time.monotonic())
         for flight in list(self._in_flight):
             try:
                 if not self._agent.poll(flight.write):
-                    self._check_connect_timeout(flight)
+                    if now >= flight.stalled_at and flight.send.peer not in self._broken:
+                        events += self._stalled(flight.send.peer)
                     continue
             except NixlError as error:
                 self._end(flight)
                 events += self._failed(flight.send, error)
             else:
-                self._note_connected(self._peers[flight.send.peer])
                 self._end(flight)
+                self._peers[flight.send.peer].is_connected = True
                 events += self.outbox.complete(flight.send.number, time.monotonic()).events
+                self._forget_if_broken(flight.send.peer)
         return events
 
-    @staticmethod
-    def _note_connected(peer: _Peer) -> None:
-        if peer.state is NixlPeerState.CONNECTING:  # a write may still complete after another one failed
-            peer.state = NixlPeerState.CONNECTED
+    def _writes_to(self, name: str) -> list[_PostedWrite]:
+        return [flight for flight in self._in_flight if flight.send.peer == name]
 
-    def _check_connect_timeout(self, flight: _PostedWrite) -> None:
-        peer, settings = self._peers[flight.send.peer], self._settings
-        is_due = time.monotonic() - flight.posted_at >= settings.connect_timeout_s
-        if peer.state is not NixlPeerState.CONNECTING or not is_due:
-            return
-        peer.state, peer.error = NixlPeerState.BROKEN, f"no connection within {settings.connect_timeout_s:g} s"
-        log.warning("%s: %s", flight.send.peer, peer.error)
-        self._disconnect(flight.send.peer)
+    def _stalled(self, name: str) -> list[SenderEvent]:
+        error = f"a write made no progress for {self._settings.stall_timeout_s:g} s"
+        self._break(name, error)
+        events = self.outbox.fail_peer(name, f"NIXL: {error}")
+        if not self._peers[name].is_connected:
+            self._disconnect(name)
+        return events
+
+    def _break(self, name: str, error: str) -> None:
+        if name not in self._broken:
+            log.warning("the connection to %s is not used for %g s: %s", name, self._settings.retry_after_s, error)
+            self._broken[name] = _Broken(error, time.monotonic() + self._settings.retry_after_s)
+            self._counters.num_resets += 1
 
     def _end(self, flight: _PostedWrite) -> None:
         self._in_flight.remove(flight)
@@ -255,21 +276,24 @@ class _NixlDriver:
         self._agent.end(flight.write)
 
     def _failed(self, in_flight: InFlightSend, error: NixlError) -> list[SenderEvent]:
-        peer = self._peers[in_flight.peer]
-        if peer.state is not NixlPeerState.BROKEN:
-            log.warning("the connection to %s broke: %s", in_flight.peer, error)
-            peer.state, peer.error = NixlPeerState.BROKEN, str(error)
-        self._counters.num_resets += 1
+        self._break(in_flight.peer, str(error))
         events = self.outbox.fail(in_flight.number, f"NIXL: {error}", time.monotonic())
-        if not any(flight.send.peer == in_flight.peer for flight in self._in_flight):
-            self._forget(in_flight.peer)
+        self._forget_if_broken(in_flight.peer)
         return events
 
     def expire(self) -> None:
-        """Forgets peers that were not used for `idle_forget_s`."""
-        for name in self.outbox.expire(time.monotonic()).idle:
+        """Forgets peers that were not used for `idle_forget_s`, and allows new connections to broken ones in time."""
+        now = time.monotonic()
+        for name in self.outbox.expire(now).idle:
             if name in self._peers:
                 self._forget(name)
+        for name in [name for name, broken in self._broken.items() if broken.until <= now]:
+            if name not in self._peers:
+                del self._broken[name]
+
+    def _forget_if_broken(self, name: str) -> None:
+        if name in self._broken and name in self._peers and not self._writes_to(name):
+            self._forget(name)
 
     def _forget(self, name: str) -> None:
         peer = self._peers.pop(name)

@@ -4,12 +4,14 @@ A piece either waits in its peer's queue or is in flight: submitted to the trans
 until it completes the send. Only a few sends per peer (the window) are in flight at once, so that an abort finds most
 of the reservation's pieces still in the queue, where they can be dropped.
 
-A peer has two states:
+A peer has three states:
 
 1. OPEN       its pieces are submitted as the window allows.
 2. RESETTING  its connection was closed because sends of an aborted reservation did not complete in time. Nothing is
               submitted. Sends of other reservations that complete now may not have left, so they are queued again (a
               block that arrives twice does no harm). With the last completion the peer is OPEN again.
+3. FAILED     its sends hang. All its pieces were reported as failed, and the waiting ones dropped. A reservation has
+              drained only when its sends have ended nevertheless. With the last one the peer is OPEN again.
 
 A reservation is unknown, active (a piece waits or is in flight) or aborting: none of its pieces waits, and the last
 completed send makes it unknown again and yields `SenderDrained`.
@@ -27,14 +29,15 @@ from kvrelay.transfer.push_pieces import Piece
 
 
 class PeerState(Enum):
-    """The module's docstring describes both states."""
+    """The module's docstring describes each state."""
 
     OPEN = auto()
     RESETTING = auto()
+    FAILED = auto()
 
 
 @dataclass(slots=True, eq=False)
-class _Peer:
+class PeerQueue:
     window: int
     waiting: deque[Piece] = field(default_factory=deque)
     sends: dict[int, Piece] = field(default_factory=dict)
@@ -84,7 +87,7 @@ class Outbox:
         self._window = window
         self._drain_timeout_s = drain_timeout_s
         self._idle_close_s = idle_close_s
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, PeerQueue] = {}
         self._turns: deque[str] = deque()
         self._peer_of: dict[int, str] = {}
         self._num_in_flight: Counter[str] = Counter()
@@ -98,7 +101,7 @@ class Outbox:
     def push(self, peer: str, pieces: Iterable[Piece]) -> None:
         """Queues pieces for a peer behind those that wait already."""
         if peer not in self._peers:
-            self._peers[peer] = _Peer(self._window)
+            self._peers[peer] = PeerQueue(self._window)
             self._turns.append(peer)
         self._peers[peer].waiting.extend(pieces)
 
@@ -133,12 +136,21 @@ class Outbox:
         Other sends to the peer are still in flight and complete one by one.
         """
         peer, piece = self._remove(number)
-        failed = dict.fromkeys([piece.reservation, *(waiting.reservation for waiting in peer.waiting)])
-        peer.waiting.clear()
-        events: list[SenderEvent] = [TransferFailed(name, cause) for name in failed if name not in self._aborting]
+        events: list[SenderEvent] = []
+        if peer.state is not PeerState.FAILED:
+            events += self._fail_pieces([piece, *peer.waiting], cause)
+            peer.waiting.clear()
         if piece.reservation in self._aborting:
             events += self._drained_if_empty(piece.reservation)
         self._settle(peer, piece, now)
+        return events
+
+    def fail_peer(self, name: str, cause: str) -> list[SenderEvent]:
+        """Sends to this peer hang. Reports all its pieces as failed; those in flight still have to end one by one."""
+        peer = self._peers[name]
+        events = self._fail_pieces([*peer.sends.values(), *peer.waiting], cause)
+        peer.waiting.clear()
+        peer.state = PeerState.FAILED
         return events
 
     def pushed(self, piece: Piece) -> Pushed:
@@ -198,7 +210,11 @@ class Outbox:
             waiting = [piece for peer in self._peers.values() for piece in peer.waiting]
             assert all(piece.reservation != reservation for piece in waiting), f"{reservation} aborted, yet waiting"
 
-    def _submit_to(self, name: str, peer: _Peer) -> InFlightSend:
+    def _fail_pieces(self, pieces: list[Piece], cause: str) -> list[SenderEvent]:
+        reservations = dict.fromkeys(piece.reservation for piece in pieces)
+        return [TransferFailed(name, cause) for name in reservations if name not in self._aborting]
+
+    def _submit_to(self, name: str, peer: PeerQueue) -> InFlightSend:
         piece = peer.waiting.popleft()
         number = self._next_number
         self._next_number += 1
@@ -207,13 +223,13 @@ class Outbox:
         self._num_in_flight[piece.reservation] += 1
         return InFlightSend(number, name, piece)
 
-    def _remove(self, number: int) -> tuple[_Peer, Piece]:
+    def _remove(self, number: int) -> tuple[PeerQueue, Piece]:
         peer = self._peers[self._peer_of.pop(number)]
         piece = peer.sends.pop(number)
         self._num_in_flight[piece.reservation] -= 1
         return peer, piece
 
-    def _settle(self, peer: _Peer, piece: Piece, now: float) -> None:
+    def _settle(self, peer: PeerQueue, piece: Piece, now: float) -> None:
         if not self._num_in_flight[piece.reservation]:
             del self._num_in_flight[piece.reservation]
         if not peer.sends:

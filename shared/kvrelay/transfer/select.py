@@ -14,7 +14,8 @@ from kvrelay.transfer.base import TransferReceiver, TransferSender
 from kvrelay.transfer.checksums import PoolChecksums
 from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender, NixlSettings, TransportUnavailable
 from kvrelay.transfer.pool_memory import PoolLike
-from kvrelay.transfer.zmq_transport import ZmqReceiver, ZmqSender
+from kvrelay.transfer.ucx_devices import devices_for
+from kvrelay.transfer.zmq_transport import MAX_RECEIVERS, SenderSettings, ZmqReceiver, ZmqSender
 
 log = logging.getLogger(__name__)
 
@@ -25,12 +26,15 @@ def make_senders(
     choice: TransferChoice,
     pool: PoolLike,
     *,
+    host: str | None = None,
     ucx_transports: str = "",
     checksums: bool = False,
     curve: CurveKey | None = None,
+    max_peers: int = MAX_RECEIVERS,
 ) -> dict[str, TransferSender]:
     """By name, best first; with `checksums`, each block goes with its own. With `curve`, zmq encrypts with it; nixl
-    cannot, and is taken only where it is asked for by name.
+    cannot, and is taken only where it is asked for by name. nixl listens at `host` alone (see `devices_for`). zmq
+    connects to up to `max_peers` receivers at a time.
 
     Raises TransportUnavailable where NIXL is asked for by name and does not work.
     """
@@ -38,11 +42,12 @@ def make_senders(
     sums = PoolChecksums(pool) if checksums else None
     if _may_be_nixl(choice, curve):
         try:
-            senders["nixl"] = NixlSender(pool, settings=NixlSettings(ucx_transports=ucx_transports), checksums=sums)
+            settings = NixlSettings(ucx_transports=ucx_transports, ucx_devices=devices_for(host))
+            senders["nixl"] = NixlSender(pool, settings=settings, checksums=sums)
         except TransportUnavailable as error:
             _explain(choice, error)
     if choice != "nixl":
-        senders["zmq"] = ZmqSender(pool, checksums=sums, curve=curve)
+        senders["zmq"] = ZmqSender(pool, settings=SenderSettings(max_receivers=max_peers), checksums=sums, curve=curve)
     return senders
 
 
@@ -56,11 +61,11 @@ def make_receivers(
     ucx_transports: str = "",
     curve: CurveKey | None = None,
 ) -> dict[str, TransferReceiver]:
-    """By name. `curve` and TransportUnavailable: as for `make_senders`. NIXL chooses its own ports and interfaces."""
+    """By name. `host`, `curve` and TransportUnavailable: as for `make_senders`. NIXL chooses its own ports."""
     receivers: dict[str, TransferReceiver] = {}
     if _may_be_nixl(choice, curve):
         try:
-            receivers["nixl"] = NixlReceiver(pool, ucx_transports=ucx_transports)
+            receivers["nixl"] = NixlReceiver(pool, ucx_transports=ucx_transports, ucx_devices=devices_for(host))
         except TransportUnavailable as error:
             _explain(choice, error)
     if choice != "nixl":

@@ -13,6 +13,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrelay.protocol.codec import DECODE_ERRORS
+
 MAGIC = "kvblocks"
 WIRE_VERSION = 1
 
@@ -76,7 +78,7 @@ def decode_header(frame: bytes | memoryview) -> BlocksHeader:
     """The header of a message. Raises MalformedBlocks."""
     try:
         header = _decoder.decode(frame)
-    except msgspec.MsgspecError as error:
+    except DECODE_ERRORS as error:
         raise MalformedBlocks(f"header: {error}") from error
     if header.magic != MAGIC or header.version != WIRE_VERSION:
         raise MalformedBlocks(f"header says {header.magic!r} version {header.version}, not {MAGIC!r} {WIRE_VERSION}")

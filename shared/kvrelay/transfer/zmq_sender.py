@@ -21,7 +21,7 @@ from kvrelay.messaging.zmq_context import ZmqContext
 from kvrelay.transfer.base import SenderEvent
 from kvrelay.transfer.checksums import PoolChecksums
 from kvrelay.transfer.counters import SenderCounters
-from kvrelay.transfer.endpoints import MalformedEndpoint, choose_address, machine_id
+from kvrelay.transfer.endpoints import MalformedEndpoint, Unreachable, choose_address, machine_id
 from kvrelay.transfer.outbox import InFlightSend, Outbox
 from kvrelay.transfer.pool_memory import PoolLike, PoolMemory, as_pool
 from kvrelay.transfer.push_pieces import FrameSizes, Piece, cut, frame_blocks
@@ -31,6 +31,9 @@ from kvrelay.transfer.wire import Bytes, Checksums, encode_header
 log = logging.getLogger(__name__)
 
 RECONNECT_AT_MOST_MS = 1000
+MAX_RECEIVERS = 2048
+SPARE_SOCKETS = 64
+"""Sockets besides one for each receiver: closed ones that libzmq has not released yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,7 @@ class SenderSettings:
     window: int = 8
     drain_timeout_s: float = 2.0
     idle_close_s: float = 60.0
+    max_receivers: int = MAX_RECEIVERS
 
 
 class ZmqSender(SenderThread):
@@ -101,7 +105,7 @@ class _ZmqDriver:
             drain_timeout_s=settings.drain_timeout_s,
             idle_close_s=settings.idle_close_s,
         )
-        self._context = ZmqContext()
+        self._context = ZmqContext(settings.max_receivers + SPARE_SOCKETS)
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
         self._views: dict[int, weakref.ref[Bytes]] = {}
         self._completed: deque[int] = deque()
@@ -131,8 +135,12 @@ class _ZmqDriver:
         self._context.close()
 
     def _socket_to(self, address: str) -> zmq.Socket[bytes]:
+        """Raises Unreachable, which concerns this receiver alone."""
         if address not in self._sockets:
-            socket = self._context.socket(zmq.PUSH)
+            try:
+                socket = self._context.socket(zmq.PUSH)
+            except zmq.ZMQError as error:  # no file descriptor is free, or too many receivers
+                raise Unreachable(f"cannot open a socket to {address}: {error}") from error
             socket.set_hwm(0)  # the outbox's window is the bound; ZMQ's own would count messages it has sent already
             socket.setsockopt(zmq.IPV6, "[" in address)
             socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
@@ -149,6 +157,10 @@ class _ZmqDriver:
 
     def send(self, in_flight: InFlightSend) -> list[SenderEvent]:
         """Gives a frame to ZMQ, which accepts every one. Blocks that are not neighbours are gathered first."""
+        try:
+            socket = self._socket_to(in_flight.peer)
+        except Unreachable as error:
+            return self.outbox.fail(in_flight.number, str(error), time.monotonic())
         piece = in_flight.piece
         events: list[SenderEvent] = []
         if not piece.direct and piece.staging is None:
@@ -160,7 +172,6 @@ class _ZmqDriver:
         copies = piece.copies
         checksums = self._checksums_of(piece)
         header = encode_header(piece.reservation, self._block_bytes, copies.indices, copies.slots, checksums)
-        socket = self._socket_to(in_flight.peer)
         socket.send(header, zmq.SNDMORE)
         socket.send(zmq.Frame(view, copy=False))
         self._counters.num_messages += 1

@@ -69,7 +69,7 @@ class DelayerGroup:
         self._own = self._told = IDLE
 
     @property
-    def num_heard(self) -> int:
+    def num_live_members(self) -> int:
         """The other members that count at the moment."""
         return len(self._counted(self._clock()))
 
@@ -77,7 +77,7 @@ class DelayerGroup:
         """Returns the load of this worker, then those of the members that count."""
         self._own = load
         if _matters(load, self._told):
-            self._tell()
+            self._share_load()
         now = self._clock()
         others = self._counted(now)
         for member in self._members.values():
@@ -121,11 +121,11 @@ class DelayerGroup:
     def tick(self) -> None:
         """Sends this worker's load as a heartbeat, unless it is idle. Call it several times within `silence_s`."""
         if not _is_idle(self._own) or self._own != self._told:
-            self._tell()
+            self._share_load()
         if self._own.prefillable:
             self._on_news()  # a member may have become silent since the last tick
 
-    def _tell(self) -> None:
+    def _share_load(self) -> None:
         own = self._told = self._own
         body = GroupLoad(
             group=self.name,
@@ -181,7 +181,6 @@ class GroupDiscovery:
         self._stopped.set()
 
     async def close(self) -> None:
-        """Closes the connection."""
         await self._registry.close()
 
     def _is_other_member(self, record: WorkerRecord) -> bool:

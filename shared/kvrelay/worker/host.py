@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import resource
 import signal
 from collections.abc import Sequence
 from contextvars import Context, copy_context
@@ -16,6 +15,7 @@ from contextvars import Context, copy_context
 import zmq
 
 from kvrelay.config.worker import WorkerConfig
+from kvrelay.open_files import TooFewOpenFiles, allow_open_files, allow_peers
 from kvrelay.process import StartFailed, event_loop_factory
 from kvrelay.telemetry.logs import log_with
 from kvrelay.worker.shell import WorkerShell
@@ -29,7 +29,9 @@ def run_workers(config: WorkerConfig, make_role: RoleFactory, make_runner: Runne
     """Runs a worker process from start to end. Raises StartFailed, and any error that ends a worker."""
     shells = [WorkerShell(each, make_role, make_runner) for each in config.each_worker()]
     if len(shells) > 1:
-        _allow_many_files()
+        allow_open_files(None)  # each has sockets to many others, but hardly to `max_peers` of them
+    else:
+        _allow_peers(config.max_peers)
     with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=event_loop_factory()) as runner:
         runner.run(_serve(shells))
 
@@ -83,8 +85,8 @@ def _named(worker_id: str) -> Context:
     return context
 
 
-def _allow_many_files() -> None:
-    """Raises the soft limit of open files: each worker has sockets to many others."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+def _allow_peers(max_peers: int) -> None:
+    try:
+        allow_peers(max_peers, transfers_blocks=True)
+    except TooFewOpenFiles as error:
+        raise StartFailed(str(error)) from error

@@ -64,7 +64,7 @@ class PushClock:
         self._since = 0.0
         self._busy_s = 0.0
 
-    def begun(self, num_blocks: int, now: float) -> None:
+    def started(self, num_blocks: int, now: float) -> None:
         """Called when `num_blocks` blocks were submitted to the transport."""
         if not self._num_open:
             self._since = now
@@ -77,7 +77,6 @@ class PushClock:
         self._num_open = max(0, self._num_open - num_blocks)
 
     def busy_s(self, now: float) -> float:
-        """Busy seconds so far."""
         return self._busy_s + (now - self._since if self._num_open else 0.0)
 
 

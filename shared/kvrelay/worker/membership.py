@@ -34,11 +34,9 @@ class NoMembership:
     def stop(self) -> None:
         self._stopped.set()
 
-    async def announce(self, *, draining: bool) -> None:
-        """Does nothing."""
+    async def announce(self, *, draining: bool) -> None: ...
 
-    async def leave(self) -> None:
-        """Does nothing."""
+    async def leave(self) -> None: ...
 
 
 class Membership:
@@ -96,12 +94,10 @@ class Membership:
         self._changed.set()
 
     async def announce(self, *, draining: bool) -> None:
-        """Publishes at once whether this worker drains."""
         self._record = msgspec.structs.replace(self._record, draining=draining)
         self._changed.set()
 
     async def leave(self) -> None:
-        """Removes the record if Redis answers."""
         try:
             await self._registry.leave(self._record)
         except RegistryError as error:

@@ -13,9 +13,9 @@ from kvrelay.telemetry.sequence_spans import SequenceSpans
 from kvrelay.worker.context import Role, WorkerContext
 from kvrelay.worker.load_report import report_load
 
-NEWS_INTERVAL_S = 0.05
+LOAD_REPORT_INTERVAL_S = 0.05
 """Seconds within which the other routers receive the new load after a request came, without asking."""
-NOBODY_ASKED = 0
+UNSOLICITED = 0
 """The query number of a status that answers no query. Routers count queries from 1."""
 
 
@@ -36,7 +36,7 @@ class Reports:
         self._spans = spans
         self._more_totals = more_totals
         self._routers: dict[str, PeerRef] = {}  # key: router id
-        self._news_from: set[str] = set()  # routers that sent requests since the last report to the others
+        self._request_sources: set[str] = set()  # routers that sent requests since the last report to the others
 
     def answer(self, event: Delivered, query: StatusQuery) -> None:
         """Answers a router's query and remembers the router."""
@@ -51,7 +51,7 @@ class Reports:
     def took_request(self, router: PeerRef) -> None:
         """Notes a request from that router, so that the others get a report."""
         if len(self._routers) > 1:
-            self._news_from.add(router.peer_id)
+            self._request_sources.add(router.peer_id)
 
     def forget(self, peer: PeerRef) -> None:
         """Forgets a router. Does nothing for an unknown one."""
@@ -62,16 +62,16 @@ class Reports:
         """Sends reports to the other routers until cancelled. A burst that comes through several routers spreads well
         only if each router counts the requests of the others."""
         while True:
-            await asyncio.sleep(NEWS_INTERVAL_S)
-            sources, self._news_from = self._news_from, set()
+            await asyncio.sleep(LOAD_REPORT_INTERVAL_S)
+            sources, self._request_sources = self._request_sources, set()
             if sources:
-                self._tell([router for name, router in self._routers.items() if sources != {name}])
+                self._send_status([router for name, router in self._routers.items() if sources != {name}])
 
-    def tell_all(self) -> None:
+    def broadcast_status(self) -> None:
         """Sends the status to every router that asks."""
-        self._tell(list(self._routers.values()))
+        self._send_status(list(self._routers.values()))
 
-    def status(self, query: int = NOBODY_ASKED, load: LoadReport | None = None) -> Status:
+    def status(self, query: int = UNSOLICITED, load: LoadReport | None = None) -> Status:
         """The worker's status as of now."""
         worker = self._worker
         return Status(
@@ -95,7 +95,7 @@ class Reports:
             load["transfer_bytes_s"] = report.transfer_bytes_s
         return load | self._blocks()
 
-    def _tell(self, routers: list[PeerRef]) -> None:
+    def _send_status(self, routers: list[PeerRef]) -> None:
         if routers:
             plain, named = self._load_reports()
             for router in routers:

@@ -51,7 +51,6 @@ class OpenRequests(Mapping[SequenceKey, RequestT]):
         return self._open[key]
 
     def get(self, key: SequenceKey | None, default: object = None) -> RequestT | None:  # type: ignore[override]
-        """Returns the request or None."""
         return self._open.get(key) if key is not None else None
 
     def __iter__(self) -> Iterator[SequenceKey]:

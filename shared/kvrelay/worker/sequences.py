@@ -48,6 +48,8 @@ def make_sequence(
         router=router,
         trace=header.trace,
         priority=prompt.priority,
+        tenant=prompt.tenant,
+        weight=prompt.weight,
         sample_group=header.request if prompt.num_samples > 1 else "",
     )
 

@@ -17,7 +17,7 @@ from kvrelay.fleet.worker_record import RECORD_PAGE, record_as_json
 from kvrelay.protocol.link import Delivered, LinkEvent, PeerLost
 from kvrelay.protocol.messages import Generate, GroupLoad, Prefill, StatusQuery
 from kvrelay.telemetry.instruments import Instruments
-from kvrelay.telemetry.metric_samples import MetricSample, MetricSamples, merged
+from kvrelay.telemetry.metric_samples import MetricSample, MetricSamples, merged, samples_by
 from kvrelay.telemetry.otlp import Export, open_export
 from kvrelay.telemetry.pages import Page, Pages
 from kvrelay.telemetry.process_samples import process_samples
@@ -174,6 +174,7 @@ class WorkerShell:
                 process_samples(),
                 self._instruments.samples(),
                 status_samples(started.reports.status()),
+                {"kvrelay.messages.dropped": samples_by("cause", started.context.messenger.num_dropped)},
                 {
                     "kvrelay.step.duration": [MetricSample((), steps.durations.report())],
                     "kvrelay.step.size": [MetricSample((), steps.sizes.report())],
@@ -195,7 +196,7 @@ class WorkerShell:
         role, messenger = started.role, started.context.messenger
         role.begin_drain()
         started.reports.draining = True
-        started.reports.tell_all()  # routers that do not know yet send requests that would be refused
+        started.reports.broadcast_status()  # routers that do not know yet send requests that would be refused
         await started.membership.announce(draining=True)
         log.info("draining: %d requests are open", role.num_open)
         while role.num_unfinished and time.monotonic() < self._drain_deadline:

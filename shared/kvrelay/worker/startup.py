@@ -7,14 +7,14 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.engine.batch import ModelRunner, ModelSpec
 from kvrelay.fleet.worker_record import WorkerRecord
 from kvrelay.kv.pool import BlockPool
 from kvrelay.messaging.messenger import Messenger
-from kvrelay.protocol.link import LinkEvent, LinkSettings
+from kvrelay.protocol.link import LinkEvent
 from kvrelay.scheduling.scheduler_protocol import Scheduler
 from kvrelay.telemetry.instruments import Instruments
 from kvrelay.telemetry.sequence_spans import SequenceSpans
@@ -120,7 +120,7 @@ class WorkerStartup:
             port=config.port,
             advertise_host=config.reachable_host,
             fingerprint=runner.spec.fingerprint,
-            settings=LinkSettings(alive_interval_s=config.peer_interval_s, peer_timeout_s=config.peer_timeout_s),
+            settings=replace(config.link_settings, router_timeout_s=config.router_timeout_s),
             curve=config.curve_key(),
         )
         self.closing.callback(messenger.close, 0)
@@ -146,7 +146,7 @@ def _more_totals(
 ) -> dict[str, float]:
     totals = dict(delayer.status()) if delayer is not None else {}
     if group is not None:
-        totals["prefill_delayer_members"] = group.num_heard
+        totals["prefill_delayer_members"] = group.num_live_members
     return totals | (cache_events.totals() if cache_events is not None else {})
 
 

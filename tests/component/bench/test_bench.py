@@ -22,7 +22,6 @@ NUM = 12
 
 
 async def plain(exchange: Exchange) -> None:
-    """Five pieces and usage."""
     await exchange.head()
     for piece in "abcd":
         await exchange.piece(piece)

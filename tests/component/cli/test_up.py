@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from kvrelay.cli.instance_lock import InstanceLock
+from kvrelay.config.loader import ConfigError
 from kvrelay.fleet.embedded import EmbeddedRedis
 from tests.fakes.up import GREETING, Up
-from tests.fakes.waiting import PATIENCE_S
+from tests.fakes.waiting import PATIENCE_S, wait_until
 
 Start = Callable[..., Up]
 
@@ -73,6 +75,7 @@ def test_a_second_interrupt_does_not_wait_for_a_worker_that_keeps_draining(start
     assert up.survivors() == []
 
 
+@pytest.mark.slow
 def test_a_worker_that_outlasts_its_drain_timeout_is_killed(start: Start) -> None:
     up = start("--drain-timeout-s=0", FAKE_STUBBORN="decode")
     up.wait_ready()
@@ -119,6 +122,38 @@ def test_a_taken_port_is_found_before_anything_starts(start: Start) -> None:
     assert f"cannot listen on 127.0.0.1 port {port}: Address already in use" in up.output
     assert "--port" in up.output
     assert "starting" not in up.output
+
+
+def test_a_second_one_on_a_port_whose_first_is_still_starting_is_refused(start: Start, tmp_path: Path) -> None:
+    """Nothing listens yet, so only the first one itself can keep the port. Its logs stay as they are."""
+    first = start(FAKE_SLOW_START="decode")
+    first.wait_for(r"^decode-0 +starting")
+    (log,) = (tmp_path / "state").glob("*/decode-0.log")
+    port = int(log.parent.name)
+    wait_until(lambda: "decode waits" in log.read_text())
+    before = log.read_bytes()
+    elsewhere = start("--state-dir", str(tmp_path / "elsewhere"), port=port)
+    assert elsewhere.wait_exit() == 2
+    assert f"another kvrelay up (process {first.process.pid}) uses port {port}; stop it, or name another port" in (
+        elsewhere.output
+    )
+    assert "starting" not in elsewhere.output and not (tmp_path / "elsewhere").exists()
+    assert log.read_bytes() == before
+    first.process.kill()
+    first.wait_exit()
+    third = start(port=port)
+    third.wait_ready()
+
+
+def test_a_second_one_that_would_share_the_logs_is_refused(tmp_path: Path) -> None:
+    """In another network namespace the port is free, but not the directory."""
+    directory = tmp_path / "8000"
+    with InstanceLock(20001, directory):
+        with pytest.raises(ConfigError, match=f"another kvrelay up writes its logs to {directory}"):
+            InstanceLock(20002, directory)
+        with InstanceLock(20002, None), pytest.raises(ConfigError, match=r"another kvrelay up \(process \d+\) uses"):
+            InstanceLock(20002, None)
+    InstanceLock(20001, directory).release()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from tests.component.dispatch.rig import Rig
 
 @pytest_asyncio.fixture
 async def rig() -> AsyncIterator[Rig]:
-    """Not started yet."""
     rig = Rig()
     yield rig
     await rig.close()

@@ -73,7 +73,9 @@ class FakeWorker:
 
     role: Literal["prefill", "decode"]
 
-    def __init__(self, worker_id: str, *, fingerprint: str = "f", max_model_len: int = 512) -> None:
+    def __init__(
+        self, worker_id: str, *, fingerprint: str = "f", max_model_len: int = 512, settings: LinkSettings = FAST
+    ) -> None:
         self.worker_id = worker_id
         self.fingerprint = fingerprint
         self.max_model_len = max_model_len
@@ -87,7 +89,8 @@ class FakeWorker:
         self.buried: set[Key] = set()
         self.gates: dict[str, Gate] = {}
         self.replies: dict[Key, asyncio.Queue[AnyBody | PeerLost]] = defaultdict(asyncio.Queue)
-        self.messenger = Messenger(worker_id, self._on_event, fingerprint=fingerprint, settings=FAST)
+        self.messenger = Messenger(worker_id, self._on_event, fingerprint=fingerprint, settings=settings)
+        self.lost: list[PeerLost] = []
         self.dead = False
 
     @property
@@ -147,6 +150,7 @@ class FakeWorker:
         if self.dead:
             return
         if isinstance(event, PeerLost):
+            self.lost.append(event)
             for replies in self.replies.values():
                 replies.put_nowait(event)
             return

@@ -51,7 +51,6 @@ class Rig:
         await until(lambda: self.states() == dict.fromkeys(self.workers, "ready"))
 
     def add(self, worker: FakeWorker) -> None:
-        """Another worker registers."""
         worker.start()
         self.workers[worker.worker_id] = worker
 
@@ -96,7 +95,6 @@ class Rig:
 
 
 async def read(handle: RunningRequest) -> dict[int, list[int]]:
-    """All tokens by sequence."""
     tokens: dict[int, list[int]] = {}
     for delta in await read_deltas(handle):
         tokens.setdefault(delta.sequence, []).extend(delta.token_ids)

@@ -18,7 +18,7 @@ from tests.fakes.waiting import until
 
 
 async def test_a_router_is_ready_with_its_first_decode_worker(rig: Rig) -> None:
-    await rig.start()
+    await rig.start(max_wait_for_worker_s=0)
     assert not rig.dispatcher.ready()
     assert rig.dispatcher.limits() is None
     with pytest.raises(NoWorkerReady, match="no worker is ready"):

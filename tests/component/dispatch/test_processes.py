@@ -83,6 +83,7 @@ def is_complete(events: list[str]) -> bool:
     return done == "data: [DONE]" and reasons[-1] == "length"
 
 
+@pytest.mark.slow
 async def test_a_killed_process_takes_only_its_own_streams_with_it_and_is_started_again(
     redis_server: EmbeddedRedis,
 ) -> None:
@@ -167,6 +168,7 @@ async def test_connections_that_come_at_once_are_shared_equally() -> None:
         assert len(set(shares(held).values())) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 async def test_connections_that_wait_for_a_process_that_ends_are_served(number: signal.Signals) -> None:
     async with running("redis://127.0.0.1:1/0", "none", *FLAGS) as router:
@@ -188,6 +190,7 @@ async def test_connections_that_wait_for_a_process_that_ends_are_served(number: 
         assert len(set(shares(held).values())) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 async def test_no_client_is_refused_while_processes_end_one_after_the_other(number: signal.Signals) -> None:
     async with running("redis://127.0.0.1:1/0", "none", *FLAGS) as router:

@@ -260,3 +260,38 @@ async def test_long_prompts_are_hashed_on_another_thread(rig: Rig, monkeypatch: 
     handle = rig.dispatcher.submit(request, await rig.dispatcher.prepare(request))
     await read(handle)
     assert threads and threading.main_thread() not in threads
+
+
+async def test_an_owner_sees_its_own_requests_counts_and_decisions(rig: Rig) -> None:
+    await rig.start(*pair())
+    await read(rig.submit(owner="ann"))
+    for _ in range(2):
+        await read(rig.submit(owner="bob"))
+    every = rig.dispatcher.recent_requests(100)
+    own = rig.dispatcher.recent_requests(100, "ann")
+    assert (len(every), own) == (3, every[2:])
+    assert rig.dispatcher.recent_requests(1, "ann") == own
+    name = own[0]["request_id"]
+    assert rig.dispatcher.recent_request(name, "bob") is None
+    assert await rig.dispatcher.timeline(name, "bob") is None
+    assert rig.dispatcher.recent_request(name, "ann") == rig.dispatcher.recent_request(name) is not None
+    timeline = await rig.dispatcher.timeline(name, "ann")
+    assert timeline is not None and timeline["request_id"] == name
+    for owner, num_requests in (("ann", 1), ("bob", 2), (None, 3), ("nobody", 0)):
+        fleet = await rig.dispatcher.fleet(owner)
+        assert fleet["requests"]["finished"] == fleet["latency"]["requests"] == num_requests
+        assert len(fleet["last_decisions"]) == num_requests
+        assert fleet["requests"].keys() == (await rig.dispatcher.fleet())["requests"].keys()
+
+
+async def test_an_owners_running_requests_are_counted(rig: Rig) -> None:
+    prefill, decode = pair()
+    gate = decode.hold("token 3")
+    await rig.start(prefill, decode)
+    handles = [rig.submit(owner="ann", num_sequences=2), rig.submit(owner="bob")]
+    await gate.reached.wait()
+    requests = (await rig.dispatcher.fleet("ann"))["requests"]
+    assert (requests["running"], requests["running_sequences"], requests["submitted"]) == (1, 2, 1)
+    gate.open.set()
+    for handle in handles:
+        await read(handle)

@@ -95,7 +95,6 @@ async def registered(redis_url: str, prefix: str, *workers: FakeWorker) -> Async
 
 
 async def until_refused(host: str, port: int | None) -> None:
-    """Until nobody listens there."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             try:

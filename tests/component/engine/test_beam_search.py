@@ -124,6 +124,7 @@ def check(results: list[BeamResult], model: Any, prompt: list[int], sampling: Sa
         assert math.isnan(wanted.score) or abs(got.score - wanted.score) < 1e-4
 
 
+@pytest.mark.everyday(20)
 @pytest.mark.parametrize("early", [False, True, "never"])
 @pytest.mark.parametrize("penalty", [-1.0, 0.0, 1.0, 2.0])
 @pytest.mark.parametrize("width", [1, 2, 3, 5, 8])
@@ -165,6 +166,7 @@ def test_penalties_apply_to_log_probabilities(model: CausalModel, reference: Any
         check(results, reference, prompt, sampling)
 
 
+@pytest.mark.everyday(10)
 @pytest.mark.parametrize("with_cache", [True, False])
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
 @pytest.mark.parametrize("seed", range(3))

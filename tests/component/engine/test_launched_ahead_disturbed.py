@@ -65,7 +65,6 @@ class ExactModel:
     def hidden_states(
         self, token_ids: torch.Tensor, positions: torch.Tensor, step: tuple[torch.Tensor, PackedRows]
     ) -> torch.Tensor:
-        """`[tokens, 1]`, whole numbers."""
         pool, rows = step
         pool[rows.token_blocks(BLOCK_SIZE), rows.token_positions % BLOCK_SIZE] = token_ids.float()
         hidden = torch.empty(len(token_ids), 1)

@@ -163,6 +163,7 @@ def check(
     return scheduler
 
 
+@pytest.mark.everyday(12)
 @pytest.mark.parametrize("steps", list(STEPS))
 @pytest.mark.parametrize("with_cache", [True, False])
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
@@ -176,6 +177,7 @@ def test_every_scheduler(
     check(model, expected, name, SchedulerSettings(), with_cache=with_cache, **STEPS[steps])
 
 
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize("steps", list(STEPS))
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
 def test_captured_steps(

@@ -28,7 +28,7 @@ CHAIN = HEAD + MIDDLE + TAIL
 PATIENCE_S = 240.0
 MOST_CHECKED = 2000
 STARTS = itertools.count(1)
-"""Names of starts are unique in a fleet: claims are told apart by them."""
+"""Names of starts are unique in a fleet: a range id contains one."""
 Chain = list[BlockHash]
 
 
@@ -82,8 +82,6 @@ class Worker:
 
 
 class Churn:
-    """`run` does everything."""
-
     def __init__(self, server: RedisServer, size: Size, seed: int) -> None:
         self.server = server
         self.size = size

@@ -121,12 +121,12 @@ class World:
             return call is not None
         if isinstance(call, OpenSlot):
             worker_id, incarnation = worker.worker_id, worker.incarnation
-            slot = int(self.scripts.run("open", [worker_id, incarnation, call.claim, TTL_MS, MAX_SLOTS]))
+            slot = int(self.scripts.run("open", [worker_id, incarnation, call.range_id, TTL_MS, MAX_SLOTS]))
             if not loses:
                 worker.publication.opened(slot) if slot >= 0 else worker.publication.refused()
             return True
         assert isinstance(call, Apply)
-        arguments = [call.slot, call.claim, call.seq, TTL_MS, call.operations, call.event]
+        arguments = [call.slot, call.range_id, call.seq, TTL_MS, call.operations, call.event]
         answer = self.scripts.run("apply", arguments)
         if not loses:
             worker.publication.applied() if answer in (b"OK", b"SWEEP") else worker.publication.lost()
@@ -236,7 +236,6 @@ class Worker:
             self.pool.release(table, BlockState.COMPUTING)
 
     def held(self) -> set[BlockHash]:
-        """The truth, without events."""
         return {block_hash for block_hash in UNIVERSE if self.cache.block_of(block_hash) is not None}
 
 

@@ -118,6 +118,7 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publication, "MAX_BATCH_BLOCKS", 4)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_batches")
 @settings(max_examples=NUM_EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(history=HISTORIES)

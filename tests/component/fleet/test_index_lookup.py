@@ -51,10 +51,10 @@ def chain_of(length: int, branch: int = 0, branches_at: int = 0) -> list[BlockHa
 
 def open_at(scripts: IndexScripts, client: Any, slot: int, worker_id: str) -> str:
     """Opens this very slot: what `open` does after so many others, without them."""
-    claim = f"{slot:016x}:00000000"
-    client.hset(f"{scripts.base}:slots", str(slot), f"{claim} {worker_id}")
+    range_id = f"{slot:016x}:00000000"
+    client.hset(f"{scripts.base}:slots", str(slot), f"{range_id} {worker_id}")
     client.hset(f"{scripts.base}:seqs", str(slot), 0)
-    return claim
+    return range_id
 
 
 def lookup(scripts: IndexScripts, *chains: list[BlockHash], most_reads: int = MAX_BATCH_BLOCKS) -> list[dict[str, int]]:
@@ -109,13 +109,13 @@ def test_lookups_are_what_a_walk_along_the_chain_finds(
         replica = IndexReplica({slot: (f"{slot:016x}:00000000", f"w{slot}", 0) for slot in holders})
         held: dict[str, set[BlockHash]] = {}
         for slot, (length, branches_at, branch) in holders.items():
-            claim = open_at(scripts, client, slot, f"w{slot}")
+            range_id = open_at(scripts, client, slot, f"w{slot}")
             chain = chain_of(length, branch, branches_at)
             keep = max(1, length - cut // 2)
             runs = [(STORED, chain[: length // 2]), (STORED, chain[length // 2 :]), (REMOVED, chain[keep:][::-1])]
             operations = encode_operations(run for run in runs if run[1])
-            batch = Batch(slot, claim, 1, operations)
-            assert scripts.run("apply", [slot, claim, 1, TTL_MS, operations, encode_batch(batch)]) == b"OK"
+            batch = Batch(slot, range_id, 1, operations)
+            assert scripts.run("apply", [slot, range_id, 1, TTL_MS, operations, encode_batch(batch)]) == b"OK"
             replica.apply(batch)
             held[f"w{slot}"] = set(chain[:keep])
         for slot in retired & holders.keys():
@@ -183,9 +183,9 @@ def test_a_range_that_ended_is_forgotten_piece_by_piece_and_seen_no_more(
         replica = IndexReplica({})
         held: dict[str, int] = {}
 
-        def start(slot: int, claim: str, length: int) -> None:
-            replica.apply(Opened(slot, claim, f"w{slot}"))
-            replica.apply(Batch(slot, claim, 1, encode_operations([(STORED, chain_of(length))] if length else [])))
+        def start(slot: int, range_id: str, length: int) -> None:
+            replica.apply(Opened(slot, range_id, f"w{slot}"))
+            replica.apply(Batch(slot, range_id, 1, encode_operations([(STORED, chain_of(length))] if length else [])))
             held[f"w{slot}"] = length
 
         for slot, length in enumerate(lengths):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ import uvloop
 import zmq
 
 from kvrelay.messaging.messenger import Messenger
+from kvrelay.messaging.sockets import MessengerSockets
 from kvrelay.protocol import codec
 from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings, PeerLost, PeerRefused
 from kvrelay.protocol.messages import Alive, Cancel, Header, PeerRef
@@ -426,3 +428,42 @@ def test_a_messenger_can_be_closed_after_its_event_loop(run: Run) -> None:
     messenger.close()
     messenger.close()
     assert own_fds() <= fds
+
+
+def test_a_socket_that_cannot_be_made_concerns_its_peer_alone(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at the limit of file descriptors or of sockets: the rest of the batch leaves, and the loop goes on."""
+
+    async def test() -> None:
+        a, others = Party("a"), [Party(f"b{number}") for number in range(4)]
+        async with parties(a, *others):
+            sockets = a.messenger._sockets
+            assert sockets is not None
+            connect = sockets._connect
+
+            def fail_for_one(address: str) -> zmq.Socket[bytes]:
+                if address == others[1].me.address and sockets.num_unsent < 3:
+                    raise zmq.ZMQError(errno.EMFILE)
+                return connect(address)
+
+            monkeypatch.setattr(sockets, "_connect", fail_for_one)
+            for other in others:  # before the loop turns: one batch
+                a.messenger._links.send(other.me, Cancel(reason="hello"), time.monotonic())
+            a.messenger._send_out()
+            for other in others:
+                await other.until(lambda other=other: other.texts == ["hello"])  # type: ignore[misc]
+            assert a.messenger.num_dropped["unsent"] == 3
+            assert not a.lost
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    "address", ["inproc://zeromq.zap.01", "ipc:///tmp/x", "tcp://127.0.0.1", "tcp://*:5", "", "\ud800"]
+)
+def test_an_address_that_is_no_inbox_is_never_connected_to(address: str) -> None:
+    sockets = MessengerSockets("127.0.0.1", 0, None, 10)
+    try:
+        sockets.send(address, [b"header", b"body"])
+        assert sockets.num_unsent == 1 and not sockets._outboxes
+    finally:
+        sockets.close(0)

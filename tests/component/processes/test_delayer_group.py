@@ -142,6 +142,7 @@ def test_a_prompt_waits_until_the_other_has_one_and_both_go_in(run_group: Callab
     run_group("ab", [*FOREVER, "--prefill-delayer-silence-s=60"], test)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_nobody_waits_for_a_member_that_is_dead_or_stands_still(
     run_group: Callable[..., None], number: signal.Signals

@@ -16,6 +16,7 @@ from kvrelay_router.http.connection_limits import ConnectionLimits
 from kvrelay_router.http.http_server import DEFAULT_LIMITS, HttpServer, bind, serve
 from kvrelay_router.openai.request_metrics import RequestMetrics
 from kvrelay_router.openai.settings import ApiSettings
+from kvrelay_router.pending_memory import PendingMemory
 from kvrelay_router.text.service import TextService
 from tests.fakes.scripted_dispatcher import Script, ScriptedDispatcher
 from tests.fakes.waiting import PATIENCE_S
@@ -26,8 +27,11 @@ MODEL = "test-model"
 class Router:
     """A real HTTP server over a scripted dispatcher, with clients for it."""
 
-    def __init__(self, server: HttpServer, dispatcher: ScriptedDispatcher, text: TextService) -> None:
+    def __init__(
+        self, server: HttpServer, dispatcher: ScriptedDispatcher, text: TextService, memory: PendingMemory
+    ) -> None:
         self.server = server
+        self.memory = memory
         self.dispatcher = dispatcher
         self.text = text
         self.url = f"http://127.0.0.1:{server.port}"
@@ -63,13 +67,17 @@ async def running_router(
     connections: ConnectionLimits = DEFAULT_LIMITS,
     metrics: RequestMetrics | None = None,
     graceful_timeout_s: float = 2.0,
+    memory: PendingMemory | None = None,
     **settings: Any,
 ) -> AsyncIterator[Router]:
     """A router with these settings."""
     dispatcher = ScriptedDispatcher(lambda request, sequence: Script([]))
-    app = create_app(ApiSettings(model_names=(MODEL, "alias"), **settings), dispatcher, text, limits, metrics)
-    server = await serve(app, bind("127.0.0.1", 0), graceful_timeout_s=graceful_timeout_s, limits=connections)
-    router = Router(server, dispatcher, text)
+    memory = memory or PendingMemory()
+    app = create_app(ApiSettings(model_names=(MODEL, "alias"), **settings), dispatcher, text, limits, metrics, memory)
+    server = await serve(
+        app, bind("127.0.0.1", 0), graceful_timeout_s=graceful_timeout_s, limits=connections, memory=memory
+    )
+    router = Router(server, dispatcher, text, memory)
     router.answers("An otter is a mammal.")
     try:
         yield router

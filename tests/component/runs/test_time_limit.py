@@ -66,6 +66,7 @@ def run_pytest(project: Path, *args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_hang_is_one_failed_test_and_all_others_run(project: Path) -> None:
     done = run_pytest(project, "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
     assert done.returncode == 1, done.stdout

@@ -48,7 +48,6 @@ def obey(end: SendingEnd | ReceivingEnd, order: list[Any]) -> None:
 
 
 async def main(transport: str, role: str, num_blocks: str, block_bytes: str, seed: str) -> None:
-    """Serves until stdin ends."""
     rig = Rig(TRANSPORTS[transport])
     shape = int(num_blocks), int(block_bytes)
     end = rig.sender(source_pool(*shape, int(seed))) if role == "send" else rig.receiver(target_pool(*shape))

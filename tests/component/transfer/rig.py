@@ -59,7 +59,6 @@ class SendingEnd:
     log: Log = field(default_factory=Log)
 
     def push(self, reservation: str, endpoint: dict[str, str], copies: Iterable[BlockPush]) -> None:
-        """Pushes."""
         self.sender.push(reservation, endpoint, list(copies))
 
     def pushed(self, reservation: str) -> list[int]:
@@ -69,7 +68,6 @@ class SendingEnd:
         return sorted(block for event in events for block in event.blocks)
 
     def failures(self, reservation: str) -> list[str]:
-        """Causes of failed pushes."""
         return [e.cause for e in self.log.events if isinstance(e, TransferFailed) and e.reservation == reservation]
 
     async def until_pushed(self, reservation: str, blocks: Iterable[int]) -> None:
@@ -99,7 +97,6 @@ class ReceivingEnd:
 
     @property
     def endpoint(self) -> dict[str, str]:
-        """What senders are told."""
         return self.receiver.endpoint
 
     def landed(self, reservation: str) -> list[int]:
@@ -128,11 +125,9 @@ class Rig:
         self._ends: list[SendingEnd | ReceivingEnd] = []
 
     def sender(self, pool: Bytes) -> SendingEnd:
-        """A started sender."""
         return self._start(SendingEnd(pool, self.transport.make_sender(pool)))
 
     def receiver(self, pool: Bytes) -> ReceivingEnd:
-        """A started receiver."""
         return self._start(ReceivingEnd(pool, self.transport.make_receiver(pool)))
 
     def _start(self, end: AnyEnd) -> AnyEnd:
@@ -141,7 +136,6 @@ class Rig:
         return end
 
     def close(self) -> None:
-        """Closes every end."""
         for end in self._ends:
             (end.sender if isinstance(end, SendingEnd) else end.receiver).close()
 
@@ -162,11 +156,9 @@ class Plan:
 
     @property
     def copies(self) -> list[BlockPush]:
-        """What the sender pushes."""
         return [BlockPush(*numbers) for numbers in zip(self.blocks, self.sources, self.slots, strict=True)]
 
     def admit(self, end: ReceivingEnd) -> None:
-        """Lets these blocks land."""
         end.receiver.admit(self.reservation, self.first_block, self.slots)
 
     def assert_arrived(self, source: Bytes, target: Bytes) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Iterator
+from ipaddress import ip_address
 
 import numpy as np
+import psutil
 import pytest
 
 from kvrelay.transfer.base import BlockPush, SenderDrained
 from kvrelay.transfer.nixl_transport import NixlReceiver, NixlSender, NixlSettings, TransportUnavailable
+from kvrelay.transfer.ucx_devices import devices_for
 from kvrelay.transfer.wire import Bytes
 from tests.component.transfer.rig import Plan, Rig, check_both_count, push_each_alone, scattered
 from tests.component.transfer.test_processes import BLOCK_BYTES, NUM_BLOCKS, child
@@ -61,6 +64,31 @@ async def test_a_connection_that_never_comes_about_fails_its_pushes_and_drains(
         await source.log.until(lambda: bool(source.failures("r")))
         await source.abort("r")
     assert source.pushed("r") == []
+
+
+async def test_a_write_that_hangs_after_a_good_one_fails_its_connection_and_drains(
+    rig: Rig, random: np.random.Generator
+) -> None:
+    """Its receiver is stopped, so the write has not drained; when the receiver dies, UCX ends the write."""
+    source = rig.sender(source_pool(NUM_BLOCKS, BLOCK_BYTES))
+    good, hung = scattered("good", 8, NUM_BLOCKS, random), scattered("hung", 800, NUM_BLOCKS, random)
+    async with child(rig.transport, "receive") as receiver:
+        await receiver.order("admit", "good", 0, good.slots)
+        await receiver.hear("admitted")
+        source.push("good", receiver.endpoint, good.copies)
+        await source.until_pushed("good", good.blocks)
+        receiver.process.send_signal(signal.SIGSTOP)
+        source.push("hung", receiver.endpoint, hung.copies)
+        await source.log.until(lambda: bool(source.failures("hung")))
+        assert "no progress" in source.failures("hung")[0]
+        source.push("next", receiver.endpoint, hung.copies)
+        await source.log.until(lambda: bool(source.failures("next")))
+        source.sender.abort("hung")
+        await source.until_begun()
+        assert SenderDrained("hung") not in source.log.events
+        receiver.process.kill()
+        await source.log.until(lambda: SenderDrained("hung") in source.log.events)
+    assert len(source.pushed("hung")) < len(hung.blocks)  # a few may have left before the signal arrived
 
 
 async def test_a_killed_receiver_fails_its_pushes_and_no_other(rig: Rig, random: np.random.Generator) -> None:
@@ -146,6 +174,21 @@ async def test_both_ends_count_what_they_did(rig: Rig, random: np.random.Generat
 async def test_transports_that_ucx_does_not_have_make_it_unavailable() -> None:
     with pytest.raises(TransportUnavailable, match="no_such_transport"):
         NixlReceiver(target_pool(4, BLOCK_BYTES), ucx_transports="no_such_transport")
+
+
+async def test_a_worker_at_a_loopback_address_listens_on_no_other_interface() -> None:
+    def listening() -> set[tuple[str, int]]:
+        every = psutil.Process().net_connections("inet")
+        return {(each.laddr.ip, each.laddr.port) for each in every if each.status == psutil.CONN_LISTEN}
+
+    before, devices = listening(), devices_for("127.0.0.1")
+    receiver = NixlReceiver(target_pool(4, BLOCK_BYTES), ucx_devices=devices)
+    sender = NixlSender(source_pool(4, BLOCK_BYTES), settings=NixlSettings(ucx_devices=devices))
+    new = listening() - before
+    sender.close()
+    receiver.close()
+    assert len(new) >= 2
+    assert [place for place in new if not ip_address(place[0]).is_loopback] == []
 
 
 async def test_without_the_library_it_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,7 @@ def as_lists(plan: Plan) -> list[list[int]]:
     return [[copy.index, copy.source, copy.slot] for copy in plan.copies]
 
 
+@pytest.mark.everyday(2)
 async def test_blocks_arrive_from_another_process(transport: Transport, rig: Rig, random: np.random.Generator) -> None:
     target = rig.receiver(target_pool(NUM_BLOCKS, BLOCK_BYTES))
     plan = scattered("r", 500, NUM_BLOCKS, random)
@@ -100,6 +101,7 @@ async def test_blocks_arrive_from_another_process(transport: Transport, rig: Rig
     plan.assert_arrived(source_pool(NUM_BLOCKS, BLOCK_BYTES, 5), target.pool)
 
 
+@pytest.mark.everyday(2)
 async def test_a_sender_killed_on_the_way_leaves_whole_blocks_and_another_one_finishes(
     transport: Transport, rig: Rig, random: np.random.Generator
 ) -> None:
@@ -124,6 +126,7 @@ async def test_a_sender_killed_on_the_way_leaves_whole_blocks_and_another_one_fi
     plan.assert_arrived(pool, target.pool)
 
 
+@pytest.mark.everyday(2)
 async def test_an_abort_drains_after_the_receiver_was_killed(
     transport: Transport, rig: Rig, random: np.random.Generator
 ) -> None:
@@ -139,6 +142,7 @@ async def test_an_abort_drains_after_the_receiver_was_killed(
         await source.abort("r")
 
 
+@pytest.mark.everyday(2)
 async def test_a_stopped_receiver_delays_no_abort_and_loses_nothing_of_others(
     transport: Transport, rig: Rig, random: np.random.Generator
 ) -> None:

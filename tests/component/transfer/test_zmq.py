@@ -18,6 +18,7 @@ from kvrelay.transfer.write_permits import DropCause
 from kvrelay.transfer.zmq_transport import SenderSettings, ZmqReceiver, ZmqSender
 from tests.component.transfer.rig import Plan, Rig, SendingEnd, check_both_count, push_each_alone, scattered
 from tests.component.transfer.transports import TRANSPORTS, source_pool, target_pool
+from tests.fakes.waiting import until
 
 pytestmark = [pytest.mark.component]
 
@@ -27,7 +28,6 @@ WINDOW = 8
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
-    """Over TCP alone."""
     made = Rig(TRANSPORTS["zmq-tcp"])
     yield made
     made.close()
@@ -200,6 +200,45 @@ async def test_a_connection_that_was_reset_is_forgotten_when_idle(held: HeldPort
     finally:
         end.sender.close()
         target.close()
+
+
+async def test_a_receiver_for_which_there_is_no_socket_fails_alone(held: HeldPort) -> None:
+    pool = source_pool(8, BLOCK_BYTES)
+    sender = ZmqSender(pool, settings=SenderSettings(max_receivers=1))
+    end, target = SendingEnd(pool, sender), ZmqReceiver(target_pool(8, BLOCK_BYTES))
+    nobody = [{"address": tcp_address(f"127.0.1.{number}", held.port)} for number in range(100)]
+    try:
+        target.start(lambda landed: None)
+        target.admit("r", 0, range(8))
+        end.sender.start(end.log.add)
+        end.push("r", target.endpoint, [BlockPush(0, 0, 0)])
+        await end.until_pushed("r", [0])
+        for number, endpoint in enumerate(nobody):
+            end.push(f"lost-{number}", endpoint, [BlockPush(0, 0, 0)])
+        await end.log.until(lambda: bool(end.failures("lost-99")))
+        assert "cannot open a socket" in end.failures("lost-99")[0]
+        assert not end.failures("lost-0")
+        end.push("r", target.endpoint, [BlockPush(1, 1, 1)])
+        await end.until_pushed("r", [0, 1])
+    finally:
+        end.sender.close()
+        target.close()
+
+
+@pytest.mark.parametrize("frame", [b"\x97\xa8\xff\xfe\xff\xff\xff\xff\xff\xff", b"\x97" + b"\x91" * 100_000])
+async def test_bytes_that_are_no_text_and_deep_nesting_do_not_end_the_receiver(
+    rig: Rig, stranger: zmq.Socket[bytes], frame: bytes
+) -> None:
+    source, target = rig.sender(source_pool(8, BLOCK_BYTES)), rig.receiver(target_pool(8, BLOCK_BYTES))
+    plan = Plan("r", 0, (1, 2), (3, 4))
+    plan.admit(target)
+    stranger.connect(target.endpoint["address"])
+    stranger.send_multipart([frame, DATA])
+    assert isinstance(target.receiver, ZmqReceiver)
+    dropped = target.receiver.counters.dropped
+    await until(lambda: dropped["malformed"] == 1)
+    source.push("r", target.endpoint, plan.copies)
+    await target.until_landed("r", plan.blocks)
 
 
 async def test_both_ends_count_what_they_did(rig: Rig, random: np.random.Generator) -> None:

@@ -34,6 +34,7 @@ def check(got: Received, prompt: list[int], sampling: Sampling) -> None:
     assert not got.tokens
 
 
+@pytest.mark.everyday(5)
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 100, 300])
 @pytest.mark.parametrize("width", [2, 4, 7])
 def test_a_prompt_of_any_length_is_handed_over_and_searched(redis_url: str, length: int, width: int) -> None:

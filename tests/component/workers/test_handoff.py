@@ -229,6 +229,7 @@ def test_a_resumed_attempt_goes_on_where_the_first_stopped(redis_url: str) -> No
     run(test)
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(("preemption", "num_swap_slots"), [("recompute", 0), ("swap", 60), ("swap", 9), ("auto", 60)])
 def test_many_requests_over_pools_too_small_for_them_all_finish_with_their_own_tokens(
     redis_url: str, tmp_path: Path, preemption: str, num_swap_slots: int

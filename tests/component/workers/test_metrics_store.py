@@ -49,7 +49,6 @@ def test_a_full_disk_ends_no_worker_and_no_request(
 
 @pytest.fixture
 def records(redis_server: EmbeddedRedis, tmp_path: Path) -> dict[str, list[Record]]:
-    """By worker, after `serve_three_requests`."""
     serve_three_requests(redis_server, str(tmp_path / "{worker_id}.jsonl"))
     return {role: list(read_metrics(tmp_path / f"{role}.jsonl")) for role in ("prefill", "decode")}
 

@@ -32,8 +32,7 @@ def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
 class Runner(TransformersRunner):
     """With what the rig asks of one."""
 
-    def go_on(self) -> None:
-        """Nothing holds it."""
+    def go_on(self) -> None: ...
 
     @property
     def num_sequences(self) -> int:
@@ -45,6 +44,7 @@ def make_runner(directory: Path, device: str) -> Runner:
     return Runner(model, 40, num_swap_slots=10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checksum", [False, True])
 def test_blocks_go_from_one_device_to_another(redis_url: str, machine: Machine, tmp_path: Path, checksum: bool) -> None:
     directory = build_model("qwen3", tmp_path)

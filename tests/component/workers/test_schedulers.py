@@ -24,6 +24,7 @@ POLICIES: list[Policy] = [
 ]
 
 
+@pytest.mark.everyday(6)
 @pytest.mark.parametrize("overlap", ["on", "off"])
 @pytest.mark.parametrize(("scheduler", "order", "more"), POLICIES, ids=lambda value: str(value))
 def test_handed_over_and_local_prompts_end_with_their_own_tokens(

@@ -52,7 +52,6 @@ async def routed(held: list[HeldPort]) -> AsyncIterator[RouterDispatcher]:
 
 
 def ready(dispatcher: RouterDispatcher) -> set[tuple[str, str]]:
-    """Names and incarnations."""
     described = dispatcher.view.describe(frozenset(), time.monotonic())
     return {(each["worker_id"], each["incarnation"]) for each in described if each["state"] == "ready"}
 

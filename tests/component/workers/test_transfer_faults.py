@@ -17,7 +17,7 @@ from kvrelay.protocol.messages import Cancel, Reassign
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.transfer.base import TransferReceiver, TransferSender
 from kvrelay.worker.context import Role, WorkerContext
-from kvrelay_decode import receiver_driver
+from kvrelay_decode import overdue
 from kvrelay_decode.service import DecodeRole
 from kvrelay_prefill.service import PrefillRole
 from tests.component.transfer.transports import WRAPPED, Transport
@@ -35,12 +35,12 @@ SHARES = dict.fromkeys((Fault.DELAY, Fault.REORDER, Fault.DROP, Fault.CORRUPT, F
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiver_driver, "RESEND_AFTER_S", 0.1)
+    monkeypatch.setattr(overdue, "FIRST_RESEND_S", 0.1)
+    monkeypatch.setattr(overdue, "SHORTEST_RESEND_S", 0.1)
 
 
 @pytest.fixture(params=list(WRAPPED.values()), ids=list(WRAPPED))
 def inner(request: pytest.FixtureRequest) -> tuple[Transport, InnerSender]:
-    """What is wrapped."""
     transport, make_inner = request.param
     if transport.why_not:
         pytest.skip(transport.why_not)
@@ -96,6 +96,7 @@ def serve(redis_url: str, fleet: FaultyFleet, test: Callable[[Fleet], Awaitable[
     run(lambda: fleet.serve(test, redis_url))
 
 
+@pytest.mark.everyday(8)
 @pytest.mark.parametrize("number", [1, 3])
 @pytest.mark.parametrize("fault", [Fault.DELAY, Fault.REORDER, Fault.DUPLICATE, Fault.DROP, Fault.CORRUPT, Fault.STALL])
 def test_a_faulty_message_costs_time_and_no_token(
@@ -114,6 +115,7 @@ def test_a_faulty_message_costs_time_and_no_token(
     serve(redis_url, FaultyFleet(inner, Script({(Point.PUSH, number): fault})), test)
 
 
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize("fault", [Fault.DELAY, Fault.DROP, Fault.CORRUPT, Fault.STALL])
 def test_samples_wait_for_the_one_whose_blocks_go_wrong(
     inner: tuple[Transport, InnerSender], redis_url: str, fault: Fault
@@ -132,6 +134,7 @@ def test_samples_wait_for_the_one_whose_blocks_go_wrong(
     serve(redis_url, FaultyFleet(inner, Script({(Point.PUSH, number): fault for number in (1, 3)})), test)
 
 
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize("fault", [Fault.DELAY, Fault.REORDER, Fault.DUPLICATE, Fault.STALL])
 def test_late_or_doubled_reports_cost_time_and_no_token(
     inner: tuple[Transport, InnerSender], redis_url: str, fault: Fault
@@ -146,13 +149,14 @@ def test_late_or_doubled_reports_cost_time_and_no_token(
     serve(redis_url, FaultyFleet(inner, sending, Every(Point.LANDED, fault)), test)
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize(
     ("fault", "cause"), [(Fault.CORRUPT, "corrupted"), (Fault.DROP, "did not come"), (Fault.DIE, "broke")]
 )
 def test_a_transport_that_never_delivers_is_given_up_and_another_decode_worker_is_asked_for(
     inner: tuple[Transport, InnerSender], redis_url: str, fault: Fault, cause: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(receiver_driver, "RESEND_AFTER_S", 0.01)
+    monkeypatch.setattr(overdue, "FIRST_RESEND_S", 0.01)
 
     async def test(f: Fleet) -> None:
         got = f.router.prefill(f.prefill[0].me, f.decode[0].me, "a", prompt_of(60), GREEDY)

@@ -150,7 +150,6 @@ def _made_on_the_host(make: Callable[..., torch.Tensor]) -> Callable[..., torch.
 
 
 def _asked_by_context() -> torch.device:
-    """As in `with torch.device("cuda")`."""
     contexts = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
     return contexts[-1].device if contexts else torch.device("cpu")
 
@@ -190,8 +189,6 @@ class _Generator(torch.Generator):
 
 
 class _DeviceContext:
-    """`torch.cuda.device`."""
-
     def __init__(self, device: Any) -> None:
         self._index = machine().gpu(device).device.index
 
@@ -224,8 +221,6 @@ class _StreamContext:
 
 
 class _Graph:
-    """`torch.cuda.graph`."""
-
     def __init__(
         self, cuda_graph: CUDAGraph, pool: Any = None, stream: Stream | None = None, capture_error_mode: str = "global"
     ) -> None:
@@ -280,8 +275,6 @@ def _empty_cache() -> None:
 
 
 class _Runtime:
-    """`torch.cuda.cudart()`."""
-
     def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:  # noqa: N802
         assert size_bytes > 0
         host.pinned.pin(address, size_bytes)

@@ -87,7 +87,6 @@ class Machine:
     # -- who and where ------------------------------------------------------------------------------------------------
 
     def current_index(self) -> int:
-        """The calling thread's device."""
         index: int = getattr(self.thread, "index", 0)
         return index
 
@@ -117,7 +116,6 @@ class Machine:
 
     @property
     def capture(self) -> CUDAGraph | None:
-        """What this thread captures."""
         found: CUDAGraph | None = getattr(self.thread, "capture", None)
         return found
 

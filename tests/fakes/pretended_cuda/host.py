@@ -85,7 +85,6 @@ def _is_direct(target: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 def to_device(target: DeviceTensor, source: torch.Tensor, *, non_blocking: bool) -> None:
-    """`target.copy_(source)` from the host."""
     if not target.numel():
         return
     stream, data = target.stream(), target.data_there
@@ -110,7 +109,6 @@ def to_device(target: DeviceTensor, source: torch.Tensor, *, non_blocking: bool)
 
 
 def to_host(target: torch.Tensor, source: DeviceTensor, *, non_blocking: bool) -> None:
-    """`target.copy_(source)` to the host."""
     if not source.numel():
         return
     stream, data = source.stream(), source.data_there

@@ -39,7 +39,6 @@ class Bench:
         return [_make_job(each, max_tokens, f"round {self._round}") for each in range(number)]
 
     async def jobs(self, number: int) -> list[tuple[Job, Outcome]]:
-        """With what must come."""
         jobs = self.make_jobs(number)
         missing = [job for job in jobs if _kind(job) not in self._references]
         found = await self.load().references(missing, 8)

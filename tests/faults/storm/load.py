@@ -162,7 +162,6 @@ def _beam_search(seed: int, options: random.Random) -> dict[str, Any]:
 
 
 def make_jobs(number: int, seed: int, num_kinds: int, samples_share: float = SAMPLES_SHARE) -> list[Job]:
-    """The first of `draw_jobs`."""
     return list(itertools.islice(draw_jobs(seed, num_kinds, samples_share), number))
 
 

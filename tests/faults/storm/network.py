@@ -90,7 +90,6 @@ class Network:
         self._changed = asyncio.Event()
 
     def heal(self) -> None:
-        """All ways are open."""
         for source, target in list(self._ways):
             self.set(source, target, Way.OPEN)
 

@@ -77,7 +77,6 @@ class Holding:
 
     @classmethod
     def of(cls, pid: int) -> Holding:
-        """As /proc says."""
         process = Path(f"/proc/{pid}")
         status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
         resident_mb = int(status["VmRSS"].split()[0]) / 1024

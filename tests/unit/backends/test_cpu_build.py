@@ -26,6 +26,7 @@ def make_layout(dtype: torch.dtype, head_dim: int) -> KVLayout:
     return KVLayout(num_layers=2, num_kv_heads=2, head_dim=head_dim, block_size=16, dtype=dtype)
 
 
+@pytest.mark.slow
 @needs_gcc
 def test_processes_that_build_at_once_end_with_one_whole_file(tmp_path: Path) -> None:
     builders = [
@@ -38,6 +39,7 @@ def test_processes_that_build_at_once_end_with_one_whole_file(tmp_path: Path) ->
     assert ctypes.CDLL(results.pop()).kvrelay_struct_bytes() > 0
 
 
+@pytest.mark.slow
 @needs_gcc
 def test_a_built_kernel_is_not_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built = cpu_build.build_kernel("gcc", tmp_path, link_openmp=False)

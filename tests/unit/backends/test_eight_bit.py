@@ -121,6 +121,7 @@ def test_every_code_is_read_as_what_it_stands_for(name: str, stored: torch.dtype
     assert not read[~finite].isfinite().any()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
 def test_a_kernel_for_cpus_without_conversion_of_halves_reads_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

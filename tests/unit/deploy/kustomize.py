@@ -36,7 +36,6 @@ def render(directory: Path) -> list[Resource]:
 
 
 def key(resource: Resource) -> tuple[str, str]:
-    """Kind and name."""
     return resource["kind"], resource["metadata"]["name"]
 
 

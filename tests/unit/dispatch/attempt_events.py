@@ -48,8 +48,15 @@ def failed(worker: PeerRef, attempt: int = 1, *, retriable: bool = True) -> Atte
     return AttemptFailed(worker, attempt, 0, FailureKind.ENGINE_ERROR, "broken", retriable)
 
 
-def lost(worker: PeerRef, reason: str = "silent", *, lost_by_worker: bool = False) -> WorkerLost:
-    return WorkerLost(worker, 0, reason, lost_by_worker)
+def lost(
+    worker: PeerRef,
+    reason: str = "silent",
+    *,
+    lost_by_worker: bool = False,
+    was_silent: bool = False,
+    in_company: bool = False,
+) -> WorkerLost:
+    return WorkerLost(worker, 0, reason, lost_by_worker, was_silent, in_company)
 
 
 def delivered(instructions: list[Done]) -> list[int]:

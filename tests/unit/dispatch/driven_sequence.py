@@ -8,17 +8,16 @@ from typing import Any, Self
 import msgspec
 
 from kvrelay.protocol.messages import FirstToken, Header, PeerRef, TokenEntry
-from kvrelay_router.dispatch.attempt import AttemptState, SequenceAttempts, SequenceSpec
+from kvrelay_router.dispatch.attempt import AttemptState, SequenceAttempts
 from kvrelay_router.dispatch.events import AttemptFailed, Ended, Event, Instruction, WorkerLost, WorkersAssigned
 from kvrelay_router.dispatch.intake import TokenIntake
 from kvrelay_router.dispatch.interface import SequenceDelta
+from kvrelay_router.dispatch.sequence_spec import SequenceSpec
 from kvrelay_router.dispatch.token_path import entry_of, token_events
 from tests.unit.handoff.check.values import clone
 
 
 class FirstTokenReceived(msgspec.Struct, frozen=True):
-    """Prefill sent FirstToken."""
-
     worker: PeerRef
     attempt: int
     body: FirstToken
@@ -33,8 +32,6 @@ class FirstTokenReceived(msgspec.Struct, frozen=True):
 
 
 class TokensReceived(msgspec.Struct, frozen=True):
-    """Decode sent this entry."""
-
     worker: PeerRef
     entry: TokenEntry
 
@@ -84,7 +81,7 @@ class DrivenSequence:
             return []
         delta = self.handle_entry(entry)
         done: list[Done] = [] if delta is None else [Deliver(delta)]
-        for each in token_events(self.attempts, worker, entry, delta, len(self.output), from_prefill):
+        for each in token_events(self.attempts, delta, from_prefill):
             done += self._carried_out(self.handle_event(each))
         return done
 

@@ -17,7 +17,6 @@ from kvrelay.protocol.messages import (
     Stop,
     unpack_tokens,
 )
-from kvrelay.protocol.sampling import FinishReason
 from kvrelay.state_machine import IllegalEvent
 from kvrelay_router.dispatch.attempt import AttemptState
 from kvrelay_router.dispatch.events import (
@@ -259,6 +258,7 @@ def test_attempts_are_bounded() -> None:
 VOID: list[Callable[[int], AnyEvent]] = [
     lambda attempt: AttemptFailed(P, attempt, 0, FailureKind.DRAINING, "draining", retriable=True, refused=True),
     lambda attempt: lost(P, "it lost us", lost_by_worker=True),
+    lambda attempt: lost(P, "silent", was_silent=True),
     lambda attempt: lost(D, "it lost us", lost_by_worker=True),
 ]
 
@@ -323,6 +323,30 @@ def test_lost_workers_that_are_not_heard_again_end_the_request() -> None:
     assert machine.handle(PlacementFailed("nobody came")) == [NOBODY_CAME]
 
 
+def test_losses_in_company_count_only_for_a_suspect() -> None:
+    machine = placed(max_attempts=2)
+    for is_suspect in (False, True):
+        find = machine.handle(lost(P, in_company=True))[-1]
+        assert isinstance(find, FindPlacement) and find.is_suspect == is_suspect and not find.delay_s
+        machine.handle(WorkersAssigned(P, D, 60.0))
+    find = machine.handle(lost(P, in_company=True))[-1]
+    assert isinstance(find, FindPlacement) and find.is_suspect
+    machine.handle(WorkersAssigned(P, D, 60.0))
+    assert isinstance(machine.handle(lost(P, in_company=True))[-1], AwaitLostWorkers)
+    (find,) = machine.handle(WorkerBack(P))
+    assert isinstance(find, FindPlacement) and find.is_suspect
+
+
+def test_an_attempt_that_brought_enough_tokens_clears_a_suspect() -> None:
+    machine = placed(max_attempts=1, max_tokens=100)
+    find = machine.handle(lost(P, in_company=True))[-1]
+    assert isinstance(find, FindPlacement) and find.is_suspect
+    machine.handle(WorkersAssigned(P, D, 60.0))
+    machine.handle(tokens(0, *range(PROVEN_TOKENS), attempt=2))
+    find = machine.handle(lost(D, in_company=True))[-1]
+    assert isinstance(find, FindPlacement) and not find.is_suspect
+
+
 def test_a_committed_decode_worker_that_gave_us_up_costs_no_attempt() -> None:
     machine = placed(max_attempts=1)
     machine.handle(tokens(0, 5))
@@ -334,13 +358,6 @@ def test_a_failure_that_would_repeat_itself_is_final_and_both_are_told() -> None
     instructions = machine.handle(failed(P, retriable=False))
     assert sent(instructions) == [("p", Cancel), ("d", Cancel)]
     assert instructions[-1] == broken("broken")
-
-
-def test_decode_that_gives_a_sequence_up_starts_a_new_attempt() -> None:
-    machine = placed()
-    instructions = machine.handle(tokens(0, 5, finish=FinishReason.ABORT))
-    assert delivered(instructions) == [5]
-    assert isinstance(instructions[-1], FindPlacement)
 
 
 def test_another_start_of_a_worker_is_another_worker() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections import Counter, OrderedDict
 from typing import Any, get_args
 
 import msgspec
@@ -11,23 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.fleet import WorkerRecord
-from kvrelay.kv.hashing import hash_blocks, root_hash
-from kvrelay.protocol.messages import LoadReport, PeerRef, Status
 from kvrelay.scheduling.step_cost import StepCost
-from kvrelay_router.dispatch.interface import TooLate
 from kvrelay_router.dispatch.load import Held, OutstandingLoad, worker_key
-from kvrelay_router.dispatch.placement import Placement, PromptPrefixes, work_of
-from kvrelay_router.fleet_view import FleetView
-from kvrelay_router.routing import prefix_popularity
 from kvrelay_router.routing.candidates import Candidate, CandidateWorkers, Decision, Demand, Role
-from kvrelay_router.routing.expected_prefixes import ExpectedPrefixes
 from kvrelay_router.routing.policy import PolicyName, decide
-from kvrelay_router.routing.prefix_popularity import FORGET_S, HALF_LIFE_S, PrefixPopularity
+from tests.unit.dispatch.routed_fleet import BLOCK, COST, names
 from tests.unit.dispatch.world import peer
-
-COST = StepCost(5e-3, 5e-5, 5e-9)
-BLOCK = 16
 
 
 def worker(name: str, role: Role, **load: Any) -> Candidate:
@@ -51,13 +38,6 @@ def choose(wish: Demand, cached: dict[str, int], *workers: Candidate, policy: Po
     decision = decide(policy, wish, CandidateWorkers.of(workers), cached)
     assert isinstance(decision, Decision)
     return decision
-
-
-def names(decision: Decision) -> tuple[str | None, str | None]:
-    return (
-        decision.prefill.worker_id if decision.prefill is not None else None,
-        decision.decode.worker_id if decision.decode is not None else None,
-    )
 
 
 # -- prefill ----------------------------------------------------------------------------------------------------------
@@ -179,170 +159,6 @@ def test_sticky_moves_only_those_whose_worker_left(workers: set[str], data: st.D
 # -- whole fleets -----------------------------------------------------------------------------------------------------
 
 
-class Fleet:
-    """A real view and placement over workers that report when they are told to, and compute when time passes."""
-
-    def __init__(self, *names: str, policy: PolicyName = "cost", draining: tuple[str, ...] = ()) -> None:
-        self.load = OutstandingLoad()
-        self.view = FleetView(self.load)
-        self.records = {name: _record(name) for name in names}
-        self.view.registered(self.records.values(), 0.0)
-        self.silent_s: dict[str, float] = {}
-        self.placement = Placement(
-            self.view, policy, 0, silent_s=lambda peer: self.silent_s.get(peer.peer_id, 0.0), lately_s=1.5
-        )
-        for name in names:
-            self.report(name, draining=name in draining)
-
-    def report(self, name: str, *, draining: bool = False, **load: Any) -> None:
-        record = self.records[name]
-        report = LoadReport(step_cost=(COST.fixed_s, COST.token_s, COST.pair_s), **load)
-        status = Status(query=1, draining=draining, queues={}, blocks={"free": 4096}, totals={}, load=report)
-        self.view.answered(_peer(record), status, 0.0)
-
-    def place(self, prompt_ids: list[int], number: int = 0) -> tuple[Decision, Held]:
-        prompt = PromptPrefixes(prompt_ids)
-        decision = self.placement.place(f"r{number}", prompt=prompt, needs_decode=True)
-        assert isinstance(decision, Decision) and decision.decode is not None
-        self.placement.placed(decision, prompt)
-        held, work = Held(), work_of(decision, len(prompt_ids))
-        computes = decision.prefill or decision.decode
-        self.load.move(held, computes.peer, work.num_tokens, decision.decode.peer, num_pairs=work.num_pairs)
-        return decision, held
-
-
-@pytest.mark.parametrize("policy", get_args(PolicyName))
-def test_a_worker_that_was_not_heard_lately_gets_nothing_while_others_are(policy: PolicyName) -> None:
-    fleet = Fleet("p0", "p1", "d0", "d1", policy=policy)
-    fleet.silent_s = {"p0": 1.6, "d1": 9.0, "d0": 1.4}
-    for number in range(8):
-        decision, _ = fleet.place([number] * 200, number)
-        assert names(decision) == ("p1", "d0")
-    prompt = PromptPrefixes([1] * 200)
-    chosen = fleet.placement.place_decode("r", prompt, "f", frozenset({("d0", "1")}))
-    assert chosen is not None and chosen.peer_id == "d1", "the last one there is"
-    fleet.silent_s = {"p0": 3.0, "p1": 4.0, "d0": 5.0, "d1": 6.0}  # this router itself stood still
-    assert {names(fleet.place([number] * 200, number)[0])[0] for number in range(8)} <= {"p0", "p1"}
-
-
-def test_a_new_start_of_an_excluded_decode_worker_is_another_one() -> None:
-    fleet = Fleet("p0", "d0")
-    prompt = PromptPrefixes([1] * 200)
-    assert fleet.placement.place_decode("r", prompt, "f", frozenset({("d0", "1")})) is None
-    assert fleet.placement.has_decode("f") and not fleet.placement.has_decode("another")
-    chosen = fleet.placement.place_decode("r", prompt, "f", frozenset({("d0", "0")}))
-    assert chosen is not None and chosen.peer_id == "d0"
-
-
-def _record(name: str, **changes: Any) -> WorkerRecord:
-    plain = WorkerRecord(
-        worker_id=name,
-        role="prefill" if name.startswith("p") else "decode",
-        incarnation="1",
-        address=f"tcp://{name}",
-        model="m",
-        fingerprint="f",
-        protocol_version=1,
-        block_size=BLOCK,
-        num_blocks=4096,
-        max_model_len=1 << 16,
-        vocab_size=1 << 16,
-        token_budget=2048,
-    )
-    return msgspec.structs.replace(plain, **changes)
-
-
-def _peer(record: WorkerRecord) -> PeerRef:
-    return PeerRef(record.worker_id, record.incarnation, record.address)
-
-
-def _chosen(decision: Decision) -> str:
-    assert decision.prefill is not None
-    return decision.prefill.worker_id
-
-
-def test_a_burst_between_two_load_reports_spreads() -> None:
-    fleet = Fleet(*(f"p{i}" for i in range(8)), *(f"d{i}" for i in range(4)))
-    prompts = [[number] * 2000 for number in range(64)]
-    decisions = [fleet.place(prompt, number)[0] for number, prompt in enumerate(prompts)]
-    assert set(Counter(map(_chosen, decisions)).values()) == {8}
-    decodes = Counter(decision.decode.worker_id for decision in decisions if decision.decode is not None)
-    assert set(decodes.values()) == {16}
-
-
-def test_what_another_router_has_sent_counts_once_a_worker_has_said_so() -> None:
-    fleet = Fleet("p0", "p1", "d0")
-    fleet.place([1] * 2000)
-    first = _chosen(fleet.place([2] * 2000, 1)[0])
-    other = "p0" if first == "p1" else "p1"
-    # Both have this router's 2,000; another router's 50,000 make the difference, and ours are not counted twice.
-    for name in ("p0", "p1"):
-        foreign = 50_000 if name == other else 0
-        fleet.report(name, queued_tokens=2000 + foreign, own_queued_tokens=2000, num_sequences=1, own_sequences=1)
-    assert {_chosen(fleet.place([3 + i] * 2000, 2 + i)[0]) for i in range(8)} == {first}
-
-
-def test_a_hot_prefix_replicates_under_load_and_stays_where_it_is_without() -> None:
-    hot = list(range(8192))
-    calm = Fleet("p0", "p1", "p2", "p3", "d0")
-    for number in range(12):  # each is done before the next comes
-        decision, held = calm.place([*hot, *[number] * 200], number)
-        calm.load.move(held, None, 0, None)
-        assert number == 0 or decision.num_cached_tokens == 8192
-    busy = Fleet("p0", "p1", "p2", "p3", "d0")
-    decisions = [busy.place([*hot, *[number] * 200], number)[0] for number in range(1000)]
-    shares = Counter(map(_chosen, decisions))
-    assert len(shares) == 4 and max(shares.values()) < 2 * min(shares.values())
-    assert sum(decision.num_cached_tokens == 0 for decision in decisions) == 4, "each computes the prefix once"
-
-
-@given(
-    st.sampled_from(get_args(PolicyName)),
-    st.sets(st.sampled_from(["p0", "p1", "p2", "d0", "d1"])),
-    st.lists(st.integers(0, 3), min_size=1, max_size=30),
-)
-def test_a_draining_worker_is_never_chosen(policy: PolicyName, draining: set[str], prompts: list[int]) -> None:
-    fleet = Fleet("p0", "p1", "p2", "p3", "d0", "d1", "d2", policy=policy, draining=tuple(draining))
-    for number, prompt in enumerate(prompts):
-        decision, _ = fleet.place([prompt] * 100, number)
-        chosen = {each.worker_id for each in (decision.prefill, decision.decode) if each is not None}
-        assert not chosen & draining
-
-
-def test_the_last_decisions_are_kept_with_their_reasons() -> None:
-    fleet = Fleet("p0", "d0")
-    for number in range(60):
-        fleet.place([number] * 100, number)
-    latest = fleet.placement.last_decisions
-    assert len(latest) == 50 and latest[-1]["request_id"] == "r59"
-    assert latest[-1]["prefill"] == "p0" and latest[-1]["reasons"] and latest[-1]["expected_ms"]["compute"] > 0
-
-
-def test_what_no_placement_serves_in_time_is_refused_and_what_another_policy_would_miss_is_not() -> None:
-    fleet = Fleet("p0", "p1", "d0", policy="prefix_only")
-    long = PromptPrefixes(list(range(4096)))
-    for number in range(20):  # all on one worker, which holds the prefix
-        fleet.place([*range(4096), *[number] * 2000], number)
-    late = fleet.placement.place("r", prompt=long, needs_decode=True)
-    soon = fleet.placement.place("r", prompt=long, needs_decode=True, deadline_s=1.0)
-    assert isinstance(late, Decision) and isinstance(soon, Decision)
-    assert _chosen(late) != _chosen(soon)
-    assert late.expected.ttft_s > 1.0 > soon.expected.ttft_s
-    with pytest.raises(TooLate) as caught:
-        fleet.placement.place("r", prompt=long, needs_decode=True, deadline_s=0.05)
-    assert caught.value.retry_after_s == pytest.approx(soon.expected.ttft_s - 0.05)
-
-
-def test_speeds_that_nobody_measured_refuse_nobody() -> None:
-    fleet = Fleet("p0", "d0")
-    for name, record in fleet.records.items():
-        status = Status(query=1, draining=False, queues={}, blocks={"free": 4096}, totals={})
-        fleet.view.answered(_peer(record), status, 0.0)
-        assert name in fleet.records
-    decision = fleet.placement.place("r", prompt=PromptPrefixes([1] * 4096), needs_decode=True, deadline_s=1e-6)
-    assert isinstance(decision, Decision)
-
-
 def test_a_prefix_that_many_ask_for_is_computed_again_before_a_queue_has_grown() -> None:
     workers = (worker("p0", "prefill"), worker("p1", "prefill", queued_tokens=4000), worker("d", "decode"))
     assert names(choose(demand(), {"p1": 200}, *workers))[0] == "p1"
@@ -410,40 +226,6 @@ def test_the_prompt_in_work_is_the_oldest_one_since_it_came_first(moves: list[tu
     load.check_integrity()
 
 
-@given(st.lists(st.tuples(st.integers(0, 15), st.integers(1, 8), st.floats(0, 3)), max_size=60))
-def test_popularity_is_the_decayed_count_of_uses(uses: list[tuple[int, int, float]]) -> None:
-    popularity, now = PrefixPopularity(), 0.0
-    history: list[tuple[float, list[bytes]]] = []
-    for tree, length, gap in uses:
-        now += gap
-        popularity.used(CHAINS[tree][:length], now)
-        history.append((now, CHAINS[tree][:length]))
-    for chain in CHAINS:
-        for number, each in enumerate(chain, 1):
-            exact = sum(0.5 ** ((now - at) / HALF_LIFE_S) for at, used in history if each in used)
-            tolerance = 2 * 0.5 ** (FORGET_S / HALF_LIFE_S) * (1 + len(uses))
-            assert popularity.of(chain[:number], now) == pytest.approx(exact, abs=tolerance)
-
-
-def test_memory_of_uses_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_popularity, "MAX_BLOCKS", 5)
-    popularity = PrefixPopularity()
-    popularity.used(CHAINS[0][:4], 0.0)
-    popularity.used(CHAINS[15][:4], 0.0)
-    assert [popularity.of(CHAINS[0][:number], 0.0) for number in range(1, 5)] == [1.0, 0.0, 0.0, 0.0]
-    assert [popularity.of(CHAINS[15][:number], 0.0) for number in range(1, 5)] == [1.0] * 4
-
-
-def test_choices_of_one_request_do_not_count_twice() -> None:
-    fleet, prompt = Fleet("p0", "d0"), PromptPrefixes(list(range(64)))
-    decision = fleet.placement.place("r", prompt=prompt, needs_decode=True)
-    assert isinstance(decision, Decision)
-    for _ in range(128):
-        fleet.placement.placed(decision, prompt)
-    now = time.monotonic()
-    assert 0 < fleet.placement._popularity.of(prompt.hashes("f", 16)[:1], now) <= 1
-
-
 def test_a_reason_shows_only_the_beginning_of_what_a_client_chose() -> None:
     wish = demand(affinity="x" * 1024)
     pair = (worker("p", "prefill"), worker("d", "decode"))
@@ -451,82 +233,3 @@ def test_a_reason_shows_only_the_beginning_of_what_a_client_chose() -> None:
 
 
 # -- expected prefixes ------------------------------------------------------------------------------------------------
-
-CHAINS = [hash_blocks(root_hash(model="m"), [tree // 4] * 64 + [tree] * 64, 16) for tree in range(16)]
-
-
-@given(st.lists(st.tuples(st.integers(0, 15), st.integers(1, 8), st.sampled_from("ab"))), st.integers(8, 40))
-def test_expected_prefixes_are_closed_bounded_and_know_the_latest(
-    sent: list[tuple[int, int, str]], capacity: int
-) -> None:
-    view = ExpectedPrefixes()
-    for tree, length, name in sent:
-        view.sent(name, CHAINS[tree][:length], capacity)
-        assert view.match(CHAINS[tree])[name] >= length
-    for chain in CHAINS:
-        for name, num_held in view.match(chain).items():
-            view._workers[name].check_integrity()
-            assert view._workers[name].num_blocks <= capacity
-            assert num_held <= len(chain)
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 15), st.integers(1, 8), st.integers(0, 3)), max_size=60),
-    st.integers(0, 40),
-    st.sampled_from([0, 1, 5, 20, None]),
-)
-def test_expected_prefixes_are_the_latest_blocks_of_a_table(
-    sent: list[tuple[int, int, int]], capacity: int, lifetime: int | None
-) -> None:
-    """Of blocks in the order of their last use, a chain's end before its beginning."""
-    view = ExpectedPrefixes(lifetime_s=lifetime)
-    table: OrderedDict[bytes, int] = OrderedDict()
-    now = 0
-    for tree, length, gap in sent:
-        now += gap
-        view.now = now
-        view.sent("a", CHAINS[tree][:length], capacity)
-        if capacity:
-            for each in reversed(CHAINS[tree][:length]):
-                table[each] = now
-                table.move_to_end(each)
-        oldest = -1 if lifetime is None else now - lifetime
-        while table and (len(table) > capacity or next(iter(table.values())) < oldest):
-            table.popitem(last=False)
-        for chain in CHAINS:
-            num_held = next((i for i, each in enumerate(chain) if each not in table), len(chain))
-            assert view.match(chain).get("a", 0) == num_held
-        for known in view._workers.values():
-            known.check_integrity()
-            assert known.num_blocks == len(table)
-
-
-class Index:
-    def match(self, hashes: Any) -> dict[str, int]:
-        return {"a": 3}
-
-
-def test_a_decision_stands_in_for_the_index_for_a_while_and_ends_with_its_worker() -> None:
-    view = ExpectedPrefixes(Index(), lifetime_s=10.0)
-    view.sent("a", CHAINS[0], 100)
-    view.sent("b", CHAINS[0][:2], 100)
-    assert view.match(CHAINS[0]) == {"a": 8, "b": 2}
-    view.gone("b")
-    assert view.match(CHAINS[0]) == {"a": 8}
-    view.now = 11.0
-    assert view.match(CHAINS[0]) == {"a": 3}
-
-
-def test_the_choices_of_a_request_add_their_prompt_once() -> None:
-    fleet = Fleet("p0", "d0")
-    num_tokens = 10 * BLOCK + 3
-    prompt = PromptPrefixes(list(range(num_tokens)))
-    decision = fleet.placement.place("r", prompt=prompt, needs_decode=True)
-    assert isinstance(decision, Decision)
-    works = []
-    for _ in range(4):
-        works.append(work_of(decision, num_tokens, prompt.sent_to))
-        fleet.placement.placed(decision, prompt)
-    assert [work.num_tokens for work in works] == [num_tokens, 3, 3, 3]
-    assert [work.num_decode_blocks for work in works] == [11, 1, 1, 1]
-    assert works[1].num_pairs < works[0].num_pairs / 5

@@ -102,6 +102,23 @@ def test_a_newer_incarnation_takes_the_place_of_an_older_one_and_not_the_other_w
     assert fleet.usable() == ["d"]
 
 
+def test_the_limits_of_the_last_workers_hold_while_none_is_ready() -> None:
+    prefill = record("p", "prefill", max_running=9, max_model_len=600)
+    fleet = Fleet(prefill, record("d", max_running=4, max_model_len=500))
+    limits = fleet.view.limits(fleet.now)
+    assert limits is not None and (limits.max_model_len, limits.max_running) == (500, 4)
+    fleet.view.lost(ref(record("d")), "killed", fleet.now)
+    assert fleet.view.limits(fleet.now) == limits
+    fleet.view.lost(ref(prefill), "killed", fleet.now)
+    fleet.view.registered([], fleet.now)
+    assert fleet.states() == {} and fleet.view.limits(fleet.now) == limits
+    newer = record("d", incarnation=2, max_running=8, max_model_len=400)
+    fleet.view.registered([newer], fleet.now)
+    fleet.view.answered(ref(newer), status(), fleet.now)
+    limits = fleet.view.limits(fleet.now)
+    assert limits is not None and (limits.max_model_len, limits.max_running) == (400, 8)
+
+
 def test_a_start_with_an_earlier_clock_is_taken_where_the_known_one_is_gone() -> None:
     fleet = Fleet(record("d", incarnation=5))
     fleet.view.registered([record("d", incarnation=3)], fleet.now)

@@ -19,8 +19,6 @@ from tests.fakes.delta_reader import read_batches
 
 
 class Calls:
-    """The dispatcher's end."""
-
     def __init__(self, num_sequences: int = 1, pushes: PushQueue | None = None) -> None:
         self.stopped: list[int] = []
         self.num_cancelled = 0

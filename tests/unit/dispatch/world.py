@@ -25,7 +25,7 @@ from kvrelay.protocol.messages import (
     unpack_tokens,
 )
 from kvrelay.protocol.sampling import FinishReason, Sampling
-from kvrelay_router.dispatch.attempt import AttemptState, SequenceSpec
+from kvrelay_router.dispatch.attempt import AttemptState
 from kvrelay_router.dispatch.events import (
     AttemptFailed,
     AwaitLostWorkers,
@@ -41,6 +41,7 @@ from kvrelay_router.dispatch.events import (
 )
 from kvrelay_router.dispatch.interface import SequenceDelta
 from kvrelay_router.dispatch.load import worker_key
+from kvrelay_router.dispatch.sequence_spec import SequenceSpec
 from tests.unit.dispatch.driven_sequence import (
     AnyEvent,
     Deliver,
@@ -280,7 +281,8 @@ class World:
         victim.dead = True
         victim.outbox.clear()
         victim.work.clear()
-        self.feed(WorkerLost(victim.ref, 0, "killed"))
+        was_silent, in_company = self.random.choice([(False, False), (False, False), (True, False), (False, True)])
+        self.feed(WorkerLost(victim.ref, 0, "killed", was_silent=was_silent, in_company=in_company))
 
     def forget(self) -> None:
         """A worker that lives did not hear of the router for long: it gives up what is the router's."""

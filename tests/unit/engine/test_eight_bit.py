@@ -278,7 +278,7 @@ def test_what_8_bits_cost_is_said_at_the_start(
     with caplog.at_level(logging.INFO, probe.__name__):
         make(model_dir("llama"), "fp8_e4m3")
     assert "kv_cache_dtype = fp8_e4m3: logits of random prompts are off by 0.0" in caplog.text
-    monkeypatch.setattr(probe, "_COSTLY", 1e-3)
+    monkeypatch.setattr(probe, "_LARGE_QUANTIZATION_ERROR", 1e-3)
     make(model_dir("llama"), "fp8_e5m2")
     assert caplog.records[-1].levelno == logging.WARNING
     assert "8 bits do not hold this model's keys or values" in caplog.text

@@ -25,3 +25,9 @@ pytestmark = pytest.mark.unit
 )
 def test_kinds(error: Exception, kind: FailureKind) -> None:
     assert failure_kind(error) is kind
+
+
+def test_memory_that_torch_finds_too_little_of_on_a_cpu() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 50, dtype=torch.uint8)
+    assert failure_kind(caught.value) is FailureKind.OUT_OF_MEMORY

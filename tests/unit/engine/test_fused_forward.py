@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from kvrelay.backends.backend import AttentionParams, PackedRows, allocate_pool
 from kvrelay.engine.causal_model import CausalModel, load_model, open_source
-from kvrelay.engine.fused.weights import FAMILIES, NotFusable, decoder_weights
+from kvrelay.engine.fused.forward import FusedForward
+from kvrelay.engine.fused.weights import FAMILIES, NotFusable, WeightPacker, decoder_weights, require_fusable
 from tests.tiny_models import ARCHITECTURES, build_model
 
 BLOCK_SIZE = 16
@@ -91,17 +94,37 @@ def test_other_families_keep_their_modules(architecture: str, tmp_path: Path) ->
     assert load(tmp_path).forward.name == "eager"
 
 
-def test_merged_weights_are_the_modules_own(tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(build_model("qwen2", tmp_path))
+@pytest.mark.parametrize(("architecture", "tied"), [("qwen2", False), ("qwen3", True)])  # the first has biases
+def test_packed_weights_leave_the_modules_and_return_to_them(architecture: str, tied: bool, tmp_path: Path) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(build_model(architecture, tmp_path))
+    if tied:
+        model.lm_head.weight = model.model.embed_tokens.weight
     before = model(torch.arange(20)[None]).logits
-    layers = model.config.num_hidden_layers
-    weights = decoder_weights(model, [AttentionParams(1.0)] * layers)
+    embeddings = model.get_input_embeddings().weight.detach().clone()
+    packer = WeightPacker()
+    weights = decoder_weights(model, [AttentionParams(1.0)] * model.config.num_hidden_layers, packer)
+    modules = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    assert {module.weight.numel() for module in modules} == {0}
+    assert torch.equal(weights.embed(torch.arange(9)), embeddings[:9])
+    packer.restore()
     assert torch.equal(model(torch.arange(20)[None]).logits, before)
-    attention = model.model.layers[0].self_attn
-    assert attention.k_proj.weight.data_ptr() > weights.layers[0].qkv.weight.data_ptr()
-    with torch.no_grad():
-        attention.v_proj.weight.fill_(7.0)
-    assert bool((weights.layers[0].qkv.weight[-attention.v_proj.out_features :] == 7.0).all())
+
+
+def test_layers_that_deviate_are_refused_and_the_modules_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    build_model("qwen3", tmp_path)
+    prompts = random_prompts(1, 20)
+    expected = run(load(tmp_path, fused=False), prompts, [20])
+
+    def deviate(self: FusedForward, token_ids: torch.Tensor, *_: object) -> torch.Tensor:
+        return torch.ones(len(token_ids), 128)
+
+    monkeypatch.setattr(FusedForward, "hidden_states", deviate)
+    with caplog.at_level(logging.INFO):
+        model = load(tmp_path)
+    assert model.forward.name == "eager" and "its fused layers are off by" in caplog.text
+    assert torch.equal(run(model, prompts, [20])[0], expected[0])
 
 
 @pytest.mark.parametrize(
@@ -135,4 +158,4 @@ def test_what_the_kernels_do_not_compute_is_named(change: str, reason: str, tmp_
             model.__class__ = type("Odd", (type(model),), {})
     assert type(model).__name__ in FAMILIES or change == "family"
     with pytest.raises(NotFusable, match=reason):
-        decoder_weights(model, [params] * 2)
+        require_fusable(model, [params] * 2)

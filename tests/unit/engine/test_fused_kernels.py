@@ -14,7 +14,9 @@ from torch.nn import functional
 from kvrelay.backends.backend import AttentionParams
 from kvrelay.backends.cpu_build import KernelBuildError
 from kvrelay.engine.fused.kernel import DecoderKernel
-from kvrelay.engine.fused.weights import DecoderWeights, LayerWeights, LinearWeights
+from kvrelay.engine.fused.panels import PackedLinear, pack, rows_of, unpack
+from kvrelay.engine.fused.weights import DecoderWeights, LayerWeights
+from tests.thoroughness import examples
 
 DTYPES = st.sampled_from((torch.float32, torch.bfloat16))
 EPS = 1e-6
@@ -28,31 +30,34 @@ def make_kernel(
     head_dim: int = 32,
     bias: bool = False,
     norms: bool = True,
+    intermediate: int = 24,
 ) -> tuple[DecoderKernel, DecoderWeights]:
     generator = torch.Generator().manual_seed(num_in * 1000 + num_out)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
 
-    def linear(rows: int, columns: int) -> LinearWeights:
-        return LinearWeights(random(rows, columns).to(dtype), random(rows).to(dtype) if bias else None)
+    def linear(*rows: int, columns: int) -> PackedLinear:
+        weights = [random(count, columns).to(dtype) for count in rows]
+        biases = [random(count).to(dtype) for count in rows] if bias else None
+        return pack(weights, biases, gated=len(rows) == 2)
 
-    heads, kv_heads, intermediate = 3, 1, 24
+    heads, kv_heads = 3, 1
     layer = LayerWeights(
         input_norm=random(num_in),
-        qkv=linear((heads + 2 * kv_heads) * head_dim, num_in),
+        qkv=linear((heads + 2 * kv_heads) * head_dim, columns=num_in),
         query_norm=random(head_dim) if norms else None,
         key_norm=random(head_dim) if norms else None,
         attention=AttentionParams(head_dim**-0.5),
-        output=linear(num_in, heads * head_dim),
+        output=linear(num_in, columns=heads * head_dim),
         mlp_norm=random(num_in),
-        gate_up=linear(2 * intermediate, num_in),
-        down=linear(num_in, intermediate),
+        gate_up=linear(intermediate, intermediate, columns=num_in),
+        down=linear(num_in, columns=intermediate),
     )
     rotary = cast("Any", SimpleNamespace())
     embedding = random(num_out, num_in).to(dtype)
     weights = DecoderWeights(
-        *(embedding, (layer,), random(num_in), linear(num_out, num_in), rotary, EPS, heads, kv_heads),
+        *(dtype, embedding, (layer,), random(num_in), linear(num_out, columns=num_in), rotary, EPS, heads, kv_heads),
         *(head_dim, intermediate),
     )
     try:
@@ -68,11 +73,23 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype
     assert float((found.float() - expected.float()).abs().max()) <= tolerance * scale
 
 
-@settings(max_examples=60)
+def product(packed: PackedLinear, x: torch.Tensor) -> torch.Tensor:
+    """In float64, of the weights as they were before they were packed."""
+    sizes = [packed.num_out // 2] * 2 if packed.gated else [packed.num_out]
+    weight = torch.cat(unpack(packed, sizes))
+    bias = None
+    if packed.bias is not None:
+        halves = packed.bias.view(-1, 2, 16)
+        parts = [halves[:, half].flatten()[: sizes[0]] for half in range(2)] if packed.gated else [packed.bias]
+        bias = torch.cat(parts)[: packed.num_out].double()
+    return functional.linear(x.double(), weight.double(), bias)
+
+
+@settings(max_examples=examples(60))
 @given(
     dtype=DTYPES,
-    num_tokens=st.integers(1, 11),
-    num_in=st.integers(1, 150),
+    num_tokens=st.one_of(st.integers(1, 40), st.sampled_from((384, 385, 500))),
+    num_in=st.one_of(st.integers(1, 150), st.sampled_from((512, 513, 1030))),
     num_out=st.integers(1, 75),
     bias=st.booleans(),
     to_float=st.booleans(),
@@ -82,30 +99,55 @@ def test_products_of_any_shape(
 ) -> None:
     kernel, weights = make_kernel(dtype, num_in=num_in, num_out=num_out, bias=bias)
     x = torch.randn(num_tokens, num_in).to(dtype)
-    out = torch.full((num_tokens, num_out), torch.nan, dtype=torch.float32 if to_float else dtype)
-    kernel.linear(weights.head, x, out)
-    added = None if weights.head.bias is None else weights.head.bias.double()
-    expected = functional.linear(x.double(), weights.head.weight.double(), added)
-    assert_close(out, expected, torch.float32 if to_float else dtype)
+    out = kernel.products.linear(weights.head, x, torch.float32 if to_float else None)
+    assert out.dtype == (torch.float32 if to_float else dtype)
+    assert_close(out, product(weights.head, x), out.dtype)
 
 
-@settings(max_examples=20)
-@given(dtype=DTYPES, others=st.integers(0, 9), threads=st.sampled_from((1, 2)))
+@settings(max_examples=examples(30))
+@given(dtype=DTYPES, num_tokens=st.integers(1, 30), intermediate=st.integers(1, 70), bias=st.booleans())
+def test_gated_activation(dtype: torch.dtype, num_tokens: int, intermediate: int, bias: bool) -> None:
+    kernel, weights = make_kernel(dtype, intermediate=intermediate, bias=bias)
+    x = torch.randn(num_tokens, 48) * 10
+    x[0] = 0.0
+    x = x.to(dtype)
+    gate, up = product(weights.layers[0].gate_up, x).split(intermediate, dim=1)
+    assert_close(kernel.products.linear(weights.layers[0].gate_up, x), functional.silu(gate) * up, dtype)
+
+
+@settings(max_examples=examples(20))
+@given(dtype=DTYPES, others=st.sampled_from((0, 1, 3, 7, 30, 400)), threads=st.sampled_from((1, 2)))
 def test_a_product_does_not_depend_on_the_batch_or_the_threads(dtype: torch.dtype, others: int, threads: int) -> None:
     kernel, weights = make_kernel(dtype, num_in=100, num_out=70)
     x = torch.randn(others + 1, 100).to(dtype)
-    alone, together = torch.empty(1, 70), torch.empty(others + 1, 70)
-    kernel.linear(weights.head, x[-1:].contiguous(), alone)
+    alone = kernel.products.linear(weights.head, x[-1:].contiguous(), torch.float32)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        kernel.linear(weights.head, x, together)
+        together = kernel.products.linear(weights.head, x, torch.float32)
     finally:
         torch.set_num_threads(before)
     assert torch.equal(alone[0], together[-1])
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
+@given(
+    dtype=DTYPES,
+    sizes=st.lists(st.integers(1, 70), min_size=1, max_size=3),
+    num_in=st.integers(1, 70),
+    gated=st.booleans(),
+)
+def test_packed_weights_come_back_bit_by_bit(dtype: torch.dtype, sizes: list[int], num_in: int, gated: bool) -> None:
+    sizes = [sizes[0]] * 2 if gated else sizes
+    weights = [torch.randn(size, num_in).to(dtype) for size in sizes]
+    packed = pack(weights, None, gated=gated)
+    assert all(map(torch.equal, unpack(packed, sizes), weights))
+    if not gated:
+        indices = torch.randint(0, sum(sizes), (9,))
+        assert torch.equal(rows_of(packed, indices), torch.cat(weights)[indices])
+
+
+@settings(max_examples=examples(30))
 @given(dtype=DTYPES, num_tokens=st.integers(1, 9), size=st.integers(1, 70), adds=st.booleans())
 def test_residual_and_norm(dtype: torch.dtype, num_tokens: int, size: int, adds: bool) -> None:
     kernel, weights = make_kernel(dtype, num_in=size)
@@ -119,7 +161,7 @@ def test_residual_and_norm(dtype: torch.dtype, num_tokens: int, size: int, adds:
     assert_close(normed, expected * scale * weights.norm.double(), dtype)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(dtype=DTYPES, num_tokens=st.integers(1, 6), head_dim=st.sampled_from((16, 32, 48, 64, 128)), norms=st.booleans())
 def test_queries_and_keys_are_normed_and_rotated_and_values_are_not(
     dtype: torch.dtype, num_tokens: int, head_dim: int, norms: bool
@@ -139,15 +181,3 @@ def test_queries_and_keys_are_normed_and_rotated_and_values_are_not(
     rotated = torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
     assert_close(found.view(num_tokens, 5, head_dim)[:, :4], rotated, dtype)
     assert torch.equal(found.view(num_tokens, 5, head_dim)[:, 4], qkv[:, 4])
-
-
-@settings(max_examples=30)
-@given(dtype=DTYPES, num_tokens=st.integers(1, 5), from_float=st.booleans())
-def test_gated_activation(dtype: torch.dtype, num_tokens: int, from_float: bool) -> None:
-    kernel, _ = make_kernel(dtype)
-    gate_up = (torch.randn(num_tokens, 48) * 30).to(torch.float32 if from_float else dtype)
-    gate_up[0, :4] = torch.tensor([0.0, -200.0, 200.0, -88.5])
-    activated = torch.full((num_tokens, 24), torch.nan, dtype=dtype)
-    kernel.silu_and_multiply(gate_up, activated)
-    gate, up = gate_up.double().chunk(2, dim=-1)
-    assert_close(activated, functional.silu(gate) * up, dtype)

@@ -74,6 +74,7 @@ def outputs(runner: TransformersRunner, sampling: Sampling, seed: int, vocab_siz
     return sequences
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_tokens_are_those_of_steps_launched_op_by_op(architecture: str, model_dir: Callable[[str], Path]) -> None:
     recorder = FakeRecorder()

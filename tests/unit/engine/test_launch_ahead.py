@@ -82,7 +82,6 @@ def expected(model: CausalModel, num_output: int = 24, seed: int = 0) -> list[Dr
 
 @pytest.fixture
 def reruns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Steps that ran again."""
     steps: list[int] = []
     run_again = StepInFlight._run_again
 
@@ -94,6 +93,7 @@ def reruns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return steps
 
 
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("num_best", [1000, 4])

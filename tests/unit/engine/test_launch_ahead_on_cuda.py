@@ -44,7 +44,6 @@ def _with_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def started(runner: TransformersRunner, samplings: tuple[Sampling, ...], seed: int = 0) -> list[Driven]:
-    """A sequence for each."""
     return start_each(runner, samplings, NUM_OUTPUT, seed)
 
 
@@ -55,6 +54,7 @@ def sixteen_bit(directory: Path, sizes: tuple[int, ...] = ()) -> TransformersRun
     )
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("resamples", [False, True])
 def test_tokens_and_logprobs_are_those_of_the_cpu(
     resamples: bool, model_dir: Callable[[str], Path], machine: Machine, monkeypatch: pytest.MonkeyPatch
@@ -83,6 +83,7 @@ def test_tokens_and_logprobs_are_those_of_the_cpu(
     assert not machine.faults
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["mistral", "gemma3"])
 @pytest.mark.parametrize("sizes", [(), (1, 2, 4, 8)])
 def test_through_flashinfer_tokens_are_those_of_one_step_after_the_other(

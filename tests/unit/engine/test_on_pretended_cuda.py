@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from kvrelay.backends import flashinfer as flashinfer_backend
 from kvrelay.backends import flashinfer_graphs
@@ -24,8 +25,10 @@ from kvrelay.engine.batch import (
     WorkerBatch,
     WorkerRow,
 )
+from kvrelay.engine.device import to_device, to_host, turn_on
 from kvrelay.engine.graphs import GraphSettings
 from kvrelay.engine.make import PoolSizing, make_runner
+from kvrelay.engine.sampler import Sampler
 from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.protocol.sampling import BeamSpec, Sampling
 from kvrelay.worker.calibrate import measure_costs
@@ -67,10 +70,35 @@ def drive(runner: TransformersRunner, samplings: tuple[Sampling, ...] = SAMPLING
     return sequences
 
 
+def test_penalties_count_all_tokens_that_a_step_brought_a_sequence(machine: Machine) -> None:
+    """The next step takes the newest token of each from device memory while they are pending."""
+    sampling = Sampling(temperature=0.0, frequency_penalty=100.0)
+    plain_sampling = Sampling(temperature=0.0)
+    keys = [("a", 1, 0), ("a", 1, 0), ("a", 1, 0), ("b", 1, 0), ("b", 1, 0)]
+    logits = torch.zeros(5, 20)
+    logits[torch.arange(5), torch.tensor([3, 4, 3, 7, 8])] = 9.0
+    following = torch.zeros(2, 20)
+    following[0, [3, 4, 5]] = torch.tensor([9.0, 8.0, 1.0])
+    following[1, 7] = 9.0
+    found = []
+    for device in (torch.device("cpu"), torch.device(GPU)):
+        with turn_on(device):
+            sampler = Sampler(20, (), device)
+            sampler.add(keys[0], sampling, [1, 2], 2)
+            sampler.add(keys[-1], plain_sampling, [1, 2], 2)
+            pending = sampler.begin(keys, np.array([2, 3, 4, 2, 3]), to_device(logits.numpy(), device))
+            newest = to_host(sampler.last_on_device([keys[-1], keys[0]]))[0].tolist()
+            token_ids, _ = pending.land()
+            after, _ = sampler.sample([keys[0], keys[-1]], np.array([5, 4]), to_device(following.numpy(), device))
+        found.append((newest, token_ids.tolist(), after.tolist()))
+    assert found[0] == found[1] == ([8, 3], [3, 4, 3, 7, 8], [5, 7])
+
+
 def plain(directory: Path, device: str) -> TransformersRunner:
     return make_runner(str(directory), dtype="float32", device=device, num_blocks=NUM_BLOCKS, backend=TorchBackend())
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
 def test_tokens_and_logprobs_are_those_of_the_cpu(
     architecture: str, model_dir: Callable[[str], Path], late: Machine
@@ -182,6 +210,7 @@ def sixteen_bit(directory: Path, sizes: tuple[int, ...] = (), **options: object)
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["mistral", "wide-qwen3"])
 def test_captured_steps_through_flashinfer_give_the_tokens_of_launched_ones(
     architecture: str, model_dir: Callable[[str], Path], machine: Machine, with_flashinfer: None
@@ -194,6 +223,7 @@ def test_captured_steps_through_flashinfer_give_the_tokens_of_launched_ones(
         assert [each.output for each in got] == [each.output for each in expected]
 
 
+@pytest.mark.slow
 def test_the_pool_s_size_comes_from_a_profile(
     model_dir: Callable[[str], Path], late: Machine, with_flashinfer: None
 ) -> None:
@@ -225,6 +255,7 @@ def test_a_decoding_step_waits_once(
             assert len(late.waits) == 1, late.waits
 
 
+@pytest.mark.slow
 def test_what_a_worker_loads_on_a_gpu(
     model_dir: Callable[[str], Path],
     late: Machine,

@@ -51,6 +51,7 @@ def _profile_of_hungry() -> MemoryProfile:
     return profile_memory(HungryRunner(num_blocks=64), token_budget=64, max_running=8)
 
 
+@pytest.mark.slow
 def test_the_peak_of_a_step_is_measured() -> None:
     """In a process of its own: in this one others' garbage comes and goes."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as processes:
@@ -80,6 +81,7 @@ def _num_blocks(model: str, sizing: PoolSizing) -> int:
     return make_runner(model, dtype="float32", size_pool=sizing).spec.num_blocks
 
 
+@pytest.mark.slow
 def test_a_real_model_gets_a_pool_of_the_size_that_is_left(tmp_path: Path) -> None:
     """In processes of their own: what rests in this one depends on the tests that ran before."""
     model = str(build_model("qwen3", tmp_path))

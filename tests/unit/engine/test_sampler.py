@@ -14,6 +14,7 @@ from kvrelay.engine import truncation
 from kvrelay.engine.pending_tokens import BadLogits
 from kvrelay.engine.randoms import uniforms
 from kvrelay.engine.sampler import Sampler
+from kvrelay.engine.sampler_state import PenaltyCounts
 from kvrelay.engine.truncation import Limits, sample_from_all, sample_from_few, sample_from_more
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey
@@ -182,6 +183,47 @@ def test_a_resumed_sequence_goes_on_as_if_it_had_never_moved() -> None:
     for step in range(4, 10):
         resumed = second.sample([key(0)], np.array([2 + step]), make_logits(1, step))[0][0]
         assert resumed == tokens[2 + step]
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    st.lists(st.integers(0, 12), max_size=5),
+    st.lists(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 12)), min_size=1, max_size=9), max_size=6),
+)
+def test_the_counts_of_several_tokens_of_a_row_are_those_of_one_after_the_other(
+    prompt: list[int], calls: list[list[tuple[int, int]]]
+) -> None:
+    together, single = PenaltyCounts(VOCAB_SIZE), PenaltyCounts(VOCAB_SIZE)
+    for counts in (together, single):
+        assert len({counts.add(prompt, len(prompt)) for _ in range(3)}) == 3
+    for call in calls:
+        rows, token_ids = (np.array(column, np.int64) for column in zip(*call, strict=True))
+        together.append(rows, token_ids)
+        for row, token_id in call:
+            single.append(np.array([row]), np.array([token_id]))
+        for found, expected in zip(together.seen(np.arange(3)), single.seen(np.arange(3)), strict=True):
+            np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("num_each", [1, 2, 5])
+def test_penalties_count_all_tokens_that_a_call_brought_a_sequence(num_each: int) -> None:
+    samplings = [Sampling(temperature=1.0, frequency_penalty=0.8, repetition_penalty=1.3, seed=9), Sampling(seed=2)]
+    sampler, resumed = Sampler(VOCAB_SIZE, EOS, CPU), Sampler(VOCAB_SIZE, EOS, CPU)
+    tokens = [[5, 6] for _ in samplings]
+    for index, sampling in enumerate(samplings):
+        sampler.add(key(index), sampling, tokens[index], 2)
+    for step in range(4):
+        keys = [key(index) for index in range(2) for _ in range(num_each)]
+        positions = np.array([len(tokens[index]) + each for index in range(2) for each in range(num_each)])
+        token_ids, _ = sampler.sample(keys, positions, make_logits(len(keys), step))
+        for index, token_id in enumerate(token_ids.tolist()):
+            tokens[index // num_each].append(token_id)
+        assert sampler.last_sampled([key(0), key(1)]).tolist() == [tokens[0][-1], tokens[1][-1]]
+    for index, sampling in enumerate(samplings):
+        resumed.add(key(index), sampling, tokens[index], 2)
+    at_end = np.array([len(tokens[0]), len(tokens[1])])
+    following = [each.sample([key(0), key(1)], at_end, make_logits(2, 99))[0] for each in (sampler, resumed)]
+    assert following[0].tolist() == following[1].tolist()
 
 
 def test_no_end_before_min_tokens() -> None:

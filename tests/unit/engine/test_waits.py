@@ -94,8 +94,6 @@ def test_log_probabilities_and_candidates_come_back_in_one_copy(monkeypatch: pyt
 
 
 class NoAttention:
-    """Gives zeros."""
-
     def attend(self, layer: int, query: torch.Tensor, *_: Any) -> torch.Tensor:
         return torch.zeros_like(query, memory_format=torch.contiguous_format)
 

@@ -7,24 +7,30 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from types import SimpleNamespace
 from typing import cast
+from unittest.mock import Mock
 
 import pytest
 
 from kvrelay.engine.batch import ModelSpec
 from kvrelay.kv.pool import BlockState
+from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.link import Delivered
 from kvrelay.protocol.messages import (
     Abort,
     AnyBody,
     Deferred,
     Drained,
+    Failed,
     Generate,
     Granted,
+    Handoff,
     Header,
     PeerRef,
     Prompt,
     Refused,
+    Released,
     Reserve,
+    TokenBatch,
     pack_tokens,
 )
 from kvrelay.protocol.sampling import Sampling
@@ -32,9 +38,10 @@ from kvrelay.scheduling.queue.waiting_queue import PROBES_A_STEP
 from kvrelay.scheduling.sequence import Sequence
 from kvrelay.telemetry.instruments import Instruments
 from kvrelay.telemetry.stages import RecentStages
-from kvrelay.transfer.base import ReceiverEvent
+from kvrelay.transfer.base import Landed, ReceiverEvent
 from kvrelay.worker.context import WorkerContext
 from kvrelay_decode.quarantine import SETTLE_TICKS
+from kvrelay_decode.receiver_driver import STALLED_AFTER_S
 from kvrelay_decode.service import DecodeRole
 from tests.unit.scheduling.bench import BLOCK_SIZE, Bench
 
@@ -89,7 +96,8 @@ class DecodeWorker:
             events=None,
             recent=RecentStages(),
         )
-        self.role = DecodeRole(cast("WorkerContext", context), {"silent": SilentReceiver(one_sided)})
+        self.receiver = SilentReceiver(one_sided)
+        self.role = DecodeRole(cast("WorkerContext", context), {"silent": self.receiver})
         self.role.start()
 
     def _send(self, peer: PeerRef, body: AnyBody, **about: object) -> None:
@@ -123,6 +131,11 @@ class DecodeWorker:
         self.deliver(
             ROUTER, Generate(prompt=Prompt(tokens=pack_tokens(tokens), sampling=Sampling(max_tokens=3))), request
         )
+
+    def hand_over(self, request: str, reservation: str, num_tokens: int) -> None:
+        num_blocks = -(-num_tokens // BLOCK_SIZE)
+        body = Handoff(reservation=reservation, index=0, token_id=7, num_tokens=num_tokens, num_blocks=num_blocks)
+        self.deliver(PREFILL, body, request)
 
     def granted(self, peer: PeerRef = PREFILL) -> Granted:
         """The last grant to a worker."""
@@ -200,3 +213,175 @@ def test_a_prompt_behind_many_that_wait_for_one_handoff_does_not_wait_for_it() -
     worker.role.on_tick(time.monotonic())
     assert worker.num_wakes > woken
     assert [row.sequence.key[0] for row in worker.scheduler.schedule().rows] == ["c"]
+
+
+# -- what may stay in quarantine for ever ---------------------------------------------------------------------------
+
+
+def lose_three_quarters(worker: DecodeWorker) -> None:
+    """12 of the pool's 16 blocks go into quarantine, and their sender is silent."""
+    worker.reserve("lost", [9] * 48)
+    worker.role.on_peer_lost(PREFILL, "silent", replaced=False)
+    assert worker.num_quarantined == 12
+
+
+def test_a_prompt_that_no_longer_fits_fails_at_once_and_those_behind_it_run() -> None:
+    worker = DecodeWorker()
+    lose_three_quarters(worker)
+    worker.generate("large", [5] * 17)
+    worker.generate("small", [6] * 4)
+    assert not worker.scheduler.schedule().has_work
+    worker.role.on_tick(time.monotonic())
+    failed = [body for _, body in worker.sent if isinstance(body, Failed)]
+    assert [(each.failure, each.retriable, each.refused) for each in failed] == [
+        (FailureKind.OUT_OF_MEMORY, True, True)
+    ]
+    assert "12 of 16 are in quarantine" in failed[0].cause
+    assert [row.sequence.key[0] for row in worker.scheduler.schedule().rows] == ["small"]
+
+
+def test_a_handoff_that_no_longer_fits_is_refused_and_those_behind_it_are_granted() -> None:
+    worker = DecodeWorker()
+    lose_three_quarters(worker)
+    worker.reserve("large", [5] * 17, OTHER)
+    worker.reserve("small", [6] * 4, OTHER)
+    assert not any(isinstance(body, Granted) for to, body in worker.sent if to == OTHER)
+    worker.role.on_tick(time.monotonic())
+    assert [type(body) for to, body in worker.sent if to == OTHER] == [Deferred, Deferred, Refused, Granted]
+
+
+def test_what_fits_the_rest_of_the_pool_waits_for_its_turn() -> None:
+    worker = DecodeWorker()
+    lose_three_quarters(worker)
+    worker.generate("first", [5] * 13)
+    worker.generate("second", [6] * 16)
+    assert [row.sequence.key[0] for row in worker.scheduler.schedule().rows] == ["first"]
+    worker.role.on_tick(time.monotonic())
+    assert not any(isinstance(body, Failed) for _, body in worker.sent)
+
+
+def test_a_prompt_may_use_a_cached_prefix_that_is_in_quarantine() -> None:
+    worker = DecodeWorker()
+    worker.generate("before", [9] * 32)
+    worker.bench.run()
+    worker.reserve("lost", [9] * 48)
+    worker.role.on_peer_lost(PREFILL, "silent", replaced=False)
+    assert worker.num_quarantined == 12
+    worker.generate("shares", [9] * 32 + [5] * 8)
+    worker.role.on_tick(time.monotonic())
+    assert not any(isinstance(body, Failed) for _, body in worker.sent)
+    assert worker.scheduler.schedule().has_work
+
+
+def test_the_whole_pool_counts_again_when_the_sender_is_proven_gone() -> None:
+    worker = DecodeWorker()
+    lose_three_quarters(worker)
+    worker.role.on_tick(time.monotonic())
+    worker.deliver(PREFILL, Drained(reservation=worker.granted().reservation), "lost")
+    for _ in range(SETTLE_TICKS):
+        worker.role.on_tick(time.monotonic())
+    worker.generate("large", [5] * 40)
+    worker.role.on_tick(time.monotonic())
+    assert not any(isinstance(body, Failed) for _, body in worker.sent)
+    assert worker.scheduler.schedule().has_work
+
+
+def test_a_sample_group_that_no_longer_fits_as_a_whole_is_admitted_in_parts() -> None:
+    worker = DecodeWorker()
+    lose_three_quarters(worker)
+    worker.role.on_tick(time.monotonic())
+    for index in range(5):
+        worker.bench.add([5] * 7, 2, sample=("samples", index, 5))
+    assert worker.scheduler.schedule().has_work
+
+
+# -- a sender that stalls -------------------------------------------------------------------------------------------
+
+
+def test_nobody_waits_for_the_prefix_of_a_sender_that_has_stalled() -> None:
+    worker = DecodeWorker(num_blocks=32)
+    worker.reserve("a", [5] * 12)
+    worker.generate("b", [5] * 12)
+    worker.role.on_tick(time.monotonic())
+    assert not worker.scheduler.schedule().has_work, "b waits for a's blocks"
+    woken = worker.num_wakes
+    worker.role.on_tick(time.monotonic() + STALLED_AFTER_S + 1)
+    assert worker.num_wakes > woken
+    assert [row.sequence.key[0] for row in worker.scheduler.schedule().rows] == ["b"]
+
+
+def test_other_handoffs_of_a_stalled_sender_keep_nobody_waiting_until_it_sends_again() -> None:
+    worker = DecodeWorker(num_blocks=64)
+    worker.reserve("a", [5] * 12)
+    worker.role.on_tick(time.monotonic() + STALLED_AFTER_S + 1)
+    worker.reserve("b", [6] * 12)
+    worker.reserve("c", [6] * 12, OTHER)
+    assert len(worker.granted(OTHER).slots) == 3, "c does not wait for b"
+    a, b = (body.reservation for to, body in worker.sent if to == PREFILL and isinstance(body, Granted))
+    assert a != b
+    worker.receiver.report(Landed(a, (0,)))
+    worker.reserve("d", [7] * 12)
+    worker.reserve("e", [7] * 12, OTHER)
+    assert isinstance(worker.sent[-1][1], Deferred), "e waits for d"
+
+
+def test_a_handoff_that_arrives_after_its_sender_had_stalled_is_committed() -> None:
+    worker = DecodeWorker(num_blocks=32)
+    worker.reserve("a", [5] * 12)
+    worker.role.on_tick(time.monotonic() + STALLED_AFTER_S + 1)
+    granted = worker.granted()
+    worker.receiver.report(Landed(granted.reservation, tuple(range(3))))
+    worker.hand_over("a", granted.reservation, 12)
+    assert isinstance(worker.sent[-1][1], TokenBatch)
+    assert not worker.scheduler.in_progress
+    assert worker.scheduler.schedule().has_work
+
+
+# -- the order of ends ----------------------------------------------------------------------------------------------
+
+
+def test_handoffs_of_a_lost_router_are_granted_nothing_before_they_end() -> None:
+    worker = DecodeWorker(max_running=1)
+    worker.reserve("a", [5] * 4)
+    worker.reserve("b", [6] * 4)
+    num_sent = len(worker.sent)
+    worker.role.on_peer_lost(ROUTER, "silent", replaced=False)
+    assert [type(body) for _, body in worker.sent[num_sent:]] == [Refused, Released]
+
+
+def test_handoffs_that_a_worker_abandons_are_granted_nothing_before_they_end() -> None:
+    worker = DecodeWorker(max_running=1)
+    worker.generate("a", [5] * 4)
+    worker.scheduler.commit(plan := worker.scheduler.schedule(), worker.bench.forward(plan))
+    worker.reserve("b", [6] * 4)
+    num_sent = len(worker.sent)
+    worker.role.abandon("the worker stops")
+    assert [type(body) for _, body in worker.sent[num_sent:]] == [Refused, Failed]
+
+
+def test_prefill_that_asks_again_for_what_was_committed_here_is_refused() -> None:
+    """Another decode worker was named meanwhile, and then this one again."""
+    worker = DecodeWorker(one_sided=False)
+    worker.reserve("a", [5] * 12)
+    granted = worker.granted()
+    worker.receiver.report(Landed(granted.reservation, tuple(range(3))))
+    worker.hand_over("a", granted.reservation, 12)
+    num_sent = len(worker.sent)
+    worker.reserve("a", [5] * 12)
+    assert [type(body) for to, body in worker.sent[num_sent:] if to == PREFILL] == [Refused]
+    assert worker.scheduler.schedule().has_work, "it runs on here"
+
+
+def test_a_handoff_that_waits_or_runs_is_not_asked_whether_it_is_overdue() -> None:
+    worker = DecodeWorker(max_running=1)
+    worker.reserve("a", [5] * 12)
+    worker.reserve("b", [6] * 12)
+    granted = worker.granted()
+    worker.receiver.report(Landed(granted.reservation, tuple(range(3))))
+    worker.hand_over("a", granted.reservation, 12)
+    fed: list[object] = []
+    for request in worker.role._requests.values():
+        request.handle = Mock(side_effect=fed.append)
+    for seconds in range(1, 20):
+        worker.role.on_tick(time.monotonic() + seconds)
+    assert not fed

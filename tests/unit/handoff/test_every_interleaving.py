@@ -198,6 +198,7 @@ BUGS: dict[str, tuple[Callable[[], AbstractContextManager[None]], str, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize("name", BUGS)
 def test_the_search_finds_a_known_bug_and_shows_the_way_to_it(name: str) -> None:
     make, disturbance, trouble = BUGS[name]
@@ -207,8 +208,7 @@ def test_the_search_finds_a_known_bug_and_shows_the_way_to_it(name: str) -> None
     assert found.value.trace[0][0] in ("place", "cancel")
 
 
-def _ends_nothing(state: State, who: str, key: SequenceKey) -> None:
-    """Of a cancel."""
+def _ends_nothing(state: State, who: str, key: SequenceKey) -> None: ...
 
 
 def test_the_search_finds_a_cancel_that_is_not_carried_out() -> None:

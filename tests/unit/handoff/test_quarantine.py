@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from kvrelay.protocol.messages import PeerRef
-from kvrelay_decode.quarantine import ASK_AT_MOST_EVERY_S, FIRST_ASK_S, SETTLE_TICKS, Quarantine
+from kvrelay_decode.quarantine import ASK_AT_MOST_EVERY_S, FIRST_ASK_S, OVERDUE_AFTER_S, SETTLE_TICKS, Quarantine
 
 pytestmark = pytest.mark.unit
 
@@ -17,8 +17,6 @@ HOUR_S = 3600.0
 
 
 class Machine:
-    """Processes that have ended."""
-
     def __init__(self) -> None:
         self.ended: set[str] = set()
         self.seen: set[str] = set()  # from here
@@ -31,7 +29,7 @@ class Machine:
 @pytest.fixture
 def machine() -> Machine:
     made = Machine()
-    made.quarantine.add(KEY, PEER, "process")
+    made.quarantine.add(KEY, PEER, "process", 0.0)
     return made
 
 
@@ -54,14 +52,14 @@ def test_silence_is_no_proof(machine: Machine) -> None:
 
 
 def test_the_end_of_the_process_is_one(machine: Machine) -> None:
-    machine.quarantine.add(SECOND, PEER, "another process")
+    machine.quarantine.add(SECOND, PEER, "another process", 0.0)
     machine.quarantine.lost(PEER, 0.0, replaced=False)
     machine.ended.add("process")
     assert machine.safe_after(100) == [KEY]
 
 
 def test_a_newer_start_is_one_also_after_silence(machine: Machine) -> None:
-    machine.quarantine.add(SECOND, OTHER, "process of q")
+    machine.quarantine.add(SECOND, OTHER, "process of q", 0.0)
     machine.quarantine.lost(PEER, 0.0, replaced=False)
     assert machine.safe_after(100) == []
     machine.quarantine.lost(PEER, 0.0, replaced=True)
@@ -85,3 +83,14 @@ def test_a_silent_sender_is_asked_less_and_less_often(machine: Machine) -> None:
     assert asked[0] == FIRST_ASK_S
     assert gaps == sorted(gaps)
     assert gaps[-1] == ASK_AT_MOST_EVERY_S
+
+
+def test_slots_of_a_lost_or_stalled_sender_are_overdue_until_they_are_proven_safe(machine: Machine) -> None:
+    machine.quarantine.add(SECOND, OTHER, "process of q", 0.0)
+    assert not machine.quarantine.overdue(OVERDUE_AFTER_S)
+    machine.quarantine.lost(PEER, 0.0, replaced=False)
+    assert machine.quarantine.overdue(0.0) == {KEY}
+    assert machine.quarantine.overdue(OVERDUE_AFTER_S + 1) == {KEY, SECOND}
+    machine.quarantine.drained(KEY)
+    machine.quarantine.drained(SECOND)
+    assert not machine.quarantine.overdue(OVERDUE_AFTER_S + 1)

@@ -52,6 +52,7 @@ RECEIVER_EVENTS: list[decode.ReceiverHandoffEvent] = [
     Corrupted("r", (0,)),
     decode.HandoffReceived(HANDOFF),
     decode.HandoffOverdue(),
+    decode.TransferStalled("nothing came"),
     decode.HandoffAborted(),
     decode.ReceiveCancelled("the client is gone"),
     decode.PrefillLost(),

@@ -147,7 +147,6 @@ class Network:
 
 
 def size_of_state(links: Links) -> int:
-    """Everything that could grow."""
     return sum(1 + len(link.unacked) + len(link.early) for link in links._links.values()) + len(links._refusals)
 
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.protocol import codec
+from kvrelay.protocol.grammar import Grammar
 from kvrelay.protocol.messages import (
     PROTOCOL_VERSION,
     Alive,
@@ -33,10 +34,20 @@ HEADER = Header(sender="p0", incarnation="1", reply_to="tcp://p0:1", to_incarnat
 int64 = st.integers(-(2**63), 2**63 - 1)
 st.register_type_strategy(int, int64)
 st.register_type_strategy(float, st.floats(allow_nan=False))
-NESTED: tuple[type[msgspec.Struct], ...] = (PeerRef, Sampling, TokenLogprobs, Prompt, SequenceUsage, TokenEntry)
+NESTED: tuple[type[msgspec.Struct], ...] = (
+    PeerRef,
+    Grammar,
+    Sampling,
+    TokenLogprobs,
+    Prompt,
+    SequenceUsage,
+    TokenEntry,
+)
 STRUCTS: tuple[type[msgspec.Struct], ...] = (*NESTED, Header, *KINDS)
 for struct in STRUCTS:
     hints = {field.name: st.from_type(field.type) for field in msgspec.structs.fields(struct)}
+    if struct is Prompt:
+        hints["weight"] = st.floats(0.001, 1000)
     st.register_type_strategy(struct, st.builds(struct, **hints))
 
 bodies: st.SearchStrategy[AnyBody] = st.one_of([st.from_type(kind) for kind in KINDS])  # type: ignore[arg-type]

@@ -87,6 +87,8 @@ class Bench:
         self.blocks = self.scheduler.blocks
         self.sequences: list[Sequence] = []
         self.tokens_drawn = 0
+        self.tenant, self.weight = "", 1.0
+        """Of the sequences that are added from now on."""
 
     def add(
         self,
@@ -103,8 +105,7 @@ class Bench:
         sequence.sample_group = group
         if sample is not None:
             join(sequence, sample)
-        self.sequences.append(sequence)
-        self.scheduler.add(sequence)
+        self._queue(sequence)
         return sequence
 
     def handoff(
@@ -115,9 +116,13 @@ class Bench:
         sequence.remote = remote or RemoteKV(SENDER)
         if sample is not None:
             join(sequence, sample)
+        self._queue(sequence)
+        return sequence
+
+    def _queue(self, sequence: Sequence) -> None:
+        sequence.tenant, sequence.weight = self.tenant, self.weight
         self.sequences.append(sequence)
         self.scheduler.add(sequence)
-        return sequence
 
     def arrive(self, sequence: Sequence) -> None:
         """The blocks of a handoff and its first token are here."""
@@ -206,7 +211,6 @@ class Bench:
             assert not plan.num_decode_tokens or self.scheduler.policy.block_manager is WholeSequenceBlocks
 
     def is_a_sequences(self, block: int) -> bool:
-        """Whoever else holds it."""
         return any(self.pool.num_holds(block, state) for state in (BlockState.COMPUTING, BlockState.RUNNING))
 
     def check_pool(self) -> None:

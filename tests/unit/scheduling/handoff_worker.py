@@ -82,7 +82,6 @@ class HandoffWorker:
     # -- rounds -------------------------------------------------------------------------------------------------------
 
     def reserve(self) -> list[Sequence]:
-        """Admission between steps."""
         reserved = list(self.scheduler.reserve())
         self.begin_transfers(reserved)
         self.check_that_the_next_handoff_does_not_fit()
@@ -150,7 +149,6 @@ class HandoffWorker:
         return bool(moved or self.lands_at or self.quarantined)
 
     def run(self, max_rounds: int = 1500) -> None:
-        """Until all have ended."""
         for _ in range(max_rounds):
             if not self.open:
                 break

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrelay.engine.batch import BeamCandidates
 from kvrelay.kv.ablations import NullCache
 from kvrelay.kv.cache import Cache
 from kvrelay.kv.pool import BlockPool, BlockState
@@ -24,7 +25,7 @@ from kvrelay.scheduling.policies.scheduler_registry import find_scheduler
 from kvrelay.scheduling.scheduler import BatchScheduler
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import RemoteKV, Sequence, SequenceState
-from kvrelay.worker.step_loop import worker_batch
+from kvrelay.worker.step_loop import StepLoop, worker_batch
 from tests.fakes.beam_oracle import Text, expected_beams
 from tests.fakes.hash_runner import EOS_TOKEN_ID, HashRunner, expected_tokens, next_candidates
 from tests.fakes.sequences import new_sequence
@@ -241,6 +242,31 @@ def test_groups_run_all_or_nothing_and_find_the_best_texts(
 
 def search_of(width: int, max_tokens: int, **rest: Any) -> Sampling:
     return Sampling(max_tokens=max_tokens, beams=BeamSpec(width=width, num_returned=width), ignore_eos=True, **rest)
+
+
+NO_CANDIDATES = [
+    BeamCandidates(np.zeros(0, np.int32), np.zeros(0, np.float32)),
+    BeamCandidates(np.array([1, 2], np.int32), np.array([-0.5], np.float32)),
+    BeamCandidates(np.array([1, 2], np.int32), np.array([-0.5, np.nan], np.float32)),
+]
+
+
+@pytest.mark.parametrize("candidates", NO_CANDIDATES)
+def test_a_handoff_with_candidates_that_are_none_is_refused_and_leaves_nothing(candidates: BeamCandidates) -> None:
+    world = World(num_blocks=16, token_budget=32)
+    sequence = world.make([1] * 6, search_of(2, 8))
+    world.runner.drop_sequence(sequence.key)  # the step loop adds it when it is adopted
+    sequence.remote = RemoteKV(SENDER)
+    world.scheduler.add(sequence)
+    assert list(world.scheduler.reserve()) == [sequence]
+    sequence.num_computed = 6
+    with pytest.raises(ValueError, match="log-probabilities"):
+        StepLoop(world.runner, world.scheduler).adopt(sequence, candidates)
+    assert sequence.state is SequenceState.WAITING_FOR_REMOTE_KV
+    assert world.runner.num_sequences == 0
+    world.scheduler.release(sequence, 0)
+    assert not world.scheduler.has_work
+    assert world.pool.num_available == 16
 
 
 def test_the_prompt_is_stored_once_and_its_tail_is_copied_when_it_is_written() -> None:

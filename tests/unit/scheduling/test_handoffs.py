@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.scheduling.queue.queue_orders import ORDERS
+from kvrelay.scheduling.queue.tenant_lane import QueuedSequence
 from kvrelay.scheduling.scheduler_settings import QueueOrderName, SchedulerSettings
 from kvrelay.scheduling.sequence import SequenceState
 from tests.thoroughness import examples
@@ -330,6 +331,44 @@ def test_samples_are_sent_the_full_blocks_of_their_prompt_once(num_tokens: int) 
     worker.run()
     num_shared = (num_tokens - 1) // BLOCK_SIZE
     assert worker.num_sent_blocks == num_shared + 5
+
+
+@pytest.mark.parametrize("num_before", range(8))
+def test_samples_that_are_admitted_out_of_their_order_reserve_for_nobody_who_is_here(num_before: int) -> None:
+    """The last sample to arrive says that none is to come, the first that three are. Each may be admitted first: the
+    order depends on their keys, and with them on the number of requests before."""
+    worker = HandoffWorker(num_blocks=32, max_running=4, settings=SchedulerSettings(queue_order="random"))
+    for _ in range(num_before):
+        worker.local(4)
+        worker.cancel(0)
+    worker.local(4, max_tokens=20)
+    worker.run_round()
+    samples = [worker.handoff(9, "group", 3 - index) for index in range(4)]
+    assert not worker.reserve(), "three places are free, and the group is admitted as a whole"
+    worker.cancel(0)
+    assert set(worker.reserve()) == set(samples)
+    assert worker.scheduler.num_slots == 4
+    worker.run()
+
+
+class CountedLooks(dict[QueuedSequence, None]):
+    num_looks = 0
+
+    def __contains__(self, key: object) -> bool:
+        self.num_looks += 1
+        return super().__contains__(key)
+
+
+def test_sequences_of_a_limited_sender_are_not_passed_over_one_by_one() -> None:
+    worker = HandoffWorker(num_blocks=16)
+    for _ in range(200):
+        worker.handoff(12, is_limited=True)
+    worker.reserve()
+    queue = worker.scheduler.waiting
+    queue._limited = counted = CountedLooks(queue._limited)
+    other = worker.handoff(4, sender=1, is_limited=True)
+    assert list(worker.scheduler.reserve()) == [other]
+    assert counted.num_looks < 20
 
 
 def test_if_the_first_sample_is_given_up_the_next_one_is_sent_the_prompt() -> None:

@@ -44,13 +44,16 @@ policies = st.builds(
 
 
 class History:
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: Bench, num_tenants: int) -> None:
         self.bench = bench
+        self.num_tenants = num_tenants
         self.finished: dict[SequenceKey, FinishReason] = {}
         self.expected: dict[SequenceKey, tuple[Sequence, int]] = {}
 
     def arrive(self, prompt: list[int], max_tokens: int, priority: int, kind: str) -> None:
         kind, _, is_group = kind.partition(" ")
+        number = len(self.bench.sequences) % self.num_tenants
+        self.bench.tenant, self.bench.weight = f"t{number}", 1.0 + number
         name, count = f"g{len(self.bench.sequences)}", 2 + priority if is_group else 1
         for index in range(count):
             one = "local" if kind == "aborted" and index else kind  # of a group, the first alone
@@ -89,8 +92,9 @@ class History:
         assert self.bench.scheduler.swap_use.num_used_slots == 0
 
 
-def run_history(bench: Bench, wanted: list[tuple[list[int], int, int, int, str]]) -> None:
-    history = History(bench)
+def run_history(bench: Bench, wanted: list[tuple[list[int], int, int, int, str]], num_tenants: int = 1) -> None:
+    bench.scheduler.shares.idle_credit = 16.0
+    history = History(bench, num_tenants)
     for prompt, max_tokens, gap, priority, kind in wanted:
         history.arrive(prompt, max_tokens, priority, kind)
         for _ in range(gap):
@@ -100,12 +104,13 @@ def run_history(bench: Bench, wanted: list[tuple[list[int], int, int, int, str]]
             break
         history.step()
     history.check_end()
+    assert not bench.scheduler.shares.num_waiting_tenants and not bench.scheduler.shares.is_contested
 
 
 @pytest.mark.parametrize("kind", [Bench, OverlappedBench])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @settings(max_examples=examples(100), deadline=None)
-@given(requests, policies, st.integers(8, 40), st.integers(1, 8), st.booleans())
+@given(requests, policies, st.integers(8, 40), st.integers(1, 8), st.booleans(), st.integers(1, 3))
 def test_every_sequence_ends_with_all_its_tokens_whatever_the_policy(
     scheduler: str,
     kind: type[Bench],
@@ -114,13 +119,14 @@ def test_every_sequence_ends_with_all_its_tokens_whatever_the_policy(
     token_budget: int,
     max_running: int,
     cache: bool,
+    num_tenants: int,
 ) -> None:
-    run_history(kind(NUM_BLOCKS, token_budget, max_running, cache, scheduler, policy), wanted)
+    run_history(kind(NUM_BLOCKS, token_budget, max_running, cache, scheduler, policy), wanted, num_tenants)
 
 
 @pytest.mark.parametrize("kind", [Bench, OverlappedBench])
 @settings(max_examples=examples(100), deadline=None)
-@given(requests, policies, st.integers(8, 40), st.integers(1, 8), st.booleans())
+@given(requests, policies, st.integers(8, 40), st.integers(1, 8), st.booleans(), st.integers(1, 3))
 def test_chunks_shrink_to_the_blocks_that_there_are(
     kind: type[Bench],
     wanted: list[tuple[list[int], int, int, int, str]],
@@ -128,10 +134,11 @@ def test_chunks_shrink_to_the_blocks_that_there_are(
     token_budget: int,
     max_running: int,
     cache: bool,
+    num_tenants: int,
 ) -> None:
     """Blocks on demand under sarathi: prompts half computed compete for the last blocks, and all end."""
     bench = kind(NUM_BLOCKS, token_budget, max_running, cache, "sarathi", policy, OnDemandBlocks)
-    run_history(bench, wanted)
+    run_history(bench, wanted, num_tenants)
 
 
 @pytest.mark.parametrize("order", get_args(QueueOrderName))

@@ -10,9 +10,9 @@ import pytest
 from kvrelay.scheduling.memory.block_manager import OnDemandBlocks
 from kvrelay.scheduling.plan import PlanDraft, PlannedRow, StepPlan
 from kvrelay.scheduling.scheduler_settings import Chunking, Retraction, SchedulerSettings
-from kvrelay.scheduling.sequence import Sequence, SequenceState
+from kvrelay.scheduling.sequence import RemoteKV, Sequence, SequenceState
 from kvrelay.scheduling.step_cost import StepCost, pairs
-from tests.unit.scheduling.bench import SCHEDULERS, Bench, make_sequence
+from tests.unit.scheduling.bench import SCHEDULERS, SENDER, Bench, make_sequence
 
 pytestmark = pytest.mark.unit
 
@@ -127,6 +127,20 @@ def test_an_adopted_sequence_gets_its_reservation_if_there_is_room(scheduler: st
     assert second.table.num_blocks == 2  # the other 3 are not there; it goes on as blocks come
     bench.run()
     assert first.num_output == second.num_output == 12
+
+
+@pytest.mark.parametrize("scheduler", ["orca", "faster_transformer"])
+def test_an_adopted_sequence_takes_no_blocks_that_are_reserved_for_others(scheduler: str) -> None:
+    """Of 11 blocks its prompt has 2 and its output wants 3, but 6 are reserved for the samples of the other."""
+    bench = Bench(num_blocks=11, token_budget=32, max_running=8, scheduler=scheduler, cache=False)
+    handoff = bench.handoff([2] * 8, 12)
+    assert list(bench.scheduler.reserve()) == [handoff]
+    first = bench.handoff([1] * 8, 2, ("samples", 0, 3), RemoteKV(SENDER, num_to_come=2))
+    assert list(bench.scheduler.reserve()) == [first]
+    assert bench.scheduler.remote.num_reserved_blocks == 6
+    bench.arrive(handoff)
+    assert handoff.table.num_blocks == 2
+    assert bench.pool.num_available == 7
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)

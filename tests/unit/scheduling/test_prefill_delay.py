@@ -153,6 +153,7 @@ def run_group(num_ranks: int, seed: int, max_delay_passes: int | None) -> Ran:
     return ran
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_group_computes_prompts_together_within_bounds(num_ranks: int, seed: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvrelay.scheduling.queue.fair_shares import FairShares
 from kvrelay.scheduling.queue.prefixes_in_progress import PrefixesInProgress
 from kvrelay.scheduling.queue.queue_orders import ORDERS
 from kvrelay.scheduling.queue.sender_limits import SenderLimits
@@ -51,10 +52,12 @@ def test_a_queue_that_waits_for_one_block_is_all_there_in_the_step_in_which_it_c
     """More than a step may look at: those are looked at whose turn it is."""
     bench = Bench(64)
     promised = PrefixesInProgress()
-    queue = WaitingQueue(ORDERS[order], bench.blocks, promised, starvation_bound=1 << 20, senders=SenderLimits(64))
+    shares = FairShares({})
+    queue = WaitingQueue(ORDERS[order], bench.blocks, promised, 1 << 20, SenderLimits(64), shares)
     waiting = [make_sequence([1] * 9, 1, f"r{n}") for n in range(3 * PROBES_A_STEP)]
     promised.promise(("other", 1, 0), waiting[0].block_hashes(1))
     for sequence in waiting:
+        shares.enter(sequence)
         queue.add(sequence)
     for _ in range(4):
         queue.refresh()

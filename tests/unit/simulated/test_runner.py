@@ -28,7 +28,7 @@ from kvrelay.scheduling.sequence import Sequence
 from kvrelay.simulated.model_facts import ModelFacts, read_facts
 from kvrelay.simulated.profiles import MeasuredProfile
 from kvrelay.simulated.simulated_runner import SimulatedRunner, make_simulated_runner
-from kvrelay.simulated.token_hash import Vocabulary, continuation
+from kvrelay.simulated.token_hash import Vocabulary, continuation, salt_of
 from kvrelay.worker.launch import TimedLauncher
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 from tests.fakes.sequences import new_sequence
@@ -262,6 +262,14 @@ def test_seed_and_sequence_index_count_when_tokens_are_drawn_and_not_when_they_a
     drawn = {text(Sampling(temperature=0.7, seed=s, max_tokens=20, ignore_eos=True), n) for s in (1, 2) for n in (0, 1)}
     assert len(drawn) == 4
     assert len({text(Sampling(temperature=0, seed=s, max_tokens=20), n) for s in (1, 2) for n in (0, 1)}) == 1
+
+
+@given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 63), st.integers(0, 127))
+def test_every_bit_of_a_seed_changes_what_is_drawn(seed: int, bit: int, sequence: int) -> None:
+    other = (seed ^ (1 << bit)) % 2**64
+    signed = other - 2**64 if other >= 2**63 else other
+    salts = {salt_of(Sampling(temperature=1, seed=each), sequence) for each in (seed, signed)}
+    assert len(salts) == 2 and max(salts) < 2**64
 
 
 def test_logprobs_are_those_of_a_distribution() -> None:

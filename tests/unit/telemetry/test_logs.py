@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import sys
 from collections.abc import Iterator
 from typing import Literal
 
@@ -20,14 +19,23 @@ def keep_logging() -> Iterator[None]:
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield
+    for handler in root.handlers:
+        if handler not in handlers:
+            handler.close()
     root.handlers[:], root.level = handlers, level
     logging.captureWarnings(False)
+
+
+def logged(capsys: pytest.CaptureFixture[str]) -> str:
+    """All that was logged since the last call."""
+    logging.getLogger().handlers[0].flush()
+    return capsys.readouterr().err
 
 
 def test_text_has_the_fields_of_the_process_and_of_the_record(capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging("info", "text", worker_id="w-1")
     logging.getLogger("a.b").info("took %d ms", 5, extra={"request_id": "r-1"})
-    line = capsys.readouterr().err.rstrip("\n")
+    line = logged(capsys).rstrip("\n")
     assert line.endswith("INFO    a.b: took 5 ms worker_id=w-1 request_id=r-1")
     assert line[10] == "T"
     assert line.split(" ")[0].endswith("Z")
@@ -39,7 +47,7 @@ def test_json_is_one_object_a_line_even_with_a_traceback(capsys: pytest.CaptureF
         raise ValueError("two\nlines")
     except ValueError:
         logging.getLogger("a").exception("über\nall", extra={"request_id": "r-1", "num_tokens": 3, "odd": object})
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = logged(capsys).splitlines()
     entry = json.loads(line)
     assert (entry["level"], entry["logger"], entry["message"]) == ("error", "a", "über\nall")
     assert (entry["worker_id"], entry["request_id"], entry["num_tokens"]) == ("w-1", "r-1", 3)
@@ -67,7 +75,7 @@ def test_a_part_of_a_process_has_fields_of_its_own_and_so_has_what_it_starts(
         log.info("the process")
 
     asyncio.run(run())
-    lines = capsys.readouterr().err.splitlines()
+    lines = logged(capsys).splitlines()
     said = {"a callback of one": "one", "one itself": "one", "two itself": "two", "the process": "process"}
     for words, owner in said.items():
         (line,) = (line for line in lines if words in line)
@@ -78,7 +86,7 @@ def test_the_level_holds(capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging("warning")
     logging.getLogger("a").info("quiet")
     logging.getLogger("a").warning("loud")
-    assert "quiet" not in (text := capsys.readouterr().err)
+    assert "quiet" not in (text := logged(capsys))
     assert "loud" in text
 
 
@@ -86,5 +94,4 @@ def test_setting_up_twice_does_not_log_twice(capsys: pytest.CaptureFixture[str])
     setup_logging()
     setup_logging()
     logging.getLogger("a").info("once")
-    assert capsys.readouterr().err.count("once") == 1
-    assert logging.getLogger().handlers[0].stream is sys.stderr  # type: ignore[attr-defined]
+    assert logged(capsys).count("once") == 1

@@ -52,6 +52,29 @@ def test_no_more_than_the_window_is_lent(outbox: Outbox) -> None:
     assert [in_flight.piece.copies.indices.tolist() for in_flight in (first, second, third)] == [[0], [1], [2]]
 
 
+def test_a_peer_whose_sends_hang_fails_every_reservation_once_and_drains_when_the_sends_end(outbox: Outbox) -> None:
+    outbox.push("p", [piece("r", 0), piece("s", 0), piece("s", 1), piece("t", 0)])
+    outbox.push("q", [piece("u", 0)])
+    in_flight = {send.piece.reservation: send for send in submit_all(outbox)}
+    failed = outbox.fail_peer("p", "it hangs")
+    assert failed == [TransferFailed(name, "it hangs") for name in ("r", "s", "t")]
+    assert submit_all(outbox) == []
+    assert outbox.abort("t", 0.0) == [SenderDrained("t")]
+    assert outbox.abort("r", 0.0) == outbox.abort("s", 0.0) == []
+    assert outbox.fail(in_flight["r"].number, "closed", 1.0) == [SenderDrained("r")]
+    assert outbox.complete(in_flight["s"].number, 1.0).events == [SenderDrained("s")]
+    assert outbox.complete(in_flight["u"].number, 1.0).events == [Pushed("u", (0,), BLOCK_BYTES)]
+    outbox.push("p", [piece("v", 0)])
+    assert [send.piece.reservation for send in submit_all(outbox)] == ["v"]
+
+
+def test_a_send_that_fails_after_its_peer_did_is_not_reported_again(outbox: Outbox) -> None:
+    outbox.push("p", [piece("r", 0)])
+    [send] = submit_all(outbox)
+    assert outbox.fail_peer("p", "it hangs") == [TransferFailed("r", "it hangs")]
+    assert outbox.fail(send.number, "closed", 0.0) == []
+
+
 def test_peers_take_turns(outbox: Outbox) -> None:
     for peer in ("p", "q"):
         outbox.push(peer, [piece("r", block) for block in range(5)])

@@ -67,7 +67,6 @@ class QueueReceiver(ReceiverThread):
         self.messages.put((header, data.reshape(-1).data))
 
     def end(self) -> None:
-        """After all messages."""
         self.messages.put(None)
         self.running.join(PATIENCE_S)
         assert not self.running.is_alive() and self.failure is None

@@ -254,25 +254,10 @@ class Service:
         return self.served
 
 
-def serve(
-    wanted: list[Job],
-    scheduler: str,
-    num_slots: int,
-    make_runner: MakeRunner,
-    *,
-    overlap: bool,
-    num_lookahead: int = 0,
-    num_blocks: int = NUM_BLOCKS,
-) -> Service:
+def serve(service: Service) -> Service:
     """To the end; nothing is left behind."""
-    service = Service(
-        *(wanted, scheduler, num_slots, make_runner),
-        overlap=overlap,
-        num_lookahead=num_lookahead,
-        num_blocks=num_blocks,
-    )
     asyncio.run(service.serve())
-    assert service.pool.num_available == num_blocks, "blocks were left behind"
+    assert service.pool.num_available == service.pool.num_blocks, "blocks were left behind"
     assert service.runner.num_sequences == 0, "sampler state was left behind"
     assert not service.scheduler.in_progress
     assert service.scheduler.swap_use.num_used_slots == 0

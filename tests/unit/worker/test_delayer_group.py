@@ -70,9 +70,9 @@ def test_a_silent_member_is_left_out_and_counts_again_when_it_is_heard() -> None
     rig.group.heard(ref("b"), word(RUNNING))
     assert rig.group.share(WAITING) == (WAITING, RUNNING)
     rig.group.lost(ref("b", "another start"))
-    assert rig.group.num_heard == 1
+    assert rig.group.num_live_members == 1
     rig.group.lost(ref("b"))
-    assert rig.group.num_heard == 0
+    assert rig.group.num_live_members == 0
 
 
 def test_a_prompt_that_went_in_meanwhile_counts_until_the_next_pass() -> None:
@@ -141,12 +141,12 @@ def test_news_end_a_sleep_only_of_a_worker_that_holds_prompts_back() -> None:
 def test_the_registry_names_the_members_and_a_member_may_be_faster() -> None:
     rig = Rig()
     rig.group.heard(ref("d"), word(RUNNING))
-    assert rig.group.num_heard == 1
+    assert rig.group.num_live_members == 1
     rig.group.heard(ref("b", "2"), word(RUNNING))
     rig.group.found([ref("b", "1"), ref("e")])
-    assert rig.group.num_heard == 1, "d is not listed; the registry is behind with b"
+    assert rig.group.num_live_members == 1, "d is not listed; the registry is behind with b"
     rig.group.found([ref("b", "3")])
-    assert rig.group.num_heard == 0, "another start, which was not heard yet"
+    assert rig.group.num_live_members == 0, "another start, which was not heard yet"
 
 
 class Process:

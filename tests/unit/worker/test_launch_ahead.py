@@ -62,11 +62,12 @@ def serve_queued(
         made.append(runner)
         return runner
 
-    service = serve(wanted, scheduler, num_slots, make, overlap=overlap, num_lookahead=num_lookahead)
+    service = serve(Service(wanted, scheduler, num_slots, make, overlap=overlap, num_lookahead=num_lookahead))
     made[0].close()
     return service
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("scheduler", list(BUILT_IN))
 @settings(max_examples=examples(80), deadline=None)
 @given(
@@ -90,7 +91,6 @@ def test_tokens_are_right_and_nothing_is_left_behind(
 @settings(max_examples=examples(60), deadline=None)
 @given(jobs, st.sampled_from([0, 3]))
 def test_launching_ahead_changes_no_outcome(wanted: list[Job], mistakes: int) -> None:
-    """As in `test_overlap_changes_no_outcome`."""
     wanted = [replace(job, abort_at=None, fail_at=job.fail_at_computed) for job in wanted]
     on, off = (serve_queued(wanted, "sarathi", 0, overlap=on, mistakes=mistakes) for on in (True, False))
     assert not off.loop.totals.num_steps_launched_ahead
@@ -162,6 +162,7 @@ requests = st.builds(
 )
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("scheduler", ["sarathi", "vllm"])
 @settings(max_examples=examples(60), deadline=None)
 @given(st.lists(requests, min_size=1, max_size=5))

@@ -64,8 +64,8 @@ def test_the_cost_of_prompts_is_known_after_prompts_not_after_decodes() -> None:
 
 def test_pushes_that_overlap_are_one_busy_time() -> None:
     clock, meter = PushClock(), SpeedMeter()
-    clock.begun(4, 1.0)
-    clock.begun(4, 1.5)
+    clock.started(4, 1.0)
+    clock.started(4, 1.5)
     clock.ended(4, 2.0)
     assert clock.busy_s(2.5) == pytest.approx(1.5)
     clock.ended(4, 3.0)

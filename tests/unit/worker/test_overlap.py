@@ -40,7 +40,7 @@ pytestmark = pytest.mark.unit
 def test_tokens_are_right_and_nothing_is_left_behind(
     overlap: bool, scheduler: str, wanted: list[Job], num_slots: int, blame: bool
 ) -> None:
-    service = serve(wanted, scheduler, num_slots, failing(blame=blame), overlap=overlap)
+    service = serve(Service(wanted, scheduler, num_slots, failing(blame=blame), overlap=overlap))
     check_tokens(wanted, service.served, blame=blame)
 
 
@@ -50,7 +50,9 @@ def test_overlap_changes_no_outcome(wanted: list[Job]) -> None:
     """Without aborts, whose moment is another one, nothing depends on what runs beside a sequence. But whether an
     earlier token of a prompt is computed here depends on what the cache holds by then, so the last one fails."""
     wanted = [replace(job, abort_at=None, fail_at=job.fail_at_computed) for job in wanted]
-    on, off = (serve(wanted, "sarathi", 0, failing(blame=True), overlap=overlap).served for overlap in (True, False))
+    on, off = (
+        serve(Service(wanted, "sarathi", 0, failing(blame=True), overlap=overlap)).served for overlap in (True, False)
+    )
     assert on.output == off.output
     assert on.finish == off.finish
     assert on.failed == off.failed

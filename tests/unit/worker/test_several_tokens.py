@@ -23,6 +23,7 @@ from kvrelay.worker.step_loop import worker_batch
 from kvrelay_decode.stream import entry_of
 from tests.fakes.hash_runner import HashRunner, expected_tokens
 from tests.fakes.sequences import new_sequence
+from tests.thoroughness import examples
 from tests.unit.worker.serving import Job, Service, check_tokens, failing, jobs, serve
 from tests.unit.worker.test_launch_ahead import serve_queued
 
@@ -33,25 +34,27 @@ AMPLE_BLOCKS = 400
 
 @pytest.mark.parametrize("scheduler", list(BUILT_IN))
 @pytest.mark.parametrize("overlap", [True, False])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(jobs, st.sampled_from([0, 3, 40]), st.booleans(), LOOKAHEADS)
 def test_tokens_are_right_and_nothing_is_left_behind(
     overlap: bool, scheduler: str, wanted: list[Job], num_slots: int, blame: bool, num_lookahead: int
 ) -> None:
     """On a small pool: with preemption by recomputing and by swapping, aborts, stops and failures between."""
-    service = serve(wanted, scheduler, num_slots, failing(blame=blame), overlap=overlap, num_lookahead=num_lookahead)
+    service = serve(
+        Service(wanted, scheduler, num_slots, failing(blame=blame), overlap=overlap, num_lookahead=num_lookahead)
+    )
     check_tokens(wanted, service.served, blame=blame)
     assert service.served.most_tokens <= 1 + num_lookahead
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(jobs, st.sampled_from([0, 3]), LOOKAHEADS)
 def test_tokens_are_right_on_a_device_with_a_queue(wanted: list[Job], mistakes: int, num_lookahead: int) -> None:
     service = serve_queued(wanted, "sarathi", 0, mistakes=mistakes, num_lookahead=num_lookahead)
     check_tokens(wanted, service.served, blame=True)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(jobs, LOOKAHEADS)
 def test_outcomes_and_cached_blocks_are_those_of_one_token_a_step(wanted: list[Job], num_lookahead: int) -> None:
     """Without aborts and failures, whose moment is another one, on a pool from which nothing is evicted."""
@@ -59,7 +62,9 @@ def test_outcomes_and_cached_blocks_are_those_of_one_token_a_step(wanted: list[J
 
     def run(num_lookahead: int) -> Service:
         make = failing(blame=True, num_blocks=AMPLE_BLOCKS)
-        return serve(wanted, "sarathi", 0, make, overlap=False, num_lookahead=num_lookahead, num_blocks=AMPLE_BLOCKS)
+        return serve(
+            Service(wanted, "sarathi", 0, make, overlap=False, num_lookahead=num_lookahead, num_blocks=AMPLE_BLOCKS)
+        )
 
     several, one = run(num_lookahead), run(0)
     assert several.served.output == one.served.output

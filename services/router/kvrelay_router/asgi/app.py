@@ -28,6 +28,7 @@ from kvrelay_router.openai.schema.completion_request import CompletionRequest
 from kvrelay_router.openai.schema.parsing import RequestModel
 from kvrelay_router.openai.settings import ApiSettings
 from kvrelay_router.openai.tokenize import DetokenizeTokens, TokenizeText, TokenRoutes
+from kvrelay_router.pending_memory import PendingMemory
 from kvrelay_router.text.service import TextService
 
 SHOWN_HEADERS = (
@@ -47,10 +48,12 @@ def create_app(
     text: TextService,
     limits: SharedLimits | OwnLimits | None = None,
     metrics: RequestMetrics | None = None,
+    memory: PendingMemory | None = None,
 ) -> ASGIApp:
     """The ASGI application. The caller closes dispatcher, text service and limits."""
     rate_limiter = RateLimiter(settings.key_rules, settings.own_key_rules, limits)
-    service = ApiService(settings, dispatcher, text, InProgress(settings.max_requests), rate_limiter)
+    in_progress = InProgress(settings.max_requests, shares=settings.tenants.are_several)
+    service = ApiService(settings, dispatcher, text, in_progress, rate_limiter, memory=memory or PendingMemory())
     app = FastAPI(title="kvrelay", redirect_slashes=False)
     app.add_exception_handler(Exception, on_api_error)
     app.add_exception_handler(ApiError, on_api_error)

@@ -6,6 +6,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from starlette.requests import Request
 from starlette.responses import Response
 
 from kvrelay_router.http.api_error import ApiError, json_response
@@ -65,25 +66,29 @@ class OperationRoutes:
     async def version(self) -> Response:
         return json_response({"version": self._version})
 
-    async def fleet(self) -> Response:
+    async def fleet(self, http: Request) -> Response:
         """Returns all workers with their state, queues and blocks."""
-        return json_response(await self._service.dispatcher.fleet())
+        fleet = await self._service.dispatcher.fleet(self._visible_owner(http))
+        return json_response({**fleet, "memory": self._service.memory.as_json()})
 
-    async def request(self, request_id: str) -> Response:
+    async def request(self, http: Request, request_id: str) -> Response:
         """Returns the record of a request by its `x-request-id` or answer id, or 404. Several prompts give a list."""
-        found = self._recent(request_id) or self._recent(_bare(request_id))
+        owner = self._visible_owner(http)
+        found = self._recent(request_id, owner) or self._recent(_bare(request_id), owner)
         if not found:
             raise self._not_found(request_id)
         return json_response(found[0] if len(found) == 1 else {"requests": found})
 
-    async def requests(self) -> Response:
+    async def requests(self, http: Request) -> Response:
         """Returns the latest requests, newest first."""
-        return json_response({"requests": self._service.dispatcher.recent_requests(MAX_LISTED)})
+        found = self._service.dispatcher.recent_requests(MAX_LISTED, self._visible_owner(http))
+        return json_response({"requests": found})
 
-    async def timeline(self, request_id: str) -> Response:
+    async def timeline(self, http: Request, request_id: str) -> Response:
         """Returns the events of a request with their times, or 404. Accepts the same ids as `request`."""
+        dispatcher, owner = self._service.dispatcher, self._visible_owner(http)
         for name in (request_id, _bare(request_id)):
-            found = [await self._service.dispatcher.timeline(each) for each in self._service.aliases.resolve(name)]
+            found = [await dispatcher.timeline(each, owner) for each in self._service.aliases.resolve(name, owner)]
             known = [timeline for timeline in found if timeline is not None]
             if known:
                 return json_response({"timelines": known})
@@ -102,8 +107,14 @@ class OperationRoutes:
             code="request_not_found",
         )
 
-    def _recent(self, name: str) -> list[dict[str, Any]]:
-        requests = map(self._service.dispatcher.recent_request, self._service.aliases.resolve(name))
+    def _visible_owner(self, http: Request) -> str | None:
+        """Whose requests the client may see; None: all. A request of another owner looks like an unknown one."""
+        service = self._service
+        return service.settings.tenants.of(service.names(http).key).visible_owner
+
+    def _recent(self, name: str, owner: str | None) -> list[dict[str, Any]]:
+        dispatcher = self._service.dispatcher
+        requests = [dispatcher.recent_request(each, owner) for each in self._service.aliases.resolve(name, owner)]
         return [request for request in requests if request is not None]
 
 

@@ -11,11 +11,15 @@ from kvrelay_router.dispatch.attempt import SequenceAttempts
 from kvrelay_router.dispatch.events import AwaitLostWorkers, Event, FindDecode, FindPlacement, Instruction
 from kvrelay_router.dispatch.intake import TokenIntake
 from kvrelay_router.dispatch.interface import SequenceDelta
-from kvrelay_router.dispatch.load import Held
+from kvrelay_router.dispatch.load import Held, WorkerKey
 from kvrelay_router.dispatch.placement import PromptPrefixes, Work
 from kvrelay_router.dispatch.records import RequestRecord, SequenceHistory
+from kvrelay_router.dispatch.retry_budget import PROVEN_TOKENS
 from kvrelay_router.dispatch.running_request import RunningRequest
 from kvrelay_router.routing.policy import PolicyName
+
+Search = FindPlacement | AwaitLostWorkers | FindDecode
+"""A sequence that waits for a worker has one of these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +31,8 @@ class DispatchSettings:
     ttft_deadline_s: float | None = None  # requests whose first token is expected later are refused
     max_attempts: int = 3
     max_requests: int = 1024  # requests in progress; more are refused
-    wait_for_worker_s: float = 30.0  # a retry or a handoff fails if no worker is ready for this long
+    max_wait_for_worker_s: float = 120.0  # a request, retry or handoff fails if no worker is ready for this long
+    max_wait_for_lost_s: float = 30.0  # for lost workers that may only be stopped, once the retry budget is exhausted
     num_recent_requests: int = 2000
     num_last_decisions: int = 50
     registry_interval_s: float = 0.5
@@ -79,8 +84,6 @@ class ActiveRequest:
 
 @dataclass(slots=True, eq=False)
 class ActiveSequence:
-    """A sequence in progress."""
-
     index: int
     attempts: SequenceAttempts
     intake: TokenIntake
@@ -93,9 +96,15 @@ class ActiveSequence:
     trace: str = ""  # the trace context of the current attempt
     fingerprint: str = ""  # identifies the model of the current attempt's workers
     work: Work = field(default_factory=Work)  # the load that placement expects from the current attempt
-    waiting_for: FindPlacement | AwaitLostWorkers | FindDecode | None = None  # while no worker is ready
+    silent_workers: frozenset[WorkerKey] = frozenset()  # those that were silent when the current attempt was sent
+    waiting_for: Search | None = None  # while no worker is ready
     waiting_timer: asyncio.TimerHandle | None = None  # also the timer of the pause before a retry
 
     @property
     def request_id(self) -> str:
         return self.request.handle.request.request_id
+
+    @property
+    def is_proven(self) -> bool:
+        """True if the current attempt brought so many tokens that its request cannot be why a worker fails."""
+        return len(self.intake.output) - self.attempts.num_resumed >= PROVEN_TOKENS

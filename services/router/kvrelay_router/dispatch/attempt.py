@@ -18,8 +18,6 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-import msgspec
-
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import (
     AnyBody,
@@ -27,13 +25,11 @@ from kvrelay.protocol.messages import (
     Generate,
     PeerRef,
     Prefill,
-    Prompt,
     Reassign,
     Stop,
     TokenEntry,
-    pack_tokens,
 )
-from kvrelay.protocol.sampling import FinishReason, Sampling
+from kvrelay.protocol.sampling import FinishReason
 from kvrelay.state_machine import IllegalEvent, Transition, TransitionTable, find_transition, transition_table
 from kvrelay_router.dispatch.assigned_workers import AssignedWorkers
 from kvrelay_router.dispatch.events import (
@@ -59,6 +55,7 @@ from kvrelay_router.dispatch.events import (
 )
 from kvrelay_router.dispatch.load import worker_key
 from kvrelay_router.dispatch.retry_budget import RetryBudget
+from kvrelay_router.dispatch.sequence_spec import SequenceSpec
 
 
 class AttemptState(StrEnum):
@@ -72,19 +69,6 @@ class AttemptState(StrEnum):
 
 
 _WITH_WORKERS = AttemptState.STREAMING, AttemptState.PREFILLING
-
-
-class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The parameters that all attempts share. `prompt` is packed once for all sequences of a request."""
-
-    sequence: int
-    prompt: bytes
-    num_prompt_tokens: int
-    sampling: Sampling
-    cache_salt: str = ""
-    priority: int = 0
-    num_samples: int = 1  # sequences of the request
-    max_attempts: int = 3  # only attempts that count, see `RetryBudget`
 
 
 class SequenceAttempts:
@@ -184,16 +168,7 @@ class SequenceAttempts:
         self._workers = AssignedWorkers(event.prefill, event.decode)
         self.num_resumed = num_output
         self.state = AttemptState.PREFILLING
-        spec = self.spec
-        prompt = Prompt(
-            tokens=spec.prompt + pack_tokens(event.output) if event.output else spec.prompt,
-            num_output=num_output,
-            sampling=spec.sampling,
-            cache_salt=spec.cache_salt,
-            priority=spec.priority,
-            num_samples=spec.num_samples,
-            timeout_s=event.timeout_s,
-        )
+        prompt = self.spec.prompt_after(event.output, event.timeout_s)
         if event.prefill is not None:
             return [self._send(event.prefill, Prefill(prompt=prompt, decode=event.decode))]
         assert event.decode is not None
@@ -283,9 +258,17 @@ class SequenceAttempts:
         return []
 
     def _retry_after_loss(self, event: WorkerLost) -> list[Instruction]:
-        counts = not event.lost_by_worker
+        counts = not (event.lost_by_worker or event.was_silent)
         lost = FailureKind.WORKER_LOST
-        return self._retry(lost, _cause_of(event), event.worker, event.num_output, counts=counts, is_lost=True)
+        return self._retry(
+            lost,
+            _cause_of(event),
+            event.worker,
+            event.num_output,
+            counts=counts,
+            is_lost=True,
+            in_company=event.in_company,
+        )
 
     def _attempt_failed(self, event: AttemptFailed) -> list[Instruction]:
         workers = self._workers
@@ -313,13 +296,16 @@ class SequenceAttempts:
         *,
         counts: bool,
         is_lost: bool = False,
+        in_company: bool = False,
     ) -> list[Instruction]:
         if 0 < self.spec.sampling.max_tokens <= num_output:
             self.state = AttemptState.DONE
             return [*self._send_to_all(Cancel(reason=cause)), Ended(None, FinishReason.LENGTH)]
         lost_worker = worker_key(worker) if is_lost else None
         num_tokens = num_output - self.num_resumed
-        self._budget.attempt_failed(counts=counts, num_tokens=num_tokens, lost_worker=lost_worker)
+        self._budget.attempt_failed(
+            counts=counts, num_tokens=num_tokens, lost_worker=lost_worker, in_company=in_company
+        )
         if self._budget.is_exhausted:
             cause = f"{cause} (attempt {self.attempt}, the last)"
             if not self._budget.may_recover:
@@ -337,14 +323,15 @@ class SequenceAttempts:
             self._awaits_lost = cause
             return [*instructions, AwaitLostWorkers(cause)]
         delay_s = 0.0 if counts else self._budget.pause_s
-        return [*instructions, FindPlacement(self.attempt, cause, frozenset(self._avoid), delay_s)]
+        search = FindPlacement(self.attempt, cause, frozenset(self._avoid), delay_s, self._budget.is_suspect)
+        return [*instructions, search]
 
     def _worker_back(self, event: WorkerBack) -> list[Instruction]:
         self._budget.worker_returned(worker_key(event.worker))
         if not self._awaits_lost or self._budget.is_exhausted:
             return []
         cause, self._awaits_lost = self._awaits_lost, ""
-        return [FindPlacement(self.attempt, cause, frozenset(self._avoid))]
+        return [FindPlacement(self.attempt, cause, frozenset(self._avoid), is_suspect=self._budget.is_suspect)]
 
     def _fail(self, kind: FailureKind, cause: str) -> list[Instruction]:
         self.state = AttemptState.FAILED

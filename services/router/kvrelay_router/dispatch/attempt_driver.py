@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable
@@ -13,7 +12,13 @@ from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import AnyBody, PeerRef, TokenEntry
 from kvrelay.state_machine import IllegalEvent
 from kvrelay.telemetry.tracer import trace_fields
-from kvrelay_router.dispatch.active_requests import ActiveSequence, CacheTally, ExpectedCacheHit
+from kvrelay_router.dispatch.active_requests import (
+    ActiveRequest,
+    ActiveSequence,
+    CacheTally,
+    ExpectedCacheHit,
+    Search,
+)
 from kvrelay_router.dispatch.events import (
     AttemptFailed,
     AwaitLostWorkers,
@@ -28,18 +33,17 @@ from kvrelay_router.dispatch.events import (
     WorkersAssigned,
 )
 from kvrelay_router.dispatch.interface import RequestFailed, SequenceDelta
-from kvrelay_router.dispatch.load import OutstandingLoad
+from kvrelay_router.dispatch.load import OutstandingLoad, worker_key
 from kvrelay_router.dispatch.placement import Placement, as_json, work_of
 from kvrelay_router.dispatch.token_path import token_events
 from kvrelay_router.dispatch.tracing import AttemptTracing
+from kvrelay_router.dispatch.worker_waits import WorkerWaits
 from kvrelay_router.routing.candidates import Decision
 
 log = logging.getLogger(__name__)
 
 
 class SendMessage(Protocol):
-    """`Messenger.send`."""
-
     def __call__(self, peer: PeerRef, body: AnyBody, *, request: str, attempt: int, sequence: int, trace: str) -> None:
         """Sends reliably, or reports the peer lost."""
 
@@ -56,7 +60,8 @@ class AttemptDriver:
         placement: Placement,
         load: OutstandingLoad,
         on_ended: Callable[[ActiveSequence, RequestFailed | None], None],
-        wait_for_worker_s: float,
+        max_wait_for_worker_s: float,
+        max_wait_for_lost_s: float,
         tracing: AttemptTracing | None = None,
     ) -> None:
         self.num_illegal = 0
@@ -66,14 +71,15 @@ class AttemptDriver:
         self._placement = placement
         self._load = load
         self._on_ended = on_ended
-        self._wait_for_worker_s = wait_for_worker_s
+        self._max_wait_for_worker_s = max_wait_for_worker_s
+        self._max_wait_for_lost_s = min(max_wait_for_lost_s, max_wait_for_worker_s)
         self._tracing = tracing
-        self._waiting: dict[ActiveSequence, None] = {}  # sequences in their order of arrival
+        self._waits = WorkerWaits(self._may_succeed, self._look)
 
     @property
     def num_waiting(self) -> int:
         """The number of sequences that wait for a worker."""
-        return len(self._waiting)
+        return len(self._waits)
 
     def feed(self, sequence: ActiveSequence, event: Event) -> None:
         """Gives an event to the attempt machine and carries out its instructions."""
@@ -98,16 +104,16 @@ class AttemptDriver:
             # The client must not wait for tokens that were dropped: the attempt ends here.
             self._fail_attempt(sequence, worker, f"{worker.peer_id} broke the protocol: {error}")
             return
-        has_events = not attempts.is_streaming or entry.finish is not None
+        has_events = not attempts.is_streaming
         if delta is not None:
             has_events = has_events or delta.finish is not None
             sequence.record.num_output_tokens += len(delta.token_ids)
             if has_events or delta.cached_tokens is not None or delta.usage is not None:
                 self._record_details(sequence, delta)
             sequence.request.handle.deliver(delta)
+            self._waits.came(sequence)
         if has_events:
-            num_output = len(sequence.intake.output)
-            for event in token_events(attempts, worker, entry, delta, num_output, from_prefill):
+            for event in token_events(attempts, delta, from_prefill):
                 self.feed(sequence, event)
 
     def _fail_attempt(self, sequence: ActiveSequence, worker: PeerRef, cause: str) -> None:
@@ -126,6 +132,8 @@ class AttemptDriver:
         num_tokens = attempts.spec.num_prompt_tokens + len(output)
         sequence.work = work_of(decision, num_tokens, running.prompt.sent_to)
         self._placement.placed(decision, running.prompt)
+        workers = [peer for peer in (prefill, decode) if peer is not None]
+        sequence.silent_workers = frozenset(worker_key(peer) for peer in workers if self._placement.is_silent(peer))
         sequence.expected = ExpectedCacheHit(num_tokens, decision.num_cached_tokens)
         sequence.trace = running.handle.request.trace
         if self._tracing is not None:
@@ -138,14 +146,17 @@ class AttemptDriver:
         timeout_s = max(0.0, running.deadline - time.monotonic())
         self.feed(sequence, WorkersAssigned(prefill, decode, timeout_s, list(output)))
 
+    def await_first(self, request: ActiveRequest, reason: str, timeout_s: float) -> None:
+        """No worker is ready for a new request: its sequences wait. They are placed together."""
+        search = FindPlacement(1, "", frozenset())
+        timeout_s = min(timeout_s, self._max_wait_for_worker_s)
+        failed = PlacementFailed(f"{reason}, for {timeout_s:g} s")
+        for sequence in list(request.sequences.values()):
+            self._waits.add(sequence, search, timeout_s, partial(self.feed, sequence, failed))
+
     def place_waiting(self) -> None:
         """Looks for workers again for all sequences that wait for one."""
-        for sequence in list(self._waiting):
-            match sequence.waiting_for:
-                case FindPlacement() as search:
-                    self._find_placement(sequence, search)
-                case FindDecode() as search:
-                    self._find_decode(sequence, search)
+        self._waits.look_again()
 
     # -- instructions -------------------------------------------------------------------------------------------------
 
@@ -163,10 +174,12 @@ class AttemptDriver:
             case FindPlacement():
                 self._retry(sequence, instruction)
             case AwaitLostWorkers(cause=cause):
-                self._stop_waiting(sequence)
-                reason = f"{cause}; none of the lost workers came back within {self._wait_for_worker_s:g} s"
+                self._waits.attempt_ended(sequence)
+                self._waits.remove(sequence)
+                timeout_s = self._max_wait_for_lost_s
+                reason = f"{cause}; none of the lost workers came back within {timeout_s:g} s"
                 failed = PlacementFailed(reason, FailureKind.WORKER_LOST)
-                self._wait(sequence, instruction, lambda: self.feed(sequence, failed))
+                self._waits.add(sequence, instruction, timeout_s, partial(self.feed, sequence, failed))
             case FindDecode():
                 self._find_decode(sequence, instruction)
             case Ended(error=error, finish=finish, kind=kind):
@@ -174,7 +187,8 @@ class AttemptDriver:
                     delta = SequenceDelta(sequence.index, [], finish=finish)
                     self._record_details(sequence, delta)
                     sequence.request.handle.deliver(delta)
-                self._stop_waiting(sequence)
+                self._waits.attempt_ended(sequence)
+                self._waits.remove(sequence)
                 sequence.request.record.attempt_ended(sequence.index, error or "")
                 failure = RequestFailed(error, kind or FailureKind.INTERNAL_ERROR) if error is not None else None
                 self._on_ended(sequence, failure)
@@ -196,18 +210,20 @@ class AttemptDriver:
             record.num_output_tokens += sum(len(beam.token_ids) for beam in delta.beams)
 
     def _retry(self, sequence: ActiveSequence, search: FindPlacement) -> None:
-        self._stop_waiting(sequence)  # the failed attempt may still wait for a decode worker
+        self._waits.attempt_ended(sequence)
+        self._waits.remove(sequence)  # the failed attempt may still wait for a decode worker
         self.num_retries += 1
         log.warning("attempt %d: %s", search.attempt, search.cause, extra=_log_fields(sequence))
         sequence.request.record.attempt_ended(sequence.index, search.cause)
         if not search.delay_s:
             self._find_placement(sequence, search)
             return
-        # The sequence is not added to `_waiting`: a worker that becomes ready must not end the pause.
-        loop = asyncio.get_running_loop()
-        sequence.waiting_timer = loop.call_later(search.delay_s, self._find_placement, sequence, search)
+        self._waits.pause(sequence, search.delay_s, partial(self._find_placement, sequence, search))
 
     def _find_placement(self, sequence: ActiveSequence, search: FindPlacement) -> None:
+        if search.is_suspect and not self._waits.may_try(sequence):
+            self._await_placement(sequence, search, "another request is tried first")
+            return
         num_output = len(sequence.intake.output)
         decision = self._placement.place(
             sequence.request_id,
@@ -216,12 +232,23 @@ class AttemptDriver:
             needs_decode=sequence.attempts.needs_decode(num_output),
             avoid=search.avoid,
         )
-        if isinstance(decision, Decision):
-            self._stop_waiting(sequence)
-            self.place(sequence, decision, search.cause)
-        elif sequence.waiting_for is None:
-            reason = f"{search.cause}; then {decision.reason}, for {self._wait_for_worker_s:g} s"
-            self._wait(sequence, search, lambda: self.feed(sequence, PlacementFailed(reason)))
+        if not isinstance(decision, Decision):
+            self._await_placement(sequence, search, decision.reason)
+            return
+        for each in list(sequence.request.sequences.values()):
+            # The sequences of a new request share their search, and go to the same workers.
+            if each is sequence or each.waiting_for is search:
+                self._waits.remove(each)
+                if search.is_suspect:
+                    self._waits.try_suspect(each)
+                self.place(each, decision, search.cause)
+
+    def _await_placement(self, sequence: ActiveSequence, search: FindPlacement, reason: str) -> None:
+        if sequence.waiting_for is None:
+            timeout_s = self._max_wait_for_worker_s
+            self._waits.remove(sequence)  # the pause before the search
+            failed = PlacementFailed(f"{search.cause}; then {reason}, for {timeout_s:g} s")
+            self._waits.add(sequence, search, timeout_s, partial(self.feed, sequence, failed))
 
     def _find_decode(self, sequence: ActiveSequence, search: FindDecode) -> None:
         """While no decode worker is ready at all, prefill keeps the KV and the sequence waits.
@@ -235,33 +262,36 @@ class AttemptDriver:
         if decode is not None or self._placement.has_decode(fingerprint):
             self._decode_chosen(sequence, search, decode, returned=has_waited)
         elif not has_waited:
-            self._wait(sequence, search, lambda: self._decode_chosen(sequence, search, None, returned=False))
+            give_up = partial(self._decode_chosen, sequence, search, None, returned=False)
+            self._waits.add(sequence, search, self._max_wait_for_worker_s, give_up)
 
     def _decode_chosen(
         self, sequence: ActiveSequence, search: FindDecode, decode: PeerRef | None, *, returned: bool
     ) -> None:
-        self._stop_waiting(sequence)
+        self._waits.remove(sequence)
         sequence.request.record.reassigned(sequence.index, decode, search.cause)
         sequence.request.handle.served_by.decode = decode.peer_id if decode is not None else None
         self.feed(sequence, DecodeChosen(decode, returned and decode is None))
 
     # -- waiting for workers ------------------------------------------------------------------------------------------
 
-    def _wait(
-        self,
-        sequence: ActiveSequence,
-        search: FindPlacement | AwaitLostWorkers | FindDecode,
-        on_timeout: Callable[[], None],
-    ) -> None:
-        sequence.waiting_for = search
-        self._waiting[sequence] = None
-        sequence.waiting_timer = asyncio.get_running_loop().call_later(self._wait_for_worker_s, on_timeout)
+    def _may_succeed(self, sequence: ActiveSequence, search: Search) -> bool:
+        match search:
+            case FindPlacement(is_suspect=is_suspect):
+                needs_decode = sequence.attempts.needs_decode(len(sequence.intake.output))
+                may_try = not is_suspect or self._waits.may_try(sequence)
+                return may_try and self._placement.is_possible(needs_decode=needs_decode)
+            case FindDecode():
+                return self._placement.has_decode(sequence.fingerprint)
+            case AwaitLostWorkers():
+                return False  # WorkerBack ends this wait
 
-    def _stop_waiting(self, sequence: ActiveSequence) -> None:
-        if sequence.waiting_timer is not None:
-            sequence.waiting_timer.cancel()
-        sequence.waiting_for = sequence.waiting_timer = None
-        self._waiting.pop(sequence, None)
+    def _look(self, sequence: ActiveSequence, search: Search) -> None:
+        match search:
+            case FindPlacement():
+                self._find_placement(sequence, search)
+            case FindDecode():
+                self._find_decode(sequence, search)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 

@@ -78,7 +78,6 @@ class Breakers:
             breaker.until = now + breaker.cooldown_s
 
     def succeeded(self, key: WorkerKey) -> None:
-        """The worker succeeded."""
         self._workers.pop(key, None)
 
     def failed(self, key: WorkerKey, now: float) -> bool:

@@ -9,7 +9,6 @@ import asyncio
 import logging
 import os
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,7 @@ from kvrelay.protocol.sampling import FinishReason
 from kvrelay.telemetry.event_log import EventLog, recorded
 from kvrelay.telemetry.tracer import Tracer
 from kvrelay_router.dispatch.active_requests import ActiveRequest, ActiveSequence, DispatchSettings
-from kvrelay_router.dispatch.attempt import SequenceAttempts, SequenceSpec
+from kvrelay_router.dispatch.attempt import SequenceAttempts
 from kvrelay_router.dispatch.attempt_driver import AttemptDriver
 from kvrelay_router.dispatch.events import Cancelled, StopMatched, WorkerBack
 from kvrelay_router.dispatch.inbox import Inbox
@@ -36,7 +35,9 @@ from kvrelay_router.dispatch.interface import (
 from kvrelay_router.dispatch.load import OutstandingLoad
 from kvrelay_router.dispatch.placement import Placement, PromptPrefixes
 from kvrelay_router.dispatch.records import RequestRecord, RequestRecords
+from kvrelay_router.dispatch.request_counts import RequestCounts, own_figures
 from kvrelay_router.dispatch.running_request import PushQueue, RunningRequest
+from kvrelay_router.dispatch.sequence_spec import SequenceSpec
 from kvrelay_router.dispatch.timeline import latency_of, timeline_of
 from kvrelay_router.dispatch.tracing import AttemptTracing
 from kvrelay_router.fleet_view import FleetView, KnownWorker, WorkerState
@@ -57,7 +58,6 @@ LONG_PROMPT_TOKENS = 4096
 """Longer prompts are hashed in a thread. A block takes about a microsecond."""
 LATENCY_REQUESTS = 500
 """`/fleet` reports percentiles over this many requests."""
-OUTCOMES = ("submitted", "finished", "failed", "timed_out", "cancelled", "refused")
 
 
 class RouterDispatcher:
@@ -86,7 +86,7 @@ class RouterDispatcher:
         self._records = RequestRecords(max(self.settings.num_recent_requests, 2 * self.settings.max_requests))
         self._running: dict[RunningRequest, ActiveRequest] = {}
         self._sequences: dict[tuple[str, int], ActiveSequence] = {}
-        self._counts: Counter[str] = Counter()
+        self._counts = RequestCounts()
         self._pushes = PushQueue()
         self._inbox = Inbox(
             self._sequences,
@@ -117,7 +117,8 @@ class RouterDispatcher:
             self._placement,
             self.load,
             self._sequence_ended,
-            self.settings.wait_for_worker_s,
+            self.settings.max_wait_for_worker_s,
+            self.settings.max_wait_for_lost_s,
             self._tracing,
         )
 
@@ -201,11 +202,10 @@ class RouterDispatcher:
                 deadline_s=deadline_s,
             )
         except TooLate:
-            self._counts["refused"] += 1
+            self._counts.add("refused", request.owner)
             raise
         if isinstance(decision, NoPlacement):
-            self._counts["refused"] += 1
-            raise NoWorkerReady(decision.reason)
+            return self._submit_waiting(request, prompt, decision.reason, deadline_s)
         running = self._begin(request, prompt)
         try:
             for sequence in list(running.sequences.values()):
@@ -215,11 +215,22 @@ class RouterDispatcher:
             raise
         return running.handle
 
+    def _submit_waiting(
+        self, request: GenerateRequest, prompt: PromptPrefixes, reason: str, deadline_s: float
+    ) -> RunningRequest:
+        """The request waits for a worker, if the router has met any: until then nothing is known about the model."""
+        if not self.settings.max_wait_for_worker_s or self.limits() is None:
+            self._counts.add("refused", request.owner)
+            raise NoWorkerReady(reason)
+        running = self._begin(request, prompt)
+        self._driver.await_first(running, reason, deadline_s)
+        return running.handle
+
     @staticmethod
     def _unprepared(request: GenerateRequest) -> PromptPrefixes:
         return PromptPrefixes(request.prompt_ids, request.cache_salt, request.session)
 
-    async def fleet(self) -> dict[str, Any]:
+    async def fleet(self, owner: str | None = None) -> dict[str, Any]:
         live = await self.watch.ask_all(self.settings.live_timeout_s)
         me = self.messenger.me
         return {
@@ -232,26 +243,36 @@ class RouterDispatcher:
                 "registry": self.watch.registry_state,
             },
             "workers": self._describe_workers(live),
-            **self._figures(),
-            "latency": latency_of(self._records.latest(LATENCY_REQUESTS)),
-            "last_decisions": self._placement.last_decisions,
+            **self._figures(owner),
+            "latency": latency_of(self._records.latest(LATENCY_REQUESTS, owner)),
+            "last_decisions": [
+                decision
+                for decision in self._placement.last_decisions
+                if owner is None or self._records.get(decision["request_id"], owner) is not None
+            ],
         }
 
     def figures(self) -> dict[str, Any]:
         """Returns counters and gauges of this router, and its workers by role and state. Sends no messages."""
         return self._figures() | {"worker_states": self.view.states(time.monotonic())}
 
-    def _figures(self) -> dict[str, Any]:
-        fallbacks = self._placement.fallbacks
-        return {
-            "requests": {
+    def _request_figures(self, owner: str | None) -> dict[str, int]:
+        if owner is not None:
+            records = self._records.latest(self.settings.num_recent_requests, owner)
+            figures = own_figures(self._running.values(), records, owner)
+        else:
+            figures = {
                 "running": len(self._running),
                 "running_sequences": len(self._sequences),
                 "sequences_waiting_for_worker": self._driver.num_waiting,
                 "retries": self._driver.num_retries,
-                "protocol_errors": self._driver.num_illegal,
-                **{outcome: self._counts[outcome] for outcome in OUTCOMES},
-            },
+            }
+        return figures | {"protocol_errors": self._driver.num_illegal} | self._counts.of(owner)
+
+    def _figures(self, owner: str | None = None) -> dict[str, Any]:
+        fallbacks = self._placement.fallbacks
+        return {
+            "requests": self._request_figures(owner),
             "fallback": {
                 "decode_alone_requests": fallbacks.num_requests,
                 "active": fallbacks.is_active,
@@ -270,15 +291,15 @@ class RouterDispatcher:
             worker["breaker"] = str(self._placement.breakers.state(key, now))
         return workers
 
-    def recent_request(self, request_id: str) -> dict[str, Any] | None:
-        record = self._records.get(request_id)
+    def recent_request(self, request_id: str, owner: str | None = None) -> dict[str, Any] | None:
+        record = self._records.get(request_id, owner)
         return record.as_json() if record is not None else None
 
-    def recent_requests(self, limit: int) -> list[dict[str, Any]]:
-        return [record.summary() for record in self._records.latest(limit)]
+    def recent_requests(self, limit: int, owner: str | None = None) -> list[dict[str, Any]]:
+        return [record.summary() for record in self._records.latest(limit, owner)]
 
-    async def timeline(self, request_id: str) -> dict[str, Any] | None:
-        record = self._records.get(request_id)
+    async def timeline(self, request_id: str, owner: str | None = None) -> dict[str, Any] | None:
+        record = self._records.get(request_id, owner)
         if record is None:
             return None
         stages = await self.watch.ask_about(request_id, record.workers(), self.settings.live_timeout_s)
@@ -290,7 +311,7 @@ class RouterDispatcher:
         if self._is_closed:
             raise NoWorkerReady("the router is shutting down")
         if len(self._running) >= self.settings.max_requests:
-            self._counts["refused"] += 1
+            self._counts.add("refused", request.owner)
             limit = self.settings.max_requests
             raise NoWorkerReady(f"overloaded: {limit} requests are in progress", OVERLOAD_RETRY_AFTER_S)
         if self._records.get(request.request_id) is not None:
@@ -310,6 +331,8 @@ class RouterDispatcher:
                 sampling=request.sampling,
                 cache_salt=request.cache_salt,
                 priority=request.priority,
+                tenant=request.tenant,
+                weight=request.weight,
                 num_samples=request.num_sequences,
                 max_attempts=self.settings.max_attempts,
             )
@@ -317,7 +340,7 @@ class RouterDispatcher:
             running.sequences[index] = self._sequences[request.request_id, index] = sequence
         self._running[handle] = running
         self._records.add(record)
-        self._counts["submitted"] += 1
+        self._counts.add("submitted", request.owner)
         return running
 
     def _make_sequence(self, spec: SequenceSpec, running: ActiveRequest) -> ActiveSequence:
@@ -352,13 +375,14 @@ class RouterDispatcher:
             running.record.failed(error)
         running.handle.fail(error)
         for sequence in list(running.sequences.values()):
+            sequence.record.failed(error)
             self._driver.feed(sequence, Cancelled(str(error)))
 
     def _forget(self, running: ActiveRequest) -> None:
         del self._running[running.handle]
         running.deadline_timer.cancel()
         running.record.state = running.outcome
-        self._counts[running.outcome] += 1
+        self._counts.add(running.outcome, running.record.owner)
         if self._tracing is not None:
             self._tracing.ended(running.record, running.handle.request.trace)
 

@@ -90,12 +90,17 @@ class WorkerLost(msgspec.Struct, frozen=True):
 
     `num_output` counts the tokens delivered so far, over all attempts. `lost_by_worker`: the worker is alive and ended
     the link because it received nothing from this router, which was stopped or cut off.
+
+    `was_silent`: the worker was silent already when the attempt was sent to it. `in_company`: other requests were lost
+    with the worker, any of which may be the cause.
     """
 
     worker: PeerRef
     num_output: int
     reason: str
     lost_by_worker: bool = False
+    was_silent: bool = False
+    in_company: bool = False
 
 
 class WorkerBack(msgspec.Struct, frozen=True):
@@ -146,13 +151,15 @@ class Send(msgspec.Struct, frozen=True):
 class FindPlacement(msgspec.Struct, frozen=True):
     """Choose workers for a new attempt after `delay_s`, then report `WorkersAssigned` or `PlacementFailed`.
 
-    Workers in `avoid` are chosen only if there are no others.
+    Workers in `avoid` are chosen only if there are no others. `is_suspect`: several workers were lost with the
+    sequence.
     """
 
     attempt: int
     cause: str
     avoid: frozenset[str]
     delay_s: float = 0.0
+    is_suspect: bool = False
 
 
 class AwaitLostWorkers(msgspec.Struct, frozen=True):

@@ -19,7 +19,6 @@ from kvrelay.protocol.messages import (
     TokenBatch,
     TokenEntry,
 )
-from kvrelay.protocol.sampling import FinishReason
 from kvrelay_router.dispatch.active_requests import ActiveSequence
 from kvrelay_router.dispatch.attempt_driver import AttemptDriver, SendMessage
 from kvrelay_router.dispatch.events import AttemptFailed, DecodeNeeded, WorkerLost
@@ -156,9 +155,13 @@ class Inbox:
     def _report_lost(self) -> None:
         lost, self._lost = self._lost, []
         for peer, reason, by_peer in lost:
-            for sequence in list(self._sequences.values()):
+            sequences = [each for each in self._sequences.values() if each.attempts.involves(peer)]
+            in_company = len({each.request_id for each in sequences if not each.is_proven}) > 1
+            for sequence in sequences:
                 if sequence.attempts.involves(peer):
-                    event = WorkerLost(peer, len(sequence.intake.output), reason, by_peer)
+                    was_silent = worker_key(peer) in sequence.silent_workers
+                    num_output = len(sequence.intake.output)
+                    event = WorkerLost(peer, num_output, reason, by_peer, was_silent, in_company)
                     self._driver.feed(sequence, event)
 
 
@@ -169,7 +172,7 @@ def _is_success(entry: TokenEntry, sequence: ActiveSequence | None) -> bool:
     breaker.
     """
     if entry.finish is not None:
-        return entry.finish is not FinishReason.ABORT
+        return True
     if sequence is None or entry.attempt != sequence.attempts.attempt:
         return False
     proven_at = sequence.attempts.num_resumed + PROVEN_TOKENS

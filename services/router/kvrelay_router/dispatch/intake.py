@@ -44,8 +44,6 @@ class TokenIntake:
             if num_known > len(token_ids):
                 finish = None  # another worker has already gone beyond this end
             token_ids, logprobs = token_ids[num_known:], logprobs[num_known:]
-        if finish is not None and finish is FinishReason.ABORT:  # the attribute of an enum is slow to read
-            finish = None  # the attempt failed, and the sequence goes on with the next one
         if entry.usage is not None or entry.cached_tokens is not None:
             self._keep_details(entry)
         delta = None
@@ -112,5 +110,4 @@ class TokenIntake:
 
 
 def _is_of_beam_search(entry: TokenEntry) -> bool:
-    has_end = entry.finish not in (None, FinishReason.ABORT)
-    return not entry.token_ids and has_end == bool(entry.beams)
+    return not entry.token_ids and (entry.finish is not None) == bool(entry.beams)

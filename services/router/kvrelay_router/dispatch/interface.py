@@ -54,6 +54,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     timeout_s: float = 600.0
     trace: str = ""
+    owner: str = ""  # whose request it is, in records
+    tenant: str = ""  # who gets a fair share, with this weight
+    weight: float = 1.0
 
 
 class SequenceDelta(msgspec.Struct, frozen=True):
@@ -129,8 +132,6 @@ class DeltaSink(Protocol):
 
 
 class RequestHandle(Protocol):
-    """One running request."""
-
     served_by: ServedBy
 
     @property
@@ -148,6 +149,11 @@ class RequestHandle(Protocol):
         """True if `take` would return deltas."""
         ...
 
+    @property
+    def awaits_worker(self) -> bool:
+        """True while no worker is ready for a sequence. The sink is woken when that begins."""
+        ...
+
     def connect(self, sink: DeltaSink) -> None:
         """From now on the sink gets all deltas, in order, while it can take them. Other deltas wait for `take`."""
         ...
@@ -157,7 +163,7 @@ class RequestHandle(Protocol):
         ...
 
     def take(self) -> list[SequenceDelta]:
-        """Returns the deltas that wait, joined to one per sequence."""
+        """Returns the deltas that wait, joined to one per sequence. If they are many, some wait for the next call."""
         ...
 
     def stop(self, sequence: int) -> None:
@@ -214,21 +220,24 @@ class Dispatcher(Protocol):
         ...
 
     def submit(self, request: GenerateRequest, prepared: PreparedPrompt | None = None) -> RequestHandle:
-        """Starts a request. Raises NoWorkerReady; never blocks."""
+        """Starts a request, which may have to wait for a worker. Raises NoWorkerReady; never blocks."""
         ...
 
-    async def fleet(self) -> dict[str, Any]:
-        """All workers with role, state, queues and blocks by owner, asked live; JSON-ready."""
+    async def fleet(self, owner: str | None = None) -> dict[str, Any]:
+        """All workers with role, state, queues and blocks by state, asked live; JSON-ready. With an `owner`, decisions,
+        latencies and counts of requests are those of its requests."""
         ...
 
-    def recent_requests(self, limit: int) -> list[dict[str, Any]]:
-        """The latest requests, the newest first: id, state, tokens, times; JSON-ready."""
+    def recent_requests(self, limit: int, owner: str | None = None) -> list[dict[str, Any]]:
+        """The latest requests of an owner (None: of all), the newest first: id, state, tokens, times; JSON-ready."""
         ...
 
-    async def timeline(self, request_id: str) -> dict[str, Any] | None:
-        """What happened to a recent request when, on the router and its workers, asked live; JSON-ready."""
+    async def timeline(self, request_id: str, owner: str | None = None) -> dict[str, Any] | None:
+        """What happened to a recent request when, on the router and its workers, asked live; JSON-ready. None if it is
+        unknown, or not of this owner."""
         ...
 
-    def recent_request(self, request_id: str) -> dict[str, Any] | None:
-        """Attempts, workers and block counters of a running or lately finished request; JSON-ready."""
+    def recent_request(self, request_id: str, owner: str | None = None) -> dict[str, Any] | None:
+        """Attempts, workers and block counters of a running or lately finished request; JSON-ready. None if it is
+        unknown, or not of this owner."""
         ...

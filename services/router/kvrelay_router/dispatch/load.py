@@ -20,8 +20,6 @@ def worker_key(peer: PeerRef) -> WorkerKey:
 
 
 class WorkerLoad(msgspec.Struct):
-    """The load of one worker."""
-
     num_tokens: int = 0  # uncomputed prompt tokens, without those expected in the cache
     num_sequences: int = 0
     num_pairs: float = 0.0  # pairs of an uncomputed token and a token it attends to

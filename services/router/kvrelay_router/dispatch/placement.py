@@ -72,7 +72,6 @@ class Reuse:
         self._num_cached = self._num_tokens = 0.0
 
     def count(self, num_cached: int, num_tokens: int) -> None:
-        """Counts a placed request."""
         kept = 1 - 1 / REUSE_REQUESTS
         self._num_cached = kept * self._num_cached + num_cached
         self._num_tokens = kept * self._num_tokens + num_tokens
@@ -157,9 +156,14 @@ class Placement:
         """JSON-ready, the latest one at the end."""
         return [each.as_json() for each in self._last_decisions]
 
-    def is_possible(self) -> bool:
-        """Returns whether a request of many tokens could be placed."""
-        return bool(self._view.candidates(self._clock()).decode)
+    def is_possible(self, *, needs_decode: bool = True) -> bool:
+        """Returns whether a request could be placed. `needs_decode`: more than one token has to be generated."""
+        ready = self._view.candidates(self._clock())
+        return bool(ready.decode or (not needs_decode and ready.prefill))
+
+    def is_silent(self, peer: PeerRef) -> bool:
+        """Returns whether the last message of a worker is so old that it may be dead."""
+        return self._silent_s(peer) > self._lately_s
 
     def namings(self) -> frozenset[tuple[str, int]]:
         """Returns the fingerprints and block sizes of the ready workers, which block hashes depend on."""
@@ -256,13 +260,13 @@ class Placement:
         decode = ready.decode
         if excluded:
             decode = tuple(worker for worker in decode if worker_key(worker.peer) not in excluded)
-        return self.breakers.usable(CandidateWorkers(self._heard(ready.prefill), self._heard(decode)), now)
+        return self.breakers.usable(CandidateWorkers(self._responsive(ready.prefill), self._responsive(decode)), now)
 
-    def _heard(self, workers: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+    def _responsive(self, workers: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
         """Returns workers with recent messages, or all if there are none: then this router may be cut off."""
         silent_s, lately_s = self._silent_s, self._lately_s
-        heard = [worker for worker in workers if silent_s(worker.peer) <= lately_s]
-        return workers if len(heard) == len(workers) or not heard else tuple(heard)
+        responsive = [worker for worker in workers if silent_s(worker.peer) <= lately_s]
+        return workers if len(responsive) == len(workers) or not responsive else tuple(responsive)
 
     def _popularity_of(
         self, prompt: PromptPrefixes, candidates: CandidateWorkers, cached: Mapping[WorkerId, int]

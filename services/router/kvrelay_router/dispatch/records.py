@@ -12,9 +12,11 @@ import msgspec
 
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.messages import PeerRef, SequenceUsage
-from kvrelay.protocol.sampling import FinishReason
 from kvrelay_router.dispatch.interface import GenerateRequest, RequestFailed
 from kvrelay_router.routing.candidates import Decision
+
+FAILED = "abort"
+"""`finish` of a sequence that failed."""
 
 
 @dataclass(slots=True)
@@ -62,7 +64,7 @@ class SequenceHistory:
     finished_ms: float | None = None
 
     def failed(self, error: RequestFailed) -> None:
-        self.finish = FinishReason.ABORT.value
+        self.finish = FAILED
         self.error, self.failure_kind = str(error), error.kind
 
     def as_json(self) -> dict[str, Any]:
@@ -84,6 +86,7 @@ class RequestRecord:
 
     def __init__(self, request: GenerateRequest) -> None:
         self.request_id = request.request_id
+        self.owner = request.owner
         self.num_prompt_tokens = len(request.prompt_ids)
         self.sequences = [SequenceHistory() for _ in range(request.num_sequences)]
         self.submitted_unix_s = time.time()
@@ -121,7 +124,6 @@ class RequestRecord:
         attempt.reassigned.append({"decode": attempt.decode, "cause": cause, "at_ms": self.elapsed_ms()})
 
     def workers(self) -> set[str]:
-        """Returns the workers of all attempts."""
         attempts = [attempt for sequence in self.sequences for attempt in sequence.attempts]
         named = {name for attempt in attempts for name in (attempt.prefill, attempt.decode) if name}
         return named | {each["decode"] for attempt in attempts for each in attempt.reassigned if each["decode"]}
@@ -175,13 +177,15 @@ class RequestRecords:
         while len(self._records) > self._capacity:
             self._records.popitem(last=False)
 
-    def get(self, request_id: str) -> RequestRecord | None:
-        """Returns None if the id is unknown or its record was dropped."""
-        return self._records.get(request_id)
+    def get(self, request_id: str, owner: str | None = None) -> RequestRecord | None:
+        """Returns None if the id is unknown, its record was dropped, or the request is not of this owner."""
+        record = self._records.get(request_id)
+        return record if record is None or owner in (None, record.owner) else None
 
-    def latest(self, limit: int) -> list[RequestRecord]:
-        """The newest first."""
-        return list(islice(reversed(self._records.values()), limit))
+    def latest(self, limit: int, owner: str | None = None) -> list[RequestRecord]:
+        """The newest of an owner first; None: of all owners."""
+        newest = reversed(self._records.values())
+        return list(islice((record for record in newest if owner in (None, record.owner)), limit))
 
     def usage_came_late(self, request_id: str, sequence: int, usage: SequenceUsage) -> None:
         """Adds the block counters of a sequence that the router ended itself because of a stop string."""

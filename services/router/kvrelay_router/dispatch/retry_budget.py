@@ -7,6 +7,10 @@ workers from reaching one worker after the other. The following attempts do not 
 - It brought `PROVEN_TOKENS` tokens, so the request itself cannot be the cause of the failure.
 - Its worker was lost and has sent messages again since: the worker was stopped or cut off, and did not crash. Until
   then the attempt counts. If it was the last one, the sequence waits for the worker.
+
+If a worker is lost with the attempts of several requests, any of them may be the cause, or none: workers are also
+killed from outside, several times in a row. The first `max_attempts` such losses in a row do not count. After them the
+sequence is a suspect: its next attempts are made while no other suspect has one, and they count.
 """
 
 from __future__ import annotations
@@ -30,12 +34,18 @@ class RetryBudget:
     max_attempts: int
     num_counted: int = 0
     _num_uncounted: int = 0
+    _num_in_company: int = 0  # attempts lost together with other requests, since the last that brought tokens
     _lost: Counter[WorkerKey] = field(default_factory=Counter)  # counted attempts, by the worker that was lost
 
     @property
     def is_exhausted(self) -> bool:
         """True if no further attempt is allowed at present."""
         return self.num_counted >= self.max_attempts or self._num_uncounted > MAX_UNCOUNTED_ATTEMPTS
+
+    @property
+    def is_suspect(self) -> bool:
+        """True if several workers were lost with the sequence, and it must be found out whether it is the cause."""
+        return self._num_in_company >= self.max_attempts
 
     @property
     def may_recover(self) -> bool:
@@ -47,10 +57,18 @@ class RetryBudget:
         """The pause before the attempt after an uncounted one. It doubles each time."""
         return float(min(MAX_UNCOUNTED_PAUSE_S, UNCOUNTED_PAUSE_S * 2 ** (self._num_uncounted - 1)))
 
-    def attempt_failed(self, *, counts: bool, num_tokens: int, lost_worker: WorkerKey | None = None) -> None:
-        """Records a failed attempt that brought `num_tokens` new tokens. `lost_worker`: its link is gone."""
+    def attempt_failed(
+        self, *, counts: bool, num_tokens: int, lost_worker: WorkerKey | None = None, in_company: bool = False
+    ) -> None:
+        """Records a failed attempt that brought `num_tokens` new tokens. `lost_worker`: its link is gone, `in_company`
+        together with other requests' attempts."""
+        if num_tokens >= PROVEN_TOKENS:
+            self._num_in_company = 0
         if not counts or num_tokens >= PROVEN_TOKENS:
             self._num_uncounted += 1
+            return
+        if in_company and not self.is_suspect:
+            self._num_in_company += 1
             return
         self.num_counted += 1
         if lost_worker is not None:

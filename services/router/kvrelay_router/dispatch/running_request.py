@@ -18,6 +18,9 @@ from kvrelay_router.dispatch.interface import (
     join_deltas,
 )
 
+MAX_TAKEN = 128
+"""Deltas that are taken at a time: a few milliseconds of work, even if each brings 20 log-probabilities."""
+
 
 class PushQueue:
     """The requests that have deltas for their sinks."""
@@ -57,6 +60,11 @@ class RunningRequest:
         self._deltas: list[SequenceDelta] = []  # deltas in their order of arrival
         self._sink: DeltaSink | None = None
         self._sink_was_ready = False
+        self._awaiting_worker: set[int] = set()
+
+    @property
+    def awaits_worker(self) -> bool:
+        return bool(self._awaiting_worker) and not self.is_over
 
     @property
     def is_over(self) -> bool:
@@ -76,6 +84,8 @@ class RunningRequest:
 
     def take(self) -> list[SequenceDelta]:
         deltas, self._deltas = self._deltas, []
+        if len(deltas) > MAX_TAKEN:
+            deltas, self._deltas = deltas[:MAX_TAKEN], deltas[MAX_TAKEN:]
         return deltas if len(deltas) <= 1 else self._joined(deltas)
 
     def _joined(self, deltas: list[SequenceDelta]) -> list[SequenceDelta]:
@@ -99,7 +109,6 @@ class RunningRequest:
     # -- for the dispatcher -------------------------------------------------------------------------------------------
 
     def deliver(self, delta: SequenceDelta) -> None:
-        """Queues a delta."""
         if self._deltas:  # the sink has been told
             self._deltas.append(delta)
             return
@@ -121,18 +130,26 @@ class RunningRequest:
         if sink is None or not deltas:
             return
         if sink.is_waiting and sink.can_take():
-            self._deltas = []
-            sink.take(deltas if len(deltas) == 1 else self._joined(deltas))
+            sink.take(self.take())
+            if self._deltas:
+                self._queue.add(self)
         else:
             sink.wake()
 
+    def worker_awaited(self, sequence: int) -> None:
+        """This sequence starts to wait for a worker."""
+        self._awaiting_worker.add(sequence)
+        self._wake()
+
+    def worker_found(self, sequence: int) -> None:
+        """The sequence's wait is over."""
+        self._awaiting_worker.discard(sequence)
+
     def finish(self, sequence: int) -> None:
-        """This sequence is over."""
         self._unfinished.discard(sequence)
         self._wake()
 
     def fail(self, error: RequestFailed) -> None:
-        """The request is over."""
         if not self.is_over:
             self.error = error
             self._wake()

@@ -6,12 +6,9 @@ For each entry of a worker, three calls follow each other: `SequenceAttempts.acc
 
 from __future__ import annotations
 
-from kvrelay.protocol.failure_kind import FailureKind
-from kvrelay.protocol.messages import FirstToken, Header, PeerRef, TokenEntry
-from kvrelay.protocol.sampling import FinishReason
+from kvrelay.protocol.messages import FirstToken, Header, TokenEntry
 from kvrelay_router.dispatch.attempt import AttemptState, SequenceAttempts
 from kvrelay_router.dispatch.events import (
-    AttemptFailed,
     DecodeStarted,
     Event,
     FirstTokenDelivered,
@@ -20,17 +17,10 @@ from kvrelay_router.dispatch.events import (
 from kvrelay_router.dispatch.interface import SequenceDelta
 
 
-def token_events(
-    attempts: SequenceAttempts,
-    worker: PeerRef,
-    entry: TokenEntry,
-    delta: SequenceDelta | None,
-    num_output: int,
-    from_prefill: bool,
-) -> list[Event]:
+def token_events(attempts: SequenceAttempts, delta: SequenceDelta | None, from_prefill: bool) -> list[Event]:
     """Returns the events that the attempt machine must get after an entry: none between the first and the last tokens.
 
-    `delta` is what the intake returned for the entry, and `num_output` the number of tokens delivered since the start.
+    `delta` is what the intake returned for the entry.
     """
     events: list[Event] = []
     if not from_prefill and attempts.state is AttemptState.PREFILLING:
@@ -39,10 +29,6 @@ def token_events(
         events.append(FirstTokenDelivered())
     if delta is not None and delta.finish is not None:
         events.append(SequenceFinished())
-    elif entry.finish is FinishReason.ABORT:
-        cause = f"{worker.peer_id} gave the sequence up"
-        kind = FailureKind.WORKER_LOST
-        events.append(AttemptFailed(worker, entry.attempt, num_output, kind, cause, retriable=True))
     return events
 
 

@@ -22,7 +22,6 @@ class AttemptTracing:
         return str(context.child()) if context is not None else request_trace
 
     def ended(self, record: RequestRecord, request_trace: str) -> None:
-        """Records the attempts of a finished request."""
         parent = parse_traceparent(request_trace)
         if parent is None or not parent.is_sampled:
             return

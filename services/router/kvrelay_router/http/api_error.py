@@ -40,5 +40,4 @@ class ApiError(Exception):
         return {"error": error}
 
     def response(self) -> Response:
-        """The whole answer."""
         return json_response(self.body(), self.status, self.headers)

@@ -2,7 +2,7 @@
 
 Bounded are the number of connections, the size of a request's head (and of the trailers behind a body in chunks), and
 the time until the head has arrived. A connection that breaks a bound is answered with OpenAI's error object and closed.
-Bodies are bounded where they are read (`body.py`).
+Bodies are bounded where they are read (`body.py`), and all of a process together here.
 """
 
 from __future__ import annotations
@@ -18,15 +18,20 @@ from kvrelay_router.http.half_closed import HalfClosedWatch
 from kvrelay_router.http.reader_watch import ReaderWatch
 from kvrelay_router.http.refusal import Refusals
 from kvrelay_router.http.uvicorn_internals import Exchange, UvicornConnection
+from kvrelay_router.pending_memory import CODE, RETRY_AFTER, BodyBytes, PendingMemory
 
 
 class BoundedConnection:
     """The policy of one connection (`ConnectionPolicy`). `refusals` is shared by all connections of a server."""
 
-    def __init__(self, limits: ConnectionLimits, refusals: Refusals, wire: UvicornConnection) -> None:
+    def __init__(
+        self, limits: ConnectionLimits, refusals: Refusals, memory: PendingMemory, wire: UvicornConnection
+    ) -> None:
         self._limits = limits
         self._refusals = refusals
         self._wire = wire
+        self._memory = memory
+        self._body = BodyBytes(memory)
         self._is_refused = False
         self._writer: EventWriter | None = None  # belongs to the running request
         self._header_bytes = 0  # parsed header bytes of the current request
@@ -62,6 +67,7 @@ class BoundedConnection:
     def lost(self) -> None:
         self._stop_head_timer()
         self.reader.stop()
+        self._body.release()
         if self._half_closed is not None:
             self._half_closed.stop()
             self._half_closed = None  # it refers to this policy
@@ -130,11 +136,16 @@ class BoundedConnection:
         if self._header_bytes > self._limits.max_header_bytes:
             self._refuse_head()
 
-    def body_grew(self) -> None:
+    def body_grew(self, num_bytes: int) -> None:
         self._unparsed_bytes = 0
+        if num_bytes and not self._body.grow(num_bytes):
+            self._refuse(self._memory.refusal, 503, CODE, RETRY_AFTER)
 
     def request_runs(self, exchange: Exchange) -> None:
-        exchange.state[EVENT_WRITER] = self._writer = EventWriter(exchange)
+        exchange.state[EVENT_WRITER] = self._writer = EventWriter(exchange, self._body)
+
+    def request_ended(self) -> None:
+        self._body.release()
 
     def malformed(self, message: str) -> None:
         self._refuse(message, 400, "invalid_http")
@@ -169,12 +180,12 @@ class BoundedConnection:
         self._refusals.answer(self._wire.transport, self._wire.loop, error)
 
 
-def make_protocol(limits: ConnectionLimits) -> Callable[..., UvicornConnection]:
+def make_protocol(limits: ConnectionLimits, memory: PendingMemory) -> Callable[..., UvicornConnection]:
     """The factory that uvicorn calls for each connection."""
     refusals = Refusals()
 
     def policy(wire: UvicornConnection) -> BoundedConnection:
-        return BoundedConnection(limits, refusals, wire)
+        return BoundedConnection(limits, refusals, memory, wire)
 
     def connection(**uvicorns: Any) -> UvicornConnection:
         return UvicornConnection(policy, **uvicorns)

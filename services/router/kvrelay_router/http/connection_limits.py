@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import resource
 from dataclasses import dataclass
 
-log = logging.getLogger(__name__)
+from kvrelay.open_files import OTHER_FILES, allow_open_files
 
-OTHER_FILES = 256
-"""File descriptors reserved for everything except client connections."""
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,14 +19,15 @@ class ConnectionLimits:
     header_timeout_s: float = 60.0
 
 
-def allowed_connections(wanted: int) -> int:
-    """Raises the limit of open files if it is too low for `wanted` connections. Returns how many it then allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < wanted + OTHER_FILES:
-        soft = wanted + OTHER_FILES if hard == resource.RLIM_INFINITY else min(hard, wanted + OTHER_FILES)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    if soft == resource.RLIM_INFINITY or soft >= wanted + OTHER_FILES:
+def allowed_connections(wanted: int, num_peer_files: int = 0) -> int:
+    """Raises the limit of open files if it is too low for `wanted` connections besides the files for peers.
+
+    Returns how many connections it then allows.
+    """
+    reserved = OTHER_FILES + num_peer_files
+    limit = allow_open_files(wanted + reserved)
+    if limit >= wanted + reserved:
         return wanted
-    allowed = max(16, soft - OTHER_FILES)
-    log.warning("the limit of open files, %d, allows only %d of max_connections = %d", soft, allowed, wanted)
+    allowed = max(16, limit - reserved)
+    log.warning("the limit of open files, %d, allows only %d of max_connections = %d", limit, allowed, wanted)
     return allowed

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from kvrelay_router.http.half_closed import ask_client
 from kvrelay_router.http.uvicorn_internals import Exchange, OneWrite
+from kvrelay_router.pending_memory import BodyBytes
 
 EVENT_WRITER = "event_writer"
 """The key of a request's `EventWriter` in its ASGI state."""
@@ -16,10 +17,11 @@ class EventWriter:
     """Writes parts of an answer from any callback, without a task that awaits `send`; and reports the client's end to
     the task that serves the request, without a second task that awaits `receive`."""
 
-    __slots__ = ("_exchange", "_on_gone", "carries_events", "is_ready", "write")
+    __slots__ = ("_exchange", "_on_gone", "body", "carries_events", "is_ready", "write")
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, body: BodyBytes) -> None:
         self._exchange = exchange
+        self.body = body
         # Bound here, because both are called for every event.
         self.is_ready = exchange.can_write_chunks
         self.write = exchange.write_chunk

@@ -14,6 +14,7 @@ from kvrelay_router.http.connection import make_protocol
 from kvrelay_router.http.connection_limits import ConnectionLimits
 from kvrelay_router.http.connection_passing import PassedConnections
 from kvrelay_router.http.uvicorn_internals import EmbeddedServer
+from kvrelay_router.pending_memory import PendingMemory
 
 BACKLOG = 2048
 LEAVE_S = 5.0
@@ -78,11 +79,12 @@ async def serve(
     *,
     graceful_timeout_s: float = 30.0,
     limits: ConnectionLimits = DEFAULT_LIMITS,
+    memory: PendingMemory | None = None,
 ) -> HttpServer:
     """Serves connections from `source` until `stop`, which also closes a listening socket."""
     config = uvicorn.Config(
         app,
-        http=cast("type[asyncio.Protocol]", make_protocol(limits)),
+        http=cast("type[asyncio.Protocol]", make_protocol(limits, memory or PendingMemory())),
         ws="none",
         lifespan="off",
         access_log=False,

@@ -315,17 +315,18 @@ class UvicornConnection(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
-        self.policy.body_grew()
+        self.policy.body_grew(len(body))
         if not self.policy.is_refused:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self.policy.body_grew()
+        self.policy.body_grew(0)
         if not self.policy.is_refused and self._plain_head is None:
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
         self._idle_until = self.loop.time() + self.timeout_keep_alive
+        self.policy.request_ended()
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:

@@ -26,13 +26,14 @@ class ChatEndpoint:
         names = service.names(http)
         request = parse_chat(await read_json_object(http, service.settings.max_body_bytes))
         limits = check_request(service, names, request)
+        await service.check_grammar(request.grammar)
         fields = _endpoint_fields(request)
         token_ids = await service.encode_chat(request.messages, request.options)
         check_tokenized(token_ids, service.text.tokenizer.vocab_size, limits, fields.prompt_param)
         prompt = TokenizedPrompt(request.truncated(token_ids, fields.output.prompt_room(limits)))
-        runs = plan_generation(service, names, request, fields, [prompt], limits)
-        answer = chat_format(service, f"chatcmpl-{names.unique}", request, runs)
-        return GenerationResponse(service, runs, answer, stream=request.stream)
+        plan = await plan_generation(service, names, request, fields, [prompt], limits)
+        answer = chat_format(service, f"chatcmpl-{names.unique}", request, plan.runs)
+        return GenerationResponse(service, plan, answer)
 
 
 def _endpoint_fields(request: ChatRequest) -> EndpointFields:

@@ -8,6 +8,7 @@ from starlette.responses import Response
 from kvrelay_router.dispatch.interface import ModelLimits
 from kvrelay_router.http.api_error import ApiError
 from kvrelay_router.http.body import read_json_object
+from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.answers.completion_format import completion_format
 from kvrelay_router.openai.answers.prompt_scores import most
 from kvrelay_router.openai.api_service import ApiService
@@ -39,16 +40,27 @@ class CompletionsEndpoint:
             raise ApiError(
                 f"At most {service.settings.max_sequences} completions can be asked for at once", param="prompt"
             )
+        await service.check_grammar(request.grammar)
         fields = _endpoint_fields(request)
-        token_ids = [await self._tokenize(item, request, limits) for item in request.prompt]
-        room = fields.output.prompt_room(limits)
-        prompts = [
-            await self._prompt(item, ids, room, request) for item, ids in zip(request.prompt, token_ids, strict=True)
-        ]
-        runs = plan_generation(service, names, request, fields, prompts, limits)
+        prompts = await self._prompts(request, fields, limits)
+        plan = await plan_generation(service, names, request, fields, prompts, limits)
         echoed = [prompt.echo for prompt in prompts if prompt.echo is not None]
-        answer = completion_format(service, f"cmpl-{names.unique}", request, runs, echoed)
-        return GenerationResponse(service, runs, answer, stream=request.stream)
+        answer = completion_format(service, f"cmpl-{names.unique}", request, plan.runs, echoed)
+        return GenerationResponse(service, plan, answer)
+
+    async def _prompts(
+        self, request: CompletionRequest, fields: EndpointFields, limits: ModelLimits
+    ) -> list[TokenizedPrompt]:
+        share, room = LoopShare(), fields.output.prompt_room(limits)
+        token_ids: list[list[int]] = []
+        for item in request.prompt:
+            token_ids.append(await self._tokenize(item, request, limits))
+            await share.pause()
+        prompts: list[TokenizedPrompt] = []
+        for item, ids in zip(request.prompt, token_ids, strict=True):
+            prompts.append(await self._prompt(item, ids, room, request))
+            await share.pause()
+        return prompts
 
     async def _tokenize(self, item: PromptItem, request: CompletionRequest, limits: ModelLimits) -> list[int]:
         if isinstance(item, str):
@@ -83,4 +95,7 @@ def _endpoint_fields(request: CompletionRequest) -> EndpointFields:
         output=RequestedOutput(asked=request.max_tokens, default=DEFAULT_MAX_TOKENS),
         logprobs=0 if is_ranked and request.logprobs is None else request.logprobs,
         prompt_logprobs=most(request.prompt_logprobs, request.logprobs if request.echo else None),
+        echo_logprobs=request.logprobs if request.echo else None,
+        has_echo=request.echo,
+        scores_in_choices=True,
     )

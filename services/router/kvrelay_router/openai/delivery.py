@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 from orjson import dumps
@@ -16,10 +16,12 @@ from kvrelay_router.access.request_names import RequestNames
 from kvrelay_router.http.api_error import ApiError
 from kvrelay_router.http.client_watch import ClientGone, ClientWatch, TaskTimeout
 from kvrelay_router.http.event_writer import EVENT_WRITER, EventWriter
-from kvrelay_router.openai.answers.answer_format import AnswerFormat, usage_of
+from kvrelay_router.http.json_parts import PartsResponse, dump_at_once, send_parts
+from kvrelay_router.openai.answers.answer_format import AnswerFormat, DocumentFormat, EventFormat, usage_of
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.error_mapping import as_api_error
-from kvrelay_router.openai.generation import Generation, PromptRun
+from kvrelay_router.openai.generation import Generation
+from kvrelay_router.openai.planning import Plan
 from kvrelay_router.openai.request_metrics import CLIENT_GONE, TIMINGS, RequestTimings
 
 TIMEOUT_GRACE_S = 5.0
@@ -29,6 +31,10 @@ ROUTE_HEADER = "x-kvrelay-route"
 """Sent with any value, it asks for the decision of the router, with its reasons, in the answer's header."""
 
 DONE = b"data: [DONE]\n\n"
+
+LIFE_SIGN = b": waiting for a worker\n\n"
+"""A comment, which clients of server-sent events skip. Proxies close connections that are silent for a minute."""
+LIFE_SIGN_INTERVAL_S = 15.0
 
 STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -40,12 +46,12 @@ STREAM_HEADERS = (
 class GenerationResponse(Response):
     """Serves one validated generation. Nothing is submitted before it is called."""
 
-    def __init__(self, service: ApiService, runs: Sequence[PromptRun], answer: AnswerFormat, *, stream: bool) -> None:
+    def __init__(self, service: ApiService, plan: Plan, answer: AnswerFormat) -> None:
         self.background = None
         self._service = service
-        self._runs = runs
+        self._runs = plan.runs
+        self._shape = plan.shape
         self._answer = answer
-        self._stream = stream
         self._timeout_s = service.settings.request_timeout_s + TIMEOUT_GRACE_S
         self._writer: EventWriter | None = None
         self._stream_started = False
@@ -76,30 +82,42 @@ class GenerationResponse(Response):
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         with TaskTimeout(self._timeout_s):
             names: RequestNames = scope["state"]["names"]
-            with self._service.in_progress:
+            request, service = self._runs[0].request, self._service
+            in_progress = service.in_progress.admit(request.tenant, request.weight)
+            with in_progress, service.memory.hold(self._shape.memory_bytes):
+                if (writer := scope["state"].get(EVENT_WRITER)) is not None:
+                    writer.body.release()
                 async with self._service.rate_limiter.admit(names.key, names.unique, self._timeout_s):
                     generation = Generation(self._service.dispatcher, self._runs, self._answer.add, self._note_tokens)
                     await generation.prepare()
                     self._writer = scope["state"].pop(EVENT_WRITER, None)
-                    if self._stream:
-                        await self._send_stream(generation, send)
+                    if isinstance(self._answer, EventFormat):
+                        await self._send_stream(self._answer, generation, send)
                         return
-                    response = await self._whole(generation)
+                    response = await self._whole(self._answer, generation)
+                if isinstance(response, PartsResponse):
+                    self._whole_started = True
+                    await response(scope, receive, send)
+                    return
         self._whole_started = True
         with self._in_one_write():
             await response(scope, receive, send)
 
-    async def _whole(self, generation: Generation) -> Response:
-        with generation.submit(can_push=lambda: self._has_tokens, push=_drop):
+    async def _whole(self, answer: DocumentFormat, generation: Generation) -> Response:
+        with await generation.submit(can_push=lambda: self._has_tokens, push=_drop):
             while not generation.is_over:
                 await generation.wait()
                 generation.take()
             self._note_end()
-            content = self._answer.end(usage_of(self._runs))
-            return Response(content, 200, self._answer_headers(generation), media_type="application/json")
+            document = answer.document(usage_of(self._runs))
+            headers = self._answer_headers(generation)
+            if self._shape.is_large:
+                return PartsResponse(document, headers)
+            return Response(dump_at_once(document), 200, headers, media_type="application/json")
 
-    async def _send_stream(self, generation: Generation, send: Send) -> None:
-        """The answer starts with the first tokens, so a failure before them still gets its own status.
+    async def _send_stream(self, answer: EventFormat, generation: Generation, send: Send) -> None:
+        """The answer starts with the first tokens, so a failure before them still gets its own status. A request that
+        waits for a worker starts its answer with the first life sign.
 
         Head and first events go out in one write, and so do the last events and the end. Nearly all other events are
         written by the callback that receives their tokens.
@@ -112,12 +130,18 @@ class GenerationResponse(Response):
         else:  # another server: only `send` can write
             can_push, push = _never, _drop
         events = b""
-        with generation.submit(can_push, push):
+        with await generation.submit(can_push, push):
             while not generation.is_over:
-                await generation.wait()
+                needs_sign = await generation.wait(LIFE_SIGN_INTERVAL_S)
                 events = generation.take()
+                if (large := answer.take_large()) is not None:
+                    await self._send_large(large, answer, generation, send)
                 if generation.is_over:
                     break  # these events go out with the end
+                if needs_sign and not events:
+                    events = LIFE_SIGN
+                elif not (events or self._has_tokens):
+                    continue  # the request began to wait for a worker
                 with self._in_one_write() if not self._stream_started else nullcontext():
                     if not self._stream_started:
                         await self._start_stream(generation, send)
@@ -125,11 +149,25 @@ class GenerationResponse(Response):
                         await send({"type": "http.response.body", "body": events, "more_body": True})
                 events = b""
             self._note_end()
-            events += self._answer.end(usage_of(self._runs)) + DONE
+            events += answer.end(usage_of(self._runs)) + DONE
             with self._in_one_write():
                 if not self._stream_started:
                     await self._start_stream(generation, send)
                 await send({"type": "http.response.body", "body": events})
+
+    async def _send_large(
+        self, large: Iterator[bytes] | None, answer: EventFormat, generation: Generation, send: Send
+    ) -> None:
+        """Sends events in parts. No comment may come between the parts."""
+        if not self._stream_started:
+            await self._start_stream(generation, send)
+        if self._writer is not None:
+            self._writer.carries_events = False
+        while large is not None:
+            await send_parts(large, send)
+            large = answer.take_large()
+        if self._writer is not None:
+            self._writer.carries_events = True
 
     def _in_one_write(self) -> AbstractContextManager[None]:
         return self._writer.in_one_write() if self._writer is not None else nullcontext()

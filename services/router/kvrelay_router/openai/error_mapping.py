@@ -37,9 +37,10 @@ def no_worker_ready(message: str, retry_after_s: float) -> ApiError:
 
 
 def too_many_requests(limit: int) -> ApiError:
-    """429 while the maximum number of requests is in progress."""
+    """429 while the maximum number of requests, or of those of one tenant, is in progress."""
     return ApiError(
-        f"{limit} requests are in progress, which is as many as this router takes; try again later",
+        f"{limit} requests or your share of them are in progress, which is as many as this router takes; "
+        "try again later",
         status=429,
         error_type="rate_limit_error",
         code="rate_limit_exceeded",

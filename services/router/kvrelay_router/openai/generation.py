@@ -19,6 +19,7 @@ from kvrelay_router.dispatch.interface import (
     RequestHandle,
     SequenceDelta,
 )
+from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.answers.choice import Choice
 
 MAX_ROUTES_BYTES = 4096
@@ -46,7 +47,7 @@ class PromptRun:
 
 
 AddText = Callable[[PromptRun, Choice, str], bytes]
-"""`AnswerFormat.add`."""
+"""Adds a text to the answer and returns the bytes to send now, if any. `AnswerFormat.add` implements it."""
 
 
 class Generation:
@@ -69,23 +70,30 @@ class Generation:
         self._prepared: list[PreparedPrompt] = []
         self._num_unfinished = sum(len(run.choices) for run in runs)
         self._waiter: asyncio.Future[None] | None = None
+        self._was_cut = False  # `take` left tokens for its next call
         self._failure: Exception | None = None  # raised by a callback
+        self._can_push: Callable[[], bool] = _never
+        self._has_tokens = False
+        self._sign_is_due = False
 
     async def prepare(self) -> None:
         """Does what takes a while and can be done before the prompts are submitted."""
+        share = LoopShare()
         for run in self.runs:
             self._prepared.append(await self._dispatcher.prepare(run.request))
+            await share.pause()
 
-    def submit(self, can_push: Callable[[], bool], push: Callable[[bytes], None]) -> Generation:
-        """Starts all prompts. `push` gets what `add` returns from a callback, but only while `can_push` allows it.
-
-        `can_push` must not allow it before the first `take`.
-        """
+    async def submit(self, can_push: Callable[[], bool], push: Callable[[bytes], None]) -> Generation:
+        """Starts all prompts. `push` gets what `add` returns from a callback, but only while `can_push` allows it, and
+        not before the first `take` of tokens."""
+        self._can_push = can_push
+        share = LoopShare()
         try:
             for number, run in enumerate(self.runs):
+                await share.pause()
                 prepared = self._prepared[number] if self._prepared else None
                 handle = self._dispatcher.submit(run.request, prepared)
-                self._sinks.append(PromptSink(self, run, handle, self._add, can_push, push))
+                self._sinks.append(PromptSink(self, run, handle, self._add, _never, push))
         except BaseException:
             self._close(cancel=True)
             raise
@@ -111,17 +119,36 @@ class Generation:
         """Every choice has finished."""
         return not self._num_unfinished
 
-    async def wait(self) -> None:
-        """Sleeps until `take` has something to do, or the generation is over."""
+    async def wait(self, sign_interval_s: float | None = None) -> bool:
+        """Sleeps until `take` has something to do, or the generation is over. Returns False.
+
+        Returns True if it has waited for a worker for `sign_interval_s` seconds, so that the client needs a life sign.
+        """
         if self._has_news():
-            return
-        self._waiter = asyncio.get_running_loop().create_future()
+            if self._was_cut:
+                await asyncio.sleep(0)
+            return False
+        loop = asyncio.get_running_loop()
+        self._waiter = loop.create_future()
         self._set_waiting(True)
+        timer, self._sign_is_due = None, False
+        if sign_interval_s is not None and self._awaits_worker():
+            timer = loop.call_later(sign_interval_s, self._wake_for_sign)
         try:
             await self._waiter
+            return self._sign_is_due
         finally:
             self._waiter = None
             self._set_waiting(False)
+            if timer is not None:
+                timer.cancel()
+
+    def _wake_for_sign(self) -> None:
+        self._sign_is_due = True
+        self.wake()
+
+    def _awaits_worker(self) -> bool:
+        return any(sink.handle.awaits_worker for sink in self._sinks)
 
     def _set_waiting(self, is_waiting: bool) -> None:
         for sink in self._sinks:
@@ -137,30 +164,42 @@ class Generation:
         )
 
     def wake(self) -> None:
-        """Ends `wait`."""
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
             self._set_waiting(False)
             waiter.set_result(None)
 
     def take(self) -> bytes:
-        """Handles the tokens that came since the last call, and returns what `add` returned for them.
+        """Handles the tokens that came since the last call, and returns what `add` returned for them. If they are
+        many, some wait for the next call.
 
         Raises RequestFailed once there are no more tokens before the failure.
         """
         events: list[bytes] = []
-        has_deltas = False
+        has_deltas, share = False, LoopShare()
+        self._was_cut = False
         for sink in self._sinks:
             if sink.handle.has_deltas and self._failure is None:
+                if has_deltas and share.is_used_up:
+                    self._was_cut = True
+                    break
                 has_deltas = True
                 sink.take_waiting(events.append)
+                self._was_cut |= sink.handle.has_deltas
         if self._failure is not None:
             raise self._failure
         if has_deltas:
+            self._allow_pushes()
             self.on_tokens()
         elif not self.is_over:
             self._raise_failure()
         return b"".join(events)
+
+    def _allow_pushes(self) -> None:
+        if not self._has_tokens:
+            self._has_tokens = True
+            for sink in self._sinks:
+                sink.can_take = self._can_push
 
     def _raise_failure(self) -> None:
         for sink in self._sinks:
@@ -222,7 +261,6 @@ class PromptSink:
         self.is_waiting = False
 
     def wake(self) -> None:
-        """Leaves the tokens to the task."""
         self._generation.wake()
 
     def take_waiting(self, write: Callable[[bytes], None]) -> None:
@@ -268,6 +306,10 @@ class PromptSink:
             events += self._add(run, choice, choice.feed_beam(beam))
         self._generation.choices_finished(len(run.choices))
         return events
+
+
+def _never() -> bool:
+    return False
 
 
 def _joined(names: list[str | None]) -> str:

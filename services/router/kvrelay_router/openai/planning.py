@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvrelay.protocol.sampling import Sampling
 from kvrelay_router.access.request_names import RequestNames
 from kvrelay_router.dispatch.interface import ModelLimits
+from kvrelay_router.loop_share import LoopShare
+from kvrelay_router.openai.answer_size import AnswerShape, check_answer
 from kvrelay_router.openai.answers.choice import Choice, StopRules
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.generation import PromptRun
@@ -17,7 +19,6 @@ from kvrelay_router.openai.request_validation import (
     check_beams,
     check_model,
     check_samples,
-    check_scores,
     check_vocabulary,
     known_limits,
     make_requests,
@@ -36,6 +37,14 @@ class TokenizedPrompt:
     echo: DecodedPrompt | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The runs of a request, in the order of its prompts, and what their answer may hold."""
+
+    runs: list[PromptRun]
+    shape: AnswerShape
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointFields:
     """The values that chat and text completions take from different fields of their requests."""
@@ -44,6 +53,9 @@ class EndpointFields:
     output: RequestedOutput
     logprobs: int | None
     prompt_logprobs: int | None
+    echo_logprobs: int | None = None  # alternatives of the echoed tokens in the answer
+    has_echo: bool = False
+    scores_in_choices: bool = False  # each choice has the log-probabilities of its prompt
 
 
 def check_request(service: ApiService, names: RequestNames, request: BeamFields) -> ModelLimits:
@@ -55,33 +67,73 @@ def check_request(service: ApiService, names: RequestNames, request: BeamFields)
     return limits
 
 
-def plan_generation(
+async def plan_generation(
     service: ApiService,
     names: RequestNames,
     request: BeamFields,
     fields: EndpointFields,
     prompts: Sequence[TokenizedPrompt],
     limits: ModelLimits,
-) -> list[PromptRun]:
-    """The runs of a request, in the order of its prompts. Raises ApiError if the model cannot run one of them."""
-    samplings = [_sampling(service, request, fields, len(prompt.token_ids), limits) for prompt in prompts]
+) -> Plan:
+    """Raises ApiError if the model cannot run one of the prompts, or if the answer may become too large."""
+    share = LoopShare()
+    shape = _shape(service, request, fields, prompts, limits)
+    samplings: list[Sampling] = []
+    for prompt, max_tokens in zip(prompts, shape.max_tokens, strict=True):
+        samplings.append(_sampling(service, request, fields, len(prompt.token_ids), max_tokens, limits))
+        await share.pause()
     token_ids = [prompt.token_ids for prompt in prompts]
     generates = make_requests(names, service.settings, request, token_ids, samplings)
     service.aliases.remember(names, generates)
-    return [
-        PromptRun(generate, _choices(service, request, prompt, number * request.num_sequences))
-        for number, (generate, prompt) in enumerate(zip(generates, prompts, strict=True))
-    ]
+    runs: list[PromptRun] = []
+    for number, (generate, prompt) in enumerate(zip(generates, prompts, strict=True)):
+        runs.append(PromptRun(generate, _choices(service, request, prompt, number * request.num_sequences)))
+        await share.pause()
+    return Plan(runs, shape)
+
+
+def _shape(
+    service: ApiService,
+    request: BeamFields,
+    fields: EndpointFields,
+    prompts: Sequence[TokenizedPrompt],
+    limits: ModelLimits,
+) -> AnswerShape:
+    """Raises 400 if the answer may become too large. An output without a length of its own gets the one that fits."""
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    max_tokens = [allowed_output(length, fields.output, limits, fields.prompt_param) for length in lengths]
+    shape = AnswerShape(
+        prompt_tokens=lengths,
+        max_tokens=max_tokens,
+        num_sequences=request.num_sequences,
+        num_returned=request.n,
+        is_beam_search=request.use_beam_search,
+        has_echo=fields.has_echo,
+        has_ids=request.return_token_ids,
+        logprobs=fields.logprobs,
+        echo_logprobs=fields.echo_logprobs,
+        prompt_logprobs=request.prompt_logprobs,
+        num_prompt_scores=request.n if fields.scores_in_choices else 1,
+        is_stream=request.stream,
+    )
+    limit_bytes = service.settings.max_answer_bytes
+    if fields.output.asked is None and fields.output.default is None and shape.total_bytes > limit_bytes:
+        fitting = max(1, shape.tokens_that_fit(limit_bytes))
+        shape = replace(shape, max_tokens=[min(each, fitting) for each in max_tokens])
+    check_answer(shape, limit_bytes)
+    return shape
 
 
 def _sampling(
-    service: ApiService, request: BeamFields, fields: EndpointFields, num_prompt_tokens: int, limits: ModelLimits
+    service: ApiService,
+    request: BeamFields,
+    fields: EndpointFields,
+    num_prompt_tokens: int,
+    max_tokens: int,
+    limits: ModelLimits,
 ) -> Sampling:
-    max_tokens = allowed_output(num_prompt_tokens, fields.output, limits, fields.prompt_param)
     check_beams(request, num_prompt_tokens, max_tokens, limits)
     check_samples(request, num_prompt_tokens, max_tokens, limits)
-    if fields.prompt_logprobs is not None:
-        check_scores(num_prompt_tokens, fields.prompt_logprobs)
     return make_sampling(
         request,
         service.text.sampling_defaults,

@@ -22,8 +22,6 @@ from kvrelay_router.text.sampling_defaults import SamplingDefaults
 
 Number = TypeVar("Number", int, float)
 
-SEED_BITS = 63
-
 
 class RequestedOutput(msgspec.Struct, frozen=True, kw_only=True):
     """How many tokens to generate. If `asked` is None: `default`, or all that the context leaves if that is None too.
@@ -97,16 +95,6 @@ def allowed_output(num_prompt_tokens: int, output: RequestedOutput, limits: Mode
             output.param,
         )
     return output.asked
-
-
-def check_scores(num_prompt_tokens: int, num_top: int) -> None:
-    """Raises 400 if the log-probabilities of a prompt do not fit one message."""
-    if num_prompt_tokens * (num_top + 1) > MAX_PROMPT_SCORES:
-        raise ApiError(
-            f"A prompt of {num_prompt_tokens} tokens with {num_top} log-probabilities each is too much to echo: at "
-            f"most {MAX_PROMPT_SCORES} in all are possible",
-            param="logprobs",
-        )
 
 
 def check_beams(fields: BeamFields, num_prompt_tokens: int, max_tokens: int, limits: ModelLimits) -> None:
@@ -195,6 +183,7 @@ def make_sampling(
         stop_token_ids=tuple(dict.fromkeys(fields.stop_token_ids)),
         ignore_eos=fields.ignore_eos,
         beams=fields.beams,
+        grammar=fields.grammar,
     )
 
 
@@ -202,16 +191,13 @@ def _or(value: Number | None, default: Number) -> Number:
     return default if value is None else value
 
 
-MAX_PROMPT_SCORES = 1 << 21
-"""About half of the number that fits a message of 64 MiB."""
-
 LARGEST_TOP_K = 2**31 - 1
 """Larger than any vocabulary, so the same as no limit, and within 32 bits."""
 
 
 def make_seed(asked: int | None) -> int:
-    """Returns the client's seed as an unsigned 63-bit number, or a random one."""
-    return secrets.randbits(SEED_BITS) if asked is None else asked & (2**SEED_BITS - 1)
+    """Returns the client's seed, or a random one from the same range: all signed 64-bit integers."""
+    return secrets.randbits(64) - 2**63 if asked is None else asked
 
 
 def make_requests(
@@ -224,17 +210,21 @@ def make_requests(
     """Returns one request for each prompt; several are numbered. Raises 400 for an invalid `x-request-timeout`."""
     many = len(prompts) > 1
     timeout_s = check_timeout(names.timeout, settings.request_timeout_s)
+    tenant = settings.tenants.of(names.key, fields.user)
     return [
         GenerateRequest(
             request_id=f"{names.unique}-{index}" if many else names.unique,
             prompt_ids=prompt_ids,
             sampling=sampling,
             num_sequences=1 if fields.use_beam_search else fields.num_sequences,
-            cache_salt=fields.cache_salt,
+            cache_salt=f"{tenant.cache_salt}{fields.cache_salt}",
             session=names.session or fields.user,
             priority=fields.priority,
             timeout_s=timeout_s,
             trace=names.trace,
+            owner=tenant.owner,
+            tenant=tenant.tenant,
+            weight=tenant.weight,
         )
         for index, (prompt_ids, sampling) in enumerate(zip(prompts, samplings, strict=True))
     ]

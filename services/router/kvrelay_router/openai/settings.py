@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from kvrelay.config.router import OwnKeyLimits, RouterConfig
 from kvrelay.fleet.key_limits import KeyLimits
 from kvrelay_router.access.rate_limiter import KeyRules
+from kvrelay_router.access.tenants import Tenants
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,10 +21,12 @@ class ApiSettings:
     api_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()  # origins of web pages that may call the API; "*" allows all
     max_body_bytes: int = 16 * 1024 * 1024
+    max_answer_bytes: int = 64 << 20
     request_timeout_s: float = 600.0
     max_requests: int = 1024  # maximum requests in progress; further ones get 429
     key_rules: KeyRules = field(default_factory=KeyRules)
     own_key_rules: Mapping[str, KeyRules] = field(default_factory=dict)  # replaces `key_rules` for single keys
+    tenants: Tenants = field(default_factory=Tenants)
     max_sequences: int = 1024  # maximum prompts times choices of one HTTP request
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -32,9 +35,10 @@ class ApiSettings:
         return cls(
             model_names=(config.served_model_name,),
             router_id=config.router_id,
-            api_keys=tuple(key.get_secret_value() for key in config.api_keys),
+            api_keys=tuple(key.get_secret_value() for key in (*config.api_keys, *config.admin_api_keys)),
             allowed_origins=config.allowed_origins,
             max_body_bytes=int(config.max_body_bytes),
+            max_answer_bytes=int(config.max_answer_bytes),
             request_timeout_s=config.request_timeout_s,
             max_requests=config.max_queued_requests,
             key_rules=KeyRules(
@@ -42,6 +46,7 @@ class ApiSettings:
                 config.key_least_priority,
             ),
             own_key_rules={key: _own_rules(config, each) for key, each in config.own_key_limits().items()},
+            tenants=Tenants.from_config(config),
         )
 
     @property

@@ -53,7 +53,6 @@ class CandidateWorkers(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, candidates: Iterable[Candidate]) -> CandidateWorkers:
-        """Groups workers by role."""
         ordered = sorted(candidates, key=lambda candidate: candidate.worker_id)
         return cls(
             tuple(candidate for candidate in ordered if candidate.role == "prefill"),

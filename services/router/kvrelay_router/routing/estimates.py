@@ -53,7 +53,6 @@ class Estimates(msgspec.Struct, frozen=True):
     cached_blocks: Mapping[WorkerId, int] = {}
 
     def cost(self, worker: Candidate) -> StepCost:
-        """Returns the cost of the worker's steps."""
         if worker.step_cost is not None:
             return worker.step_cost
         return self.typical.prefill if worker.role == "prefill" else self.typical.decode

@@ -19,7 +19,6 @@ class NoPrefixes:
     """A `PrefixView` without prefixes."""
 
     def match(self, hashes: Sequence[BlockHash]) -> Mapping[WorkerId, int]:
-        """Returns no workers."""
         return {}
 
 

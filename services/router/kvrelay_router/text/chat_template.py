@@ -87,6 +87,7 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"the model's chat template does not compile: {error}") from error
+        self.source = source
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
         self._takes_parts = self._try_parts()
@@ -105,6 +106,16 @@ class ChatTemplate:
         final_text = self._tag_final(prepared) if continue_final_message else None
         text = self._render(prepared, {"add_generation_prompt": add_generation_prompt, **(template_kwargs or {})})
         return text if final_text is None else _cut_at_tag(text, final_text)
+
+    def between_turns(self) -> str:
+        """What the template writes around the turns of a conversation, without a generation prompt."""
+        rendered = []
+        for chat in (*PROBE_CHATS.values(), ["user"]):
+            try:
+                rendered.append(self._render([{"role": role, "content": PROBE} for role in chat], {}))
+            except ChatTemplateError:
+                continue  # it has no place for one of these roles
+        return "\n".join(rendered)
 
     def _prepare(self, message: Message) -> Message:
         """A copy without empty fields; `developer` becomes `system` if the template does not mention it."""

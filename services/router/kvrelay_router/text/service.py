@@ -11,7 +11,9 @@ from typing import Any, TypeVar
 import tokenizers
 
 from kvrelay_router.text.chat_template import ChatTemplate, ChatTemplateError, Message
+from kvrelay_router.text.content_tokens import ContentTokens
 from kvrelay_router.text.detokenizer import Detokenizer, make_detokenizer
+from kvrelay_router.text.grammar_check import GrammarCheck
 from kvrelay_router.text.sampling_defaults import SamplingDefaults
 from kvrelay_router.text.sources import TokenizerNotFound, load_source
 from kvrelay_router.text.tokenizer import Tokenizer
@@ -57,15 +59,21 @@ class TextService:
         *,
         defaults: SamplingDefaults = OPENAI_DEFAULTS,
         num_threads: int = 2,
+        content_special_tokens: bool = False,
     ) -> None:
+        """`content_special_tokens`: control tokens that message contents spell out are control tokens."""
         self.tokenizer = tokenizer
         self.template = template
         self.sampling_defaults = defaults
+        self.grammars = GrammarCheck(tokenizer)
+        self._contents = None
+        if template is not None and not content_special_tokens:
+            self._contents = _content_tokens(tokenizer, template)
         self._short = ThreadPoolExecutor(num_threads, thread_name_prefix="text-short")
         self._long = ThreadPoolExecutor(num_threads, thread_name_prefix="text-long")
 
     @classmethod
-    def load(cls, model: str, *, num_threads: int = 2) -> TextService:
+    def load(cls, model: str, *, num_threads: int = 2, content_special_tokens: bool = False) -> TextService:
         """Reads a model directory or hub name. Blocks. Raises TokenizerNotFound, ChatTemplateError."""
         source = load_source(model)
         try:
@@ -82,10 +90,17 @@ class TextService:
         template = None
         if source.chat_template is not None:
             template = ChatTemplate(source.chat_template, source.added_tokens.texts())
-        return cls(tokenizer, template, defaults=source.sampling_defaults, num_threads=num_threads)
+        return cls(
+            tokenizer,
+            template,
+            defaults=source.sampling_defaults,
+            num_threads=num_threads,
+            content_special_tokens=content_special_tokens,
+        )
 
     def close(self) -> None:
         """Stops the threads and drops their work."""
+        self.grammars.close()
         for pool in (self._short, self._long):
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -93,22 +108,33 @@ class TextService:
         return await self._run(len(text), lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     async def encode_chat(self, messages: list[Message], options: ChatOptions) -> list[int]:
-        """The token ids of a conversation, with the template's special tokens. Raises ChatTemplateError."""
+        """The token ids of a conversation, with the template's special tokens. Those that a content spells out are
+        text, unless `content_special_tokens` is on. Raises ChatTemplateError."""
         template = self.template
         if template is None:
             raise ChatTemplateError("this model has no chat template; use /v1/completions")
 
-        def render_and_encode() -> list[int]:
-            text = template.render(
-                messages,
+        def render(contents: tuple[list[Message], Mapping[str, Any]]) -> str:
+            return template.render(
+                contents[0],
                 add_generation_prompt=options.add_generation_prompt,
                 continue_final_message=options.continue_final_message,
-                template_kwargs=options.template_kwargs,
+                template_kwargs=contents[1],
             )
+
+        def encode(text: str) -> list[int]:
             return self.tokenizer.encode(text, add_special_tokens=options.add_special_tokens)
 
+        def render_and_encode() -> list[int]:
+            contents = messages, options.template_kwargs
+            if self._contents is None:
+                return encode(render(contents))
+            return self._contents.encode(render, contents, encode, add_special_tokens=options.add_special_tokens)
+
         num_chars = sum(map(_num_chars, messages))
-        short = len(messages) <= SHORT_CHAT_MESSAGES and not options.template_kwargs
+        short = num_chars <= SHORT_TEXT_CHARS and len(messages) <= SHORT_CHAT_MESSAGES and not options.template_kwargs
+        if short and self._contents is not None and self._contents.are_spelled(messages):
+            short = False
         return await self._run(num_chars if short else max(num_chars, SHORT_TEXT_CHARS + 1), render_and_encode)
 
     async def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
@@ -170,6 +196,12 @@ def _contained(work: Callable[[], T]) -> T:
         if type(error).__module__ == "pyo3_runtime":
             raise RuntimeError(f"the tokenizer failed: {error}") from error
         raise
+
+
+def _content_tokens(tokenizer: Tokenizer, template: ChatTemplate) -> ContentTokens:
+    between = template.between_turns()
+    added = tokenizer.backend.get_added_tokens_decoder().values()
+    return ContentTokens(tokenizer, {token.content for token in added if token.content in between}, template.source)
 
 
 def _num_chars(value: Any) -> int:

@@ -10,18 +10,15 @@ import torch
 
 from kvrelay.backends.cpu import AttentionCall
 from kvrelay.backends.cpu_build import KernelBuildError, load_kernel
-from kvrelay.engine.fused.weights import DTYPES, DecoderWeights, LayerWeights, LinearWeights
+from kvrelay.engine.fused.products import LinearStruct, PanelProducts, linear_struct, tokens_with_room
+from kvrelay.engine.fused.weights import DTYPES, DecoderWeights, LayerWeights
 
 _ALIGNMENT = 64
 
 
-class _Linear(ctypes.Structure):
-    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("num_out", c_int64), ("num_in", c_int64)]
-
-
 class _DecoderLayer(ctypes.Structure):
     _fields_ = [
-        *((name, _Linear) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, LinearStruct) for name in ("qkv", "output", "gate_up", "down")),
         *((name, c_void_p) for name in ("input_norm", "mlp_norm", "query_norm", "key_norm", "sinks")),
         ("window", c_int64),
         ("scaling", c_double),
@@ -43,13 +40,12 @@ class _DecoderStep(ctypes.Structure):
         ("num_tokens", c_int64),
         *((name, c_void_p) for name in ("hidden", "cos", "sin", "attention", "pool")),
         ("layer_bytes", c_int64),
-        *((name, c_void_p) for name in ("write_blocks", "write_slots", "normed", "qkv", "attended")),
-        *((name, c_void_p) for name in ("gate_up", "activated")),
+        *((name, c_void_p) for name in ("write_blocks", "write_slots", "normed", "qkv", "attended", "activated")),
     ]
 
 
 class DecoderKernel:
-    """The kernels, bound to one model's weights. All tensors are contiguous; `type` is the weights' dtype."""
+    """The kernels, bound to one model's weights. All tensors are contiguous; activations have the weights' dtype."""
 
     def __init__(self, weights: DecoderWeights) -> None:
         """Builds or loads the kernels.
@@ -58,40 +54,25 @@ class DecoderKernel:
             KernelBuildError: the kernels cannot be built here, or their structs differ from the ones above.
         """
         self._library = _declare(load_kernel())
+        self.products = PanelProducts(weights.dtype)
         self._weights = weights
         self._type = DTYPES.index(weights.dtype)
-        self._keep: list[Any] = []  # biases in float32, to which the structs point
+        self._space = torch.empty(0, dtype=torch.uint8)  # kept between steps: new pages cost more than some layers
         self._layers = (_DecoderLayer * len(weights.layers))(*map(self._layer, weights.layers))
-        self._linears = {id(each): self._linear(each) for each in _all_linears(weights)}
         self._decoder = _Decoder(
             *(ctypes.addressof(self._layers), len(weights.layers), self._type, weights.hidden_size, weights.num_heads),
             *(weights.num_kv_heads, weights.head_dim, weights.intermediate_size, weights.norm_eps),
         )
 
-    def _layer(self, layer: LayerWeights) -> _DecoderLayer:
+    @staticmethod
+    def _layer(layer: LayerWeights) -> _DecoderLayer:
         params = layer.attention
         norms = (layer.input_norm, layer.mlp_norm, layer.query_norm, layer.key_norm)
         return _DecoderLayer(
-            *map(self._linear, (layer.qkv, layer.output, layer.gate_up, layer.down)),
+            *map(linear_struct, (layer.qkv, layer.output, layer.gate_up, layer.down)),
             *(None if norm is None else norm.data_ptr() for norm in norms),
             None,  # sinks: `decoder_weights` refuses them
             *(params.sliding_window or 0, params.scaling, params.softcap or 0.0),
-        )
-
-    def _linear(self, linear: LinearWeights) -> _Linear:
-        bias = None if linear.bias is None else linear.bias.float().contiguous()
-        self._keep.append(bias)
-        return _Linear(linear.weight.data_ptr(), None if bias is None else bias.data_ptr(), *linear.weight.shape)
-
-    def linear(self, linear: LinearWeights, x: torch.Tensor, out: torch.Tensor) -> None:
-        """`out = x @ weight.T + bias` for `x` `[tokens, num_in]` of the weights' type; `out` of that type or float32.
-
-        The sum of each output has an order that depends on neither the batch nor the threads.
-        """
-        to_float = out.dtype == torch.float32
-        self._library.kvrelay_linear(
-            *(ctypes.byref(self._linears[id(linear)]), x.data_ptr(), len(x), out.data_ptr()),
-            *(to_float, self._type, torch.get_num_threads()),
         )
 
     def add_and_norm(
@@ -110,63 +91,44 @@ class DecoderKernel:
             torch.get_num_threads(),
         )
 
-    def silu_and_multiply(self, gate_up: torch.Tensor, activated: torch.Tensor) -> None:
-        """`activated = silu(gate) * up`, with gate and up the halves of `gate_up` `[tokens, 2 * size]`."""
-        self._library.kvrelay_silu_and_multiply(
-            *(gate_up.data_ptr(), DTYPES.index(gate_up.dtype), activated.data_ptr(), self._type, *activated.shape),
-            torch.get_num_threads(),
-        )
-
     def layers(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: AttentionCall) -> None:
-        """Runs all layers over a few tokens in one call: `hidden` becomes the last layer's output.
+        """Runs all layers over a step's tokens in one call: `hidden` becomes the last layer's output.
 
         `attention` is the step's plan; the pool has the weights' type.
         """
-        weights, count, size = self._weights, len(hidden), self._weights.dtype.itemsize
-        num_heads, all_heads = weights.num_heads, weights.num_heads + 2 * weights.num_kv_heads
-        buffers = _carve(
-            count * weights.hidden_size * size,
-            count * all_heads * weights.head_dim * size,
-            count * num_heads * weights.head_dim * size,
-            count * 2 * weights.intermediate_size * 4,
-            count * weights.intermediate_size * size,
-        )
+        weights, count = self._weights, len(hidden)
+        all_heads = weights.num_heads + 2 * weights.num_kv_heads
+        widths = (weights.hidden_size, all_heads * weights.head_dim, weights.num_heads * weights.head_dim)
+        buffers = self._carve(tokens_with_room(count), (*widths, weights.intermediate_size))
         step = _DecoderStep(
             *(count, hidden.data_ptr(), cos.data_ptr(), sin.data_ptr(), attention.plan, attention.pool),
-            *(attention.layer_bytes, attention.write_blocks, attention.write_slots, *buffers[1]),
+            *(attention.layer_bytes, attention.write_blocks, attention.write_slots, *buffers),
         )
         self._library.kvrelay_decoder_layers(ctypes.byref(self._decoder), ctypes.byref(step), torch.get_num_threads())
 
-
-def _carve(*sizes: int) -> tuple[torch.Tensor, list[int]]:
-    """One allocation, and the addresses of aligned parts of it."""
-    starts, total = [], 0
-    for size in sizes:
-        starts.append(total)
-        total += -(-size // _ALIGNMENT) * _ALIGNMENT
-    space = torch.empty(total, dtype=torch.uint8)
-    return space, [space.data_ptr() + start for start in starts]
-
-
-def _all_linears(weights: DecoderWeights) -> list[LinearWeights]:
-    inside = [each for layer in weights.layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-    return [*inside, weights.head]
+    def _carve(self, num_tokens: int, widths: tuple[int, ...]) -> list[int]:
+        """Addresses of aligned buffers `[num_tokens, width]` of activations. They last until the next call."""
+        starts, total = [], 0
+        for width in widths:
+            starts.append(total)
+            total += -(-num_tokens * width * self._weights.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        if total > len(self._space):
+            self._space = torch.zeros(total, dtype=torch.uint8)
+        return [self._space.data_ptr() + start for start in starts]
 
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     pointer, number = c_void_p, c_int64
     signatures: dict[str, list[Any]] = {
-        "linear": [pointer, pointer, number, pointer, number, number, number],
         "add_and_norm": [pointer, pointer, pointer, pointer, number, number, c_double, number, number],
         "norm_and_rotate": [pointer, number, pointer, number, pointer, pointer, number],
-        "silu_and_multiply": [pointer, number, pointer, number, number, number, number],
         "decoder_layers": [pointer, pointer, number],
     }
     for name, types in signatures.items():
         function = getattr(library, f"kvrelay_{name}")
         function.argtypes, function.restype = types, None
     library.kvrelay_decoder_struct_bytes.restype = c_int64
-    sizes = [ctypes.sizeof(struct) for struct in (_Linear, _DecoderLayer, _Decoder, _DecoderStep)]
+    sizes = [ctypes.sizeof(struct) for struct in (LinearStruct, _DecoderLayer, _Decoder, _DecoderStep)]
     ours = sizes[0] * 10**9 + sizes[1] * 10**6 + sizes[2] * 10**3 + sizes[3]
     if library.kvrelay_decoder_struct_bytes() != ours:
         raise KernelBuildError("the structs of cpu_decoder.c differ from their declarations in Python")

@@ -1,4 +1,4 @@
-"""Recognises decoders whose layers the fused kernels compute, and merges the weights that are multiplied together."""
+"""Recognises decoders whose layers the fused kernels compute, and packs their weights."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import torch
 from transformers import PreTrainedModel
 
 from kvrelay.backends.backend import AttentionParams
+from kvrelay.engine.fused.panels import PackedLinear, pack, rows_of, unpack
+from kvrelay.engine.fused.quantization import Quantization
 
 FAMILIES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 """Classes of transformers whose layers are: RMSNorm, rotary attention, RMSNorm, SiLU-gated MLP, with two residuals."""
 
 DTYPES = (torch.float32, torch.bfloat16)
-"""Types of weights that the kernels multiply, in the order of their numbers in cpu_kernel.c."""
+"""Types of activations that the kernels multiply, in the order of their numbers in cpu_vectors.c."""
 
 
 class NotFusable(Exception):
@@ -23,36 +25,29 @@ class NotFusable(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class LinearWeights:
-    """A matrix product `x @ weight.T + bias`; `weight` is `[num_out, num_in]`, contiguous."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
 class LayerWeights:
     """One decoder layer. Norms are float32; `query_norm` and `key_norm` (`[head_dim]`) exist in some families."""
 
     input_norm: torch.Tensor
-    qkv: LinearWeights
+    qkv: PackedLinear
     query_norm: torch.Tensor | None
     key_norm: torch.Tensor | None
     attention: AttentionParams
-    output: LinearWeights
+    output: PackedLinear
     mlp_norm: torch.Tensor
-    gate_up: LinearWeights
-    down: LinearWeights
+    gate_up: PackedLinear
+    down: PackedLinear
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
     """All that a forward needs. `rotary(x, position_ids)` gives cos and sin, `[1, tokens, head_dim]`."""
 
-    embedding: torch.Tensor
+    dtype: torch.dtype
+    embedding: torch.Tensor | None  # None: the head's weights, which are not rounded
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor
-    head: LinearWeights
+    head: PackedLinear
     rotary: torch.nn.Module
     norm_eps: float
     num_heads: int
@@ -61,34 +56,81 @@ class DecoderWeights:
     intermediate_size: int
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The type of weights and activations."""
-        return self.embedding.dtype
-
-    @property
     def hidden_size(self) -> int:
         """Elements of a token's hidden state."""
-        return self.embedding.shape[1]
+        return len(self.norm)
+
+    @property
+    def linears(self) -> list[PackedLinear]:
+        """All linear layers, the head last."""
+        inside = [each for layer in self.layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+        return [*inside, self.head]
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The tokens' embeddings in float32, `[tokens, hidden_size]`."""
+        if self.embedding is None:
+            return rows_of(self.head, token_ids).float()
+        return torch.nn.functional.embedding(token_ids, self.embedding).float()
 
 
-def decoder_weights(model: PreTrainedModel, attention: Sequence[AttentionParams]) -> DecoderWeights:
-    """Returns the model's weights in the kernels' layout. `attention`: the attention parameters of each layer.
+class WeightPacker:
+    """Packs the weights of a model's linear layers, one layer after another, and takes the memory of each from its
+    module: the model does not exist twice. `restore` gives the modules their weights back."""
 
-    Merged weights replace those of the modules, which keep views: the model stays usable and takes no more memory.
+    def __init__(self, quantization: Quantization = "none") -> None:
+        self.quantization = quantization
+        self._packed: list[tuple[PackedLinear, tuple[torch.nn.Linear, ...]]] = []
+
+    def pack(self, *modules: torch.nn.Linear, gated: bool = False) -> PackedLinear:
+        """One product for several of the same input."""
+        if len({module.bias is None for module in modules}) != 1:
+            raise NotFusable("some of the projections that are merged have a bias, and some have none")
+        biases = [module.bias.detach() for module in modules if module.bias is not None]
+        packed = pack(
+            [module.weight.detach() for module in modules], biases or None, gated=gated, quantization=self.quantization
+        )
+        for module in modules:
+            module.weight.data = module.weight.new_empty(0)
+        self._packed.append((packed, modules))
+        return packed
+
+    def restore(self) -> None:
+        """Gives the modules their weights back, bit by bit. What was packed is of no use afterwards.
+
+        Raises:
+            ValueError: the weights were rounded.
+        """
+        if self.quantization != "none" and self._packed:
+            raise ValueError(f"weights in {self.quantization} do not give the modules theirs back")
+        while self._packed:
+            packed, modules = self._packed.pop()
+            for module, weight in zip(modules, unpack(packed, [each.out_features for each in modules]), strict=True):
+                module.weight.data = weight
+
+
+def decoder_weights(
+    model: PreTrainedModel, attention: Sequence[AttentionParams], packer: WeightPacker
+) -> DecoderWeights:
+    """Returns the weights of a model that is fusable (see `require_fusable`) in the kernels' layout.
+
+    The modules lose their weights to `packer`, also if this raises: see `WeightPacker.restore`.
 
     Raises:
-        NotFusable: the model is of another family, dtype or device, or one of its layers differs from the family.
+        NotFusable: some of the projections that are merged have a bias, and some have none.
     """
-    _check(model, attention)
     backbone: Any = model.model
-    layers = tuple(_layer(each, params) for each, params in zip(backbone.layers, attention, strict=True))
+    dtype = model.dtype
+    layers = tuple(_layer(each, params, packer) for each, params in zip(backbone.layers, attention, strict=True))
     config = model.config
     head: Any = model.lm_head
+    embedding = backbone.embed_tokens.weight
+    in_head = head.weight is embedding and packer.quantization == "none"
     return DecoderWeights(
-        embedding=backbone.embed_tokens.weight.detach(),
+        dtype=dtype,
+        embedding=None if in_head else embedding.detach(),
         layers=layers,
         norm=_floats(backbone.norm.weight),
-        head=_linear(head),
+        head=packer.pack(head),
         rotary=backbone.rotary_emb,
         norm_eps=float(backbone.norm.variance_epsilon),
         num_heads=config.num_attention_heads,
@@ -98,7 +140,11 @@ def decoder_weights(model: PreTrainedModel, attention: Sequence[AttentionParams]
     )
 
 
-def _check(model: PreTrainedModel, attention: Sequence[AttentionParams]) -> None:
+def require_fusable(model: PreTrainedModel, attention: Sequence[AttentionParams]) -> None:
+    """Raises NotFusable for a model of another family, dtype or device, or with a layer that differs from the family.
+
+    `attention`: the attention parameters of each layer.
+    """
     name = type(model).__name__
     if name not in FAMILIES or not type(model).__module__.startswith("transformers.models."):
         raise NotFusable(f"{name} is not one of {', '.join(sorted(FAMILIES))}")
@@ -123,36 +169,20 @@ def _check(model: PreTrainedModel, attention: Sequence[AttentionParams]) -> None
         raise NotFusable(f"it rotates {cos.shape[-1]} elements of each head, not all of them")
 
 
-def _layer(layer: Any, attention: AttentionParams) -> LayerWeights:
+def _layer(layer: Any, attention: AttentionParams, packer: WeightPacker) -> LayerWeights:
     attn, mlp = layer.self_attn, layer.mlp
     normed = hasattr(attn, "q_norm")
     return LayerWeights(
         input_norm=_floats(layer.input_layernorm.weight),
-        qkv=_merge(attn.q_proj, attn.k_proj, attn.v_proj),
+        qkv=packer.pack(attn.q_proj, attn.k_proj, attn.v_proj),
         query_norm=_floats(attn.q_norm.weight) if normed else None,
         key_norm=_floats(attn.k_norm.weight) if normed else None,
         attention=attention,
-        output=_linear(attn.o_proj),
+        output=packer.pack(attn.o_proj),
         mlp_norm=_floats(layer.post_attention_layernorm.weight),
-        gate_up=_merge(mlp.gate_proj, mlp.up_proj),
-        down=_linear(mlp.down_proj),
+        gate_up=packer.pack(mlp.gate_proj, mlp.up_proj, gated=True),
+        down=packer.pack(mlp.down_proj),
     )
-
-
-def _linear(module: torch.nn.Linear) -> LinearWeights:
-    bias = None if module.bias is None else module.bias.detach()
-    return LinearWeights(module.weight.detach().contiguous(), bias)
-
-
-def _merge(*modules: torch.nn.Linear) -> LinearWeights:
-    """One product for several of the same input. The modules' weights become views of the merged one."""
-    if len({module.bias is None for module in modules}) != 1:
-        raise NotFusable("some of the projections that are merged have a bias, and some have none")
-    weight = torch.cat([module.weight.detach() for module in modules])
-    for module, part in zip(modules, weight.split([module.out_features for module in modules]), strict=True):
-        module.weight.data = part
-    biases = [module.bias.detach() for module in modules if module.bias is not None]
-    return LinearWeights(weight, torch.cat(biases) if biases else None)
 
 
 def _floats(weight: torch.Tensor) -> torch.Tensor:

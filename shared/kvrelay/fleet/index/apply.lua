@@ -1,18 +1,18 @@
 -- Applies the next batch of a range's events, or, with an empty batch, renews its lease.
 --
 -- KEYS[1]  base
--- ARGV     slot, claim, sequence number, ttl in ms, operations, the batch as the stream carries it
+-- ARGV     slot, range id, sequence number, ttl in ms, operations, the batch as the stream carries it
 --          operations: runs of '+' or '-', their number as 2 bytes (big endian), and so many hashes of 16 bytes
 -- returns  "OK"    applied, now or before
 --          "GAP"   batches before this one are missing: replace the range
---          "LOST"  the slot is not this claim's (any more): open another
+--          "LOST"  the slot is not this range id's (any more): open another
 --          "SWEEP" as OK, and retired ranges wait for sweep.lua (told at renewals only)
 --
 -- A block's value is the bitmap of the slots that hold it, without the zero bytes at its ends, behind one byte that
 -- counts those left out in front. So equal sets are equal strings, and a block that one worker holds takes two bytes.
-local base, slot, claim, seq, operations = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[5]
+local base, slot, range_id, seq, operations = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[5]
 local holder = redis.call('HGET', base .. ':slots', slot)
-if not holder or string.match(holder, '^%S+') ~= claim then
+if not holder or string.match(holder, '^%S+') ~= range_id then
   return 'LOST'
 end
 local known = tonumber(redis.call('HGET', base .. ':seqs', slot) or 0)
@@ -26,16 +26,22 @@ redis.call('ZADD', base .. ':leases', string.format('%d', now + tonumber(ARGV[4]
 
 if operations == '' then
   for _, late in ipairs(redis.call('ZRANGEBYSCORE', base .. ':leases', '-inf', string.format('%d', now), 'LIMIT', 0, 16)) do
-    local its_claim = string.match(redis.call('HGET', base .. ':slots', late) or '', '^%S+')
+    local its_range_id = string.match(redis.call('HGET', base .. ':slots', late) or '', '^%S+')
     redis.call('HDEL', base .. ':slots', late)
     redis.call('HDEL', base .. ':seqs', late)
     redis.call('ZREM', base .. ':leases', late)
-    if its_claim then
-      redis.call('HSET', base .. ':retired', late, its_claim)
-      redis.call('XADD', base .. ':stream', '*', 'e', cmsgpack.pack({ 'r', tonumber(late), its_claim }))
+    if its_range_id then
+      redis.call('HSET', base .. ':retired', late, its_range_id)
+      redis.call('XADD', base .. ':stream', '*', 'e', cmsgpack.pack({ 'r', tonumber(late), its_range_id }))
     end
   end
-  redis.call('XTRIM', base .. ':stream', 'MINID', '~', string.format('%d', now - 30000))
+  local last = redis.call('XREVRANGE', base .. ':stream', '+', '-', 'COUNT', 1)[1]
+  if last and tonumber(string.match(last[1], '^%d+')) > now + 30000 then
+    -- The clock was set back. Until it is as late again, all entries get the millisecond of the last one.
+    redis.call('XTRIM', base .. ':stream', 'MAXLEN', '~', 10000)
+  else
+    redis.call('XTRIM', base .. ':stream', 'MINID', '~', string.format('%d', now - 30000))
+  end
   return redis.call('EXISTS', base .. ':retired') == 1 and 'SWEEP' or 'OK'
 end
 if not is_next then

@@ -72,7 +72,7 @@ class Opened:
     """A worker opened a slot with an empty range."""
 
     slot: int
-    claim: str
+    range_id: str
     worker_id: str
 
 
@@ -81,7 +81,7 @@ class Retired:
     """A range ended. Its bits are cleared later."""
 
     slot: int
-    claim: str
+    range_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Batch:
     """A range's next operations."""
 
     slot: int
-    claim: str
+    range_id: str
     seq: int
     operations: bytes
 
@@ -99,19 +99,19 @@ IndexEvent = Opened | Retired | Batch
 
 def encode_batch(batch: Batch) -> bytes:
     """Encodes a batch as a stream entry."""
-    return msgspec.msgpack.encode(("b", batch.slot, batch.claim, batch.seq, batch.operations))
+    return msgspec.msgpack.encode(("b", batch.slot, batch.range_id, batch.seq, batch.operations))
 
 
 def decode_event(data: bytes) -> IndexEvent:
     """Decodes a stream entry. Raises ValueError for an unknown or invalid one."""
     try:
         match msgspec.msgpack.decode(data):
-            case ["b", int(slot), str(claim), int(seq), bytes(operations)]:
-                return Batch(slot, claim, seq, operations)
-            case ["o", int(slot), str(claim), str(worker_id)]:
-                return Opened(slot, claim, worker_id)
-            case ["r", int(slot), str(claim)]:
-                return Retired(slot, claim)
+            case ["b", int(slot), str(range_id), int(seq), bytes(operations)]:
+                return Batch(slot, range_id, seq, operations)
+            case ["o", int(slot), str(range_id), str(worker_id)]:
+                return Opened(slot, range_id, worker_id)
+            case ["r", int(slot), str(range_id)]:
+                return Retired(slot, range_id)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"invalid index event: {error}") from error
     raise ValueError("unknown kind of index event")

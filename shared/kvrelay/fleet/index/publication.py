@@ -38,7 +38,7 @@ MAX_PENDING_BLOCKS = 100_000
 class OpenSlot:
     """Call open.lua for a new slot."""
 
-    claim: str
+    range_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Apply:
     """Call apply.lua with a batch; empty `operations` renew the lease."""
 
     slot: int
-    claim: str
+    range_id: str
     seq: int
     operations: bytes
     event: bytes
@@ -94,7 +94,7 @@ class Publication:
         self._in_flight_blocks = 0
 
     @property
-    def claim(self) -> str:
+    def range_id(self) -> str:
         """Incarnation and generation: identifies this range in Redis."""
         return f"{self._incarnation}:{self._generation:08d}"
 
@@ -125,12 +125,12 @@ class Publication:
         if self.state is RangeState.REFUSED:
             return None
         if self.state is RangeState.CLOSED:
-            return OpenSlot(self.claim)
+            return OpenSlot(self.range_id)
         if self._in_flight is None and self.num_pending:
             self._in_flight = self._cut_batch()
         if self._in_flight is not None:
             return self._in_flight
-        return Apply(self.slot, self.claim, self.seq, b"", b"") if renew else None
+        return Apply(self.slot, self.range_id, self.seq, b"", b"") if renew else None
 
     def opened(self, slot: int) -> None:
         """A new slot was assigned: the complete mirror is published to it."""
@@ -193,5 +193,5 @@ class Publication:
         self._in_flight_blocks = MAX_BATCH_BLOCKS - room
         self.num_pending -= self._in_flight_blocks
         operations = encode_operations(runs)
-        batch = Batch(self.slot, self.claim, self.seq + 1, operations)
-        return Apply(self.slot, self.claim, self.seq + 1, operations, encode_batch(batch))
+        batch = Batch(self.slot, self.range_id, self.seq + 1, operations)
+        return Apply(self.slot, self.range_id, self.seq + 1, operations, encode_batch(batch))

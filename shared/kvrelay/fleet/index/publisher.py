@@ -67,7 +67,6 @@ class IndexPublisher:
         self._thread = threading.Thread(target=self._run, name="prefix-index", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread."""
         self._thread.start()
 
     def publish(self, events: Sequence[CacheEvent]) -> None:
@@ -155,7 +154,7 @@ class IndexPublisher:
         if isinstance(call, OpenSlot):
             self._open(call)
             return
-        arguments = [call.slot, call.claim, call.seq, self._ttl_ms, call.operations, call.event]
+        arguments = [call.slot, call.range_id, call.seq, self._ttl_ms, call.operations, call.event]
         answer = bytes(self._scripts.run("apply", arguments))
         if answer in (b"OK", b"SWEEP"):
             self._sweep_wanted = self._sweep_wanted or answer == b"SWEEP"
@@ -167,7 +166,7 @@ class IndexPublisher:
             self.publication.lost()
 
     def _open(self, call: OpenSlot) -> None:
-        arguments = [self._worker_id, self._incarnation, call.claim, self._ttl_ms, MAX_SLOTS]
+        arguments = [self._worker_id, self._incarnation, call.range_id, self._ttl_ms, MAX_SLOTS]
         slot = int(self._scripts.run("open", arguments))
         if slot >= 0:
             self.publication.opened(slot)
@@ -206,7 +205,7 @@ class IndexPublisher:
         publication = self.publication
         try:
             if self._withdraws and publication.state is RangeState.OPEN:
-                self._scripts.run("close", [publication.slot, publication.claim])
+                self._scripts.run("close", [publication.slot, publication.range_id])
         except REDIS_FAILED as error:
             log.info("prefix index: the range remains until its lease expires: %s", error)
         finally:

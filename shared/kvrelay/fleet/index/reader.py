@@ -44,8 +44,8 @@ class IndexReader:
         epoch, last_id, num_retired, ranges = await self._scripts.run("slots")
         found = {}
         for slot, holder, seq in zip(ranges[::3], ranges[1::3], ranges[2::3], strict=True):
-            claim, _, worker_id = holder.decode().partition(" ")
-            found[int(slot)] = (claim, worker_id, int(seq))
+            range_id, _, worker_id = holder.decode().partition(" ")
+            found[int(slot)] = (range_id, worker_id, int(seq))
         return IndexState(epoch.decode(), parse_id(last_id), int(num_retired), found)
 
     async def snapshot(self, bucket: int) -> tuple[int | None, bytes]:
@@ -76,5 +76,4 @@ class IndexReader:
         return found
 
     async def close(self) -> None:
-        """Closes the connections."""
         await self._client.aclose()

@@ -27,7 +27,7 @@ class ReplicaOutOfStep(Exception):
 
 @dataclass(slots=True)
 class _Range:
-    claim: str
+    range_id: str
     worker_id: str
     seq: int
     hashes: set[BlockHash] = field(default_factory=set)
@@ -56,7 +56,7 @@ class IndexReplica:
     @property
     def ranges(self) -> dict[int, tuple[str, str, int]]:
         """Ranges for comparison with Redis."""
-        return {slot: (each.claim, each.worker_id, each.seq) for slot, each in self._ranges.items()}
+        return {slot: (each.range_id, each.worker_id, each.seq) for slot, each in self._ranges.items()}
 
     def load(self, piece: bytes) -> None:
         """Adds a piece of a snapshot from snapshot.lua."""
@@ -80,17 +80,17 @@ class IndexReplica:
         match event:
             case Batch():
                 self._apply_batch(event)
-            case Opened(slot=slot, claim=claim, worker_id=worker_id):
+            case Opened(slot=slot, range_id=range_id, worker_id=worker_id):
                 known = self._ranges.get(slot)
-                if known is None or known.claim != claim:
+                if known is None or known.range_id != range_id:
                     self._end(slot)
                     while slot in self._ended:  # rare: a slot is reused only after it was swept
                         self._clear(slot)
-                    self._ranges[slot] = _Range(claim, worker_id, 0)
+                    self._ranges[slot] = _Range(range_id, worker_id, 0)
                     self._workers_of.clear()
-            case Retired(slot=slot, claim=claim):
+            case Retired(slot=slot, range_id=range_id):
                 known = self._ranges.get(slot)
-                if known is not None and known.claim == claim:
+                if known is not None and known.range_id == range_id:
                     self._end(slot)
 
     def clear_some(self) -> bool:
@@ -153,7 +153,7 @@ class IndexReplica:
 
     def _apply_batch(self, batch: Batch) -> None:
         known = self._ranges.get(batch.slot)
-        if known is None or known.claim != batch.claim or batch.seq <= known.seq:
+        if known is None or known.range_id != batch.range_id or batch.seq <= known.seq:
             return  # the range has ended, or the snapshot already contains the batch
         if batch.seq != known.seq + 1:
             raise ReplicaOutOfStep(f"slot {batch.slot}: batch {batch.seq} came after {known.seq}")

@@ -2,7 +2,7 @@
 --
 -- KEYS[1]  base
 -- returns  epoch ("" in an index that was never used), the stream's last id, number of retired slots,
---          and a list: slot, "<claim> <worker id>", sequence number, slot, ...
+--          and a list: slot, "<range id> <worker id>", sequence number, slot, ...
 local base = KEYS[1]
 local last_id = '0-0'
 if redis.call('EXISTS', base .. ':stream') == 1 then

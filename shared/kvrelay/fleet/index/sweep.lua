@@ -13,7 +13,7 @@ if sweeper and sweeper ~= me then
 end
 redis.call('SET', base .. ':sweeper', me, 'PX', ARGV[2])
 
-local pass = base .. ':pass' -- hash: "cursor", and the slots of this pass, each with its claim
+local pass = base .. ':pass' -- hash: "cursor", and the slots of this pass, each with its range id
 local cursor = tonumber(redis.call('HGET', pass, 'cursor') or -1)
 if cursor < 0 then
   local retired = redis.call('HGETALL', base .. ':retired')

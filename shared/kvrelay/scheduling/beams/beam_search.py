@@ -81,6 +81,13 @@ class BeamSearch:
         """The newest token of each live beam."""
         return self._steps[-1].tokens
 
+    @staticmethod
+    def check(candidates: BeamCandidates) -> None:
+        """Raises ValueError if these are no candidates: none at all, or without a log-probability for each."""
+        num_tokens, logprobs = len(candidates.token_ids), candidates.logprobs
+        if not num_tokens or len(logprobs) != num_tokens or np.isnan(logprobs).any():
+            raise ValueError(f"{num_tokens} candidates with {len(logprobs)} log-probabilities, or one that is NaN")
+
     def advance(self, rows: Sequence[BeamCandidates]) -> None:
         """A step: the best continuations of each live beam, in the order of the beams.
 

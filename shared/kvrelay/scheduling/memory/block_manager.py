@@ -41,6 +41,8 @@ class BlockManager:
         self.cache = cache
         self.max_model_len = max_model_len
         self.copies = BlockCopies(pool)
+        self.withheld: frozenset[int] = frozenset()
+        """Blocks in quarantine whose sender is silent: they may never be released."""
         self._replaced: list[int] = []  # blocks that a step in flight reads and that are in no table
         self.shares_prefixes = not isinstance(cache, NullCache)
 
@@ -48,6 +50,24 @@ class BlockManager:
     def num_available(self) -> int:
         """Free and evictable blocks."""
         return self.pool.num_available
+
+    @property
+    def num_usable(self) -> int:
+        """The pool's blocks without the withheld ones."""
+        return self.pool.num_blocks - len(self.withheld)
+
+    def may_ever_fit(self, sequence: Sequence) -> bool:
+        """Returns whether a waiting sequence could be admitted if no other sequence held a block, except for the
+        withheld ones. Those of its cached prefix are no loss, because it can share them."""
+        num_tokens = sequence.num_tokens
+        if sequence.remote is None:
+            num_tokens = self._num_at_admission(sequence, num_tokens)
+        num_blocks = blocks_for(num_tokens, self.pool.block_size)
+        if sequence.beams is not None:
+            num_blocks += sequence.beams.num_reserved_blocks()
+        if num_blocks <= self.num_usable:
+            return True
+        return num_blocks - len(self.withheld.intersection(self.cached_prefix(sequence))) <= self.num_usable
 
     def cached_prefix(self, sequence: Sequence) -> list[int]:
         """Returns the blocks of the longest cached prefix that leaves at least one token to compute, because logits
@@ -151,10 +171,10 @@ class BlockManager:
         """Returns the number of tokens to make room for. `num_next`: tokens computed by the end of the next step."""
         return sequence.num_tokens
 
-    def adopt(self, sequence: Sequence) -> None:
-        """A sequence with blocks for all its tokens joined: takes the blocks that an admission would give it, if
-        available."""
-        self._lengthen(sequence, self._num_at_admission(sequence, sequence.num_tokens))
+    def adopt(self, sequence: Sequence, headroom: int) -> None:
+        """A sequence with blocks for all its tokens joined: takes the blocks that an admission would give it, if they
+        and `headroom` more are available."""
+        self._lengthen(sequence, self._num_at_admission(sequence, sequence.num_tokens), headroom)
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Makes the table long enough for `num_tokens` tokens. All or nothing.
@@ -165,12 +185,12 @@ class BlockManager:
             return self._grow_beam(sequence, num_tokens)
         return self._lengthen(sequence, num_tokens)
 
-    def _lengthen(self, sequence: Sequence, num_tokens: int) -> bool:
+    def _lengthen(self, sequence: Sequence, num_tokens: int, headroom: int = 0) -> bool:
         table = sequence.table
         if num_tokens <= table.num_blocks * table.block_size:
             return True
         num_missing = blocks_for(num_tokens, table.block_size) - table.num_blocks
-        if num_missing > self.num_available:
+        if num_missing + headroom > self.num_available:
             return False
         last = table.last if table.num_blocks else None
         table.append(self.pool.allocate(num_missing, sequence.block_state, after=last))

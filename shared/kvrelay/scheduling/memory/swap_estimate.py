@@ -76,5 +76,4 @@ class RunningMean:
         self.value = guess
 
     def observe(self, value: float) -> None:
-        """One more observation."""
         self.value += WEIGHT * (value - self.value)

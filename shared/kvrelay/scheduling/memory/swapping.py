@@ -67,7 +67,6 @@ class Swapper:
 
     @property
     def use(self) -> SwapUse:
-        """The current use."""
         self._use.num_used_slots = self.space.num_used
         self._use.num_sequences = len(self._copies)
         return self._use

@@ -24,5 +24,6 @@ class SarathiPolicy:
 
     def fill(self, planner: StepPlanner, draft: PlanDraft) -> None:
         planner.plan_decodes(draft)
+        planner.admit_neglected(draft)
         planner.plan_prompts(draft)
         planner.admit_prompts(draft)

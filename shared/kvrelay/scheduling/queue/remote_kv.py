@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvrelay.kv.pool import BlockState
+from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.memory.block_manager import BlockManager
 from kvrelay.scheduling.queue.prefixes_in_progress import PrefixesInProgress
@@ -58,8 +59,10 @@ class RemoteSequences:
         self.receiving: dict[SequenceKey, Sequence] = {}
         self._expected: dict[str, _Expected] = {}
         self._pending: dict[str, dict[SequenceKey, Sequence]] = {}  # handoffs in the queue, by sample group
+        self._num_to_arrive: dict[str, int] = {}  # samples behind the last one that arrived, by sample group
         self._reserved: set[SequenceKey] = set()  # pending handoffs that capacity is reserved for
         self._announced: list[Sequence] = []  # reserved since `take_reservations`
+        self._stalled: set[PeerRef] = set()  # senders that have sent nothing for too long
         self._num_receiving_slots = 0
 
     @property
@@ -84,10 +87,10 @@ class RemoteSequences:
     # -- the queue ----------------------------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
-        """Queues a handoff."""
         self._waiting.add(sequence)
         if sequence.sample_group:
             self._pending.setdefault(sequence.sample_group, {})[sequence.key] = sequence
+            self._num_to_arrive[sequence.sample_group] = sequence.remote.num_to_come if sequence.remote else 0
             self._reserve_for_pending(sequence.sample_group)
 
     def remove(self, sequence: Sequence) -> None:
@@ -129,7 +132,7 @@ class RemoteSequences:
             return
         del pending[sequence.key]
         if not pending:
-            del self._pending[sequence.sample_group]
+            del self._pending[sequence.sample_group], self._num_to_arrive[sequence.sample_group]
         if sequence.key in self._reserved:
             self._reserved.remove(sequence.key)
             expected = self._expected[sequence.sample_group]
@@ -146,14 +149,16 @@ class RemoteSequences:
     def num_to_come(self, sequence: Sequence) -> int:
         """Samples that capacity is to be reserved for when this handoff is admitted.
 
-        0 for groups that could never be here as a whole: their samples are admitted one by one.
+        These are the other samples of its group in the queue, and those that are to arrive. 0 for groups that could
+        never be here as a whole: their samples are admitted one by one.
         """
         remote = sequence.remote
         if remote is None or not sequence.sample_group or sequence.sample_group in self._expected:
             return 0
-        num_samples = remote.num_to_come
+        # Not `remote.num_to_come`: under an order other than arrival, samples behind it may be here or gone already.
+        num_samples = len(self._pending[sequence.sample_group]) - 1 + self._num_to_arrive[sequence.sample_group]
         num_blocks = self._blocks.num_at_admission(sequence) + num_samples * self._num_own(sequence)
-        fits = 1 + num_samples <= self._limits.max_running and num_blocks <= self._blocks.pool.num_blocks
+        fits = 1 + num_samples <= self._limits.max_running and num_blocks <= self._blocks.num_usable
         return num_samples if fits else 0
 
     def reserve(self, sequence: Sequence, headroom: int) -> bool:
@@ -174,7 +179,7 @@ class RemoteSequences:
         self._num_receiving_slots += sequence.num_slots
         self._announced.append(sequence)
         num_cached = sequence.num_published
-        if self._blocks.shares_prefixes:
+        if self._blocks.shares_prefixes and remote.sender not in self._stalled:
             hashes = sequence.block_hashes(sequence.num_full_blocks)
             self._in_progress.promise(sequence.key, hashes[num_cached:])
         if remote.is_limited:
@@ -194,6 +199,28 @@ class RemoteSequences:
     def _num_own(self, sequence: Sequence) -> int:
         """Blocks that another sample of its group takes beside it."""
         return self._blocks.num_own(sequence, sequence)
+
+    # -- the course of a transfer -------------------------------------------------------------------------------------
+
+    def stalled(self, sequence: Sequence) -> bool:
+        """Nothing has come for this handoff for too long. Until its sender sends again, no sequence waits for a prefix
+        that this sender brings. Returns whether this is new."""
+        if sequence.remote is None or sequence.remote.sender in self._stalled:
+            return False
+        sender = sequence.remote.sender
+        self._stalled.add(sender)
+        for each in self.receiving.values():
+            if each.remote is not None and each.remote.sender == sender:
+                self._waiting.prefixes_changed(self._in_progress.withdraw(each.key))
+        return True
+
+    def progressed(self, sequence: Sequence) -> None:
+        """A block came for this handoff."""
+        if self._stalled and sequence.remote is not None:
+            self._stalled.discard(sequence.remote.sender)
+
+    def sender_gone(self, sender: PeerRef) -> None:
+        self._stalled.discard(sender)
 
     # -- the end of a transfer ----------------------------------------------------------------------------------------
 

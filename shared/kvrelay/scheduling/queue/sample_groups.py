@@ -69,7 +69,6 @@ class SampleGroups:
                 del self._members[sequence.sample_group]
 
     def has_reserved_capacity(self, sequence: Sequence) -> bool:
-        """Returns whether capacity is reserved for the sequence."""
         return sequence.key in self._reserved
 
     def _fresh_with(self, sequence: Sequence) -> list[Sequence]:
@@ -133,7 +132,7 @@ class SampleGroups:
         all of them could never run at once: then they are admitted one by one."""
         followers = {each: self._blocks.num_own(each, sequence) for each in self._fresh_with(sequence)}
         num_blocks = self._blocks.num_at_admission(sequence) + sum(followers.values())
-        fits = 1 + len(followers) <= self._limits.max_running and num_blocks <= self._blocks.pool.num_blocks
+        fits = 1 + len(followers) <= self._limits.max_running and num_blocks <= self._blocks.num_usable
         return followers if fits else {}
 
     def plan_return(self, group: Seq[Sequence]) -> GroupReturn:

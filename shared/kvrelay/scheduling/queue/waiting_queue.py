@@ -4,8 +4,8 @@ Local prompts and handoffs (`remote_kv`) wait in one queue, in one order. A wait
 
 1. RESERVED  capacity is reserved for it (`sample_groups`, `remote_kv`). It is admitted before all others, unless a
              block that it misses is still being computed or sent.
-2. RESUMED   it was preempted. Resumed sequences follow, the latest preempted first.
-3. LISTED    it is in a heap, by (priority, arrival).
+2. RESUMED   it was preempted. Resumed sequences of its tenant follow, the latest preempted first.
+3. LISTED    it is in the heap of its tenant, by (priority, arrival).
 4. PARKED    the first block that it misses is being computed by a running sequence, or sent for another handoff. It is
              listed again when that block is published, or when that computation or transfer ends without it.
 5. LIMITED   its sender holds its share of the pool (`sender_limits`). It is listed again when blocks of that sender are
@@ -16,18 +16,20 @@ sequences that miss these blocks (found by hash) get a new priority. It shrinks 
 sequence reaches the top of the heap. So the top is the best sequence although no step sorts or matches the whole queue:
 besides the sequences that it admits, a step looks up at most `PROBES_A_STEP` prefixes, and none if nothing changed.
 
-Starvation bound: once `starvation_bound` other sequences were admitted since a sequence joined, only sequences that
-joined before it, and preempted ones, may be admitted first. It is not parked from then on. So it is admitted after at
-most the bound plus the queue's length at its arrival. A sample group counts as one. The bound does not hold for a
-sequence while it is LIMITED: a sender that has stopped for good would hold up all others.
+Starvation bound: once `starvation_bound` other sequences of its tenant were admitted since a sequence joined, only
+sequences that joined before it, and preempted ones, may be admitted first. It is not parked from then on. So it is
+admitted after at most the bound plus the queue's length at its arrival. A sample group counts as one. The bound does
+not hold for a sequence while it is LIMITED: a sender that has stopped for good would hold up all others.
+
+Each tenant has a lane of its own. If several wait, the one that was served least is next (`fair_shares`). With the
+order `priority` the lane with the most urgent head is next, and the share decides between equals; a lane that let
+`starvation_bound` admissions of others pass is next whatever its priority.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
 from itertools import count, islice
 
 from kvrelay.kv.hashing import BlockHash
@@ -35,28 +37,17 @@ from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.messages import PeerRef
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.memory.block_manager import BlockManager
+from kvrelay.scheduling.queue.fair_shares import FairShares
 from kvrelay.scheduling.queue.prefixes_in_progress import PrefixesInProgress
 from kvrelay.scheduling.queue.queue_orders import QueueOrder, depth_first
 from kvrelay.scheduling.queue.sender_limits import SenderLimits
+from kvrelay.scheduling.queue.tenant_lane import GONE, LAST, QueuedSequence, TenantLane
 from kvrelay.scheduling.sequence import Sequence
 
 PROBES_A_STEP = 64
 REARRANGE_STEPS = 8
 REARRANGE_WINDOW = 256
 """At most every `REARRANGE_STEPS` steps, the oldest `REARRANGE_WINDOW` sequences are put in depth-first order."""
-
-_LAST = 1 << 62
-_GONE = -1
-
-
-@dataclass(slots=True, eq=False)
-class _Entry:
-    sequence: Sequence
-    arrival: int
-    joined: int  # admissions before it joined
-    priority: int = _LAST
-    version: int = _GONE  # matches its only valid place in the heap; _GONE if there is none
-    missing: BlockHash | None = None  # the first block that is not cached, as far as was looked
 
 
 class WaitingQueue(Collection[Sequence]):
@@ -69,60 +60,73 @@ class WaitingQueue(Collection[Sequence]):
         in_progress: PrefixesInProgress,
         starvation_bound: int,
         senders: SenderLimits,
+        shares: FairShares,
     ) -> None:
         self._order = order
         self._blocks = blocks
         self._in_progress = in_progress
         self._starvation_bound = starvation_bound
         self._senders = senders
+        self._shares = shares
         self.num_remote = 0
         """Handoffs among the waiting sequences."""
         self._reserved: dict[SequenceKey, Sequence] = {}
-        self._reserved_entries: dict[SequenceKey, _Entry] = {}  # RESERVED sequences that were LISTED or PARKED before
-        self._limited: dict[_Entry, None] = {}  # parked because their sender holds its share of the pool
-        self._resumed: deque[Sequence] = deque()
-        self._entries: dict[SequenceKey, _Entry] = {}  # ordered by arrival
-        self._heap: list[tuple[int, int, int, _Entry]] = []
+        self._reserved_entries: dict[SequenceKey, QueuedSequence] = {}  # those that were LISTED or PARKED before
+        self._limited: dict[QueuedSequence, None] = {}  # parked because their sender holds its share of the pool
+        self._lanes: dict[str, TenantLane] = {}  # the sequences that are not RESERVED, by tenant
         self._numbers = count()
         self._num_admitted = 0
-        self._waits_for: dict[BlockHash, dict[_Entry, None]] = {}
-        self._changed: dict[_Entry, None] = {}  # entries whose priority must be computed again
+        self._waits_for: dict[BlockHash, dict[QueuedSequence, None]] = {}
+        self._changed: dict[QueuedSequence, None] = {}  # entries whose priority must be computed again
         self._num_parked = 0
         self._probes_left = PROBES_A_STEP
         self._steps_since_arranged = REARRANGE_STEPS
         self._unarranged = False
 
     def __len__(self) -> int:
-        return len(self._reserved) + len(self._resumed) + len(self._entries)
+        return len(self._reserved) + sum(len(lane.resumed) + len(lane.entries) for lane in self._lanes.values())
 
     def __iter__(self) -> Iterator[Sequence]:
-        yield from self._resumed
+        for lane in self._lanes.values():
+            yield from lane.resumed
         yield from self._reserved.values()
-        for entry in self._entries.values():
-            yield entry.sequence
+        for lane in self._lanes.values():
+            for entry in lane.entries.values():
+                yield entry.sequence
 
     def __contains__(self, sequence: object) -> bool:
-        return isinstance(sequence, Sequence) and (
-            sequence.key in self._entries or sequence.key in self._reserved or sequence in self._resumed
-        )
+        if not isinstance(sequence, Sequence):
+            return False
+        lane = self._lanes.get(sequence.tenant)
+        is_in_lane = lane is not None and (sequence.key in lane.entries or sequence in lane.resumed)
+        return is_in_lane or sequence.key in self._reserved
 
     # -- sequences come and go ----------------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
-        """Queues an arrival."""
-        entry = self._entries[sequence.key] = _Entry(sequence, next(self._numbers), self._num_admitted)
+        lane = self._lane_of(sequence)
+        entry = QueuedSequence(sequence, lane, next(self._numbers), lane.share.num_admitted)
+        lane.entries[sequence.key] = entry
+        self._count_arrival(entry)
         self.num_remote += sequence.remote is not None
         if self._blocks.shares_prefixes:
             sequence.block_hashes(sequence.num_full_blocks)  # here: a forward hides it, admission is part of a step
         if self._order.depth_first:
             self._unarranged = True
-            self._list(entry, _LAST)
+            self._list(entry, LAST)
         else:
             self._list(entry, self._look(entry) if self._order.reads_cache else self._order.priority(sequence, 0))
 
     def resume(self, sequence: Sequence) -> None:
-        """Queues a preempted sequence before all others."""
-        self._resumed.appendleft(sequence)
+        """Queues a preempted sequence before all others of its tenant."""
+        self._lane_of(sequence).resumed.appendleft(sequence)
+
+    def _lane_of(self, sequence: Sequence) -> TenantLane:
+        lane = self._lanes.get(sequence.tenant)
+        if lane is None:
+            share = self._shares.begins_to_wait(sequence.tenant)
+            lane = self._lanes[sequence.tenant] = TenantLane(share, self._num_admitted)
+        return lane
 
     def reserve(self, sequence: Sequence) -> None:
         """Room was set aside for a sequence that waits."""
@@ -135,32 +139,41 @@ class WaitingQueue(Collection[Sequence]):
         """Ends the reserved capacity of a sequence, which waits at its old place again. O(waiting)."""
         del self._reserved[sequence.key]
         entry = self._reserved_entries.pop(sequence.key)
-        self._entries[sequence.key] = entry
-        self._entries = dict(sorted(self._entries.items(), key=lambda item: item[1].arrival))
+        entry.lane = self._lane_of(sequence)
+        entry.lane.entries[sequence.key] = entry
+        entry.lane.sort_by_arrival()
+        self._count_arrival(entry)
         self._list(entry, self._look(entry))
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes a sequence out."""
         self.num_remote -= sequence.remote is not None
         if self._reserved.pop(sequence.key, None) is not None:
             self._reserved_entries.pop(sequence.key, None)
         else:
             self._take_out(sequence)
 
-    def _take_out(self, sequence: Sequence) -> _Entry | None:
-        entry = self._entries.pop(sequence.key, None)
+    def _take_out(self, sequence: Sequence) -> QueuedSequence | None:
+        lane = self._lanes[sequence.tenant]
+        entry = lane.entries.pop(sequence.key, None)
         if entry is None:
-            self._resumed.remove(sequence)
-            return None
-        self._unlist(entry)
-        self._limited.pop(entry, None)
-        self._misses(entry, None)
-        self._changed.pop(entry, None)
+            lane.resumed.remove(sequence)
+        else:
+            self._unlist(entry)
+            self._limited.pop(entry, None)
+            self._misses(entry, None)
+            self._changed.pop(entry, None)
+        if lane.is_empty:
+            del self._lanes[sequence.tenant]
+            self._shares.stops_waiting(sequence.tenant)
         return entry
 
     def admitted(self, sequence: Sequence) -> None:
         """Takes out a sequence that was admitted: the others have let one pass."""
-        self._num_admitted += sequence.key not in self._reserved
+        is_reserved = sequence.key in self._reserved
+        self._shares.admitted(sequence, sequence.num_published * sequence.table.block_size, is_reserved=is_reserved)
+        self._num_admitted += not is_reserved
+        if not is_reserved:
+            self._lanes[sequence.tenant].since = self._num_admitted
         self.remove(sequence)
 
     # -- who is next --------------------------------------------------------------------------------------------------
@@ -169,14 +182,31 @@ class WaitingQueue(Collection[Sequence]):
         """The sequence to admit next; None when there is none, or all wait for prefixes that others compute."""
         if self._reserved and (sequence := self.reserved_head()) is not None:
             return sequence
-        if self._resumed:
-            return self._resumed[0]
-        oldest = self._oldest()
+        lanes = self._lanes.values()
+        for lane in lanes if len(lanes) == 1 else sorted(lanes, key=self._turn_of):
+            if (sequence := self._head_of(lane)) is not None:
+                return sequence
+        return None
+
+    def _turn_of(self, lane: TenantLane) -> tuple[int, float, int]:
+        """Sorts lanes. Of tenants that were served equally, the one that was admitted least recently is first."""
+        priority = 0
+        if self._order.precedes_tenants:
+            is_due = self._num_admitted - lane.since >= self._starvation_bound
+            top = self._top(lane)
+            first = lane.resumed[0].priority if lane.resumed else LAST if top is None else top.priority
+            priority = -LAST if is_due else first
+        return priority, lane.share.counter, lane.share.last_turn
+
+    def _head_of(self, lane: TenantLane) -> Sequence | None:
+        if lane.resumed:
+            return lane.resumed[0]
+        oldest = self._oldest(lane)
         if oldest is None:
             return None
-        if self._num_admitted - oldest.joined >= self._starvation_bound:
+        if lane.share.num_admitted - oldest.joined >= self._starvation_bound:
             return oldest.sequence
-        while (entry := self._top()) is not None:
+        while (entry := self._top(lane)) is not None:
             if self._is_limited(entry.sequence):
                 self._park_limited(entry)
                 continue
@@ -189,15 +219,25 @@ class WaitingQueue(Collection[Sequence]):
                 return entry.sequence
         return None
 
-    def _oldest(self) -> _Entry | None:
-        """The entry that joined first, without LIMITED ones."""
-        for entry in self._entries.values():
-            if entry in self._limited:
-                continue
-            if not self._is_limited(entry.sequence):
-                return entry
-            self._park_limited(entry)
+    def _oldest(self, lane: TenantLane) -> QueuedSequence | None:
+        """The entry that joined first, without LIMITED ones. O(log waiting), averaged over calls."""
+        while lane.by_arrival:
+            entry = lane.by_arrival[0][2]
+            if lane.entries.get(entry.sequence.key) is entry and entry not in self._limited:
+                if not self._is_limited(entry.sequence):
+                    return entry
+                self._park_limited(entry)
+            heapq.heappop(lane.by_arrival)
         return None
+
+    def _count_arrival(self, entry: QueuedSequence) -> None:
+        """The entry counts in `_oldest` from now on."""
+        lane = entry.lane
+        heapq.heappush(lane.by_arrival, (entry.arrival, next(self._numbers), entry))
+        if len(lane.by_arrival) > 64 + 2 * len(lane.entries):  # mostly outdated places
+            valid = {place[2]: place for place in lane.by_arrival if place[2].sequence.key in lane.entries}
+            lane.by_arrival = [place for entry, place in valid.items() if entry not in self._limited]
+            heapq.heapify(lane.by_arrival)
 
     @property
     def has_reserved(self) -> bool:
@@ -241,13 +281,16 @@ class WaitingQueue(Collection[Sequence]):
         """Blocks that were reserved for a sender have been released."""
         for entry in [entry for entry in self._limited if _sender(entry.sequence) == sender]:
             del self._limited[entry]
+            self._count_arrival(entry)
             self._changed[entry] = None
 
     def check_integrity(self) -> None:
         """Every sequence is in the heap exactly once, unless it is parked for a reason. Raises AssertionError."""
-        listed = [entry for _, _, version, entry in self._heap if version == entry.version]
+        lanes = self._lanes.values()
+        listed = [entry for lane in lanes for _, _, version, entry in lane.heap if version == entry.version]
         assert len(set(listed)) == len(listed)
-        parked = set(self._entries.values()) - set(listed)
+        parked = {entry for lane in lanes for entry in lane.entries.values()} - set(listed)
+        assert not any(lane.is_empty for lane in lanes) and len(lanes) == self._shares.num_waiting_tenants
         assert len(parked) == self._num_parked
         for entry in parked:
             is_waiting = entry in self._limited or entry.missing in self._in_progress
@@ -256,19 +299,20 @@ class WaitingQueue(Collection[Sequence]):
 
     # -- priorities ---------------------------------------------------------------------------------------------------
 
-    def _top(self) -> _Entry | None:
-        """The heap's first valid entry. Parked ones whose block has come are ranked when nothing else is left."""
+    def _top(self, lane: TenantLane) -> QueuedSequence | None:
+        """The first valid entry of the lane's heap. Parked ones whose block has come are ranked when the heap is
+        empty."""
         while True:
-            while self._heap:
-                _, _, version, entry = self._heap[0]
+            while lane.heap:
+                _, _, version, entry = lane.heap[0]
                 if version == entry.version:
                     return entry
-                heapq.heappop(self._heap)
+                heapq.heappop(lane.heap)
             if not self._changed:
                 return None
             self._prioritize_changed()
 
-    def _is_next(self, entry: _Entry) -> bool:
+    def _is_next(self, entry: QueuedSequence) -> bool:
         """Whether the heap's top belongs there; else it is parked or moved down."""
         priority = self._look(entry)
         if entry.missing in self._in_progress:
@@ -289,7 +333,7 @@ class WaitingQueue(Collection[Sequence]):
         num_missing -= self._blocks.num_cached_blocks(sequence)
         return not self._senders.allows(remote.sender, num_missing)
 
-    def _park_limited(self, entry: _Entry) -> None:
+    def _park_limited(self, entry: QueuedSequence) -> None:
         self._unlist(entry)
         self._num_parked += 1
         self._limited[entry] = None
@@ -297,21 +341,21 @@ class WaitingQueue(Collection[Sequence]):
     def _prioritize_changed(self) -> None:
         entry = next(iter(self._changed))
         del self._changed[entry]
-        was_parked = entry.version == _GONE
+        was_parked = entry.version == GONE
         priority = self._look(entry)
         if was_parked:
             self._num_parked -= 1
         if was_parked or priority != entry.priority:
             self._list(entry, priority)
 
-    def _look(self, entry: _Entry) -> int:
+    def _look(self, entry: QueuedSequence) -> int:
         """The entry's priority by what is cached now."""
         self._probes_left -= 1
         num_cached, missing = self._blocks.first_missing(entry.sequence)
         self._misses(entry, missing)
         return entry.priority if self._order.depth_first else self._order.priority(entry.sequence, num_cached)
 
-    def _misses(self, entry: _Entry, missing: BlockHash | None) -> None:
+    def _misses(self, entry: QueuedSequence, missing: BlockHash | None) -> None:
         if entry.missing is not None and (others := self._waits_for.get(entry.missing)) is not None:
             others.pop(entry, None)
             if not others:
@@ -320,26 +364,33 @@ class WaitingQueue(Collection[Sequence]):
         if missing is not None:
             self._waits_for.setdefault(missing, {})[entry] = None
 
-    def _list(self, entry: _Entry, priority: int) -> None:
-        self._limited.pop(entry, None)
+    def _list(self, entry: QueuedSequence, priority: int) -> None:
+        if entry in self._limited:
+            del self._limited[entry]
+            self._count_arrival(entry)
         entry.priority, entry.version = priority, next(self._numbers)
-        heapq.heappush(self._heap, (priority, entry.arrival, entry.version, entry))
-        if len(self._heap) > 64 + 2 * len(self._entries):  # mostly outdated places
-            self._heap = [place for place in self._heap if place[2] == place[3].version]
-            heapq.heapify(self._heap)
+        lane = entry.lane
+        heapq.heappush(lane.heap, (priority, entry.arrival, entry.version, entry))
+        if len(lane.heap) > 64 + 2 * len(lane.entries):  # mostly outdated places
+            lane.heap = [place for place in lane.heap if place[2] == place[3].version]
+            heapq.heapify(lane.heap)
 
-    def _unlist(self, entry: _Entry) -> None:
-        if entry.version == _GONE:
+    def _unlist(self, entry: QueuedSequence) -> None:
+        if entry.version == GONE:
             self._num_parked -= 1
-        entry.version = _GONE
+        entry.version = GONE
 
     def _arrange(self) -> None:
         self._unarranged, self._steps_since_arranged = False, 0
-        window = list(islice(self._entries.values(), REARRANGE_WINDOW))
+        for lane in self._lanes.values():
+            self._arrange_lane(lane)
+
+    def _arrange_lane(self, lane: TenantLane) -> None:
+        window = list(islice(lane.entries.values(), REARRANGE_WINDOW))
         chains = [entry.sequence.block_hashes(entry.sequence.num_full_blocks) for entry in window]
         for priority, index in enumerate(depth_first(chains)):
             entry = window[index]
-            if entry.version == _GONE:
+            if entry.version == GONE:
                 entry.priority = priority
             else:
                 self._list(entry, priority)

@@ -36,7 +36,7 @@ async def test_health_ready_version_fleet(router: Router) -> None:
         "/health": {"status": "ok"},
         "/ready": {"status": "ready", "workers": {"prefill": 1, "decode": 1}},
         "/version": {"version": version("kvrelay")},
-        "/fleet": {"workers": []},
+        "/fleet": {"workers": [], "memory": router.memory.as_json()},
     }
 
 

@@ -123,6 +123,27 @@ async def test_a_head_that_does_not_come_is_408(make_router: Callable[..., Any],
         writer.close()
 
 
+async def test_a_head_that_drips_is_408_and_others_are_served_meanwhile(make_router: Callable[..., Any]) -> None:
+    """Each byte comes in time. The limit is on the whole head."""
+    async with make_router(connections=ConnectionLimits(header_timeout_s=0.5)) as router:
+        dripping = [await connect(router) for _ in range(20)]
+
+        async def drip(writer: asyncio.StreamWriter) -> None:
+            while True:
+                for byte in HEAD + b"x: " + b"y" * 10_000:
+                    writer.write(bytes([byte]))
+                    await asyncio.sleep(0.01)
+
+        tasks = [asyncio.create_task(drip(writer)) for _, writer in dripping]
+        assert (await router.http.get("/health")).status_code == 200
+        for reader, _ in dripping:
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 408 ")
+        for task, (_, writer) in zip(tasks, dripping, strict=True):
+            task.cancel()
+            writer.close()
+
+
 async def test_what_is_no_http_is_400_in_the_same_shape(router: Router) -> None:
     reader, writer = await connect(router)
     writer.write(b"\x16\x03\x01 this is TLS, or something else\r\n\r\n")

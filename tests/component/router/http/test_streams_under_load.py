@@ -23,6 +23,8 @@ from tests.fakes.scripted_dispatcher import Script
 from tests.fakes.waiting import until
 from tests.thoroughness import examples
 
+NO_TOKEN = -1
+"""No detokenizer has a text for it."""
 END = b"0\r\n\r\n"
 
 
@@ -53,7 +55,6 @@ async def connect(router: Router) -> tuple[asyncio.StreamReader, asyncio.StreamW
 
 
 def connections(router: Router) -> list[UvicornConnection]:
-    """The server's ends."""
     return [each for each in router.server._server.server_state.connections if isinstance(each, UvicornConnection)]
 
 
@@ -199,12 +200,12 @@ async def test_the_end_comes_with_the_last_event(router: Router, options: dict[s
 
 async def test_what_fails_while_it_is_written_is_an_event_and_cancels(router: Router) -> None:
     """A delta that goes to the connection at once is dealt with in a callback of somebody else's."""
-    tokens = router.tokens("An otter")
-    router.dispatcher.script = lambda asked, sequence: Script(tokens, finish=FinishReason.ABORT)
+    tokens = [*router.tokens("An otter"), NO_TOKEN]
+    router.dispatcher.script = lambda asked, sequence: Script(tokens, finish=FinishReason.LENGTH)
     answer = await router.post("/v1/completions", prompt="x", stream=True)
     *_, chunk, error, done, rest = answer.text.split("\n\n")
     assert json.loads(chunk.removeprefix("data: "))["choices"][0]["text"]
-    assert "aborted" in json.loads(error.removeprefix("data: "))["error"]["message"]
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "internal_error"
     assert (done, rest) == ("data: [DONE]", "")
     (handle,) = router.dispatcher.handles
     assert handle.num_pushed == len(tokens) - 1

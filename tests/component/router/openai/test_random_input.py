@@ -35,6 +35,7 @@ BODIES: dict[str, tuple[list[str], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("path", BODIES)
 async def test_every_field_with_every_odd_value(router: Router, path: str) -> None:
     fields, base = BODIES[path]

@@ -60,7 +60,6 @@ class Receiving:
 
 
 def peer(name: str) -> PeerRef:
-    """Every worker's only start."""
     return PeerRef(name, "1", name)
 
 
@@ -101,13 +100,11 @@ class State:
         )
 
     def sending(self, who: str, key: SequenceKey) -> Sending:
-        """To be changed."""
         old = self.senders[who][key]
         made = self.senders[who][key] = replace(old, machine=clone(old.machine))
         return made
 
     def receiving(self, who: str, key: SequenceKey) -> Receiving:
-        """To be changed."""
         old = self.receivers[who][key]
         made = replace(old, machine=clone(old.machine) if old.machine is not None else None)
         self.receivers[who][key] = made

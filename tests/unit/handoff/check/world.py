@@ -21,8 +21,8 @@ from kvrelay_decode.receiver_handoff import ReceiverState as D
 from kvrelay_prefill.sender_events import DecodeLost
 from kvrelay_prefill.sender_handoff import SenderState as P
 from kvrelay_router.dispatch import events as router
-from kvrelay_router.dispatch.attempt import SequenceSpec
 from kvrelay_router.dispatch.load import worker_key
+from kvrelay_router.dispatch.sequence_spec import SequenceSpec
 from tests.unit.dispatch.driven_sequence import DrivenSequence
 from tests.unit.handoff.check import decode_side, prefill_side, router_side
 from tests.unit.handoff.check.search import Violation
@@ -34,8 +34,6 @@ Step = tuple[Any, ...]
 
 
 class World(State):
-    """See the module's text."""
-
     # -- the search's side --------------------------------------------------------------------------------------------
 
     def key(self) -> Hashable:

@@ -12,6 +12,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from kvrelay_router.http.client_watch import ClientGone, ClientWatch, TaskTimeout
 from kvrelay_router.http.event_writer import EventWriter
 from kvrelay_router.http.uvicorn_internals import Exchange
+from kvrelay_router.pending_memory import BodyBytes, PendingMemory
 
 
 class Cycle:
@@ -23,13 +24,11 @@ class Cycle:
         self.is_reading = False
 
     def resume_reading(self) -> None:
-        """As uvicorn's."""
         self.is_reading = True
 
 
 def writer_of(cycle: Cycle) -> EventWriter:
-    """Of such a cycle."""
-    return EventWriter(Exchange(cast("RequestResponseCycle", cycle)))
+    return EventWriter(Exchange(cast("RequestResponseCycle", cycle)), BodyBytes(PendingMemory()))
 
 
 async def never_told() -> Message:

@@ -11,6 +11,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from kvrelay_router.http.event_writer import EventWriter
 from kvrelay_router.http.uvicorn_internals import Exchange
+from kvrelay_router.pending_memory import BodyBytes, PendingMemory
 
 HEAD: Any = {"type": "http.response.start", "status": 200, "headers": [(b"x-kvrelay-router", b"r")]}
 PART: Any = {"type": "http.response.body", "body": b"data: otter\n\n", "more_body": True}
@@ -34,8 +35,7 @@ class Transport:
     def is_closing(self) -> bool:
         return "closed" in self.done
 
-    def resume_reading(self) -> None:
-        """Of no interest."""
+    def resume_reading(self) -> None: ...
 
     async def drain(self) -> None:
         await self.room.wait()
@@ -53,7 +53,7 @@ def cycle_on(transport: Transport, *, keep_alive: bool = True) -> RequestRespons
 async def test_a_head_and_the_first_events_are_one_write() -> None:
     transport = Transport()
     cycle = cycle_on(transport)
-    writer = EventWriter(Exchange(cycle))
+    writer = EventWriter(Exchange(cycle), BodyBytes(PendingMemory()))
     with writer.in_one_write():
         await cycle.send(HEAD)
         await cycle.send(PART)
@@ -69,7 +69,7 @@ async def test_a_head_and_the_first_events_are_one_write() -> None:
 async def test_the_connection_ends_after_what_was_written() -> None:
     transport = Transport()
     cycle = cycle_on(transport, keep_alive=False)
-    with EventWriter(Exchange(cycle)).in_one_write():
+    with EventWriter(Exchange(cycle), BodyBytes(PendingMemory())).in_one_write():
         await cycle.send(HEAD)
         await cycle.send(END)
     written, closed = transport.done
@@ -82,7 +82,7 @@ async def test_what_was_written_before_an_error_or_the_end_of_the_task_goes_out(
     cycle = cycle_on(transport)
 
     async def answer() -> None:
-        with EventWriter(Exchange(cycle)).in_one_write():
+        with EventWriter(Exchange(cycle), BodyBytes(PendingMemory())).in_one_write():
             await cycle.send(HEAD)
             raise ValueError("otter")
 
@@ -98,7 +98,7 @@ async def test_a_full_buffer_is_waited_for_and_holds_nothing_else_back() -> None
     cycle = cycle_on(transport)
 
     async def answer() -> None:
-        with EventWriter(Exchange(cycle)).in_one_write():
+        with EventWriter(Exchange(cycle), BodyBytes(PendingMemory())).in_one_write():
             await cycle.send(HEAD)
             await cycle.send(PART)
 
@@ -113,7 +113,7 @@ async def test_a_full_buffer_is_waited_for_and_holds_nothing_else_back() -> None
 
 async def test_a_body_that_is_all_there_is_taken_and_one_that_is_not_is_received() -> None:
     cycle = cycle_on(Transport())
-    writer = EventWriter(Exchange(cycle))
+    writer = EventWriter(Exchange(cycle), BodyBytes(PendingMemory()))
     cycle.body += b"ott"
     assert writer.whole_body() is None
     cycle.body += b"er"
@@ -128,4 +128,4 @@ async def test_a_client_that_left_or_waits_is_for_receive(state: str) -> None:
     cycle = cycle_on(Transport())
     cycle.more_body = False
     setattr(cycle, state, True)
-    assert EventWriter(Exchange(cycle)).whole_body() is None
+    assert EventWriter(Exchange(cycle), BodyBytes(PendingMemory())).whole_body() is None

@@ -72,7 +72,7 @@ async def turn() -> None:
 async def run(generation: Generation, answer: Answer) -> list[bytes]:
     """As a stream's task does it; what it took."""
     taken: list[bytes] = []
-    with generation.submit(lambda: bool(taken), answer.pushed.append):
+    with await generation.submit(lambda: bool(taken), answer.pushed.append):
         while not generation.is_over:
             await generation.wait()
             taken.append(generation.take())

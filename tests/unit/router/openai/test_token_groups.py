@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from kvrelay.protocol.sampling import FinishReason, Sampling, TokenLogprobs
 from kvrelay_router.dispatch.interface import GenerateRequest, RequestHandle, SequenceDelta
-from kvrelay_router.openai.answers.answer_format import AnswerFormat, usage_of
+from kvrelay_router.http.json_parts import dump_at_once, json_parts
+from kvrelay_router.openai.answers.answer_format import AnswerFormat, EventFormat, usage_of
 from kvrelay_router.openai.answers.chat_format import chat_format
 from kvrelay_router.openai.answers.choice import Choice, StopRules
 from kvrelay_router.openai.answers.completion_format import completion_format
@@ -25,6 +26,7 @@ from kvrelay_router.openai.schema.completion_request import parse_completion
 from kvrelay_router.text.detokenizer import make_detokenizer
 from kvrelay_router.text.service import DecodedPrompt
 from kvrelay_router.text.tokenizer import Tokenizer
+from tests.thoroughness import examples
 
 KINDS = ["byte_level", "byte_fallback"]
 PROMPT = [5, 6, 7]
@@ -74,7 +76,7 @@ def new_choice(tokenizer: Tokenizer, case: dict[str, Any], text_offset: int = 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(case=cases())
 def test_a_choice(request: pytest.FixtureRequest, kind: str, case: dict[str, Any]) -> None:
     tokenizer: Tokenizer = request.getfixturevalue(kind)
@@ -94,8 +96,6 @@ def test_a_choice(request: pytest.FixtureRequest, kind: str, case: dict[str, Any
 
 
 class Handle:
-    """Records stops."""
-
     def __init__(self) -> None:
         self.num_stopped = 0
 
@@ -129,7 +129,12 @@ def answer_of(tokenizer: Tokenizer, case: dict[str, Any], api: str, *, stream: b
         sink.take([delta])
     assert generation.is_over
     assert handle.num_stopped <= 1
-    return b"".join(events) + answer.end(usage_of([run]))
+    if isinstance(answer, EventFormat):
+        return b"".join(events) + answer.end(usage_of([run]))
+    document = answer.document(usage_of([run]))
+    whole = dump_at_once(document)
+    assert b"".join(json_parts(document)) == whole
+    return whole
 
 
 def joined(events: bytes) -> dict[str, Any]:
@@ -156,7 +161,7 @@ def joined(events: bytes) -> dict[str, Any]:
 
 @pytest.mark.parametrize("api", ["chat", "completion"])
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(case=cases())
 def test_an_answer(request: pytest.FixtureRequest, kind: str, api: str, case: dict[str, Any]) -> None:
     tokenizer: Tokenizer = request.getfixturevalue(kind)

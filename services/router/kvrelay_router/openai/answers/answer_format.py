@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import orjson
 
@@ -11,16 +12,35 @@ from kvrelay_router.openai.answers.choice import Choice
 from kvrelay_router.openai.generation import PromptRun
 
 
-class AnswerFormat(Protocol):
-    """Writes one answer. There is an implementation for each kind of answer, as a stream and in one piece."""
+class EventFormat(ABC):
+    """Writes an answer as a stream of events. There is an implementation for each kind of answer."""
 
+    @abstractmethod
     def add(self, run: PromptRun, choice: Choice, text: str) -> bytes:
-        """Takes new text of a choice. Returns the events of a stream; an answer in one piece returns no bytes."""
-        ...
+        """Takes new text of a choice. Returns the events for it, except for a large one."""
 
+    def take_large(self) -> Iterator[bytes] | None:
+        """Returns the parts of the next event that is too large for `add`, or None."""
+        return None
+
+    @abstractmethod
     def end(self, usage: dict[str, Any]) -> bytes:
-        """Returns the last event of a stream if it reports usage, or the JSON of an answer in one piece."""
-        ...
+        """Returns the last event if it reports usage."""
+
+
+class DocumentFormat(ABC):
+    """Writes an answer in one piece. There is an implementation for each kind of answer."""
+
+    @abstractmethod
+    def add(self, run: PromptRun, choice: Choice, text: str) -> bytes:
+        """Takes new text of a choice. Returns no bytes."""
+
+    @abstractmethod
+    def document(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """Returns the JSON values of the answer, with `Rows` for arrays that may be long."""
+
+
+AnswerFormat = EventFormat | DocumentFormat
 
 
 class CollectedTexts:

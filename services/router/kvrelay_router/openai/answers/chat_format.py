@@ -8,7 +8,15 @@ from typing import Any
 import orjson
 
 from kvrelay.protocol.sampling import TokenLogprobs
-from kvrelay_router.openai.answers.answer_format import AnswerFormat, CollectedTexts, EventUsage, beam_scores
+from kvrelay_router.http.json_parts import dump_at_once
+from kvrelay_router.openai.answers.answer_format import (
+    AnswerFormat,
+    CollectedTexts,
+    DocumentFormat,
+    EventFormat,
+    EventUsage,
+    beam_scores,
+)
 from kvrelay_router.openai.answers.choice import Choice
 from kvrelay_router.openai.answers.logprob_format import chat_logprobs
 from kvrelay_router.openai.answers.prompt_scores import PromptScores, prompt_scores
@@ -29,7 +37,7 @@ def chat_format(service: ApiService, answer_id: str, request: ChatRequest, runs:
     return ChatAnswer(head, tokenizer, request, runs, prompt_scores(tokenizer, request))
 
 
-class ChatStream:
+class ChatStream(EventFormat):
     """Sends the role of each choice first, and then its text. `head`: the fields that all events begin with."""
 
     def __init__(self, head: dict[str, Any], tokenizer: Tokenizer, request: ChatRequest) -> None:
@@ -82,13 +90,13 @@ class ChatStream:
         }
         if self._request.return_token_ids:
             details["token_ids"] = records.token_ids
-        return self._event(choice, delta, b"," + orjson.dumps(details)[1:-1], usage)
+        return self._event(choice, delta, b"," + dump_at_once(details)[1:-1], usage)
 
     def _event(self, choice: Choice, delta: bytes, details: bytes, end: bytes) -> bytes:
         return b'%b%d,"delta":%b%b}]%b}\n\n' % (self._prefix, choice.index, delta, details, end)
 
 
-class ChatAnswer:
+class ChatAnswer(DocumentFormat):
     """One JSON object with all choices."""
 
     def __init__(
@@ -108,8 +116,7 @@ class ChatAnswer:
         self._texts.add(choice, text)
         return b""
 
-    def end(self, usage: dict[str, Any]) -> bytes:
-        """Returns the JSON."""
+    def document(self, usage: dict[str, Any]) -> dict[str, Any]:
         answer: dict[str, Any] = {
             **self._head,
             "choices": [self._choice(choice) for choice in self._run.choices],
@@ -119,7 +126,7 @@ class ChatAnswer:
             answer["prompt_token_ids"] = self._run.request.prompt_ids
         if self._scores is not None:
             answer["prompt_logprobs"] = self._scores.of(self._run)
-        return orjson.dumps(answer)
+        return answer
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
         records = choice.take_records()

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
-from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sampling import BeamResult, FinishReason, TokenLogprobs
-from kvrelay_router.dispatch.interface import RequestFailed, SequenceDelta
+from kvrelay_router.dispatch.interface import SequenceDelta
 from kvrelay_router.text.detokenizer import Detokenizer
 from kvrelay_router.text.stop_strings import StopMatcher
 
@@ -91,8 +90,6 @@ class Choice:
 
     def _visible(self, token_ids: list[int], finish: FinishReason) -> list[int]:
         """A token that stopped the sequence has no text, unless stops belong to the output."""
-        if finish is FinishReason.ABORT:
-            raise RequestFailed("the request was aborted", FailureKind.WORKER_LOST)
         is_hidden = finish is FinishReason.STOP_TOKEN and not self._stop.include_in_output
         return token_ids[:-1] if is_hidden else token_ids
 

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import orjson
 
-from kvrelay_router.openai.answers.answer_format import AnswerFormat, CollectedTexts, EventUsage, beam_scores
+from kvrelay_router.http.json_parts import dump_at_once, json_parts
+from kvrelay_router.openai.answers.answer_format import (
+    AnswerFormat,
+    CollectedTexts,
+    DocumentFormat,
+    EventFormat,
+    EventUsage,
+    beam_scores,
+)
 from kvrelay_router.openai.answers.choice import Choice, TokenRecords
-from kvrelay_router.openai.answers.logprob_format import ScoredToken, completion_logprobs
+from kvrelay_router.openai.answers.logprob_format import ScoredTokens, completion_logprobs
 from kvrelay_router.openai.answers.prompt_scores import PromptScores, prompt_scores
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.generation import PromptRun
 from kvrelay_router.openai.schema.completion_request import CompletionRequest
 from kvrelay_router.text.service import DecodedPrompt
 from kvrelay_router.text.tokenizer import Tokenizer
+
+MAX_EVENT_TOKENS = 512
+"""Events with the log-probabilities of more prompt tokens are sent in parts."""
 
 NO_DETAILS = b'"logprobs":null,"finish_reason":null,"stop_reason":null'
 
@@ -36,7 +47,7 @@ def completion_format(
     return CompletionAnswer(head, request, runs, fields, prompt_scores(tokenizer, request))
 
 
-class CompletionStream:
+class CompletionStream(EventFormat):
     """`head`: the fields that all events begin with."""
 
     def __init__(
@@ -46,6 +57,7 @@ class CompletionStream:
         self._prefix = b"data: " + orjson.dumps(head)[:-1] + b',"choices":['
         self._usage = EventUsage(is_included=request.include_usage, is_continuous=request.running_usage)
         self._opened: set[int] = set()
+        self._large: list[Iterator[bytes]] = []
         # By choice: the bytes before and after its text. Filled only if events carry nothing but text.
         self._around_text: dict[int, tuple[bytes, bytes]] = {}
         has_details = request.echo or request.return_token_ids or request.logprobs is not None or request.running_usage
@@ -73,14 +85,25 @@ class CompletionStream:
         records = choice.take_records() if has_text else TokenRecords()
         content = self._fields.of(run, choice, choice.index, text, records, is_first=is_first)
         usage = self._usage.field(run, choice, len(records.token_ids))
-        return b"%b%b]%b}\n\n" % (self._prefix, orjson.dumps(content), usage)
+        if is_first and self._request.echo and len(run.prompt_logprobs) > MAX_EVENT_TOKENS:
+            self._large.append(self._in_parts(content, usage))
+            return b""
+        return b"%b%b]%b}\n\n" % (self._prefix, dump_at_once(content), usage)
+
+    def _in_parts(self, content: dict[str, Any], usage: bytes) -> Iterator[bytes]:
+        yield self._prefix
+        yield from json_parts(content)
+        yield b"]%b}\n\n" % usage
+
+    def take_large(self) -> Iterator[bytes] | None:
+        return self._large.pop(0) if self._large else None
 
     def end(self, usage: dict[str, Any]) -> bytes:
         """Returns the event with the usage, if it was asked for."""
         return self._usage.last_event(self._head, usage)
 
 
-class CompletionAnswer:
+class CompletionAnswer(DocumentFormat):
     """One JSON object with the best choices of each prompt."""
 
     def __init__(
@@ -100,8 +123,7 @@ class CompletionAnswer:
         self._texts.add(choice, text)
         return b""
 
-    def end(self, usage: dict[str, Any]) -> bytes:
-        """Returns the JSON."""
+    def document(self, usage: dict[str, Any]) -> dict[str, Any]:
         contents: list[dict[str, Any]] = []
         for run in self._runs:
             scores = self._scores.of(run) if self._scores is not None else None
@@ -109,7 +131,7 @@ class CompletionAnswer:
                 contents.append(self._content(run, choice, len(contents)))
                 if scores is not None:
                     contents[-1]["prompt_logprobs"] = scores
-        return orjson.dumps({**self._head, "choices": contents, "usage": usage})
+        return {**self._head, "choices": contents, "usage": usage}
 
     def _best(self, run: PromptRun) -> list[Choice]:
         """The `n` of a prompt's `best_of` sequences with the highest mean log-probability, best first."""
@@ -158,21 +180,15 @@ class _ChoiceFields:
         num_top = self._request.logprobs
         if num_top is None:
             return None
-        tokens = _scored_prompt(run, echo) if echo is not None else []
-        tokens += [
-            ScoredToken(entry.token_id, offset, entry)
-            for entry, offset in zip(records.logprobs, records.offsets, strict=True)
-        ]
-        return completion_logprobs(self._tokenizer, tokens, num_top)
-
-
-def _scored_prompt(run: PromptRun, echo: DecodedPrompt) -> list[ScoredToken]:
-    """The prompt's tokens. The first one has no log-probability, because it follows nothing."""
-    entries = [None, *run.prompt_logprobs]
-    return [
-        ScoredToken(token_id, offset, entry)
-        for token_id, offset, entry in zip(run.request.prompt_ids, echo.offsets, entries, strict=False)
-    ]
+        token_ids = [entry.token_id for entry in records.logprobs]
+        offsets, logprobs = records.offsets, records.logprobs
+        if echo is None:
+            return completion_logprobs(self._tokenizer, ScoredTokens(token_ids, offsets, logprobs), num_top)
+        # The prompt's first token has no log-probability, because it follows nothing.
+        prompt_ids = run.request.prompt_ids[: 1 + len(run.prompt_logprobs)]
+        entries = [None, *run.prompt_logprobs[: len(prompt_ids) - 1], *logprobs]
+        scored = ScoredTokens(prompt_ids + token_ids, echo.offsets[: len(prompt_ids)] + offsets, entries)
+        return completion_logprobs(self._tokenizer, scored, num_top)
 
 
 def _mean_logprob(choice: Choice) -> float:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvrelay.protocol.sampling import TokenLogprobs
+from kvrelay_router.http.json_parts import Rows
 from kvrelay_router.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0
@@ -13,34 +15,50 @@ LOWEST = -9999.0
 
 
 @dataclass(frozen=True, slots=True)
-class ScoredToken:
-    """A token at its place in the text. The first token of a prompt has no logprobs."""
+class ScoredTokens:
+    """Tokens at their places in a text: parallel lists. The first token of a prompt has no logprobs."""
 
-    token_id: int
-    offset: int
-    logprobs: TokenLogprobs | None
+    token_ids: Sequence[int]
+    offsets: Sequence[int]
+    logprobs: Sequence[TokenLogprobs | None]
 
 
-def completion_logprobs(tokenizer: Tokenizer, tokens: list[ScoredToken], num_top: int) -> dict[str, Any]:
+def completion_logprobs(tokenizer: Tokenizer, tokens: ScoredTokens, num_top: int) -> dict[str, Any]:
     """The legacy form: parallel lists; the alternatives always contain the token itself."""
+    ids, offsets, logprobs = tokens.token_ids, tokens.offsets, tokens.logprobs
+
+    def own(start: int, stop: int) -> list[Any]:
+        return [None if entry is None else finite(entry.logprob) for entry in logprobs[start:stop]]
+
+    def texts(start: int, stop: int) -> list[Any]:
+        return [_completion_token(tokenizer, token_id) for token_id in ids[start:stop]]
+
+    def top(start: int, stop: int) -> list[Any]:
+        return [_completion_top(tokenizer, entry, num_top) for entry in logprobs[start:stop]]
+
     return {
-        "text_offset": [token.offset for token in tokens],
-        "token_logprobs": [None if each.logprobs is None else finite(each.logprobs.logprob) for each in tokens],
-        "tokens": [_completion_token(tokenizer, token.token_id) for token in tokens],
-        "top_logprobs": [_completion_top(tokenizer, token.logprobs, num_top) for token in tokens],
+        "text_offset": Rows(len(offsets), lambda start, stop: list(offsets[start:stop])),
+        "token_logprobs": Rows(len(logprobs), own),
+        "tokens": Rows(len(ids), texts),
+        "top_logprobs": Rows(len(logprobs), top, num_top + 1),
     }
 
 
 def chat_logprobs(tokenizer: Tokenizer, entries: list[TokenLogprobs], num_top: int) -> dict[str, Any]:
     """The chat form: one object a token, with its bytes."""
-    content = []
-    for entry in entries:
-        top = [
-            _chat_token(tokenizer, token_id, logprob)
-            for token_id, logprob in zip(entry.top_ids[:num_top], entry.top_logprobs, strict=False)
-        ]
-        content.append({**_chat_token(tokenizer, entry.token_id, entry.logprob), "top_logprobs": top})
-    return {"content": content, "refusal": None}
+
+    def content(start: int, stop: int) -> list[Any]:
+        return [_chat_entry(tokenizer, entry, num_top) for entry in entries[start:stop]]
+
+    return {"content": Rows(len(entries), content, 2 * (num_top + 1)), "refusal": None}
+
+
+def _chat_entry(tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int) -> dict[str, Any]:
+    top = [
+        _chat_token(tokenizer, token_id, logprob)
+        for token_id, logprob in zip(entry.top_ids[:num_top], entry.top_logprobs, strict=False)
+    ]
+    return {**_chat_token(tokenizer, entry.token_id, entry.logprob), "top_logprobs": top}
 
 
 def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvrelay.protocol.sampling import TokenLogprobs
+from kvrelay_router.http.json_parts import Rows
 from kvrelay_router.openai.answers.logprob_format import finite
 from kvrelay_router.openai.generation import PromptRun
 from kvrelay_router.openai.schema.generation_fields import GenerationFields
@@ -27,9 +28,15 @@ class PromptScores:
     def __init__(self, tokenizer: Tokenizer, num_top: int) -> None:
         self._tokenizer, self._num_top = tokenizer, num_top
 
-    def of(self, run: PromptRun) -> list[dict[str, Any] | None]:
+    def of(self, run: PromptRun) -> Rows:
         """Returns one object per token, with token ids as keys, and None for the first token, which follows nothing."""
-        return [None, *map(self._of_token, run.prompt_logprobs)]
+        entries = run.prompt_logprobs
+
+        def objects(start: int, stop: int) -> list[Any]:
+            first = [None] if start == 0 else []
+            return [*first, *map(self._of_token, entries[max(0, start - 1) : stop - 1])]
+
+        return Rows(1 + len(entries), objects, 2 * (self._num_top + 1))
 
     def _of_token(self, entry: TokenLogprobs) -> dict[str, Any]:
         """The most likely tokens, and the prompt's own token, whose rank is known only if it is one of them."""

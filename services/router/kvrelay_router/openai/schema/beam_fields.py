@@ -8,7 +8,8 @@ from pydantic import Field, WrapValidator
 
 from kvrelay.protocol.sampling import BeamSpec
 from kvrelay_router.http.api_error import ApiError
-from kvrelay_router.openai.schema.generation_fields import MAX_CHOICES, Flag, GenerationFields
+from kvrelay_router.openai.schema.generation_fields import MAX_CHOICES, Flag
+from kvrelay_router.openai.schema.grammar_fields import GrammarFields
 from kvrelay_router.openai.schema.parsing import wrong_type
 
 MAX_LENGTH_PENALTY = 5.0
@@ -27,7 +28,7 @@ def _early_stopping(value: Any, _: Any) -> Any:
     raise wrong_type("it must be true, false or 'never'")
 
 
-class BeamFields(GenerationFields):
+class BeamFields(GrammarFields):
     """vLLM's fields: `n` texts of `best_of` beams are returned; `best_of` defaults to `n`."""
 
     use_beam_search: Flag = False

@@ -167,6 +167,7 @@ def parse_chat(content: dict[str, Any]) -> ChatRequest:
     if reason := check_stream_options(content):
         raise ApiError(f"Invalid value for 'stream_options': {reason}", param="stream_options")
     request.check_beams(wants_logprobs=request.logprobs, max_tokens=request.wanted_tokens)
+    request.check_grammar(is_beam_search=request.use_beam_search)
     if request.num_sequences > request.n:
         raise ApiError(
             "Invalid value for 'best_of': without 'use_beam_search' it is not supported here",

@@ -53,6 +53,7 @@ def parse_completion(content: dict[str, Any]) -> CompletionRequest:
     if reason := check_stream_options(content):
         raise ApiError(f"Invalid value for 'stream_options': {reason}", param="stream_options")
     request.check_beams(wants_logprobs=request.logprobs is not None, max_tokens=request.max_tokens)
+    request.check_grammar(is_beam_search=request.use_beam_search)
     if request.num_sequences > request.n and request.stream:
         raise ApiError("Invalid value for 'best_of': results cannot be streamed", param="best_of")
     return request

@@ -13,19 +13,7 @@ from kvrelay_router.http.api_error import ApiError
 NOTHING: tuple[Any, ...] = (None, False, [], {}, "")
 
 COMMON: dict[str, tuple[Any, ...]] = {
-    "response_format": (None, {"type": "text"}),
-    # Constrained output, with the names of vLLM, SGLang and llama.cpp.
-    "structured_outputs": NOTHING,
-    "guided_json": NOTHING,
-    "guided_regex": NOTHING,
-    "guided_choice": NOTHING,
-    "guided_grammar": NOTHING,
-    "guided_json_object": NOTHING,
-    "structural_tag": NOTHING,
-    "json_schema": NOTHING,
-    "regex": NOTHING,
-    "ebnf": NOTHING,
-    "grammar": NOTHING,
+    "grammar": NOTHING,  # of llama.cpp's server
     "stop_regex": NOTHING,
     # Other sampling methods, and the values that switch them off.
     "typical_p": (None, 1),

@@ -1,0 +1,292 @@
+"""The CPU kernels against torch and against what the machine allows: attention, linear layers, and whole steps.
+
+Read bandwidth is that of a sum over 512 MiB of float32, the GEMM rate that of torch.mm; both are measured between
+the cases. Attention is one layer: by the kernel over scattered blocks, by gathering blocks for torch's SDPA, and by
+SDPA over contiguous keys and values. A time is the least of many, by the thread's CPU time with one thread and by the
+wall's clock with several.
+
+Usage: python -m benchmarks.cpu_kernels [--threads 1] [--repeats 20] [--model DIR ...] [--write FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from kvrelay.backends.backend import AttentionBackend, AttentionParams, KVLayout, PackedRows, allocate_pool
+from kvrelay.backends.cpu import CpuBackend
+from kvrelay.backends.torch_sdpa import TorchBackend
+from kvrelay.engine.causal_model import CausalModel, load_model, open_source
+from kvrelay.engine.fused.forward import FusedForward
+from kvrelay.engine.fused.panels import pack
+from kvrelay.engine.fused.products import PanelProducts
+from kvrelay.engine.fused.quantization import Quantization
+
+CONTEXT = 1024
+DTYPE = torch.bfloat16
+BLOCK_SIZES = (8, 16, 32, 64, 128)
+NUM_LAYERS = 8  # taken in turns, so that a layer's KV is not in the cache
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The shape of a model's attention."""
+
+    query: int
+    key: int
+    dim: int
+
+    @property
+    def name(self) -> str:
+        """As in the tables."""
+        return f"{self.query}/{self.key} heads of {self.dim}"
+
+
+HEADS = (Heads(8, 4, 64), Heads(16, 8, 128))
+LINEARS = ((1024, 4096), (1024, 6144), (3072, 1024), (512, 3072))
+
+
+class Clock:
+    """The least time of a function over some repeats, in seconds."""
+
+    def __init__(self, threads: int, repeats: int) -> None:
+        self._now = time.thread_time if threads == 1 else time.perf_counter
+        self.repeats = repeats
+
+    def least(self, run: Callable[[int], object], repeats: int | None = None) -> float:
+        """`run` gets the number of its repeat."""
+        taken = []
+        for repeat in range(repeats or self.repeats):
+            start = self._now()
+            run(repeat)
+            taken.append(self._now() - start)
+        return min(taken)
+
+
+class Machine:
+    """What the machine allows now. Other load changes it, so it is measured beside each table."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._memory = torch.ones(2**27)
+
+    def read_gb_s(self) -> float:
+        """Bytes read per nanosecond."""
+        return self._memory.nbytes / self._clock.least(lambda _: self._memory.sum(), 5) / 1e9
+
+    def gemm_gflop_s(self, dtype: torch.dtype) -> float:
+        """Of torch.mm over 1024 tokens."""
+        a, b = torch.randn(1024, 1024).to(dtype), torch.randn(1024, 4096).to(dtype)
+        return 2 * 1024 * 1024 * 4096 / self._clock.least(lambda _: torch.mm(a, b), 5) / 1e9
+
+
+def scattered_rows(query_lens: list[int], positions: list[int], block_size: int) -> PackedRows:
+    """Rows over blocks in random order."""
+    width = max(-(-(p + q) // block_size) for p, q in zip(positions, query_lens, strict=True))
+    tables = np.random.default_rng(0).permutation(width * len(positions)).astype(np.int32)
+    return PackedRows(np.array(query_lens, np.int32), np.array(positions, np.int32), tables.reshape(len(positions), -1))
+
+
+class AttentionCase:
+    """One layer of attention over bfloat16 KV."""
+
+    def __init__(self, heads: Heads, query_lens: list[int], positions: list[int], block_size: int) -> None:
+        self._heads, self._query_lens = heads, query_lens
+        self._rows = scattered_rows(query_lens, positions, block_size)
+        layout = KVLayout(NUM_LAYERS, heads.key, heads.dim, block_size, DTYPE, None)
+        self._pool = allocate_pool(layout, int(self._rows.block_tables.max()) + 1, torch.device("cpu"))
+        self._pool.copy_(torch.randn(self._pool.shape[-1]).to(DTYPE).expand(self._pool.shape))
+        tokens = sum(query_lens)
+        self._query = torch.randn(tokens, heads.query, heads.dim).to(DTYPE)
+        self._key, self._value = torch.randn(2, tokens, heads.key, heads.dim).to(DTYPE)
+
+    def paged(self, backend: AttentionBackend, clock: Clock, repeats: int | None = None) -> float:
+        """Seconds through a backend."""
+        step, params = backend.plan(self._pool, self._rows), AttentionParams(scaling=self._heads.dim**-0.5)
+        return clock.least(
+            lambda repeat: step.attend(repeat % NUM_LAYERS, self._query, self._key, self._value, params), repeats
+        )
+
+    def contiguous(self, clock: Clock) -> float:
+        """Seconds of SDPA over keys and values that lie as it likes them, for rows of equal lengths."""
+        heads, batch, tokens = self._heads, len(self._query_lens), self._query_lens[0]
+        keys = int(self._rows.positions[0]) + tokens
+        query = self._query.view(batch, tokens, heads.query, heads.dim).transpose(1, 2)
+        key, value = torch.randn(2, batch, heads.key, keys, heads.dim).to(DTYPE)
+        return clock.least(
+            lambda _: functional.scaled_dot_product_attention(
+                query, key, value, is_causal=tokens > 1, enable_gqa=heads.query != heads.key
+            ),
+            5,
+        )
+
+
+def decode_attention(clock: Clock, machine: Machine) -> Iterator[str]:
+    """Lines of the table of decoding."""
+    yield "| heads | sequences | block | kernel ms | GB/s | of read bandwidth | gather + SDPA | contiguous SDPA |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for heads in HEADS:
+        for batch in (1, 8, 32, 64):
+            for block_size in BLOCK_SIZES if batch == 32 else (16,):
+                case = AttentionCase(heads, [1] * batch, [CONTEXT - 1] * batch, block_size)
+                kernel = case.paged(CpuBackend(), clock)
+                read = batch * CONTEXT * heads.key * heads.dim * 2 * DTYPE.itemsize / kernel / 1e9
+                gather, contiguous = case.paged(TorchBackend(), clock, 3), case.contiguous(clock)
+                yield (
+                    f"| {heads.name} | {batch} | {block_size} | {kernel * 1e3:.3f} | {read:.1f} | "
+                    f"{read / machine.read_gb_s():.2f} | {gather / kernel:.1f}x | {contiguous / kernel:.1f}x |"
+                )
+
+
+def prompt_attention(clock: Clock, machine: Machine) -> Iterator[str]:
+    """Lines of the table of prompts."""
+    yield "| heads | tokens | block | kernel ms | GFLOP/s | of the GEMM rate | gather + SDPA | contiguous SDPA |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for heads in HEADS:
+        for tokens in (512, 2048):
+            for block_size in BLOCK_SIZES if tokens == 512 else (16,):
+                case = AttentionCase(heads, [tokens], [0], block_size)
+                kernel = case.paged(CpuBackend(), clock)
+                rate = 2 * heads.query * heads.dim * tokens * tokens / kernel / 1e9
+                gather, contiguous = case.paged(TorchBackend(), clock, 3), case.contiguous(clock)
+                yield (
+                    f"| {heads.name} | {tokens} | {block_size} | {kernel * 1e3:.2f} | {rate:.0f} | "
+                    f"{rate / machine.gemm_gflop_s(DTYPE):.2f} | {gather / kernel:.1f}x | {contiguous / kernel:.1f}x |"
+                )
+
+
+def linear_layers(clock: Clock, machine: Machine) -> Iterator[str]:
+    """Lines of the table of products. Copies of the weights take turns, so that they come from memory."""
+    yield "| type | in x out | tokens | kernel ms | GB/s | of read bandwidth | GFLOP/s | of the GEMM rate | torch |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for dtype in (torch.bfloat16, torch.float32):
+        for num_in, num_out in LINEARS:
+            yield from linear_shape(PanelProducts(dtype), dtype, num_in, num_out, clock, machine)
+
+
+def linear_shape(
+    products: PanelProducts, dtype: torch.dtype, num_in: int, num_out: int, clock: Clock, machine: Machine
+) -> Iterator[str]:
+    """Lines for one shape."""
+    plain = [torch.randn(num_out, num_in).to(dtype) for _ in range(1 + 2**27 // (num_in * num_out * 4))]
+    packed = [pack([weight], None) for weight in plain]
+    for tokens in (1, 8, 16, 32, 64, 512):
+        x = torch.randn(tokens, num_in).to(dtype)
+        kernel = clock.least(lambda repeat, x=x: products.linear(packed[repeat % len(packed)], x))  # type: ignore[misc]
+        theirs = clock.least(lambda repeat, x=x: functional.linear(x, plain[repeat % len(plain)]))  # type: ignore[misc]
+        read, rate = packed[0].nbytes / kernel / 1e9, 2 * tokens * num_in * num_out / kernel / 1e9
+        yield (
+            f"| {str(dtype).removeprefix('torch.')} | {num_in} x {num_out} | {tokens} | {kernel * 1e3:.3f} | "
+            f"{read:.1f} | {read / machine.read_gb_s():.2f} | {rate:.0f} | "
+            f"{rate / machine.gemm_gflop_s(dtype):.2f} | {theirs / kernel:.2f}x |"
+        )
+
+
+def model_steps(directory: str, clock: Clock, machine: Machine) -> Iterator[str]:
+    """Lines of the table of whole steps of a model. A step's floor is the slower of reading weights and KV once and
+    computing products at the GEMM rate."""
+    yield "| model | quantization | step | ms | floor ms | ratio |"
+    yield "|---|---|---|---|---|---|"
+    methods: tuple[Quantization, ...] = ("none", "int8", "int4")
+    for quantization in methods:
+        model = load_model(
+            open_source(directory, "bfloat16", max_model_len=4096, quantization=quantization), block_size=16
+        )
+        cases = [(f"decode {batch}", [1] * batch, [CONTEXT] * batch) for batch in (1, 8, 16, 32, 64)]
+        cases += [(f"prompt of {tokens}", [tokens], [0]) for tokens in (512, 1024, 2048)]
+        for name, query_lens, positions in cases:
+            taken = time_step(model, query_lens, positions, clock)
+            floor = step_floor(model, query_lens, positions, machine)
+            yield (
+                f"| {Path(directory).name} | {quantization} | {name} | {taken * 1e3:.2f} | {floor * 1e3:.2f} | "
+                f"{taken / floor:.2f} |"
+            )
+
+
+def time_step(model: CausalModel, query_lens: list[int], positions: list[int], clock: Clock) -> float:
+    """Seconds of a step, without sampling."""
+    rows = scattered_rows(query_lens, positions, 16)
+    pool = allocate_pool(model.layout, rows.block_tables.size, torch.device("cpu"))
+    pool.copy_(torch.randn(pool.shape[-1]).to(pool.dtype).expand(pool.shape))
+    token_ids = torch.randint(0, model.vocab_size, (sum(query_lens),))
+    at = torch.from_numpy(rows.token_positions.astype(np.int64))
+    last = torch.from_numpy(rows.query_starts[1:].astype(np.int64) - 1)
+
+    @torch.inference_mode()
+    def step(_: int) -> None:
+        model.logits(model.hidden_states(token_ids, at, model.backend.plan(pool, rows))[last])
+
+    step(0)
+    return clock.least(step, clock.repeats if sum(query_lens) < 100 else 3)
+
+
+def step_floor(model: CausalModel, query_lens: list[int], positions: list[int], machine: Machine) -> float:
+    """Seconds that reading or computing takes at least."""
+    layout, tokens = model.layout, sum(query_lens)
+    assert isinstance(model.forward, FusedForward)
+    inner, head = model.forward.num_weights
+    keys = sum(positions) + tokens
+    kv_bytes = keys * layout.num_layers * 2 * layout.num_kv_heads * layout.head_dim * layout.pool_dtype.itemsize
+    read = (model.forward.weight_bytes + kv_bytes) / machine.read_gb_s() / 1e9
+    computed = 2 * (inner * tokens + head * len(query_lens)) / machine.gemm_gflop_s(DTYPE) / 1e9
+    return max(read, computed)
+
+
+def cpu_name() -> str:
+    """The model name of the first CPU."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor()
+
+
+def tables(arguments: argparse.Namespace) -> Iterator[str]:
+    """All lines of the report."""
+    clock = Clock(arguments.threads, arguments.repeats)
+    machine = Machine(clock)
+    yield "# CPU kernels\n"
+    yield f"`python -m benchmarks.cpu_kernels --threads {arguments.threads} --repeats {arguments.repeats}`\n"
+    yield (
+        f"{cpu_name()}, {os.cpu_count()} CPUs, {arguments.threads} threads, torch {torch.__version__}, "
+        f"{PanelProducts(DTYPE).instructions}. At the start: {machine.read_gb_s():.1f} GB/s read, "
+        f"{machine.gemm_gflop_s(DTYPE):.0f} GFLOP/s bfloat16, {machine.gemm_gflop_s(torch.float32):.0f} float32.\n"
+    )
+    yield f"## Attention of decoding, one layer, context {CONTEXT}, bfloat16\n"
+    yield from decode_attention(clock, machine)
+    yield "\n## Attention of prompts, one layer, bfloat16\n"
+    yield from prompt_attention(clock, machine)
+    yield "\n## Linear layers\n"
+    yield from linear_layers(clock, machine)
+    for directory in arguments.model:
+        yield f"\n## Steps of {Path(directory).name}, context {CONTEXT}, bfloat16\n"
+        yield from model_steps(directory, clock, machine)
+
+
+def main() -> None:
+    """Prints the tables, and writes them if asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--model", action="append", default=[], help="a model's directory, for whole steps")
+    parser.add_argument("--write", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    lines = []
+    for line in tables(arguments):
+        print(line, flush=True)
+        lines.append(line)
+    if arguments.write:
+        arguments.write.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Who a request belongs to: its API key, and the tenant of that key.
+
+A tenant is one API key, or all keys that `key_limits_file` gives its name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+from kvrelay.config.router import RouterConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """`owner` identifies the key in records, and `tenant` the tenant on workers; both are digests, and empty without
+    keys. `cache_salt` comes before the request's own salt. `is_admin`: the key sees the requests of all keys."""
+
+    owner: str = ""
+    tenant: str = ""
+    weight: float = 1.0
+    cache_salt: str = ""
+    is_admin: bool = False
+
+    @property
+    def visible_owner(self) -> str | None:
+        """The owner whose requests this key may see. None: all."""
+        return None if self.is_admin else self.owner
+
+    def of_user(self, user: str) -> Tenant:
+        """The share of one user of this tenant, with the tenant's weight."""
+        return replace(self, tenant=_digest("user", f"{self.tenant}/{user}")) if user else self
+
+
+NO_KEYS = Tenant(is_admin=True)
+"""Every client if no keys are configured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tenants:
+    """The tenants of the configured keys. A key that is missing here is a tenant of its own."""
+
+    of_keys: Mapping[str, Tenant] = field(default_factory=dict)
+    by_user: bool = False
+
+    @classmethod
+    def from_config(cls, config: RouterConfig) -> Tenants:
+        admins = frozenset(key.get_secret_value() for key in config.admin_api_keys)
+        keys = dict.fromkeys([*(key.get_secret_value() for key in config.api_keys), *admins])
+        own = config.own_key_limits()
+        names = {key: entry.tenant for key, entry in own.items() if entry.tenant is not None}
+        weights = {key: entry.weight for key, entry in own.items()}
+        return cls(
+            _tenants(keys, admins, names, weights, config),
+            by_user=config.fair_queueing == "user",
+        )
+
+    @property
+    def are_several(self) -> bool:
+        """Whether requests may have different shares."""
+        return self.by_user or len({each.tenant for each in self.of_keys.values()}) > 1
+
+    def of(self, key: str, user: str = "") -> Tenant:
+        """The tenant of a key that was checked, and its share for a user if users have shares."""
+        if not key:
+            tenant = NO_KEYS
+        else:
+            tenant = self.of_keys.get(key) or Tenant(owner=_digest("owner", key), tenant=_digest("key", key))
+        return tenant.of_user(user) if self.by_user else tenant
+
+
+def _tenants(
+    keys: Collection[str],
+    admins: Collection[str],
+    names: Mapping[str, str],
+    weights: Mapping[str, float],
+    config: RouterConfig,
+) -> dict[str, Tenant]:
+    tenants = {}
+    for key in keys:
+        # The kind of the text is part of the digest, so no tenant's name equals the tenant of a key without a name.
+        tenant = _digest("tenant", names[key]) if key in names else _digest("key", key)
+        tenants[key] = Tenant(
+            owner=_digest("owner", key),
+            tenant="" if config.fair_queueing == "off" else tenant,
+            weight=weights.get(key, 1.0),
+            cache_salt=f"tenant:{tenant}/" if config.key_cache_salt else "",
+            is_admin=key in admins,
+        )
+    return tenants
+
+
+def _digest(kind: str, text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8, person=f"kvrelay-{kind}".encode()).hexdigest()

@@ -1,0 +1,37 @@
+"""What all attempts of a sequence have in common."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvrelay.protocol.messages import Prompt, pack_tokens
+from kvrelay.protocol.sampling import Sampling
+
+
+class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The parameters that all attempts share. `prompt` is packed once for all sequences of a request."""
+
+    sequence: int
+    prompt: bytes
+    num_prompt_tokens: int
+    sampling: Sampling
+    cache_salt: str = ""
+    priority: int = 0
+    tenant: str = ""
+    weight: float = 1.0
+    num_samples: int = 1  # sequences of the request
+    max_attempts: int = 3  # only attempts that count, see `RetryBudget`
+
+    def prompt_after(self, output: list[int], timeout_s: float) -> Prompt:
+        """Returns the prompt of an attempt that goes on after these output tokens of earlier attempts."""
+        return Prompt(
+            tokens=self.prompt + pack_tokens(output) if output else self.prompt,
+            num_output=len(output),
+            sampling=self.sampling,
+            cache_salt=self.cache_salt,
+            priority=self.priority,
+            tenant=self.tenant,
+            weight=self.weight,
+            num_samples=self.num_samples,
+            timeout_s=timeout_s,
+        )

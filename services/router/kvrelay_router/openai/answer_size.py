@@ -1,0 +1,117 @@
+"""Bounds what one answer may hold, before anything of its request is queued."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from kvrelay_router.http.api_error import ApiError
+
+TEXT_BYTES = 4
+"""JSON bytes of a token's text, on average."""
+ID_BYTES = 8
+"""JSON bytes of a token id, at most."""
+SCORE_BYTES = 64
+"""JSON bytes of a log-probability with its token."""
+BEAM_TOKEN_BYTES = 64
+"""The beams of a search come from their worker at once, so a token of theirs counts for more."""
+LARGE_BYTES = 256 << 10
+"""Ids and log-probabilities of more than this are written in parts."""
+PROMPT_TOKEN_BYTES = 48
+"""Memory of a token id of a prompt: an integer, its place in a list, and its packed form."""
+KEPT_TOKENS = 4096
+"""Most outputs are shorter."""
+SCORE_MEMORY_BYTES = 160
+"""Memory of a log-probability with its token until it is written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerShape:
+    """What a request asks for. `prompt_tokens` has the length of each prompt, and `max_tokens` its longest output."""
+
+    prompt_tokens: Sequence[int]
+    max_tokens: Sequence[int]
+    num_sequences: int  # of each prompt
+    num_returned: int  # of the sequences
+    is_beam_search: bool = False
+    has_echo: bool = False
+    has_ids: bool = False
+    logprobs: int | None = None  # alternatives of each generated token
+    echo_logprobs: int | None = None  # alternatives of each echoed token
+    prompt_logprobs: int | None = None  # alternatives of each prompt token, beside the answer
+    num_prompt_scores: int = 1  # how often the answer has those of a prompt
+    is_stream: bool = False
+
+    @property
+    def num_scores(self) -> int:
+        """Log-probabilities in the answer."""
+        prompts, outputs = sum(self.prompt_tokens), sum(self.max_tokens)
+        return (
+            outputs * self.num_sequences * _entries(self.logprobs)
+            + prompts * self.num_returned * _entries(self.echo_logprobs)
+            + prompts * self.num_prompt_scores * _entries(self.prompt_logprobs)
+        )
+
+    @property
+    def details_bytes(self) -> int:
+        """Bytes of the ids and the log-probabilities, at most."""
+        num_ids = 0
+        if self.has_ids:
+            num_ids = sum(self.prompt_tokens) * self.num_returned + sum(self.max_tokens) * self.num_sequences
+        return num_ids * ID_BYTES + self.num_scores * SCORE_BYTES
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the whole answer if every sequence becomes as long as it may."""
+        per_token = BEAM_TOKEN_BYTES if self.is_beam_search else TEXT_BYTES
+        echo = sum(self.prompt_tokens) * self.num_returned * TEXT_BYTES if self.has_echo else 0
+        return sum(self.max_tokens) * self.num_sequences * per_token + echo + self.details_bytes
+
+    @property
+    def is_large(self) -> bool:
+        """True if the answer is to be written in parts."""
+        return self.details_bytes > LARGE_BYTES
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the router holds for the request: its prompts, and the log-probabilities of its answer.
+
+        Those of the output are counted for `KEPT_TOKENS`, and not for a stream, which sends them as they come.
+        """
+        prompts = sum(self.prompt_tokens)
+        scores = prompts * max(_entries(self.echo_logprobs), _entries(self.prompt_logprobs))
+        if not self.is_stream:
+            kept = sum(min(each, KEPT_TOKENS) for each in self.max_tokens)
+            scores += kept * self.num_sequences * _entries(self.logprobs)
+        return prompts * PROMPT_TOKEN_BYTES + scores * SCORE_MEMORY_BYTES
+
+    def tokens_that_fit(self, limit_bytes: int) -> int:
+        """How long the outputs may be at most within the limit; 0 or less if the rest of the answer exceeds it."""
+        without = replace(self, max_tokens=[0] * len(self.max_tokens))
+        with_one = replace(self, max_tokens=[1] * len(self.max_tokens))
+        return (limit_bytes - without.total_bytes) // (with_one.total_bytes - without.total_bytes)
+
+
+def _entries(num_alternatives: int | None) -> int:
+    return 0 if num_alternatives is None else num_alternatives + 1
+
+
+def check_answer(shape: AnswerShape, limit_bytes: int) -> None:
+    """Raises 400 with the numbers if the answer may exceed the limit."""
+    if shape.total_bytes <= limit_bytes:
+        return
+    prompts, choices = len(shape.prompt_tokens), shape.num_sequences
+    raise ApiError(
+        f"The answer may take {shape.total_bytes} bytes, and at most {limit_bytes} are allowed: {prompts} prompts with "
+        f"{sum(shape.prompt_tokens)} tokens, {choices} choices each with up to {max(shape.max_tokens)} tokens, and "
+        f"{shape.num_scores} log-probabilities. Ask for fewer prompts, choices, tokens or log-probabilities at once",
+        param=_param(shape),
+        code="answer_too_large",
+    )
+
+
+def _param(shape: AnswerShape) -> str:
+    """The parameter that contributes most."""
+    if shape.num_scores * SCORE_BYTES * 2 > shape.total_bytes:
+        return "prompt_logprobs" if shape.logprobs is None else "logprobs"
+    return "n" if shape.num_sequences > 1 else "prompt" if len(shape.prompt_tokens) > 1 else "max_tokens"

@@ -1,0 +1,210 @@
+"""The request fields that constrain the output, with the names of OpenAI, vLLM and SGLang.
+
+Every form is converted to one `Grammar`. At most one of the fields may be set.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import orjson
+from pydantic import Field
+
+from kvrelay.protocol.grammar import Grammar, GrammarKind
+from kvrelay_router.http.api_error import ApiError
+from kvrelay_router.openai.schema.generation_fields import GenerationFields
+
+MAX_GRAMMAR_BYTES = 128 * 1024
+MAX_CHOICE_STRINGS = 10_000
+
+ANY_OBJECT = '{"type":"object"}'
+
+
+class GrammarFields(GenerationFields):
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_json_object: Any = None
+    guided_whitespace_pattern: Any = None
+    json_schema_text: Any = Field(default=None, alias="json_schema")
+    regex: Any = None
+    ebnf: Any = None
+    structural_tag: Any = None
+
+    @cached_property
+    def grammar(self) -> Grammar | None:
+        """What the output is constrained to, if anything. Raises ApiError for fields that are wrong in themselves;
+        whether the grammar can be compiled is checked later."""
+        given = {name: value for name, value in self._given().items() if _is_set(value)}
+        if not given:
+            return None
+        if len(given) > 1:
+            first, second = list(given)[:2]
+            raise _wrong(second, f"the output is constrained by '{first}' already")
+        ((param, value),) = given.items()
+        if param == "response_format":
+            return _of_response_format(value)
+        if param == "structured_outputs":
+            return _of_structured_outputs(value)
+        return _READERS[param](value, param, _whitespace(self.guided_whitespace_pattern, "guided_whitespace_pattern"))
+
+    def _given(self) -> dict[str, Any]:
+        return {
+            "response_format": None if self.response_format == {"type": "text"} else self.response_format,
+            "structured_outputs": self.structured_outputs,
+            "guided_json": self.guided_json,
+            "guided_regex": self.guided_regex,
+            "guided_choice": self.guided_choice,
+            "guided_grammar": self.guided_grammar,
+            "guided_json_object": self.guided_json_object,
+            "json_schema": self.json_schema_text,
+            "regex": self.regex,
+            "ebnf": self.ebnf,
+            "structural_tag": self.structural_tag,
+        }
+
+    def check_grammar(self, *, is_beam_search: bool) -> None:
+        """Raises ApiError for fields that contradict a constrained output."""
+        grammar = self.grammar
+        if grammar is None:
+            return
+        if is_beam_search:
+            raise _wrong("use_beam_search", "the output of a beam search cannot be constrained")
+        if self.ignore_eos:
+            raise _wrong("ignore_eos", "constrained output ends where its grammar ends")
+        if self.min_tokens:
+            raise _wrong("min_tokens", "constrained output ends where its grammar ends")
+
+
+def _of_response_format(value: Any) -> Grammar:
+    param = "response_format"
+    if not isinstance(value, dict) or not isinstance(value.get("type"), str):
+        raise _wrong(param, "it must be an object with a type")
+    match value["type"]:
+        case "json_object":
+            return _of_schema(ANY_OBJECT, param, None)
+        case "json_schema":
+            described = value.get("json_schema")
+            if not isinstance(described, dict) or not isinstance(described.get("schema"), dict | bool):
+                raise _wrong(f"{param}.json_schema", "it must be an object with a 'schema'")
+            return _of_schema(described["schema"], f"{param}.json_schema.schema", None)
+        case "structural_tag":
+            return _of_tag(value, param, None)
+        case "grammar" | "regex" as kind if isinstance(value.get(kind), str):
+            return _READERS["guided_grammar" if kind == "grammar" else "regex"](value[kind], f"{param}.{kind}", None)
+        case kind:
+            known = "'text', 'json_object', 'json_schema', 'structural_tag', 'regex' and 'grammar'"
+            raise _wrong(f"{param}.type", f"{kind!r} is unknown; known are {known}")
+
+
+def _of_structured_outputs(value: Any) -> Grammar:
+    """VLLM's field: an object with one of `json`, `regex`, `choice`, `grammar`, `json_object`, `structural_tag`."""
+    param = "structured_outputs"
+    if not isinstance(value, dict):
+        raise _wrong(param, "it must be an object")
+    whitespace = _whitespace(value.get("whitespace_pattern"), f"{param}.whitespace_pattern")
+    given = [name for name in _OF_STRUCTURED_OUTPUTS if _is_set(value.get(name))]
+    if len(given) != 1:
+        raise _wrong(param, f"it must have one of {', '.join(map(repr, _OF_STRUCTURED_OUTPUTS))}")
+    (name,) = given
+    return _READERS[_OF_STRUCTURED_OUTPUTS[name]](value[name], f"{param}.{name}", whitespace)
+
+
+def _of_schema(value: Any, param: str, whitespace: str | None) -> Grammar:
+    """A schema as an object, or as JSON text."""
+    if isinstance(value, str):
+        text = value
+        try:
+            schema = orjson.loads(text)
+        except orjson.JSONDecodeError as error:
+            raise _wrong(param, f"it is not valid JSON: {error}") from None
+    else:
+        schema = value
+        text = orjson.dumps(value).decode() if isinstance(value, dict | bool) else ""
+    if not isinstance(schema, dict | bool):
+        raise _wrong(param, "it must be a JSON schema")
+    return _grammar(GrammarKind.JSON_SCHEMA, text, param, whitespace)
+
+
+def _of_any_object(value: Any, param: str, whitespace: str | None) -> Grammar:
+    if value is not True:
+        raise _wrong(param, "it must be true or false")
+    return _of_schema(ANY_OBJECT, param, whitespace)
+
+
+def _of_regex(value: Any, param: str, _: str | None) -> Grammar:
+    return _grammar(GrammarKind.REGEX, _text(value, param), param)
+
+
+def _of_choice(value: Any, param: str, _: str | None) -> Grammar:
+    if not isinstance(value, list) or not all(isinstance(each, str) and each for each in value):
+        raise _wrong(param, "it must be a list of strings that are not empty")
+    if len(value) > MAX_CHOICE_STRINGS:
+        raise _wrong(param, f"at most {MAX_CHOICE_STRINGS} choices are allowed")
+    return _grammar(GrammarKind.CHOICE, orjson.dumps(list(dict.fromkeys(value))).decode(), param)
+
+
+def _of_grammar(value: Any, param: str, _: str | None) -> Grammar:
+    return _grammar(GrammarKind.GRAMMAR, _text(value, param), param)
+
+
+def _of_tag(value: Any, param: str, _: str | None) -> Grammar:
+    if not isinstance(value, dict | str):
+        raise _wrong(param, "it must be an object, or JSON text")
+    text = value if isinstance(value, str) else orjson.dumps(value).decode()
+    return _grammar(GrammarKind.STRUCTURAL_TAG, text, param)
+
+
+_READERS = {
+    "guided_json": _of_schema,
+    "guided_regex": _of_regex,
+    "guided_choice": _of_choice,
+    "guided_grammar": _of_grammar,
+    "guided_json_object": _of_any_object,
+    "json_schema": _of_schema,
+    "regex": _of_regex,
+    "ebnf": _of_grammar,
+    "structural_tag": _of_tag,
+}
+
+_OF_STRUCTURED_OUTPUTS = {
+    "json": "guided_json",
+    "regex": "regex",
+    "choice": "guided_choice",
+    "grammar": "guided_grammar",
+    "json_object": "guided_json_object",
+    "structural_tag": "structural_tag",
+}
+"""The reader of each of its fields."""
+
+
+def _grammar(kind: GrammarKind, text: str, param: str, whitespace: str | None = None) -> Grammar:
+    num_bytes = len(text.encode())
+    if num_bytes > MAX_GRAMMAR_BYTES:
+        raise _wrong(param, f"it has {num_bytes} bytes; at most {MAX_GRAMMAR_BYTES} are allowed")
+    return Grammar(kind=kind, text=text, whitespace=whitespace)
+
+
+def _text(value: Any, param: str) -> str:
+    if not isinstance(value, str):
+        raise _wrong(param, "it must be a string")
+    return value
+
+
+def _whitespace(value: Any, param: str) -> str | None:
+    if value is None or (isinstance(value, str) and len(value) <= 1024):
+        return value
+    raise _wrong(param, "it must be a string of at most 1024 characters")
+
+
+def _is_set(value: Any) -> bool:
+    """Front ends send empty texts and lists for what is switched off. An empty schema allows any JSON."""
+    return value is not None and value is not False and value not in ("", [])
+
+
+def _wrong(param: str, reason: str) -> ApiError:
+    return ApiError(f"Invalid value for '{param}': {reason}", param=param, code="invalid_value")

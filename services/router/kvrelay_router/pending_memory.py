@@ -1,0 +1,90 @@
+"""Bounds the memory of unfinished bodies and of requests in progress, for all clients of a router process together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kvrelay.telemetry.metric_samples import MetricSamples, samples_by, single_sample
+from kvrelay_router.http.api_error import ApiError
+
+DEFAULT_PENDING_BYTES = 512 << 20
+RETRY_AFTER = {"retry-after": "1"}
+CODE = "too_many_pending_bytes"
+
+
+class PendingMemory:
+    """Counts bytes. A body counts from its first byte until its request is validated, and the request, by an estimate,
+    until its answer is sent."""
+
+    def __init__(self, limit_bytes: int = DEFAULT_PENDING_BYTES) -> None:
+        self.limit_bytes = limit_bytes
+        self.bodies_bytes = 0
+        self.requests_bytes = 0
+        self.num_refused = 0
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Returns False, and counts a refusal, if this many bytes more exceed the limit."""
+        if self.bodies_bytes + self.requests_bytes + num_bytes <= self.limit_bytes:
+            return True
+        self.num_refused += 1
+        return False
+
+    @property
+    def refusal(self) -> str:
+        """The message of a refusal."""
+        return (
+            f"This process holds {self.bodies_bytes} bytes of unfinished bodies and {self.requests_bytes} bytes of "
+            f"requests in progress; at most {self.limit_bytes} bytes are allowed. Try again later"
+        )
+
+    @contextmanager
+    def hold(self, num_bytes: int) -> Iterator[None]:
+        """Counts a request in the block. Raises 503 beyond the limit."""
+        if not self.has_room(num_bytes):
+            raise ApiError(self.refusal, status=503, error_type="server_error", code=CODE, headers=RETRY_AFTER)
+        self.requests_bytes += num_bytes
+        try:
+            yield
+        finally:
+            self.requests_bytes -= num_bytes
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "bodies_bytes": self.bodies_bytes,
+            "requests_bytes": self.requests_bytes,
+            "limit_bytes": self.limit_bytes,
+            "refused": self.num_refused,
+        }
+
+    def samples(self) -> MetricSamples:
+        kinds = {"bodies": self.bodies_bytes, "requests": self.requests_bytes}
+        return {
+            "kvrelay.pending.memory": samples_by("kind", kinds),
+            "kvrelay.pending.limit": single_sample(self.limit_bytes),
+            "kvrelay.pending.refused": single_sample(self.num_refused),
+        }
+
+
+class BodyBytes:
+    """The bytes of one connection's unfinished bodies."""
+
+    __slots__ = ("_memory", "_num_bytes")
+
+    def __init__(self, memory: PendingMemory) -> None:
+        self._memory = memory
+        self._num_bytes = 0
+
+    def grow(self, num_bytes: int) -> bool:
+        """Counts bytes that arrived. Returns False if there is no room for them."""
+        if not self._memory.has_room(num_bytes):
+            return False
+        self._memory.bodies_bytes += num_bytes
+        self._num_bytes += num_bytes
+        return True
+
+    def release(self) -> None:
+        """The bodies are no longer needed."""
+        self._memory.bodies_bytes -= self._num_bytes
+        self._num_bytes = 0

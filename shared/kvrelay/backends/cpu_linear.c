@@ -1,0 +1,194 @@
+/* Linear layers of the decoder: activations [tokens, num_in] times weights packed in panels (see cpu_panels.c), which are
+ * of the activations' type or integers with scales. Integers are widened a block at a time, for all tokens of a step.
+ */
+#pragma once
+#include "cpu_panels.c"
+
+#define ROWS_AT_ONCE 384 /* tokens that share a block of weights while it lies in the cache */
+
+/* Formats of weights: those of elements, FLOAT32 and BFLOAT16, and the integers below, numbered as in fused/panels.py. */
+enum { INT8 = 8, INT4 = 9 };
+
+typedef struct {
+    const char *panels;
+    const uint16_t *scales; /* bfloat16 [num_in / group][panels * PANEL] of integer weights, or null */
+    const float *bias;      /* [panels * PANEL], or null */
+    int64_t num_out, num_in, format;
+    int64_t group; /* rows of K that share a scale */
+} Linear;
+
+INLINE float element(const char *base, int64_t index, const int type) {
+    if (type == FLOAT32) return ((const float *)base)[index];
+    uint32_t bits = (uint32_t)((const uint16_t *)base)[index] << 16;
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+INLINE void put(char *out, int64_t at, float x, const int type) {
+    if (type == FLOAT32) {
+        ((float *)out)[at] = x;
+        return;
+    }
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    ((uint16_t *)out)[at] = x != x ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+}
+
+/* ---- integer weights ---- */
+
+/* INT8 holds one byte for each element of a panel, in a panel's order. INT4 holds a vector of bytes for two vectors of a
+ * panel: the first in the lower four bits, biased by 8, and the second in the upper four. */
+#define INT4_BIAS 8
+
+INLINE int64_t stored_bytes(int64_t count, int64_t format) {
+    return format == INT4 ? count * PANEL / 2 : format == INT8 ? count * PANEL : panel_bytes(count, (int)format);
+}
+
+/* Elements of a vector of the activations' type. */
+#define WIDE(type) ((type) == BFLOAT16 ? 32 : 16)
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+INLINE void widen_int8(const char *from, char *to, int64_t count, const int type) {
+    for (int64_t i = 0; i < count; i += 32) {
+        __builtin_prefetch(from + i + PREFETCH_BYTES, 0, 3);
+        const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(from + i))));
+        const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(from + i + 16))));
+        if (type == BFLOAT16) {
+            _mm512_store_si512(to + i * 2, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+        } else {
+            _mm512_store_ps((float *)to + i, low);
+            _mm512_store_ps((float *)to + i + 16, high);
+        }
+    }
+}
+
+/* vpermw and vpermps take the lowest bits of an index: the table of 16 values needs no mask of its own. */
+INLINE void widen_int4(const char *from, char *to, int64_t count, const int type) {
+    const __m512i codes = _mm512_set_epi32(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
+    const __m512 values = _mm512_cvtepi32_ps(codes);
+    const __m512i table = (__m512i)_mm512_cvtne2ps_pbh(values, values);
+    for (int64_t i = 0; i < count; i += 2 * WIDE(type)) {
+        __builtin_prefetch(from + i / 2 + PREFETCH_BYTES, 0, 3);
+        if (type == BFLOAT16) {
+            const __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)(from + i / 2)));
+            _mm512_store_si512(to + i * 2, _mm512_permutexvar_epi16(bytes, table));
+            _mm512_store_si512(to + i * 2 + 64, _mm512_permutexvar_epi16(_mm512_srli_epi16(bytes, 4), table));
+        } else {
+            const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(from + i / 2)));
+            _mm512_store_ps((float *)to + i, _mm512_permutexvar_ps(bytes, values));
+            _mm512_store_ps((float *)to + i + 16, _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), values));
+        }
+    }
+}
+#else
+INLINE void widen_int8(const char *from, char *to, int64_t count, const int type) {
+    for (int64_t i = 0; i < count; i++) put(to, i, (float)(int8_t)from[i], type);
+}
+
+INLINE void widen_int4(const char *from, char *to, int64_t count, const int type) {
+    for (int64_t i = 0; i < count; i += 2 * WIDE(type))
+        for (int64_t e = 0; e < WIDE(type); e++) {
+            const uint8_t both = (uint8_t)from[i / 2 + e];
+            put(to, i + e, (float)((both & 15) - INT4_BIAS), type);
+            put(to, i + WIDE(type) + e, (float)((both >> 4) - INT4_BIAS), type);
+        }
+}
+#endif
+
+/* ---- a panel's results ---- */
+
+/* What becomes of results: stored in the activations' type or in float, added to floats, or silu(gate) * up stored in the
+ * activations' type, where a panel's first half are columns of gate and its second half those of up. */
+enum { STORE, STORE_FLOAT, ADD_FLOAT, GATED };
+
+INLINE vfloat silu(vfloat x) { return x / (1.0f + vexp(choose(x < splat(-87.0f), splat(87.0f), -x))); }
+
+INLINE void put_vector(char *out, int64_t at, vfloat x, const int mode, const int type) {
+    if (mode == ADD_FLOAT) store(out, at, x + load(out, at, FLOAT32), FLOAT32);
+    else store(out, at, x, mode == STORE_FLOAT ? FLOAT32 : type);
+}
+
+INLINE void put_row(const Linear *l, const float *sums, int64_t row, int64_t panel, char *out, const int mode, const int type) {
+    float x[PANEL] __attribute__((aligned(64)));
+    for (int v = 0; v < PANEL; v += LANES) {
+        vfloat sum = load((const char *)sums, v, FLOAT32);
+        if (l->bias) sum += load((const char *)(l->bias + panel * PANEL), v, FLOAT32);
+        memcpy(x + v, &sum, sizeof sum);
+    }
+    const int64_t wide = mode == GATED ? PANEL / 2 : PANEL, width = mode == GATED ? l->num_out / 2 : l->num_out;
+    const int64_t at = row * width + panel * wide, count = at_most(wide, width - panel * wide);
+    if (mode == GATED)
+        for (int v = 0; v < PANEL / 2; v += LANES) {
+            vfloat y = silu(load((const char *)x, v, FLOAT32)) * load((const char *)x, PANEL / 2 + v, FLOAT32);
+            memcpy(x + v, &y, sizeof y);
+        }
+    int64_t c = 0;
+    for (; c + LANES <= count; c += LANES) put_vector(out, at + c, load((const char *)x, c, FLOAT32), mode, type);
+    for (; c < count; c++) {
+        if (mode == ADD_FLOAT) ((float *)out)[at + c] += x[c];
+        else put(out, at + c, x[c], mode == STORE_FLOAT ? FLOAT32 : type);
+    }
+}
+
+/* ---- products ---- */
+
+/* Columns of one panel, for `num_rows` tokens from `first` on. */
+INLINE void linear_panel(const Linear *l, const char *x, int64_t first, int64_t num_rows, int64_t panel, char *out,
+                         const int mode, const int type, int padded) {
+    float sums[ROWS_AT_ONCE * PANEL] __attribute__((aligned(64)));
+    char widened[SUM_BLOCK * PANEL * 4] __attribute__((aligned(64)));
+    float scales[PANEL] __attribute__((aligned(64)));
+    const int64_t row_bytes = l->num_in * bytes_of(type), num_panels = rounded_up(l->num_out, PANEL) / PANEL;
+    const int64_t whole = type == BFLOAT16 ? rounded_up(l->num_in, K_MULTIPLE) : l->num_in;
+    const int64_t step = l->scales ? at_most(SUM_BLOCK, l->group) : SUM_BLOCK;
+    const char *weights = l->panels + panel * stored_bytes(whole, l->format);
+    for (int64_t k = 0; k < l->num_in; k += step) {
+        const int64_t count = at_most(step, l->num_in - k);
+        const char *block = weights + stored_bytes(k, l->format);
+        if (l->scales) {
+            const uint16_t *from = l->scales + (k / l->group * num_panels + panel) * PANEL;
+            for (int c = 0; c < PANEL; c += LANES) store((char *)scales, c, load((const char *)from, c, BFLOAT16), FLOAT32);
+            const int64_t elements = (type == BFLOAT16 ? rounded_up(count, 2) : count) * PANEL;
+            if (l->format == INT8) widen_int8(block, widened, elements, type);
+            else widen_int4(block, widened, elements, type);
+            block = widened;
+        }
+        add_block(x + first * row_bytes + k * bytes_of(type), row_bytes, num_rows, block, count, sums, k > 0,
+                  l->scales ? scales : NULL, type, padded);
+    }
+    for (int64_t m = 0; m < num_rows; m++) put_row(l, sums + m * PANEL, first + m, panel, out, mode, type);
+}
+
+#define LINEAR_PANEL(mode, type) \
+    case mode: linear_panel(l, x, first, num_rows, panel, out, mode, type, padded); break;
+
+static void linear_item(const Linear *l, const char *x, int64_t first, int64_t num_rows, int64_t panel, char *out, int mode,
+                        int type, int padded) {
+    if (type == BFLOAT16)
+        switch (mode) {
+            LINEAR_PANEL(STORE, BFLOAT16) LINEAR_PANEL(STORE_FLOAT, BFLOAT16)
+            LINEAR_PANEL(ADD_FLOAT, BFLOAT16) LINEAR_PANEL(GATED, BFLOAT16)
+        }
+    else
+        switch (mode) {
+            LINEAR_PANEL(STORE, FLOAT32) LINEAR_PANEL(STORE_FLOAT, FLOAT32)
+            LINEAR_PANEL(ADD_FLOAT, FLOAT32) LINEAR_PANEL(GATED, FLOAT32)
+        }
+}
+
+/* out = x . weights + bias, by `mode`. If `padded`, x has room for a multiple of 2 * TILE_UNIT tokens. */
+static void linear(const Linear *l, const char *x, int64_t num_tokens, char *out, int mode, int type, int padded, int threads) {
+    const int64_t num_panels = rounded_up(l->num_out, PANEL) / PANEL;
+    const int64_t items = rounded_up(num_tokens, ROWS_AT_ONCE) / ROWS_AT_ONCE * num_panels;
+#pragma omp parallel num_threads(threads)
+    {
+        begin_tiles();
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t item = 0; item < items; item++) {
+            const int64_t first = item / num_panels * ROWS_AT_ONCE, rows = at_most(ROWS_AT_ONCE, num_tokens - first);
+            linear_item(l, x, first, rows, item % num_panels, out, mode, type, padded);
+        }
+        end_tiles();
+    }
+}

@@ -1,0 +1,155 @@
+/* Matrix products with operands packed into panels of PANEL columns, for the decoder's weights and for prompt attention.
+ *
+ * A packed matrix of N columns and K rows is a sequence of panels. A panel holds its columns side by side for each row:
+ *   float:     [K][PANEL]
+ *   bfloat16:  [K / 2][PANEL][2], pairs of rows, which the CPU multiplies and adds at once; K is padded to K_MULTIPLE
+ * so that a product reads its weights as one stream, whatever the number of tokens. Rows are summed one after another in
+ * blocks of SUM_BLOCK, whose sums are added in float: the order depends on neither the number of tokens nor the threads.
+ */
+#pragma once
+#include "cpu_vectors.c"
+
+#define PANEL 32
+#define VECTORS (PANEL / LANES)
+#define TILE_ROWS (LANES == 16 ? 12 : 3) /* rows of a product kept in registers */
+#define SUM_BLOCK 512
+#define K_MULTIPLE 32
+#define PREFETCH_BYTES 4096 /* how far ahead of the product a panel is fetched */
+
+/* Bytes of one element of a panel of this type, and of `count` rows of a panel. */
+INLINE int64_t panel_bytes(int64_t count, const int type) { return count * PANEL * bytes_of(type); }
+
+INLINE int64_t whole_panel_bytes(int64_t num_in, const int type) {
+    return panel_bytes(type == BFLOAT16 ? rounded_up(num_in, K_MULTIPLE) : num_in, type);
+}
+
+/* sum += low * (low halves of w) + high * (high halves of w), for a pair of bfloat16. */
+INLINE vfloat add_pair(vfloat sum, uint32_t pair, vuint w) {
+#if defined(__AVX512BF16__)
+    return (vfloat)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)pair), (__m512bh)w);
+#else
+    const vuint both = pair - (vuint){};
+    sum += (vfloat)(both << 16) * (vfloat)(w << 16);
+    return sum + (vfloat)(both & 0xffff0000) * (vfloat)(w & 0xffff0000);
+#endif
+}
+
+/* One step over a row of floats or a pair of rows of bfloat16: acc[r] += a[r] . w, for `rows` rows. Rows are addressed
+ * from every third one: that takes few enough registers. */
+INLINE void add_step(vfloat acc[TILE_ROWS][VECTORS], const char *const a[TILE_ROWS / 3], int64_t row_bytes, const char *panel,
+                     const int64_t a_bytes, const int type, const int rows) {
+    vuint w[VECTORS];
+    UNROLL for (int v = 0; v < VECTORS; v++) memcpy(&w[v], panel + v * sizeof w[v], sizeof w[v]);
+    UNROLL for (int r = 0; r < rows; r++) {
+        uint32_t bits = 0;
+        memcpy(&bits, a[r / 3] + r % 3 * row_bytes, a_bytes);
+        UNROLL for (int v = 0; v < VECTORS; v++) {
+            if (type == BFLOAT16) {
+                acc[r][v] = add_pair(acc[r][v], bits, w[v]);
+            } else {
+                float x;
+                memcpy(&x, &bits, sizeof x);
+                acc[r][v] += x * (vfloat)w[v];
+            }
+        }
+    }
+}
+
+/* sums[r] = a[r] . block, or that times `scales` added to sums[r], for `rows` rows and `count` of the product's K. */
+INLINE void block_of_rows(const char *a, int64_t row_bytes, const char *block, int64_t count, float *sums, int add,
+                          const float *scales, const int type, const int rows) {
+    vfloat acc[TILE_ROWS][VECTORS] = {};
+    const int64_t steps = type == BFLOAT16 ? count / 2 : count;
+    const char *thirds[TILE_ROWS / 3];
+    UNROLL for (int r = 0; r < TILE_ROWS / 3; r++) thirds[r] = a + 3 * r * row_bytes;
+    for (int64_t step = 0; step < steps; step++, block += sizeof(vfloat) * VECTORS) {
+        UNROLL for (int line = 0; line < VECTORS * (int)sizeof(vfloat); line += 64)
+            __builtin_prefetch(block + PREFETCH_BYTES + line, 0, 3);
+        add_step(acc, thirds, row_bytes, block, 4, type, rows);
+        UNROLL for (int r = 0; r < TILE_ROWS / 3; r++) thirds[r] += 4;
+    }
+    if (type == BFLOAT16 && (count & 1)) add_step(acc, thirds, row_bytes, block, 2, type, rows);
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < VECTORS; v++) {
+            vfloat sum = acc[r][v];
+            if (scales) sum *= load((const char *)scales, v * LANES, FLOAT32);
+            if (add) sum += load((const char *)sums, r * PANEL + v * LANES, FLOAT32);
+            memcpy(sums + r * PANEL + v * LANES, &sum, sizeof sum);
+        }
+}
+
+#define ROWS_CASE(n) \
+    case n: block_of_rows(a, row_bytes, block, count, sums, add, scales, type, n); return;
+
+INLINE void block_sums(const char *a, int64_t row_bytes, const char *block, int64_t count, float *sums, int add,
+                       const float *scales, const int type, int rows) {
+    switch (rows) {
+        ROWS_CASE(1) ROWS_CASE(2) ROWS_CASE(3)
+#if LANES == 16
+        ROWS_CASE(4) ROWS_CASE(5) ROWS_CASE(6) ROWS_CASE(7) ROWS_CASE(8)
+        ROWS_CASE(9) ROWS_CASE(10) ROWS_CASE(11) ROWS_CASE(12)
+#endif
+        default: __builtin_unreachable();
+    }
+}
+
+static void block_sums_float32(const char *a, int64_t row_bytes, const char *block, int64_t count, float *sums, int add,
+                               const float *scales, int rows) {
+    block_sums(a, row_bytes, block, count, sums, add, scales, FLOAT32, rows);
+}
+
+static void block_sums_bfloat16(const char *a, int64_t row_bytes, const char *block, int64_t count, float *sums, int add,
+                                const float *scales, int rows) {
+    block_sums(a, row_bytes, block, count, sums, add, scales, BFLOAT16, rows);
+}
+
+#include "cpu_tiles.c"
+
+/* sums[m] = a[m] . block, or that times `scales` added to sums[m], for any number of rows and `count` of the product's K.
+ * Rows are taken in tiles of about the same height. If `padded`, a and sums have room for rows up to a multiple of
+ * 2 * TILE_UNIT, so that AMX may take them. */
+static void add_block(const char *a, int64_t row_bytes, int64_t num_rows, const char *block, int64_t count, float *sums,
+                      int add, const float *scales, const int type, int padded) {
+    if (type == BFLOAT16 && padded && takes_tiles(num_rows, count)) {
+        add_block_by_tiles(a, row_bytes, num_rows, block, count, sums, add, scales);
+        return;
+    }
+    int64_t tiles = (num_rows + TILE_ROWS - 1) / TILE_ROWS;
+    for (int64_t first = 0; first < num_rows; tiles--) {
+        const int rows = (int)((num_rows - first + tiles - 1) / tiles);
+        const char *from = a + first * row_bytes;
+        if (type == BFLOAT16) block_sums_bfloat16(from, row_bytes, block, count, sums + first * PANEL, add, scales, rows);
+        else block_sums_float32(from, row_bytes, block, count, sums + first * PANEL, add, scales, rows);
+        first += rows;
+    }
+}
+
+/* Turns AMX off if it does not give the sums of the vector units, and returns whether it did. Small integers have exact
+ * sums in any order. */
+int64_t kvrelay_check_tiles(void) {
+    enum { CHECKED_ROWS = 40, ROOM = 64, COUNT = 96 };
+    uint16_t a[ROOM * COUNT], block[COUNT * PANEL];
+    float by_tiles[ROOM * PANEL], by_vectors[ROOM * PANEL];
+    if (!tiles_are_on) return 1;
+    for (int i = 0; i < ROOM * COUNT; i++) a[i] = (uint16_t)(0x3f80 + (i * 7 % 5) * 0x80);
+    for (int i = 0; i < COUNT * PANEL; i++) block[i] = (uint16_t)(0xbf80 + (i * 11 % 3) * 0x80 - (i * 13 % 2) * 0x8000);
+    begin_tiles();
+    for (int add = 0; add < 2; add++)
+        add_block((const char *)a, COUNT * 2, CHECKED_ROWS, (const char *)block, COUNT, by_tiles, add, NULL, BFLOAT16, 1);
+    end_tiles();
+    for (int add = 0; add < 2; add++)
+        add_block((const char *)a, COUNT * 2, CHECKED_ROWS, (const char *)block, COUNT, by_vectors, add, NULL, BFLOAT16, 0);
+    tiles_are_on = memcmp(by_tiles, by_vectors, CHECKED_ROWS * PANEL * sizeof(float)) == 0;
+    return tiles_are_on;
+}
+
+/* The instructions of products of bfloat16, for logs. */
+const char *kvrelay_instructions(void) {
+#if defined(__AVX512BF16__)
+    return tiles_are_on ? "AMX and AVX512-BF16" : "AVX512-BF16";
+#elif LANES == 16
+    return "AVX512";
+#else
+    return "vectors of 8 floats";
+#endif
+}

@@ -1,0 +1,115 @@
+"""Weights of linear layers in the panels of backends/cpu_panels.c, which the kernels read as one stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvrelay.engine.fused.quantization import Quantization, quantize
+
+PANEL = 32
+"""Columns of a panel."""
+
+_K_MULTIPLE = 32  # rows of a bfloat16 panel are padded to it
+FLOAT32, BFLOAT16, INT8, INT4 = 0, 1, 8, 9
+"""Formats of weights, numbered as in cpu_linear.c."""
+
+TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinear:
+    """A linear layer `x @ weight.T + bias`, or several of the same input side by side, as the kernels read it.
+
+    `gated`: the columns of two layers alternate by halves of a panel, gate first, and the kernel stores
+    `silu(gate) * up`.
+    """
+
+    # Of floats: [panels, K, PANEL]. Of bfloat16, in pairs: [panels, K / 2, PANEL, 2]. Integers: the same order in
+    # bytes, or two of them in a byte.
+    panels: torch.Tensor
+    bias: torch.Tensor | None  # float32 [panels * PANEL]
+    num_out: int
+    num_in: int
+    gated: bool = False
+    format: int = FLOAT32
+    scales: torch.Tensor | None = None  # bfloat16 [groups, panels * PANEL], of integer weights
+    group: int = 0  # rows of K that share a scale
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights with their scales."""
+        return self.panels.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+
+def pack(
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor] | None,
+    *,
+    gated: bool = False,
+    quantization: Quantization = "none",
+) -> PackedLinear:
+    """Packs weights `[num_out, num_in]` of one input side by side; two of the same shape if `gated`."""
+    rows = order(weights, gated=gated)
+    bias = None
+    if biases is not None:
+        bias = order([each[:, None] for each in biases], gated=gated)[:, 0].float().contiguous()
+    shape = (sum(len(weight) for weight in weights), rows.shape[1])
+    if quantization == "none":
+        return PackedLinear(to_panels(rows), bias, *shape, gated=gated, format=TYPES[rows.dtype], group=rows.shape[1])
+    codes, scales, group = quantize(rows, quantization)
+    panels = to_panels(codes, in_pairs=rows.dtype == torch.bfloat16)
+    number = INT8
+    if quantization == "int4":
+        panels, number = _two_in_a_byte(panels), INT4
+    return PackedLinear(panels, bias, *shape, gated=gated, format=number, scales=scales, group=group)
+
+
+def _two_in_a_byte(panels: torch.Tensor) -> torch.Tensor:
+    """Codes of 4 bits, biased by 8. A byte has one of the first half of a panel's columns and one of the second."""
+    low, high = (panels.flatten(2) + 8).to(torch.uint8).chunk(2, dim=2)
+    return low | (high << 4)
+
+
+def order(weights: Sequence[torch.Tensor], *, gated: bool) -> torch.Tensor:
+    """The rows of the weights in the order of the panels' columns, padded with zeros to whole panels."""
+    if not gated:
+        return _pad_rows(torch.cat(list(weights)), PANEL)
+    halves = [_pad_rows(weight, PANEL // 2).view(-1, PANEL // 2, weight.shape[1]) for weight in weights]
+    return torch.stack(halves, dim=1).flatten(0, 2)
+
+
+def to_panels(rows: torch.Tensor, *, in_pairs: bool | None = None) -> torch.Tensor:
+    """Packs rows `[panels * PANEL, num_in]`, `in_pairs` if they meet bfloat16 activations; by default if they are
+    bfloat16."""
+    if not (rows.dtype == torch.bfloat16 if in_pairs is None else in_pairs):
+        return rows.view(-1, PANEL, rows.shape[1]).transpose(1, 2).contiguous()
+    padded = torch.nn.functional.pad(rows, (0, -rows.shape[1] % _K_MULTIPLE))
+    return padded.view(-1, PANEL, padded.shape[1] // 2, 2).transpose(1, 2).contiguous()
+
+
+def from_panels(packed: PackedLinear) -> torch.Tensor:
+    """The rows that `to_panels` packed: `[panels * PANEL, num_in]`."""
+    transposed = packed.panels.transpose(1, 2)
+    return transposed.reshape(len(packed.panels) * PANEL, -1)[:, : packed.num_in]
+
+
+def unpack(packed: PackedLinear, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """The weights that `pack` was given, by their numbers of rows. Exact, of formats that are not integers."""
+    rows = from_panels(packed)
+    if not packed.gated:
+        return [part.contiguous() for part in rows[: packed.num_out].split(list(sizes))]
+    halves = rows.view(-1, 2, PANEL // 2, packed.num_in)
+    return [halves[:, half].reshape(-1, packed.num_in)[:size].contiguous() for half, size in enumerate(sizes)]
+
+
+def rows_of(packed: PackedLinear, indices: torch.Tensor) -> torch.Tensor:
+    """Some rows of the weight, `[indices, num_in]`: how a head looks up the embeddings that it shares."""
+    taken = packed.panels[indices // PANEL, :, indices % PANEL]
+    return taken.reshape(len(indices), -1)[:, : packed.num_in]
+
+
+def _pad_rows(weight: torch.Tensor, multiple: int) -> torch.Tensor:
+    return torch.nn.functional.pad(weight, (0, 0, 0, -len(weight) % multiple))

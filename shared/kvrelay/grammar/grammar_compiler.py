@@ -1,0 +1,46 @@
+"""The interface to a library of grammars. Library: `llguidance_compiler.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrelay.protocol.grammar import Grammar
+
+TokenMask = NDArray[np.int32]
+"""One bit per token of the vocabulary, the lowest bit first: 1 if the token may be the next one."""
+
+
+class GrammarError(ValueError):
+    """The grammar is malformed, not supported or too complex. The message is for the client."""
+
+
+class GrammarMatcher(Protocol):
+    """How far one sequence's output has come in a grammar. Not thread-safe."""
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        """Appends output tokens. Raises GrammarError for a token that the grammar does not allow there."""
+
+    def fill(self, mask: TokenMask) -> None:
+        """Writes which tokens may come next; after a complete output, only end-of-sequence tokens.
+
+        Raises:
+            GrammarError: the state became too complex, or no token may follow.
+        """
+
+
+class GrammarCompiler(Protocol):
+    """Compiles grammars for one vocabulary. Thread-safe."""
+
+    @property
+    def mask_words(self) -> int:
+        """Length of a `TokenMask`."""
+
+    def compile(self, grammar: Grammar) -> GrammarMatcher:
+        """A matcher at the beginning of the output. May take milliseconds the first time; releases the GIL meanwhile.
+
+        Raises GrammarError.
+        """

@@ -1,0 +1,141 @@
+"""Grammars by llguidance: https://github.com/guidance-ai/llguidance.
+
+Its matchers compute masks from the state of an Earley parser over a lexer of derivatives, with limits on the work of
+each step, so that no grammar can hold up a worker for long.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
+
+from kvrelay.grammar.grammar_compiler import GrammarError, TokenMask
+from kvrelay.grammar.regex_size import check_regex_sizes
+from kvrelay.grammar.structural_tag import structural_tag_to_lark
+from kvrelay.protocol.grammar import Grammar, GrammarKind
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+MAX_COMPILED = 256
+"""Compiled grammars that a process keeps, about 0.1 to 1 MB each."""
+MAX_ERROR_CHARS = 1000
+_ASCII_CLASSES = "dw"
+LIMITS = LLParserLimits(max_lexer_states=50_000, precompute_large_lexemes=False)
+"""The others are the library's: 20 ms to build a lexer, 14 ms of lexing and 3 ms of parsing for a mask."""
+
+
+class LLGuidanceCompiler:
+    """A `GrammarCompiler` that keeps the latest grammars in compiled form."""
+
+    def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """`tokenizer_json`: the content of a tokenizer.json. `vocab_size`: of the model, which may have more tokens
+        than the tokenizer; these are never allowed.
+
+        Raises:
+            GrammarError: the tokenizer is of a kind that the library cannot read, or no token ends an output.
+        """
+        if not eos_token_ids:
+            raise GrammarError("the model has no end-of-sequence token to end constrained output with")
+        try:
+            smallest = LLTokenizer(tokenizer_json, eos_token=list(eos_token_ids))
+            num_tokens = max(vocab_size, smallest.vocab_size)
+            self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=num_tokens, eos_token=list(eos_token_ids))
+        except (ValueError, RuntimeError) as error:
+            raise GrammarError(f"grammars cannot be compiled for this tokenizer: {error}") from None
+        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._lock = Lock()
+
+    @property
+    def mask_words(self) -> int:
+        return int(self._tokenizer.vocab_size + 31) // 32
+
+    def compile(self, grammar: Grammar) -> LLGuidanceMatcher:
+        with self._lock:
+            found = self._compiled.get(grammar)
+            if found is not None:
+                self._compiled.move_to_end(grammar)
+        if found is None:
+            found = self._compile(grammar)
+        return LLGuidanceMatcher(found.deep_copy())
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        check_regex_sizes(grammar)
+        matcher = LLMatcher(self._tokenizer, _NOTATIONS[grammar.kind](grammar), log_level=0, limits=LIMITS)
+        _check(matcher)
+        with self._lock:
+            self._compiled[grammar] = matcher
+            while len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        return matcher
+
+
+class LLGuidanceMatcher:
+    """A `GrammarMatcher`."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        if not self._matcher.consume_tokens(list(token_ids)):
+            _check(self._matcher)
+
+    def fill(self, mask: TokenMask) -> None:
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        _check(self._matcher)
+        if not mask.any():
+            raise GrammarError("no token can continue the output")
+
+
+def _check(matcher: LLMatcher) -> None:
+    if matcher.is_error():
+        raise GrammarError(_shortened(matcher.get_error()))
+
+
+def _shortened(message: str) -> str:
+    return message if len(message) <= MAX_ERROR_CHARS else message[:MAX_ERROR_CHARS] + " ..."
+
+
+def _of_json_schema(grammar: Grammar) -> str:
+    options: JsonCompileOptions = {"whitespace_flexible": True}
+    if grammar.whitespace is not None:
+        options = {"whitespace_pattern": grammar.whitespace}
+    try:
+        return str(LLMatcher.grammar_from_json_schema(grammar.text, overrides=options))
+    except ValueError as error:
+        raise GrammarError(f"the schema is no JSON: {error}") from None
+
+
+def _of_regex(grammar: Grammar) -> str:
+    # \d and \w are ASCII's, as in JSON schemas: a model of random weights would find the digits of every script.
+    return str(LLMatcher.grammar_from_regex(regex_to_lark(grammar.text, _ASCII_CLASSES)))
+
+
+def _of_choices(grammar: Grammar) -> str:
+    # A terminal, which the lexer decides: as rules, many choices would exceed the parser's limits.
+    choices = " | ".join(json.dumps(choice) for choice in json.loads(grammar.text))
+    return str(LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}"))
+
+
+def _of_grammar(grammar: Grammar) -> str:
+    try:
+        lark = any_to_lark(grammar.text)
+    except Exception as error:  # the library raises plain exceptions here
+        raise GrammarError(_shortened(f"the grammar is neither in Lark's notation nor in GBNF: {error}")) from None
+    return str(LLMatcher.grammar_from_lark(lark))
+
+
+_NOTATIONS: dict[GrammarKind, Callable[[Grammar], str]] = {
+    GrammarKind.JSON_SCHEMA: _of_json_schema,
+    GrammarKind.REGEX: _of_regex,
+    GrammarKind.CHOICE: _of_choices,
+    GrammarKind.GRAMMAR: _of_grammar,
+    GrammarKind.STRUCTURAL_TAG: lambda grammar: structural_tag_to_lark(grammar.text),
+}
+"""How to write each kind of grammar for the library."""

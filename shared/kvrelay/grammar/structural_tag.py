@@ -1,0 +1,46 @@
+"""Structural tags: free text in which certain strings begin a part that follows a JSON schema.
+
+vLLM's and SGLang's form: `{"type": "structural_tag", "structures": [{"begin": ..., "schema": {...}, "end": ...}],
+"triggers": [...]}`. Where the text contains a trigger, it must go on with the `begin` of a structure that starts with
+that trigger, then a value of its schema, then its `end`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from llguidance import StructTag
+
+from kvrelay.grammar.grammar_compiler import GrammarError
+
+
+def structural_tag_to_lark(text: str) -> str:
+    """The tag, given as JSON, as a Lark grammar. Raises GrammarError."""
+    try:
+        tag = json.loads(text)
+        triggers = [_string(trigger, "triggers") for trigger in tag["triggers"]]
+        tags = [_structure(structure, triggers) for structure in tag["structures"]]
+    except KeyError as error:
+        raise GrammarError(f"a structural tag needs {error.args[0]!r}") from None
+    except (TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise GrammarError(f"malformed structural tag: {error}") from None
+    if not tags:
+        raise GrammarError("a structural tag needs at least one structure")
+    return str(StructTag.to_grammar(tags, assume_special=False))
+
+
+def _structure(structure: dict[str, Any], triggers: list[str]) -> StructTag:
+    begin, end = _string(structure["begin"], "begin"), _string(structure["end"], "end")
+    trigger = next((trigger for trigger in triggers if trigger and begin.startswith(trigger)), None)
+    if trigger is None:
+        raise GrammarError(f"no trigger is the beginning of {begin!r}")
+    if not isinstance(structure["schema"], dict):
+        raise TypeError("schema must be objects")
+    return StructTag(trigger=trigger, begin=begin, grammar=structure["schema"], end=end)
+
+
+def _string(value: object, name: str) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be strings")
+    return value

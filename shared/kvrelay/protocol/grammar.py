@@ -1,0 +1,25 @@
+"""The grammar that a sequence's output has to follow."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class GrammarKind(StrEnum):
+    """What the text of a `Grammar` is."""
+
+    JSON_SCHEMA = "json_schema"  # a JSON schema, as JSON
+    REGEX = "regex"
+    CHOICE = "choice"  # a JSON list of strings, one of which is the output
+    GRAMMAR = "grammar"  # a grammar in Lark's notation, or in GBNF
+    STRUCTURAL_TAG = "structural_tag"  # free text with tagged parts that follow schemas; see `structural_tag.py`
+
+
+class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A constraint, as the client wrote it. The router has compiled it once, so workers know that it can be."""
+
+    kind: GrammarKind
+    text: str
+    whitespace: str | None = None  # a regex for the whitespace between JSON's tokens; None: any

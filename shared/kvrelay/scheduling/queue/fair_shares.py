@@ -1,0 +1,146 @@
+"""Fair shares of a worker among tenants: virtual token counters (Sheng et al., "Fairness in Serving Large Language
+Models", OSDI 2024).
+
+A tenant's counter grows by the tokens that the worker computes or receives for it, divided by the tenant's weight. A
+prompt counts when it is admitted, without cached tokens; output counts `OUTPUT_COST` times as much, when it is
+generated. Tokens that are computed again after a preemption do not count again. The tenant with the smallest counter is
+next.
+
+A tenant that begins to wait is lifted to the smallest counter of the waiting tenants, so no tenant saves up service for
+the time in which it had no requests. It keeps a lead of at most `IDLE_CREDIT`, so the next request of a light tenant is
+ahead of those of busy tenants until it has used the lead up. So two tenants that wait all the time differ by at most
+`IDLE_CREDIT`, plus what one admission and the output of the running sequences count.
+
+While one tenant is here, nothing is counted per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.scheduling.sequence import Sequence
+
+OUTPUT_COST = 2.0
+"""Tokens of a prompt that an output token counts as, as in the paper."""
+
+IDLE_CREDIT = 2048.0
+"""The lead in tokens, divided by the weight, that a tenant keeps from a time without waiting requests."""
+
+MAX_IDLE_TENANTS = 1024
+
+
+@dataclass(slots=True, eq=False)
+class TenantShare:
+    """What one tenant was served. `num_admitted` numbers its admissions; `last_turn`: when the latest one was."""
+
+    weight: float
+    counter: float = 0.0
+    num_sequences: int = 0
+    num_admitted: int = 0
+    last_turn: int = 0
+
+
+class FairShares:
+    """The shares of one scheduler's tenants. `running`: the scheduler's running sequences, only read."""
+
+    def __init__(self, running: Mapping[SequenceKey, Sequence], idle_credit: float = IDLE_CREDIT) -> None:
+        self.idle_credit = idle_credit
+        self._running = running
+        self._present: dict[str, TenantShare] = {}  # tenants with sequences in the scheduler
+        self._idle: dict[str, TenantShare] = {}  # the others, the latest to leave at the end
+        self._waiting: dict[str, TenantShare] = {}
+        self._last_counter = 0.0  # of the latest tenant that stopped waiting
+        self._turn = 0
+
+    @property
+    def is_contested(self) -> bool:
+        """Whether several tenants have sequences here."""
+        return len(self._present) > 1
+
+    @property
+    def num_waiting_tenants(self) -> int:
+        return len(self._waiting)
+
+    def of(self, tenant: str) -> TenantShare:
+        """The share of a tenant with a sequence here."""
+        return self._present[tenant]
+
+    def counter(self, tenant: str) -> float:
+        return self._present[tenant].counter
+
+    # -- tenants come and go ------------------------------------------------------------------------------------------
+
+    def enter(self, sequence: Sequence) -> None:
+        """A sequence joined the scheduler. Its latest weight is the tenant's."""
+        sequence.num_charged = sequence.num_output
+        share = self._present.get(sequence.tenant)
+        if share is None:
+            if len(self._present) == 1:
+                self.settle()  # nothing was counted while one tenant was here
+            share = self._idle.pop(sequence.tenant, None) or TenantShare(sequence.weight)
+            self._present[sequence.tenant] = share
+        share.weight = sequence.weight
+        share.num_sequences += 1
+
+    def leave(self, sequence: Sequence) -> None:
+        """A sequence left the scheduler."""
+        share = self._present[sequence.tenant]
+        self._charge_output(sequence, share)
+        share.num_sequences -= 1
+        if not share.num_sequences:
+            del self._present[sequence.tenant]
+            self._idle[sequence.tenant] = share
+            if len(self._idle) > MAX_IDLE_TENANTS:
+                del self._idle[next(iter(self._idle))]
+
+    def begins_to_wait(self, tenant: str) -> TenantShare:
+        """The first sequence of a tenant waits."""
+        share = self._present[tenant]
+        others = [each.counter for each in self._waiting.values()]
+        floor = min(others) if others else self._last_counter
+        share.counter = max(share.counter, floor - self.idle_credit / share.weight)
+        self._waiting[tenant] = share
+        return share
+
+    def stops_waiting(self, tenant: str) -> None:
+        """No sequence of a tenant waits any more."""
+        self._last_counter = self._waiting.pop(tenant).counter
+
+    # -- service ------------------------------------------------------------------------------------------------------
+
+    def admitted(self, sequence: Sequence, num_cached: int, *, is_reserved: bool = False) -> None:
+        """A sequence was admitted, of which `num_cached` tokens were cached. If it was preempted before, its prompt has
+        been counted. `is_reserved`: as a part of its sample group, which counts as one admission."""
+        share = self._present[sequence.tenant]
+        self._turn += 1
+        share.num_admitted += not is_reserved
+        share.last_turn = self._turn
+        if not sequence.num_preemptions:
+            share.counter += max(0, sequence.num_tokens - num_cached) / share.weight
+
+    def settle(self) -> None:
+        """Counts the output of running sequences. O(running)."""
+        present = self._present
+        for sequence in self._running.values():
+            self._charge_output(sequence, present[sequence.tenant])
+
+    def refresh(self) -> None:
+        """A new step."""
+        if len(self._present) > 1:
+            self.settle()
+
+    @staticmethod
+    def _charge_output(sequence: Sequence, share: TenantShare) -> None:
+        num_new = sequence.num_output - sequence.num_charged
+        if num_new > 0:
+            share.counter += OUTPUT_COST * num_new / share.weight
+            sequence.num_charged += num_new
+
+    # -- decisions ----------------------------------------------------------------------------------------------------
+
+    def most_served(self, tenants: Collection[str]) -> str:
+        """The tenant with the largest counter; of equal ones the latest admitted."""
+        present = self._present
+        return max(tenants, key=lambda tenant: (present[tenant].counter, present[tenant].last_turn))

@@ -1,0 +1,63 @@
+"""A router that stands still for longer than peers may be silent: neither side concludes that the other is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import psutil
+
+from kvrelay.fleet.embedded import EmbeddedRedis
+from kvrelay.protocol.messages import Cancel, Reserve
+from tests.component.dispatch.fake_workers import FAST, FakeDecode, FakePrefill
+from tests.component.dispatch.test_processes import OpenStream, is_complete
+from tests.component.dispatch.test_server import registered, running
+from tests.fakes.waiting import PATIENCE_S, until
+
+PEER_TIMEOUT_S = 3.0
+PATIENT = replace(FAST, peer_timeout_s=PEER_TIMEOUT_S, router_timeout_s=120.0)
+FLAGS = ("--router-id", "router", f"--peer-timeout-s={PEER_TIMEOUT_S}", "--peer-interval-s=0.1")
+NUM_STREAMS = 4
+
+
+async def test_streams_go_on_after_their_router_was_stopped(redis_server: EmbeddedRedis) -> None:
+    prefill, decode = FakePrefill("p0", settings=PATIENT), FakeDecode("d0", settings=PATIENT)
+    gate = decode.hold("token 3")
+    async with (
+        registered(redis_server.url, "stopped", prefill, decode),
+        running(redis_server.url, "stopped", *FLAGS) as router,
+    ):
+        await router.ready({"prefill": 1, "decode": 1})
+        streams = [OpenStream(router, max_tokens=8) for _ in range(NUM_STREAMS)]
+        await asyncio.wait_for(asyncio.gather(*(stream.served_by for stream in streams)), PATIENCE_S)
+        await asyncio.wait_for(gate.reached.wait(), PATIENCE_S)
+        process = psutil.Process(router.process.pid)
+        process.suspend()
+        (peer,) = {body.router for _, body in decode.got(Reserve) if isinstance(body, Reserve)}
+        await until(lambda: decode.messenger.silent_s(peer) > 1.5 * PEER_TIMEOUT_S)
+        gate.open.set()  # tokens pile up for the stopped router
+        await until(lambda: not decode.tasks)
+        assert decode.messenger.silent_s(peer) > 1.5 * PEER_TIMEOUT_S
+        process.resume()
+        for stream in streams:
+            assert is_complete(await asyncio.wait_for(stream.task, PATIENCE_S))
+        assert prefill.lost == decode.lost == []
+        assert not decode.got(Cancel) and not prefill.got(Cancel)
+        requests = (await router.client.get("/fleet")).json()["requests"]
+        assert (requests["retries"], requests["failed"], requests["finished"]) == (0, 0, NUM_STREAMS)
+
+
+async def test_a_router_that_has_ended_is_lost_at_once(redis_server: EmbeddedRedis) -> None:
+    prefill, decode = FakePrefill("p0", settings=PATIENT), FakeDecode("d0", settings=PATIENT)
+    gate = decode.hold("token 3")
+    async with (
+        registered(redis_server.url, "ended", prefill, decode),
+        running(redis_server.url, "ended", *FLAGS) as router,
+    ):
+        await router.ready({"prefill": 1, "decode": 1})
+        stream = OpenStream(router, max_tokens=8)
+        await asyncio.wait_for(gate.reached.wait(), PATIENCE_S)
+        router.process.kill()
+        await until(lambda: bool(decode.lost and prefill.lost))
+        assert f"{PEER_TIMEOUT_S:g} s" in decode.lost[0].reason
+        await asyncio.gather(stream.task, return_exceptions=True)

@@ -1,0 +1,72 @@
+"""Whose requests a key sees, and which salt its requests get, over real HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from kvrelay.config import RouterConfig
+from kvrelay_router.access.tenants import Tenants
+from kvrelay_router.text.service import TextService
+from tests.component.router.rig import MODEL, Router, running_router
+
+ANN, BOB, ADMIN = "sk-ann", "sk-bob", "sk-admin"
+CONFIG = RouterConfig(api_keys=(ANN, BOB), admin_api_keys=(ADMIN,), key_cache_salt=True)
+
+
+@pytest.fixture
+async def shared(text: TextService) -> AsyncIterator[Router]:
+    async with running_router(text, api_keys=(ANN, BOB, ADMIN), tenants=Tenants.from_config(CONFIG)) as router:
+        yield router
+
+
+def key(name: str, **headers: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {name}"} | headers
+
+
+async def ask(router: Router, name: str, **fields: object) -> str:
+    """Sends a request with the id `mine`, and returns its answer's id."""
+    body = {"model": MODEL, "prompt": "An otter", **fields}
+    answer = await router.http.post("/v1/completions", json=body, headers=key(name, **{"x-request-id": "mine"}))
+    assert answer.status_code == 200
+    return str(answer.json()["id"]).removeprefix("cmpl-")
+
+
+async def listed(router: Router, name: str) -> list[str]:
+    answer = await router.http.get("/requests", headers=key(name))
+    return [each["request_id"] for each in answer.json()["requests"]]
+
+
+async def test_a_key_lists_its_own_requests_and_an_admin_key_all(shared: Router) -> None:
+    of_ann, of_bob = await ask(shared, ANN), await ask(shared, BOB)
+    assert await listed(shared, ANN) == [of_ann]
+    assert await listed(shared, BOB) == [of_bob]
+    assert sorted(await listed(shared, ADMIN)) == sorted([of_ann, of_bob])
+
+
+@pytest.mark.parametrize("end", ["", "/timeline"])
+async def test_a_request_of_another_key_looks_unknown(shared: Router, end: str) -> None:
+    of_ann = await ask(shared, ANN)
+    for name in (of_ann, f"cmpl-{of_ann}", "mine"):
+        path = f"/requests/{name}{end}"
+        assert (await shared.http.get(path, headers=key(ANN))).status_code == 200
+        assert (await shared.http.get(path, headers=key(ADMIN))).status_code == 200
+        hidden, unknown = [await shared.http.get(each, headers=key(BOB)) for each in (path, f"/requests/none{end}")]
+        assert hidden.status_code == unknown.status_code == 404
+        assert hidden.json()["error"]["code"] == unknown.json()["error"]["code"]
+
+
+async def test_another_key_that_sends_the_same_id_hides_nothing(shared: Router) -> None:
+    of_ann = await ask(shared, ANN)
+    of_bob = await ask(shared, BOB)
+    for name, expected in ((ANN, of_ann), (BOB, of_bob), (ADMIN, of_bob)):
+        assert (await shared.http.get("/requests/mine", headers=key(name))).json()["id"] == expected
+
+
+async def test_each_tenant_has_a_salt_before_the_requests_own(shared: Router) -> None:
+    for name in (ANN, ANN, BOB):
+        await ask(shared, name, cache_salt="x")
+    first, second, other = (handle.request.cache_salt for handle in shared.dispatcher.handles)
+    assert first == second != other
+    assert first.endswith("/x") and other.endswith("/x")

@@ -1,0 +1,72 @@
+"""Answers with many log-probabilities: refused if they are too large, otherwise written in parts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvrelay_router.dispatch.interface import ModelLimits
+from tests.component.router.rig import Router
+
+LONG = ModelLimits(4096, 400, 64, 2000, 16)
+
+
+def scored(num_prompts: int, num_tokens: int, **fields: Any) -> dict[str, Any]:
+    prompts = [[5 + number % 300 for number in range(num_tokens)]] * num_prompts
+    return {"prompt": prompts, "echo": True, "logprobs": 20, "max_tokens": 1, **fields}
+
+
+async def test_an_answer_above_the_limit_is_400_before_anything_runs(router: Router) -> None:
+    router.dispatcher.model_limits = LONG
+    answer = await router.post("/v1/completions", **scored(200, 2000, prompt_logprobs=20))
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "answer_too_large", "logprobs")
+    assert "400000 tokens" in error["message"]
+    assert not router.dispatcher.handles
+
+
+async def test_the_limit_is_a_setting(make_router: Callable[..., Any]) -> None:
+    async with make_router(max_answer_bytes=10_000) as router:
+        assert (await router.post("/v1/completions", prompt="x", max_tokens=4)).status_code == 200
+        assert (await router.post("/v1/completions", **scored(1, 100))).status_code == 400
+        chat = await router.post("/v1/chat/completions", messages=[{"role": "user", "content": "x"}], logprobs=True)
+        assert chat.status_code == 200
+        assert router.dispatcher.requests[-1].sampling.max_tokens < 200, "what fits into the answer"
+
+
+@pytest.mark.parametrize("num_tokens", [20, 1500])
+async def test_a_stream_says_the_same_as_an_answer_in_one_piece(router: Router, num_tokens: int) -> None:
+    """With 20 tokens both are written at once, with 1,500 both in parts."""
+    router.dispatcher.model_limits = LONG
+    router.answers("An otter is a mammal.")
+    body = scored(3, num_tokens, max_tokens=8)
+    whole = (await router.post("/v1/completions", **body)).json()
+    streamed = await router.post("/v1/completions", **body, stream=True)
+    found: dict[int, dict[str, Any]] = {}
+    *events, done, _ = streamed.text.split("\n\n")
+    assert done == "data: [DONE]"
+    for event in events:
+        (choice,) = json.loads(event.removeprefix("data: "))["choices"]
+        into = found.setdefault(choice["index"], {"text": "", "logprobs": {}})
+        into["text"] += choice["text"]
+        for name, values in (choice["logprobs"] or {}).items():
+            into["logprobs"].setdefault(name, []).extend(values)
+    assert len(whole["choices"]) == 3
+    for choice in whole["choices"]:
+        assert found[choice["index"]] == {"text": choice["text"], "logprobs": choice["logprobs"]}
+        assert len(choice["logprobs"]["tokens"]) == num_tokens + len(router.tokens("An otter is a mammal.")) + 1
+
+
+async def test_scores_of_a_prompt_are_complete_when_written_in_parts(router: Router) -> None:
+    router.dispatcher.model_limits = LONG
+    for num_tokens in (20, 1500):
+        body = scored(2, num_tokens, prompt_logprobs=5, n=2, temperature=1.0)
+        answer = await router.post("/v1/completions", **body)
+        assert ("content-length" in answer.headers) == (num_tokens == 20)
+        for choice in answer.json()["choices"]:
+            assert len(choice["prompt_logprobs"]) == num_tokens
+            assert choice["prompt_logprobs"][0] is None
+            assert all(len(each) == 5 for each in choice["prompt_logprobs"][1:])

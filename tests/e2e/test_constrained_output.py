@@ -1,0 +1,116 @@
+"""Constrained outputs of the whole system are valid, streamed and whole, and the same on every path."""
+
+from __future__ import annotations
+
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.fakes.stack import Stack
+
+pytestmark = pytest.mark.e2e
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "kind": {"enum": ["otter", "heron"]},
+        "ages": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 3},
+        "wild": {"type": "boolean"},
+    },
+    "required": ["name", "kind", "ages", "wild"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "animal", "strict": True, "schema": SCHEMA}}
+
+
+def check(text: str) -> None:
+    found = json.loads(text)
+    assert [*found] == ["name", "kind", "ages", "wild"]
+    assert isinstance(found["name"], str) and len(found["name"]) <= 8 and found["kind"] in ("otter", "heron")
+    assert len(found["ages"]) <= 3 and all(0 <= age <= 99 for age in found["ages"])
+    assert type(found["wild"]) is bool
+
+
+def complete(stack: Stack, prompt: str, **fields: Any) -> list[dict[str, Any]]:
+    body = {"model": stack.model, "prompt": prompt, "max_tokens": 150, "seed": 7, **fields}
+    answer = stack.http.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    choices: list[dict[str, Any]] = answer.json()["choices"]
+    return choices
+
+
+def streamed(stack: Stack, prompt: str, **fields: Any) -> tuple[str, str | None]:
+    """The text and the finish reason."""
+    body = {"model": stack.model, "prompt": prompt, "max_tokens": 150, "seed": 7, "stream": True, **fields}
+    text, reason = "", None
+    with stack.http.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.status_code == 200
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                (choice,) = json.loads(line[6:])["choices"]
+                text, reason = text + choice["text"], choice["finish_reason"] or reason
+    return text, reason
+
+
+def test_many_outputs_at_once_are_valid_or_cut(demo_stack: Stack) -> None:
+    temperatures = [0.0, 0.7, 1.5]
+
+    def ask(number: int) -> None:
+        for choice in complete(
+            demo_stack,
+            f"Animal {number}:",
+            temperature=temperatures[number % 3],
+            n=2,
+            response_format=FORMAT,
+            seed=number,
+        ):
+            if choice["finish_reason"] == "stop":
+                check(choice["text"])
+            else:
+                assert choice["finish_reason"] == "length"
+
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(ask, range(24)))
+    demo_stack.wait_until_clean()
+
+
+def test_compact_outputs_end(demo_stack: Stack) -> None:
+    outputs = {"json": SCHEMA, "whitespace_pattern": ""}
+    for choice in complete(demo_stack, "An animal:", n=4, temperature=1.0, structured_outputs=outputs):
+        assert choice["finish_reason"] == "stop"
+        check(choice["text"])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_stream_is_the_whole_answer(demo_stack: Stack, temperature: float) -> None:
+    outputs = {"json": SCHEMA, "whitespace_pattern": " ?"}
+    (whole,) = complete(demo_stack, "An animal:", temperature=temperature, structured_outputs=outputs)
+    text, reason = streamed(demo_stack, "An animal:", temperature=temperature, structured_outputs=outputs)
+    assert (text, reason) == (whole["text"], "stop")
+    check(text)
+
+
+def test_regex_choice_and_grammar(demo_stack: Stack) -> None:
+    for choice in complete(demo_stack, "Call", n=4, temperature=1.2, guided_regex=r"\d{3}-\d{4}"):
+        assert re.fullmatch(r"\d{3}-\d{4}", choice["text"], re.ASCII)
+    for choice in complete(demo_stack, "Yes?", n=4, temperature=1.2, guided_choice=["yes", "no", "not now"]):
+        assert choice["text"] in ("yes", "no", "not now") and choice["finish_reason"] == "stop"
+    grammar = 'root ::= "(" inner ")"\ninner ::= [a-c]+'
+    for choice in complete(demo_stack, "So", n=4, temperature=1.2, guided_grammar=grammar, max_tokens=12):
+        assert re.fullmatch(r"\([abc]+\)?", choice["text"])
+
+
+def test_logprobs_and_penalties_go_together_with_a_grammar(demo_stack: Stack) -> None:
+    fields = {"guided_regex": "(yes|no){1,3}", "logprobs": 3, "presence_penalty": 0.5, "logit_bias": {"5": -1}}
+    (choice,) = complete(demo_stack, "Well,", temperature=1.0, **fields)
+    assert re.fullmatch("(yes|no){1,3}", choice["text"])
+    assert len(choice["logprobs"]["tokens"]) == len(choice["logprobs"]["token_logprobs"])
+
+
+def test_what_is_cut_says_so(demo_stack: Stack) -> None:
+    (choice,) = complete(demo_stack, "An animal:", temperature=0.0, response_format=FORMAT, max_tokens=4)
+    assert choice["finish_reason"] == "length"

@@ -1,0 +1,154 @@
+"""What goes wrong in the model of a real worker process, as an HTTP client and the request's record show it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvrelay.fleet.embedded import EmbeddedRedis
+from kvrelay.ports import HeldPort
+from tests.e2e.conftest import DEMO_MODEL
+from tests.fakes.failing_worker import FailingToken
+from tests.fakes.waiting import PATIENCE_S
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+WORKER = ["--model", str(DEMO_MODEL), "--dtype", "float32", "--threads", "1", "--num-blocks", "100"]
+WORKER += ["--token-budget", "64", "--max-running", "4", "--no-fused-layers"]
+ROUTER = ["--model", str(DEMO_MODEL), "--max-attempts", "1", "--local-prefill-tokens", "0"]
+SHORT_TIMEOUT_S = "2"
+START_TIMEOUT_S = 90.0
+
+
+class FailingSystem:
+    """A prefill and a decode worker that fail at certain tokens, and two routers: `impatient` has a short time limit
+    for requests. Every request has one attempt."""
+
+    def __init__(self, stack: ExitStack, directory: Path) -> None:
+        self._stack, self._directory = stack, directory
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("KVRELAY_")}
+        self.gate = directory / "gate"
+        os.mkfifo(self.gate)
+        self._armed = directory / "armed"
+        self._environment = environment | {"KVRELAY_TEST_ARMED": str(self._armed), "KVRELAY_TEST_GATE": str(self.gate)}
+        self._redis = stack.enter_context(EmbeddedRedis())
+        self._workers: dict[str, tuple[str, subprocess.Popen[bytes]]] = {}  # id and process by role
+        self._numbers = count()
+        for role in ("prefill", "decode"):
+            self._start_worker(role)
+        self.patient = self._start_router("patient")
+        self.impatient = self._start_router("impatient", "--request-timeout-s", SHORT_TIMEOUT_S)
+        self._until_ready()
+        self._armed.touch()
+
+    def replace(self, role: str) -> None:
+        """Starts a worker in the place of one that has ended."""
+        _, process = self._workers[role]
+        assert process.wait(PATIENCE_S) != 0
+        self._armed.unlink()  # a worker tries its model at the start, with any tokens
+        self._start_worker(role)
+        self._until_ready()
+        self._armed.touch()
+
+    def _start_worker(self, role: str) -> None:
+        name = f"{role}-{next(self._numbers)}"
+        process = self._start(name, "tests.fakes.failing_worker", role, "--worker-id", name, *WORKER)
+        self._workers[role] = name, process
+
+    def _start_router(self, name: str, *flags: str) -> httpx.Client:
+        port = self._stack.enter_context(HeldPort()).port
+        self._start(name, "kvrelay_router", *ROUTER, "--port", str(port), "--router-id", name, *flags)
+        return self._stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=2 * PATIENCE_S))
+
+    def _start(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+        log = self._stack.enter_context((self._directory / f"{name}.log").open("wb"))
+        command = [sys.executable, "-m", *arguments, "--redis-url", self._redis.url]
+        process = self._stack.enter_context(subprocess.Popen(command, stdout=log, stderr=log, env=self._environment))
+        self._stack.callback(process.kill)
+        return process
+
+    def _until_ready(self) -> None:
+        """Until both routers see the present workers, and no others, as ready."""
+        expected = {name for name, _ in self._workers.values()}
+        for router in (self.patient, self.impatient):
+            deadline = time.monotonic() + START_TIMEOUT_S
+            while _ready_workers(router) != expected:
+                assert time.monotonic() < deadline, "the system did not become ready"
+                time.sleep(0.1)
+
+
+def _ready_workers(router: httpx.Client) -> set[str]:
+    try:
+        workers = router.get("/fleet").raise_for_status().json()["workers"]
+    except httpx.HTTPError:
+        return set()
+    return {worker["worker_id"] for worker in workers if worker["state"] == "ready"}
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FailingSystem]:
+    with ExitStack() as stack:
+        yield FailingSystem(stack, tmp_path_factory.mktemp("system"))
+
+
+def read_by_prefill(token: FailingToken) -> dict[str, Any]:
+    """A request whose prompt has the token."""
+    return {"prompt": [5, 6, token, 7], "max_tokens": 4}
+
+
+def read_by_decode(token: FailingToken) -> dict[str, Any]:
+    """A request whose first sampled token it is, which only decode reads."""
+    return {"prompt": [5, 6, 7], "max_tokens": 4, "logit_bias": {str(int(token)): 100}}
+
+
+def check_failure(router: httpx.Client, body: dict[str, Any], status: int, code: str, kind: str, cause: str) -> None:
+    """The answer has this status and code, its message contains `cause`, and the request's record has the kind."""
+    answer = router.post("/v1/completions", json=body | {"model": "kvrelay-demo", "temperature": 0})
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert (error["code"], error["type"]) == (code, "server_error")
+    assert cause in error["message"]
+    record = router.get(f"/requests/{answer.headers['x-request-id']}").raise_for_status().json()
+    assert record["failure_kind"] == kind
+    assert cause in record["error"]
+    assert [(each["finish"], each["failure_kind"]) for each in record["sequences"]] == [("abort", kind)]
+
+
+def check_serves(router: httpx.Client) -> None:
+    body = {"model": "kvrelay-demo", "prompt": [5, 6], "max_tokens": 4, "temperature": 0}
+    answer = router.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+
+
+READERS = pytest.mark.parametrize("request_with", [read_by_prefill, read_by_decode])
+
+
+@READERS
+def test_logits_that_are_not_finite(system: FailingSystem, request_with: Any) -> None:
+    body = request_with(FailingToken.BAD_LOGITS)
+    check_failure(system.patient, body, 502, "bad_logits", "bad_logits", "logits are not finite")
+    check_serves(system.patient)
+
+
+@READERS
+def test_too_little_memory_for_a_step(system: FailingSystem, request_with: Any) -> None:
+    body = request_with(FailingToken.OUT_OF_MEMORY)
+    check_failure(system.patient, body, 502, "out_of_memory", "out_of_memory", "can't allocate memory")
+    check_serves(system.patient)
+
+
+@READERS
+def test_a_step_that_outlasts_the_deadline(system: FailingSystem, request_with: Any) -> None:
+    body = request_with(FailingToken.HANG)
+    check_failure(system.impatient, body, 504, "request_timeout", "deadline", f"{SHORT_TIMEOUT_S} s")
+    system.gate.open("wb").close()
+    check_serves(system.patient)

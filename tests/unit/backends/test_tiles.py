@@ -1,0 +1,79 @@
+"""The kernels' products by AMX: compiled for a CPU that has it, and run in an emulation of its instructions."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvrelay.backends import cpu, cpu_build
+from kvrelay.backends.cpu import CpuBackend
+from kvrelay.backends.torch_sdpa import TorchBackend
+from kvrelay.engine.fused import kernel as fused_kernel
+from kvrelay.engine.fused import products
+from tests.fakes.waiting import PATIENCE_S
+from tests.unit.backends.cases import Case
+from tests.unit.engine.test_fused_kernels import assert_close, make_kernel, product
+
+pytestmark = [pytest.mark.unit, pytest.mark.slow, pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")]
+
+
+def compile_kernel(target: Path, *flags: str) -> None:
+    source = Path(cpu_build.__file__).with_name("cpu_decoder.c")
+    fixed = ("-std=gnu11", "-fPIC", "-fno-math-errno", "-fopenmp", "-Werror=implicit-function-declaration", "-O1")
+    subprocess.run(["gcc", *fixed, *flags, str(source), "-o", str(target), "-lm"], check=True, timeout=10 * PATIENCE_S)
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ctypes.CDLL]:
+    """The kernels with emulated tiles."""
+    target = tmp_path_factory.mktemp("tiles") / "kernel.so"
+    compile_kernel(target, "-march=native", "-DEMULATE_TILES", "-shared")
+    cpu_build._load_torch_openmp()
+    library = ctypes.CDLL(str(target))
+    assert library.kvrelay_tiles() == 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "load_kernel", lambda: library)
+        patch.setattr(fused_kernel, "load_kernel", lambda: library)
+        patch.setattr(products, "load_kernel", lambda: library)
+        yield library
+
+
+def test_compiles_for_a_cpu_with_amx(tmp_path: Path) -> None:
+    target = tmp_path / "kernel.s"
+    compile_kernel(target, "-march=sapphirerapids", "-S")
+    assert "tdpbf16ps" in target.read_text()
+
+
+def test_the_check_at_load_accepts_right_sums(emulated: ctypes.CDLL) -> None:
+    assert emulated.kvrelay_check_tiles() == 1
+    assert emulated.kvrelay_tiles() == 1
+
+
+@pytest.mark.parametrize("num_tokens", [9, 16, 17, 33, 385])
+@pytest.mark.parametrize("num_in", [32, 96, 512, 544, 1030])
+def test_products_by_tiles(emulated: ctypes.CDLL, num_tokens: int, num_in: int) -> None:
+    kernel, weights = make_kernel(torch.bfloat16, num_in=num_in, num_out=70)
+    x = torch.randn(num_tokens, num_in).bfloat16()
+    before = emulated.kvrelay_emulated_dots()
+    found = kernel.products.linear(weights.head, x, torch.float32)
+    assert_close(found, product(weights.head, x), torch.float32)
+    assert emulated.kvrelay_emulated_dots() > before
+    gate, up = product(weights.layers[0].gate_up, x).chunk(2, dim=1)
+    assert_close(
+        kernel.products.linear(weights.layers[0].gate_up, x), torch.nn.functional.silu(gate) * up, torch.bfloat16
+    )
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
+@pytest.mark.parametrize("window", [None, 40])
+def test_attention_by_tiles(emulated: ctypes.CDLL, head_dim: int, window: int | None) -> None:
+    rows = [(0, 70), (90, 33), (200, 1), (5, 3)]
+    case = Case(rows, group=3, head_dim=head_dim, dtype=torch.bfloat16, window=window)
+    (ours, _), (theirs, _) = case.run(CpuBackend()), case.run(TorchBackend())
+    torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=2e-2)

@@ -1,0 +1,122 @@
+"""Placement over whole fleets, under every policy: prefixes replicate, bursts spread, who is never chosen."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrelay.protocol.messages import Status
+from kvrelay_router.dispatch.interface import TooLate
+from kvrelay_router.dispatch.placement import PromptPrefixes
+from kvrelay_router.routing.candidates import Decision
+from kvrelay_router.routing.policy import PolicyName
+from tests.unit.dispatch.routed_fleet import Fleet, chosen_prefill, names, peer_of
+
+
+@pytest.mark.parametrize("policy", get_args(PolicyName))
+def test_a_worker_that_was_not_heard_lately_gets_nothing_while_others_are(policy: PolicyName) -> None:
+    fleet = Fleet("p0", "p1", "d0", "d1", policy=policy)
+    fleet.silent_s = {"p0": 1.6, "d1": 9.0, "d0": 1.4}
+    for number in range(8):
+        decision, _ = fleet.place([number] * 200, number)
+        assert names(decision) == ("p1", "d0")
+    prompt = PromptPrefixes([1] * 200)
+    chosen = fleet.placement.place_decode("r", prompt, "f", frozenset({("d0", "1")}))
+    assert chosen is not None and chosen.peer_id == "d1", "the last one there is"
+    fleet.silent_s = {"p0": 3.0, "p1": 4.0, "d0": 5.0, "d1": 6.0}  # this router itself stood still
+    assert {names(fleet.place([number] * 200, number)[0])[0] for number in range(8)} <= {"p0", "p1"}
+
+
+def test_a_new_start_of_an_excluded_decode_worker_is_another_one() -> None:
+    fleet = Fleet("p0", "d0")
+    prompt = PromptPrefixes([1] * 200)
+    assert fleet.placement.place_decode("r", prompt, "f", frozenset({("d0", "1")})) is None
+    assert fleet.placement.has_decode("f") and not fleet.placement.has_decode("another")
+    chosen = fleet.placement.place_decode("r", prompt, "f", frozenset({("d0", "0")}))
+    assert chosen is not None and chosen.peer_id == "d0"
+
+
+def test_a_burst_between_two_load_reports_spreads() -> None:
+    fleet = Fleet(*(f"p{i}" for i in range(8)), *(f"d{i}" for i in range(4)))
+    prompts = [[number] * 2000 for number in range(64)]
+    decisions = [fleet.place(prompt, number)[0] for number, prompt in enumerate(prompts)]
+    assert set(Counter(map(chosen_prefill, decisions)).values()) == {8}
+    decodes = Counter(decision.decode.worker_id for decision in decisions if decision.decode is not None)
+    assert set(decodes.values()) == {16}
+
+
+def test_what_another_router_has_sent_counts_once_a_worker_has_said_so() -> None:
+    fleet = Fleet("p0", "p1", "d0")
+    fleet.place([1] * 2000)
+    first = chosen_prefill(fleet.place([2] * 2000, 1)[0])
+    other = "p0" if first == "p1" else "p1"
+    # Both have this router's 2,000; another router's 50,000 make the difference, and ours are not counted twice.
+    for name in ("p0", "p1"):
+        foreign = 50_000 if name == other else 0
+        fleet.report(name, queued_tokens=2000 + foreign, own_queued_tokens=2000, num_sequences=1, own_sequences=1)
+    assert {chosen_prefill(fleet.place([3 + i] * 2000, 2 + i)[0]) for i in range(8)} == {first}
+
+
+def test_a_hot_prefix_replicates_under_load_and_stays_where_it_is_without() -> None:
+    hot = list(range(8192))
+    calm = Fleet("p0", "p1", "p2", "p3", "d0")
+    for number in range(12):  # each is done before the next comes
+        decision, held = calm.place([*hot, *[number] * 200], number)
+        calm.load.move(held, None, 0, None)
+        assert number == 0 or decision.num_cached_tokens == 8192
+    busy = Fleet("p0", "p1", "p2", "p3", "d0")
+    decisions = [busy.place([*hot, *[number] * 200], number)[0] for number in range(1000)]
+    shares = Counter(map(chosen_prefill, decisions))
+    assert len(shares) == 4 and max(shares.values()) < 2 * min(shares.values())
+    assert sum(decision.num_cached_tokens == 0 for decision in decisions) == 4, "each computes the prefix once"
+
+
+@given(
+    st.sampled_from(get_args(PolicyName)),
+    st.sets(st.sampled_from(["p0", "p1", "p2", "d0", "d1"])),
+    st.lists(st.integers(0, 3), min_size=1, max_size=30),
+)
+def test_a_draining_worker_is_never_chosen(policy: PolicyName, draining: set[str], prompts: list[int]) -> None:
+    fleet = Fleet("p0", "p1", "p2", "p3", "d0", "d1", "d2", policy=policy, draining=tuple(draining))
+    for number, prompt in enumerate(prompts):
+        decision, _ = fleet.place([prompt] * 100, number)
+        chosen = {each.worker_id for each in (decision.prefill, decision.decode) if each is not None}
+        assert not chosen & draining
+
+
+def test_the_last_decisions_are_kept_with_their_reasons() -> None:
+    fleet = Fleet("p0", "d0")
+    for number in range(60):
+        fleet.place([number] * 100, number)
+    latest = fleet.placement.last_decisions
+    assert len(latest) == 50 and latest[-1]["request_id"] == "r59"
+    assert latest[-1]["prefill"] == "p0" and latest[-1]["reasons"] and latest[-1]["expected_ms"]["compute"] > 0
+
+
+def test_what_no_placement_serves_in_time_is_refused_and_what_another_policy_would_miss_is_not() -> None:
+    fleet = Fleet("p0", "p1", "d0", policy="prefix_only")
+    long = PromptPrefixes(list(range(4096)))
+    for number in range(20):  # all on one worker, which holds the prefix
+        fleet.place([*range(4096), *[number] * 2000], number)
+    late = fleet.placement.place("r", prompt=long, needs_decode=True)
+    soon = fleet.placement.place("r", prompt=long, needs_decode=True, deadline_s=1.0)
+    assert isinstance(late, Decision) and isinstance(soon, Decision)
+    assert chosen_prefill(late) != chosen_prefill(soon)
+    assert late.expected.ttft_s > 1.0 > soon.expected.ttft_s
+    with pytest.raises(TooLate) as caught:
+        fleet.placement.place("r", prompt=long, needs_decode=True, deadline_s=0.05)
+    assert caught.value.retry_after_s == pytest.approx(soon.expected.ttft_s - 0.05)
+
+
+def test_speeds_that_nobody_measured_refuse_nobody() -> None:
+    fleet = Fleet("p0", "d0")
+    for name, record in fleet.records.items():
+        status = Status(query=1, draining=False, queues={}, blocks={"free": 4096}, totals={})
+        fleet.view.answered(peer_of(record), status, 0.0)
+        assert name in fleet.records
+    decision = fleet.placement.place("r", prompt=PromptPrefixes([1] * 4096), needs_decode=True, deadline_s=1e-6)
+    assert isinstance(decision, Decision)

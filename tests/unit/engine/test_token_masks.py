@@ -1,0 +1,193 @@
+"""Sampling under grammars, against matchers that are given each output anew."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Event, Lock
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrelay.engine import token_masks
+from kvrelay.engine.sampler import Sampler
+from kvrelay.engine.token_masks import GrammarFailed
+from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarMatcher, TokenMask
+from kvrelay.grammar.llguidance_compiler import LLGuidanceCompiler
+from kvrelay.protocol.grammar import Grammar, GrammarKind
+from kvrelay.protocol.sampling import Sampling
+from kvrelay.protocol.sequence_key import SequenceKey
+
+TOKENIZER_JSON = (Path(__file__).parents[3] / "models" / "demo" / "tokenizer.json").read_text(encoding="utf-8")
+TOKENIZER = tokenizers.Tokenizer.from_str(TOKENIZER_JSON)
+VOCAB_SIZE = TOKENIZER.get_vocab_size()
+END = 2
+COMPILER = LLGuidanceCompiler(TOKENIZER_JSON, VOCAB_SIZE, [END])
+NUM_PROMPT = 3
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yy"]}}, "required": ["b"]}
+GRAMMARS = [
+    None,
+    Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(SCHEMA)),
+    Grammar(kind=GrammarKind.REGEX, text=r"[0-9]{1,5}(, [0-9]{1,5})*"),
+    Grammar(kind=GrammarKind.CHOICE, text=json.dumps(["yes", "no", "yes, but"])),
+]
+SAMPLINGS = [Sampling(temperature=0.0), Sampling(temperature=1.0, seed=5), Sampling(temperature=0.7, top_p=0.8, seed=7)]
+
+
+def key(index: int) -> SequenceKey:
+    return (f"request-{index}", 0, 0)
+
+
+def sampler_of(make: GrammarCompiler | None = COMPILER) -> Sampler:
+    lock = Lock()
+    lock.acquire()  # as its owner does around each call; it is released while masks are waited for
+    return Sampler(VOCAB_SIZE, (END,), torch.device("cpu"), lock, None if make is None else lambda: make)
+
+
+def logits_at(index: int, position: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(index * 1000 + position)
+    return torch.randn(VOCAB_SIZE, generator=generator) * 4
+
+
+def allowed(grammar: Grammar, output: list[int]) -> list[int]:
+    """What may follow an output, by a matcher that has not seen it grow."""
+    matcher, mask = COMPILER.compile(grammar), np.zeros(COMPILER.mask_words, np.int32)
+    matcher.accept(output)
+    matcher.fill(mask)
+    found: list[int] = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+    return found
+
+
+def run(rows: list[tuple[Grammar | None, Sampling]], num_steps: int, *, restart_at: int = -1) -> list[list[int]]:
+    """The outputs of sequences that are sampled together. `restart_at`: the step at which all come to a new sampler."""
+    sampler = sampler_of()
+    outputs: list[list[int]] = [[] for _ in rows]
+
+    def add(index: int) -> None:
+        grammar, sampling = rows[index]
+        wanted = Sampling(temperature=sampling.temperature, top_p=sampling.top_p, seed=sampling.seed, grammar=grammar)
+        sampler.add(key(index), wanted, [*range(4, 4 + NUM_PROMPT), *outputs[index]], NUM_PROMPT)
+
+    for index in range(len(rows)):
+        add(index)
+    for step in range(num_steps):
+        if step == restart_at:
+            sampler = sampler_of()
+            for index in range(len(rows)):
+                add(index)
+        live = [index for index in range(len(rows)) if END not in outputs[index]]
+        if not live:
+            break
+        positions = np.array([NUM_PROMPT + len(outputs[index]) for index in live])
+        logits = torch.stack([logits_at(index, step) for index in live])
+        token_ids, _ = sampler.sample([key(index) for index in live], positions, logits)
+        for index, token in zip(live, token_ids.tolist(), strict=True):
+            outputs[index].append(token)
+    return outputs
+
+
+cases = st.lists(st.tuples(st.sampled_from(GRAMMARS), st.sampled_from(SAMPLINGS)), min_size=1, max_size=5)
+
+
+@given(rows=cases)
+def test_every_token_is_allowed_and_a_greedy_one_is_the_best_of_these(
+    rows: list[tuple[Grammar | None, Sampling]],
+) -> None:
+    for index, output in enumerate(run(rows, 12)):
+        grammar, sampling = rows[index]
+        if grammar is None:
+            continue
+        for step, token in enumerate(output):
+            candidates = allowed(grammar, output[:step])
+            assert token in candidates
+            if sampling.temperature == 0.0:
+                assert token == max(candidates, key=logits_at(index, step).tolist().__getitem__)
+
+
+@given(rows=cases, restart_at=st.integers(0, 11))
+def test_neither_the_batch_nor_a_new_beginning_changes_an_output(
+    rows: list[tuple[Grammar | None, Sampling]], restart_at: int
+) -> None:
+    together = run(rows, 12)
+    assert run(rows, 12, restart_at=restart_at) == together
+    alone = run([rows[0]], 12)[0]
+    assert alone == together[0]
+
+
+def test_choices_are_spelled_out_and_end() -> None:
+    (output,) = run([(GRAMMARS[3], SAMPLINGS[1])], 40)
+    assert output[-1] == END and TOKENIZER.decode(output[:-1]) in ("yes", "no", "yes, but")
+
+
+def test_a_grammar_that_cannot_go_on_fails_its_row_alone() -> None:
+    sampler = sampler_of()
+    sampler.add(key(0), Sampling(temperature=0.0, grammar=GRAMMARS[3]), [5, 6, 7, 8], 1)  # no choice begins so
+    sampler.add(key(1), Sampling(temperature=0.0, grammar=GRAMMARS[3]), [5], 1)
+    logits = torch.stack([logits_at(0, 0), logits_at(1, 0)])
+    with pytest.raises(GrammarFailed) as failed:
+        sampler.sample([key(0), key(1)], np.array([4, 1]), logits)
+    assert failed.value.keys == {key(0)}
+    sampler.drop(key(0))
+    assert len(sampler.sample([key(1)], np.array([1]), logits[1:])[0]) == 1
+
+
+def test_without_a_tokenizer_constrained_rows_fail_and_others_do_not() -> None:
+    sampler = sampler_of(None)
+    sampler.add(key(0), Sampling(temperature=0.0, grammar=GRAMMARS[1]), [5], 1)
+    sampler.add(key(1), Sampling(temperature=0.0), [5], 1)
+    with pytest.raises(GrammarFailed, match="no tokenizer"):
+        sampler.sample([key(0)], np.array([1]), logits_at(0, 0)[None])
+    assert len(sampler.sample([key(1)], np.array([1]), logits_at(1, 0)[None])[0]) == 1
+
+
+class Hanging:
+    """A compiler whose masks for one grammar hang until `go_on` is set."""
+
+    def __init__(self, victim: Grammar) -> None:
+        self.go_on = Event()
+        self.mask_words = COMPILER.mask_words
+        self._victim = victim
+
+    def compile(self, grammar: Grammar) -> GrammarMatcher:
+        matcher = COMPILER.compile(grammar)
+        return HangingMatcher(matcher, self.go_on) if grammar == self._victim else matcher
+
+
+class HangingMatcher:
+    def __init__(self, matcher: GrammarMatcher, go_on: Event) -> None:
+        self._matcher = matcher
+        self._go_on = go_on
+        self._num_masks = 0
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        self._matcher.accept(token_ids)
+
+    def fill(self, mask: TokenMask) -> None:
+        self._num_masks += 1
+        if self._num_masks > 1:
+            assert self._go_on.wait(60)
+        self._matcher.fill(mask)
+
+
+def test_a_mask_that_hangs_fails_its_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_masks, "LONGEST_WAIT_S", 0.2)
+    victim, other = GRAMMARS[1], GRAMMARS[2]
+    assert victim is not None
+    compiler = Hanging(victim)
+    sampler = sampler_of(compiler)
+    for index, grammar in enumerate([victim, other]):
+        sampler.add(key(index), Sampling(temperature=0.0, grammar=grammar), [5], 1)
+    both, positions = [key(0), key(1)], np.array([1, 1])
+    logits = torch.stack([logits_at(0, 0), logits_at(1, 0)])
+    sampler.sample(both, positions, logits)
+    with pytest.raises(GrammarFailed, match="takes longer") as failed:
+        sampler.sample(both, positions + 1, logits)
+    assert failed.value.keys == {key(0)}
+    sampler.drop(key(0))
+    assert len(sampler.sample([key(1)], positions[1:] + 1, logits[1:])[0]) == 1
+    compiler.go_on.set()

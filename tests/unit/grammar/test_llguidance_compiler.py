@@ -1,0 +1,214 @@
+"""What a compiler of grammars has to do, whichever library it uses."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarError, TokenMask
+from kvrelay.grammar.llguidance_compiler import MAX_COMPILED, LLGuidanceCompiler
+from kvrelay.grammar.regex_size import expanded_size
+from kvrelay.protocol.grammar import Grammar, GrammarKind
+
+TOKENIZER_JSON = (Path(__file__).parents[3] / "models" / "demo" / "tokenizer.json").read_text(encoding="utf-8")
+TOKENIZER = tokenizers.Tokenizer.from_str(TOKENIZER_JSON)
+VOCAB_SIZE = TOKENIZER.get_vocab_size() + 40  # models pad their vocabularies
+END = 2
+MAX_TOKENS = 400
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return LLGuidanceCompiler(TOKENIZER_JSON, VOCAB_SIZE, [END])
+
+
+def allowed(mask: TokenMask) -> list[int]:
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+
+
+def walk(compiler: GrammarCompiler, grammar: Grammar, seed: int) -> str | None:
+    """The text of a random walk through the allowed tokens. None: it did not end."""
+    chooser, matcher = random.Random(seed), compiler.compile(grammar)
+    output: list[int] = []
+    mask = np.zeros(compiler.mask_words, np.int32)
+    for _ in range(MAX_TOKENS):
+        matcher.fill(mask)
+        token = chooser.choice(allowed(mask))
+        assert token < VOCAB_SIZE
+        if token == END:
+            return str(TOKENIZER.decode(output, skip_special_tokens=False))
+        matcher.accept([token])
+        output.append(token)
+    return None
+
+
+def schema_of(**properties: Any) -> Grammar:
+    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    return Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(schema))
+
+
+@given(seed=st.integers(0, 2**32))
+def test_objects_follow_their_schema(compiler: GrammarCompiler, seed: int) -> None:
+    grammar = schema_of(
+        kind={"enum": ["otter", 'a "quoted" one', "ötter"]},
+        size={"type": "integer", "minimum": 3, "maximum": 120},
+        tags={"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
+        more={"anyOf": [{"type": "null"}, {"type": "string", "maxLength": 4}]},
+    )
+    text = walk(compiler, grammar, seed)
+    if text is None:
+        return  # whitespace between tokens may go on for long
+    found = json.loads(text)
+    assert [*found] == ["kind", "size", "tags", "more"]
+    assert found["kind"] in ("otter", 'a "quoted" one', "ötter") and 3 <= found["size"] <= 120
+    assert 1 <= len(found["tags"]) <= 3 and {type(tag) for tag in found["tags"]} == {bool}
+    assert found["more"] is None or len(found["more"]) <= 4
+
+
+PATTERNS = [r"\d{3}-\d{4}", r"(ab|cd)+e?", r"[^a-z ]{1,8}", r"x?", "\\w/\n"]
+LARK = 'start: "a" rest\nrest: /[0-9]{2}/ | "b"'
+GBNF = 'root ::= "a" rest\nrest ::= [0-9] [0-9] | "b"'
+
+
+@given(seed=st.integers(0, 2**32), pattern=st.sampled_from(PATTERNS))
+def test_texts_match_their_regex(compiler: GrammarCompiler, seed: int, pattern: str) -> None:
+    text = walk(compiler, Grammar(kind=GrammarKind.REGEX, text=pattern), seed)
+    assert text is None or re.fullmatch(pattern, text, re.ASCII)
+
+
+@given(seed=st.integers(0, 2**32), choices=st.lists(st.text(min_size=1, max_size=12), min_size=1, max_size=5))
+def test_an_output_is_one_of_the_choices(compiler: GrammarCompiler, seed: int, choices: list[str]) -> None:
+    grammar = Grammar(kind=GrammarKind.CHOICE, text=json.dumps(choices))
+    assert walk(compiler, grammar, seed) in choices
+
+
+@pytest.mark.parametrize("text", [LARK, GBNF])
+def test_grammars_in_both_notations(compiler: GrammarCompiler, text: str) -> None:
+    for seed in range(10):
+        assert re.fullmatch(r"a(\d\d|b)", walk(compiler, Grammar(kind=GrammarKind.GRAMMAR, text=text), seed) or "")
+
+
+def test_whitespace_between_the_tokens_of_json_can_be_ruled_out(compiler: GrammarCompiler) -> None:
+    grammar = schema_of(a={"type": "boolean"}, b={"type": "null"})
+    compact = Grammar(kind=grammar.kind, text=grammar.text, whitespace="")
+    assert walk(compiler, compact, 1) in ('{"a":true,"b":null}', '{"a":false,"b":null}')
+
+
+def test_a_structural_tag_constrains_what_follows_its_trigger(compiler: GrammarCompiler) -> None:
+    tag = {
+        "type": "structural_tag",
+        "triggers": ["<call"],
+        "structures": [{"begin": "<call=f>", "schema": {"type": "object", "maxProperties": 0}, "end": "</call>"}],
+    }
+    matcher = compiler.compile(Grammar(kind=GrammarKind.STRUCTURAL_TAG, text=json.dumps(tag)))
+    matcher.accept(TOKENIZER.encode("free text, then <call=f>{}</call> and more", add_special_tokens=False).ids)
+    with pytest.raises(GrammarError):
+        matcher.accept(TOKENIZER.encode(" <call=g>", add_special_tokens=False).ids)
+
+
+def test_a_matcher_that_is_given_an_earlier_output_allows_what_the_first_one_does(compiler: GrammarCompiler) -> None:
+    grammar = schema_of(name={"type": "string"}, age={"type": "integer"})
+    first, mask, other = compiler.compile(grammar), *np.zeros((2, compiler.mask_words), np.int32)
+    output: list[int] = []
+    for token in TOKENIZER.encode('{"name": "an otter", "age": 12}', add_special_tokens=False).ids:
+        again = compiler.compile(grammar)
+        again.accept(output)
+        first.fill(mask)
+        again.fill(other)
+        assert np.array_equal(mask, other) and token in allowed(mask)
+        first.accept([token])
+        output.append(token)
+    first.fill(mask)
+    assert END in allowed(mask)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "reason"),
+    [
+        (GrammarKind.JSON_SCHEMA, '{"type": "otter"}', "otter"),
+        (GrammarKind.JSON_SCHEMA, "{", "no JSON"),
+        (GrammarKind.JSON_SCHEMA, '{"not": {"type": "string"}}', "not"),
+        (GrammarKind.REGEX, "(a", "unclosed group"),
+        (GrammarKind.REGEX, "(?=a)b", "look-around"),
+        (GrammarKind.REGEX, "x((a{99}[b{]{9}){99}){99}", "repetitions"),
+        (GrammarKind.JSON_SCHEMA, '{"items": {"pattern": "^(a{0,999}){0,999}$"}}', "repetitions"),
+        (GrammarKind.GRAMMAR, 'start: "a" /(b{999}){999}/', "repetitions"),
+        (GrammarKind.GRAMMAR, "start: other", "other"),
+        (GrammarKind.GRAMMAR, "", "'root'"),
+        (GrammarKind.STRUCTURAL_TAG, "7", "structural tag"),
+        (GrammarKind.STRUCTURAL_TAG, '{"triggers": ["<"]}', "structures"),
+        (GrammarKind.STRUCTURAL_TAG, '{"triggers": ["<"], "structures": []}', "at least one"),
+        (
+            GrammarKind.STRUCTURAL_TAG,
+            '{"triggers": ["<"], "structures": [{"begin": "(", "schema": {}, "end": ""}]}',
+            "no trigger",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(compiler: GrammarCompiler, kind: GrammarKind, text: str, reason: str) -> None:
+    with pytest.raises(GrammarError, match=re.escape(reason)):
+        compiler.compile(Grammar(kind=kind, text=text))
+
+
+def nested(depth: int) -> str:
+    return '{"type":"object","properties":{"x":' * depth + "{}" + "}}" * depth
+
+
+HOSTILE = {
+    "depth": (GrammarKind.JSON_SCHEMA, nested(2000)),
+    "repeats": (GrammarKind.REGEX, "((((a{99}){99}){99}){99}){99}"),
+    "backtracking": (GrammarKind.REGEX, "(a+)+(a|aa)*(.*.*)*b{1000}"),
+    "references": (GrammarKind.JSON_SCHEMA, '{"$ref": "#"}'),
+    "brackets": (GrammarKind.GRAMMAR, "start: " + "(" * 3000),
+    "choices": (GrammarKind.CHOICE, json.dumps([f"{number}" * 20 for number in range(10_000)])),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_grammars_are_refused_or_followed(compiler: GrammarCompiler, name: str) -> None:
+    """Neither crashes nor runs for long: the library's limits end the work."""
+    kind, text = HOSTILE[name]
+    with contextlib.suppress(GrammarError):
+        walk(compiler, Grammar(kind=kind, text=text), 0)
+
+
+def test_the_latest_grammars_are_kept_compiled(compiler: GrammarCompiler) -> None:
+    grammars = [Grammar(kind=GrammarKind.REGEX, text=f"a{{{number}}}") for number in range(1, MAX_COMPILED + 20)]
+    for grammar in [*grammars, *reversed(grammars)]:
+        mask = np.zeros(compiler.mask_words, np.int32)
+        compiler.compile(grammar).fill(mask)
+        assert allowed(mask)
+
+
+def test_a_model_without_an_end_or_a_tokenizer_cannot_be_constrained() -> None:
+    with pytest.raises(GrammarError, match="end-of-sequence"):
+        LLGuidanceCompiler(TOKENIZER_JSON, VOCAB_SIZE, [])
+    with pytest.raises(GrammarError, match="tokenizer"):
+        LLGuidanceCompiler("{}", VOCAB_SIZE, [END])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "size"),
+    [
+        ("", 0),
+        ("abc", 3),
+        ("a{3}b", 4),
+        ("(ab){2,5}", 10),
+        (r"\{3}[]{9}]{4}", 7),
+        ("(a|b{2}){3}", 9),
+        ("a{2,}", 2),
+        ("))a", 3),
+    ],
+)
+def test_the_size_of_a_regex_counts_repetitions(pattern: str, size: int) -> None:
+    assert expanded_size(pattern) == size

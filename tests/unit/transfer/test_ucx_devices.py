@@ -1,0 +1,68 @@
+"""Which devices UCX gets for the address that a worker listens at."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from kvrelay.transfer import ucx_devices
+from kvrelay.transfer.nixl_agent import TransportUnavailable
+from kvrelay.transfer.ucx_devices import VARIABLE, devices_for
+
+pytestmark = pytest.mark.unit
+
+ADDRESSES = {"lo": "127.0.0.1", "eth0": "192.0.2.2", "eth1": "198.51.100.2", "down0": None}
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With four interfaces, one of which has no address."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(ADDRESSES)))
+    monkeypatch.setattr(ucx_devices, "_first_address", ADDRESSES.__getitem__)
+
+
+@pytest.mark.parametrize(
+    ("host", "devices"),
+    [
+        ("127.0.0.1", "lo"),
+        ("127.7.0.3", "lo"),
+        ("::1", "lo"),
+        ("localhost", "lo"),
+        ("192.0.2.2", "^eth1,lo"),
+        ("198.51.100.2", "^eth0,lo"),
+        ("0.0.0.0", ""),
+        ("::", ""),
+        ("*", ""),
+        (None, ""),
+    ],
+)
+def test_an_address_chooses_its_device_and_a_wildcard_all(host: str | None, devices: str) -> None:
+    assert devices_for(host) == devices
+
+
+@pytest.mark.parametrize("host", ["192.0.2.3", "2001:db8::7", "no-such-host.invalid"])
+def test_an_address_that_ucx_cannot_listen_at_is_refused(host: str) -> None:
+    with pytest.raises(TransportUnavailable, match=host):
+        devices_for(host)
+
+
+def test_what_the_environment_names_is_kept_and_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(VARIABLE, "eth1")
+    assert devices_for("127.0.0.1") == ""
+    assert "UCX_NET_DEVICES=eth1" in caplog.text
+
+
+def test_the_only_interface_needs_no_exclusion(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "eth0")])
+    assert devices_for("192.0.2.2") == ""
+
+
+def test_the_kernel_tells_the_address_of_the_loopback_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.delenv(VARIABLE, raising=False)
+    device = devices_for("127.0.0.1")
+    assert device in [name for _, name in socket.if_nameindex()]

@@ -16,7 +16,7 @@ from typing import Any, Self
 import httpx
 import psutil
 
-from tests.fakes.waiting import PATIENCE_S
+from tests.fakes.waiting import PATIENCE_S, wait_until
 
 START_TIMEOUT_S = 120.0
 IDLE_STATES = ("free", "cached", "total")
@@ -52,8 +52,16 @@ class Stack:
         return answer
 
     def workers(self, role: str) -> list[dict[str, Any]]:
-        """The fleet's workers of one role."""
-        return [worker for worker in self.fleet()["workers"] if worker["role"] == role]
+        """The fleet's workers of one role, as they are now: of a worker that answers late, the router shows what it
+        heard before."""
+        found: list[dict[str, Any]] = []
+
+        def are_current() -> bool:
+            found[:] = [worker for worker in self.fleet()["workers"] if worker["role"] == role]
+            return all(worker["live"] for worker in found if worker["state"] == "ready")
+
+        wait_until(are_current)
+        return found
 
     def busy_blocks(self) -> dict[str, dict[str, int]]:
         """Blocks that are neither free nor cached, by worker and state."""

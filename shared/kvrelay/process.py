@@ -29,6 +29,10 @@ class StartFailed(Exception):
     The message is for the user."""
 
 
+class ServiceEnds(Exception):
+    """A running service must end, and a retry would not help. The message is for the user."""
+
+
 def service_main(
     prog: str,
     what: str,
@@ -51,6 +55,9 @@ def service_main(
         run(config)
     except StartFailed as error:
         log.error("the %s cannot start: %s", what, error, exc_info=log.isEnabledFor(logging.DEBUG))
+        return 1
+    except ServiceEnds as error:
+        log.error("the %s ends: %s", what, error)
         return 1
     except Exception:
         log.exception("the %s ends because of an error", what)

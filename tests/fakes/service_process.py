@@ -16,7 +16,7 @@ from collections import Counter
 
 from kvrelay.config import CommonConfig, RouterConfig, WorkerConfig, load_config
 from kvrelay.config.worker import Role
-from kvrelay.fleet import Registry, RegistryError, WorkerRecord
+from kvrelay.fleet import Registry, RegistryError, WorkerIdTaken, WorkerRecord
 
 
 def run_worker(role: Role) -> None:
@@ -63,7 +63,10 @@ async def _work(config: WorkerConfig) -> None:
         max_model_len=1,
         vocab_size=1,
     )
-    record = await registry.join(record, config.lease_ttl_s)
+    try:
+        record = await registry.join(record, config.lease_ttl_s)
+    except WorkerIdTaken as taken:
+        record = await registry.join(record, config.lease_ttl_s, ended=taken.incarnation)
     while not stop.is_set():
         try:
             await registry.renew(record, config.lease_ttl_s)

@@ -8,6 +8,7 @@ from kvrelay.fleet.worker_registry import (
     RegistryError,
     RegistryMisconfigured,
     RegistryUnavailable,
+    WorkerIdTaken,
 )
 
 __all__ = [
@@ -17,5 +18,6 @@ __all__ = [
     "RegistryError",
     "RegistryMisconfigured",
     "RegistryUnavailable",
+    "WorkerIdTaken",
     "WorkerRecord",
 ]

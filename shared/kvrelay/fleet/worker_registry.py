@@ -1,7 +1,8 @@
 """Registers workers in numbered Redis slots, under leases that carry their incarnation.
 
 States of a lease: FREE > HELD (join) > HELD (renew) > FREE (leave, or not renewed in time). A slot held by another
-incarnation is never taken. A worker that lost its slot learns it from its next renewal.
+incarnation is never taken, except from an incarnation of the same worker of which the caller knows that it has ended. A
+worker that lost its slot learns it from its next renewal.
 
 Redis is advisory: callers must continue when a method raises RegistryUnavailable.
 """
@@ -50,6 +51,20 @@ class FleetFull(RegistryError):
     """All slots of this model are taken."""
 
 
+class WorkerIdTaken(RegistryError):
+    """Another incarnation with this worker's id holds a lease.
+
+    `expires_at_ms`: end of the lease by Redis' clock; each renewal changes it. `record`: None before its first renewal,
+    or if a newer version wrote it.
+    """
+
+    def __init__(self, worker_id: str, incarnation: str, expires_at_ms: int, record: WorkerRecord | None) -> None:
+        super().__init__(f"worker id {worker_id} is taken by incarnation {incarnation}")
+        self.incarnation = incarnation
+        self.expires_at_ms = expires_at_ms
+        self.record = record
+
+
 class Registry:
     """Workers of all models under one prefix. Use it on one event loop; no call takes more than a few seconds."""
 
@@ -85,13 +100,17 @@ class Registry:
             raise RegistryMisconfigured(advice)
         log.warning(advice)
 
-    async def join(self, record: WorkerRecord, ttl_s: float) -> WorkerRecord:
+    async def join(self, record: WorkerRecord, ttl_s: float, *, ended: str = "") -> WorkerRecord:
         """Takes the smallest free slot for `ttl_s` seconds; returns the record with it.
 
-        An earlier incarnation of the same worker loses its lease. Raises FleetFull, LeaseLost, RegistryUnavailable.
+        `ended`: an earlier incarnation of this worker whose process has ended; it loses its lease.
+        Raises WorkerIdTaken, FleetFull, LeaseLost, RegistryUnavailable.
         """
-        arguments = [record.worker_id, record.incarnation, int(ttl_s * 1000), MAX_SLOTS]
-        slot = int(await self._call(self._join(keys=self._keys(record.model), args=arguments)))
+        arguments = [record.worker_id, record.incarnation, int(ttl_s * 1000), MAX_SLOTS, ended]
+        slot, *holder = await self._call(self._join(keys=self._keys(record.model), args=arguments))
+        if holder:
+            incarnation, expires_at_ms, data = holder
+            raise WorkerIdTaken(record.worker_id, incarnation.decode(), int(expires_at_ms), _readable(data))
         if slot < 0:
             raise FleetFull(f"all {MAX_SLOTS} slots of model {record.model} are taken")
         joined = msgspec.structs.replace(record, slot=slot)
@@ -166,3 +185,10 @@ class Registry:
             raise RegistryUnavailable(f"Redis does not answer: {error}") from error
         except RedisError as error:
             raise RegistryError(f"Redis refused: {error}") from error
+
+
+def _readable(data: bytes) -> WorkerRecord | None:
+    try:
+        return decode_record(data)
+    except msgspec.DecodeError:
+        return None

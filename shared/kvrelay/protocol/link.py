@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvrelay.protocol import codec
-from kvrelay.protocol.messages import Alive, AnyBody, Header, PeerRef, Reject, RejectCode
+from kvrelay.protocol.messages import PROTOCOL_VERSION, Alive, AnyBody, Header, PeerRef, Reject, RejectCode
 
 REPLACED = "replaced by a newer incarnation"
 
@@ -364,9 +364,18 @@ class Links:
                 body = codec.decode_body(frames)
             except codec.MalformedMessage as error:
                 self.num_malformed += 1
-                self._refuse(header, "malformed", f"{header.sender} sent a malformed message: {error}")
+                self._unreadable(link, header, error)
                 return
             self._events.append(Delivered(link.peer, header, body))
+
+    def _unreadable(self, link: _Link, header: Header, error: codec.MalformedMessage) -> None:
+        # A peer of another version will send such messages again, so it is refused. For one of this version only the
+        # link is lost with what it carried, and the next message in either direction opens a new one.
+        if header.version == PROTOCOL_VERSION:
+            self._lose(link, f"{header.sender} sent a malformed message: {error}")
+        else:
+            reason = f"{header.sender} sent a message of protocol version {header.version} that this side cannot read"
+            self._refuse(header, "malformed", f"{reason}: {error}")
 
     def _take_ack(self, link: _Link, ack: int) -> None:
         while link.unacked and link.unacked[0].seq <= ack:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Event, Thread
 
 log = logging.getLogger(__name__)
 
@@ -13,6 +14,8 @@ TAIL_BYTES = 1 << 20
 """Maximum bytes of a line."""
 MAX_WAITING_BYTES = 16 << 20
 """Bytes kept in memory while the disk is slow: minutes of a busy worker."""
+CLOSE_TIMEOUT_S = 2.0
+"""Maximum wait for the last lines when the process ends."""
 
 
 class LineFile:
@@ -26,7 +29,7 @@ class LineFile:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_cut_line(path)
-        self._file = path.open("ab", buffering=0)
+        self._file = os.fdopen(_open_at_once(path), "ab", buffering=0)
         self._rest = b""  # rest of a partly written line
         self._is_failing = False
         self.num_lost_bytes = 0
@@ -71,11 +74,15 @@ class BackgroundLines:
         self._path = path
         self._file = LineFile(path)
         self._max_waiting_bytes = max_waiting_bytes
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="lines")
         self._waiting = bytearray()
-        self._written: Future[None] | None = None  # the part that the thread is writing
+        self._parts: SimpleQueue[bytearray | None] = SimpleQueue()
+        self._is_idle = Event()  # the thread has written all that it was given
+        self._is_idle.set()
         self._is_late = False
         self.is_closed = False
+        # A daemon, because the interpreter waits for other threads at its end.
+        self._thread = Thread(target=self._write_parts, name="lines", daemon=True)
+        self._thread.start()
 
     def write(self, lines: bytes | bytearray) -> None:
         """Queues lines, each with its newline. Returns at once."""
@@ -84,20 +91,38 @@ class BackgroundLines:
         elif not self._is_late:
             log.warning("%s is not written as fast as lines come: some are lost", self._path)
             self._is_late = True
-        if self._written is None or self._written.done():
+        if self._is_idle.is_set():
             self._hand_over()
 
     def close(self) -> None:
-        """Waits until all queued lines are written. Idempotent."""
-        if not self.is_closed:
-            self.is_closed = True
-            self._hand_over()
-            self._thread.shutdown(wait=True)
+        """Waits until all queued lines are written, for `CLOSE_TIMEOUT_S` at most. Idempotent."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        self._hand_over()
+        self._parts.put(None)
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            log.warning("%s takes no bytes: its last lines are lost", self._path)
+        else:
             self._file.close()
 
     def _hand_over(self) -> None:
-        lines, self._waiting, self._is_late = self._waiting, bytearray(), False
-        self._written = self._thread.submit(self._file.write, lines)
+        self._is_idle.clear()
+        self._parts.put(self._waiting)
+        self._waiting, self._is_late = bytearray(), False
+
+    def _write_parts(self) -> None:
+        while (lines := self._parts.get()) is not None:
+            self._file.write(lines)
+            self._is_idle.set()
+
+
+def _open_at_once(path: Path) -> int:
+    """Opens a file to append. A pipe that nobody reads raises OSError; opening it would block without O_NONBLOCK."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+    os.set_blocking(descriptor, True)
+    return descriptor
 
 
 def _remove_cut_line(path: Path) -> None:

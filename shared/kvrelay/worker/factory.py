@@ -15,6 +15,7 @@ from kvrelay.kv.ablations import NullCache, TableCache
 from kvrelay.kv.cache import Cache
 from kvrelay.kv.pool import BlockPool
 from kvrelay.kv.prefix_cache import PrefixCache
+from kvrelay.process_identity import own_identity
 from kvrelay.protocol.messages import PROTOCOL_VERSION, GroupLoad, PeerRef
 from kvrelay.scheduling.policies.scheduler_registry import find_scheduler
 from kvrelay.scheduling.queue.prefill_delay import DelayerSettings, LocalExchange
@@ -85,6 +86,7 @@ def make_record(config: WorkerConfig, spec: ModelSpec, me: PeerRef) -> WorkerRec
         device=spec.device,
         kv_dtype=spec.kv_dtype,
         delayer_group=config.prefill_delayer_group,
+        process=own_identity(),
     )
 
 

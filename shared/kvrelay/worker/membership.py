@@ -1,4 +1,9 @@
-"""A worker's registration in Redis: join, renew, leave. The worker serves on while Redis is away."""
+"""A worker's registration in Redis: join, renew, leave. The worker serves on while Redis is away.
+
+Two running processes may not have one worker id: the one that finds the id in use ends. An id is in use if its holder's
+process runs on this machine, or its lease was renewed while this worker waited. The lease of a process that has ended
+is taken over at once if that can be seen from here, otherwise when it has expired.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +15,25 @@ from collections.abc import Callable
 import msgspec
 
 from kvrelay.fleet.worker_record import NO_SLOT, WorkerRecord
-from kvrelay.fleet.worker_registry import LeaseLost, Registry, RegistryError, RegistryMisconfigured, RegistryUnavailable
+from kvrelay.fleet.worker_registry import (
+    LeaseLost,
+    Registry,
+    RegistryError,
+    RegistryMisconfigured,
+    RegistryUnavailable,
+    WorkerIdTaken,
+)
+from kvrelay.process import ServiceEnds, StartFailed
+from kvrelay.process_identity import can_be_seen, has_ended
 
 log = logging.getLogger(__name__)
+
+ID_POLL_S = 0.2
+"""Interval of attempts to join while the lease of another incarnation has not expired."""
+
+
+class WorkerIdInUse(Exception):
+    """Another running process has this worker's id."""
 
 
 class NoMembership:
@@ -59,6 +80,8 @@ class Membership:
         self._joined = asyncio.Event()
         self._changed = asyncio.Event()
         self._stopped = False
+        self._ended = ""  # an incarnation of this worker whose process has ended
+        self._holder: tuple[str, int] | None = None  # incarnation that has the id, and the end of its lease
 
     @property
     def joined(self) -> asyncio.Event:
@@ -66,7 +89,16 @@ class Membership:
         return self._joined
 
     async def run(self) -> None:
-        """Joins and renews until `stop`. Raises RegistryMisconfigured, which a retry cannot fix."""
+        """Joins and renews until `stop`.
+
+        Raises StartFailed or ServiceEnds if Redis cannot be used or another process has this worker's id.
+        """
+        try:
+            await self._run()
+        except (RegistryMisconfigured, WorkerIdInUse) as error:
+            raise (ServiceEnds if self._joined.is_set() else StartFailed)(str(error)) from error
+
+    async def _run(self) -> None:
         available = True
         while not self._stopped:
             try:
@@ -76,6 +108,9 @@ class Membership:
                 available = True
             except RegistryMisconfigured:
                 raise
+            except WorkerIdTaken as taken:
+                await self._wait_for_id(taken)
+                continue
             except LeaseLost as error:
                 log.warning("%s; joining again", error)
                 self._record = msgspec.structs.replace(self._record, slot=NO_SLOT)
@@ -86,7 +121,7 @@ class Membership:
                 available = False
             except RegistryError as error:
                 log.warning("%s", error)
-            await self._pause()
+            await self._pause(self._interval_s)
 
     def stop(self) -> None:
         """Ends `run`. It sets a flag because a library in between might swallow a cancellation."""
@@ -108,14 +143,37 @@ class Membership:
         self._record = msgspec.structs.replace(self._record, load=self._load())
         if self._record.slot < 0:
             await self._registry.check_server()
-            self._record = await self._registry.join(self._record, self._ttl_s)
+            self._record = await self._registry.join(self._record, self._ttl_s, ended=self._ended)
             log.info("joined the fleet of %s in slot %d", self._record.model, self._record.slot)
             self._joined.set()
         else:
             await self._registry.renew(self._record, self._ttl_s)
 
-    async def _pause(self) -> None:
+    async def _wait_for_id(self, taken: WorkerIdTaken) -> None:
+        """Returns when another attempt to join may succeed. Raises WorkerIdInUse."""
+        process = taken.record.process if taken.record is not None else ""
+        if has_ended(process):
+            self._ended = taken.incarnation
+            return
+        seen, self._holder = self._holder, (taken.incarnation, taken.expires_at_ms)
+        is_leaving = taken.record is not None and taken.record.draining
+        was_renewed = seen is not None and seen[0] == taken.incarnation and seen[1] != taken.expires_at_ms
+        if (was_renewed or can_be_seen(process)) and not is_leaving:
+            raise WorkerIdInUse(_in_use(self._record, taken))
+        if seen is None or seen[0] != taken.incarnation:
+            log.info("%s; waiting until it leaves or its lease expires", taken)
+        await self._pause(ID_POLL_S)
+
+    async def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._interval_s):
+            async with asyncio.timeout(seconds):
                 await self._changed.wait()
         self._changed.clear()
+
+
+def _in_use(mine: WorkerRecord, taken: WorkerIdTaken) -> str:
+    where = f" at {taken.record.address}" if taken.record is not None else ""
+    return (
+        f"worker id {mine.worker_id} is in use by another running worker of model {mine.model}{where} (incarnation "
+        f"{taken.incarnation}): give each worker its own --worker-id, and each fleet its own --redis-prefix"
+    )

@@ -23,6 +23,8 @@ from kvrelay.telemetry.pages import Page, Pages
 from kvrelay.telemetry.process_samples import process_samples
 from kvrelay.telemetry.prometheus import metrics_page
 from kvrelay.telemetry.stages import RecentStages
+from kvrelay.worker.cache_events import CacheEvents
+from kvrelay.worker.membership import Membership, NoMembership
 from kvrelay.worker.startup import RoleFactory, RunnerFactory, StartedWorker, WorkerStartup
 from kvrelay.worker.worker_samples import status_samples
 
@@ -100,7 +102,8 @@ class WorkerShell:
             asyncio.create_task(started.membership.run(), name="membership"),
         ]
         if started.cache_events is not None:
-            self._tasks.append(asyncio.create_task(started.cache_events.run(), name="cache-events"))
+            publishing = _publish_when_joined(started.membership, started.cache_events)
+            self._tasks.append(asyncio.create_task(publishing, name="cache-events"))
         if started.discovery is not None:
             self._tasks.append(asyncio.create_task(started.discovery.run(), name="discovery"))
         stop = asyncio.create_task(self._stop.wait(), name="stop")
@@ -242,6 +245,12 @@ class WorkerShell:
             started.role.on_message(event)
             if isinstance(event.body, Prefill | Generate):
                 started.reports.took_request(event.peer)
+
+
+async def _publish_when_joined(membership: Membership | NoMembership, cache_events: CacheEvents) -> None:
+    # A second process with this worker's id must not replace the entries of the first: it never joins.
+    await membership.joined.wait()
+    await cache_events.run()
 
 
 def _report_crash(loop: asyncio.AbstractEventLoop, context: dict[str, Any], crash: asyncio.Future[None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -10,7 +11,7 @@ import zmq.asyncio
 
 from kvrelay.fleet import WorkerRecord
 from kvrelay.protocol import codec
-from kvrelay.protocol.messages import Header, Reject
+from kvrelay.protocol.messages import AnyBody, Header, Reject, TokenBatch
 from kvrelay_router.dispatch.interface import NoWorkerReady
 from tests.component.dispatch.fake_workers import FakeDecode, FakePrefill, true_tokens
 from tests.component.dispatch.rig import Rig, pair, read, two_pairs
@@ -70,6 +71,24 @@ async def test_a_draining_worker_gets_nothing_new(rig: Rig) -> None:
     for handle in handles:
         await read(handle)
     assert {handle.served_by.decode for handle in handles} == {"d1"}
+
+
+async def test_a_damaged_message_costs_an_attempt_and_not_the_worker(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    await rig.start(*pair())
+    decode_body = codec.decode_body
+    damaged: list[TokenBatch] = []
+
+    def decode_all_but_one(frames: Sequence[codec.Frame]) -> AnyBody:
+        body = decode_body(frames)
+        if isinstance(body, TokenBatch) and not damaged:
+            damaged.append(body)
+            raise codec.MalformedMessage("damaged")
+        return body
+
+    monkeypatch.setattr(codec, "decode_body", decode_all_but_one)
+    assert await read(rig.submit()) == {0: true_tokens(0, 6)}
+    assert damaged
+    await until(lambda: rig.states() == {"p0": "ready", "d0": "ready"})
 
 
 async def test_a_worker_that_is_silent_for_a_while_comes_back(rig: Rig) -> None:

@@ -19,6 +19,7 @@ from kvrelay.fleet import (
     Registry,
     RegistryMisconfigured,
     RegistryUnavailable,
+    WorkerIdTaken,
     WorkerRecord,
 )
 from kvrelay.fleet import (
@@ -121,10 +122,13 @@ async def test_a_slot_that_another_took_is_lost(registry: Registry) -> None:
     assert (await registry.join(late, TTL_S)).slot == 1
 
 
-async def test_a_worker_that_starts_again_replaces_itself(registry: Registry) -> None:
+async def test_a_worker_that_starts_again_replaces_the_incarnation_that_ended(registry: Registry) -> None:
     before = await registry.join(worker("w"), TTL_S)
     await registry.join(worker("x"), TTL_S)
-    after = await registry.join(worker("w"), TTL_S)
+    with pytest.raises(WorkerIdTaken) as taken:
+        await registry.join(worker("w"), TTL_S, ended="another")
+    assert (taken.value.incarnation, taken.value.record) == (before.incarnation, before)
+    after = await registry.join(worker("w"), TTL_S, ended=before.incarnation)
     assert [record.incarnation for record in await registry.list_workers("m") if record.worker_id == "w"] == [
         after.incarnation
     ]
@@ -137,7 +141,7 @@ async def test_an_old_incarnation_stays_out_when_its_slot_is_free_but_its_succes
     blocker = await registry.join(worker("blocker"), TTL_S)
     before = await registry.join(worker("w"), TTL_S)
     await registry.leave(blocker)
-    after = await registry.join(worker("w"), TTL_S)
+    after = await registry.join(worker("w"), TTL_S, ended=before.incarnation)
     assert (before.slot, after.slot) == (1, 0)
     with pytest.raises(LeaseLost):
         await registry.renew(before, TTL_S)
@@ -268,7 +272,7 @@ async def test_a_worker_marked_to_drain_is_listed_so_until_it_is_taken_back_or_s
     assert await registry.mark_draining("m", "w", draining=False)
     assert not any(each.draining for each in await registry.list_workers("m"))
     assert await registry.mark_draining("m", "w", draining=True)
-    await registry.join(worker("w", incarnation="later"), TTL_S)
+    await registry.join(worker("w", incarnation="later"), TTL_S, ended=record.incarnation)
     assert not any(each.draining for each in await registry.list_workers("m"))
     assert not await registry.mark_draining("m", "nobody", draining=True)
 

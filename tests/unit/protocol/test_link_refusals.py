@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvrelay.protocol import codec
-from kvrelay.protocol.messages import Alive, Cancel, Header, Reject
-from tests.unit.protocol.link_network import Network, with_header
+from kvrelay.protocol.messages import PROTOCOL_VERSION, Alive, Cancel, Header, Reject
+from tests.unit.protocol.link_network import Network, Process, with_header
 
 
 @pytest.mark.parametrize("speaks_first", ["a", "b", "both"])
@@ -112,17 +112,52 @@ def test_malformed_messages_are_counted_and_change_nothing(network: Network) -> 
     assert not a.lost() and not b.lost() and not a.refused() and not b.refused()
 
 
-def test_a_body_that_cannot_be_read_ends_the_link_on_both_sides(network: Network) -> None:
+def test_a_body_of_another_version_that_cannot_be_read_is_refused_on_both_sides(network: Network) -> None:
     a, b = network.start("a"), network.start("b")
-    network.send(a, b.me, "before")
-    network.run(1.0)
-    a.links.send(b.me, Cancel(reason="x"), network.now)
-    ((address, frames),) = a.links.take_outgoing()
-    network.inject(address, [frames[0], b"\x81\xa4kind\xa3new"])
+    send_unreadable(network, a, b, version=PROTOCOL_VERSION + 1)
     network.run(1.0)
     assert b.links.num_malformed == 1
     assert len(a.refused()) == len(b.refused()) == 1
-    assert "malformed" in a.refused()[0].reason
+    assert f"version {PROTOCOL_VERSION + 1}" in a.refused()[0].reason
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("speaks_next", ["a", "b"])
+def test_after_a_damaged_message_both_sides_lose_the_link_and_talk_on_a_new_one(
+    network: Network, is_first: bool, speaks_next: str
+) -> None:
+    a, b = network.start("a"), network.start("b")
+    if not is_first:
+        network.send(a, b.me, "before")
+        network.send(b, a.me, "before")
+        network.run(1.0)
+    send_unreadable(network, a, b)
+    network.run(10.0)
+    assert b.links.num_malformed == 1
+    assert ["malformed" in event.reason for event in b.lost()] == [True]
+    assert not a.refused() and not b.refused()
+    sender, receiver = (a, b) if speaks_next == "a" else (b, a)
+    network.send(sender, receiver.me, "after")
+    network.run(10.0)
+    assert receiver.texts_from(sender.me)[-1] == "after"
+    assert b.links.num_malformed == 1
+
+
+def test_a_peer_whose_every_message_is_unreadable_is_not_sent_more_and_more(network: Network) -> None:
+    a, b = network.start("a"), network.start("b")
+    for _ in range(10):
+        send_unreadable(network, a, b)
+        network.run(1.0)
+    assert not a.refused() and not b.refused()
+    assert network.num_sent["b"] < 100
+
+
+def send_unreadable(network: Network, sender: Process, receiver: Process, version: int = PROTOCOL_VERSION) -> None:
+    """Sends a message that is damaged on its first way; its repeats are as they were."""
+    sender.links.send(receiver.me, Cancel(reason="x"), network.now)
+    for address, frames in sender.links.take_outgoing():
+        damaged = [with_header(frames, version=version)[0], b"\x81\xa4kind\xa3new"]
+        network.inject(address, damaged if codec.decode_header(frames).seq else frames)
 
 
 def test_a_message_that_no_peer_would_take_is_refused_at_once(

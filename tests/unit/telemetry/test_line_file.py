@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import threading
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrelay.telemetry import line_file
 from kvrelay.telemetry.line_file import BackgroundLines, LineFile
 from tests.fakes.waiting import PATIENCE_S
 
@@ -109,6 +111,27 @@ def test_a_disk_that_stands_still_holds_nobody_up(
     assert (tmp_path / "lines").read_bytes() == b"first\nsecond\n4th\n"
     assert len(caplog.records) == 1
     assert "some are lost" in caplog.text
+
+
+def test_a_pipe_that_stands_still_does_not_delay_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(line_file, "CLOSE_TIMEOUT_S", 0.05)
+    os.mkfifo(tmp_path / "lines")
+    reader = os.open(tmp_path / "lines", os.O_RDONLY | os.O_NONBLOCK)
+    lines = BackgroundLines(tmp_path / "lines")
+    lines.write(b"x" * (1 << 20) + b"\n")  # more than a pipe takes
+    lines.close()
+    assert "its last lines are lost" in caplog.text
+    assert lines._thread.daemon  # the interpreter does not wait for it either
+    os.close(reader)  # ends the write
+    lines._thread.join(PATIENCE_S)
+
+
+def test_a_pipe_without_a_reader_is_an_error_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "lines")
+    with pytest.raises(OSError, match="No such device or address"):
+        BackgroundLines(tmp_path / "lines")
 
 
 def test_lines_from_a_thread_are_all_there(tmp_path: Path) -> None:

@@ -87,16 +87,18 @@ class Router:
 
 @contextmanager
 def running(arguments: argparse.Namespace, checkout: Path | None = None) -> Iterator[Router]:
-    """Redis, workers, and a router that knows them; the router of another `checkout`, where one is named."""
+    """Redis, workers, and a router that knows them; workers and router of another `checkout`, if one is named."""
     with EmbeddedRedis() as redis:
         environ = {**os.environ, "KVRELAY_REDIS_URL": redis.url}
         peer = [sys.executable, "-m", "benchmarks.router_peer", "--model", DEMO_MODEL_NAME]
         peer += [f"--prefill={arguments.prefill}", f"--decode={arguments.decode}", f"--step-ms={arguments.step_ms}"]
         command = arguments.router or [sys.executable, "-m", "kvrelay_router"]
         command = [*command, f"--port={arguments.port}", "--max-queued-requests=4096", "--log-level=warning"]
-        workers = subprocess.Popen(peer, env=environ, preexec_fn=die_with_parent())
-        of_router = environ if checkout is None else environ | {"PYTHONPATH": _python_path(checkout)}
-        process = subprocess.Popen(command, env=of_router, preexec_fn=die_with_parent())
+        if checkout is not None:
+            # Messages of one commit need not be those of another, so the workers come from the same checkout.
+            environ["PYTHONPATH"] = python_path(checkout)
+        workers = subprocess.Popen(peer, env=environ, cwd=checkout, preexec_fn=die_with_parent())
+        process = subprocess.Popen(command, env=environ, cwd=checkout, preexec_fn=die_with_parent())
         try:
             router = Router(process, arguments.port)
             router.wait_ready({"prefill": arguments.prefill, "decode": arguments.decode})
@@ -107,7 +109,8 @@ def running(arguments: argparse.Namespace, checkout: Path | None = None) -> Iter
                 each.wait()
 
 
-def _python_path(checkout: Path) -> str:
+def python_path(checkout: Path) -> str:
+    """The folders that a process of another checkout imports from."""
     folders = (checkout, checkout / "shared", *(checkout / "services").iterdir())
     return os.pathsep.join(map(str, folders))
 

@@ -111,7 +111,8 @@ class AttemptDriver:
             if has_events or delta.cached_tokens is not None or delta.usage is not None:
                 self._record_details(sequence, delta)
             sequence.request.handle.deliver(delta)
-            self._waits.came(sequence)
+            if sequence is self._waits.suspect:
+                self._waits.suspect_got_tokens()
         if has_events:
             for event in token_events(attempts, delta, from_prefill):
                 self.feed(sequence, event)

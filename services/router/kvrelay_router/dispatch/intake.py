@@ -33,6 +33,23 @@ class TokenIntake:
 
         `entry` must be of the current attempt or of a new one. Raises IllegalEvent, and then nothing has changed.
         """
+        output, token_ids = self.output, entry.token_ids
+        if (
+            not token_ids
+            or entry.index != len(output)
+            or entry.attempt != self._attempt
+            or entry.usage is not None
+            or entry.cached_tokens is not None
+            or self._has_details
+            or self._held
+        ):
+            return self._handle_unusual(entry)
+        # Nearly all entries are the next tokens of the current attempt and nothing else.
+        output += token_ids
+        return SequenceDelta(self._sequence, token_ids, entry.logprobs, finish=entry.finish)
+
+    def _handle_unusual(self, entry: TokenEntry) -> SequenceDelta | None:
+        """As `handle`, for all entries."""
         if entry.attempt != self._attempt or entry.index < self._num_resumed or self._is_beam_search:
             self._check(entry)
         num_known = len(self.output) - entry.index
@@ -52,7 +69,7 @@ class TokenIntake:
             if self._has_details:
                 delta = self._delta_with_details(entry, token_ids, logprobs, finish)
             else:
-                delta = SequenceDelta(self._sequence, token_ids, logprobs, [], None, finish)
+                delta = SequenceDelta(self._sequence, token_ids, logprobs, finish=finish)
         return self._release_held(delta) if self._held else delta
 
     def _keep_details(self, entry: TokenEntry) -> None:
@@ -76,7 +93,7 @@ class TokenIntake:
             self._usage,
             entry.beams if self._is_beam_search else [],
         )
-        self.prompt_logprobs_due = self._has_details = False
+        self.prompt_logprobs_due, self._has_details = False, self._is_beam_search
         self._cached_tokens = self._usage = None
         return delta
 

@@ -84,9 +84,11 @@ class RunningRequest:
 
     def take(self) -> list[SequenceDelta]:
         deltas, self._deltas = self._deltas, []
+        if len(deltas) <= 1:
+            return deltas
         if len(deltas) > MAX_TAKEN:
             deltas, self._deltas = deltas[:MAX_TAKEN], deltas[MAX_TAKEN:]
-        return deltas if len(deltas) <= 1 else self._joined(deltas)
+        return self._joined(deltas)
 
     def _joined(self, deltas: list[SequenceDelta]) -> list[SequenceDelta]:
         """Joins deltas to one per sequence."""

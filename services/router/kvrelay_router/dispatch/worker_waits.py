@@ -29,7 +29,7 @@ class WorkerWaits:
         self._look = look
         self._waiting: dict[ActiveSequence, None] = {}
         self._left: list[ActiveSequence] = []  # those that the present round has not reached
-        self._suspect: ActiveSequence | None = None  # the one whose attempt is not proven
+        self.suspect: ActiveSequence | None = None  # the one whose attempt is not proven
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -79,20 +79,20 @@ class WorkerWaits:
 
     def may_try(self, sequence: ActiveSequence) -> bool:
         """Returns whether a suspect may start its attempt now."""
-        return self._suspect in (None, sequence)
+        return self.suspect in (None, sequence)
 
     def try_suspect(self, sequence: ActiveSequence) -> None:
         """A suspect starts an attempt."""
-        self._suspect = sequence
+        self.suspect = sequence
 
-    def came(self, sequence: ActiveSequence) -> None:
-        """The sequence got tokens. With enough of them it is cleared, and the next suspect may start."""
-        if sequence is self._suspect and sequence.is_proven:
-            self.attempt_ended(sequence)
+    def suspect_got_tokens(self) -> None:
+        """With enough tokens the suspect is cleared, and the next one may start."""
+        if self.suspect is not None and self.suspect.is_proven:
+            self.attempt_ended(self.suspect)
 
     def attempt_ended(self, sequence: ActiveSequence) -> None:
         """The sequence's attempt is over. If it was a suspect's, the next one may start."""
-        if sequence is self._suspect:
-            self._suspect = None
+        if sequence is self.suspect:
+            self.suspect = None
             if self._waiting:
                 asyncio.get_running_loop().call_soon(self.look_again)

@@ -289,7 +289,8 @@ class PromptSink:
                     self._generation.choices_finished()
                     if delta.finish is None:  # a stop string matched
                         self.handle.stop(delta.sequence)
-                events += self._add(run, choice, text)
+                event = self._add(run, choice, text)
+                events = events + event if events else event
             if events:
                 self._write(events)
         except Exception as failure:

@@ -49,9 +49,14 @@ class ByteLevelDetokenizer:
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
         self._bytes_of = (tokenizer.visible_bytes_of if skip_special_tokens else tokenizer.bytes_of).__getitem__
+        self._text_of = tokenizer.visible_text_of if skip_special_tokens else tokenizer.text_of
         self._withheld = b""
 
     def feed(self, token_ids: list[int]) -> str:
+        if not self._withheld and len(token_ids) == 1:
+            text = self._text_of[token_ids[0]]
+            if text is not None:
+                return text
         data = self._withheld + b"".join(map(self._bytes_of, token_ids))
         text, num_bytes = utf_8_decode(data, "replace", False)
         self._withheld = data[num_bytes:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from typing import TypeVar
 
 import tokenizers
 
@@ -32,21 +33,32 @@ def byte_level_alphabet() -> dict[str, int]:
 BYTE_OF_CHAR = byte_level_alphabet()
 
 
-class _TokenTable(dict[int, bytes]):
-    """The bytes of tokens by id, filled on demand. Ids beyond the vocabulary are not kept.
+Value = TypeVar("Value")
+
+
+class _TokenTable(dict[int, Value]):
+    """A value for each token id, filled on demand. Ids beyond the vocabulary are not kept.
 
     An entry takes about 150 bytes with its key and value.
     """
 
-    def __init__(self, vocab_size: int, bytes_of: Callable[[int], bytes]) -> None:
+    def __init__(self, vocab_size: int, value_of: Callable[[int], Value]) -> None:
         super().__init__()
-        self._vocab_size, self._bytes_of = vocab_size, bytes_of
+        self._vocab_size, self._value_of = vocab_size, value_of
 
-    def __missing__(self, token_id: int) -> bytes:
-        data = self._bytes_of(token_id)
+    def __missing__(self, token_id: int) -> Value:
+        value = self._value_of(token_id)
         if token_id < self._vocab_size:
-            self[token_id] = data
-        return data
+            self[token_id] = value
+        return value
+
+
+def _whole_text(data: bytes) -> str | None:
+    """Returns the text of bytes that begin and end between characters, else None."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return None
 
 
 class Tokenizer:
@@ -66,6 +78,11 @@ class Tokenizer:
         self._added = {token_id: token.content for token_id, token in added.items()}
         self.bytes_of = _TokenTable(self.vocab_size, self._bytes_of)
         self.visible_bytes_of = _TokenTable(self.vocab_size, self._visible_bytes_of)
+        # The texts of tokens that consist of whole characters, None for the others.
+        self.text_of = _TokenTable(self.vocab_size, lambda token_id: _whole_text(self.bytes_of[token_id]))
+        self.visible_text_of = _TokenTable(
+            self.vocab_size, lambda token_id: _whole_text(self.visible_bytes_of[token_id])
+        )
         pieces = piece_cache_of(backend)
         self._spans = SpanCache(pieces.encode) if pieces is not None else None
         self._around = added_around(backend)

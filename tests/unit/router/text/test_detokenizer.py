@@ -144,4 +144,7 @@ def test_no_more_tokens_are_kept_than_the_vocabulary_has() -> None:
     for skip in (True, False):
         detokenizer = make_detokenizer(tokenizer, [], skip_special_tokens=skip)
         detokenizer.feed(list(range(3 * tokenizer.vocab_size)))
+        for token_id in range(3 * tokenizer.vocab_size):
+            make_detokenizer(tokenizer, [], skip_special_tokens=skip).feed([token_id])
     assert len(tokenizer.bytes_of) == len(tokenizer.visible_bytes_of) == tokenizer.vocab_size
+    assert len(tokenizer.text_of) == len(tokenizer.visible_text_of) == tokenizer.vocab_size

@@ -54,7 +54,7 @@ class ChatStream(EventFormat):
         """Returns the events for new text of a choice."""
         around = self._around_text.get(choice.index)
         if around is not None and choice.finish_reason is None:
-            return around[0] + orjson.dumps(text) + around[1] if text else b""
+            return b"".join((around[0], orjson.dumps(text), around[1])) if text else b""
         opening = b"" if choice.index in self._opened else self._open(run, choice)
         if not text and choice.finish_reason is None:
             return opening

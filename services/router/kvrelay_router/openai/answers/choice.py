@@ -57,6 +57,7 @@ class Choice:
         self.num_tokens = 0
         self.logprob_sum = 0.0
         self._detokenizer = detokenizer
+        self._feed_tokens = detokenizer.feed
         self._stop = stop
         self._matcher = StopMatcher(stop.strings, include_in_output=stop.include_in_output) if stop.strings else None
         self._num_chars = text_offset
@@ -67,16 +68,16 @@ class Choice:
         """Returns the text that can go out now. The delta's finish reason or a stop string finishes the choice."""
         token_ids, finish = delta.token_ids, delta.finish
         visible = token_ids if finish is None else self._visible(token_ids, finish)
-        if self._matcher is None and not delta.logprobs:
+        if self._matcher is not None or delta.logprobs:
+            text = self._feed_each(delta, len(visible))
+        else:
             self.num_tokens += len(token_ids)
             if self._keeps_token_ids:
                 self._records.token_ids += token_ids
-            text = self._detokenizer.feed(visible)
-        else:
-            text = self._feed_each(delta, len(visible))
-        if finish is not None and self.finish_reason is None:
-            text += self._finish(finish, token_ids)
-        return text
+            text = self._feed_tokens(visible)
+        if finish is None or self.finish_reason is not None:
+            return text
+        return text + self._finish(finish, token_ids)
 
     def feed_beam(self, beam: BeamResult) -> str:
         """Returns the whole text that a beam search found."""

@@ -75,7 +75,7 @@ class CompletionStream(EventFormat):
         """Returns the event for new text of a choice."""
         around = self._around_text.get(choice.index)
         if around is not None and choice.finish_reason is None:
-            return around[0] + orjson.dumps(text) + around[1] if text else b""
+            return b"".join((around[0], orjson.dumps(text), around[1])) if text else b""
         is_first = choice.index not in self._opened
         has_text = bool(text) or choice.finish_reason is not None
         if not has_text and not (is_first and self._request.echo):

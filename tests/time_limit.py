@@ -25,6 +25,8 @@ from xdist.workermanage import WorkerController
 END_LIMIT_S = 60.0
 """From the end of the last test to the end of the process."""
 NUM_KNOWN_TESTS = 2
+SHARED_STACKS = ("/demo_stack/",)
+"""Folders whose files use one stack. It lives as long as its process."""
 _STDERR = pytest.StashKey[int]()
 
 
@@ -74,7 +76,12 @@ def _limit_s(item: pytest.Item) -> float:
 
 
 class EachTestOnce(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
-    """Whole files to each process. A test that ended its process is not repeated; the others of its file run later."""
+    """Whole files to each process, and all files that share a stack to one, which starts it once. A test that ended its
+    process is not repeated; the others of its file run later."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file: str = super()._split_scope(nodeid)
+        return next((folder for folder in SHARED_STACKS if folder in file), file)
 
     def remove_node(self, node: WorkerController) -> str | None:
         """Returns the test that ran when the process ended, if it did not end by itself."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.open_ports import HEALTH_PAGES
 from tests.fakes.stack import Stack
 from tests.tiny_models import build_model
 
@@ -28,6 +29,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 @pytest.fixture(scope="session")
 def demo_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """One prefill and one decode worker with the demo model, for files that leave nothing behind."""
-    with Stack(DEMO_MODEL, tmp_path_factory.mktemp("stack"), "--dtype", "float32", "--token-budget", "512") as stack:
+    """One prefill and one decode worker with the demo model, for the files of `demo_stack`, which leave nothing behind.
+    One process runs them all (`tests/time_limit.py`): a start takes 15 seconds of a core."""
+    flags = ("--dtype", "float32", "--token-budget", "512", "--threads", "1")
+    with Stack(DEMO_MODEL, tmp_path_factory.mktemp("stack"), *flags, environ=HEALTH_PAGES) as stack:
         yield stack

@@ -10,7 +10,7 @@ import pytest
 from kvrelay.engine.make import make_runner
 from kvrelay.engine.transformers_runner import TransformersRunner
 from kvrelay.protocol.sampling import Sampling
-from tests.e2e.test_parity import prompt_of
+from tests.e2e.prompts import prompt_of
 from tests.fakes.stack import Stack
 from tests.tiny_models import VOCAB_SIZE
 from tests.unit.engine import driving

@@ -10,10 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 
 from tests.e2e import reference
-from tests.e2e.conftest import DEMO_MODEL
+from tests.e2e.prompts import prompt_of
 from tests.fakes.stack import Stack
 from tests.fakes.waiting import PATIENCE_S
 
@@ -21,29 +20,6 @@ pytestmark = pytest.mark.e2e
 
 CHUNK = 48  # token budget of the small stacks
 LENGTHS = [1, 15, 16, 17, 2 * 16, CHUNK - 1, CHUNK, CHUNK + 1, 5 * CHUNK + 7]
-
-
-def prompt_of(length: int, vocab_size: int, seed: int = 0) -> list[int]:
-    return random.Random(seed * 7919 + length).choices(range(4, vocab_size), k=length)
-
-
-def vocab_size(model: Path) -> int:
-    size: int = reference.load(model).config.vocab_size
-    return size
-
-
-def check_logprobs(model: Path, prompt: list[int], choice: dict[str, Any]) -> None:
-    """The chosen token's and the best tokens' log-probabilities agree to 1e-4."""
-    tokens = choice["token_ids"]
-    expected = reference.logprobs(model, prompt + tokens, len(prompt))
-    given = choice["logprobs"]
-    for row, (token_id, logprob, top) in enumerate(
-        zip(tokens, given["token_logprobs"], given["top_logprobs"], strict=True)
-    ):
-        assert abs(logprob - float(expected[row, token_id])) < 1e-4
-        # The legacy format is keyed by text, and several tokens may have the same one: then the last of them stands.
-        best = torch.topk(expected[row], 5).values.tolist()
-        assert top and all(min(abs(value - b) for b in [*best, logprob]) < 1e-4 for value in top.values())
 
 
 OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "qwen3", "mistral", "gemma")]
@@ -63,10 +39,10 @@ def small(
 def test_prompts_of_all_critical_lengths(small: tuple[Path, Stack]) -> None:
     model, stack = small
     for length in LENGTHS:
-        prompt = prompt_of(length, vocab_size(model))
+        prompt = prompt_of(length, reference.vocab_size(model))
         choice = stack.complete(prompt, 20, ignore_eos=True, logprobs=5)
         assert choice["token_ids"] == reference.greedy(model, prompt, 20), f"a prompt of {length} tokens"
-        check_logprobs(model, prompt, choice)
+        reference.check_logprobs(model, prompt, choice)
     stack.wait_until_clean()
 
 
@@ -74,7 +50,7 @@ def test_samples_are_those_of_generate(small: tuple[Path, Stack]) -> None:
     """Greedy ones, so that each is known; what is drawn differs by sequence index alone."""
     model, stack = small
     for length in LENGTHS:
-        prompt = prompt_of(length, vocab_size(model), seed=8)
+        prompt = prompt_of(length, reference.vocab_size(model), seed=8)
         body = {"model": stack.model, "prompt": prompt, "max_tokens": 20, "n": 8, "temperature": 0}
         answer = stack.http.post("/v1/completions", json=body | {"return_token_ids": True, "ignore_eos": True})
         found = answer.raise_for_status().json()
@@ -92,7 +68,7 @@ def test_samples_are_those_of_generate(small: tuple[Path, Stack]) -> None:
 def test_each_sample_comes_with_the_scores_of_the_prompt(small: tuple[Path, Stack]) -> None:
     model, stack = small
     for length in LENGTHS[1:]:
-        prompt = prompt_of(length, vocab_size(model), seed=9)
+        prompt = prompt_of(length, reference.vocab_size(model), seed=9)
         body = {"model": stack.model, "prompt": prompt, "max_tokens": 4, "temperature": 0, "prompt_logprobs": 2, "n": 4}
         answer = stack.http.post("/v1/completions", json=body).raise_for_status().json()
         expected = reference.logprobs(model, prompt, 1)
@@ -108,7 +84,8 @@ def test_each_sample_comes_with_the_scores_of_the_prompt(small: tuple[Path, Stac
 def test_many_at_once_with_staggered_arrivals_and_early_stops(small: tuple[Path, Stack]) -> None:
     model, stack = small
     rng = random.Random(3)
-    jobs = [(prompt_of(rng.randint(1, 180), vocab_size(model), n), rng.randint(1, 40)) for n in range(64)]
+    size = reference.vocab_size(model)
+    jobs = [(prompt_of(rng.randint(1, 180), size, seed=n), rng.randint(1, 40)) for n in range(64)]
 
     async def run() -> list[dict[str, Any]]:
         async with httpx.AsyncClient(base_url=stack.base_url, timeout=2 * PATIENCE_S) as client:
@@ -128,26 +105,3 @@ def test_many_at_once_with_staggered_arrivals_and_early_stops(small: tuple[Path,
         assert choice["token_ids"] == expected, f"request {number}"
     stack.wait_until_clean()
     assert sum(worker["totals"]["computed_blocks"] for worker in stack.workers("decode")) == 0
-
-
-@pytest.mark.slow
-def test_the_demo_model_up_to_its_full_context(demo_stack: Stack) -> None:
-    size = vocab_size(DEMO_MODEL)
-    for length, max_tokens in ((1, 30), (512, 30), (513, 30), (1500, 20), (8192 - 4, 4)):
-        prompt = prompt_of(length, size)
-        choice = demo_stack.complete(prompt, max_tokens, ignore_eos=True, logprobs=5)
-        assert choice["token_ids"] == reference.greedy(DEMO_MODEL, prompt, max_tokens), f"{length} tokens"
-        check_logprobs(DEMO_MODEL, prompt, choice)
-    demo_stack.wait_until_clean()
-
-
-def test_prompt_scores_agree_with_transformers(demo_stack: Stack) -> None:
-    prompt = prompt_of(700, vocab_size(DEMO_MODEL))
-    for _ in range(2):  # the second time, the cache holds the prompt
-        choice = demo_stack.complete(prompt, 0, echo=True, logprobs=3)
-        expected = reference.logprobs(DEMO_MODEL, prompt, 1)
-        given = choice["logprobs"]["token_logprobs"]
-        assert given[0] is None
-        assert len(given) == len(prompt)
-        for row, (token_id, logprob) in enumerate(zip(prompt[1:], given[1:], strict=True)):
-            assert abs(logprob - float(expected[row, token_id])) < 1e-4

@@ -1,23 +1,23 @@
-"""The whole system with a fleet's key, and the ports that it opens."""
+"""The whole system with API keys and with a fleet's key, and the ports that it opens with each transport."""
 
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from ipaddress import ip_address
 from pathlib import Path
 
-import psutil
+import openai
 import pytest
 
 from kvrelay.cli.keys import keys
 from kvrelay.fleet.embedded import EmbeddedRedis
 from tests.component.transfer.transports import NO_NIXL
+from tests.e2e.conftest import DEMO_MODEL
+from tests.e2e.open_ports import HEALTH_PAGES, check_ports
 from tests.fakes.stack import Stack
 from tests.fakes.waiting import PATIENCE_S
 
@@ -26,32 +26,35 @@ pytestmark = pytest.mark.timeout(600)  # models are loaded three times over
 NEEDS_NIXL = pytest.mark.skipif(bool(NO_NIXL), reason=NO_NIXL)
 
 
-def open_ports(pid: int) -> list[tuple[str, int]]:
-    """Where a process and its children listen, TCP and UDP."""
-    family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    found = []
-    for process in family:
-        for connection in process.net_connections("inet"):
-            is_udp = connection.type == socket.SOCK_DGRAM
-            if connection.status == psutil.CONN_LISTEN or (is_udp and not connection.raddr):
-                found.append((connection.laddr.ip, connection.laddr.port))
-    return found
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["zmq", pytest.param("nixl", marks=NEEDS_NIXL)])
 def test_nothing_listens_beyond_loopback_unless_told_to(
     tiny_model: Callable[[str], Path], tmp_path: Path, transport: str
 ) -> None:
-    """Everything that a stack starts, health pages included, after a request that opened all its connections."""
-    environ = {"KVRELAY_HTTP_PORT": "0"}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in environ.items():
-            patch.setenv(name, value)
-        with Stack(tiny_model("llama"), tmp_path, "--prefill", "1", "--decode", "1", "--transfer", transport) as stack:
-            stack.complete([5, 6, 7], 3)
-            ports = open_ports(stack.process.pid)
-    assert len(ports) >= 5  # HTTP, Redis, three inboxes, and decode's for blocks
-    assert [port for port in ports if not ip_address(port[0]).is_loopback] == []
+    with Stack(tiny_model("llama"), tmp_path, "--transfer", transport, environ=HEALTH_PAGES) as stack:
+        check_ports(stack)
+
+
+def test_wrong_keys_are_refused_and_others_are_not(tmp_path: Path) -> None:
+    keys_file = tmp_path / "keys.txt"
+    keys_file.write_text("# who may ask\nsk-otter\nsk-another\n")
+    flags = ("--backend", "simulated", "--api-keys-file", str(keys_file))
+    with Stack(DEMO_MODEL, tmp_path / "state", *flags, api_key="sk-otter") as stack:
+        for key in ("sk-wrong", "", "# who may ask"):
+            with client_of(stack, key or "none") as stranger:
+                with pytest.raises(openai.AuthenticationError) as refused:
+                    stranger.completions.create(model=stack.model, prompt="An otter is", max_tokens=12)
+                assert refused.value.status_code == 401
+                with pytest.raises(openai.AuthenticationError):
+                    stranger.models.list()
+        for key in ("sk-otter", "sk-another"):
+            with client_of(stack, key) as friend:
+                answer = friend.completions.create(model=stack.model, prompt="An otter is", max_tokens=1)
+                assert answer.choices[0].finish_reason == "length"
+
+
+def client_of(stack: Stack, key: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{stack.base_url}/v1", api_key=key, max_retries=0, timeout=2 * PATIENCE_S)
 
 
 @contextmanager

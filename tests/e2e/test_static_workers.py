@@ -18,7 +18,7 @@ from kvrelay.ports import HeldPort
 from kvrelay.process import die_with_parent
 from tests.e2e import reference
 from tests.e2e.conftest import DEMO_MODEL
-from tests.e2e.test_parity import prompt_of, vocab_size
+from tests.e2e.prompts import prompt_of
 from tests.fakes.waiting import PATIENCE_S, wait_until
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
@@ -88,7 +88,7 @@ class Services:
             time.sleep(0.1)
 
     def check_output(self, seed: int) -> None:
-        prompt = prompt_of(40, vocab_size(DEMO_MODEL), seed)
+        prompt = prompt_of(40, seed=seed)
         body = {"model": "kvrelay-demo", "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0}
         answer = self.http.post("/v1/completions", json={**body, "return_token_ids": True, "ignore_eos": True})
         assert answer.status_code == 200, answer.text

@@ -38,7 +38,8 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="module")
 def stack(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """One prefill worker and two decode workers that export to the collector, and log JSON."""
+    """One prefill worker and two decode workers that export to the collector, and log JSON. Their devices are
+    simulated: a worker traces the same steps and handoffs, and starts without importing torch."""
     environ = {
         "OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint,
         "OTEL_BSP_SCHEDULE_DELAY": "100",
@@ -48,7 +49,7 @@ def stack(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Ite
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environ.items():
             patch.setenv(name, value)
-        flags = ["--dtype", "float32", "--decode", "2", "--peer-timeout-s", "2.5", "--log-format", "json"]
+        flags = ["--backend", "simulated", "--decode", "2", "--peer-timeout-s", "2.5", "--log-format", "json"]
         with Stack(DEMO_MODEL, tmp_path_factory.mktemp("telemetry"), *flags) as stack:
             yield stack
 

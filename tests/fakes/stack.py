@@ -9,8 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import httpx
@@ -29,7 +30,14 @@ class StackFailed(AssertionError):
 class Stack:
     """`kvrelay up` with a model, on a free port. Its logs go to `state_dir`. `api_key` is what its requests present."""
 
-    def __init__(self, model: Path | None, state_dir: Path, *flags: str, api_key: str = "") -> None:
+    def __init__(
+        self,
+        model: Path | None,
+        state_dir: Path,
+        *flags: str,
+        api_key: str = "",
+        environ: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self._log_path = state_dir / "up.log"
         state_dir.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "kvrelay.cli.main", "up", "--port", "0", "--state-dir", str(state_dir)]
@@ -39,6 +47,7 @@ class Stack:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("KVRELAY_")}
         # Most tests are about handoffs of short prompts, which would otherwise stay on decode once speeds are measured.
         environment["KVRELAY_LOCAL_PREFILL_TOKENS"] = "0"
+        environment |= environ
         with self._log_path.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         self.base_url = self._wait_until_ready()
@@ -51,13 +60,13 @@ class Stack:
         answer: dict[str, Any] = self.http.get("/fleet").raise_for_status().json()
         return answer
 
-    def workers(self, role: str) -> list[dict[str, Any]]:
-        """The fleet's workers of one role, as they are now: of a worker that answers late, the router shows what it
-        heard before."""
+    def workers(self, *roles: str) -> list[dict[str, Any]]:
+        """The fleet's workers, of these roles if any are given, as they are now: of a worker that answers late, the
+        router shows what it heard before."""
         found: list[dict[str, Any]] = []
 
         def are_current() -> bool:
-            found[:] = [worker for worker in self.fleet()["workers"] if worker["role"] == role]
+            found[:] = [worker for worker in self.fleet()["workers"] if not roles or worker["role"] in roles]
             return all(worker["live"] for worker in found if worker["state"] == "ready")
 
         wait_until(are_current)
@@ -66,7 +75,7 @@ class Stack:
     def busy_blocks(self) -> dict[str, dict[str, int]]:
         """Blocks that are neither free nor cached, by worker and state."""
         busy = {}
-        for worker in self.fleet()["workers"]:
+        for worker in self.workers():
             held = {state: n for state, n in worker["blocks"].items() if n and state not in IDLE_STATES}
             if held:
                 busy[worker["worker_id"]] = held

@@ -94,3 +94,16 @@ def test_a_process_that_cannot_end_is_ended(project: Path) -> None:
     done = run_pytest(project, "test_a.py")
     assert done.returncode == 1 and "1 passed" in done.stdout, done.stdout
     assert "in _shutdown" in done.stdout, done.stdout
+
+
+def test_files_that_share_a_stack_run_in_one_process_and_others_spread(project: Path) -> None:
+    (project / "test_a.py").unlink()
+    folder = project / "tests" / "demo_stack"
+    folder.mkdir(parents=True)
+    for name in "efg":
+        (folder / f"test_{name}.py").write_text(SLOW)
+    done = run_pytest(project, "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+    assert done.returncode == 0 and "18 passed" in done.stdout, done.stdout
+    ran = re.findall(r"^\[(gw\d)\].*PASSED (\S+)::", done.stdout, re.MULTILINE)
+    assert len({process for process, file in ran if "/demo_stack/" in file}) == 1, done.stdout
+    assert {process for process, _ in ran} == {"gw0", "gw1"}, done.stdout

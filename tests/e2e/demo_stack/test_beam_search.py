@@ -13,7 +13,7 @@ from kvrelay.protocol.sampling import BeamSpec, Sampling
 from tests.component.engine.beam_reference import reference_beams
 from tests.e2e import reference
 from tests.e2e.conftest import DEMO_MODEL
-from tests.e2e.test_parity import prompt_of, vocab_size
+from tests.e2e.prompts import prompt_of
 from tests.fakes.stack import Stack
 from tests.fakes.waiting import PATIENCE_S
 
@@ -45,7 +45,7 @@ def check(choices: list[dict[str, Any]], prompt: list[int], sampling: Sampling, 
 
 @pytest.mark.parametrize("length", [1, 16, 33, 500, 1200])
 def test_completions(demo_stack: Stack, length: int) -> None:
-    prompt = prompt_of(length, vocab_size(DEMO_MODEL))
+    prompt = prompt_of(length)
     spec = BeamSpec(width=4, num_returned=3, length_penalty=0.5, early_stopping=True)
     answer = post(
         demo_stack,
@@ -75,7 +75,7 @@ def test_chat_with_a_text_that_ends(demo_stack: Stack) -> None:
 
 
 def test_one_token_is_decided_by_prefill_alone(demo_stack: Stack) -> None:
-    prompt = prompt_of(70, vocab_size(DEMO_MODEL), 5)
+    prompt = prompt_of(70, seed=5)
     answer = post(demo_stack, "/v1/completions", prompt=prompt, n=6, max_tokens=1)
     sampling = Sampling(max_tokens=1, beams=BeamSpec(width=6, num_returned=6))
     check(answer["choices"], prompt, sampling, ignore_eos=False)
@@ -83,16 +83,15 @@ def test_one_token_is_decided_by_prefill_alone(demo_stack: Stack) -> None:
 
 
 def test_many_searches_at_once_beside_others(demo_stack: Stack) -> None:
-    size = vocab_size(DEMO_MODEL)
 
     def search(number: int) -> None:
-        prompt, width = prompt_of(30 + 40 * number, size, number), 2 + number % 7
+        prompt, width = prompt_of(30 + 40 * number, seed=number), 2 + number % 7
         answer = post(demo_stack, "/v1/completions", prompt=prompt, n=width, max_tokens=15, ignore_eos=number % 2 == 0)
         sampling = Sampling(max_tokens=15, beams=BeamSpec(width=width, num_returned=width))
         check(answer["choices"], prompt, sampling, ignore_eos=number % 2 == 0)
 
     def greedy(number: int) -> None:
-        prompt = prompt_of(50 + number, size, number)
+        prompt = prompt_of(50 + number, seed=number)
         choice = demo_stack.complete(prompt, 15, ignore_eos=True)
         assert choice["token_ids"] == reference.greedy(DEMO_MODEL, prompt, 15)
 
@@ -104,7 +103,7 @@ def test_many_searches_at_once_beside_others(demo_stack: Stack) -> None:
 
 
 def test_a_stream_brings_all_texts_at_the_end(demo_stack: Stack) -> None:
-    prompt = prompt_of(40, vocab_size(DEMO_MODEL))
+    prompt = prompt_of(40)
     body = {"prompt": prompt, "n": 3, "max_tokens": 12}
     whole = post(demo_stack, "/v1/completions", **body)["choices"]
     streamed = httpx.post(
@@ -121,8 +120,7 @@ def test_a_stream_brings_all_texts_at_the_end(demo_stack: Stack) -> None:
 
 
 def test_several_prompts_and_a_stop_token(demo_stack: Stack) -> None:
-    size = vocab_size(DEMO_MODEL)
-    prompts = [prompt_of(20, size, 1), prompt_of(64, size, 2)]
+    prompts = [prompt_of(20, seed=1), prompt_of(64, seed=2)]
     plain = post(demo_stack, "/v1/completions", prompt=prompts, n=2, max_tokens=12, ignore_eos=True)["choices"]
     stop = plain[0]["token_ids"][5]
     choices = post(

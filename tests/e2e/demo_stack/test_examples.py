@@ -7,16 +7,14 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import DEMO_MODEL
 from tests.fakes.stack import Stack
 from tests.fakes.waiting import PATIENCE_S
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CURL = re.compile(r"curl http://127\.0\.0\.1:8000(\S+)[^`]*?-d '(\{.*?\})'", re.DOTALL)
 SHOWN = [
     (page.name, *request)
@@ -26,15 +24,9 @@ SHOWN = [
 """Page, path and body of each request."""
 
 
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with Stack(DEMO_MODEL, tmp_path_factory.mktemp("stack"), "--threads", "1") as running:
-        yield running
-
-
 @pytest.mark.parametrize("script", sorted(ROOT.glob("examples/*.py")), ids=lambda path: path.stem)
-def test_an_example_runs(stack: Stack, script: Path) -> None:
-    environment = os.environ | {"KVRELAY_URL": stack.base_url}
+def test_an_example_runs(demo_stack: Stack, script: Path) -> None:
+    environment = os.environ | {"KVRELAY_URL": demo_stack.base_url}
     done = subprocess.run(
         [sys.executable, script], env=environment, capture_output=True, text=True, timeout=2 * PATIENCE_S
     )
@@ -51,24 +43,24 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize(("page", "path", "body"), SHOWN, ids=[f"{page} {path}" for page, path, _ in SHOWN])
-def test_a_request_that_is_shown_is_answered(stack: Stack, page: str, path: str, body: str) -> None:
-    answer = stack.http.post(path, json=json.loads(body))
+def test_a_request_that_is_shown_is_answered(demo_stack: Stack, page: str, path: str, body: str) -> None:
+    answer = demo_stack.http.post(path, json=json.loads(body))
     assert answer.status_code == 200, answer.text
 
 
-def test_a_tokenization_is_what_is_shown(stack: Stack) -> None:
+def test_a_tokenization_is_what_is_shown(demo_stack: Stack) -> None:
     text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     (body, shown) = re.findall(r"8000/tokenize .*?-d '(\{.*?\})'\n```\n```json\n(.*?)\n```", text, re.DOTALL)[0]
-    assert stack.http.post("/tokenize", json=json.loads(body)).json() == json.loads(shown)
+    assert demo_stack.http.post("/tokenize", json=json.loads(body)).json() == json.loads(shown)
 
 
-def test_the_readme_shows_what_its_request_gives(stack: Stack) -> None:
+def test_the_readme_shows_what_its_request_gives(demo_stack: Stack) -> None:
     """But for the ids and the time. A model that was trained again may word it differently: then change the README."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     body = re.search(r"-d '(\{.*?\})'", readme, re.DOTALL)
     shown = re.search(r"```json\n(.*?)```", readme, re.DOTALL)
     assert body is not None and shown is not None
-    given = stack.http.post("/v1/chat/completions", json=json.loads(body[1])).raise_for_status().json()
+    given = demo_stack.http.post("/v1/chat/completions", json=json.loads(body[1])).raise_for_status().json()
     expected = json.loads(shown[1])
     for varying in ("id", "created"):
         del given[varying], expected[varying]

@@ -1,7 +1,8 @@
-"""Decides when missing blocks are requested again, and when a transport is taken for broken. Time is passed in.
+"""Decides when a transfer has stalled, when missing blocks are requested again, and when a transport is taken for
+broken. Time is passed in.
 
-Both follow from what a pair of workers needs usually: the silence before a block that decode waited for, smoothed with
-its deviation as TCP does for its retransmission timeout (RFC 6298).
+The latter two follow from what a pair of workers needs usually: the silence before a block that decode waited for,
+smoothed with its deviation as TCP does for its retransmission timeout (RFC 6298).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from kvrelay_decode.request import DecodeRequest
 FIRST_RESEND_S = 1.0
 """Before a pair was measured."""
 SHORTEST_RESEND_S, LONGEST_RESEND_S = 0.25, 5.0
+STALLED_AFTER_S = 10.0
+"""If no block of a handoff has come for this long, other sequences do not wait for its prefix any more."""
 ONE_SIDED_STALL_S = 5.0
 """Later than the sender, which sees each write and ends a hanging one after 3 s."""
 TWO_SIDED_STALL_S = 10.0
@@ -56,6 +59,14 @@ class OverdueTransfers:
         self._is_one_sided = is_one_sided
         self._clock = AwakeClock()
         self._pairs: dict[tuple[PeerRef, str], PairTimes] = {}
+
+    def granted(self, request: DecodeRequest, now: float) -> None:
+        """The sender may begin."""
+        request.last_progress = self._clock.read(now)
+
+    def has_stalled(self, request: DecodeRequest, now: float) -> bool:
+        """Whether nothing of a handoff has come for `STALLED_AFTER_S`. Call it several times a second."""
+        return self._clock.read(now) - request.last_progress > STALLED_AFTER_S
 
     def handed(self, request: DecodeRequest, now: float, *, is_repeated: bool) -> None:
         """The handoff message is here. To be called after the machine got it."""

@@ -34,7 +34,7 @@ from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.packed_candidates import unpack_candidates
 from kvrelay.worker.requests import OpenRequests, deadline_of
 from kvrelay.worker.sequences import make_sequence, sequence_key
-from kvrelay_decode.overdue import OverdueTransfers
+from kvrelay_decode.overdue import STALLED_AFTER_S, OverdueTransfers
 from kvrelay_decode.quarantine import Quarantine
 from kvrelay_decode.receiver_events import (
     AdoptionRefused,
@@ -62,8 +62,6 @@ log = logging.getLogger(__name__)
 
 NOT_COMMITTED = (ReceiverState.ASKED, ReceiverState.RESERVED, ReceiverState.FILLING)
 RECEIVING = (ReceiverState.RESERVED, ReceiverState.FILLING)
-STALLED_AFTER_S = 10.0
-"""If no block of a handoff has come for this long, other sequences do not wait for its prefix any more."""
 
 
 class ReceiverDriver:
@@ -185,7 +183,7 @@ class ReceiverDriver:
         """Requests lost blocks again, ends a transfer that stands still, and lets no sequence wait for one."""
         if request.handoff is None or request.handoff.state not in RECEIVING:
             return
-        if now - request.last_block > STALLED_AFTER_S and self._scheduler.transfer_stalled(request.sequence):
+        if self._overdue.has_stalled(request, now) and self._scheduler.transfer_stalled(request.sequence):
             log.warning(
                 "%s has sent no block for %g s: other sequences do not wait for what it sends",
                 request.prefill.peer_id if request.prefill is not None else "a prefill worker",
@@ -292,7 +290,7 @@ class ReceiverDriver:
         slots = blocks[first_block:]
         granted = self._reservations.open(reservation, request.transport, first_block, slots)
         self._send_prefill(request, granted)
-        request.last_block = time.monotonic()
+        self._overdue.granted(request, time.monotonic())
         self._meter.granted(request.timings, request.transport)
         request.timings.num_blocks = len(slots)
         self._context.steps.wake()  # a local prompt may be next in the queue
@@ -314,9 +312,7 @@ class ReceiverDriver:
         request = self._requests.get(self._reservations.key_of(event.reservation))
         if request is None:
             return
-        now = time.monotonic()
-        request.last_block = now
-        self._overdue.landed(request, now)
+        self._overdue.landed(request, time.monotonic())
         self._scheduler.transfer_progressed(request.sequence)
         if isinstance(event, Corrupted):
             self.totals["corrupted_blocks"] += len(event.blocks)

@@ -24,9 +24,8 @@ class DecodeRequest:
     prefill: PeerRef | None = None
     process: str = ""  # the prefill worker's, see `kvrelay.process_identity`
     transport: str = ""
-    last_progress: float = 0.0  # the last block or handoff message, by the clock of `OverdueTransfers`
+    last_progress: float = 0.0  # the grant, or the last block or handoff message, by the clock of `OverdueTransfers`
     last_request: float = 0.0  # or the last resend request, whichever is later
-    last_block: float = 0.0  # of the grant or a block, by the monotonic clock
     first_index: int = 0  # output index of the first token of this attempt
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     timings: HandoffTimings = field(default_factory=HandoffTimings)

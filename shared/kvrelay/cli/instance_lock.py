@@ -12,35 +12,24 @@ import struct
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from kvrelay.config.loader import ConfigError
 
 
-class InstanceLock:
-    """Held from construction to `release`, or to the end of the process, however it ends."""
+class InstanceLock(ExitStack):
+    """Held from construction to `close`, or to the end of the process, however it ends."""
 
     def __init__(self, port: int, log_directory: Path | None) -> None:
         """Raises ConfigError if another instance has the port or the directory. None: no logs are written."""
-        with ExitStack() as stack:
+        super().__init__()
+        try:
             if sys.platform == "linux":
-                stack.enter_context(_hold_port_name(port))
+                self.enter_context(_hold_port_name(port))
             if log_directory is not None:
-                stack.callback(os.close, _lock_directory(log_directory))
-            self._held = stack.pop_all()
-
-    def release(self) -> None:
-        """Idempotent."""
-        self._held.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
+                self.callback(os.close, _lock_directory(log_directory))
+        except ConfigError:
+            self.close()
+            raise
 
 
 def _hold_port_name(port: int) -> socket.socket:

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
-from functools import partial
-from threading import Lock
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -43,7 +42,7 @@ class TokenMasks:
         waiting: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """`make_compiler` is called at the first use, in a thread. `waiting` releases the owner's lock."""
-        self._compiler = _LazyCompiler(make_compiler)
+        self._make_compiler = make_compiler
         self._vocab_size = vocab_size
         self._device = device
         self._waiting = waiting
@@ -86,9 +85,13 @@ class TokenMasks:
             where = to_device(np.array(rows, np.int64), self._device)
             logits.index_copy_(0, where, logits.index_select(0, where).masked_fill_(forbidden, -torch.inf))
 
+    @cached_property
+    def _compiler(self) -> GrammarCompiler:
+        """Used on the compiling thread alone. If that hangs while it makes this, its successor makes another one."""
+        return self._make_compiler()
+
     def _begin(self, grammar: Grammar, output_ids: list[int]) -> _GrammarState:
-        compiler = self._compiler()
-        state = _GrammarState(compiler.compile(grammar), compiler.mask_words)
+        state = _GrammarState(self._compiler.compile(grammar), self._compiler.mask_words)
         state.go_on(output_ids)
         return state
 
@@ -126,19 +129,6 @@ class _MaskWork:
             return False
         self.future = self.thread.submit(self._work)
         return True
-
-
-class _LazyCompiler:
-    def __init__(self, make: Callable[[], GrammarCompiler]) -> None:
-        self._make = make
-        self._lock = Lock()
-        self._made: GrammarCompiler | None = None
-
-    def __call__(self) -> GrammarCompiler:
-        with self._lock:
-            if self._made is None:
-                self._made = self._make()
-            return self._made
 
 
 class _GrammarState:

@@ -44,9 +44,9 @@ class LLGuidanceCompiler:
         if not eos_token_ids:
             raise GrammarError("the model has no end-of-sequence token to end constrained output with")
         try:
-            smallest = LLTokenizer(tokenizer_json, eos_token=list(eos_token_ids))
-            num_tokens = max(vocab_size, smallest.vocab_size)
-            self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=num_tokens, eos_token=list(eos_token_ids))
+            self._tokenizer = LLTokenizer(tokenizer_json, eos_token=list(eos_token_ids))
+            if vocab_size > self._tokenizer.vocab_size:  # which only a tokenizer that was read tells
+                self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids))
         except (ValueError, RuntimeError) as error:
             raise GrammarError(f"grammars cannot be compiled for this tokenizer: {error}") from None
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
@@ -77,8 +77,6 @@ class LLGuidanceCompiler:
 
 
 class LLGuidanceMatcher:
-    """A `GrammarMatcher`."""
-
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
 

@@ -153,7 +153,7 @@ def test_a_second_one_that_would_share_the_logs_is_refused(tmp_path: Path) -> No
             InstanceLock(20002, directory)
         with InstanceLock(20002, None), pytest.raises(ConfigError, match=r"another kvrelay up \(process \d+\) uses"):
             InstanceLock(20002, None)
-    InstanceLock(20001, directory).release()
+    InstanceLock(20001, directory).close()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import psutil
@@ -11,7 +13,7 @@ from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.protocol.messages import Cancel, Reserve
 from tests.component.dispatch.fake_workers import FAST, FakeDecode, FakePrefill
 from tests.component.dispatch.test_processes import OpenStream, is_complete
-from tests.component.dispatch.test_server import registered, running
+from tests.component.dispatch.test_server import RouterProcess, registered, running
 from tests.fakes.waiting import PATIENCE_S, until
 
 PEER_TIMEOUT_S = 3.0
@@ -20,14 +22,18 @@ FLAGS = ("--router-id", "router", f"--peer-timeout-s={PEER_TIMEOUT_S}", "--peer-
 NUM_STREAMS = 4
 
 
-async def test_streams_go_on_after_their_router_was_stopped(redis_server: EmbeddedRedis) -> None:
+@asynccontextmanager
+async def patient_fleet(redis_url: str, name: str) -> AsyncIterator[tuple[RouterProcess, FakePrefill, FakeDecode]]:
+    """A router process and two workers, ready."""
     prefill, decode = FakePrefill("p0", settings=PATIENT), FakeDecode("d0", settings=PATIENT)
-    gate = decode.hold("token 3")
-    async with (
-        registered(redis_server.url, "stopped", prefill, decode),
-        running(redis_server.url, "stopped", *FLAGS) as router,
-    ):
+    async with registered(redis_url, name, prefill, decode), running(redis_url, name, *FLAGS) as router:
         await router.ready({"prefill": 1, "decode": 1})
+        yield router, prefill, decode
+
+
+async def test_streams_go_on_after_their_router_was_stopped(redis_server: EmbeddedRedis) -> None:
+    async with patient_fleet(redis_server.url, "stopped") as (router, prefill, decode):
+        gate = decode.hold("token 3")
         streams = [OpenStream(router, max_tokens=8) for _ in range(NUM_STREAMS)]
         await asyncio.wait_for(asyncio.gather(*(stream.served_by for stream in streams)), PATIENCE_S)
         await asyncio.wait_for(gate.reached.wait(), PATIENCE_S)
@@ -48,13 +54,8 @@ async def test_streams_go_on_after_their_router_was_stopped(redis_server: Embedd
 
 
 async def test_a_router_that_has_ended_is_lost_at_once(redis_server: EmbeddedRedis) -> None:
-    prefill, decode = FakePrefill("p0", settings=PATIENT), FakeDecode("d0", settings=PATIENT)
-    gate = decode.hold("token 3")
-    async with (
-        registered(redis_server.url, "ended", prefill, decode),
-        running(redis_server.url, "ended", *FLAGS) as router,
-    ):
-        await router.ready({"prefill": 1, "decode": 1})
+    async with patient_fleet(redis_server.url, "ended") as (router, prefill, decode):
+        gate = decode.hold("token 3")
         stream = OpenStream(router, max_tokens=8)
         await asyncio.wait_for(gate.reached.wait(), PATIENCE_S)
         router.process.kill()

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from kvrelay.awake_clock import MAX_GAP_S
 from kvrelay.engine.batch import ModelSpec
 from kvrelay.kv.pool import BlockState
 from kvrelay.protocol.failure_kind import FailureKind
@@ -40,8 +41,8 @@ from kvrelay.telemetry.instruments import Instruments
 from kvrelay.telemetry.stages import RecentStages
 from kvrelay.transfer.base import Landed, ReceiverEvent
 from kvrelay.worker.context import WorkerContext
+from kvrelay_decode.overdue import STALLED_AFTER_S
 from kvrelay_decode.quarantine import SETTLE_TICKS
-from kvrelay_decode.receiver_driver import STALLED_AFTER_S
 from kvrelay_decode.service import DecodeRole
 from tests.unit.scheduling.bench import BLOCK_SIZE, Bench
 
@@ -298,6 +299,20 @@ def test_a_sample_group_that_no_longer_fits_as_a_whole_is_admitted_in_parts() ->
 # -- a sender that stalls -------------------------------------------------------------------------------------------
 
 
+def tick_until_stalled(worker: DecodeWorker) -> None:
+    began = time.monotonic()
+    for number in range(int(STALLED_AFTER_S / MAX_GAP_S) + 2):
+        worker.role.on_tick(began + number * MAX_GAP_S)
+
+
+def test_a_worker_that_was_suspended_takes_no_sender_for_stalled() -> None:
+    worker = DecodeWorker(num_blocks=32)
+    worker.reserve("a", [5] * 12)
+    worker.generate("b", [5] * 12)
+    worker.role.on_tick(time.monotonic() + 2 * STALLED_AFTER_S)
+    assert not worker.scheduler.schedule().has_work, "b still waits for a's blocks"
+
+
 def test_nobody_waits_for_the_prefix_of_a_sender_that_has_stalled() -> None:
     worker = DecodeWorker(num_blocks=32)
     worker.reserve("a", [5] * 12)
@@ -305,7 +320,7 @@ def test_nobody_waits_for_the_prefix_of_a_sender_that_has_stalled() -> None:
     worker.role.on_tick(time.monotonic())
     assert not worker.scheduler.schedule().has_work, "b waits for a's blocks"
     woken = worker.num_wakes
-    worker.role.on_tick(time.monotonic() + STALLED_AFTER_S + 1)
+    tick_until_stalled(worker)
     assert worker.num_wakes > woken
     assert [row.sequence.key[0] for row in worker.scheduler.schedule().rows] == ["b"]
 
@@ -313,7 +328,7 @@ def test_nobody_waits_for_the_prefix_of_a_sender_that_has_stalled() -> None:
 def test_other_handoffs_of_a_stalled_sender_keep_nobody_waiting_until_it_sends_again() -> None:
     worker = DecodeWorker(num_blocks=64)
     worker.reserve("a", [5] * 12)
-    worker.role.on_tick(time.monotonic() + STALLED_AFTER_S + 1)
+    tick_until_stalled(worker)
     worker.reserve("b", [6] * 12)
     worker.reserve("c", [6] * 12, OTHER)
     assert len(worker.granted(OTHER).slots) == 3, "c does not wait for b"
@@ -328,7 +343,7 @@ def test_other_handoffs_of_a_stalled_sender_keep_nobody_waiting_until_it_sends_a
 def test_a_handoff_that_arrives_after_its_sender_had_stalled_is_committed() -> None:
     worker = DecodeWorker(num_blocks=32)
     worker.reserve("a", [5] * 12)
-    worker.role.on_tick(time.monotonic() + STALLED_AFTER_S + 1)
+    tick_until_stalled(worker)
     granted = worker.granted()
     worker.receiver.report(Landed(granted.reservation, tuple(range(3))))
     worker.hand_over("a", granted.reservation, 12)

@@ -10,13 +10,13 @@ from kvrelay.kv.pool import BlockState
 from kvrelay.kv.table import BlockTable
 
 BLOCK_SIZE = 2
-KINDS = [
+KINDS = [  # weakest first
     BlockState.RUNNING,
     BlockState.COMPUTING,
     BlockState.RESERVED,
     BlockState.IN_FLIGHT,
     BlockState.QUARANTINED,
-]  # weakest first
+]
 
 
 @dataclass

@@ -13,14 +13,7 @@ from kvrelay.kv.errors import BlockError, IntegrityError, OutOfBlocks
 from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.kv.table import BlockTable, CopyInstruction, copy_on_write, finish_copy
-
-KINDS = [
-    BlockState.RUNNING,
-    BlockState.COMPUTING,
-    BlockState.RESERVED,
-    BlockState.IN_FLIGHT,
-    BlockState.QUARANTINED,
-]  # weakest first
+from tests.unit.kv.cache_oracle import KINDS
 
 
 def test_a_new_pool_is_free() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from threading import Lock
+from functools import cached_property
 
 import numpy as np
 
@@ -26,8 +26,6 @@ class GrammarCheck:
         self._tokenizer = tokenizer
         self._known: OrderedDict[Grammar, str | None] = OrderedDict()  # the error, if any
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-check")
-        self._compiler: GrammarCompiler | None = None
-        self._lock = Lock()
 
     async def check(self, grammar: Grammar) -> None:
         """Raises GrammarError for a grammar that workers could not follow. Does not block the event loop."""
@@ -47,16 +45,13 @@ class GrammarCheck:
 
     def _reason(self, grammar: Grammar) -> str | None:
         try:
-            compiler = self._load()
             # Some limits are only met by the first mask.
-            compiler.compile(grammar).fill(np.zeros(compiler.mask_words, np.int32))
+            self._compiler.compile(grammar).fill(np.zeros(self._compiler.mask_words, np.int32))
         except GrammarError as error:
             return str(error)
         return None
 
-    def _load(self) -> GrammarCompiler:
-        with self._lock:
-            if self._compiler is None:
-                backend = self._tokenizer.backend
-                self._compiler = LLGuidanceCompiler(backend.to_str(), self._tokenizer.vocab_size, ANY_END_TOKEN)
-            return self._compiler
+    @cached_property
+    def _compiler(self) -> GrammarCompiler:
+        """Made and used on the thread alone."""
+        return LLGuidanceCompiler(self._tokenizer.backend.to_str(), self._tokenizer.vocab_size, ANY_END_TOKEN)

@@ -39,33 +39,23 @@ class GrammarFields(GenerationFields):
     def grammar(self) -> Grammar | None:
         """What the output is constrained to, if anything. Raises ApiError for fields that are wrong in themselves;
         whether the grammar can be compiled is checked later."""
-        given = {name: value for name, value in self._given().items() if _is_set(value)}
+        given = {name: value for name in (*_OBJECT_READERS, *_READERS) if _is_set(value := self._value_of(name))}
         if not given:
             return None
         if len(given) > 1:
             first, second = list(given)[:2]
             raise _wrong(second, f"the output is constrained by '{first}' already")
         ((param, value),) = given.items()
-        if param == "response_format":
-            return _of_response_format(value)
-        if param == "structured_outputs":
-            return _of_structured_outputs(value)
+        if param in _OBJECT_READERS:
+            return _OBJECT_READERS[param](value)
         return _READERS[param](value, param, _whitespace(self.guided_whitespace_pattern, "guided_whitespace_pattern"))
 
-    def _given(self) -> dict[str, Any]:
-        return {
-            "response_format": None if self.response_format == {"type": "text"} else self.response_format,
-            "structured_outputs": self.structured_outputs,
-            "guided_json": self.guided_json,
-            "guided_regex": self.guided_regex,
-            "guided_choice": self.guided_choice,
-            "guided_grammar": self.guided_grammar,
-            "guided_json_object": self.guided_json_object,
-            "json_schema": self.json_schema_text,
-            "regex": self.regex,
-            "ebnf": self.ebnf,
-            "structural_tag": self.structural_tag,
-        }
+    def _value_of(self, param: str) -> Any:
+        """The value of a request's field. None if it constrains nothing."""
+        if param == "json_schema":
+            return self.json_schema_text
+        value = getattr(self, param)
+        return None if param == "response_format" and value == {"type": "text"} else value
 
     def check_grammar(self, *, is_beam_search: bool) -> None:
         """Raises ApiError for fields that contradict a constrained output."""
@@ -158,6 +148,9 @@ def _of_tag(value: Any, param: str, _: str | None) -> Grammar:
     text = value if isinstance(value, str) else orjson.dumps(value).decode()
     return _grammar(GrammarKind.STRUCTURAL_TAG, text, param)
 
+
+_OBJECT_READERS = {"response_format": _of_response_format, "structured_outputs": _of_structured_outputs}
+"""Of fields that are objects and name the kind of grammar inside."""
 
 _READERS = {
     "guided_json": _of_schema,

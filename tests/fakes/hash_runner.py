@@ -63,7 +63,8 @@ def expected_tokens(prompt: Sequence[int], sampling: Sampling, max_model_len: in
 
 class HashRunner:
     """Implements `ModelRunner`. A step takes `step_s`, and waits where `hold_after` says so. A row with `num_lookahead`
-    brings as many tokens as a hash of its position says."""
+    brings as many tokens as a hash of its position says, and one with `jumps` further ones without their K/V, as if a
+    grammar forced what the model would sample."""
 
     def __init__(
         self,
@@ -169,14 +170,15 @@ class HashRunner:
         if row.beam is not None:
             assert np.array_equal(row.beam.history, read[:, 0])
             return RowResult(candidates=next_candidates(read[:, 0], sampling, row.beam.num_candidates))
-        new_ids = self._continue(row, read[:, 0].tolist(), sampling)
+        new_ids, num_forced = self._continue(row, read[:, 0].tolist(), sampling)
         self._sampled[row.key] = new_ids[-1]
         asked = sampling.logprobs is not None
         logprobs = tuple(TokenLogprobs(token_id, -float(token_id), [], []) for token_id in new_ids if asked)
-        return RowResult(new_ids, logprobs)
+        return RowResult(new_ids, logprobs, num_forced=num_forced)
 
-    def _continue(self, row: WorkerRow, tokens: list[int], sampling: Sampling) -> tuple[int, ...]:
-        """The next tokens. Writes K/V of all of them but the last, and nonsense behind, as rejected drafts leave it."""
+    def _continue(self, row: WorkerRow, tokens: list[int], sampling: Sampling) -> tuple[tuple[int, ...], int]:
+        """The next tokens, and how many of them are forced. Writes K/V of all others but the last of these, and
+        nonsense behind, as rejected drafts leave it."""
         size, start = self.spec.block_size, len(tokens)
         ahead = np.arange(start, start + row.num_lookahead)
         self._entries[row.block_ids[ahead // size], ahead % size] = -1
@@ -185,4 +187,7 @@ class HashRunner:
             tokens.append(next_token(np.array(tokens, np.int32), sampling, row.key[2]))
             if position < start + num_new - 1:
                 self._entries[row.block_ids[position // size], position % size] = tokens[-1], position
-        return tuple(tokens[start:])
+        num_forced = zlib.crc32(f"{row.key} {start} forced".encode()) % 12 if row.jumps else 0
+        for _ in range(num_forced):
+            tokens.append(next_token(np.array(tokens, np.int32), sampling, row.key[2]))
+        return tuple(tokens[start:]), num_forced

@@ -213,6 +213,12 @@ class WorkerConfig(CommonConfig):
         description="admit, preempt and resume the n samples of a request together, as beams always are",
     )
 
+    jump_forward: bool = Field(
+        default=True,
+        description="in constrained output, append the tokens that the grammar forces without sampling them, and "
+        "compute them in one step; off: sample each token under the grammar's mask",
+    )
+
     prefill_delayer: bool = Field(
         default=False,
         description="on decode workers, hold prompts back until running sequences leave room for a batch of prompts",
@@ -320,6 +326,7 @@ class WorkerConfig(CommonConfig):
             new_token_ratio=self.new_token_ratio,
             preemption=self.preemption,
             group_samples=self.group_samples,
+            jump_forward=self.jump_forward,
         )
 
     @property

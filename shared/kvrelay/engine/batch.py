@@ -42,7 +42,8 @@ class WorkerRow(msgspec.Struct, frozen=True, gc=False):
     best candidates are found instead, and `key` is the same for all beams of a request. With `has_placeholder`, the
     last of `token_ids` is a placeholder for the token that was sampled last for this key, by a step that was in flight
     when the batch was made. With `num_lookahead`, the row may bring up to 1 + num_lookahead tokens (see `RowResult`),
-    and `block_ids` is long enough for position + len(token_ids) + num_lookahead tokens. A row behind such a row has no
+    and `block_ids` is long enough for position + len(token_ids) + num_lookahead tokens. With `jumps`, the row may bring
+    tokens that its grammar forces behind the others. A row behind one with `num_lookahead` or `jumps` has no
     placeholder.
     """
 
@@ -54,6 +55,7 @@ class WorkerRow(msgspec.Struct, frozen=True, gc=False):
     is_prefill: bool
     has_placeholder: bool = False
     num_lookahead: int = 0
+    jumps: bool = False
     beam: BeamRow | None = None
 
 
@@ -119,10 +121,13 @@ class RowResult(msgspec.Struct, frozen=True, gc=False):
     """What a step computed for one row.
 
     `token_ids`: the sequence's next tokens, in order. Empty if the row does not sample; one token from plain sampling;
-    up to 1 + `WorkerRow.num_lookahead` if a method brings several in one step (tokens that a grammar forces, verified
-    drafts). The step has computed the K/V of all of them but the last, as it has for the row's own tokens: a row of n
-    tokens at position p that brings K tokens leaves valid K/V at positions [0, p + n + K - 1). The sequence's next row
-    starts at position p + n + K - 1, with the last of these tokens.
+    up to 1 + `WorkerRow.num_lookahead` if a method brings several in one step (verified drafts). The step has computed
+    the K/V of all of them but the last, as it has for the row's own tokens: a row of n tokens at position p that brings
+    K tokens leaves valid K/V at positions [0, p + n + K - 1). The sequence's next row starts at position p + n + K - 1,
+    with the last of these tokens.
+    `num_forced`: so many tokens at the end of `token_ids` were not sampled but are forced by the grammar (with
+    `WorkerRow.jumps`). Their K/V is not computed, so K above counts only the tokens before them, of which there is at
+    least one, and the sequence's next rows hold the last of those and all forced tokens.
     `logprobs`: one entry for each of `token_ids`, or none if the sequence does not ask for them.
     All of `token_ids` count in the sampler's state. The scheduler drops tokens behind a stop or behind max_tokens, but
     only of a sequence that ends there, so the two never disagree about a sequence that goes on.
@@ -132,6 +137,7 @@ class RowResult(msgspec.Struct, frozen=True, gc=False):
     logprobs: Sequence[TokenLogprobs] = ()
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     candidates: BeamCandidates | None = None  # set for a `BeamRow`
+    num_forced: int = 0
 
 
 @dataclass(frozen=True, slots=True)

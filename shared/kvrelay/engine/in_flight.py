@@ -29,10 +29,11 @@ from kvrelay.engine.pending_tokens import PendingTokens
 from kvrelay.protocol.sampling import TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey
 
-_RowTokens = tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]
-"""A row's new tokens, and one entry for each of them if log-probabilities are asked for."""
+_RowTokens = tuple[tuple[int, ...], tuple[TokenLogprobs, ...], int]
+"""A row's new tokens, one entry for each of them if log-probabilities are asked for, and how many of the last ones a
+grammar forced."""
 
-_NO_TOKENS: _RowTokens = ((), ())
+_NO_TOKENS: _RowTokens = ((), (), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +147,9 @@ class StepInFlight:
         asked, self._asked, self._ask, self.took_from = self._asked, Asked(), None, None
         results = []
         for index in range(len(self.batch.rows)):
-            token_ids, logprobs = tokens.get(index, _NO_TOKENS)
+            token_ids, logprobs, num_forced = tokens.get(index, _NO_TOKENS)
             scores, candidates = asked.prompt_logprobs.get(index, ()), asked.candidates.get(index)
-            results.append(RowResult(token_ids, logprobs, scores, candidates))
+            results.append(RowResult(token_ids, logprobs, scores, candidates, num_forced))
         took_s = forward_s - asked.copy_s if results else 0.0
         return StepResult(self.batch.step, results, took_s, asked.copy_s, asked.captured)
 
@@ -191,9 +192,12 @@ class StepInFlight:
             self.resampled |= {self.batch.rows[rows[index]].key for index in changed}
             ended = self._steps.end(self)
         by_row: dict[int, _RowTokens] = {
-            row: ((token_id,), () if entry is None else (entry,))
+            row: ((token_id,), () if entry is None else (entry,), 0)
             for row, token_id, entry in zip(rows, token_ids.tolist(), logprobs, strict=True)
         }
+        for index, run in tokens.forced.items():
+            token_ids_of_row, entries, _ = by_row[rows[index]]
+            by_row[rows[index]] = ((*token_ids_of_row, *run), entries, len(run))
         return by_row, self._took_s(*ended)
 
     def _took_s(self, seconds: float, began_behind: bool) -> float:

@@ -57,6 +57,7 @@ class SampledRows:
     keys: Sequence[SequenceKey]
     slots: NDArray[np.int64]
     parameters: Parameters
+    jumps: NDArray[np.bool_]  # tokens that a grammar forces behind the sampled one may join the output with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,8 @@ class PendingTokens:
         """`[rows]` int64 on the device, for work that is launched from now on. Read only."""
         self.resampled: NDArray[np.bool_] = np.zeros(len(rows.keys), np.bool_)
         """After `land`: the rows whose token differs from `token_ids`. A step that used one of those must run again."""
+        self.forced: dict[int, list[int]] = {}
+        """After `land`, by row: the tokens that grammars force behind the sampled ones, also in the histories."""
         self._owner = owner
         self._exact = sampled.exact
         self._logprobs = logprobs
@@ -136,7 +139,7 @@ class PendingTokens:
         finally:
             self._owner.ended(self)
             self._exact = self._logprobs = None
-        self._owner.remember(self.rows, result, changed=bool(self.resampled.any()))
+        self.forced = self._owner.remember(self.rows, result, changed=bool(self.resampled.any()))
         return result, logprobs
 
     def discard(self) -> None:
@@ -212,21 +215,32 @@ class SampledTokens:
         counted = parameters["life"][(parameters["counts"] >= 0) | parameters["constrained"]] if self._pending else ()
         return any(bool(np.isin(counted, pending.rows.parameters["life"]).any()) for pending in self._pending)
 
-    def remember(self, rows: SampledRows, token_ids: NDArray[np.int64], *, changed: bool) -> None:
-        """Records the tokens `[rows]`. `changed`: some of them differ from those on the device.
+    def remember(self, rows: SampledRows, token_ids: NDArray[np.int64], *, changed: bool) -> dict[int, list[int]]:
+        """Records the tokens `[rows]`, and those that grammars force behind them, which it returns by row. `changed`:
+        some of `token_ids` differ from those on the device.
 
         A sequence with several new tokens has a row for each, in their order. Sequences that were dropped meanwhile are
         left out.
         """
         self.share_resampled += _NEWEST_WEIGHT * (changed - self.share_resampled)
         stays = self._state.holds(rows.slots, rows.parameters["life"])
-        self._state.set_last(rows.slots[stays], token_ids[stays])
-        constrained = stays & rows.parameters["constrained"]
-        if constrained.any():
-            self._masks.accept(rows.slots[constrained], token_ids[constrained])
-        counts = rows.parameters["counts"]
-        counted = stays & (counts >= 0)
-        if counted.any():
+        self._append(rows, np.flatnonzero(stays), token_ids[stays])
+        constrained = np.flatnonzero(stays & rows.parameters["constrained"])
+        if not len(constrained):
+            return {}
+        runs = self._masks.accept(rows.slots[constrained], token_ids[constrained], rows.jumps[constrained])
+        forced = {int(constrained[at]): run for at, run in runs.items()}
+        if forced:
+            which = np.repeat(np.array(list(forced), np.int64), [len(run) for run in forced.values()])
+            stays = self._state.holds(rows.slots[which], rows.parameters["life"][which])
+            self._append(rows, which[stays], np.concatenate([*map(np.int64, forced.values())])[stays])
+        return forced
+
+    def _append(self, rows: SampledRows, which: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
+        """Appends `token_ids[i]` to the sequence of row `which[i]`."""
+        self._state.set_last(rows.slots[which], token_ids)
+        counts = rows.parameters["counts"][which]
+        if (counted := counts >= 0).any():
             self._state.counts.append(counts[counted], token_ids[counted])
 
     def last(self, parameters: Parameters) -> torch.Tensor:

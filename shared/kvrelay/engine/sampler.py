@@ -41,14 +41,17 @@ class Sampler:
         device: torch.device,
         lock: Lock | None = None,
         make_compiler: Callable[[], GrammarCompiler] | None = None,
+        *,
+        jump_forward: bool = False,
     ) -> None:
         """`lock` is held during every call of a method, and of a method of pending tokens. They release it while they
-        wait. `make_compiler` makes the compiler of grammars at the first use; None: there is none.
+        wait. `make_compiler` makes the compiler of grammars at the first use; None: there is none. `jump_forward`: the
+        tokens that a grammar forces are the only ones that it allows, see `TokenMasks`.
         """
         self._device = device
         self._lock = lock
         self._state = SamplerState(vocab_size, eos_token_ids)
-        self._masks = TokenMasks(make_compiler or _no_compiler, vocab_size, device, self.waiting)
+        self._masks = TokenMasks(make_compiler or _no_compiler, vocab_size, device, self.waiting, jump_forward)
         self._sampled = SampledTokens(self._state, device, self.waiting, self._masks)
 
     @contextmanager
@@ -126,8 +129,15 @@ class Sampler:
         """
         return self.begin(keys, positions, logits).land()
 
-    def begin(self, keys: Sequence[SequenceKey], positions: NDArray[np.int64], logits: torch.Tensor) -> PendingTokens:
-        """Launches what `sample` computes, and does not wait.
+    def begin(
+        self,
+        keys: Sequence[SequenceKey],
+        positions: NDArray[np.int64],
+        logits: torch.Tensor,
+        jumps: NDArray[np.bool_] | None = None,
+    ) -> PendingTokens:
+        """Launches what `sample` computes, and does not wait. `jumps`, `[rows]`: the rows for which tokens that a
+        grammar forces may follow the sampled one.
 
         Raises:
             GrammarFailed: rows whose grammars cannot go on.
@@ -145,7 +155,8 @@ class Sampler:
         if (parameters["logprobs"] >= 0).any():
             with self.waiting():  # a CPU computes them here
                 logprobs = _ask_logprobs(parameters["logprobs"], logits, sampled)
-        return PendingTokens(self._sampled, SampledRows(tuple(keys), slots, parameters), sampled, logprobs)
+        rows = SampledRows(tuple(keys), slots, parameters, np.zeros(len(keys), np.bool_) if jumps is None else jumps)
+        return PendingTokens(self._sampled, rows, sampled, logprobs)
 
     def adjust(
         self, keys: Sequence[SequenceKey], positions: NDArray[np.int64], scores: torch.Tensor, seen: Seen

@@ -3,6 +3,11 @@
 A sequence's mask is computed in a thread of its own as soon as its newest token has landed, so it is ready before the
 next step's logits are: the thread releases the GIL and runs beside the bookkeeping between steps and the forward. A
 grammar is compiled in another thread, so that a new sequence does not delay the masks of those that run.
+
+With jump-forward (Zheng et al., SGLang, 2024, section 4: runs of states with one way out are passed in one step) the
+tokens that a grammar forces are a function of the output so far. They join the output behind the token that was sampled
+before them. If they may not, because log-probabilities are asked for or at the first token of an attempt, the mask
+allows the forced token alone. So the tokens of an output do not depend on where its steps are cut.
 """
 
 from __future__ import annotations
@@ -27,6 +32,12 @@ LONGEST_WAIT_S = 5.0
 fails, and its thread is left to itself."""
 
 
+_TOO_LONG = f"a mask of its grammar takes longer than {LONGEST_WAIT_S:g} s"
+
+MAX_RUN_TOKENS = 64
+"""Forced tokens that join an output at once. The rest of a longer run follows behind the next token."""
+
+
 class GrammarFailed(RowsFailed):
     """The grammars of the sequences in `keys` cannot go on. No token was sampled or recorded."""
 
@@ -40,8 +51,10 @@ class TokenMasks:
         vocab_size: int,
         device: torch.device,
         waiting: Callable[[], AbstractContextManager[None]],
+        jump_forward: bool,
     ) -> None:
         """`make_compiler` is called at the first use, in a thread. `waiting` releases the owner's lock."""
+        self._jump_forward = jump_forward
         self._make_compiler = make_compiler
         self._vocab_size = vocab_size
         self._device = device
@@ -59,12 +72,40 @@ class TokenMasks:
         if work is not None:
             work.future.cancel()
 
-    def accept(self, slots: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
-        """Appends landed tokens `[rows]` to the sequences that have grammars, and has their next masks computed."""
-        for slot, token_id in zip(slots.tolist(), token_ids.tolist(), strict=True):
+    def accept(
+        self, slots: NDArray[np.int64], token_ids: NDArray[np.int64], jumps: NDArray[np.bool_]
+    ) -> dict[int, list[int]]:
+        """Appends landed tokens `[rows]` to the sequences that have grammars, and has their next masks computed.
+
+        Returns the tokens that grammars force behind them, by row, for the rows that `jumps`. They are appended too.
+        """
+        runs: dict[int, _MaskWork] = {}
+        for row, (slot, token_id, jump) in enumerate(
+            zip(slots.tolist(), token_ids.tolist(), jumps.tolist(), strict=True)
+        ):
             before = self._work.get(slot)
-            if before is not None:
+            if before is None:
+                continue
+            if jump and self._jump_forward:
+                runs[row] = self._work[slot] = _MaskWork(self._computing, partial(_jump, before.future, token_id))
+            else:
                 self._work[slot] = _MaskWork(self._computing, partial(_go_on, before.future, token_id))
+        if not runs:
+            return {}
+        # All runs are computed before the first of the next masks, which nobody waits for here.
+        with self._waiting():
+            _wait([*runs.values()])
+        return {row: run for row, work in runs.items() if (run := self._end_run(int(slots[row]), work))}
+
+    def _end_run(self, slot: int, work: _MaskWork) -> list[int]:
+        """Returns the run, and has the mask behind it computed. Empty if the grammar failed, which `apply` raises."""
+        run: list[int] = []
+        is_late = not work.future.done()
+        if not is_late and work.future.exception() is None:
+            run = work.future.result().run
+        if self._work.get(slot) is work:  # the sequence was not dropped meanwhile
+            self._work[slot] = _MaskWork(self._computing, partial(_fill_later, None if is_late else work.future))
+        return run
 
     def apply(self, logits: torch.Tensor, keys: Sequence[SequenceKey], slots: NDArray[np.int64]) -> None:
         """Sets the logits `[rows, vocab]` of the tokens that are not allowed to minus infinity, in place.
@@ -91,8 +132,9 @@ class TokenMasks:
         return self._make_compiler()
 
     def _begin(self, grammar: Grammar, output_ids: list[int]) -> _GrammarState:
-        state = _GrammarState(self._compiler.compile(grammar), self._compiler.mask_words)
-        state.go_on(output_ids)
+        state = _GrammarState(self._compiler.compile(grammar), self._compiler.mask_words, self._jump_forward)
+        state.accept(output_ids)
+        state.fill()
         return state
 
 
@@ -134,18 +176,57 @@ class _MaskWork:
 class _GrammarState:
     """A matcher, and the mask of the token that comes next."""
 
-    def __init__(self, matcher: GrammarMatcher, mask_words: int) -> None:
+    def __init__(self, matcher: GrammarMatcher, mask_words: int, jump_forward: bool) -> None:
         self._matcher = matcher
+        self._jump_forward = jump_forward
+        self._forced: Sequence[int] = ()
         self.mask: TokenMask = np.zeros(mask_words, np.int32)
+        self.run: list[int] = []
+        """The forced tokens that were appended behind the last token."""
 
-    def go_on(self, token_ids: list[int]) -> None:
+    def accept(self, token_ids: Sequence[int]) -> None:
         self._matcher.accept(token_ids)
-        self._matcher.fill(self.mask)
+        if self._jump_forward:
+            self._forced = self._matcher.forced()
+
+    def jump(self) -> None:
+        """Appends the tokens that are forced now."""
+        self.run = []
+        while self._forced and len(self.run) < MAX_RUN_TOKENS:
+            part = self._forced[: MAX_RUN_TOKENS - len(self.run)]
+            self.run += part
+            self.accept(part)
+
+    def fill(self) -> None:
+        if not self._forced:
+            self._matcher.fill(self.mask)
+            return
+        token_id = self._forced[0]
+        self.mask[:] = 0
+        self.mask.view(np.uint8)[token_id // 8] = 1 << token_id % 8
 
 
 def _go_on(before: Future[_GrammarState], token_id: int) -> _GrammarState:
     state = before.result()
-    state.go_on([token_id])
+    state.accept([token_id])
+    state.fill()
+    return state
+
+
+def _jump(before: Future[_GrammarState], token_id: int) -> _GrammarState:
+    state = before.result()
+    state.accept([token_id])
+    state.jump()
+    return state
+
+
+def _fill_later(before: Future[_GrammarState] | None) -> _GrammarState:
+    """`before`: the run that the mask follows, or None if that took too long: it may not end behind an output without
+    the run."""
+    if before is None:
+        raise GrammarError(_TOO_LONG)
+    state = before.result()
+    state.fill()
     return state
 
 
@@ -155,7 +236,7 @@ def _collect(keys: Sequence[SequenceKey], work: Sequence[_MaskWork]) -> TokenMas
     masks, failed = [], {}
     for key, item in zip(keys, work, strict=True):
         if not item.future.done():
-            failed[key] = f"a mask of its grammar takes longer than {LONGEST_WAIT_S:g} s"
+            failed[key] = _TOO_LONG
         elif (error := item.future.exception()) is None:
             masks.append(item.future.result().mask)
         elif isinstance(error, GrammarError):

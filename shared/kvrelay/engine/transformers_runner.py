@@ -62,6 +62,7 @@ class TransformersRunner:
         num_swap_slots: int = 0,
         with_scratch: bool = False,
         launches_ahead: bool | None = None,
+        jump_forward: bool = False,
     ) -> None:
         """`name` is the model's name in the spec; by default its path or hub name.
 
@@ -80,7 +81,9 @@ class TransformersRunner:
         # Guards the sampler and the scored prompts. Released while waiting for the device.
         self._lock = threading.Lock()
         compiler = partial(make_grammar_compiler, source.name, model.vocab_size, model.eos_token_ids)
-        self._sampler = Sampler(model.vocab_size, model.eos_token_ids, source.device, self._lock, compiler)
+        self._sampler = Sampler(
+            model.vocab_size, model.eos_token_ids, source.device, self._lock, compiler, jump_forward=jump_forward
+        )
         self._scored: dict[SequenceKey, _ScoredPrompt] = {}
         self._spec = ModelSpec(
             name=name or source.name,
@@ -233,7 +236,8 @@ class TransformersRunner:
             asked.sampled_rows = [wanted[at] for at in known]
             sampled = [rows[index] for index in asked.sampled_rows]
             positions = np.array([row.position + len(row.token_ids) for row in sampled], np.int64)
-            asked.tokens = self._sampler.begin([row.key for row in sampled], positions, logits)
+            jumps = np.array([row.jumps for row in sampled], np.bool_)
+            asked.tokens = self._sampler.begin([row.key for row in sampled], positions, logits, jumps)
 
     def _hidden_states(
         self,

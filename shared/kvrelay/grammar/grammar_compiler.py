@@ -24,6 +24,14 @@ class GrammarMatcher(Protocol):
     def accept(self, token_ids: Sequence[int]) -> None:
         """Appends output tokens. Raises GrammarError for a token that the grammar does not allow there."""
 
+    def forced(self) -> Sequence[int]:
+        """The tokens that have to come next: those that the tokenizer makes of the bytes that every output goes on
+        with, and the end-of-sequence token after a complete output if there is only one such token.
+
+        Bytes at the end of which a token could also go on into bytes that are not forced are left out. Empty after an
+        end-of-sequence token. Raises GrammarError.
+        """
+
     def fill(self, mask: TokenMask) -> None:
         """Writes which tokens may come next; after a complete output, only end-of-sequence tokens.
 

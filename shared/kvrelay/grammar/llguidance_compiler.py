@@ -49,6 +49,7 @@ class LLGuidanceCompiler:
                 self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids))
         except (ValueError, RuntimeError) as error:
             raise GrammarError(f"grammars cannot be compiled for this tokenizer: {error}") from None
+        self._eos_token_ids = tuple(eos_token_ids)
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._lock = Lock()
 
@@ -63,7 +64,7 @@ class LLGuidanceCompiler:
                 self._compiled.move_to_end(grammar)
         if found is None:
             found = self._compile(grammar)
-        return LLGuidanceMatcher(found.deep_copy())
+        return LLGuidanceMatcher(found.deep_copy(), self._eos_token_ids)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         check_regex_sizes(grammar)
@@ -77,12 +78,28 @@ class LLGuidanceCompiler:
 
 
 class LLGuidanceMatcher:
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, eos_token_ids: Sequence[int]) -> None:
         self._matcher = matcher
+        self._eos_token_ids = eos_token_ids
+        self._has_ended = False
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        if not self._matcher.consume_tokens(list(token_ids)):
+        self._has_ended = bool(token_ids) and token_ids[-1] in self._eos_token_ids
+        if not self._matcher.consume_tokens(list(token_ids[:-1] if self._has_ended else token_ids)):
             _check(self._matcher)
+        # A complete output that nothing can follow stops the library's matcher, which then takes no end either.
+        if self._has_ended and not self._matcher.is_stopped():
+            self._matcher.consume_token(token_ids[-1])
+        _check(self._matcher)
+
+    def forced(self) -> Sequence[int]:
+        if self._has_ended:
+            return ()
+        token_ids = self._matcher.compute_ff_tokens()
+        _check(self._matcher)
+        if not token_ids and len(self._eos_token_ids) == 1 and self._matcher.is_stopped():
+            return self._eos_token_ids
+        return token_ids
 
     def fill(self, mask: TokenMask) -> None:
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)

@@ -22,6 +22,7 @@ from kvrelay.scheduling.step_cost import pairs
 class PlannedRow(msgspec.Struct, frozen=True, gc=False):
     """`num_tokens` tokens of a sequence, from `position` on. `sample`: the logits of its last token give a token, or
     up to 1 + `num_lookahead` tokens if the runner can bring more; the block table has room for the K/V of that many.
+    A decode has one token, or several behind tokens that a grammar forced.
 
     A decode that was planned ahead is for a token that the step in flight draws: it is not in the sequence yet.
     """
@@ -113,7 +114,7 @@ class StepPlan:
 
     @property
     def num_decode_tokens(self) -> int:
-        """Number of tokens of decoding sequences, one each."""
+        """Number of tokens of decoding sequences: one each, and more behind forced tokens."""
         return sum(row.num_tokens for row in self.rows if not row.is_prefill)
 
 
@@ -157,10 +158,15 @@ class PlanDraft:
         self.decodes[row.sequence] = row
         self.budget_left -= 1
 
-    def add_decodes(self, rows: Seq[PlannedRow]) -> None:
-        """Adds rows of decodes, without those of sequences that were preempted since."""
+    def add_decodes(self, rows: Seq[PlannedRow], *, has_runs: bool = False) -> None:
+        """Adds rows of decodes, without those of sequences that were preempted since. `has_runs`: some have several
+        tokens."""
         if self.preempted:
             rows = [row for row in rows if row.sequence.state is SequenceState.RUNNING]
+        if has_runs:
+            # Runs come first: backends compute all rows up to the last one of several tokens as chunks of prompts.
+            rows = sorted(rows, key=lambda row: row.num_tokens == 1)
+            self.budget_left -= sum(row.num_tokens - 1 for row in rows)
         self.decodes |= {row.sequence: row for row in rows}
         self.budget_left -= len(rows)
 

@@ -109,6 +109,10 @@ class BatchScheduler:
         """Queues a sequence. Raises ValueError for a known one."""
         if not self.settings.group_samples:
             sequence.sample_group = ""
+        sampling = sequence.sampling
+        # The model's log-probability of a forced token is not known until the next step, so none is forced then.
+        may_jump = sampling.grammar is not None and sampling.logprobs is None and not sequence.prefill_only
+        sequence.jumps = self.settings.jump_forward and may_jump
         self.lifecycle.add(sequence)
 
     def adopt(self, sequence: Sequence, candidates: BeamCandidates | None = None) -> SequenceOutput | None:
@@ -188,7 +192,7 @@ class BatchScheduler:
         """Plans the step behind the one in flight. Returns None if that one must be committed first. Never preempts."""
         if len(self._uncommitted) != 1:
             raise RuntimeError(f"{len(self._uncommitted)} steps are in flight or planned, 1 can be planned behind")
-        if any(row.num_lookahead or row.sequence.needs_commit_first for row in self._uncommitted[0].rows):
+        if any(_needs_commit_first(row) for row in self._uncommitted[0].rows):
             return None
         self._refresh()
         draft = PlanDraft(self.limits.token_budget, ahead=True)
@@ -346,6 +350,12 @@ class BatchScheduler:
     def has_work(self) -> bool:
         """Whether a sequence is known, or one that was ended is still in a step in flight."""
         return self.lifecycle.has_work
+
+
+def _needs_commit_first(row: PlannedRow) -> bool:
+    """Returns whether the number of tokens that the row brings is not known before its commit, or what they are is
+    needed to plan."""
+    return bool(row.num_lookahead) or row.sequence.needs_commit_first or (row.sample and row.sequence.jumps)
 
 
 def _leader(row: PlannedRow) -> Sequence:

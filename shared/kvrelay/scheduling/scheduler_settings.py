@@ -41,7 +41,8 @@ class SchedulerSettings:
     the host's swap space. `swap_block_s`: seconds that copying a block takes one way, until steps have measured it.
     `group_samples`: whether the samples of a request are admitted, go and come back together. `num_lookahead`: tokens
     beyond one that a step may bring each decoding sequence, if the runner can; steps are not planned ahead then, as the
-    next one begins behind all of them.
+    next one begins behind all of them. `jump_forward`: steps may bring tokens that grammars force; no step is planned
+    behind one that samples a token under a grammar.
     """
 
     queue_order: QueueOrderName = "fcfs"
@@ -54,6 +55,7 @@ class SchedulerSettings:
     swap_block_s: float = 0.0
     group_samples: bool = True
     num_lookahead: int = 0
+    jump_forward: bool = False
 
     def __post_init__(self) -> None:
         choices = {

@@ -5,7 +5,8 @@
    WAITING_FOR_REMOTE_KV  only with `remote`: its KV is being received (`queue/remote_kv.py`).
    QUARANTINED            only with `remote`: its transfer was dropped, and its sender may still write into its blocks.
 2. RUNNING                holds blocks; the first `num_computed` tokens have KV. It prefills until all tokens but the
-                          newest have KV.
+                          newest have KV. A decoding sequence may lack the KV of several tokens if a grammar forced them
+                          (`jumps`).
 3. SWAPPED                preempted and in the queue, without blocks; its KV has a copy on the host. It becomes RUNNING
                           when the copy back is planned, and WAITING if the copy is dropped.
 4. FINISHED               left the scheduler and holds nothing there. Terminal.
@@ -121,6 +122,7 @@ class Sequence:
     hashes: list[BlockHash] = field(default_factory=list)
     abort_requested: bool = False  # ends at the commit of the step in flight
     needs_commit_first: bool = False  # the host must see its results before its next step can be planned
+    jumps: bool = False  # its steps may bring tokens that its grammar forces, beside the sampled one
     num_preemptions: int = 0
     sample_group: str = ""  # admitted, preempted and resumed together; empty: none
     beams: BeamGroup | None = None  # the beam search that it belongs to
@@ -143,7 +145,7 @@ class Sequence:
 
     @property
     def num_remaining(self) -> int:
-        """Number of tokens without KV that are not planned; 1 for a decoding sequence."""
+        """Number of tokens without KV that are not planned; 1 for a decoding sequence without forced tokens."""
         return self.tokens.num_tokens + self.num_expected - self.num_computed - self.num_planned
 
     @property

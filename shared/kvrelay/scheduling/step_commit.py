@@ -23,7 +23,7 @@ class StepCommit:
     def commit_rows(self, rows: Seq[PlannedRow], results: Seq[RowResult]) -> list[SequenceOutput]:
         """Appends each row's new tokens, up to the first one that ends its sequence. Finished sequences have left.
 
-        The KV of all new tokens but the last is computed, see `RowResult`.
+        The KV of all new tokens but the last, and those that a grammar forced, is computed, see `RowResult`.
         """
         outputs: list[SequenceOutput] = []
         groups: dict[BeamGroup, None] = {}
@@ -57,6 +57,8 @@ class StepCommit:
                     token_ids, logprobs = token_ids[: end - start], logprobs[: end - start]
                     break
             if (num_new := end - start) > 1:
+                # The KV of forced tokens, and of the token before them, is computed by the next rows.
+                num_new = min(num_new, len(given.token_ids) - given.num_forced)
                 num_computed = sequence.num_computed = num_computed + num_new - 1
             if num_computed - sequence.num_published * block_size >= block_size:
                 lifecycle.publish(sequence)

@@ -48,9 +48,14 @@ class StepPlanner:
     # -- running sequences --------------------------------------------------------------------------------------------
 
     def plan_decodes(self, draft: PlanDraft) -> None:
-        """Adds a row for every running decode. A sequence that finds no free block preempts others, or is preempted."""
+        """Adds a row for every running decode. A sequence that finds no free block preempts others, or is preempted.
+
+        A row holds one token, and behind tokens that a grammar forced as many more as the token budget has beside one
+        for each running sequence.
+        """
         rows: list[PlannedRow] = []
         short: list[Sequence] = []  # sequences that need a block
+        runs: dict[Sequence, int] = {}  # tokens of the rows that hold several
         looks_ahead, num_lookahead = self._max_lookahead > 0, 0
         draft.prompting = prompting = []
         for sequence in self._running.values():
@@ -66,13 +71,17 @@ class StepPlanner:
             rows.append(PlannedRow(sequence, position, 1, False, True, num_lookahead))
             if is_beam or position + num_lookahead >= sequence.table.capacity_tokens:
                 short.append(sequence)
+            if sequence.jumps and (num_remaining := sequence.num_remaining) > 1:
+                num_spare = draft.budget_left - len(self._running) - sum(runs.values()) + len(runs)
+                runs[sequence] = num_tokens = min(num_remaining, 1 + max(0, num_spare))
+                rows[-1] = PlannedRow(sequence, position, num_tokens, False, num_tokens == num_remaining, num_lookahead)
         if short and not looks_ahead:
             short = self._blocks.grow_each(short)
-        for sequence in short:
+        for sequence in dict.fromkeys((*short, *runs)):
             if sequence.state is SequenceState.RUNNING:
-                num_tokens = sequence.next_position + 1 + self._num_lookahead(sequence)
+                num_tokens = sequence.next_position + runs.get(sequence, 1) + self._num_lookahead(sequence)
                 self._preemptor.make_room(sequence, num_tokens, draft)
-        draft.add_decodes(rows)
+        draft.add_decodes(rows, has_runs=bool(runs))
 
     def _num_lookahead(self, sequence: Sequence) -> int:
         """Returns the tokens beyond one that its next row may bring. Never beyond its max_length, so that a sequence
@@ -86,7 +95,7 @@ class StepPlanner:
         """Adds the next chunks of running prompts, those of the tenant that was served least first, and those of a
         tenant in the order of their admission."""
         if draft.prompting is None:
-            draft.prompting = [s for s in self._running.values() if not s.is_decoding]
+            draft.prompting = [s for s in self._running.values() if _is_prompt(s)]
         if self._shares.is_contested:
             draft.prompting.sort(key=lambda sequence: self._shares.counter(sequence.tenant))
         for sequence in draft.prompting:
@@ -139,6 +148,11 @@ class StepPlanner:
         """Admits samples with reserved capacity whose prompt is computed, even if the budget is spent."""
         while self._waiting.reserved_head() is not None and not self._admission.admit_next(draft, beyond_budget=True):
             pass
+
+
+def _is_prompt(sequence: Sequence) -> bool:
+    """Returns whether the next row is a chunk of a prompt. Decodes have several tokens if a grammar forced them."""
+    return (sequence.beams is not None or sequence.block_state is not BlockState.RUNNING) and not sequence.is_decoding
 
 
 def _continues(sequence: Sequence) -> bool:

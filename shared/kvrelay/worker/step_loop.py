@@ -143,6 +143,7 @@ def _worker_row(row: PlannedRow) -> WorkerRow:
         is_prefill=row.is_prefill,
         has_placeholder=has_placeholder,
         num_lookahead=row.num_lookahead,
+        jumps=sequence.jumps,
         beam=_beam_row(sequence),
     )
 

@@ -94,6 +94,43 @@ def test_a_stream_is_the_whole_answer(demo_stack: Stack, temperature: float) -> 
     check(text)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_forced_tokens_are_those_that_are_sampled_with_logprobs(demo_stack: Stack, temperature: float) -> None:
+    outputs = {"json": SCHEMA, "whitespace_pattern": ""}
+    fields: dict[str, Any] = {"temperature": temperature, "structured_outputs": outputs, "n": 2}
+    jumping = complete(demo_stack, "An animal:", return_token_ids=True, **fields)
+    sampled = complete(demo_stack, "An animal:", return_token_ids=True, logprobs=0, **fields)
+    for ahead, one_by_one in zip(jumping, sampled, strict=True):
+        assert (ahead["text"], ahead["token_ids"]) == (one_by_one["text"], one_by_one["token_ids"])
+        assert ahead["finish_reason"] == "stop"
+        check(ahead["text"])
+
+
+@pytest.mark.parametrize("stop", [["kind"], ['":"o', "ages"], ["me"]])
+def test_a_stop_string_within_forced_tokens_ends_the_text(demo_stack: Stack, stop: list[str]) -> None:
+    outputs = {"json": SCHEMA, "whitespace_pattern": ""}
+    (whole,) = complete(demo_stack, "An animal:", temperature=0.0, structured_outputs=outputs)
+    (cut,) = complete(demo_stack, "An animal:", temperature=0.0, structured_outputs=outputs, stop=stop)
+    assert cut["text"] == min((whole["text"].split(each)[0] for each in stop), key=len)
+    assert cut["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 5, 8])
+def test_max_tokens_cut_a_run(demo_stack: Stack, max_tokens: int) -> None:
+    fields: dict[str, Any] = {"temperature": 0.0, "guided_choice": ["a choice of many forced tokens"]}
+    answer = stack_usage(demo_stack, max_tokens=max_tokens, **fields)
+    assert answer["usage"]["completion_tokens"] == max_tokens
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "length" and "a choice of many forced tokens".startswith(choice["text"])
+
+
+def stack_usage(stack: Stack, **fields: Any) -> dict[str, Any]:
+    answer = stack.http.post("/v1/completions", json={"model": stack.model, "prompt": "So", **fields})
+    assert answer.status_code == 200, answer.text
+    body: dict[str, Any] = answer.json()
+    return body
+
+
 def test_regex_choice_and_grammar(demo_stack: Stack) -> None:
     for choice in complete(demo_stack, "Call", n=4, temperature=1.2, guided_regex=r"\d{3}-\d{4}"):
         assert re.fullmatch(r"\d{3}-\d{4}", choice["text"], re.ASCII)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.engine import token_masks
@@ -22,6 +22,7 @@ from kvrelay.grammar.llguidance_compiler import LLGuidanceCompiler
 from kvrelay.protocol.grammar import Grammar, GrammarKind
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
+from tests.thoroughness import examples
 
 TOKENIZER_JSON = (Path(__file__).parents[3] / "models" / "demo" / "tokenizer.json").read_text(encoding="utf-8")
 TOKENIZER = tokenizers.Tokenizer.from_str(TOKENIZER_JSON)
@@ -43,10 +44,11 @@ def key(index: int) -> SequenceKey:
     return (f"request-{index}", 0, 0)
 
 
-def sampler_of(make: GrammarCompiler | None = COMPILER) -> Sampler:
+def sampler_of(make: GrammarCompiler | None = COMPILER, *, jump_forward: bool = False) -> Sampler:
     lock = Lock()
     lock.acquire()  # as its owner does around each call; it is released while masks are waited for
-    return Sampler(VOCAB_SIZE, (END,), torch.device("cpu"), lock, None if make is None else lambda: make)
+    compiler = None if make is None else lambda: make
+    return Sampler(VOCAB_SIZE, (END,), torch.device("cpu"), lock, compiler, jump_forward=jump_forward)
 
 
 def logits_at(index: int, position: int) -> torch.Tensor:
@@ -152,25 +154,32 @@ class Hanging:
         self.go_on = Event()
         self.mask_words = COMPILER.mask_words
         self._victim = victim
+        self.forced_hang = False
 
     def compile(self, grammar: Grammar) -> GrammarMatcher:
         matcher = COMPILER.compile(grammar)
-        return HangingMatcher(matcher, self.go_on) if grammar == self._victim else matcher
+        return HangingMatcher(matcher, self) if grammar == self._victim else matcher
 
 
 class HangingMatcher:
-    def __init__(self, matcher: GrammarMatcher, go_on: Event) -> None:
+    def __init__(self, matcher: GrammarMatcher, owner: Hanging) -> None:
         self._matcher = matcher
-        self._go_on = go_on
-        self._num_masks = 0
+        self._owner = owner
+        self._num_masks = self._num_forced = 0
 
     def accept(self, token_ids: Sequence[int]) -> None:
         self._matcher.accept(token_ids)
 
+    def forced(self) -> Sequence[int]:
+        self._num_forced += 1
+        if self._owner.forced_hang and self._num_forced > 1:
+            assert self._owner.go_on.wait(60)
+        return self._matcher.forced()
+
     def fill(self, mask: TokenMask) -> None:
         self._num_masks += 1
         if self._num_masks > 1:
-            assert self._go_on.wait(60)
+            assert self._owner.go_on.wait(60)
         self._matcher.fill(mask)
 
 
@@ -191,3 +200,138 @@ def test_a_mask_that_hangs_fails_its_row_alone(monkeypatch: pytest.MonkeyPatch) 
     sampler.drop(key(0))
     assert len(sampler.sample([key(1)], positions[1:] + 1, logits[1:])[0]) == 1
     compiler.go_on.set()
+
+
+def jump(rows: list[tuple[Grammar, Sampling]], num_steps: int, *, jumps: bool, restart_at: int = -1) -> list[list[int]]:
+    """The outputs with jump-forward. The logits of a position do not depend on the step that reaches it."""
+    outputs: list[list[int]] = [[] for _ in rows]
+    sampler = sampler_of(jump_forward=True)
+    for step in range(num_steps):
+        if step in (0, restart_at):
+            sampler = sampler_of(jump_forward=True)
+            for index, (grammar, sampling) in enumerate(rows):
+                wanted = Sampling(temperature=sampling.temperature, seed=sampling.seed, grammar=grammar)
+                sampler.add(key(index), wanted, [*range(4, 4 + NUM_PROMPT), *outputs[index]], NUM_PROMPT)
+        live = [index for index in range(len(rows)) if END not in outputs[index]]
+        if not live:
+            break
+        positions = np.array([NUM_PROMPT + len(outputs[index]) for index in live])
+        logits = torch.stack([logits_at(index, len(outputs[index])) for index in live])
+        pending = sampler.begin([key(index) for index in live], positions, logits, np.full(len(live), jumps))
+        token_ids, _ = pending.land()
+        assert jumps or not pending.forced
+        for row, index in enumerate(live):
+            outputs[index] += [int(token_ids[row]), *pending.forced.get(row, [])]
+            assert int(sampler.last_sampled([key(index)])[0]) == outputs[index][-1]
+    return outputs
+
+
+LONG_NAMES = {
+    "type": "object",
+    "properties": {
+        "customer_name": {"type": "string", "maxLength": 6},
+        "preferred_colour": {"enum": ["dark red", "dark blue"]},
+        "is_available": {"const": "it is always available"},
+    },
+    "required": ["customer_name", "preferred_colour", "is_available"],
+    "additionalProperties": False,
+}
+TAG = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<call>", "schema": LONG_NAMES, "end": "</call>"}],
+    "triggers": ["<ca"],
+}
+FORCING = [
+    Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(LONG_NAMES), whitespace=""),
+    Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(LONG_NAMES)),
+    Grammar(kind=GrammarKind.CHOICE, text=json.dumps(["an otter swims", "an otter sleeps", "a heron"])),
+    Grammar(kind=GrammarKind.REGEX, text=r"Ref: [0-9]{2} of (the|this) book\."),
+    Grammar(kind=GrammarKind.STRUCTURAL_TAG, text=json.dumps(TAG)),
+]
+forcing = st.lists(st.tuples(st.sampled_from(FORCING), st.sampled_from(SAMPLINGS[:2])), min_size=1, max_size=4)
+
+
+@settings(max_examples=examples(30))
+@given(rows=forcing, restart_at=st.integers(-1, 20))
+def test_jumping_gives_the_tokens_of_sampling_the_forced_ones_one_by_one(
+    rows: list[tuple[Grammar, Sampling]], restart_at: int
+) -> None:
+    """Also if sequences come to another worker with the output that they have by then."""
+    jumping, stepwise = jump(rows, 80, jumps=True, restart_at=restart_at), jump(rows, 80, jumps=False)
+    for ahead, one_by_one in zip(jumping, stepwise, strict=True):
+        assert ahead[: len(one_by_one)] == one_by_one[: len(ahead)]
+
+
+@pytest.mark.parametrize("grammar", FORCING[:4])
+def test_forced_tokens_are_those_of_the_tokenizer(grammar: Grammar) -> None:
+    """Behind any output that the grammar allows, a run is what the tokenizer makes of its text."""
+    (output,) = jump([(grammar, SAMPLINGS[1])], 80, jumps=True)
+    matcher = COMPILER.compile(grammar)
+    for token in output[:-1]:
+        if run := [token for token in matcher.forced() if token != END]:
+            text = TOKENIZER.decode(run, skip_special_tokens=False)
+            assert run == TOKENIZER.encode(text, add_special_tokens=False).ids
+        matcher.accept([token])
+    assert output[-1] == END and matcher.forced() == (END,)
+    matcher.accept([END])
+    assert not matcher.forced()
+
+
+def test_nothing_is_forced_in_the_free_text_of_a_structural_tag() -> None:
+    matcher = COMPILER.compile(FORCING[4])
+    for token in TOKENIZER.encode("Otters <c and <call in free text", add_special_tokens=False).ids[:-4]:
+        matcher.accept([token])
+        text_so_far_ends_in_trigger = bool(matcher.forced())
+        if text_so_far_ends_in_trigger:
+            break
+    else:
+        raise AssertionError("the trigger forces nothing")
+    free = COMPILER.compile(FORCING[4])
+    for token in TOKENIZER.encode("Otters swim. < ca <b 1 < 2, <c", add_special_tokens=False).ids:
+        free.accept([token])
+        assert not free.forced()
+
+
+def test_a_long_run_comes_in_parts() -> None:
+    text = "the otter swims in the river. " * 20
+    grammar = Grammar(kind=GrammarKind.CHOICE, text=json.dumps([text]))
+    (jumping,), (stepwise,) = (
+        jump([(grammar, SAMPLINGS[0])], 400, jumps=True),
+        jump([(grammar, SAMPLINGS[0])], 400, jumps=False),
+    )
+    assert jumping == stepwise and TOKENIZER.decode(jumping[:-1]) == text
+    assert len(jumping) > 2 * token_masks.MAX_RUN_TOKENS
+
+
+def test_a_run_that_hangs_fails_its_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_masks, "LONGEST_WAIT_S", 0.2)
+    victim, other = FORCING[0], FORCING[2]
+    compiler = Hanging(victim)
+    compiler.forced_hang = True
+    sampler = sampler_of(compiler, jump_forward=True)
+    for index, grammar in enumerate([victim, other]):
+        sampler.add(key(index), Sampling(temperature=0.0, grammar=grammar), [5], 1)
+    logits, both = torch.stack([logits_at(0, 0), logits_at(1, 0)]), [key(0), key(1)]
+    pending = sampler.begin(both, np.array([1, 1]), logits, np.array([True, True]))
+    first = pending.land()[0]
+    assert set(pending.forced) <= {1}
+    compiler.go_on.set()  # too late: the run may not join an output that went on without it
+    end = np.array([2, 2 + len(pending.forced.get(1, []))])
+    with pytest.raises(GrammarFailed, match="takes longer") as failed:
+        sampler.sample(both, end, logits)
+    assert failed.value.keys == {key(0)} and len(first) == 2
+    assert len(sampler.sample([key(1)], end[1:], logits[1:])[0]) == 1
+
+
+def test_penalties_count_forced_tokens() -> None:
+    grammar = FORCING[3]
+    sampler, again = sampler_of(jump_forward=True), sampler_of(jump_forward=True)
+    wanted = Sampling(temperature=0.0, grammar=grammar, presence_penalty=1.5)
+    sampler.add(key(0), wanted, [5], 1)
+    pending = sampler.begin([key(0)], np.array([1]), logits_at(0, 0)[None], np.array([True]))
+    token_ids, _ = pending.land()
+    output = [int(token_ids[0]), *pending.forced[0]]
+    again.add(key(0), wanted, [5, *output], 1)
+    seen = [each._state.counts.seen(np.array([0])) for each in (sampler, again)]
+    counts = [dict(zip(ids.tolist(), in_output.tolist(), strict=True)) for _, ids, in_output in seen]
+    assert len(output) > 1 and counts[0] == counts[1]

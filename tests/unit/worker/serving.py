@@ -15,6 +15,7 @@ from kvrelay.engine.batch import RowsFailed, StepResult, WorkerBatch
 from kvrelay.kv.pool import BlockPool, BlockState
 from kvrelay.kv.prefix_cache import PrefixCache
 from kvrelay.protocol.failure_kind import FailureKind
+from kvrelay.protocol.grammar import Grammar, GrammarKind
 from kvrelay.protocol.sampling import FinishReason, Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.plan import SequenceOutput, StepPlan
@@ -144,6 +145,7 @@ class Service:
         *,
         overlap: bool,
         num_lookahead: int = 0,
+        jump_forward: bool = False,
         num_blocks: int = NUM_BLOCKS,
     ) -> None:
         self.wanted = dict(enumerate(wanted))
@@ -154,7 +156,9 @@ class Service:
         self.runner = make_runner(fail_at, num_slots)
         self.pool = BlockPool(num_blocks, BLOCK_SIZE)
         limits = SchedulerLimits(24, 6, LONGEST, frozenset({EOS_TOKEN_ID}))
-        policy = SchedulerSettings(preemption="swap", num_swap_slots=num_slots, num_lookahead=num_lookahead)
+        policy = SchedulerSettings(
+            preemption="swap", num_swap_slots=num_slots, num_lookahead=num_lookahead, jump_forward=jump_forward
+        )
         self.cache = PrefixCache(self.pool)
         built = find_scheduler(scheduler)(limits, self.pool, self.cache, policy)
         assert isinstance(built, BatchScheduler)
@@ -173,7 +177,10 @@ class Service:
                 self.loop.add(self.make_sequence(number, job))
 
     def make_sequence(self, number: int, job: Job) -> Sequence:
-        return new_sequence((f"r{number}", 1, 0), job.prompt, job.sampling, BLOCK_SIZE, prefill_only=job.prefill_only)
+        sampling = job.sampling
+        if self.scheduler.settings.jump_forward and number % 4:  # every fourth is unconstrained
+            sampling = msgspec.structs.replace(sampling, grammar=Grammar(kind=GrammarKind.REGEX, text=".*"))
+        return new_sequence((f"r{number}", 1, 0), job.prompt, sampling, BLOCK_SIZE, prefill_only=job.prefill_only)
 
     def planned(self, plan: StepPlan) -> None:
         self.pool.check_integrity()

@@ -47,6 +47,7 @@ def serve_queued(
     fails_at_launch: bool = False,
     mistakes: int = 0,
     num_lookahead: int = 0,
+    jump_forward: bool = False,
 ) -> Service:
     made: list[QueuedRunner] = []
 
@@ -62,7 +63,11 @@ def serve_queued(
         made.append(runner)
         return runner
 
-    service = serve(Service(wanted, scheduler, num_slots, make, overlap=overlap, num_lookahead=num_lookahead))
+    service = serve(
+        Service(
+            wanted, scheduler, num_slots, make, overlap=overlap, num_lookahead=num_lookahead, jump_forward=jump_forward
+        )
+    )
     made[0].close()
     return service
 

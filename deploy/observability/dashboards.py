@@ -109,6 +109,15 @@ DASHBOARDS: dict[str, tuple[str, Sequence[Panel]]] = {
             Panel("Step duration", "s", quantiles("kvrelay_step_duration_seconds", "job")),
             Panel("Step size", "short", quantiles("kvrelay_step_size", "job"), "Tokens."),
             Panel("Steps", "ops", [rate("kvrelay_steps_total", "job, composition")]),
+            Panel(
+                "Constrained output",
+                "ops",
+                [
+                    ("forced tokens", rate("kvrelay_grammar_forced_tokens_total")[1]),
+                    ("masks", rate("kvrelay_grammar_masks_total")[1]),
+                    ("grammars {{result}}", rate("kvrelay_grammar_lookups_total", "result")[1]),
+                ],
+            ),
             Panel("Tokens by role", "short", [rate("kvrelay_step_tokens_total", "job, phase")]),
             Panel(
                 "Running on decode",

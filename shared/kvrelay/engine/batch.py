@@ -140,11 +140,33 @@ class RowResult(msgspec.Struct, frozen=True, gc=False):
     num_forced: int = 0
 
 
+@dataclass(slots=True)
+class GrammarWork:
+    """Work for constrained output: tokens that were forced, masks, grammars that were compiled and that were found
+    compiled. Seconds are of the threads that do it, beside the steps."""
+
+    num_forced_tokens: int = 0
+    num_masks: int = 0
+    mask_s: float = 0.0
+    num_compiled: int = 0
+    num_found: int = 0
+    compile_s: float = 0.0
+
+    def add(self, other: GrammarWork) -> None:
+        self.num_forced_tokens += other.num_forced_tokens
+        self.num_masks += other.num_masks
+        self.mask_s += other.mask_s
+        self.num_compiled += other.num_compiled
+        self.num_found += other.num_found
+        self.compile_s += other.compile_s
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """The rows' results in the batch's order, and the seconds that the forward and the copies before it took.
 
-    `captured`: a CUDA graph was replayed for the forward.
+    `captured`: a CUDA graph was replayed for the forward. `grammar_work`: what was done for grammars since the result
+    before, if anything.
     """
 
     step: int
@@ -152,6 +174,7 @@ class StepResult:
     forward_s: float
     copy_s: float = 0.0
     captured: bool = False
+    grammar_work: GrammarWork | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,7 +151,8 @@ class StepInFlight:
             scores, candidates = asked.prompt_logprobs.get(index, ()), asked.candidates.get(index)
             results.append(RowResult(token_ids, logprobs, scores, candidates, num_forced))
         took_s = forward_s - asked.copy_s if results else 0.0
-        return StepResult(self.batch.step, results, took_s, asked.copy_s, asked.captured)
+        work = asked.tokens.grammar_work if asked.tokens is not None else None
+        return StepResult(self.batch.step, results, took_s, asked.copy_s, asked.captured, work)
 
     def discard(self) -> None:
         use_on_this_thread(self._steps.device)

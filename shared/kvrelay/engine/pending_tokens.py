@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrelay.engine.batch import RowsFailed
+from kvrelay.engine.batch import GrammarWork, RowsFailed
 from kvrelay.engine.device import HostCopy, to_device, to_host
 from kvrelay.engine.pending_logprobs import PendingLogprobs
 from kvrelay.engine.sampler_state import Parameters, SamplerState
@@ -107,6 +107,8 @@ class PendingTokens:
         """After `land`: the rows whose token differs from `token_ids`. A step that used one of those must run again."""
         self.forced: dict[int, list[int]] = {}
         """After `land`, by row: the tokens that grammars force behind the sampled ones, also in the histories."""
+        self.grammar_work: GrammarWork | None = None
+        """After `land`: what was done for grammars since a batch landed last, if anything."""
         self._owner = owner
         self._exact = sampled.exact
         self._logprobs = logprobs
@@ -140,6 +142,7 @@ class PendingTokens:
             self._owner.ended(self)
             self._exact = self._logprobs = None
         self.forced = self._owner.remember(self.rows, result, changed=bool(self.resampled.any()))
+        self.grammar_work = self._owner.take_grammar_work()
         return result, logprobs
 
     def discard(self) -> None:
@@ -231,10 +234,15 @@ class SampledTokens:
         runs = self._masks.accept(rows.slots[constrained], token_ids[constrained], rows.jumps[constrained])
         forced = {int(constrained[at]): run for at, run in runs.items()}
         if forced:
+            token_ids = np.array([token for run in forced.values() for token in run], np.int64)
             which = np.repeat(np.array(list(forced), np.int64), [len(run) for run in forced.values()])
             stays = self._state.holds(rows.slots[which], rows.parameters["life"][which])
-            self._append(rows, which[stays], np.concatenate([*map(np.int64, forced.values())])[stays])
+            self._append(rows, which[stays], token_ids[stays])
         return forced
+
+    def take_grammar_work(self) -> GrammarWork | None:
+        """What was done for grammars since the last call, or None for nothing."""
+        return self._masks.take_work()
 
     def _append(self, rows: SampledRows, which: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
         """Appends `token_ids[i]` to the sequence of row `which[i]`."""

@@ -16,12 +16,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
+from threading import Lock
+from time import perf_counter
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrelay.engine.batch import RowsFailed
+from kvrelay.engine.batch import GrammarWork, RowsFailed
 from kvrelay.engine.device import to_device
 from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarError, GrammarMatcher, TokenMask
 from kvrelay.protocol.grammar import Grammar
@@ -55,6 +57,7 @@ class TokenMasks:
     ) -> None:
         """`make_compiler` is called at the first use, in a thread. `waiting` releases the owner's lock."""
         self._jump_forward = jump_forward
+        self._done = _WorkDone()
         self._make_compiler = make_compiler
         self._vocab_size = vocab_size
         self._device = device
@@ -126,13 +129,21 @@ class TokenMasks:
             where = to_device(np.array(rows, np.int64), self._device)
             logits.index_copy_(0, where, logits.index_select(0, where).masked_fill_(forbidden, -torch.inf))
 
+    def take_work(self) -> GrammarWork | None:
+        """What was done since the last call, or None for nothing."""
+        return self._done.take()
+
     @cached_property
     def _compiler(self) -> GrammarCompiler:
         """Used on the compiling thread alone. If that hangs while it makes this, its successor makes another one."""
         return self._make_compiler()
 
     def _begin(self, grammar: Grammar, output_ids: list[int]) -> _GrammarState:
-        state = _GrammarState(self._compiler.compile(grammar), self._compiler.mask_words, self._jump_forward)
+        compiler = self._compiler
+        is_known, started = compiler.knows(grammar), perf_counter()
+        matcher = compiler.compile(grammar)
+        self._done.compiled(perf_counter() - started, is_known=is_known)
+        state = _GrammarState(matcher, compiler.mask_words, self._jump_forward, self._done)
         state.accept(output_ids)
         state.fill()
         return state
@@ -173,11 +184,42 @@ class _MaskWork:
         return True
 
 
+class _WorkDone:
+    """Sums up work of several threads."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._work: GrammarWork | None = None
+
+    def compiled(self, seconds: float, *, is_known: bool) -> None:
+        self._add(GrammarWork(num_compiled=not is_known, num_found=is_known, compile_s=seconds))
+
+    def forced(self, num_tokens: int) -> None:
+        if num_tokens:
+            self._add(GrammarWork(num_forced_tokens=num_tokens))
+
+    def filled(self, seconds: float) -> None:
+        self._add(GrammarWork(num_masks=1, mask_s=seconds))
+
+    def take(self) -> GrammarWork | None:
+        with self._lock:
+            work, self._work = self._work, None
+        return work
+
+    def _add(self, work: GrammarWork) -> None:
+        with self._lock:
+            if self._work is None:
+                self._work = work
+            else:
+                self._work.add(work)
+
+
 class _GrammarState:
     """A matcher, and the mask of the token that comes next."""
 
-    def __init__(self, matcher: GrammarMatcher, mask_words: int, jump_forward: bool) -> None:
+    def __init__(self, matcher: GrammarMatcher, mask_words: int, jump_forward: bool, done: _WorkDone) -> None:
         self._matcher = matcher
+        self._done = done
         self._jump_forward = jump_forward
         self._forced: Sequence[int] = ()
         self.mask: TokenMask = np.zeros(mask_words, np.int32)
@@ -196,10 +238,13 @@ class _GrammarState:
             part = self._forced[: MAX_RUN_TOKENS - len(self.run)]
             self.run += part
             self.accept(part)
+        self._done.forced(len(self.run))
 
     def fill(self) -> None:
         if not self._forced:
+            started = perf_counter()
             self._matcher.fill(self.mask)
+            self._done.filled(perf_counter() - started)
             return
         token_id = self._forced[0]
         self.mask[:] = 0

@@ -47,6 +47,9 @@ class GrammarCompiler(Protocol):
     def mask_words(self) -> int:
         """Length of a `TokenMask`."""
 
+    def knows(self, grammar: Grammar) -> bool:
+        """Whether the grammar is compiled already."""
+
     def compile(self, grammar: Grammar) -> GrammarMatcher:
         """A matcher at the beginning of the output. May take milliseconds the first time; releases the GIL meanwhile.
 

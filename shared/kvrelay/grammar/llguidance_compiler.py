@@ -57,6 +57,10 @@ class LLGuidanceCompiler:
     def mask_words(self) -> int:
         return int(self._tokenizer.vocab_size + 31) // 32
 
+    def knows(self, grammar: Grammar) -> bool:
+        with self._lock:
+            return grammar in self._compiled
+
     def compile(self, grammar: Grammar) -> LLGuidanceMatcher:
         with self._lock:
             found = self._compiled.get(grammar)

@@ -108,6 +108,7 @@ class Reports:
 
     def _steps(self) -> dict[str, float]:
         totals = self._worker.steps.totals
+        grammar_work = totals.grammar_work
         return {
             "steps": totals.num_steps,
             "steps_ahead": totals.num_steps_ahead,
@@ -123,6 +124,12 @@ class Reports:
             "schedule_s": totals.schedule_s,
             "forward_s": totals.forward_s,
             "commit_s": totals.commit_s,
+            "forced_tokens": grammar_work.num_forced_tokens,
+            "grammar_masks": grammar_work.num_masks,
+            "grammar_mask_s": grammar_work.mask_s,
+            "grammars_compiled": grammar_work.num_compiled,
+            "grammars_found": grammar_work.num_found,
+            "grammar_compile_s": grammar_work.compile_s,
         }
 
     def _counters(self) -> dict[str, float]:

@@ -27,6 +27,7 @@ from kvrelay.engine.batch import (
     BeamCandidates,
     BeamRow,
     DeviceLost,
+    GrammarWork,
     ModelRunner,
     RowsFailed,
     StepResult,
@@ -66,6 +67,7 @@ class StepTotals:
     schedule_s: float = 0.0
     forward_s: float = 0.0
     commit_s: float = 0.0
+    grammar_work: GrammarWork = field(default_factory=GrammarWork)
     durations: Histogram = field(default_factory=lambda: Histogram("s", SECONDS))  # forward times
     sizes: Histogram = field(default_factory=lambda: Histogram("{token}", TOKENS))
 
@@ -87,6 +89,8 @@ class StepTotals:
         self.num_prefill_steps += bool(num_prefill_tokens and not num_decode_tokens)
         self.num_decode_steps += bool(num_decode_tokens and not num_prefill_tokens)
         self.forward_s += result.forward_s
+        if result.grammar_work is not None:
+            self.grammar_work.add(result.grammar_work)
         self.durations.record(result.forward_s)
         self.sizes.record(num_prefill_tokens + num_decode_tokens)
 

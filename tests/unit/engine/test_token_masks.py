@@ -156,6 +156,9 @@ class Hanging:
         self._victim = victim
         self.forced_hang = False
 
+    def knows(self, grammar: Grammar) -> bool:
+        return COMPILER.knows(grammar)
+
     def compile(self, grammar: Grammar) -> GrammarMatcher:
         matcher = COMPILER.compile(grammar)
         return HangingMatcher(matcher, self) if grammar == self._victim else matcher
@@ -335,3 +338,17 @@ def test_penalties_count_forced_tokens() -> None:
     seen = [each._state.counts.seen(np.array([0])) for each in (sampler, again)]
     counts = [dict(zip(ids.tolist(), in_output.tolist(), strict=True)) for _, ids, in_output in seen]
     assert len(output) > 1 and counts[0] == counts[1]
+
+
+def test_work_for_grammars_is_counted_once() -> None:
+    sampler, grammar = sampler_of(jump_forward=True), FORCING[2]
+    sampler.add(key(0), Sampling(temperature=0.0, grammar=grammar), [5], 1)
+    first = sampler.begin([key(0)], np.array([1]), logits_at(0, 0)[None], np.array([True]))
+    first.land()
+    length = 2 + len(first.forced.get(0, []))
+    second = sampler.begin([key(0)], np.array([length]), logits_at(0, 1)[None], np.array([True]))
+    second.land()
+    work = [each.grammar_work for each in (first, second) if each.grammar_work is not None]
+    assert sum(each.num_compiled + each.num_found for each in work) == 1
+    assert sum(each.num_forced_tokens for each in work) == sum(len(each.forced.get(0, [])) for each in (first, second))
+    assert 1 <= sum(each.num_masks for each in work) <= 3

@@ -41,8 +41,10 @@ def test_tokens_are_right_and_nothing_is_left_behind(
     overlap: bool, scheduler: str, wanted: list[Job], num_slots: int, blame: bool, num_lookahead: int
 ) -> None:
     """On a small pool: with preemption by recomputing and by swapping, aborts, stops and failures between."""
-    more = {"num_lookahead": num_lookahead, "jump_forward": True}
-    service = serve(Service(wanted, scheduler, num_slots, failing(blame=blame), overlap=overlap, **more))
+    make = failing(blame=blame)
+    service = serve(
+        Service(wanted, scheduler, num_slots, make, overlap=overlap, num_lookahead=num_lookahead, jump_forward=True)
+    )
     check_tokens(wanted, service.served, blame=blame)
 
 
@@ -62,8 +64,9 @@ def test_outcomes_are_those_of_one_token_a_step_and_cached_blocks_are_among_them
 
     def run(*, jump_forward: bool) -> Service:
         make = failing(blame=True, num_blocks=AMPLE_BLOCKS)
-        more = {"jump_forward": jump_forward, "num_blocks": AMPLE_BLOCKS}
-        return serve(Service(wanted, "sarathi", 0, make, overlap=False, **more))
+        return serve(
+            Service(wanted, "sarathi", 0, make, overlap=False, jump_forward=jump_forward, num_blocks=AMPLE_BLOCKS)
+        )
 
     jumping, stepwise = run(jump_forward=True), run(jump_forward=False)
     assert jumping.served.output == stepwise.served.output

@@ -26,7 +26,7 @@ WORKER = ["--model", str(DEMO_MODEL), "--dtype", "float32", "--threads", "1", "-
 WORKER += ["--token-budget", "64", "--max-running", "4", "--no-fused-layers"]
 ROUTER = ["--model", str(DEMO_MODEL), "--max-attempts", "1", "--local-prefill-tokens", "0"]
 SHORT_TIMEOUT_S = "2"
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 2 * PATIENCE_S
 
 
 class FailingSystem:
@@ -151,4 +151,21 @@ def test_a_step_that_outlasts_the_deadline(system: FailingSystem, request_with: 
     body = request_with(FailingToken.HANG)
     check_failure(system.impatient, body, 504, "request_timeout", "deadline", f"{SHORT_TIMEOUT_S} s")
     system.gate.open("wb").close()
+    check_serves(system.patient)
+
+
+@pytest.mark.parametrize(("role", "request_with"), [("prefill", read_by_prefill), ("decode", read_by_decode)])
+def test_a_device_that_accepts_no_more_work(system: FailingSystem, role: str, request_with: Any) -> None:
+    body = request_with(FailingToken.DEVICE_LOST)
+    check_failure(system.patient, body, 502, "device_lost", "device_lost", "the test's device is gone")
+    system.replace(role)  # its process has ended
+    check_serves(system.patient)
+
+
+@pytest.mark.parametrize(("role", "request_with"), [("prefill", read_by_prefill), ("decode", read_by_decode)])
+def test_a_request_that_kills_its_worker(system: FailingSystem, role: str, request_with: Any) -> None:
+    """The worker was lost with this request alone, which counts as its attempt."""
+    body = request_with(FailingToken.CRASH)
+    check_failure(system.patient, body, 502, "worker_lost", "worker_lost", f"{role}-")
+    system.replace(role)
     check_serves(system.patient)

@@ -30,6 +30,11 @@ from kvrelay_router.routing.candidates import Candidate, CandidateWorkers
 REGISTRY_GRACE_S = 10.0
 """Time that a record may be missing, for example after Redis was emptied, before its worker counts as draining."""
 
+_OTHER_TOKENIZER = (
+    "its tokenizer is not this router's: another model is served under this name; give each model its own "
+    "served_model_name, or each fleet its own redis_prefix"
+)
+
 
 class WorkerState(StrEnum):
     JOINING = "joining"
@@ -72,8 +77,13 @@ class FleetView:
     """All workers of one model. `on_state` is called when an event changes a worker's state."""
 
     def __init__(
-        self, load: OutstandingLoad, on_state: Callable[[KnownWorker, WorkerState, str], None] | None = None
+        self,
+        load: OutstandingLoad,
+        on_state: Callable[[KnownWorker, WorkerState, str], None] | None = None,
+        *,
+        tokenizer: str = "",
     ) -> None:
+        self._tokenizer = tokenizer
         self._load = load
         self._on_state = on_state
         self._workers: dict[str, KnownWorker] = {}  # sorted by id
@@ -93,7 +103,10 @@ class FleetView:
             known = self._workers.get(record.worker_id)
             if known is None or _is_succeeded_by(known, record):
                 peer = PeerRef(record.worker_id, record.incarnation, record.address)
-                self._workers[record.worker_id] = KnownWorker(record, peer)
+                self._workers[record.worker_id] = new = KnownWorker(record, peer)
+                if self._tokenizer and record.tokenizer and record.tokenizer != self._tokenizer:
+                    new.refused = _OTHER_TOKENIZER
+                    self._notify(new, WorkerState.JOINING, new.refused, now)
             elif record.incarnation == known.record.incarnation:
                 known.record, known.missing_since, known.candidate = record, None, None
         for worker_id, known in list(self._workers.items()):

@@ -99,7 +99,7 @@ class RouterServer:
         self._dispatcher = RouterDispatcher(
             self._open_messenger,
             self._registry(),
-            _dispatch_settings(config, api),
+            _dispatch_settings(config, api, text.tokenizer_identity),
             events,
             _prefix_index(config),
             export.tracer,
@@ -261,8 +261,9 @@ def _prefix_index(config: RouterConfig) -> FleetPrefixes | None:
     return FleetPrefixes(IndexFeed(IndexReader(config.redis_url, config.redis_prefix, config.served_model_name)))
 
 
-def _dispatch_settings(config: RouterConfig, api: ApiSettings) -> DispatchSettings:
+def _dispatch_settings(config: RouterConfig, api: ApiSettings, tokenizer: str) -> DispatchSettings:
     return DispatchSettings(
+        tokenizer=tokenizer,
         policy=config.routing_policy,
         local_prefill_tokens=config.local_prefill_tokens,
         ttft_deadline_s=config.ttft_deadline_s,

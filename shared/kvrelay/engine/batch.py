@@ -197,6 +197,7 @@ class ModelSpec:
     swap_block_s: float = 0.0  # measured seconds to copy a block one way; 0: not measured
     device: str = ""  # device name for display: cpu, or a GPU's name and UUID
     kv_dtype: str = ""  # dtype of keys and values in the pool; empty: simulated
+    tokenizer: str = ""  # see `kvrelay.tokenizer_identity`
 
 
 class RowsFailed(Exception):

@@ -28,6 +28,7 @@ from kvrelay.engine.pending_logprobs import token_logprobs
 from kvrelay.engine.sampler import Sampler
 from kvrelay.protocol.sampling import Sampling, TokenLogprobs
 from kvrelay.protocol.sequence_key import SequenceKey
+from kvrelay.tokenizer_identity import identity_of_file
 from kvrelay.transfer.pool_memory import PoolLike
 
 _PROMPT_SLICE = 512  # prompt positions whose logits exist at the same time
@@ -102,6 +103,7 @@ class TransformersRunner:
             swap_block_s=self._host.measure(),
             device=describe_device(source.device),
             kv_dtype=dtype_name(layout.pool_dtype),
+            tokenizer=identity_of_file(find_model_dir(source.name) / "tokenizer.json"),
         )
         self._steps = StepsInFlight(source.device, self._spec.device, self._lock)
 

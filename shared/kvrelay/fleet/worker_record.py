@@ -52,6 +52,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """For display: cpu, or the GPU's name and UUID; empty: simulated, or an older version."""
     kv_dtype: str = ""
     """For display: element type of KV; empty: simulated, or an older version."""
+    tokenizer: str = ""
+    """See `kvrelay.tokenizer_identity`; empty: unknown."""
     process: str = ""
     """The worker's process, see `kvrelay.process_identity`; empty from an older version."""
 

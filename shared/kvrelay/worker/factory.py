@@ -86,6 +86,7 @@ def make_record(config: WorkerConfig, spec: ModelSpec, me: PeerRef) -> WorkerRec
         device=spec.device,
         kv_dtype=spec.kv_dtype,
         delayer_group=config.prefill_delayer_group,
+        tokenizer=spec.tokenizer,
         process=own_identity(),
     )
 

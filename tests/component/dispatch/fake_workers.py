@@ -80,6 +80,7 @@ class FakeWorker:
         self.fingerprint = fingerprint
         self.max_model_len = max_model_len
         self.model = "fake"
+        self.tokenizer = ""
         self.draining = False
         self.tells_status = True
         self.refusal = ""  # the answer to every Reserve
@@ -101,6 +102,7 @@ class FakeWorker:
             incarnation=self.messenger.me.incarnation,
             address=self.messenger.me.address,
             model=self.model,
+            tokenizer=self.tokenizer,
             fingerprint=self.fingerprint,
             protocol_version=PROTOCOL_VERSION,
             block_size=16,

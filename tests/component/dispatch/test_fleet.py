@@ -63,6 +63,25 @@ async def test_the_registry_may_be_away(rig: Rig) -> None:
     assert (await rig.dispatcher.fleet())["router"]["registry"] == "ok"
 
 
+async def test_workers_of_another_model_under_the_same_name_are_not_used(rig: Rig) -> None:
+    """As with two fleets on one prefix of Redis."""
+    own, others = pair(), [FakePrefill("p1"), FakeDecode("d1")]
+    for worker in (*own, *others):
+        worker.tokenizer = "own" if worker in own else "other"
+    await rig.start(*own, tokenizer="own")
+    for worker in others:
+        rig.add(worker)
+    states = {"p0": "ready", "d0": "ready", "p1": "incompatible", "d1": "incompatible"}
+    await until(lambda: rig.states() == states)
+    for _ in range(4):
+        assert await read(rig.submit()) == {0: true_tokens(0, 6)}
+    assert not others[0].received and not others[1].received
+    workers = {worker["worker_id"]: worker for worker in (await rig.dispatcher.fleet())["workers"]}
+    assert "redis_prefix" in workers["d1"]["reason"] and not workers["d0"]["reason"]
+    own[1].kill()
+    await until(lambda: not rig.dispatcher.ready())
+
+
 async def test_a_draining_worker_gets_nothing_new(rig: Rig) -> None:
     await rig.start(FakePrefill("p0"), FakeDecode("d0"), FakeDecode("d1"))
     rig.workers["d0"].draining = True

@@ -38,6 +38,7 @@ class DispatchSettings:
     registry_interval_s: float = 0.5
     status_interval_s: float = 1.0
     live_timeout_s: float = 0.5
+    tokenizer: str = ""  # the router's own, see `kvrelay.tokenizer_identity`; workers with another one are not used
 
 
 @dataclass(frozen=True, slots=True)

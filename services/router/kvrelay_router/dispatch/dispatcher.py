@@ -78,7 +78,7 @@ class RouterDispatcher:
         self._index = index
         self.settings = settings or DispatchSettings()
         self.load = OutstandingLoad()
-        self.view = FleetView(self.load, self._on_state)
+        self.view = FleetView(self.load, self._on_state, tokenizer=self.settings.tokenizer)
         self.messenger = open_messenger(self._on_event)
         self._placement = self._make_placement()
         self._driver = self._make_driver()
@@ -410,7 +410,8 @@ class RouterDispatcher:
         self._inbox.take(event)
 
     def _on_state(self, worker: KnownWorker, state: WorkerState, reason: str) -> None:
-        log.info("worker %s is %s: %s", worker.record.worker_id, state, reason)
+        level = logging.WARNING if state is WorkerState.INCOMPATIBLE else logging.INFO
+        log.log(level, "worker %s is %s: %s", worker.record.worker_id, state, reason)
         if state in (WorkerState.READY, WorkerState.DRAINING):
             for sequence in list(self._sequences.values()):
                 self._driver.feed(sequence, WorkerBack(worker.peer))

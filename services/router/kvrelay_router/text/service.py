@@ -60,9 +60,11 @@ class TextService:
         defaults: SamplingDefaults = OPENAI_DEFAULTS,
         num_threads: int = 2,
         content_special_tokens: bool = False,
+        tokenizer_identity: str = "",
     ) -> None:
         """`content_special_tokens`: control tokens that message contents spell out are control tokens."""
         self.tokenizer = tokenizer
+        self.tokenizer_identity = tokenizer_identity
         self.template = template
         self.sampling_defaults = defaults
         self.grammars = GrammarCheck(tokenizer)
@@ -96,6 +98,7 @@ class TextService:
             defaults=source.sampling_defaults,
             num_threads=num_threads,
             content_special_tokens=content_special_tokens,
+            tokenizer_identity=source.identity,
         )
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvrelay.tokenizer_identity import identity_of
 from kvrelay_router.text.added_tokens import AddedTokens
 from kvrelay_router.text.sampling_defaults import SamplingDefaults, sampling_defaults
 
@@ -48,6 +49,8 @@ class TokenizerSource:
     chat_template: str | None
     added_tokens: AddedTokens
     sampling_defaults: SamplingDefaults
+    identity: str = ""
+    """See `kvrelay.tokenizer_identity`; empty if the tokenizer was converted."""
 
 
 def load_source(model: str) -> TokenizerSource:
@@ -87,13 +90,15 @@ def _read(folder: Path, fallback: Path | None = None) -> TokenizerSource:
     template = _chat_template(folder, config)
     if template is None and fallback is not None:
         template = _chat_template(fallback, config)
+    tokenizer_json = _read_text(folder / "tokenizer.json")
     return TokenizerSource(
-        tokenizer_json=_read_text(folder / "tokenizer.json"),
+        tokenizer_json=tokenizer_json,
         chat_template=template,
         added_tokens=AddedTokens(
             config, _read_json(folder / "special_tokens_map.json"), _read_json(folder / "added_tokens.json")
         ),
         sampling_defaults=sampling_defaults(_read_json((fallback or folder) / "generation_config.json")),
+        identity=identity_of(tokenizer_json) if fallback is None else "",
     )
 
 

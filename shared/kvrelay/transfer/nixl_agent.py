@@ -26,6 +26,9 @@ from kvrelay.transfer.wire import Indices
 PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
 """`nixl` chooses one of the others by the CUDA version; any of them works on the CPU."""
 _BACKENDS = ["UCX"]
+_UCX_DEFAULTS = {"UCX_TCP_CONN_NB": "y"}
+"""By default UCX connects with a blocking `connect`. If no answer comes (a machine without power, a firewall, a full
+accept queue), it blocks the thread of all peers for 127 s. Variables in the environment take precedence."""
 
 
 class TransportUnavailable(RuntimeError):
@@ -85,7 +88,7 @@ class NixlAgent:
         try:
             config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
             self._agent: Any = api.nixl_agent(self.name, config)
-            with _environment(given):
+            with _environment(_unset(_UCX_DEFAULTS) | given):
                 self._agent.create_backend("UCX")
             pool = (region.address, region.num_blocks * region.block_bytes, region.device_id, "")
             self._registered = self._agent.register_memory([pool], region.segment, _BACKENDS)
@@ -171,6 +174,11 @@ def import_api() -> Any:
         except ImportError as error:
             causes.append(str(error))
     raise TransportUnavailable(f"NIXL is not installed ({'; '.join(causes)}): run scripts/install-nixl")
+
+
+def _unset(values: Mapping[str, str]) -> dict[str, str]:
+    """The variables that the environment does not have."""
+    return {name: value for name, value in values.items() if name not in os.environ}
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvrelay_router.http.api_error import ApiError
 from kvrelay_router.http.event_writer import EVENT_WRITER, EventWriter
+from kvrelay_router.http.json_slices import InvalidJson, load_json
 
 BODY_TIMEOUT_S = 60.0
 """Maximum time for a client to send its body."""
@@ -90,8 +91,8 @@ async def read_json_object(request: Request, limit_bytes: int) -> dict[str, Any]
     except ClientDisconnect as error:
         raise ApiError("The client went away before its request was complete") from error
     try:
-        content = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
+        content = await load_json(body)
+    except InvalidJson as error:
         if (encoding := request.headers.get("content-encoding", "identity").lower()) != "identity":
             raise ApiError(
                 f"The request body comes as {encoding[:32]!r}; bodies are read as they are",

@@ -11,7 +11,7 @@ from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.delivery import GenerationResponse
 from kvrelay_router.openai.planning import EndpointFields, TokenizedPrompt, check_request, plan_generation
 from kvrelay_router.openai.request_validation import RequestedOutput, check_tokenized
-from kvrelay_router.openai.schema.chat_request import ChatRequest, parse_chat
+from kvrelay_router.openai.schema.chat_request import ChatRequest, check_messages, parse_chat
 
 
 class ChatEndpoint:
@@ -24,7 +24,9 @@ class ChatEndpoint:
         """Raises ApiError for every mistake in the request; nothing has been submitted by then."""
         service = self._service
         names = service.names(http)
-        request = parse_chat(await read_json_object(http, service.settings.max_body_bytes))
+        content = await read_json_object(http, service.settings.max_body_bytes)
+        await check_messages(content)
+        request = parse_chat(content)
         limits = check_request(service, names, request)
         await service.check_grammar(request.grammar)
         fields = _endpoint_fields(request)

@@ -14,12 +14,19 @@ from kvrelay_router.openai.answers.prompt_scores import most
 from kvrelay_router.openai.api_service import ApiService
 from kvrelay_router.openai.delivery import GenerationResponse
 from kvrelay_router.openai.planning import EndpointFields, TokenizedPrompt, check_request, plan_generation
-from kvrelay_router.openai.request_validation import RequestedOutput, check_token_ids, check_tokenized
+from kvrelay_router.openai.request_validation import (
+    RequestedOutput,
+    allowed_output,
+    check_many_token_ids,
+    check_tokenized,
+)
 from kvrelay_router.openai.schema.completion_request import (
     DEFAULT_MAX_TOKENS,
     CompletionRequest,
     PromptItem,
+    check_many_prompts,
     parse_completion,
+    too_many_completions,
 )
 
 
@@ -33,13 +40,13 @@ class CompletionsEndpoint:
         """Raises ApiError for every mistake in the request; nothing has been submitted by then."""
         service = self._service
         names = service.names(http)
-        request = parse_completion(await read_json_object(http, service.settings.max_body_bytes))
+        content = await read_json_object(http, service.settings.max_body_bytes)
+        await check_many_prompts(content, service.settings.max_sequences)
+        request = parse_completion(content)
         limits = check_request(service, names, request)
         num_each = max(request.num_sequences, request.best_of or 1)
         if len(request.prompt) * num_each > service.settings.max_sequences:
-            raise ApiError(
-                f"At most {service.settings.max_sequences} completions can be asked for at once", param="prompt"
-            )
+            raise too_many_completions(service.settings.max_sequences)
         await service.check_grammar(request.grammar)
         fields = _endpoint_fields(request)
         prompts = await self._prompts(request, fields, limits)
@@ -54,7 +61,7 @@ class CompletionsEndpoint:
         share, room = LoopShare(), fields.output.prompt_room(limits)
         token_ids: list[list[int]] = []
         for item in request.prompt:
-            token_ids.append(await self._tokenize(item, request, limits))
+            token_ids.append(await self._tokenize(item, request, fields, limits))
             await share.pause()
         prompts: list[TokenizedPrompt] = []
         for item, ids in zip(request.prompt, token_ids, strict=True):
@@ -62,14 +69,18 @@ class CompletionsEndpoint:
             await share.pause()
         return prompts
 
-    async def _tokenize(self, item: PromptItem, request: CompletionRequest, limits: ModelLimits) -> list[int]:
+    async def _tokenize(
+        self, item: PromptItem, request: CompletionRequest, fields: EndpointFields, limits: ModelLimits
+    ) -> list[int]:
         if isinstance(item, str):
             text = self._service.text
             token_ids = await text.encode(item, add_special_tokens=request.add_special_tokens)
             check_tokenized(token_ids, text.tokenizer.vocab_size, limits, "prompt")
         else:
             token_ids = item
-            check_token_ids(token_ids, limits, "prompt")
+            if request.truncate_prompt_tokens is None and len(token_ids) > limits.max_model_len:
+                allowed_output(len(token_ids), fields.output, limits, "prompt")
+            await check_many_token_ids(token_ids, limits, "prompt")
         if not token_ids:
             raise ApiError("Invalid value for 'prompt': it must not be empty", param="prompt")
         return token_ids

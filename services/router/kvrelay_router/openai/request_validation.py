@@ -14,9 +14,11 @@ from kvrelay.protocol.sampling import Sampling
 from kvrelay_router.access.request_names import RequestNames
 from kvrelay_router.dispatch.interface import Dispatcher, GenerateRequest, ModelLimits
 from kvrelay_router.http.api_error import ApiError
+from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.error_mapping import context_length_exceeded, model_not_found, no_worker_ready
 from kvrelay_router.openai.schema.beam_fields import BeamFields
 from kvrelay_router.openai.schema.generation_fields import GenerationFields
+from kvrelay_router.openai.schema.parsing import MANY_INTEGERS
 from kvrelay_router.openai.settings import ApiSettings
 from kvrelay_router.text.sampling_defaults import SamplingDefaults
 
@@ -62,6 +64,17 @@ def check_token_ids(token_ids: list[int], limits: ModelLimits, param: str) -> No
             param=param,
             code="invalid_value",
         )
+
+
+async def check_many_token_ids(token_ids: list[int], limits: ModelLimits, param: str) -> None:
+    """As `check_token_ids`; other callbacks run while a long list is checked."""
+    if len(token_ids) <= MANY_INTEGERS:
+        check_token_ids(token_ids, limits, param)
+        return
+    share = LoopShare()
+    for start in range(0, len(token_ids), MANY_INTEGERS):
+        check_token_ids(token_ids[start : start + MANY_INTEGERS], limits, param)
+        await share.pause()
 
 
 def check_tokenized(token_ids: list[int], tokenizer_size: int, limits: ModelLimits, param: str) -> None:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import FailFast, Field, WrapValidator
 from starlette.requests import Request
 from starlette.responses import Response
 
 from kvrelay_router.http.api_error import ApiError, json_response
 from kvrelay_router.http.body import read_json_object
+from kvrelay_router.http.json_parts import PartsResponse, Rows, dump_at_once
 from kvrelay_router.openai.api_service import ApiService
-from kvrelay_router.openai.request_validation import check_model, check_token_ids, known_limits
-from kvrelay_router.openai.schema.chat_request import ChatFields
+from kvrelay_router.openai.request_validation import check_many_token_ids, check_model, known_limits
+from kvrelay_router.openai.schema.chat_request import ChatFields, check_messages
 from kvrelay_router.openai.schema.generation_fields import Flag, FlagOn
-from kvrelay_router.openai.schema.parsing import RequestModel, parse
+from kvrelay_router.openai.schema.parsing import CheckedIntegers, RequestModel, check_integers, parse
+
+MANY_TOKENS = 1 << 14
+"""Answers with more are written in parts."""
 
 
 class TokenizeText(RequestModel):
@@ -29,10 +34,15 @@ class TokenizeChat(ChatFields):
     return_token_strs: Flag = False
 
 
+def _natural_numbers(value: Any, check_each: Callable[[Any], list[int]]) -> list[int]:
+    """Of a long list the types have been checked, and the range will be."""
+    return value if isinstance(value, CheckedIntegers) else check_each(value)
+
+
 class DetokenizeTokens(RequestModel):
     """The body of POST /detokenize. Special tokens are part of the text by default."""
 
-    tokens: list[Annotated[int, Field(ge=0)]]
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], FailFast(), WrapValidator(_natural_numbers)]
     model: str | None = None
     skip_special_tokens: Flag = False
 
@@ -57,6 +67,7 @@ class TokenRoutes:
             raise ApiError("Give either 'prompt' or 'messages', not both", param="prompt")
         request: TokenizeText | TokenizeChat
         if "messages" in content:
+            await check_messages(content)
             request = parse(TokenizeChat, content)
             token_ids = await service.encode_chat(request.messages, request.options)
         else:
@@ -66,14 +77,23 @@ class TokenRoutes:
         answer: dict[str, Any] = {
             "count": len(token_ids),
             "max_model_len": limits.max_model_len if limits else None,
-            "tokens": token_ids,
+            "tokens": _rows(token_ids),
         }
         if request.return_token_strs:
-            answer["token_strs"] = await service.text.spell(token_ids)
-        return json_response(answer)
+            answer["token_strs"] = _rows(await service.text.spell(token_ids))
+        if len(token_ids) > MANY_TOKENS:
+            return PartsResponse(answer)
+        return Response(dump_at_once(answer), media_type="application/json")
 
     async def detokenize(self, http: Request) -> Response:
-        request = parse(DetokenizeTokens, await self._read(http))
-        check_token_ids(request.tokens, known_limits(self._service.dispatcher), "tokens")
+        content = await self._read(http)
+        if "tokens" in content:
+            content["tokens"] = await check_integers(content["tokens"], "tokens")
+        request = parse(DetokenizeTokens, content)
+        await check_many_token_ids(request.tokens, known_limits(self._service.dispatcher), "tokens")
         text = await self._service.text.decode(request.tokens, skip_special_tokens=request.skip_special_tokens)
         return json_response({"prompt": text})
+
+
+def _rows(values: list[Any]) -> Rows:
+    return Rows(len(values), lambda start, stop: values[start:stop])

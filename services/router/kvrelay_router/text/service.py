@@ -134,7 +134,7 @@ class TextService:
                 return encode(render(contents))
             return self._contents.encode(render, contents, encode, add_special_tokens=options.add_special_tokens)
 
-        num_chars = sum(map(_num_chars, messages))
+        num_chars = _num_chars(messages, LONG_TEXT_CHARS + 1)
         short = num_chars <= SHORT_TEXT_CHARS and len(messages) <= SHORT_CHAT_MESSAGES and not options.template_kwargs
         if short and self._contents is not None and self._contents.are_spelled(messages):
             short = False
@@ -207,11 +207,19 @@ def _content_tokens(tokenizer: Tokenizer, template: ChatTemplate) -> ContentToke
     return ContentTokens(tokenizer, {token.content for token in added if token.content in between}, template.source)
 
 
-def _num_chars(value: Any) -> int:
-    """Counts the characters of all texts in a message, because templates also render tool calls and reasoning. A number
-    counts as one character."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(map(_num_chars, value.values())) + sum(map(len, value))
-    return sum(map(_num_chars, value)) if isinstance(value, list) else 1
+def _num_chars(value: Any, enough: int) -> int:
+    """Counts the characters of all texts in messages, because templates also render tool calls and reasoning. A number,
+    list or object counts as one character. Stops above `enough`."""
+    num_chars, values = 0, [value]
+    while values and num_chars < enough:
+        each = values.pop()
+        if isinstance(each, str):
+            num_chars += len(each)
+        else:
+            num_chars += 1
+            if isinstance(each, dict):
+                num_chars += sum(map(len, each))
+                values += each.values()
+            elif isinstance(each, list):
+                values += each
+    return num_chars

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import orjson
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, SkipValidation
+from pydantic_core import PydanticCustomError
 
 from kvrelay_router.http.api_error import ApiError
+from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.openai.schema.beam_fields import BeamFields
 from kvrelay_router.openai.schema.generation_fields import MAX_LOGPROBS, Flag, check_stream_options, or_default
-from kvrelay_router.openai.schema.parsing import RequestModel, invalid, parse, wrong_type
+from kvrelay_router.openai.schema.parsing import RequestModel, invalid, parse, value_error, wrong_type
 from kvrelay_router.openai.schema.unsupported import CHAT, refuse_tools, refuse_unsupported
 from kvrelay_router.text.chat_template import RESERVED_NAMES, Message
 from kvrelay_router.text.service import ChatOptions
@@ -23,9 +25,37 @@ PASSED_ON = ("name", "tool_call_id")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of the field with an earlier answer's reasoning, in different servers. Templates read the first two."""
 
+MAX_PARTS = 16_384
+"""Text parts of a message; tool calls likewise."""
+MAX_ARGUMENTS_CHARS = 1 << 20
+"""JSON text of a tool call's arguments, which is parsed at once."""
+MANY_MESSAGES = 64
+"""Messages that are checked at a time: about 0.1 ms."""
+
+
+class CheckedMessages(list[Message]):
+    """Messages in the form for templates."""
+
+
+async def check_messages(content: dict[str, Any]) -> None:
+    """Checks the messages of a body, if they are many, while other callbacks run. Raises ApiError."""
+    messages = content.get("messages")
+    if not isinstance(messages, list) or len(messages) <= MANY_MESSAGES:
+        return
+    checked, share = CheckedMessages(), LoopShare()
+    try:
+        for index, message in enumerate(messages):
+            checked.append(_message(message, index))
+            await share.pause()
+    except PydanticCustomError as error:
+        raise value_error("messages", error) from None
+    content["messages"] = checked
+
 
 def _messages(value: Any) -> list[Message]:
     """Returns messages in the form for templates: contents are strings or lists of text parts."""
+    if isinstance(value, CheckedMessages):
+        return value
     if not isinstance(value, list):
         raise wrong_type("it must be a list of messages")
     if not value:
@@ -64,6 +94,8 @@ def _content(message: dict[str, Any], role: str, index: int) -> str | list[dict[
         return refusal if isinstance(refusal, str) else ""
     if not isinstance(content, list) or not content:
         raise wrong_type(f"the content of message {index} must be a string or a list of text parts")
+    if len(content) > MAX_PARTS:
+        raise invalid(f"message {index} has {len(content)} text parts; at most {MAX_PARTS} are allowed")
     return [_text_part(part, role, index) for part in content]
 
 
@@ -87,6 +119,8 @@ def _text_part(part: Any, role: str, index: int) -> dict[str, str]:
 def _as_list(calls: Any, index: int) -> list[Any]:
     if not isinstance(calls, list):
         raise wrong_type(f"the tool calls of message {index} must be a list")
+    if len(calls) > MAX_PARTS:
+        raise invalid(f"message {index} has {len(calls)} tool calls; at most {MAX_PARTS} are allowed")
     return calls
 
 
@@ -97,6 +131,11 @@ def _tool_call(call: Any, index: int) -> dict[str, Any]:
         raise wrong_type(f"a tool call of message {index} has no function name")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
+        if len(arguments) > MAX_ARGUMENTS_CHARS:
+            raise invalid(
+                f"the arguments of a tool call of message {index} have {len(arguments)} characters; at most "
+                f"{MAX_ARGUMENTS_CHARS} are allowed"
+            )
         try:
             arguments = orjson.loads(arguments)
         except orjson.JSONDecodeError:
@@ -117,7 +156,8 @@ def _template_kwargs(value: Any) -> dict[str, Any]:
 class ChatFields(RequestModel):
     """The fields that determine the prompt. POST /tokenize has them as well."""
 
-    messages: Annotated[list[Message], BeforeValidator(_messages)]
+    # `_messages` has checked them: pydantic would copy each.
+    messages: Annotated[SkipValidation[list[Message]], BeforeValidator(_messages)]
     add_generation_prompt: bool | None = None
     continue_final_message: Flag = False
     add_special_tokens: Flag = False

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, SkipValidation
 
 from kvrelay_router.http.api_error import ApiError
 from kvrelay_router.openai.schema.beam_fields import BeamFields
 from kvrelay_router.openai.schema.generation_fields import MAX_LOGPROBS, Flag, FlagOn, check_stream_options
-from kvrelay_router.openai.schema.parsing import invalid, parse, wrong_type
+from kvrelay_router.openai.schema.parsing import (
+    MANY_INTEGERS,
+    CheckedIntegers,
+    check_integers,
+    invalid,
+    parse,
+    wrong_type,
+)
 from kvrelay_router.openai.schema.unsupported import COMPLETION, refuse_unsupported
 
 DEFAULT_MAX_TOKENS = 16
@@ -17,9 +24,28 @@ DEFAULT_MAX_TOKENS = 16
 PromptItem = str | list[int]
 
 
+async def check_many_prompts(content: dict[str, Any], max_prompts: int) -> None:
+    """Checks the number of prompts, and the types of many token ids while other callbacks run. Raises ApiError."""
+    prompt = content.get("prompt")
+    if not isinstance(prompt, list):
+        return
+    if len(prompt) > max_prompts and type(prompt[0]) is not int:
+        raise too_many_completions(max_prompts)
+    content["prompt"] = await check_integers(prompt, "prompt")
+    for index, item in enumerate(prompt):
+        if isinstance(item, list) and len(item) > MANY_INTEGERS:
+            prompt[index] = await check_integers(item, f"prompt[{index}]")
+        elif not isinstance(item, list):
+            break  # texts, or one list of ids
+
+
+def too_many_completions(limit: int) -> ApiError:
+    return ApiError(f"At most {limit} completions can be asked for at once", param="prompt")
+
+
 def _prompt_list(value: Any) -> list[PromptItem]:
     """Returns a list of prompts from a text, a list of texts, token ids, or a list of lists of token ids."""
-    if isinstance(value, str):
+    if isinstance(value, str | CheckedIntegers):
         return [value]
     if not isinstance(value, list):
         raise wrong_type("it must be a string, a list of strings, a list of token ids, or a list of such lists")
@@ -34,13 +60,16 @@ def _prompt_list(value: Any) -> list[PromptItem]:
 
 
 def _are_token_ids(items: list[Any]) -> bool:
-    return set(map(type, items)) <= {int}
+    if isinstance(items, CheckedIntegers) or not items:
+        return True
+    return type(items[0]) is int and set(map(type, items)) == {int}
 
 
 class CompletionRequest(BeamFields):
     """Token ids are validated as integers here, and checked against the vocabulary later."""
 
-    prompt: Annotated[list[Any], BeforeValidator(_prompt_list)]
+    # `_prompt_list` has checked them: pydantic would copy each.
+    prompt: Annotated[SkipValidation[list[Any]], BeforeValidator(_prompt_list)]
     echo: Flag = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: FlagOn = True

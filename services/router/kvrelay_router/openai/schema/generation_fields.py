@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, WrapValidator
+from pydantic import BeforeValidator, FailFast, Field, WrapValidator
 
 from kvrelay_router.openai.schema.parsing import RequestModel, invalid, wrong_type
 
@@ -22,10 +22,10 @@ def _stop_list(value: Any) -> list[str]:
     if value is None:
         return []
     stop = [value] if isinstance(value, str) else value
+    if isinstance(stop, list) and len(stop) > MAX_STOP_STRINGS:
+        raise invalid(f"at most {MAX_STOP_STRINGS} stop strings are allowed")
     if not isinstance(stop, list) or not all(isinstance(each, str) for each in stop):
         raise wrong_type("it must be a string or a list of strings")
-    if len(stop) > MAX_STOP_STRINGS:
-        raise invalid(f"at most {MAX_STOP_STRINGS} stop strings are allowed")
     if not all(0 < len(each) <= MAX_STOP_CHARS for each in stop):
         raise invalid(f"a stop string must have 1 to {MAX_STOP_CHARS} characters")
     return stop
@@ -77,7 +77,7 @@ Flag = Annotated[bool, or_default(False)]
 FlagOn = Annotated[bool, or_default(True)]
 Stop = Annotated[list[str], BeforeValidator(_stop_list)]
 LogitBias = Annotated[dict[int, float], BeforeValidator(_bias_map)]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_STOP_TOKENS), or_default([])]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], FailFast(), Field(max_length=MAX_STOP_TOKENS), or_default([])]
 Penalty = Annotated[float, Field(ge=-2, le=2), or_default(0.0)]
 
 

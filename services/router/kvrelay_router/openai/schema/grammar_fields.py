@@ -108,6 +108,7 @@ def _of_schema(value: Any, param: str, whitespace: str | None) -> Grammar:
     """A schema as an object, or as JSON text."""
     if isinstance(value, str):
         text = value
+        _check_size(text, param)
         try:
             schema = orjson.loads(text)
         except orjson.JSONDecodeError as error:
@@ -131,10 +132,10 @@ def _of_regex(value: Any, param: str, _: str | None) -> Grammar:
 
 
 def _of_choice(value: Any, param: str, _: str | None) -> Grammar:
+    if isinstance(value, list) and len(value) > MAX_CHOICE_STRINGS:
+        raise _wrong(param, f"at most {MAX_CHOICE_STRINGS} choices are allowed")
     if not isinstance(value, list) or not all(isinstance(each, str) and each for each in value):
         raise _wrong(param, "it must be a list of strings that are not empty")
-    if len(value) > MAX_CHOICE_STRINGS:
-        raise _wrong(param, f"at most {MAX_CHOICE_STRINGS} choices are allowed")
     return _grammar(GrammarKind.CHOICE, orjson.dumps(list(dict.fromkeys(value))).decode(), param)
 
 
@@ -176,10 +177,14 @@ _OF_STRUCTURED_OUTPUTS = {
 
 
 def _grammar(kind: GrammarKind, text: str, param: str, whitespace: str | None = None) -> Grammar:
+    _check_size(text, param)
+    return Grammar(kind=kind, text=text, whitespace=whitespace)
+
+
+def _check_size(text: str, param: str) -> None:
     num_bytes = len(text.encode())
     if num_bytes > MAX_GRAMMAR_BYTES:
         raise _wrong(param, f"it has {num_bytes} bytes; at most {MAX_GRAMMAR_BYTES} are allowed")
-    return Grammar(kind=kind, text=text, whitespace=whitespace)
 
 
 def _text(value: Any, param: str) -> str:

@@ -1,0 +1,183 @@
+"""No request holds the event loop for long, whatever its largest allowed input or answer."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+import pytest
+
+from kvrelay_router.http.json_slices import MAX_PARTS
+from kvrelay_router.openai.schema.chat_request import MAX_PARTS as MAX_TEXT_PARTS
+from kvrelay_router.text.service import TextService
+from tests.component.router.bulk_workers import MODEL, bulk_router
+from tests.component.router.loop_holds import LoopHolds, slowness
+from tests.fakes.waiting import PATIENCE_S
+
+LONGEST_HOLD_S = 0.05
+"""On a machine as fast as the reference. Slices are meant to take 5 ms; this is what no single step may exceed."""
+BODY_BYTES = 8 << 20
+NUM_OBJECTS = MAX_PARTS // 8
+"""As many as a body may have if each has up to three strings."""
+
+IDS = [5 + number % 300 for number in range(4096)]
+
+
+def body_of(**fields: Any) -> bytes:
+    return orjson.dumps({"model": MODEL, **fields})
+
+
+def repeated(before: bytes, item: bytes, after: bytes, most: int = BODY_BYTES) -> bytes:
+    """A body with as many items as fit, `most` at most."""
+    model = b'{"model":"' + MODEL.encode() + b'",'
+    num_items = (BODY_BYTES - len(model) - len(before) - len(after)) // (len(item) + 1)
+    return model + before + b",".join([item] * min(num_items, most)) + after
+
+
+def send(port: int, path: str, body: bytes) -> int:
+    """The status, once the whole answer was read. Blocks."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+    try:
+        connection.request("POST" if body else "GET", path, body or None, {"content-type": "application/json"})
+        answer = connection.getresponse()
+        while answer.read(1 << 16):
+            pass
+        return answer.status
+    finally:
+        connection.close()
+
+
+COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+TEXT = "An otter is a playful animal. "
+USER = b'"max_tokens":1,"messages":[{"role":"user","content":'
+MESSAGE = b'{"role":"user","content":"x"}'
+TOOL = b'{"type":"function","function":{"name":"f","parameters":{}}}'
+CALLS = b'"max_tokens":1,"messages":[{"role":"assistant","tool_calls":['
+SCHEMA = b'"response_format":{"type":"json_schema","json_schema":{"name":"x","schema":{"enum":['
+
+Case = tuple[str, Callable[[], bytes], int]
+"""Path, body and status."""
+
+INPUTS: dict[str, Case] = {
+    "a long text": (COMPLETION, lambda: body_of(prompt=TEXT * 30_000, max_tokens=1), 200),
+    "escaped text": (COMPLETION, lambda: repeated(b'"prompt":1,"user":"', b"\\u00e9", b'"}'), 400),
+    "backslashes": (COMPLETION, lambda: repeated(b'"prompt":1,"user":"', b"\\\\\\\\", b'"}'), 400),
+    "a list of ids": (COMPLETION, lambda: body_of(prompt=IDS * 200, max_tokens=1), 200),
+    "too many ids": (COMPLETION, lambda: repeated(b'"prompt":[', b"7", b"]}"), 400),
+    "too many ids in one of two lists": (COMPLETION, lambda: repeated(b'"prompt":[[', b"7", b"],[7]]}"), 400),
+    "ids and one text": (COMPLETION, lambda: repeated(b'"prompt":[', b"7", b',"x"]}'), 400),
+    "a thousand lists of ids": (COMPLETION, lambda: body_of(prompt=[IDS[:1500]] * 1024, max_tokens=1), 200),
+    "empty lists": (COMPLETION, lambda: repeated(b'"prompt":[', b"[]", b"]}", MAX_PARTS - 8), 400),
+    "too many lists": (COMPLETION, lambda: repeated(b'"prompt":[', b"[]", b"]}"), 400),
+    "a thousand prompts": (COMPLETION, lambda: body_of(prompt=["An otter"] * 1024, max_tokens=1), 200),
+    "a thousand streams": (COMPLETION, lambda: body_of(prompt=["An otter"] * 1024, max_tokens=1, stream=True), 200),
+    "too many prompts": (COMPLETION, lambda: repeated(b'"prompt":[', b'"x"', b"]}", MAX_PARTS - 8), 400),
+    "stop strings": (COMPLETION, lambda: repeated(b'"prompt":"x","stop":[', b'"x"', b"]}", NUM_OBJECTS), 400),
+    "stop tokens": (COMPLETION, lambda: repeated(b'"prompt":"x","stop_token_ids":[', b"1", b"]}"), 400),
+    "stop tokens that are none": (COMPLETION, lambda: repeated(b'"prompt":"x","stop_token_ids":[', b"-1", b"]}"), 400),
+    "biases": (COMPLETION, lambda: body_of(prompt="x", logit_bias={str(n): 1 for n in range(400_000)}), 400),
+    "biases of many prompts": (
+        COMPLETION,
+        lambda: body_of(prompt=["x"] * 1024, max_tokens=1, logit_bias={str(n): 1 for n in range(1024)}),
+        200,
+    ),
+    "brackets": (COMPLETION, lambda: b'{"model":' + b"[" * (BODY_BYTES - 20), 400),
+    "brackets that close": (COMPLETION, lambda: b"[" * (BODY_BYTES // 2) + b"]" * (BODY_BYTES // 2), 400),
+    "no JSON": (COMPLETION, lambda: b"[" + b'"a",' * (BODY_BYTES // 4 - 2), 400),
+    "a list": (COMPLETION, lambda: b"[" + b"{}," * (MAX_PARTS - 8) + b"{}]", 400),
+    "keys": (COMPLETION, lambda: body_of(**{str(n): 1 for n in range(400_000)}), 400),
+    "too many keys": (COMPLETION, lambda: body_of(**{str(n): 1 for n in range(600_000)}), 400),
+    "a schema": (CHAT, lambda: repeated(USER + b'"x"}],' + SCHEMA, b'"x"', b"]}}}}", NUM_OBJECTS), 400),
+    "a schema as text": (COMPLETION, lambda: body_of(prompt="x", guided_json="[" + "{}," * 2_000_000 + "{}]"), 400),
+    "choices to choose from": (
+        COMPLETION,
+        lambda: repeated(b'"prompt":"x","guided_choice":[', b'"x"', b"]}", NUM_OBJECTS),
+        400,
+    ),
+    "a long message": (CHAT, lambda: body_of(messages=[{"role": "user", "content": TEXT * 30_000}], max_tokens=1), 200),
+    "messages": (CHAT, lambda: repeated(b'"max_tokens":1,"messages":[', MESSAGE, b"]}", NUM_OBJECTS), 200),
+    "too many messages": (CHAT, lambda: repeated(b'"max_tokens":1,"messages":[', MESSAGE, b"]}"), 400),
+    "empty messages": (CHAT, lambda: repeated(b'"messages":[', b"{}", b"]}", MAX_PARTS - 8), 400),
+    "text parts": (CHAT, lambda: repeated(USER + b"[", b'{"type":"text","text":"x"}', b"]}]}", MAX_TEXT_PARTS), 200),
+    "too many text parts": (
+        CHAT,
+        lambda: repeated(USER + b"[", b'{"type":"text","text":"x"}', b"]}]}", NUM_OBJECTS),
+        400,
+    ),
+    "tools": (
+        CHAT,
+        lambda: repeated(USER + b'"x"}],"tool_choice":"none","tools":[', TOOL, b"]}", NUM_OBJECTS // 4),
+        200,
+    ),
+    "tool calls": (CHAT, lambda: repeated(CALLS, b'{"function":{"name":"f"}}', b"]}]}", NUM_OBJECTS), 400),
+    "arguments as text": (
+        CHAT,
+        lambda: repeated(CALLS + b'{"function":{"name":"f","arguments":"[', b"{}", b']"}}]}]}'),
+        400,
+    ),
+    "template variables": (
+        CHAT,
+        lambda: repeated(USER + b'"x"}],"chat_template_kwargs":{"a":[', b"{}", b"]}}", NUM_OBJECTS),
+        200,
+    ),
+    "tokenize": ("/tokenize", lambda: body_of(prompt=TEXT * 30_000), 200),
+    "tokenize to strings": ("/tokenize", lambda: body_of(prompt=TEXT * 30_000, return_token_strs=True), 200),
+    "tokenize messages": ("/tokenize", lambda: repeated(b'"messages":[', MESSAGE, b"]}", NUM_OBJECTS // 2), 200),
+    "detokenize": ("/detokenize", lambda: repeated(b'"tokens":[', b"260", b"]}"), 200),
+    "detokenize what are no ids": ("/detokenize", lambda: repeated(b'"tokens":[', b"-1", b"]}"), 400),
+    "an unknown path": ("/x", lambda: repeated(b'"tokens":[', b"1", b"]}"), 404),
+}
+
+OUTPUTS: dict[str, Case] = {
+    "choices": (COMPLETION, lambda: body_of(prompt=IDS[:64], n=128, max_tokens=16_000), 200),
+    "choices of many prompts": (COMPLETION, lambda: body_of(prompt=[IDS[:64]] * 8, n=128, max_tokens=1000), 200),
+    "streamed choices": (
+        COMPLETION,
+        lambda: body_of(prompt=IDS[:64], n=128, max_tokens=5000, stream=True, return_token_ids=True),
+        200,
+    ),
+    "streamed choices with the ids of a long prompt": (
+        CHAT,
+        lambda: body_of(
+            messages=[{"role": "user", "content": TEXT * 2500}],
+            n=128,
+            max_tokens=10,
+            stream=True,
+            return_token_ids=True,
+        ),
+        200,
+    ),
+    "beams": (COMPLETION, lambda: body_of(prompt="x", max_tokens=8000, n=128, use_beam_search=True), 200),
+    "requests": ("/requests", lambda: b"", 200),
+    "fleet": ("/fleet", lambda: b"", 200),
+    "models": ("/v1/models", lambda: b"", 200),
+    "the page of the fleet": ("/dashboard", lambda: b"", 200),
+    "the API's schema": ("/openapi.json", lambda: b"", 200),
+}
+
+
+async def check_holds(port: int, case: Case) -> None:
+    path, make_body, status = case
+    body = make_body()
+    assert len(body) <= BODY_BYTES
+    with LoopHolds() as holds:
+        found = await asyncio.to_thread(send, port, path, body)
+    assert found == status
+    assert holds.longest_s < LONGEST_HOLD_S * slowness()
+
+
+@pytest.mark.everyday(3)
+@pytest.mark.parametrize("name", list(INPUTS))
+async def test_no_input_holds_the_loop(name: str, text: TextService) -> None:
+    async with bulk_router(text) as port:
+        await check_holds(port, INPUTS[name])
+
+
+@pytest.mark.everyday(2)
+@pytest.mark.parametrize("name", list(OUTPUTS))
+async def test_no_answer_holds_the_loop(name: str, text: TextService) -> None:
+    async with bulk_router(text) as port:
+        await check_holds(port, OUTPUTS[name])

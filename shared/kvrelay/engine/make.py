@@ -52,7 +52,6 @@ def make_runner(
     cascade_attention: bool = False,
     fused_layers: bool = True,
     quantization: Quantization = "none",
-    jump_forward: bool = False,
 ) -> TransformersRunner:
     """Loads `model` (a directory or a hub name) and allocates its pool: `num_blocks`, or as many as fit `memory_bytes`.
 
@@ -60,7 +59,7 @@ def make_runner(
     takes. `kv_cache_dtype` is one of `KV_DTYPES`, or "auto" for the model's dtype. `swap_bytes` is the host's swap
     space; None: a quarter of the pool's memory. Without a `backend`, the fastest one that works is used. With `graphs`,
     decoding steps are captured in CUDA graphs if model and backend allow it. Their scratch block is part of the memory,
-    and one more than `num_blocks` if that is given. `jump_forward`: see `WorkerConfig`.
+    and one more than `num_blocks` if that is given.
 
     Raises UnsupportedModel with the reason; ValueError for an unknown dtype, memory for less than one block, or CUDA
     graphs that the device refuses; PoolDoesNotFit for a share of memory that is too small; OSError for no such model.
@@ -78,12 +77,7 @@ def make_runner(
     if max_model_len is not None:
         _check_holds(loaded.layout, num_blocks, max_model_len)
     num_slots = _num_swap_slots(loaded.layout, num_blocks, swap_bytes)
-    runner = TransformersRunner(
-        *(loaded, num_blocks, name),
-        num_swap_slots=num_slots,
-        with_scratch=graphs is not None,
-        jump_forward=jump_forward,
-    )
+    runner = TransformersRunner(loaded, num_blocks, name, num_swap_slots=num_slots, with_scratch=graphs is not None)
     if graphs is not None:
         runner.try_graphs(graphs)
     gauge.keep()

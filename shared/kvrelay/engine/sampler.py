@@ -41,17 +41,14 @@ class Sampler:
         device: torch.device,
         lock: Lock | None = None,
         make_compiler: Callable[[], GrammarCompiler] | None = None,
-        *,
-        jump_forward: bool = False,
     ) -> None:
         """`lock` is held during every call of a method, and of a method of pending tokens. They release it while they
-        wait. `make_compiler` makes the compiler of grammars at the first use; None: there is none. `jump_forward`: the
-        tokens that a grammar forces are the only ones that it allows, see `TokenMasks`.
+        wait. `make_compiler` makes the compiler of grammars at the first use; None: there is none.
         """
         self._device = device
         self._lock = lock
         self._state = SamplerState(vocab_size, eos_token_ids)
-        self._masks = TokenMasks(make_compiler or _no_compiler, vocab_size, device, self.waiting, jump_forward)
+        self._masks = TokenMasks(make_compiler or _no_compiler, vocab_size, device, self.waiting)
         self._sampled = SampledTokens(self._state, device, self.waiting, self._masks)
 
     @contextmanager

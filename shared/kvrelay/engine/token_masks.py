@@ -5,9 +5,8 @@ next step's logits are: the thread releases the GIL and runs beside the bookkeep
 grammar is compiled in another thread, so that a new sequence does not delay the masks of those that run.
 
 With jump-forward (Zheng et al., SGLang, 2024, section 4: runs of states with one way out are passed in one step) the
-tokens that a grammar forces are a function of the output so far. They join the output behind the token that was sampled
-before them. If they may not, because log-probabilities are asked for or at the first token of an attempt, the mask
-allows the forced token alone. So the tokens of an output do not depend on where its steps are cut.
+tokens that a grammar forces join the output behind the token that was sampled before them. They are the only ones that
+the masks at their places allow. So the tokens of an output are those of sampling each under its mask.
 """
 
 from __future__ import annotations
@@ -53,10 +52,8 @@ class TokenMasks:
         vocab_size: int,
         device: torch.device,
         waiting: Callable[[], AbstractContextManager[None]],
-        jump_forward: bool,
     ) -> None:
         """`make_compiler` is called at the first use, in a thread. `waiting` releases the owner's lock."""
-        self._jump_forward = jump_forward
         self._done = _WorkDone()
         self._make_compiler = make_compiler
         self._vocab_size = vocab_size
@@ -89,7 +86,7 @@ class TokenMasks:
             before = self._work.get(slot)
             if before is None:
                 continue
-            if jump and self._jump_forward:
+            if jump:
                 runs[row] = self._work[slot] = _MaskWork(self._computing, partial(_jump, before.future, token_id))
             else:
                 self._work[slot] = _MaskWork(self._computing, partial(_go_on, before.future, token_id))
@@ -143,7 +140,7 @@ class TokenMasks:
         is_known, started = compiler.knows(grammar), perf_counter()
         matcher = compiler.compile(grammar)
         self._done.compiled(perf_counter() - started, is_known=is_known)
-        state = _GrammarState(matcher, compiler.mask_words, self._jump_forward, self._done)
+        state = _GrammarState(matcher, compiler.mask_words, self._done)
         state.accept(output_ids)
         state.fill()
         return state
@@ -217,38 +214,29 @@ class _WorkDone:
 class _GrammarState:
     """A matcher, and the mask of the token that comes next."""
 
-    def __init__(self, matcher: GrammarMatcher, mask_words: int, jump_forward: bool, done: _WorkDone) -> None:
+    def __init__(self, matcher: GrammarMatcher, mask_words: int, done: _WorkDone) -> None:
         self._matcher = matcher
         self._done = done
-        self._jump_forward = jump_forward
-        self._forced: Sequence[int] = ()
         self.mask: TokenMask = np.zeros(mask_words, np.int32)
         self.run: list[int] = []
         """The forced tokens that were appended behind the last token."""
 
     def accept(self, token_ids: Sequence[int]) -> None:
         self._matcher.accept(token_ids)
-        if self._jump_forward:
-            self._forced = self._matcher.forced()
 
     def jump(self) -> None:
         """Appends the tokens that are forced now."""
         self.run = []
-        while self._forced and len(self.run) < MAX_RUN_TOKENS:
-            part = self._forced[: MAX_RUN_TOKENS - len(self.run)]
+        while len(self.run) < MAX_RUN_TOKENS and (forced := self._matcher.forced()):
+            part = forced[: MAX_RUN_TOKENS - len(self.run)]
+            self._matcher.accept(part)
             self.run += part
-            self.accept(part)
         self._done.forced(len(self.run))
 
     def fill(self) -> None:
-        if not self._forced:
-            started = perf_counter()
-            self._matcher.fill(self.mask)
-            self._done.filled(perf_counter() - started)
-            return
-        token_id = self._forced[0]
-        self.mask[:] = 0
-        self.mask.view(np.uint8)[token_id // 8] = 1 << token_id % 8
+        started = perf_counter()
+        self._matcher.fill(self.mask)
+        self._done.filled(perf_counter() - started)
 
 
 def _go_on(before: Future[_GrammarState], token_id: int) -> _GrammarState:

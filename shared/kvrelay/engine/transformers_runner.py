@@ -63,7 +63,6 @@ class TransformersRunner:
         num_swap_slots: int = 0,
         with_scratch: bool = False,
         launches_ahead: bool | None = None,
-        jump_forward: bool = False,
     ) -> None:
         """`name` is the model's name in the spec; by default its path or hub name.
 
@@ -82,9 +81,7 @@ class TransformersRunner:
         # Guards the sampler and the scored prompts. Released while waiting for the device.
         self._lock = threading.Lock()
         compiler = partial(make_grammar_compiler, source.name, model.vocab_size, model.eos_token_ids)
-        self._sampler = Sampler(
-            model.vocab_size, model.eos_token_ids, source.device, self._lock, compiler, jump_forward=jump_forward
-        )
+        self._sampler = Sampler(model.vocab_size, model.eos_token_ids, source.device, self._lock, compiler)
         self._scored: dict[SequenceKey, _ScoredPrompt] = {}
         self._spec = ModelSpec(
             name=name or source.name,

@@ -26,7 +26,8 @@ class GrammarMatcher(Protocol):
 
     def forced(self) -> Sequence[int]:
         """The tokens that have to come next: those that the tokenizer makes of the bytes that every output goes on
-        with, and the end-of-sequence token after a complete output if there is only one such token.
+        with, and the end-of-sequence token after a complete output if there is only one such token. A mask at the place
+        of such a token allows it alone.
 
         Bytes at the end of which a token could also go on into bytes that are not forced are left out. Empty after an
         end-of-sequence token. Raises GrammarError.

@@ -61,7 +61,6 @@ def load_runner(config: WorkerConfig) -> ModelRunner:
             num_threads=config.threads,
             cascade_attention=config.cascade_attention,
             fused_layers=config.fused_layers,
-            jump_forward=config.jump_forward,
             quantization=config.quantization,
             load_format=config.load_format,
             graphs=GraphSettings(config.graph_sizes) if config.graph_sizes and device.type == "cuda" else None,

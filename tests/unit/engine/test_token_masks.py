@@ -44,11 +44,10 @@ def key(index: int) -> SequenceKey:
     return (f"request-{index}", 0, 0)
 
 
-def sampler_of(make: GrammarCompiler | None = COMPILER, *, jump_forward: bool = False) -> Sampler:
+def sampler_of(make: GrammarCompiler | None = COMPILER) -> Sampler:
     lock = Lock()
     lock.acquire()  # as its owner does around each call; it is released while masks are waited for
-    compiler = None if make is None else lambda: make
-    return Sampler(VOCAB_SIZE, (END,), torch.device("cpu"), lock, compiler, jump_forward=jump_forward)
+    return Sampler(VOCAB_SIZE, (END,), torch.device("cpu"), lock, None if make is None else lambda: make)
 
 
 def logits_at(index: int, position: int) -> torch.Tensor:
@@ -175,7 +174,7 @@ class HangingMatcher:
 
     def forced(self) -> Sequence[int]:
         self._num_forced += 1
-        if self._owner.forced_hang and self._num_forced > 1:
+        if self._owner.forced_hang:
             assert self._owner.go_on.wait(60)
         return self._matcher.forced()
 
@@ -208,10 +207,10 @@ def test_a_mask_that_hangs_fails_its_row_alone(monkeypatch: pytest.MonkeyPatch) 
 def jump(rows: list[tuple[Grammar, Sampling]], num_steps: int, *, jumps: bool, restart_at: int = -1) -> list[list[int]]:
     """The outputs with jump-forward. The logits of a position do not depend on the step that reaches it."""
     outputs: list[list[int]] = [[] for _ in rows]
-    sampler = sampler_of(jump_forward=True)
+    sampler = sampler_of()
     for step in range(num_steps):
         if step in (0, restart_at):
-            sampler = sampler_of(jump_forward=True)
+            sampler = sampler_of()
             for index, (grammar, sampling) in enumerate(rows):
                 wanted = Sampling(temperature=sampling.temperature, seed=sampling.seed, grammar=grammar)
                 sampler.add(key(index), wanted, [*range(4, 4 + NUM_PROMPT), *outputs[index]], NUM_PROMPT)
@@ -256,7 +255,7 @@ forcing = st.lists(st.tuples(st.sampled_from(FORCING), st.sampled_from(SAMPLINGS
 
 @settings(max_examples=examples(30))
 @given(rows=forcing, restart_at=st.integers(-1, 20))
-def test_jumping_gives_the_tokens_of_sampling_the_forced_ones_one_by_one(
+def test_jumping_gives_the_tokens_of_sampling_each_under_its_mask(
     rows: list[tuple[Grammar, Sampling]], restart_at: int
 ) -> None:
     """Also if sequences come to another worker with the output that they have by then."""
@@ -311,7 +310,7 @@ def test_a_run_that_hangs_fails_its_row_alone(monkeypatch: pytest.MonkeyPatch) -
     victim, other = FORCING[0], FORCING[2]
     compiler = Hanging(victim)
     compiler.forced_hang = True
-    sampler = sampler_of(compiler, jump_forward=True)
+    sampler = sampler_of(compiler)
     for index, grammar in enumerate([victim, other]):
         sampler.add(key(index), Sampling(temperature=0.0, grammar=grammar), [5], 1)
     logits, both = torch.stack([logits_at(0, 0), logits_at(1, 0)]), [key(0), key(1)]
@@ -328,7 +327,7 @@ def test_a_run_that_hangs_fails_its_row_alone(monkeypatch: pytest.MonkeyPatch) -
 
 def test_penalties_count_forced_tokens() -> None:
     grammar = FORCING[3]
-    sampler, again = sampler_of(jump_forward=True), sampler_of(jump_forward=True)
+    sampler, again = sampler_of(), sampler_of()
     wanted = Sampling(temperature=0.0, grammar=grammar, presence_penalty=1.5)
     sampler.add(key(0), wanted, [5], 1)
     pending = sampler.begin([key(0)], np.array([1]), logits_at(0, 0)[None], np.array([True]))
@@ -341,7 +340,7 @@ def test_penalties_count_forced_tokens() -> None:
 
 
 def test_work_for_grammars_is_counted_once() -> None:
-    sampler, grammar = sampler_of(jump_forward=True), FORCING[2]
+    sampler, grammar = sampler_of(), FORCING[2]
     sampler.add(key(0), Sampling(temperature=0.0, grammar=grammar), [5], 1)
     first = sampler.begin([key(0)], np.array([1]), logits_at(0, 0)[None], np.array([True]))
     first.land()

@@ -125,6 +125,19 @@ def test_tokens_of_the_decode_worker_that_was_left_do_not_count() -> None:
     assert machine.state is AttemptState.PREFILLING
 
 
+@pytest.mark.parametrize("replaced_by", [lambda: need("d"), lambda: lost(D, "silent")])
+def test_nor_do_those_that_come_while_another_one_is_awaited(replaced_by: Callable[[], AnyEvent]) -> None:
+    """No decode worker may be ready for a while. The one that was left gets a Cancel, so no more than these come."""
+    machine = placed()
+    machine.handle(replaced_by())
+    assert machine.handle(tokens(0, 99)) == []
+    assert machine.handle(failed(D)) == []
+    assert machine.handle(lost(D, "silent")) == []
+    (send,) = machine.handle(DecodeChosen(D2))
+    assert isinstance(send, Send) and send.body == Reassign(decode=D2)
+    assert delivered(machine.handle(tokens(0, 5, worker=D2))) == [5]
+
+
 def test_exclusions_add_up() -> None:
     machine = placed()
     machine.handle(need("d"))

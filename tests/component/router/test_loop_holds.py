@@ -150,6 +150,16 @@ OUTPUTS: dict[str, Case] = {
         ),
         200,
     ),
+    "streamed choices with the text of a long prompt": (
+        COMPLETION,
+        lambda: body_of(prompt=IDS * 25, n=128, max_tokens=10, stream=True, echo=True),
+        200,
+    ),
+    "streamed choices with the ids of a long prompt, as texts": (
+        COMPLETION,
+        lambda: body_of(prompt=IDS * 14, n=128, max_tokens=10, stream=True, return_token_ids=True),
+        200,
+    ),
     "beams": (COMPLETION, lambda: body_of(prompt="x", max_tokens=8000, n=128, use_beam_search=True), 200),
     "requests": ("/requests", lambda: b"", 200),
     "fleet": ("/fleet", lambda: b"", 200),

@@ -130,7 +130,7 @@ class GenerationResponse(Response):
         else:  # another server: only `send` can write
             can_push, push = _never, _drop
         events = b""
-        with await generation.submit(can_push, push):
+        with answer.calling(generation.wake), await generation.submit(can_push, push):
             while not generation.is_over:
                 needs_sign = await generation.wait(LIFE_SIGN_INTERVAL_S)
                 events = generation.take()

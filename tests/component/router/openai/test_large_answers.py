@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from kvrelay.protocol.sampling import FinishReason
 from kvrelay_router.dispatch.interface import ModelLimits
-from tests.component.router.rig import Router
+from tests.component.router.rig import MODEL, Router
+from tests.fakes.scripted_dispatcher import Script
 
 LONG = ModelLimits(4096, 400, 64, 2000, 16)
 
@@ -70,3 +73,25 @@ async def test_scores_of_a_prompt_are_complete_when_written_in_parts(router: Rou
             assert len(choice["prompt_logprobs"]) == num_tokens
             assert choice["prompt_logprobs"][0] is None
             assert all(len(each) == 5 for each in choice["prompt_logprobs"][1:])
+
+
+async def test_large_first_events_come_before_the_text_behind_them(router: Router) -> None:
+    """The second prompt starts while the events of the first are written as they come."""
+    router.dispatcher.model_limits = LONG
+    tokens = router.tokens("An otter is a mammal.")
+    begins = asyncio.Event()
+    later = Script(tokens, FinishReason.LENGTH, hang_after=0, resume=begins)
+    router.dispatcher.script = lambda request, sequence: (
+        Script(tokens, FinishReason.LENGTH) if request.request_id.endswith("-0") else later
+    )
+    body = scored(2, 1500, max_tokens=len(tokens), stream=True)
+    texts = ["", ""]
+    async with router.http.stream("POST", "/v1/completions", json={"model": MODEL, **body}) as answer:
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+                texts[choice["index"]] += choice["text"]
+                if choice["finish_reason"] is not None:
+                    begins.set()
+    assert texts[0] == texts[1] != ""
+    assert texts[1].endswith("An otter is a mammal.")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import orjson
@@ -14,6 +15,18 @@ from kvrelay_router.openai.generation import PromptRun
 
 class EventFormat(ABC):
     """Writes an answer as a stream of events. There is an implementation for each kind of answer."""
+
+    _on_large: Callable[[], None] | None = None
+
+    @contextmanager
+    def calling(self, on_large: Callable[[], None]) -> Iterator[None]:
+        """In the block, `on_large` is called when `add` has kept a large event. No further text of its choice may be
+        added before `take_large` has returned it."""
+        self._on_large = on_large
+        try:
+            yield
+        finally:
+            self._on_large = None
 
     @abstractmethod
     def add(self, run: PromptRun, choice: Choice, text: str) -> bytes:

@@ -48,6 +48,7 @@ class ChatStream(EventFormat):
         self._usage = EventUsage(is_included=request.include_usage, is_continuous=request.running_usage)
         self._has_details = request.logprobs or request.return_token_ids
         self._opened: set[int] = set()
+        self._prompt_ids = b""  # the field of the first events, once it was written
         self._around_text: dict[int, tuple[bytes, bytes]] = {}  # see `_open`
 
     def add(self, run: PromptRun, choice: Choice, text: str) -> bytes:
@@ -73,7 +74,9 @@ class ChatStream(EventFormat):
             self._around_text[choice.index] = before, b"}%b}]%b}\n\n" % (NO_DETAILS, usage)
         prompt = b""
         if self._request.return_token_ids:
-            prompt = b',"prompt_token_ids":' + orjson.dumps(run.request.prompt_ids)
+            if not self._prompt_ids:
+                self._prompt_ids = b',"prompt_token_ids":' + orjson.dumps(run.request.prompt_ids)
+            prompt = self._prompt_ids
         return self._event(choice, b'{"role":"assistant","content":""}', NO_DETAILS, usage + prompt)
 
     def _event_with_details(self, run: PromptRun, choice: Choice, text: str) -> bytes:

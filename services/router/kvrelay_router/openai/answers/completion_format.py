@@ -27,6 +27,8 @@ from kvrelay_router.text.tokenizer import Tokenizer
 
 MAX_EVENT_TOKENS = 512
 """Events with the log-probabilities of more prompt tokens are sent in parts."""
+MAX_EVENT_IDS = 4096
+"""As are those with the text or the ids of more: the first events of many choices often come at once."""
 
 NO_DETAILS = b'"logprobs":null,"finish_reason":null,"stop_reason":null'
 
@@ -85,10 +87,18 @@ class CompletionStream(EventFormat):
         records = choice.take_records() if has_text else TokenRecords()
         content = self._fields.of(run, choice, choice.index, text, records, is_first=is_first)
         usage = self._usage.field(run, choice, len(records.token_ids))
-        if is_first and self._request.echo and len(run.prompt_logprobs) > MAX_EVENT_TOKENS:
+        if is_first and self._begins_large(run):
             self._large.append(self._in_parts(content, usage))
+            if self._on_large is not None:
+                self._on_large()
             return b""
         return b"%b%b]%b}\n\n" % (self._prefix, dump_at_once(content), usage)
+
+    def _begins_large(self, run: PromptRun) -> bool:
+        """True if the fields of the prompt are too large for an event that is written at once."""
+        has_scores = self._request.echo and len(run.prompt_logprobs) > MAX_EVENT_TOKENS
+        has_prompt = self._request.echo or self._request.return_token_ids
+        return has_scores or (has_prompt and len(run.request.prompt_ids) > MAX_EVENT_IDS)
 
     def _in_parts(self, content: dict[str, Any], usage: bytes) -> Iterator[bytes]:
         yield self._prefix

@@ -1,4 +1,4 @@
-"""How much of a test `make test` runs: 30% of its random examples, and some of its cases if there are many.
+"""How much of a test `make test` runs: 20% of its random examples, and some of its cases if there are many.
 `make test-all` runs all."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 
 ALL_EXAMPLES = 100
 """The number for a test that names none. Numbers given to `examples` are scaled in proportion to it."""
-EVERYDAY_EXAMPLES = 30
+EVERYDAY_EXAMPLES = 20
 THOROUGH = "thorough"
 
 

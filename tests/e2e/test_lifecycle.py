@@ -155,6 +155,7 @@ def failed_start(tmp_path: Path, *flags: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

@@ -156,6 +156,7 @@ def test_a_second_one_that_would_share_the_logs_is_refused(tmp_path: Path) -> No
     InstanceLock(20001, directory).close()
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -206,6 +206,7 @@ def test_preemption(model: CausalModel, expected: Callable[[tuple[int, ...], int
     assert scheduler.num_preemptions > 0
 
 
+@pytest.mark.everyday(6)
 @pytest.mark.parametrize("with_cache", [True, False])
 @pytest.mark.parametrize("num_slots", [12, 100])
 @pytest.mark.parametrize("name", sorted(BUILT_IN))

@@ -100,6 +100,7 @@ SERVED: dict[str, PreTrainedConfig] = {
 }
 
 
+@pytest.mark.everyday(12)
 @pytest.mark.parametrize("name", SERVED)
 def test_each_greedy_token_is_the_models_own(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

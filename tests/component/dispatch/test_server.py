@@ -80,12 +80,12 @@ async def running(redis_url: str, prefix: str, *flags: str, stderr: int | None =
 
 
 @asynccontextmanager
-async def registered(redis_url: str, prefix: str, *workers: FakeWorker) -> AsyncIterator[None]:
+async def registered(redis_url: str, prefix: str, *workers: FakeWorker, ttl_s: float = 120) -> AsyncIterator[None]:
     registry = Registry(redis_url, prefix)
     for worker in workers:
         worker.model = DEMO_MODEL_NAME
         worker.start()
-        await registry.join(worker.record, ttl_s=120)
+        await registry.join(worker.record, ttl_s)
     try:
         yield
     finally:

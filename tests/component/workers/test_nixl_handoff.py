@@ -14,6 +14,7 @@ from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.process_identity import identity_of
 from kvrelay.protocol.messages import Reassign
 from kvrelay.protocol.sampling import Sampling
+from kvrelay.worker import factory
 from kvrelay_decode import reservations
 from kvrelay_decode.quarantine import SETTLE_TICKS, Due
 from kvrelay_decode.service import DecodeRole
@@ -26,6 +27,7 @@ from tests.fakes.workers import LocalWorker
 
 pytestmark = [pytest.mark.component, pytest.mark.skipif(bool(NO_NIXL), reason=NO_NIXL)]
 GREEDY = Sampling(temperature=0.0, max_tokens=24)
+ELSEWHERE = "another-machine:pid:[1]/1/1"
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +117,8 @@ def test_slots_of_a_silent_prefill_worker_stay_in_quarantine_until_its_process_h
 
 
 async def successor_speaks(redis_url: str, then: Callable[[LocalWorker], Awaitable[None]]) -> None:
-    """A prefill worker falls silent in the middle of a handoff, and a second one is started under its name."""
+    """A prefill worker falls silent in the middle of a handoff, and a second one is started under its name. The
+    registry must take both for processes elsewhere: then the name is free when the first one's lease expires."""
     runners = [HashRunner(), HashRunner()]
     runners[0].hold_after(4)
     settings = {"token_budget": 16, "max_running": 16, "transfer": "nixl"}
@@ -140,7 +143,8 @@ def test_slots_of_a_silent_prefill_worker_elsewhere_are_free_when_its_successor_
     async def then(decode: LocalWorker) -> None:
         assert decode.started.role.totals()["quarantines"] == 1
 
-    monkeypatch.setattr(sender_driver, "own_identity", lambda: "another-machine:pid:[1]/1/1")
+    monkeypatch.setattr(factory, "own_identity", lambda: ELSEWHERE)
+    monkeypatch.setattr(sender_driver, "own_identity", lambda: ELSEWHERE)
     run(lambda: successor_speaks(redis_url, then))
 
 
@@ -167,6 +171,7 @@ def test_slots_stay_in_quarantine_while_the_silent_prefill_worker_is_seen_to_liv
             process.kill()
 
         process.send_signal(signal.SIGSTOP)
+        monkeypatch.setattr(factory, "own_identity", lambda: ELSEWHERE)
         monkeypatch.setattr(sender_driver, "own_identity", lambda: identity_of(process.pid))
         try:
             run(lambda: successor_speaks(redis_url, then))

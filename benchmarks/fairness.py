@@ -4,13 +4,18 @@ Virtual time (`kvrelay simulate`): real schedulers, router view, placement and l
 the fleet can serve during the whole run. The light client is measured alone, beside the flood as a tenant of its own,
 and beside the same flood as one tenant with it, which is first come first served for both.
 
-Shares decide who is next. A step that runs is not interrupted, and a step computes the requests of all tenants
-together: what remains of the difference to alone is the rest of the step that runs, and longer steps. So each flood is
-also measured with smaller steps: a smaller token budget for prompts, fewer running sequences for outputs.
+Shares decide who is next, and take slots and blocks back. A step that runs is not interrupted, and a step computes the
+requests of all tenants together: what remains of the difference to alone is the rest of the step that runs, and longer
+steps. So each flood is also measured with smaller steps: a smaller token budget for prompts, fewer running sequences
+for outputs.
+
+Beside alone, the light client is measured alone on devices of half the speed (steps and transfers take twice as long):
+the equal share of two tenants that do not batch together.
 
 - TTFT and end to end in seconds from arrival, 90th percentile of the light client's requests; in brackets the ratio to
   alone.
 - tokens/s of the flood: prompt and output tokens of its requests that finished while it was sending.
+- preempted: preemptions on all workers, until the last request has ended.
 
 Usage: python -m benchmarks.fairness [--seconds 60] [--write FILE]
 """
@@ -25,7 +30,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvrelay.simulated.profiles import find_profile
+from kvrelay.simulated.profiles import Profile, StepLoad, find_profile
 from kvrelay_simulator.fleet import FleetSettings, SimulatedFleet
 from kvrelay_simulator.traces import HASH_TOKENS, TracedRequest
 from kvrelay_simulator.workers import Request, WorkerSettings
@@ -59,14 +64,20 @@ class Case:
 
 
 LIGHT, LONG_PROMPTS, LONG_OUTPUTS = Client(1.0, 2, 64), Client(20.0, 16, 32), Client(60.0, 1, 512)
+FEWER_LONG_OUTPUTS = Client(10.0, 1, 512)
+SMALL_POOL = WorkerSettings(kv_tokens=32_768, prefill_token_budget=512)
 SHORT_CHUNKS = WorkerSettings(prefill_token_budget=512)
 FEW_RUNNING = WorkerSettings(max_running=32)
+SHORT_STEPS = WorkerSettings(max_running=32, prefill_token_budget=512)
 CASES = (
     Case("long prompts", 1, 1, LIGHT, LONG_PROMPTS),
     Case("long prompts, steps of 512 tokens", 1, 1, LIGHT, LONG_PROMPTS, SHORT_CHUNKS),
     Case("long prompts, four workers, steps of 512 tokens", 2, 2, LIGHT, Client(40.0, 16, 32), SHORT_CHUNKS),
     Case("long outputs", 1, 1, LIGHT, LONG_OUTPUTS),
     Case("long outputs, 32 running", 1, 1, LIGHT, LONG_OUTPUTS, FEW_RUNNING),
+    Case("long outputs, 32 running, steps of 512 tokens", 1, 1, LIGHT, FEWER_LONG_OUTPUTS, SHORT_STEPS),
+    Case("long outputs, KV of 32,768 tokens", 1, 1, LIGHT, FEWER_LONG_OUTPUTS, SMALL_POOL),
+    Case("long outputs that fill the prefill worker's KV too", 1, 1, LIGHT, Client(20.0, 1, 512), SMALL_POOL),
     Case("decode computes prompts", 0, 1, LIGHT, Client(20.0, 8, 64)),
     Case(
         "decode computes prompts, steps of 128 tokens",
@@ -80,12 +91,43 @@ CASES = (
 
 
 @dataclass(frozen=True, slots=True)
+class HalfSpeed:
+    """A profile of half the speed."""
+
+    whole: Profile
+
+    @property
+    def name(self) -> str:
+        return f"half of {self.whole.name}"
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self.whole.kv_bytes_per_token
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.whole.kv_tokens
+
+    @property
+    def transfer_bytes_s(self) -> float:
+        return self.whole.transfer_bytes_s / 2
+
+    @property
+    def num_devices(self) -> int:
+        return self.whole.num_devices
+
+    def step_s(self, load: StepLoad) -> float:
+        return 2 * self.whole.step_s(load)
+
+
+@dataclass(frozen=True, slots=True)
 class Figures:
     """The light client's 90th percentiles in seconds, and the tokens a second of the flood."""
 
     ttft_s: float
     whole_s: float
     flood_tokens_s: float
+    num_preemptions: int
 
 
 def requests_of(client: Client, tenant: str, seconds: float, pieces: Iterator[int], seed: int) -> list[TracedRequest]:
@@ -103,13 +145,16 @@ def requests_of(client: Client, tenant: str, seconds: float, pieces: Iterator[in
     ]
 
 
-def measure(case: Case, seconds: float, *, flooded: bool, shared: bool) -> Figures:
-    """`shared`: both clients are one tenant."""
+def measure(case: Case, seconds: float, *, flooded: bool, shared: bool = False, halved: bool = False) -> Figures:
+    """`shared`: both clients are one tenant. `halved`: on devices of half the speed."""
     pieces = itertools.count()
     light = requests_of(case.light, "light", seconds, pieces, seed=1)
     flood = requests_of(case.flood, "flood", seconds, pieces, seed=2) if flooded else []
     trace = sorted([*light, *flood], key=lambda request: request.arrival_s)
-    settings = FleetSettings(find_profile(PROFILE), case.num_prefill, case.num_decode, workers=case.settings)
+    profile = find_profile(PROFILE)
+    settings = FleetSettings(
+        HalfSpeed(profile) if halved else profile, case.num_prefill, case.num_decode, workers=case.settings
+    )
     is_light = [request.tenant == "light" for request in trace]
     fleet = SimulatedFleet(settings)
     done = fleet.run([replace(request, tenant="") for request in trace] if shared else trace)
@@ -120,6 +165,7 @@ def measure(case: Case, seconds: float, *, flooded: bool, shared: bool) -> Figur
         p90([_at(request.first_token_s) - request.arrival_s for request in of_light]),
         p90([_at(request.finished_s) - request.arrival_s for request in of_light]),
         sum(_num_tokens(request) for request in of_flood if _at(request.finished_s) < seconds) / seconds,
+        sum(worker.scheduler.num_preemptions for worker in fleet.workers.values()),
     )
 
 
@@ -145,18 +191,16 @@ def report(cases: Sequence[Case], seconds: float) -> str:
         "two tenants. *One tenant*: the same load without shares.",
     ]
     for case in cases:
-        alone, shares, one = (
-            measure(case, seconds, flooded=flooded, shared=shared)
-            for flooded, shared in ((False, False), (True, False), (True, True))
-        )
+        alone, half = (measure(case, seconds, flooded=False, halved=halved) for halved in (False, True))
+        shares, one = (measure(case, seconds, flooded=True, shared=shared) for shared in (False, True))
         lines += ["", f"## {case.name}: {case.num_prefill} prefill, {case.num_decode} decode", ""]
         lines += [f"Light: {case.light}. Flood: {case.flood}.", ""]
-        lines += ["| | TTFT p90 | end to end p90 | flood, tokens/s |", "|---|---:|---:|---:|"]
-        for name, found in (("alone", alone), ("shares", shares), ("one tenant", one)):
+        lines += ["| | TTFT p90 | end to end p90 | flood, tokens/s | preempted |", "|---|---:|---:|---:|---:|"]
+        for name, found in (("alone", alone), ("alone, half speed", half), ("shares", shares), ("one tenant", one)):
             ttft = f"{found.ttft_s:.3f} ({found.ttft_s / alone.ttft_s:.2f})"
             whole = f"{found.whole_s:.3f} ({found.whole_s / alone.whole_s:.2f})"
-            lines.append(f"| {name} | {ttft} | {whole} | {found.flood_tokens_s:,.0f} |")
-        print("\n".join(lines[-7:]), flush=True)
+            lines.append(f"| {name} | {ttft} | {whole} | {found.flood_tokens_s:,.0f} | {found.num_preemptions:,} |")
+        print("\n".join(lines[-10:]), flush=True)
     return "\n".join(lines) + "\n"
 
 

@@ -27,12 +27,8 @@ class Preemptor:
         while not lifecycle.blocks.grow(sequence, num_tokens):
             if draft.ahead:
                 raise NeedsCommit
-            latest = self._victim()
-            for reserved in reversed(lifecycle.sample_groups.lose_reserved(latest)):
-                lifecycle.waiting.remove(reserved)
-                lifecycle.waiting.resume(reserved)
-            for victim in reversed(lifecycle.sample_groups.running_with(latest)):
-                self.preempt(victim, draft)
+            draft.is_short_of_blocks = True
+            self.preempt_group(self._victim(), draft)
             if sequence.state is not SequenceState.RUNNING:
                 return False
         return True
@@ -48,6 +44,15 @@ class Preemptor:
         if self._retraction == "latest":
             return next(latest_first)
         return min(latest_first, key=lambda sequence: sequence.num_output)
+
+    def preempt_group(self, sequence: Sequence, draft: PlanDraft) -> None:
+        """Preempts a sequence together with the samples of its group."""
+        lifecycle = self._lifecycle
+        for reserved in reversed(lifecycle.sample_groups.lose_reserved(sequence)):
+            lifecycle.waiting.remove(reserved)
+            lifecycle.waiting.resume(reserved)
+        for victim in reversed(lifecycle.sample_groups.running_with(sequence)):
+            self.preempt(victim, draft)
 
     def preempt(self, sequence: Sequence, draft: PlanDraft) -> None:
         """Takes a sequence's blocks and queues it again. Its KV is swapped to the host or recomputed later.
@@ -73,7 +78,8 @@ class Preemptor:
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         lifecycle.waiting.resume(sequence)
-        lifecycle.new_token_ratio.retracted(lifecycle.running.values())
+        if draft.is_short_of_blocks:
+            lifecycle.new_token_ratio.retracted(lifecycle.running.values())
 
     def _preempt_beams(self, leader: Sequence, draft: PlanDraft) -> None:
         lifecycle = self._lifecycle

@@ -36,6 +36,7 @@ from kvrelay.scheduling.queue.remote_kv import RemoteSequences
 from kvrelay.scheduling.queue.sample_groups import SampleGroups
 from kvrelay.scheduling.queue.sender_limits import SenderLimits
 from kvrelay.scheduling.queue.waiting_queue import WaitingQueue
+from kvrelay.scheduling.reclaimer import Reclaimer
 from kvrelay.scheduling.scheduler_protocol import PrefillGate
 from kvrelay.scheduling.scheduler_settings import SchedulerLimits, SchedulerSettings
 from kvrelay.scheduling.sequence import Sequence, SequenceState
@@ -80,8 +81,12 @@ class BatchScheduler:
         )
         self.chunks = policy.make_chunks(limits, settings)
         self.preemptor = Preemptor(self.lifecycle, settings.retraction)
+        self.reclaimer = Reclaimer(self.lifecycle, self.preemptor, priority_first=order.precedes_tenants)
         self._admission = SequenceAdmission(
-            self.lifecycle, self.chunks, decodes_beside_prompts=policy.mixes_prompts_and_decodes
+            self.lifecycle,
+            self.chunks,
+            self.reclaimer,
+            decodes_beside_prompts=policy.mixes_prompts_and_decodes,
         )
         self._planner = StepPlanner(
             self.lifecycle, self._admission, self.preemptor, self.chunks, settings.num_lookahead

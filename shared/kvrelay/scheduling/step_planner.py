@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Mapping
 
 from kvrelay.kv.pool import BlockState
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.scheduling.lifecycle import SequenceLifecycle
 from kvrelay.scheduling.plan import PlanDraft, PlannedRow
-from kvrelay.scheduling.policies.chunk_sizes import Chunks
+from kvrelay.scheduling.policies.chunk_sizes import MIN_CHUNK, Chunks
 from kvrelay.scheduling.preemptor import Preemptor
 from kvrelay.scheduling.sequence import Sequence, SequenceState
 from kvrelay.scheduling.sequence_admission import SequenceAdmission
+
+SHARED_STEP_PART = 4
 
 
 class StepPlanner:
@@ -44,6 +47,9 @@ class StepPlanner:
     def waiting(self) -> Collection[Sequence]:
         """Sequences in the queue."""
         return self._waiting
+
+    def _counter(self, sequence: Sequence) -> float:
+        return self._shares.counter(sequence.tenant)
 
     # -- running sequences --------------------------------------------------------------------------------------------
 
@@ -97,11 +103,16 @@ class StepPlanner:
         if draft.prompting is None:
             draft.prompting = [s for s in self._running.values() if _is_prompt(s)]
         if self._shares.is_contested:
-            draft.prompting.sort(key=lambda sequence: self._shares.counter(sequence.tenant))
-        for sequence in draft.prompting:
+            draft.prompting.sort(key=self._counter)
+        self._plan_chunks(draft.prompting, draft)
+
+    def _plan_chunks(self, prompting: Iterable[Sequence], draft: PlanDraft) -> None:
+        """Adds the next chunk of each sequence, until the budget is spent."""
+        for sequence in prompting:
             if not sequence.num_remaining or (sequence.num_planned and not _continues(sequence)):
                 continue
             if sequence.state is SequenceState.RUNNING:
+                self._leave_room_for_light_tenants(sequence.tenant, draft)
                 num_tokens = self._chunks.size(sequence.num_remaining, sequence.next_position, draft)
                 num_tokens = self._room_for_chunk(sequence, num_tokens, draft)
                 if not num_tokens:
@@ -124,20 +135,48 @@ class StepPlanner:
         With `beyond_budget` sequences are admitted even if the budget is spent; later steps compute their prompts.
         """
         while not draft.held_back:
-            draft.held_back = self._admission.admit_next(draft, beyond_budget=beyond_budget)
+            draft.held_back = self._admit_next(draft, beyond_budget=beyond_budget)
+
+    def _admit_next(self, draft: PlanDraft, *, beyond_budget: bool = False) -> str:
+        if not self._shares.is_contested:
+            return self._admission.admit_next(draft, beyond_budget=beyond_budget)
+        if draft.prompts and (head := self._waiting.head()) is not None:
+            self._leave_room_for_light_tenants(head.tenant, draft)
+        reason = self._admission.admit_next(draft, beyond_budget=beyond_budget)
+        if reason and self._admission.reclaim(draft):
+            return self._admission.admit_next(draft, beyond_budget=beyond_budget)
+        return reason
+
+    def _leave_room_for_light_tenants(self, tenant: str, draft: PlanDraft) -> None:
+        """Prompt tokens of `tenant` are next. If it was served more than a tenant whose prompts are in this step and
+        that has no others waiting, the rest of the step's prompts is a `SHARED_STEP_PART`th of the budget: a short step
+        ends those prompts early, and what is left out is in the next step."""
+        if draft.is_shortened or not draft.prompts or not self._shares.is_contested:
+            return
+        counter = self._shares.counter(tenant)
+        light = {sequence.tenant for sequence in draft.prompts} - {tenant}
+        if any(not self._shares.is_waiting(each) and self._shares.counter(each) < counter for each in light):
+            draft.is_shortened = True
+            rest = max(MIN_CHUNK, self._lifecycle.limits.token_budget // SHARED_STEP_PART)
+            draft.budget_left = min(draft.budget_left, rest)
 
     def admit_neglected(self, draft: PlanDraft) -> None:
-        """Admits waiting sequences whose tenants were served less than those of all running prompts, so that they do
-        not wait for the rest of a long prompt. Call it after `plan_decodes` and before `plan_prompts`."""
-        if not self._shares.is_contested or not draft.prompting:
+        """Admits waiting sequences before the next chunks of running prompts whose tenants were served more, so that
+        they do not wait for the rest of a long prompt. Call it after `plan_decodes` and before `plan_prompts`."""
+        prompting = draft.prompting
+        if not self._shares.is_contested or not prompting:
             return
-        counter = self._shares.counter
-        least = min(counter(sequence.tenant) for sequence in draft.prompting)
-        while not draft.held_back:
+        prompting.sort(key=self._counter)
+        while prompting and not draft.held_back:
             head = self._waiting.head()
-            if head is None or counter(head.tenant) >= least:
+            if head is None:
                 return
-            draft.held_back = self._admission.admit_next(draft)
+            num_ahead = bisect_right(prompting, self._counter(head), key=self._counter)
+            if num_ahead == len(prompting):
+                return
+            self._plan_chunks(prompting[:num_ahead], draft)
+            del prompting[:num_ahead]
+            draft.held_back = self._admit_next(draft)
 
     def admit_handoffs(self, draft: PlanDraft) -> None:
         """Admits waiting handoffs in the queue's order, until a local prompt is next or one does not fit."""

@@ -69,7 +69,7 @@ def bench_for(order: QueueOrderName = "fcfs", scheduler: str = "sarathi", **size
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @settings(max_examples=examples(40), deadline=None)
-@given(jobs, jobs, st.sampled_from([1.0, 2.0, 5.0]), orders, st.sampled_from([20, 64]))
+@given(jobs, jobs, st.sampled_from([1.0, 2.0, 5.0]), orders, st.sampled_from([20, 64]), st.sampled_from([0.0, 512.0]))
 def test_tenants_that_always_wait_are_served_equally_by_weight(
     scheduler: str,
     first: list[tuple[int, int]],
@@ -77,9 +77,11 @@ def test_tenants_that_always_wait_are_served_equally_by_weight(
     weight: float,
     order: QueueOrderName,
     num_blocks: int,
+    reclaim_lag: float,
 ) -> None:
     """At every step, up to what the paper's bound allows: one prompt, and the output of what runs."""
     bench = bench_for(order, scheduler, num_blocks=num_blocks)
+    bench.scheduler.shares.reclaim_lag = reclaim_lag
     flood = Flood(bench, {"a": weight, "b": 1.0}, {"a": first, "b": second})
     bound = 2 * (LONGEST_PROMPT + OUTPUT_COST * MAX_RUNNING * MOST_OUTPUT)
     for _ in range(60):

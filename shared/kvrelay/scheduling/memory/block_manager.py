@@ -115,6 +115,20 @@ class BlockManager:
                 high = middle - 1
         return low
 
+    def num_shared(self, sequence: Sequence) -> int:
+        """Returns the number of its first full blocks that are cached and that other sequences hold too. A sequence
+        that holds a block holds those before it, so this bisects."""
+        pool, table = self.pool, sequence.table.ids
+        low, high = 0, sequence.num_computed // pool.block_size
+        while low < high:
+            middle = (low + high) // 2
+            block = int(table[middle])
+            if pool.is_cached(block) and pool.num_holds(block) > 1:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
     def _num_reusable(self, sequence: Sequence) -> int:
         if sequence.sampling.prompt_logprobs is not None:
             return 0  # the logits of every position are needed

@@ -82,7 +82,7 @@ class Swapper:
         hashes: list[BlockHash | None] = [*sequence.block_hashes(num_full)]
         hashes += [None] * (blocks_for(sequence.num_computed, size) - num_full)
         num_new = self.space.num_new(hashes)
-        num_shared = self._num_shared(sequence, num_full)
+        num_shared = self._blocks.num_shared(sequence)
         self._expected[sequence.key] = (num_shared, num_full)
         preempted = Preempted(sequence.num_computed, num_shared * size, num_new)
         times = estimate(preempted, self.cost.current, self.block_s.value, self.lost_share.value, size)
@@ -100,20 +100,6 @@ class Swapper:
         draft.leaving[copy] = SwapCopies(blocks, tuple(stored.slots[index] for index in stored.new))
         self._use.num_preemptions += 1
         return True
-
-    def _num_shared(self, sequence: Sequence, num_full: int) -> int:
-        """Returns the number of its first blocks that are cached and held by others. A sequence that holds a block
-        holds those before it, so this bisects."""
-        pool, table = self._blocks.pool, sequence.table.ids
-        low, high = 0, num_full
-        while low < high:
-            middle = (low + high) // 2
-            block = int(table[middle])
-            if pool.is_cached(block) and pool.num_holds(block) > 1:
-                low = middle + 1
-            else:
-                high = middle
-        return low
 
     def _yielding(self, hashes: Seq[BlockHash | None], num_new: int) -> list[SwapCopy] | None:
         """Returns the copies to drop for `num_new` free slots, or None if dropping all copies is not enough."""

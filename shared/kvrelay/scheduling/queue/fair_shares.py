@@ -25,8 +25,12 @@ from kvrelay.scheduling.sequence import Sequence
 OUTPUT_COST = 2.0
 """Tokens of a prompt that an output token counts as, as in the paper."""
 
-IDLE_CREDIT = 2048.0
+IDLE_CREDIT = 4096.0
 """The lead in tokens, divided by the weight, that a tenant keeps from a time without waiting requests."""
+
+RECLAIM_LAG = 512.0
+"""Tokens, divided by its weight, by which a tenant must be behind another one to take slots or blocks back from it. So
+tenants that are served about equally do not preempt each other in turns."""
 
 MAX_IDLE_TENANTS = 1024
 
@@ -47,6 +51,7 @@ class FairShares:
 
     def __init__(self, running: Mapping[SequenceKey, Sequence], idle_credit: float = IDLE_CREDIT) -> None:
         self.idle_credit = idle_credit
+        self.reclaim_lag = RECLAIM_LAG
         self._running = running
         self._present: dict[str, TenantShare] = {}  # tenants with sequences in the scheduler
         self._idle: dict[str, TenantShare] = {}  # the others, the latest to leave at the end
@@ -62,6 +67,10 @@ class FairShares:
     @property
     def num_waiting_tenants(self) -> int:
         return len(self._waiting)
+
+    def is_waiting(self, tenant: str) -> bool:
+        """Whether a sequence of the tenant waits."""
+        return tenant in self._waiting
 
     def of(self, tenant: str) -> TenantShare:
         """The share of a tenant with a sequence here."""
@@ -139,6 +148,17 @@ class FairShares:
             sequence.num_charged += num_new
 
     # -- decisions ----------------------------------------------------------------------------------------------------
+
+    def served_more(self, tenant: str) -> list[str]:
+        """Returns the tenants here that `tenant` is behind by more than `reclaim_lag`, the most served first."""
+        share = self._present[tenant]
+        least = share.counter + self.reclaim_lag / share.weight
+        more = [(each.counter, each.last_turn, other) for other, each in self._present.items() if each.counter > least]
+        return [other for _, _, other in sorted(more, reverse=True)]
+
+    def part(self, tenant: str) -> float:
+        """Returns the tenant's share of the worker among the tenants here, from 0 to 1."""
+        return self._present[tenant].weight / sum(share.weight for share in self._present.values())
 
     def most_served(self, tenants: Collection[str]) -> str:
         """The tenant with the largest counter; of equal ones the latest admitted."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import jsonschema
 import pytest
 
 from tests.fakes.stack import Stack
@@ -151,3 +153,57 @@ def test_logprobs_and_penalties_go_together_with_a_grammar(demo_stack: Stack) ->
 def test_what_is_cut_says_so(demo_stack: Stack) -> None:
     (choice,) = complete(demo_stack, "An animal:", temperature=0.0, response_format=FORMAT, max_tokens=4)
     assert choice["finish_reason"] == "length"
+
+
+def random_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
+    """A schema whose values are bounded."""
+    low = rng.randint(-50, 50)
+    leaves: list[dict[str, Any]] = [
+        {"enum": rng.sample(["otter", "heron", "a heron", 7, None, True, "ot"], rng.randint(1, 4))},
+        {"const": rng.choice(["always the same words", 12345, False])},
+        {"type": "integer", "minimum": low, "maximum": low + rng.randint(0, 500)},
+        {"type": "string", "maxLength": rng.randint(0, 9)},
+        {"type": "string", "pattern": "^[a-c]{2}-[0-9]{3}$"},
+        {"type": ["boolean", "null"]},
+    ]
+    kind = rng.choice(["leaf", "object", "array", "any"]) if depth else "leaf"
+    if kind == "object":
+        names = rng.sample(["customer_name", "is_available", "id", "naïve name", "名"], rng.randint(1, 4))
+        properties = {name: random_schema(rng, depth - 1) for name in names}
+        required = [name for name in names if rng.random() < 0.7]
+        return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    if kind == "array":
+        return {"type": "array", "items": random_schema(rng, depth - 1), "maxItems": rng.randint(0, 3)}
+    if kind == "any":
+        return {"anyOf": [random_schema(rng, depth - 1) for _ in range(2)]}
+    return rng.choice(leaves)
+
+
+def ask_at_random(stack: Stack, seed: int) -> None:
+    """Every answer to a random request is valid, or cut."""
+    rng = random.Random(seed)
+    schema, count = random_schema(rng), rng.choice([1, 1, 2, 4])
+    outputs = {"json": schema} if rng.random() < 0.3 else {"json": schema, "whitespace_pattern": ""}
+    fields: dict[str, Any] = {
+        "temperature": rng.choice([0.0, 0.3, 1.0, 2.0]),
+        "seed": seed,
+        "max_tokens": rng.choice([1, 7, 60, 200]),
+        "structured_outputs": outputs,
+    }
+    if rng.random() < 0.5:
+        found = [streamed(stack, f"Number {seed}:", **fields)]
+    else:
+        choices = complete(stack, f"Number {seed}:", n=count, **fields)
+        found = [(choice["text"], choice["finish_reason"]) for choice in choices]
+    for text, reason in found:
+        if reason == "length":
+            continue
+        assert reason == "stop", (seed, schema, reason)
+        jsonschema.validate(json.loads(text), schema)
+
+
+@pytest.mark.parametrize("num_requests", [16, pytest.param(400, marks=pytest.mark.slow)])
+def test_answers_to_random_requests_are_valid_or_cut(demo_stack: Stack, num_requests: int) -> None:
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(lambda seed: ask_at_random(demo_stack, seed), range(num_requests)))
+    demo_stack.wait_until_clean()

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import pytest
 
 from tests.e2e.test_lifecycle import Stream
 from tests.fakes.stack import Stack
 from tests.fakes.waiting import PATIENCE_S, wait_until
 
+pytestmark = pytest.mark.timeout(900)  # the undisturbed run takes minutes on a busy machine
 DEMO_MODEL = Path(__file__).parents[2] / "models" / "demo"
 FLAGS = ("--dtype", "float32", "--threads", "1", "--prefill", "1", "--decode", "2", "--routing-policy", "round_robin")
 PROPERTIES = {

@@ -40,7 +40,8 @@ NUM_BLOCKS = 1 << 16
 BLOCK_SIZE = 16
 TOKENS = range(300, 1800)
 """Ids that the demo model's tokenizer has words or parts of words for."""
-LEASE_S = 3600.0
+LEASE_S = 600.0
+"""The registry takes a longer lease for one from before its clock was set back."""
 
 Key = tuple[str, int, int]
 
@@ -142,10 +143,12 @@ async def serve(arguments: argparse.Namespace) -> None:
     for number in range(arguments.decode):
         Worker(fleet, f"decode-{number}", "decode")
     registry = Registry(os.environ["KVRELAY_REDIS_URL"], os.environ.get("KVRELAY_REDIS_PREFIX", "kvrelay"))
+    records = []
     for worker in fleet.values():
         worker.messenger.start()
-        await registry.join(worker.record(arguments.model), LEASE_S)
+        records.append(await registry.join(worker.record(arguments.model), LEASE_S))
     print("ready", flush=True)
+    renewing = asyncio.create_task(renew(registry, records))
     decodes = [worker for worker in fleet.values() if worker.role == "decode"]
     loop = asyncio.get_running_loop()
     step_s = arguments.step_ms / 1e3
@@ -157,6 +160,15 @@ async def serve(arguments: argparse.Namespace) -> None:
             if loop.time() - due > step_s:
                 due = loop.time()  # late: steps are left out, not made up for
             worker.step()
+        if renewing.done():
+            renewing.result()
+
+
+async def renew(registry: Registry, records: list[WorkerRecord]) -> None:
+    while True:
+        await asyncio.sleep(LEASE_S / 3)
+        for record in records:
+            await registry.renew(record, LEASE_S)
 
 
 def main() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from kvrelay.telemetry.metric_samples import MetricSamples, samples_by, single_sample
@@ -39,16 +37,9 @@ class PendingMemory:
             f"requests in progress; at most {self.limit_bytes} bytes are allowed. Try again later"
         )
 
-    @contextmanager
-    def hold(self, num_bytes: int) -> Iterator[None]:
-        """Counts a request in the block. Raises 503 beyond the limit."""
-        if not self.has_room(num_bytes):
-            raise ApiError(self.refusal, status=503, error_type="server_error", code=CODE, headers=RETRY_AFTER)
-        self.requests_bytes += num_bytes
-        try:
-            yield
-        finally:
-            self.requests_bytes -= num_bytes
+    def hold(self, num_bytes: int) -> HeldMemory:
+        """Returns a context manager that counts a request. Entering raises 503 beyond the limit."""
+        return HeldMemory(self, num_bytes)
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -65,6 +56,23 @@ class PendingMemory:
             "kvrelay.pending.limit": single_sample(self.limit_bytes),
             "kvrelay.pending.refused": single_sample(self.num_refused),
         }
+
+
+class HeldMemory:
+    __slots__ = ("_memory", "_num_bytes")
+
+    def __init__(self, memory: PendingMemory, num_bytes: int) -> None:
+        self._memory = memory
+        self._num_bytes = num_bytes
+
+    def __enter__(self) -> None:
+        memory = self._memory
+        if not memory.has_room(self._num_bytes):
+            raise ApiError(memory.refusal, status=503, error_type="server_error", code=CODE, headers=RETRY_AFTER)
+        memory.requests_bytes += self._num_bytes
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._memory.requests_bytes -= self._num_bytes
 
 
 class BodyBytes:

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from kvrelay.protocol.messages import TokenEntry
 from kvrelay_router.dispatch.attempt import SequenceAttempts
 from kvrelay_router.dispatch.events import AwaitLostWorkers, Event, FindDecode, FindPlacement, Instruction
@@ -20,6 +22,9 @@ from kvrelay_router.routing.policy import PolicyName
 
 Search = FindPlacement | AwaitLostWorkers | FindDecode
 """A sequence that waits for a worker has one of these."""
+
+
+NO_WORK = Work()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +46,7 @@ class DispatchSettings:
     tokenizer: str = ""  # the router's own, see `kvrelay.tokenizer_identity`; workers with another one are not used
 
 
-@dataclass(frozen=True, slots=True)
-class ExpectedCacheHit:
+class ExpectedCacheHit(msgspec.Struct, frozen=True):
     """Tokens of an attempt's prompt, and how many of them placement expected in the worker's cache."""
 
     num_prompt: int
@@ -96,7 +100,7 @@ class ActiveSequence:
     expected: ExpectedCacheHit | None = None  # None once the first token has said how much was cached
     trace: str = ""  # the trace context of the current attempt
     fingerprint: str = ""  # identifies the model of the current attempt's workers
-    work: Work = field(default_factory=Work)  # the load that placement expects from the current attempt
+    work: Work = NO_WORK  # the load that placement expects from the current attempt
     silent_workers: frozenset[WorkerKey] = frozenset()  # those that were silent when the current attempt was sent
     waiting_for: Search | None = None  # while no worker is ready
     waiting_timer: asyncio.TimerHandle | None = None  # also the timer of the pause before a retry

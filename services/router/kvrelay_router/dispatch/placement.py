@@ -45,8 +45,7 @@ class Fallbacks:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(msgspec.Struct, frozen=True):
     """The load of an attempt: prompt tokens and pairs to compute, and blocks that decode will use."""
 
     num_tokens: int = 0

@@ -18,7 +18,10 @@ class RequestCounts:
         self._of_owners: dict[str, Counter[str]] = {}
 
     def add(self, outcome: str, owner: str) -> None:
-        self._of_owners.setdefault(owner, Counter())[outcome] += 1
+        counter = self._of_owners.get(owner)
+        if counter is None:
+            counter = self._of_owners[owner] = Counter()
+        counter[outcome] += 1
 
     def of(self, owner: str | None) -> dict[str, int]:
         """The number of requests of an owner (None: of all) by outcome."""

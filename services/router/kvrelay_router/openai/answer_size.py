@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+
+import msgspec
 
 from kvrelay_router.http.api_error import ApiError
 
@@ -25,8 +26,7 @@ SCORE_MEMORY_BYTES = 160
 """Memory of a log-probability with its token until it is written."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerShape:
+class AnswerShape(msgspec.Struct, frozen=True, kw_only=True):
     """What a request asks for. `prompt_tokens` has the length of each prompt, and `max_tokens` its longest output."""
 
     prompt_tokens: Sequence[int]
@@ -45,6 +45,8 @@ class AnswerShape:
     @property
     def num_scores(self) -> int:
         """Log-probabilities in the answer."""
+        if self.logprobs is None and self.echo_logprobs is None and self.prompt_logprobs is None:
+            return 0
         prompts, outputs = sum(self.prompt_tokens), sum(self.max_tokens)
         return (
             outputs * self.num_sequences * _entries(self.logprobs)
@@ -87,8 +89,8 @@ class AnswerShape:
 
     def tokens_that_fit(self, limit_bytes: int) -> int:
         """How long the outputs may be at most within the limit; 0 or less if the rest of the answer exceeds it."""
-        without = replace(self, max_tokens=[0] * len(self.max_tokens))
-        with_one = replace(self, max_tokens=[1] * len(self.max_tokens))
+        without = msgspec.structs.replace(self, max_tokens=[0] * len(self.max_tokens))
+        with_one = msgspec.structs.replace(self, max_tokens=[1] * len(self.max_tokens))
         return (limit_bytes - without.total_bytes) // (with_one.total_bytes - without.total_bytes)
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,10 +36,11 @@ class RequestAliases:
 
     def remember(self, names: RequestNames, requests: list[GenerateRequest]) -> None:
         """If a client uses an id again, the id refers to the latest request."""
+        ids = [request.request_id for request in requests]
         for name in {names.public, names.unique}:
-            for owner in {None, requests[0].owner}:
-                self._names[owner, name] = [request.request_id for request in requests]
-                self._names.move_to_end((owner, name))
+            for key in ((None, name), (requests[0].owner, name)):
+                self._names[key] = ids
+                self._names.move_to_end(key)
         while len(self._names) > MAX_ALIASES:
             self._names.popitem(last=False)
 
@@ -62,24 +61,39 @@ class InProgress:
     def __init__(self, limit: int, *, shares: bool = False) -> None:
         self._limit = limit
         self._shares = shares
-        self._of_tenants: Counter[str] = Counter()
+        self._of_tenants: dict[str, int] = {}
         self.num_requests = 0
 
-    @contextmanager
-    def admit(self, tenant: str, weight: float) -> Iterator[None]:
-        """A generation of a tenant runs inside. Entering raises 429 beyond the limits."""
-        free, own = self._limit - self.num_requests, self._of_tenants[tenant]
+    def admit(self, tenant: str, weight: float) -> Place:
+        """Returns a context manager in which a generation of a tenant runs. Entering raises 429 beyond the limits."""
+        return Place(self, tenant, weight)
+
+    def enter(self, tenant: str, weight: float) -> None:
+        free, own = self._limit - self.num_requests, self._of_tenants.get(tenant, 0)
         if free <= 0 or (self._shares and own >= FREE_SHARE * weight * free):
             raise too_many_requests(self._limit)
         self._of_tenants[tenant] = own + 1
         self.num_requests += 1
-        try:
-            yield
-        finally:
-            self.num_requests -= 1
-            self._of_tenants[tenant] -= 1
-            if not self._of_tenants[tenant]:
-                del self._of_tenants[tenant]
+
+    def leave(self, tenant: str) -> None:
+        self.num_requests -= 1
+        if own := self._of_tenants.pop(tenant) - 1:
+            self._of_tenants[tenant] = own
+
+
+class Place:
+    """A generation's place among those in progress."""
+
+    __slots__ = ("_in_progress", "_tenant", "_weight")
+
+    def __init__(self, in_progress: InProgress, tenant: str, weight: float) -> None:
+        self._in_progress, self._tenant, self._weight = in_progress, tenant, weight
+
+    def __enter__(self) -> None:
+        self._in_progress.enter(self._tenant, self._weight)
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._in_progress.leave(self._tenant)
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,13 +155,15 @@ class Generation:
             sink.is_waiting = is_waiting
 
     def _has_news(self) -> bool:
-        handles = [sink.handle for sink in self._sinks]
-        return (
-            self.is_over
-            or self._failure is not None
-            or any(handle.has_deltas or handle.error is not None for handle in handles)
-            or all(handle.is_over for handle in handles)
-        )
+        if not self._num_unfinished or self._failure is not None:
+            return True
+        are_over = True
+        for sink in self._sinks:
+            handle = sink.handle
+            if handle.has_deltas or handle.error is not None:
+                return True
+            are_over = are_over and handle.is_over
+        return are_over
 
     def wake(self) -> None:
         waiter, self._waiter = self._waiter, None

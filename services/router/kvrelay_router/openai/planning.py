@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+
+import msgspec
 
 from kvrelay.protocol.sampling import Sampling
 from kvrelay_router.access.request_names import RequestNames
@@ -29,24 +30,21 @@ from kvrelay_router.openai.schema.beam_fields import BeamFields
 from kvrelay_router.text.service import DecodedPrompt
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizedPrompt:
+class TokenizedPrompt(msgspec.Struct, frozen=True):
     """A prompt as tokens. `echo` is its text if the answer begins with it."""
 
     token_ids: list[int]
     echo: DecodedPrompt | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """The runs of a request, in the order of its prompts, and what their answer may hold."""
 
     runs: list[PromptRun]
     shape: AnswerShape
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndpointFields:
+class EndpointFields(msgspec.Struct, frozen=True, kw_only=True):
     """The values that chat and text completions take from different fields of their requests."""
 
     prompt_param: str  # the field with the prompt, for error messages
@@ -119,7 +117,7 @@ def _shape(
     limit_bytes = service.settings.max_answer_bytes
     if fields.output.asked is None and fields.output.default is None and shape.total_bytes > limit_bytes:
         fitting = max(1, shape.tokens_that_fit(limit_bytes))
-        shape = replace(shape, max_tokens=[min(each, fitting) for each in max_tokens])
+        shape = msgspec.structs.replace(shape, max_tokens=[min(each, fitting) for each in max_tokens])
     check_answer(shape, limit_bytes)
     return shape
 

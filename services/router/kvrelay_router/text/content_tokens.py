@@ -25,7 +25,7 @@ from __future__ import annotations
 import re
 import secrets
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 import tokenizers
@@ -44,17 +44,20 @@ ContentsT = TypeVar("ContentsT")
 Span = tuple[int, int]
 
 
-def texts_of(value: Any) -> Iterator[str]:
-    """All texts in a JSON value, keys included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, each in value.items():
-            yield key
-            yield from texts_of(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from texts_of(each)
+def texts_of(value: Any) -> list[str]:
+    """All texts in a JSON value, keys included, in any order."""
+    texts: list[str] = []
+    left = [value]
+    while left:
+        each = left.pop()
+        if isinstance(each, str):
+            texts.append(each)
+        elif isinstance(each, dict):
+            left += each.values()
+            texts += each
+        elif isinstance(each, list | tuple):
+            left += each
+    return texts
 
 
 def map_texts(value: Any, change: Callable[[str], str]) -> Any:
@@ -84,9 +87,8 @@ class ContentTokens:
         self._aliased: _AliasedTokenizer | None = None
         self._making = threading.Lock()
 
-    def are_spelled(self, contents: Any) -> bool:
-        """Whether a content spells out a control token. Then encoding may take long."""
-        texts = self._texts_with_first_chars(contents)
+    def are_spelled(self, texts: list[str]) -> bool:
+        """Whether one of these texts spells out a control token. Then encoding may take long."""
         return bool(texts) and any(self._spellings.find(texts))
 
     def encode(
@@ -98,10 +100,10 @@ class ContentTokens:
         add_special_tokens: bool,
     ) -> list[int]:
         """The token ids of what `render` makes of the contents. `encode` encodes a text as usual."""
-        texts = self._texts_with_first_chars(contents)
+        texts = self.texts_with_first_chars(contents)
         if not texts:
             return encode(render(contents))
-        marks = _Marks(self._first_chars, list(texts_of(contents)))
+        marks = _Marks(self._first_chars, texts_of(contents))
         found = zip(texts, self._spellings.find(texts), strict=True)
         marked = {text: marks.mark(text, self._spans_to_mark(text, spelled)) for text, spelled in found}
         rendered = render(map_texts(contents, lambda text: marked.get(text, text)))
@@ -116,8 +118,15 @@ class ContentTokens:
             return encode(text)
         return self._alias_tokenizer().encode(text, own, add_special_tokens=add_special_tokens)
 
-    def _texts_with_first_chars(self, contents: Any) -> list[str]:
-        return [text for text in texts_of(contents) if any(char in text for char in self._first_chars)]
+    def texts_with_first_chars(self, contents: Any) -> list[str]:
+        """The texts with a character that begins a control token. Most contents have none."""
+        return [text for text in texts_of(contents) if self._has_first_char(text)]
+
+    def _has_first_char(self, text: str) -> bool:
+        for char in self._first_chars:  # noqa: SIM110 - a generator takes longer than the search
+            if char in text:
+                return True
+        return False
 
     def _spans_to_mark(self, text: str, spelled: list[Span]) -> list[Span]:
         """The spellings in a content, and the beginnings of one at its end."""

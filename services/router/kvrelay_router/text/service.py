@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import msgspec
 import tokenizers
 
 from kvrelay_router.text.chat_template import ChatTemplate, ChatTemplateError, Message
@@ -31,14 +32,13 @@ LONG_TEXT_CHARS = 16_384
 """Longer texts have their own threads, so that shorter ones never wait behind them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatOptions:
+class ChatOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The parameters of rendering messages to a prompt."""
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    template_kwargs: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,14 +130,16 @@ class TextService:
 
         def render_and_encode() -> list[int]:
             contents = messages, options.template_kwargs
-            if self._contents is None:
+            if self._contents is None or is_plain:
                 return encode(render(contents))
             return self._contents.encode(render, contents, encode, add_special_tokens=options.add_special_tokens)
 
         num_chars = _num_chars(messages, LONG_TEXT_CHARS + 1)
         short = num_chars <= SHORT_TEXT_CHARS and len(messages) <= SHORT_CHAT_MESSAGES and not options.template_kwargs
-        if short and self._contents is not None and self._contents.are_spelled(messages):
-            short = False
+        is_plain = False  # no message can spell out a control token
+        if short and self._contents is not None:
+            texts = self._contents.texts_with_first_chars(messages)
+            is_plain, short = not texts, not self._contents.are_spelled(texts)
         return await self._run(num_chars if short else max(num_chars, SHORT_TEXT_CHARS + 1), render_and_encode)
 
     async def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:

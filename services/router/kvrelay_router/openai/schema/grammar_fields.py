@@ -39,6 +39,8 @@ class GrammarFields(GenerationFields):
     def grammar(self) -> Grammar | None:
         """What the output is constrained to, if anything. Raises ApiError for fields that are wrong in themselves;
         whether the grammar can be compiled is checked later."""
+        if self.model_fields_set.isdisjoint(GRAMMAR_FIELDS):
+            return None
         given = {name: value for name in (*_OBJECT_READERS, *_READERS) if _is_set(value := self._value_of(name))}
         if not given:
             return None
@@ -68,6 +70,9 @@ class GrammarFields(GenerationFields):
             raise _wrong("ignore_eos", "constrained output ends where its grammar ends")
         if self.min_tokens:
             raise _wrong("min_tokens", "constrained output ends where its grammar ends")
+
+
+GRAMMAR_FIELDS = frozenset(GrammarFields.model_fields.keys() - GenerationFields.model_fields.keys())
 
 
 def _of_response_format(value: Any) -> Grammar:
